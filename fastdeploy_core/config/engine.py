@@ -1,0 +1,141 @@
+"""The whole configuration: frozen, validated where it is built, never changed afterwards.
+
+Names here are the inside names; docs/reference/names.md maps command-line spellings to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model, in which precision, up to which length."""
+
+    path: Path
+    tokenizer_path: Path
+    served_names: tuple[str, ...] = ()
+    dtype: str = "float32"  # resolved: never "auto" here
+    max_model_len: int = 2048
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    seed: int = 0
+    quantization: str = ""
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
+    hf_config: Mapping[str, Any] = field(default_factory=dict)  # config.json as read
+    chat_template: str | None = None
+
+    @property
+    def architecture(self) -> str:
+        """The architecture string of config.json."""
+        return str((self.hf_config.get("architectures") or [""])[0])
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The KV pool and what may stay in it."""
+
+    block_size: int = 64
+    num_blocks_override: int | None = None
+    memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    swap_space_bytes: int = 0
+    enable_prefix_caching: bool = True
+    enable_output_caching: bool = True
+    kv_dtype: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchConfig:
+    """Who runs in a step: settings of the batch scheduler."""
+
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 2048
+    enable_chunked_prefill: bool = True
+    max_num_partial_prefills: int = 1
+    max_long_partial_prefills: int = 1
+    long_prefill_token_threshold: int = 0
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    overlap: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """Ranks. Worker rank 0 lives in the engine process."""
+
+    tensor_parallel_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceConfig:
+    """What was asked for; empty strings mean: negotiate."""
+
+    device: str = ""
+    tensor_library: str = ""
+    attention_backend: str = ""
+    moe_backend: str = ""
+    num_threads: int = 0
+    allow_fallback: bool = True  # False (--no-fallback): a missing kernel is an error
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSchedulerConfig:
+    """The operator's settings; `options` is the driver's own section."""
+
+    name: str = "local"
+    max_size: int = 1024  # waiting requests; one more is refused with QueueFull. 0: unbounded
+    max_tokens: int = 0  # waiting prompt tokens; 0: unbounded
+    ttl_s: float = 900.0  # a request waiting longer than this is answered with RequestTimeout
+    lease_s: float = 10.0
+    instance: str = ""
+    options: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsConfig:
+    """Limits on compiling grammars; reliability rule S-08."""
+
+    backend: str = "auto"
+    disable_any_whitespace: bool = False
+    compile_timeout_s: float = 2.0
+    max_source_bytes: int = 16 * 1024
+    max_depth: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """A speculative method by name with its own options."""
+
+    method: str
+    num_speculative_tokens: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WatchdogConfig:
+    """When an engine that makes no progress is declared sick."""
+
+    progress_timeout_s: float = 30.0
+    startup_timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything an engine needs to know."""
+
+    model: ModelConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    request_scheduler: RequestSchedulerConfig = field(default_factory=RequestSchedulerConfig)
+    structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
+    speculative: SpeculativeConfig | None = None
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    logits_processors: tuple[str, ...] = ()
+    max_logprobs: int = 20
+    logprobs_mode: Literal[
+        "raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"
+    ] = "raw_logprobs"

@@ -1,0 +1,118 @@
+"""Attention over a paged KV cache.
+
+A driver claims the largest unit it implements and the core calls only that one:
+
+    "core"         paged attention alone; the core rotates and writes the cache through kernels
+    "rope_kv"      rotary embedding and cache write included
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from fastdeploy_core.tensor import Tensor
+
+    from .device import DeviceBackend
+    from .ops import KernelTable
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """One attention layer's shape; layers with equal specs share metadata and a driver instance.
+
+    For "mla" (DeepSeek V2/V3, arXiv 2412.19437) the cache holds one latent row of
+    kv_lora_rank + qk_rope_head_dim per token, num_kv_heads is 1 and head_dim is that row's width.
+    """
+
+    kind: Literal["gqa", "mla"]
+    num_heads: int  # of this rank
+    num_kv_heads: int  # of this rank
+    head_dim: int
+    v_head_dim: int
+    scale: float
+    dtype: str
+    kv_lora_rank: int = 0
+    qk_rope_head_dim: int = 0
+    rotary_interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionQuestion:
+    """Asked of `fd_attention_backends`."""
+
+    device: str
+    tensor_library: str
+    spec: AttentionSpec
+    block_size: int
+    kv_dtype: str
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """One step's rows. Host arrays are numpy; `*_dev` fields are the same on the device.
+
+    Row i feeds tokens cu_seqlens_q[i]:cu_seqlens_q[i+1]; these are the last ones of its
+    seq_lens[i] tokens. Keys of this step are already counted in seq_lens.
+    """
+
+    num_seqs: int
+    num_tokens: int
+    cu_seqlens_q: np.ndarray  # [num_seqs + 1] int32
+    seq_lens: np.ndarray  # [num_seqs] int32
+    block_tables: np.ndarray  # [num_seqs, max_blocks] int32; unused entries 0
+    cu_seqlens_q_dev: Tensor
+    seq_lens_dev: Tensor
+    block_tables_dev: Tensor
+    slot_mapping: Tensor  # [num_tokens] int64: block * block_size + offset; -1: do not write
+    positions: Tensor  # [num_tokens] int64
+
+
+# What prepare() returns is the driver's own business.
+AttentionMetadata = Any
+
+
+@runtime_checkable
+class AttentionBackend(Protocol):
+    """Constructed as `Driver(spec, block_size, device, kernels)`, once per distinct spec."""
+
+    name: str
+    contract: tuple[int, int]
+    unit: Literal["core", "rope_kv"]
+    can_capture_decode: bool
+    can_capture_mixed: bool
+
+    def __init__(
+        self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable
+    ) -> None: ...
+
+    def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of one layer's cache tensors; dimension 0 is the block. gqa: (k, v); mla: (latent,)."""
+        ...
+
+    def prepare(self, batch: AttentionBatch) -> AttentionMetadata:
+        """Build what every layer of this spec needs for this step."""
+        ...
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: tuple[Tensor, ...],
+        metadata: AttentionMetadata,
+        rotary: Tensor | None = None,
+    ) -> Tensor:
+        """Attend and return [num_tokens, num_heads * v_head_dim], model dtype.
+
+        q: [num_tokens, num_heads, head_dim]; k: [num_tokens, num_kv_heads, head_dim];
+        v: [num_tokens, num_kv_heads, v_head_dim]. Unit "core": k and v are already in the cache and
+        rotated. Unit "rope_kv": the driver rotates q and k with `rotary` ([max_positions, rotary_dim],
+        cos then sin) and writes k and v at batch.slot_mapping. kind "mla": q is
+        [num_tokens, num_heads, kv_lora_rank + qk_rope_head_dim], k the latent row, v its first
+        kv_lora_rank values, and the result is [num_tokens, num_heads * kv_lora_rank].
+        """
+        ...

@@ -1,0 +1,157 @@
+"""The device backend: what an accelerator must offer, and what it may decline to offer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from fastdeploy_core.tensor import Tensor, TensorLibrary
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """What the scheduler and the model runner must respect. Unknown means unsupported."""
+
+    dtypes: tuple[str, ...] = ("float32",)
+    block_sizes: tuple[int, ...] | None = None  # None: any
+    default_block_size: int = 64
+    kv_layout: Literal["NHD", "HND"] = (
+        "NHD"  # [block, token, head, dim] or [block, head, token, dim]
+    )
+    block_sharing: bool = True  # False: every sequence owns its blocks, no prefix cache
+    mixed_batches: bool = True  # prefill chunks and decodes in one forward pass
+    max_prefills_per_step: int | None = None
+    token_buckets: tuple[int, ...] | None = (
+        None  # None: any number of tokens; else padded up to one
+    )
+    graph_capture: bool = False
+    overlap: bool = True  # a step may be queued before the previous one's tokens reached the host
+    logprobs: bool = True
+    host_tier: bool = True  # blocks can move to host memory and back
+    max_tensor_parallel_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOptions:
+    """How one process uses the device."""
+
+    index: int = 0  # which accelerator of this host
+    tensor_library: str = ""  # empty: the driver's own choice
+    num_threads: int = 0  # 0: the driver's own choice
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInfo:
+    """Bytes, as the device's own driver reports them."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceQuestion:
+    """Asked of `fd_device_probe`: is the hardware here, and is its software usable?"""
+
+    tensor_library: str = ""  # empty: any
+
+
+class DeviceEvent(Protocol):
+    """A point in the device's work queue. Polled, never waited on while holding the interpreter lock."""
+
+    def query(self) -> bool:
+        """Whether all work queued before the event has finished."""
+        ...
+
+
+class Communicator(Protocol):
+    """Collectives among the ranks of one tensor-parallel group."""
+
+    rank: int
+    world_size: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over ranks; any shape; the result has x's dtype and may be x itself."""
+        ...
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Concatenate every rank's x along dim, in rank order."""
+        ...
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        """Every rank gets the source rank's x."""
+        ...
+
+    def barrier(self) -> None:
+        """Return when every rank has arrived."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group; later calls fail."""
+        ...
+
+
+class CapturedGraph(Protocol):
+    """A recorded forward pass over fixed buffers."""
+
+    def replay(self) -> None:
+        """Queue the recorded work again; it reads the buffers' current contents."""
+        ...
+
+
+@runtime_checkable
+class DeviceBackend(Protocol):
+    """One accelerator as one process sees it.
+
+    Constructed as `Driver(DeviceOptions(...))`; constructing may initialise the hardware. Every
+    tensor handed to the core is of `xp`'s library and lives on `device`.
+    """
+
+    name: str
+    contract: tuple[int, int]
+    limits: DeviceLimits
+    xp: TensorLibrary
+    device: str
+    # "module:Class" of the worker that runs steps on this device; empty: the core's own. For devices
+    # that execute whole steps themselves, and for the fakes in testing/.
+    worker: str
+
+    def memory(self) -> MemoryInfo:
+        """Free and total bytes now; asked of the driver, never guessed."""
+        ...
+
+    def to_device(self, array: np.ndarray) -> Tensor:
+        """Copy a host array to the device; may be asynchronous, the array may then not be changed."""
+        ...
+
+    def to_host(self, x: Tensor) -> np.ndarray:
+        """Copy to the host and wait for it, releasing the interpreter lock while waiting."""
+        ...
+
+    def record_event(self) -> DeviceEvent:
+        """An event behind everything queued so far."""
+        ...
+
+    def communicator(self, rank: int, world_size: int, address: str) -> Communicator:
+        """Join a group; `address` is a fresh private folder or host:port shared by its ranks."""
+        ...
+
+    def capture(self, run: Callable[[], None]) -> CapturedGraph:
+        """Record `run`; only called when limits.graph_capture."""
+        ...
+
+    def is_oom(self, error: BaseException) -> bool:
+        """Whether the error means that device memory ran out."""
+        ...
+
+    def is_lost(self, error: BaseException) -> bool:
+        """Whether the error means that the device is gone for this process."""
+        ...
+
+    def close(self) -> None:
+        """Give the device back."""
+        ...

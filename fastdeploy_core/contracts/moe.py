@@ -1,0 +1,162 @@
+"""Mixture of experts: the layer driver, and the communicator between ranks that hold experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from fastdeploy_core.tensor import Tensor
+
+    from .device import DeviceBackend, DeviceEvent
+    from .ops import KernelTable
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingSpec:
+    """How router logits become expert weights.
+
+    softmax routing is Qwen3-MoE's and ERNIE 4.5's; sigmoid with groups is DeepSeek V3's
+    (arXiv 2412.19437, section 2.1.2). The correction bias only changes which experts are chosen.
+    """
+
+    num_experts: int
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    scaling_factor: float = 1.0
+    num_groups: int = 1
+    top_k_groups: int = 1
+    has_correction_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MoESpec:
+    """One MoE layer as one rank holds it (shared experts are ordinary linear layers)."""
+
+    routing: RoutingSpec
+    hidden_size: int
+    intermediate_size: int  # of this rank
+    dtype: str
+    activation: Literal["silu"] = "silu"
+
+
+@dataclass(frozen=True, slots=True)
+class MoEQuestion:
+    """Asked of `fd_moe_backends`."""
+
+    device: str
+    tensor_library: str
+    spec: MoESpec
+    quantization: str = ""
+
+
+@runtime_checkable
+class MoEBackend(Protocol):
+    """Constructed as `Driver(spec, device, kernels)`, once per distinct spec."""
+
+    name: str
+    contract: tuple[int, int]
+    unit: Literal["experts", "routing_experts"]
+
+    def __init__(self, spec: MoESpec, device: DeviceBackend, kernels: KernelTable) -> None: ...
+
+    def prepare_weights(self, gate_up: Tensor, down: Tensor) -> Any:
+        """Lay the weights out once after loading.
+
+        gate_up: [num_experts, 2 * intermediate, hidden], gate rows first; down:
+        [num_experts, hidden, intermediate]. The result is passed to forward().
+        """
+        ...
+
+    def forward(
+        self,
+        x: Tensor,
+        weights: Any,
+        router_logits: Tensor,
+        correction_bias: Tensor | None,
+        topk_ids: Tensor | None,
+        topk_weights: Tensor | None,
+    ) -> Tensor:
+        """Return sum over the chosen experts, [num_tokens, hidden].
+
+        x: [num_tokens, hidden]; router_logits: [num_tokens, num_experts] float32. Unit "experts":
+        topk_ids [num_tokens, top_k] int64 and topk_weights (float32) are given. Unit
+        "routing_experts": they are None and the driver routes by spec.routing.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlan:
+    """Buffers for one token count, allocated once: nothing is allocated in dispatch or combine."""
+
+    max_tokens: int
+    hidden_size: int
+    top_k: int
+    num_physical_experts: int
+    layout: Literal["contiguous", "masked"]
+    dtype: str
+
+
+@dataclass(slots=True)
+class Dispatched:
+    """What this rank's experts have to compute.
+
+    contiguous layout: x [num_received, hidden] grouped by local expert, offsets [num_local + 1];
+    masked layout: x [num_local, max_tokens, hidden], counts in offsets [num_local].
+    """
+
+    x: Tensor
+    offsets: Tensor
+    handle: Any
+    event: DeviceEvent | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCommunicatorCapabilities:
+    """What the communicator guarantees."""
+
+    graph_safe: bool = False
+    deterministic: bool = True
+    dedup: bool = False
+    asynchronous: bool = False
+    elastic: bool = False
+    max_ranks: int = 1
+
+
+@runtime_checkable
+class ExpertCommunicator(Protocol):
+    """All-to-all between expert-parallel ranks, split from expert compute and from quantization."""
+
+    name: str
+    contract: tuple[int, int]
+    capabilities: ExpertCommunicatorCapabilities
+
+    def plan(self, plan: ExpertPlan) -> Any:
+        """Allocate for a plan; the result is passed to dispatch."""
+        ...
+
+    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: Any) -> Dispatched:
+        """Send each token to the ranks of its experts. topk_ids of -1 go nowhere."""
+        ...
+
+    def combine(self, y: Tensor, handle: Any) -> Tensor:
+        """Bring expert results home, weighted and summed: [num_tokens, hidden], token order kept."""
+        ...
+
+    def cost_s(self, tokens_per_rank: int) -> float:
+        """Measured seconds of one dispatch and combine, for choosing between communicators."""
+        ...
+
+    def set_expert_map(self, version: int, physical_to_logical: list[int]) -> None:
+        """New expert placement; takes effect at the next step boundary. Versions only grow."""
+        ...
+
+    def set_active_ranks(self, active: list[bool]) -> None:
+        """Leave dead ranks out; only when capabilities.elastic."""
+        ...
+
+    def close(self) -> None:
+        """Free buffers and leave the group."""
+        ...

@@ -1,0 +1,70 @@
+"""The named operations: what a kernel is, and the table a device fills in any order.
+
+An operation is a plain function over tensors. Group `fastdeploy.kernels` maps a device name to a
+table `{operation: "module:function"}` (or `Kernel` records with a predicate). What a device lacks
+comes from the reference, which is also what every kernel is tested against
+(fastdeploy_core/reference/). Lookup happens once, when layers are built.
+
+Shapes: T tokens, H hidden, V vocabulary, B sequences, E experts; "fdtype" the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+OPERATIONS: Final[dict[str, str]] = {
+    # Model body
+    "embedding": "(input_ids [T] int64, weight [V,H]) -> [T,H]",
+    "linear": "(x [T,K], weight [N,K], bias [N] | None) -> [T,N]",
+    "rms_norm": "(x [...,H], weight [H], eps) -> [...,H]; computed in float32",
+    "add_rms_norm": "(x [T,H], residual [T,H], weight [H], eps) -> (normed, x + residual)",
+    "silu_and_mul": "(x [T,2I]: gate then up) -> silu(gate) * up [T,I]",
+    "rotary_embedding": "(q [T,Hq,D], k [T,Hk,D], positions [T] int64, cos_sin [P,R], interleaved) "
+    "-> (q, k); rotates the first R dimensions, cos_sin holds R/2 cosines then R/2 sines",
+    # KV cache
+    "kv_write": "(rows: tuple of [T,h,d], cache: tuple of tensors, slot_mapping [T] int64) -> None; "
+    "in place, slot -1 writes nothing",
+    "kv_copy_blocks": "(cache: tuple of tensors, source [n] int64, target [n] int64) -> None; in place",
+    "kv_read_blocks": "(cache: tuple of tensors, blocks [n] int64) -> tuple of [n, ...]",
+    "kv_write_blocks": "(cache: tuple of tensors, blocks [n] int64, data: tuple of [n, ...]) -> None",
+    # Mixture of experts
+    "moe_routing": "(router_logits [T,E] float32, correction_bias [E] | None, spec: RoutingSpec) "
+    "-> (topk_ids [T,k] int64, topk_weights [T,k] float32)",
+    "moe_experts": "(x [T,H], topk_ids [T,k], topk_weights [T,k], gate_up [E,2I,H], down [E,H,I]) "
+    "-> [T,H]",
+    # Sampling; logits are float32 [B,V]
+    "apply_penalties": "(logits, presence [B], frequency [B], repetition [B], output_counts [B,V], "
+    "prompt_seen [B,V] bool) -> logits",
+    "apply_bitmask": "(logits, mask [B,ceil(V/32)] int32: bit set = possible) -> logits",
+    "filter_logits": "(logits / temperature, top_k [B] int64, top_p [B], min_p [B]) -> logits with "
+    "-inf outside the kept set; top_k 0 keeps all",
+    "sample": "(filtered logits, seeds [B] int64, positions [B] int64) -> [B] int64; the draw of a "
+    "row depends on its seed, position and logits only",
+    "greedy": "(logits) -> [B] int64; the smallest id among equals",
+    "log_softmax": "(logits) -> [B,V] float32",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A table cell with a condition: used only where `predicate` ("module:function", taking a mapping
+    of model facts) returns True."""
+
+    target: str
+    predicate: str = ""
+
+
+class KernelTable(Protocol):
+    """What layers see: operations by name, already chosen."""
+
+    device: str
+
+    def __getitem__(self, operation: str) -> Callable[..., Any]:
+        """The kernel for the operation; KeyError names the operations there are."""
+        ...
+
+    def origins(self) -> Mapping[str, str]:
+        """For the start-up report: operation -> distribution it came from."""
+        ...

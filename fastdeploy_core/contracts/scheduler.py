@@ -1,0 +1,96 @@
+"""The request scheduler: which instance gets a request. (Who runs this step is the batch scheduler.)
+
+Both sides of one object: the front end puts requests and gets deltas, an engine gets requests and
+puts deltas. Delivery is at-least-once with at-most-once effect: every hand-over carries an attempt
+number and a lease; deltas of an older attempt are dropped by the scheduler, never shown to a client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from fastdeploy_core.config import RequestSchedulerConfig
+from fastdeploy_core.types import Request, RequestOutputDelta
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceLoad:
+    """What an engine reports of itself; the view's age is known from `reported_at_s` (monotonic)."""
+
+    instance: str
+    epoch: int  # random 64 bit, new at every start: a restarted instance is another one
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+    num_total_blocks: int = 0
+    num_waiting_tokens: int = 0
+    role: str = "mixed"
+    draining: bool = False
+    reported_at_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What an engine can take now."""
+
+    num_requests: int
+    num_free_blocks: int
+    block_size: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerQuestion:
+    """Asked of `fd_scheduler_requirements`."""
+
+    config: RequestSchedulerConfig
+    role: str = "mixed"
+
+
+@runtime_checkable
+class RequestScheduler(Protocol):
+    """Constructed as `Driver(RequestSchedulerConfig)`. Thread-safe; nothing blocks longer than
+    the timeout given."""
+
+    name: str
+    contract: tuple[int, int]
+
+    def put_requests(self, requests: Sequence[Request]) -> list[str | None]:
+        """Queue requests; one entry each: None, or why it was refused ("queue full: ...",
+        "duplicate request id: ..."). Accepting is all or nothing per request, never per batch."""
+        ...
+
+    def get_requests(self, capacity: Capacity, timeout_s: float = 0.0) -> list[Request]:
+        """Take at most what fits, oldest first within a priority, each under a new lease."""
+        ...
+
+    def put_results(self, deltas: Sequence[RequestOutputDelta]) -> None:
+        """Publish deltas; renews the leases of their requests; drops deltas of a stale attempt."""
+        ...
+
+    def get_results(self, timeout_s: float = 0.0) -> list[RequestOutputDelta]:
+        """Deltas for requests put through this object, each once and in position order."""
+        ...
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Cancel wherever the request is; idempotent; unknown ids are ignored, and an abort that
+        arrives before its request cancels that request."""
+        ...
+
+    def get_aborts(self) -> list[str]:
+        """Requests this engine has taken and must stop."""
+        ...
+
+    def report_load(self, load: InstanceLoad) -> None:
+        """Heartbeat of an engine; renews its leases."""
+        ...
+
+    def loads(self) -> list[InstanceLoad]:
+        """Live instances as last seen."""
+        ...
+
+    def close(self) -> None:
+        """Stop threads, give back leases."""
+        ...

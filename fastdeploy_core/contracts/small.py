@@ -1,0 +1,150 @@
+"""The small kinds: model families, parsers, logits processors, grammar backends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from fastdeploy_core.types import SamplingParams, StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from fastdeploy_core.tensor import Tensor, TensorLibrary
+
+
+@runtime_checkable
+class CausalLM(Protocol):
+    """A model family. Entry-point name = the architecture string of config.json.
+
+    Constructed as `Model(config, build)`; see layers.ModelBuilder for what `build` offers.
+    """
+
+    def forward(self, input_ids: Tensor, positions: Tensor, context: Any) -> Tensor:
+        """input_ids, positions: [num_tokens] int64; returns hidden states [num_tokens, hidden]."""
+        ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[num_rows, hidden] to [num_rows, vocab_size], float32."""
+        ...
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Take every tensor it knows, by checkpoint name; return names it does not know."""
+        ...
+
+
+@dataclass(slots=True)
+class ParsedDelta:
+    """What a stream parser made of newly arrived text."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ToolCallDelta:
+    """Part of the index-th tool call: id and name come once, arguments may come in pieces."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@runtime_checkable
+class ReasoningParser(Protocol):
+    """One instance per answer: `Driver(prompt_text, chat_template_kwargs)`. Non-streaming output is
+    produced by pushing the whole text at once, so streaming and non-streaming cannot differ."""
+
+    def push(self, text: str) -> ParsedDelta:
+        """Newly generated text; what is ambiguous is held back."""
+        ...
+
+    def finish(self) -> ParsedDelta:
+        """The text has ended: release what was held back."""
+        ...
+
+
+@runtime_checkable
+class ToolParser(Protocol):
+    """One instance per answer: `Driver(tools)`; same push/finish rule as ReasoningParser."""
+
+    def push(self, text: str) -> ParsedDelta:
+        """Newly generated text (reasoning already removed)."""
+        ...
+
+    def finish(self) -> ParsedDelta:
+        """The text has ended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorContext:
+    """What a logits processor is built from."""
+
+    xp: TensorLibrary
+    device: str
+    vocab_size: int
+    max_num_seqs: int
+
+
+@runtime_checkable
+class LogitsProcessor(Protocol):
+    """Changes logits before sampling; constructed once per worker as `Driver(ProcessorContext)`."""
+
+    def validate(self, params: SamplingParams) -> None:
+        """Raise InvalidRequest if logits_processors_args is wrong for this processor."""
+        ...
+
+    def add(self, seq_id: int, params: SamplingParams, prompt_token_ids: Sequence[int]) -> bool:
+        """A sequence arrives; False: this processor has nothing to do with it."""
+        ...
+
+    def remove(self, seq_id: int) -> None:
+        """It left."""
+        ...
+
+    def apply(
+        self, logits: Tensor, seq_ids: Sequence[int], output_token_ids: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """logits: [len(seq_ids), vocab_size] float32, rows of the sequences it accepted."""
+        ...
+
+
+@runtime_checkable
+class GrammarMatcher(Protocol):
+    """The state of one sequence in its grammar."""
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        """Advance by tokens; returns how many fit (all, unless a draft is wrong)."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Undo the last accepted tokens."""
+        ...
+
+    def fill_mask(self, mask: np.ndarray) -> None:
+        """mask: [ceil(vocab_size / 32)] int32; bit t of word t // 32 set: token t is possible."""
+        ...
+
+    def is_finished(self) -> bool:
+        """Whether only the end of text can follow."""
+        ...
+
+
+@runtime_checkable
+class GrammarBackend(Protocol):
+    """Constructed as `Driver(tokenizer_json, vocab_size, eos_token_ids)` in front end and worker."""
+
+    name: str
+    contract: tuple[int, int]
+
+    def compile(self, params: StructuredOutputsParams, options: Mapping[str, Any]) -> bytes:
+        """Check and compile, in a process of its own with a time limit; InvalidRequest if impossible."""
+        ...
+
+    def matcher(self, compiled: bytes) -> GrammarMatcher:
+        """A fresh state; cheap."""
+        ...

@@ -1,0 +1,81 @@
+"""What travels between a client and an engine: a request one way, deltas of its output the other."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from .sampling import SamplingParams
+from .step import TokenLogprobs
+
+
+class RequestStatus(enum.Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended, in OpenAI's words where it has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One request as the engine sees it: token ids only.
+
+    `request_id` is made by us (never by the client) and is unique; a client's own id is only echoed
+    and stays in the front end.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    eos_token_ids: list[int] = []
+    arrival_time_s: float = 0.0  # time.time() at the front end, for metrics only
+    deadline_s: float | None = None  # seconds the request may take in all, counted from admission
+    priority: int = 0  # smaller runs first
+    cache_salt: str = ""  # enters the hash of the first block: equal salts share prefixes
+    tenant: str = ""  # fair queueing key; empty: one shared queue
+    grammar: bytes | None = (
+        None  # compiled constraint, made by the grammar backend of the front end
+    )
+    grammar_backend: str = ""
+    attempt: int = 0  # fencing number: only results of the newest attempt are delivered
+    instance: str = ""  # instance a request scheduler routed it to; empty: any
+
+
+class SequenceDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """New tokens of one sequence of a request (`index` counts 0 to n-1)."""
+
+    index: int = 0
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None  # one per token of token_ids, when asked for
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # stop token id, when one ended it
+
+
+class RequestOutputDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What one engine step adds to one request. Deltas of a request carry consecutive `position`s."""
+
+    request_id: str
+    position: int = 0  # counts deltas of this request from 0, so that repeats and gaps are seen
+    attempt: int = 0
+    sequences: list[SequenceDelta] = []
+    prompt_logprobs: list[TokenLogprobs | None] | None = (
+        None  # whole prompt, once, first entry None
+    )
+    num_cached_tokens: int | None = (
+        None  # prompt tokens found in the prefix cache, in the first delta
+    )
+    queue_s: float | None = None  # time spent waiting, in the first delta
+    finished: bool = False  # no more deltas of this request follow
+    error: str | None = None  # the request failed; safe to show to the client
+    error_type: str = ""  # class name in errors.py

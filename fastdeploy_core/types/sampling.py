@@ -1,0 +1,221 @@
+"""How one request is sampled. Field names and defaults are vLLM's; ranges are checked once, here."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from fastdeploy_core.errors import InvalidRequest
+
+# Below this temperature sampling is greedy (vLLM's threshold).
+GREEDY_TEMPERATURE = 1e-5
+MAX_N = 16
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_LOGIT_BIAS = 300
+MAX_BAD_WORDS = 128
+MAX_LOGPROBS = 20
+MAX_SEED = 2**63 - 1
+
+
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Exactly one constraint on the generated text."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [
+            name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)
+        ]
+        if len(given) != 1:
+            raise InvalidRequest(
+                f"structured_outputs needs exactly one constraint; given: {given or 'none'}; "
+                f"possible: {list(self.__struct_fields__)}",
+                param="structured_outputs",
+            )
+
+    @property
+    def kind(self) -> str:
+        """The name of the one constraint that is set."""
+        return next(n for n in self.__struct_fields__ if getattr(self, n) not in (None, False))
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Sampling parameters of one request; raises InvalidRequest naming the field that is wrong."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: all
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = 16  # None: up to the context length
+    min_tokens: int = 0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    bad_words: list[str] | None = None
+    bad_words_token_ids: list[list[int]] | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    logprobs: int | None = (
+        None  # number of alternatives beside the sampled token; -1: whole vocabulary
+    )
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
+    logits_processors_args: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_int("n", 1, MAX_N)
+        self._check_float("temperature", 0.0, 2.0)
+        self._check_float("top_p", 0.0, 1.0)
+        self._check_float("min_p", 0.0, 1.0)
+        self._check_int("top_k", -1, 2**31 - 1)
+        self._check_float("presence_penalty", -2.0, 2.0)
+        self._check_float("frequency_penalty", -2.0, 2.0)
+        self._check_float("repetition_penalty", 0.0, 100.0)
+        if self.repetition_penalty == 0.0:
+            raise InvalidRequest(
+                "repetition_penalty must be above 0, got 0", param="repetition_penalty"
+            )
+        if self.seed == -1:
+            self.seed = None
+        if self.seed is not None:
+            self._check_int("seed", 0, MAX_SEED)
+        if self.max_tokens is not None:
+            self._check_int("max_tokens", 0, 2**31 - 1)
+        self._check_int("min_tokens", 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
+                param="min_tokens",
+            )
+        self._check_stops()
+        self._check_token_lists()
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._check_int(name, -1, 2**31 - 1)
+        if self.thinking_token_budget is not None:
+            self._check_int("thinking_token_budget", 0, 2**31 - 1)
+        if self.is_greedy and self.n > 1:
+            raise InvalidRequest(
+                f"n={self.n} with temperature {self.temperature} would give identical answers; "
+                "use n=1 or a temperature above 0",
+                param="n",
+            )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1 or self.top_p == 0.0
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list."""
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    def _check_int(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InvalidRequest(f"{name} must be an integer, got {value!r:.40}", param=name)
+        if not low <= value <= high:
+            raise InvalidRequest(
+                f"{name} must be between {low} and {high}, got {str(value)[:40]}", param=name
+            )
+
+    def _check_float(self, name: str, low: float, high: float) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidRequest(f"{name} must be a number, got {value!r:.40}", param=name)
+        if not (math.isfinite(value) and low <= value <= high):
+            raise InvalidRequest(
+                f"{name} must be a finite number between {low:g} and {high:g}, got {value!r:.40}",
+                param=name,
+            )
+        setattr(self, name, float(value))
+
+    def _check_stops(self) -> None:
+        stops = self.stop_strings
+        if len(stops) > MAX_STOP_STRINGS:
+            raise InvalidRequest(
+                f"stop has {len(stops)} strings; at most {MAX_STOP_STRINGS} are possible",
+                param="stop",
+            )
+        for text in stops:
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_STRING_CHARS:
+                raise InvalidRequest(
+                    f"each stop string must have 1 to {MAX_STOP_STRING_CHARS} characters",
+                    param="stop",
+                )
+        if stops and not self.detokenize:
+            raise InvalidRequest("stop strings need detokenize=True", param="stop")
+
+    def _check_token_lists(self) -> None:
+        if self.logit_bias is not None:
+            if len(self.logit_bias) > MAX_LOGIT_BIAS:
+                raise InvalidRequest(
+                    f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} "
+                    "are possible",
+                    param="logit_bias",
+                )
+            bias: dict[int, float] = {}
+            for token, value in self.logit_bias.items():
+                try:
+                    token_id, number = int(token), float(value)
+                except (TypeError, ValueError):
+                    token_id, number = -1, math.nan
+                if token_id < 0 or not math.isfinite(number):
+                    raise InvalidRequest(
+                        "logit_bias maps token ids (0 and up) to finite numbers", param="logit_bias"
+                    )
+                bias[token_id] = max(-100.0, min(100.0, number))
+            self.logit_bias = bias
+        if self.bad_words is not None:
+            if len(self.bad_words) > MAX_BAD_WORDS:
+                raise InvalidRequest(
+                    f"bad_words has {len(self.bad_words)} entries; at most {MAX_BAD_WORDS} are possible",
+                    param="bad_words",
+                )
+            if not all(isinstance(w, str) and w for w in self.bad_words):
+                raise InvalidRequest("bad_words must be non-empty strings", param="bad_words")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name)
+            if ids is not None and not all(
+                isinstance(t, int) and not isinstance(t, bool) and t >= 0 for t in ids
+            ):
+                raise InvalidRequest(f"{name} must be token ids (0 and up)", param=name)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequest("allowed_token_ids must not be empty", param="allowed_token_ids")
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise InvalidRequest if a token id named anywhere lies outside the model's output width."""
+        named: list[tuple[str, list[int]]] = [
+            ("stop_token_ids", self.stop_token_ids or []),
+            ("allowed_token_ids", self.allowed_token_ids or []),
+            ("logit_bias", list(self.logit_bias or {})),
+            ("bad_words_token_ids", [t for w in self.bad_words_token_ids or [] for t in w]),
+        ]
+        for name, ids in named:
+            for token_id in ids:
+                if not 0 <= token_id < vocab_size:
+                    raise InvalidRequest(
+                        f"{name} names token {token_id}; the vocabulary has ids 0 to {vocab_size - 1}",
+                        param=name,
+                    )
