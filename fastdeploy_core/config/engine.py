@@ -19,6 +19,7 @@ class ModelConfig:
     tokenizer_path: Path
     served_names: tuple[str, ...] = ()
     dtype: str = "float32"  # resolved: never "auto" here
+    dtype_is_auto: bool = False  # the checkpoint's own, which may give way to what the device has
     max_model_len: int = 2048
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     seed: int = 0

@@ -1,12 +1,18 @@
 """The public plugin API: Protocols, hookspecs, capabilities, named operations.
 
-Importing it imports no tensor library. A plugin may import this package, `fastdeploy_core.types`,
+Importing it imports no tensor library, and pluggy only when a marker is asked for, so that
+`fastdeploy plugins list` stays quick. A plugin may import this package, `fastdeploy_core.types`,
 `fastdeploy_core.errors`, `fastdeploy_core.tensor`, and `fastdeploy_core.testing` in its tests;
 everything else is private.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from .base import (
     CONTRACT,
+    DISTRIBUTION,
     HOOK_GROUP,
     KINDS,
     Accept,
@@ -16,10 +22,13 @@ from .base import (
     Requirements,
     Verdict,
 )
-from .hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from .hookspecs import hookimpl
 
 __all__ = [
     "CONTRACT",
+    "DISTRIBUTION",
     "HOOK_GROUP",
     "KINDS",
     "Accept",
@@ -30,3 +39,11 @@ __all__ = [
     "Verdict",
     "hookimpl",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "hookimpl":
+        from .hookspecs import hookimpl
+
+        return hookimpl
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

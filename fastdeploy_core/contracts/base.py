@@ -9,15 +9,27 @@ from typing import Final
 # passed the conformance kit. Under major 0 a plugin works when its minor is not newer than ours.
 CONTRACT: Final[tuple[int, int]] = (0, 1)
 
+# The distribution that owns this contract; its own drivers are always enabled.
+DISTRIBUTION: Final = "fastdeploy-core"
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of driver: `name` on the command line, `group` in package metadata."""
+    """One kind of driver: `name` on the command line, `group` in package metadata.
+
+    `protocol` is the class that drivers implement, as "module:Class". A `versioned` driver declares
+    `contract = (major, minor)`. Several distributions may share one entry name only where `shared`.
+    """
 
     name: str
     group: str
     summary: str
+    protocol: str
+    versioned: bool = True
+    shared: bool = False
 
+
+_HERE = "fastdeploy_core.contracts"
 
 KINDS: Final[dict[str, Kind]] = {
     k.name: k
@@ -26,24 +38,87 @@ KINDS: Final[dict[str, Kind]] = {
             "device",
             "fastdeploy.devices",
             "memory, streams, events, collectives of one accelerator",
+            f"{_HERE}.device:DeviceBackend",
         ),
-        Kind("attention", "fastdeploy.attention", "attention over the paged KV cache"),
-        Kind("moe", "fastdeploy.moe", "mixture-of-experts layers"),
+        Kind(
+            "attention",
+            "fastdeploy.attention",
+            "attention over the paged KV cache",
+            f"{_HERE}.attention:AttentionBackend",
+        ),
+        Kind("moe", "fastdeploy.moe", "mixture-of-experts layers", f"{_HERE}.moe:MoEBackend"),
         Kind(
             "expert_communicator",
             "fastdeploy.expert_communicators",
             "token exchange between experts",
+            f"{_HERE}.moe:ExpertCommunicator",
         ),
-        Kind("quantizer", "fastdeploy.quantizers", "a weight or activation number format"),
-        Kind("speculative", "fastdeploy.speculative", "a way to propose draft tokens"),
-        Kind("scheduler", "fastdeploy.schedulers", "which instance gets a request"),
-        Kind("kv_transport", "fastdeploy.kv_transports", "moving KV blocks between instances"),
-        Kind("model", "fastdeploy.models", "a model architecture"),
-        Kind("reasoning_parser", "fastdeploy.reasoning_parsers", "split thinking from answer"),
-        Kind("tool_parser", "fastdeploy.tool_parsers", "find tool calls in text"),
-        Kind("logits_processor", "fastdeploy.logits_processors", "change logits before sampling"),
-        Kind("grammar", "fastdeploy.grammars", "constrain output to a grammar"),
-        Kind("kernels", "fastdeploy.kernels", "table of operations one device implements"),
+        Kind(
+            "quantizer",
+            "fastdeploy.quantizers",
+            "a weight or activation number format",
+            f"{_HERE}.quantizer:Quantizer",
+        ),
+        Kind(
+            "speculative",
+            "fastdeploy.speculative",
+            "a way to propose draft tokens",
+            f"{_HERE}.speculative:Drafter",
+        ),
+        Kind(
+            "scheduler",
+            "fastdeploy.schedulers",
+            "which instance gets a request",
+            f"{_HERE}.scheduler:RequestScheduler",
+        ),
+        Kind(
+            "kv_transport",
+            "fastdeploy.kv_transports",
+            "moving KV blocks between instances",
+            f"{_HERE}.kv_transport:KVTransport",
+        ),
+        Kind(
+            "model",
+            "fastdeploy.models",
+            "a model architecture",
+            f"{_HERE}.small:CausalLM",
+            versioned=False,
+        ),
+        Kind(
+            "reasoning_parser",
+            "fastdeploy.reasoning_parsers",
+            "split thinking from answer",
+            f"{_HERE}.small:ReasoningParser",
+            versioned=False,
+        ),
+        Kind(
+            "tool_parser",
+            "fastdeploy.tool_parsers",
+            "find tool calls in text",
+            f"{_HERE}.small:ToolParser",
+            versioned=False,
+        ),
+        Kind(
+            "logits_processor",
+            "fastdeploy.logits_processors",
+            "change logits before sampling",
+            f"{_HERE}.small:LogitsProcessor",
+            versioned=False,
+        ),
+        Kind(
+            "grammar",
+            "fastdeploy.grammars",
+            "constrain output to a grammar",
+            f"{_HERE}.small:GrammarBackend",
+        ),
+        Kind(
+            "kernels",
+            "fastdeploy.kernels",
+            "table of operations one device implements",
+            "",
+            versioned=False,
+            shared=True,
+        ),
     )
 }
 HOOK_GROUP: Final = "fastdeploy.hooks"
@@ -72,7 +147,11 @@ Verdict = Accept | Decline
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One driver's answer to one question. `name` is its entry-point name."""
+    """One driver's answer to one question. `name` is its entry-point name.
+
+    `details` are facts for the start-up report. Those of a device candidate also travel into later
+    questions: `tensor_library` names the library the driver will run on.
+    """
 
     name: str
     verdict: Verdict

@@ -6,21 +6,24 @@ software until it is asked. Implementations take any subset of the arguments, by
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pluggy
 
-from .attention import AttentionQuestion
-from .base import Candidate, Requirements
-from .device import DeviceQuestion
-from .kv_transport import TransportQuestion
-from .moe import MoEQuestion
-from .quantizer import QuantizationQuestion
-from .scheduler import SchedulerQuestion
-from .speculative import SpeculativeQuestion
+if TYPE_CHECKING:
+    # Only names for readers and type checkers: importing hookimpl must stay cheap.
+    from collections.abc import Mapping
 
-PROJECT = "fastdeploy"
+    from .attention import AttentionQuestion
+    from .base import Candidate, Requirements
+    from .device import DeviceQuestion
+    from .kv_transport import TransportQuestion
+    from .moe import MoEQuestion
+    from .quantizer import QuantizationQuestion
+    from .scheduler import SchedulerQuestion
+    from .speculative import SpeculativeQuestion
+
+PROJECT: Final = "fastdeploy"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 

@@ -34,7 +34,8 @@ OPERATIONS: Final[dict[str, str]] = {
     "-> (topk_ids [T,k] int64, topk_weights [T,k] float32)",
     "moe_experts": "(x [T,H], topk_ids [T,k], topk_weights [T,k], gate_up [E,2I,H], down [E,H,I]) "
     "-> [T,H]",
-    # Sampling; logits are float32 [B,V]
+    # Sampling; logits are float32 [B,V]. apply_* and filter_logits may overwrite them, the others
+    # leave them alone.
     "apply_penalties": "(logits, presence [B], frequency [B], repetition [B], output_counts [B,V], "
     "prompt_seen [B,V] bool) -> logits",
     "apply_bitmask": "(logits, mask [B,ceil(V/32)] int32: bit set = possible) -> logits",
@@ -42,7 +43,7 @@ OPERATIONS: Final[dict[str, str]] = {
     "-inf outside the kept set; top_k 0 keeps all",
     "sample": "(filtered logits, seeds [B] int64, positions [B] int64) -> [B] int64; the draw of a "
     "row depends on its seed, position and logits only",
-    "greedy": "(logits) -> [B] int64; the smallest id among equals",
+    "greedy": "(logits) -> [B] int64; the smallest id among equals; NaN counts as the largest",
     "log_softmax": "(logits) -> [B,V] float32",
 }
 

@@ -25,7 +25,13 @@ class ParameterSpec:
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """The layer a quantizer is asked about. `name` is its checkpoint prefix, such as
-    model.layers.3.mlp.down_proj."""
+    model.layers.3.mlp.down_proj.
+
+    Sizes are this rank's. `parallel` says which side is divided among ranks: "column" the outputs,
+    "row" the inputs. Layers that are multiplied together (q, k and v; gate and up) are asked about
+    one by one for their checkpoint tensors, then as one layer, their tensors concatenated along
+    shard_dim, or stacked along a new first dimension where shard_dim is None.
+    """
 
     name: str
     role: Literal["linear", "experts", "embedding", "lm_head"]
@@ -34,6 +40,7 @@ class LayerSpec:
     num_experts: int = 0
     dtype: str = "float32"
     has_bias: bool = False
+    parallel: Literal["none", "column", "row"] = "none"
 
 
 @dataclass(frozen=True, slots=True)

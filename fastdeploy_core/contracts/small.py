@@ -10,6 +10,8 @@ import numpy as np
 
 from fastdeploy_core.types import SamplingParams, StructuredOutputsParams
 
+from .model import ModelShapes, StoredTensor
+
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor, TensorLibrary
 
@@ -18,8 +20,15 @@ if TYPE_CHECKING:
 class CausalLM(Protocol):
     """A model family. Entry-point name = the architecture string of config.json.
 
-    Constructed as `Model(config, build)`; see layers.ModelBuilder for what `build` offers.
+    Constructed as `Model(config, build)`, config being config.json as read; see
+    layers.ModelBuilder for what `build` offers. Its static method `shapes` must work without a
+    tensor library, so the module imports none at its top.
     """
+
+    @staticmethod
+    def shapes(config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:
+        """The shapes of one rank; ConfigError when config or tp_size cannot be served."""
+        ...
 
     def forward(self, input_ids: Tensor, positions: Tensor, context: Any) -> Tensor:
         """input_ids, positions: [num_tokens] int64; returns hidden states [num_tokens, hidden]."""
@@ -29,7 +38,7 @@ class CausalLM(Protocol):
         """[num_rows, hidden] to [num_rows, vocab_size], float32."""
         ...
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    def load_weights(self, tensors: Iterable[tuple[str, StoredTensor]]) -> list[str]:
         """Take every tensor it knows, by checkpoint name; return names it does not know."""
         ...
 
@@ -88,6 +97,7 @@ class ProcessorContext:
     device: str
     vocab_size: int
     max_num_seqs: int
+    tokenizer_json: str = ""  # path of the model's tokenizer.json; empty when it has none
 
 
 @runtime_checkable
@@ -126,7 +136,9 @@ class GrammarMatcher(Protocol):
         ...
 
     def fill_mask(self, mask: np.ndarray) -> None:
-        """mask: [ceil(vocab_size / 32)] int32; bit t of word t // 32 set: token t is possible."""
+        """mask: [ceil(vocab_size / 32)] int32; bit t % 32 of word t // 32 set: token t is possible.
+
+        InvalidRequest ends the request: the grammar cannot go on from here."""
         ...
 
     def is_finished(self) -> bool:

@@ -1,0 +1,21 @@
+"""The paged KV cache as the host sees it: blocks, prefix cache, host tier, sizing. No tensors."""
+
+from .blocks import BlockPool
+from .host_tier import HostTier
+from .manager import NO_MATCH, ForkSource, KVCacheManager, PrefixMatch
+from .prefix import BlockTable, CacheEntry, PrefixCache
+from .sizing import CachePlan, plan_cache
+
+__all__ = [
+    "NO_MATCH",
+    "BlockPool",
+    "BlockTable",
+    "CacheEntry",
+    "CachePlan",
+    "ForkSource",
+    "HostTier",
+    "KVCacheManager",
+    "PrefixCache",
+    "PrefixMatch",
+    "plan_cache",
+]

@@ -58,3 +58,5 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     num_cached_tokens: int | None = None
+    error: str | None = None  # why it failed (finish_reason "error"); safe to show to the client
+    error_type: str = ""  # class name in errors.py

@@ -66,8 +66,11 @@ def clock(rng: Random, split: Split) -> Sample:
 
 def units(rng: Random, split: Split) -> Sample:
     """How many of a small unit make up some of a large one."""
-    small, large, factor = rng.choice(UNITS)
-    count = draw(rng, split, lambda r: r.randint(1, 20), lambda number: f"unit:{small}:{large}:{number}")
+    (small, large, factor), count = draw(
+        rng, split,
+        lambda r: (r.choice(UNITS), r.randint(1, 20)),
+        lambda content: f"unit:{content[0][0]}:{content[0][1]}:{content[1]}",
+    )
     noun = large if count > 1 else {"feet": "foot"}.get(large, large[:-1])
     question = rng.choice(("How many {small} are in {count} {noun}?", "Convert {count} {noun} to {small}."))
     answer = f"{count} {noun} {'are' if count > 1 else 'is'} {count * factor} {small}."

@@ -174,13 +174,21 @@ def _offer(rng: Random, tool: Tool) -> list[dict[str, Any]]:
     return [definition(rng, entry) for entry in offered]
 
 
+def _request(rng: Random, split: Split, made_up: float) -> tuple[Tool, Arguments]:
+    """A tool, made up with the given chance, with the arguments of one call of it."""
+    def choose(rng: Random) -> tuple[Tool, Arguments]:
+        tool = made_up_tool(rng) if rng.random() < made_up else rng.choice(TOOLS)
+        return tool, tool.arguments(rng)
+
+    return draw(rng, split, choose, lambda pair: f"call:{pair[0].name}:{dump(pair[1])}")
+
+
 def tool_call(rng: Random, split: Split) -> Sample:
     """A request that needs one tool, or two calls of the same tool."""
-    tool = made_up_tool(rng) if rng.random() < 0.4 else rng.choice(TOOLS)
-    arguments = draw(rng, split, tool.arguments, lambda args: f"call:{tool.name}:{dump(args)}")
+    tool, arguments = _request(rng, split, 0.4)
     tools = _offer(rng, tool)
     if tool.name in ("get_weather", "get_time") and rng.random() < 0.15:
-        second = draw(rng, split, tool.arguments, lambda args: f"call:{tool.name}:{dump(args)}")
+        second = tool.arguments(rng)
         if second != arguments:
             noun = "weather" if tool.name == "get_weather" else "time"
             question = f"What is the {noun} in {arguments['city']} and in {second['city']}?"
@@ -193,8 +201,7 @@ def tool_call(rng: Random, split: Split) -> Sample:
 
 def tool_result(rng: Random, split: Split) -> Sample:
     """The turn after a call: the tool has answered, the assistant says it in words."""
-    tool = made_up_tool(rng) if rng.random() < 0.3 else rng.choice(TOOLS)
-    arguments = draw(rng, split, tool.arguments, lambda args: f"call:{tool.name}:{dump(args)}")
+    tool, arguments = _request(rng, split, 0.3)
     result = tool.result(rng, arguments)
     question = rng.choice(tool.requests).format(**arguments)
     answer = tool.report.format(**{**arguments, **result})

@@ -1,0 +1,222 @@
+"""Command-line and YAML forms of the argument table: text in, a mapping of inside names out.
+
+Built on argparse for help and values; what argparse cannot do is done before it: dotted JSON
+options, refused arguments with their reason, underscores, unknown names with the nearest valid one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fastdeploy_core.config.argument_table import Argument
+from fastdeploy_core.config.argument_values import (
+    BY_SPELLING,
+    NEGATIVE,
+    normalise,
+    refuse,
+    rows_of,
+    spelling,
+    unknown_argument,
+)
+from fastdeploy_core.config.refused import ALWAYS, REFUSED
+from fastdeploy_core.errors import ConfigError
+
+_DOTTED = re.compile(r"--([A-Za-z][\w-]*)\.([\w.-]+)")
+
+
+class TableParser(argparse.ArgumentParser):
+    """argparse whose errors are ConfigErrors, so that they print as one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse for every mistake."""
+        raise ConfigError(f"{message}; see `{self.prog} --help`")
+
+
+def build_parser(
+    prog: str, description: str, scopes: Iterable[str], positional_model: bool = True
+) -> TableParser:
+    """A parser for the rows of these scopes, grouped for help."""
+    usage = f"{prog} {'[MODEL] ' if positional_model else ''}[--config FILE] [arguments]"
+    parser = TableParser(prog=prog, usage=usage, description=description, allow_abbrev=False)
+    if positional_model:
+        parser.add_argument(
+            "model_positional", nargs="?", metavar="MODEL", help="model folder; also --model"
+        )
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file of arguments; flags win over it"
+    )
+    groups: dict[str, Any] = {}
+    for row in rows_of(scopes):
+        if row.group not in groups:
+            groups[row.group] = parser.add_argument_group(row.group)
+        _add(groups[row.group], row)
+    return parser
+
+
+def _add(group: Any, row: Argument) -> None:
+    flags = [*row.short, *("--" + s.replace("_", "-") for s in row.spellings)]
+    shown = "" if row.default in (None, "", False) else f" (default: {row.default})"
+    options: dict[str, Any] = {"dest": row.name, "default": argparse.SUPPRESS}
+    options["help"] = row.help + ("" if row.type == "bool" else shown)
+    if row.type == "bool":
+        on = " (default: on)" if row.default else " (default: off)"
+        options.update(action=argparse.BooleanOptionalAction, help=row.help + on)
+    elif row.type == "list":
+        options.update(metavar=row.name.upper())
+        if row.repeatable:
+            options["action"] = "append"
+        else:
+            options["nargs"] = "+"
+    else:
+        options["metavar"] = "{" + ",".join(row.choices) + "}" if row.choices else row.type.upper()
+    group.add_argument(*flags, **options)
+    for other in row.negative:
+        group.add_argument(
+            "--" + other.replace("_", "-"),
+            dest=row.name,
+            action="store_false",
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
+
+
+def parse(parser: TableParser, argv: Sequence[str]) -> tuple[dict[str, Any], argparse.Namespace]:
+    """Typed values by inside name (YAML file below flags), and what belongs to no table row."""
+    own = {s for action in parser._actions for s in action.option_strings}
+    rest, dotted = _prepare(argv, own)
+    namespace, unknown = parser.parse_known_args(rest)
+    for token in unknown:
+        if token.startswith("-"):
+            raise unknown_argument(spelling(token.split("=")[0]), token.split("=")[0])
+        raise ConfigError(f"unexpected argument {token!r}; see `{parser.prog} --help`")
+    given = {n: v for n, v in vars(namespace).items() if n in BY_SPELLING}
+    others = {n: v for n, v in vars(namespace).items() if n not in BY_SPELLING}
+    positional = others.pop("model_positional", None)
+    if positional is not None and given.setdefault("model", positional) != positional:
+        raise ConfigError(
+            f"two models are given: {positional!r} and --model {given['model']!r}; give one"
+        )
+    values = read_config_file(others.get("config"))
+    flags = normalise(given)
+    for name, options in dotted.items():
+        start = flags[name] if name in flags else values.get(name)
+        flags[name] = _merge(start or {}, options, name)
+    values.update(flags)
+    return values, argparse.Namespace(**others)
+
+
+def _prepare(argv: Sequence[str], own: set[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """Take out dotted, refused and always-on options; write underscores as dashes."""
+    rest: list[str] = []
+    dotted: dict[str, dict[str, Any]] = {}
+    index = 0
+    while index < len(argv):
+        token = argv[index]
+        index += 1
+        if token == "--":  # noqa: S105 - the separator, not a secret
+            return rest + list(argv[index - 1 :]), dotted
+        flag, equals, value = token.partition("=")
+        if not flag.startswith("--"):
+            rest.append(token)
+            continue
+        name = spelling(flag)
+        following = argv[index] if index < len(argv) and not argv[index].startswith("--") else None
+        match = _DOTTED.fullmatch(flag)
+        if match and spelling(match[1]) in BY_SPELLING:
+            if not equals:
+                if following is None:
+                    raise ConfigError(f"{flag} needs a value")
+                value, index = following, index + 1
+            _put_dotted(dotted, spelling(match[1]), match[2], value)
+        elif name in ALWAYS or name.removeprefix("no_") in ALWAYS:
+            normalise({name.removeprefix("no_"): name in ALWAYS})
+        elif _is_refused(name, flag, own):
+            row = REFUSED[name.removeprefix("no_") if name not in REFUSED else name]
+            if row.takes_value and not equals and following is not None:
+                value, index = following, index + 1
+            if name in REFUSED:
+                refuse(name, value if row.takes_value else True, flag)
+        else:
+            rest.append("--" + name.replace("_", "-") + equals + value)
+    return rest, dotted
+
+
+def _is_refused(name: str, flag: str, own: set[str]) -> bool:
+    """A known name that is not taken here; `--no-x` of a refused switch asks for nothing."""
+    if flag in own or name in BY_SPELLING or name in NEGATIVE:
+        return False
+    switch = name.removeprefix("no_")
+    return name in REFUSED or (switch in REFUSED and not REFUSED[switch].takes_value)
+
+
+def _put_dotted(dotted: dict[str, dict[str, Any]], name: str, path: str, text: str) -> None:
+    row = BY_SPELLING[name]
+    if row.type != "json":
+        raise ConfigError(f"{row.flag} is not a JSON option and has no parts like .{path}")
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    place = dotted.setdefault(row.name, {})
+    *parents, last = path.split(".")
+    for parent in (p.replace("-", "_") for p in parents):
+        place = place.setdefault(parent, {})
+        if not isinstance(place, dict):
+            raise ConfigError(f"{row.flag}.{path}: {parent} is a value and cannot have parts")
+    place[last.replace("-", "_")] = value
+
+
+def _merge(start: Any, added: Mapping[str, Any], name: str) -> dict[str, Any]:
+    if not isinstance(start, Mapping):
+        raise ConfigError(f"--{name.replace('_', '-')} must be a JSON object to take dotted parts")
+    merged = dict(start)
+    for key, value in added.items():
+        below = merged.get(key)
+        both = isinstance(value, Mapping) and isinstance(below, Mapping)
+        merged[key] = _merge(below, value, name) if both else value
+    return merged
+
+
+def read_config_file(path: str | None) -> dict[str, Any]:
+    """Typed values of a YAML file whose keys are argument names in any spelling."""
+    if path is None:
+        return {}
+    import yaml
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path!r} cannot be read: {error}") from error
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        line = f" in line {where.line + 1}" if where is not None else ""
+        raise ConfigError(f"--config {path!r} is not valid YAML{line}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"--config {path!r} must map argument names to values")
+    try:
+        return normalise(content)
+    except ConfigError as error:
+        raise ConfigError(f"--config {path!r}: {error}") from error
+
+
+def parse_table(
+    argv: Sequence[str],
+    prog: str,
+    description: str,
+    scopes: Iterable[str],
+    extra: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> tuple[dict[str, Any], argparse.Namespace]:
+    """Parser and values in one call; `extra` adds a command's own options."""
+    parser = build_parser(prog, description, scopes)
+    if extra is not None:
+        extra(parser)
+    return parse(parser, argv)

@@ -1,0 +1,351 @@
+"""The argument table, engine rows; `server_argument_table.py` has the others.
+
+One row is one argument: its inside name, every spelling the original and vLLM use for it, its
+type, default, bounds and help. `argument_values.py` reads the rows; `refused.py` lists what is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+ArgumentType = Literal["str", "int", "float", "bool", "json", "list"]
+Scope = Literal["engine", "server"]
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument. `name` in underscores is the keyword; `--name-with-dashes` the flag."""
+
+    name: str
+    type: ArgumentType
+    default: Any
+    help: str
+    group: str
+    scope: Scope = "engine"
+    aliases: tuple[str, ...] = ()  # other long spellings, in underscores
+    negative: tuple[str, ...] = ()  # spellings that switch a bool off
+    short: tuple[str, ...] = ()  # such as -tp
+    choices: tuple[str, ...] = ()
+    translate: Mapping[str, Any] = field(default_factory=dict)  # other projects' values to ours
+    low: float | None = None
+    high: float | None = None
+    repeatable: bool = False  # a list given as --x a --x b instead of --x a b
+    secret: bool = False
+
+    @property
+    def flag(self) -> str:
+        """The spelling shown in help and errors."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """Every keyword spelling, the inside name first."""
+        return (self.name, *self.aliases)
+
+
+def group(title: str, scope: Scope, *rows: Argument) -> tuple[Argument, ...]:
+    return tuple(replace(each, group=title, scope=scope) for each in rows)
+
+
+def row(name: str, type_: ArgumentType, default: Any, help_: str, **more: Any) -> Argument:
+    return Argument(name=name, type=type_, default=default, help=help_, group="", **more)
+
+
+_MODEL = group(
+    "model",
+    "engine",
+    row("model", "str", None, "folder of the model (Hugging Face or Paddle layout)"),
+    row(
+        "served_model_name",
+        "list",
+        None,
+        "names clients may ask for; without it any name is accepted",
+    ),
+    row("tokenizer", "str", None, "folder of the tokenizer; default: the model's"),
+    row(
+        "dtype",
+        "str",
+        "auto",
+        "precision of weights and activations",
+        choices=("auto", "float32", "float16", "bfloat16"),
+        translate={"half": "float16", "float": "float32"},
+    ),
+    row(
+        "max_model_len",
+        "int",
+        None,
+        "longest prompt plus answer in tokens; default: all that config.json allows",
+        translate={"auto": None, "-1": None},
+        low=16,
+        high=2**24,
+    ),
+    row(
+        "load_format",
+        "str",
+        "auto",
+        "how weights are read; dummy makes random ones",
+        aliases=("load_choices",),
+        choices=("auto", "safetensors", "dummy"),
+        translate={"default": "auto", "default_v1": "auto"},
+    ),
+    row("quantization", "str", None, "number format of the weights, by name", short=("-q",)),
+    row(
+        "seed",
+        "int",
+        0,
+        "seed of random weights and of requests without one",
+        low=0,
+        high=2**63 - 1,
+    ),
+    row("chat_template", "str", None, "a Jinja chat template, or the path of one"),
+    row(
+        "generation_config",
+        "str",
+        "auto",
+        "default sampling parameters: the model's own file (auto), none, or the folder of one",
+        translate={"vllm": "none"},
+    ),
+    row("override_generation_config", "json", None, "default sampling parameters, as JSON"),
+    row("hf_overrides", "json", None, "values that replace those of config.json, as JSON"),
+    row(
+        "max_logprobs",
+        "int",
+        20,
+        "most alternatives a request may ask for; -1: all",
+        low=-1,
+        high=2**20,
+    ),
+    row(
+        "logprobs_mode",
+        "str",
+        "raw_logprobs",
+        "what logprobs are taken from",
+        choices=("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"),
+    ),
+    row("logits_processors", "list", None, "logits processors to load, by name, in this order"),
+    row(
+        "speculative_config",
+        "json",
+        None,
+        "speculative decoding: method, num_speculative_tokens and the method's own options",
+    ),
+)
+
+_CACHE = group(
+    "KV cache",
+    "engine",
+    row("block_size", "int", 64, "tokens in one block of the KV cache", low=1, high=1024),
+    row(
+        "num_gpu_blocks_override",
+        "int",
+        None,
+        "number of KV blocks; default: what fits in memory",
+        aliases=("num_blocks_override", "num_kv_blocks"),
+        low=1,
+        high=2**31,
+    ),
+    row(
+        "gpu_memory_utilization",
+        "float",
+        0.9,
+        "share of the device's memory this server may use",
+        aliases=("memory_utilization",),
+        low=0.01,
+        high=1.0,
+    ),
+    row(
+        "kv_cache_memory_bytes",
+        "int",
+        None,
+        "bytes for KV blocks; overrides --gpu-memory-utilization",
+        aliases=("kv_cache_memory",),
+        low=1,
+        high=2**50,
+    ),
+    row(
+        "swap_space",
+        "float",
+        0.0,
+        "GiB of host memory for KV blocks that left the device",
+        low=0.0,
+        high=2**20,
+    ),
+    row("enable_prefix_caching", "bool", True, "reuse the KV blocks of equal prompt beginnings"),
+    row(
+        "enable_output_caching",
+        "bool",
+        True,
+        "let generated tokens be reused as a prompt beginning too",
+    ),
+    row("kv_cache_dtype", "str", "auto", "number format of the KV cache"),
+)
+
+_BATCH = group(
+    "batching",
+    "engine",
+    row("max_num_seqs", "int", 32, "most sequences in one step", low=1, high=65536),
+    row(
+        "max_num_batched_tokens",
+        "int",
+        None,
+        "most tokens in one step; default: 2048, or --max-model-len without chunked prefill",
+        low=1,
+        high=2**24,
+    ),
+    row(
+        "enable_chunked_prefill",
+        "bool",
+        True,
+        "split long prompts over steps, beside decoding sequences",
+    ),
+    row(
+        "max_num_partial_prefills",
+        "int",
+        1,
+        "prompts that may be split at the same time",
+        low=1,
+        high=65536,
+    ),
+    row("max_long_partial_prefills", "int", 1, "of these, how many may be long", low=1, high=65536),
+    row(
+        "long_prefill_token_threshold",
+        "int",
+        0,
+        "a prompt above this length is long; 0: 4 %% of --max-model-len",
+        low=0,
+        high=2**24,
+    ),
+    row(
+        "scheduling_policy",
+        "str",
+        "fcfs",
+        "order of waiting requests",
+        choices=("fcfs", "priority"),
+    ),
+    row(
+        "async_scheduling",
+        "bool",
+        True,
+        "schedule the next step while one executes",
+        aliases=("enable_overlap_schedule", "overlap"),
+    ),
+)
+
+_DEVICE = group(
+    "device",
+    "engine",
+    row("device", "str", "", "device driver by name; default: the best that answers"),
+    row("tensor_library", "str", "", "paddle or torch; default: what the device driver names"),
+    row("attention_backend", "str", "", "attention driver by name; default: negotiated"),
+    row("moe_backend", "str", "", "MoE driver by name; default: negotiated"),
+    row("num_threads", "int", 0, "threads a host device may use; 0: all", low=0, high=4096),
+    row(
+        "fallback",
+        "bool",
+        True,
+        "use the reference operation where a device has no kernel of its own",
+    ),
+    row(
+        "tensor_parallel_size",
+        "int",
+        1,
+        "ranks one layer is split over",
+        aliases=("tp_size",),
+        short=("-tp",),
+        low=1,
+        high=1024,
+    ),
+)
+
+_SCHEDULER = group(
+    "request scheduler",
+    "engine",
+    row("scheduler_name", "str", "local", "request scheduler by name"),
+    row(
+        "scheduler_max_size",
+        "int",
+        1024,
+        "most waiting requests, one more is answered with 429; 0 or -1: unbounded",
+        aliases=("max_num_queued_reqs",),
+        low=-1,
+        high=2**31,
+    ),
+    row(
+        "max_num_queued_tokens",
+        "int",
+        0,
+        "most waiting prompt tokens; 0: unbounded",
+        low=0,
+        high=2**40,
+    ),
+    row("scheduler_ttl", "float", 900.0, "seconds a request may wait", low=0.001, high=1e9),
+    row(
+        "scheduler_lease",
+        "float",
+        10.0,
+        "seconds an instance may be silent before its requests move",
+        low=0.001,
+        high=1e6,
+    ),
+    row("scheduler_instance", "str", "", "name of this instance"),
+    row(
+        "scheduler_config",
+        "json",
+        None,
+        "options of the scheduler plugin, such as --scheduler-config.host",
+    ),
+)
+
+_STRUCTURED = group(
+    "structured output",
+    "engine",
+    row(
+        "guided_decoding_backend",
+        "str",
+        "auto",
+        "grammar backend by name",
+        aliases=("structured_outputs_backend",),
+        translate={"guidance": "llguidance"},
+    ),
+    row(
+        "guided_decoding_disable_any_whitespace",
+        "bool",
+        False,
+        "allow no optional white space in constrained JSON",
+        aliases=("structured_outputs_disable_any_whitespace",),
+    ),
+    row(
+        "structured_outputs_config",
+        "json",
+        None,
+        "backend, disable_any_whitespace, compile_timeout_s, max_source_bytes, max_depth",
+    ),
+)
+
+_WATCHDOG = group(
+    "watchdog",
+    "engine",
+    row(
+        "progress_timeout",
+        "float",
+        30.0,
+        "seconds without progress after which the engine counts as hung",
+        low=0.1,
+        high=1e6,
+    ),
+    row(
+        "startup_timeout", "float", 600.0, "seconds an engine may take to start", low=0.1, high=1e6
+    ),
+)
+
+ENGINE_ROWS: tuple[Argument, ...] = (
+    *_MODEL,
+    *_CACHE,
+    *_BATCH,
+    *_DEVICE,
+    *_SCHEDULER,
+    *_STRUCTURED,
+    *_WATCHDOG,
+)

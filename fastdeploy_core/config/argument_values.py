@@ -1,0 +1,181 @@
+"""Names and values of arguments: which row a spelling means, and what type its value has.
+
+Values come from a command line (text), a YAML file or Python keywords; all end as the row's type.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fastdeploy_core.errors import ConfigError
+
+from .argument_table import ENGINE_ROWS, Argument
+from .refused import ALWAYS, REFUSED
+from .server_argument_table import SERVER_ROWS
+
+ROWS: tuple[Argument, ...] = (*ENGINE_ROWS, *SERVER_ROWS)
+
+ARGUMENTS: dict[str, Argument] = {row.name: row for row in ROWS}
+BY_SPELLING: dict[str, Argument] = {s: row for row in ROWS for s in row.spellings}
+NEGATIVE: dict[str, Argument] = {s: row for row in ROWS for s in row.negative}
+
+_SUFFIXES = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2, "g": 1000**3, "G": 1024**3}
+
+
+def spelling(name: str) -> str:
+    """`--max-num-seqs`, `max-num-seqs` and `max_num_seqs` are one name."""
+    return name.removeprefix("--").replace("-", "_")
+
+
+def unknown_argument(name: str, shown: str = "") -> ConfigError:
+    """The error for a name nobody knows, with the nearest ones that exist."""
+    as_flag = (shown or name).startswith("--")
+    near = difflib.get_close_matches(spelling(name), [*BY_SPELLING, *ALWAYS], n=3, cutoff=0.6)
+    names = ["--" + n.replace("_", "-") if as_flag else n for n in near]
+    hint = f"did you mean {' or '.join(names)}?" if names else "see `fastdeploy serve --help`"
+    return ConfigError(f"unknown argument {shown or name!r}; {hint}")
+
+
+def refuse(name: str, value: Any, shown: str = "") -> None:
+    """Raise ConfigError unless `value` of this refused argument asks for what happens anyway."""
+    row = REFUSED[name]
+    harmless = value is None or str(value) in row.harmless
+    if not row.takes_value:
+        harmless = value in (False, None)
+    if not harmless:
+        possible = f"; possible: {', '.join(row.harmless)}" if row.harmless else ""
+        asked = f"{shown or name} {value}" if row.takes_value else (shown or name)
+        raise ConfigError(f"{asked:.120} is not supported: {row.reason}{possible}")
+
+
+def normalise(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Inside names and typed values for every argument given; the rest is left out."""
+    result: dict[str, Any] = {}
+    for given, value in values.items():
+        name = spelling(given)
+        if name in BY_SPELLING:
+            row = BY_SPELLING[name]
+        elif name in NEGATIVE:
+            row, value = NEGATIVE[name], not coerce(NEGATIVE[name], value)
+        elif name in ALWAYS:
+            if value is False:
+                raise ConfigError(f"{given} cannot be turned off: {ALWAYS[name]}")
+            continue
+        elif name in REFUSED:
+            refuse(name, value, given)
+            continue
+        else:
+            raise unknown_argument(given)
+        if row.name in result and result[row.name] != coerce(row, value):
+            raise ConfigError(f"{row.name} is given twice with different values")
+        result[row.name] = coerce(row, value)
+    return result
+
+
+def coerce(row: Argument, value: Any) -> Any:
+    """The value in the argument's type and within its bounds; ConfigError otherwise."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if value is None:
+        return row.default
+    if isinstance(value, str | int) and not isinstance(value, bool) and str(value) in row.translate:
+        value = row.translate[str(value)]
+        if value is None:
+            return row.default
+    convert = {
+        "str": _to_str,
+        "int": _to_int,
+        "float": _to_float,
+        "bool": _to_bool,
+        "json": _to_json,
+        "list": _to_list,
+    }[row.type]
+    try:
+        typed = convert(value)
+    except (TypeError, ValueError) as error:
+        shown = "the value given" if row.secret else repr(value)[:80]
+        raise ConfigError(f"{row.flag} must be {_ARTICLE[row.type]}, got {shown}") from error
+    if row.choices and typed not in row.choices:
+        raise ConfigError(f"{row.flag} {typed!r} is unknown; possible: {', '.join(row.choices)}")
+    _check_bounds(row, typed)
+    return typed
+
+
+_ARTICLE = {
+    "str": "a string",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "json": "JSON",
+    "list": "a list of strings",
+}
+
+
+def _check_bounds(row: Argument, value: Any) -> None:
+    if row.type not in ("int", "float"):
+        return
+    if (row.low is not None and value < row.low) or (row.high is not None and value > row.high):
+        raise ConfigError(f"{row.flag} must be between {row.low:g} and {row.high:g}, got {value}")
+
+
+def _to_str(value: Any) -> str:
+    if not isinstance(value, str) or "\0" in value:
+        raise TypeError(value)
+    return value
+
+
+def _to_int(value: Any) -> int:
+    if isinstance(value, str):
+        text = value.strip()
+        if text and text[-1] in _SUFFIXES:
+            return int(float(text[:-1]) * _SUFFIXES[text[-1]])
+        return int(text)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(value)
+    return value
+
+
+def _to_float(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise TypeError(value)
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(value)
+    return number
+
+
+def _to_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in ("true", "1", "yes", "on"):
+        return True
+    if isinstance(value, str) and value.lower() in ("false", "0", "no", "off"):
+        return False
+    raise TypeError(value)
+
+
+def _to_json(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def _to_list(value: Any) -> list[str]:
+    items = [value] if isinstance(value, str) else list(value)
+    if not all(isinstance(item, str) for item in items):
+        raise TypeError(value)
+    return items
+
+
+def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`normalise(values)` completed by the table's defaults."""
+    return {**{row.name: row.default for row in ROWS}, **normalise(values)}
+
+
+def rows_of(scopes: Iterable[str]) -> list[Argument]:
+    """The table's rows of these scopes, in table order."""
+    wanted = set(scopes)
+    return [row for row in ROWS if row.scope in wanted]

@@ -1,0 +1,304 @@
+"""Arguments to configurations: the one way from names and values to frozen records.
+
+The command line and `LLM(**kwargs)` both come here, so an argument means the same in both, an
+unknown one is refused with the nearest valid name, and cross-field rules are checked once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fastdeploy_core import envs
+from fastdeploy_core.errors import ConfigError
+
+from .argument_table import Argument
+from .argument_values import ARGUMENTS, normalise, rows_of, with_defaults
+from .engine import (
+    BatchConfig,
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    RequestSchedulerConfig,
+    SpeculativeConfig,
+    StructuredOutputsConfig,
+    WatchdogConfig,
+)
+from .server import ServerConfig
+
+__all__ = [
+    "ARGUMENTS",
+    "Argument",
+    "build_engine_config",
+    "build_server_config",
+    "normalise",
+    "rows_of",
+    "with_defaults",
+]
+
+DEFAULT_BATCHED_TOKENS = 2048
+LONG_PREFILL_SHARE = 0.04  # of max_model_len, the original's rule for "long"
+
+
+def build_engine_config(values: Mapping[str, Any]) -> EngineConfig:
+    """The engine's configuration from arguments under any known spelling.
+
+    Raises ConfigError for unknown or refused names, wrong types, values out of range, a model
+    folder that is missing, and settings that contradict each other.
+    """
+    v = with_defaults(values)
+    model = _model_config(v)
+    return EngineConfig(
+        model=model,
+        cache=_cache_config(v),
+        batch=_batch_config(v, model.max_model_len),
+        parallel=ParallelConfig(tensor_parallel_size=v["tensor_parallel_size"]),
+        device=DeviceConfig(
+            device=v["device"],
+            tensor_library=v["tensor_library"],
+            attention_backend=v["attention_backend"],
+            moe_backend=v["moe_backend"],
+            num_threads=v["num_threads"],
+            allow_fallback=v["fallback"],
+        ),
+        request_scheduler=_scheduler_config(v),
+        structured_outputs=_structured_config(v),
+        speculative=_speculative_config(v),
+        watchdog=WatchdogConfig(v["progress_timeout"], v["startup_timeout"]),
+        logits_processors=tuple(v["logits_processors"] or ()),
+        max_logprobs=v["max_logprobs"],
+        logprobs_mode=v["logprobs_mode"],
+    )
+
+
+def _model_config(v: Mapping[str, Any]) -> ModelConfig:
+    if not v["model"]:
+        raise ConfigError("no model given; name a folder: `fastdeploy serve DIR` or --model DIR")
+    from .model import read_model_config
+
+    model = read_model_config(
+        v["model"],
+        {
+            "tokenizer_path": _tokenizer_folder(v["tokenizer"]),
+            "served_names": tuple(v["served_model_name"] or ()),
+            "dtype": v["dtype"],
+            "max_model_len": v["max_model_len"],
+            "load_format": v["load_format"],
+            "seed": v["seed"],
+            "quantization": v["quantization"] or "",
+            "generation_config": v["generation_config"],
+            "hf_overrides": _mapping(v, "hf_overrides"),
+            "chat_template": _chat_template(v["chat_template"]),
+        },
+    )
+    changed = _mapping(v, "override_generation_config")
+    return replace(model, generation_config={**model.generation_config, **changed})
+
+
+def _tokenizer_folder(value: str | None) -> Path | None:
+    if value is None:
+        return None
+    folder = Path(value).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"--tokenizer {value!r} is not a folder on this machine; expected a folder with "
+            "tokenizer.json"
+        )
+    return folder
+
+
+def _chat_template(value: str | None) -> str | None:
+    """A template's text, read from a file when the value names one."""
+    if value is None or "{" in value or "\n" in value:
+        return value
+    try:
+        return Path(value).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--chat-template {value!r} is neither a template nor a readable file: {error.strerror}"
+        ) from error
+
+
+def _mapping(v: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = v[name]
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{ARGUMENTS[name].flag} must be a JSON object, got {value!r:.60}")
+    return dict(value)
+
+
+def _cache_config(v: Mapping[str, Any]) -> CacheConfig:
+    if v["enable_output_caching"] and not v["enable_prefix_caching"]:
+        v = {**v, "enable_output_caching": False}
+    return CacheConfig(
+        block_size=v["block_size"],
+        num_blocks_override=v["num_gpu_blocks_override"],
+        memory_utilization=v["gpu_memory_utilization"],
+        kv_cache_memory_bytes=v["kv_cache_memory_bytes"],
+        swap_space_bytes=int(v["swap_space"] * 2**30),
+        enable_prefix_caching=v["enable_prefix_caching"],
+        enable_output_caching=v["enable_output_caching"],
+        kv_dtype=v["kv_cache_dtype"],
+    )
+
+
+def _batch_config(v: Mapping[str, Any], max_model_len: int) -> BatchConfig:
+    num_seqs, chunked = v["max_num_seqs"], v["enable_chunked_prefill"]
+    tokens = v["max_num_batched_tokens"]
+    if tokens is None:
+        tokens = max(DEFAULT_BATCHED_TOKENS, num_seqs, v["block_size"])
+        tokens = min(tokens, max(max_model_len * num_seqs, v["block_size"]))
+        if not chunked:
+            tokens = max(tokens, max_model_len)
+    rules = [
+        (tokens < num_seqs, f"be at least --max-num-seqs ({num_seqs})"),
+        (
+            tokens > max(max_model_len * num_seqs, v["block_size"]),
+            f"not exceed --max-model-len times --max-num-seqs ({max_model_len * num_seqs})",
+        ),
+        (
+            chunked and tokens < v["block_size"],
+            f"be at least --block-size ({v['block_size']}) with chunked prefill",
+        ),
+        (
+            not chunked and tokens < max_model_len,
+            f"be at least --max-model-len ({max_model_len}) without chunked prefill",
+        ),
+    ]
+    for broken, rule in rules:
+        if broken:
+            raise ConfigError(f"--max-num-batched-tokens {tokens} must {rule}")
+    if v["max_long_partial_prefills"] > v["max_num_partial_prefills"]:
+        raise ConfigError(
+            f"--max-long-partial-prefills {v['max_long_partial_prefills']} must not exceed "
+            f"--max-num-partial-prefills ({v['max_num_partial_prefills']})"
+        )
+    threshold = v["long_prefill_token_threshold"]
+    if threshold > max_model_len:
+        raise ConfigError(
+            f"--long-prefill-token-threshold {threshold} must not exceed --max-model-len "
+            f"({max_model_len})"
+        )
+    return BatchConfig(
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=tokens,
+        enable_chunked_prefill=chunked,
+        max_num_partial_prefills=v["max_num_partial_prefills"],
+        max_long_partial_prefills=v["max_long_partial_prefills"],
+        long_prefill_token_threshold=threshold or int(LONG_PREFILL_SHARE * max_model_len),
+        policy=v["scheduling_policy"],
+        overlap=v["async_scheduling"],
+    )
+
+
+def _scheduler_config(v: Mapping[str, Any]) -> RequestSchedulerConfig:
+    return RequestSchedulerConfig(
+        name=v["scheduler_name"],
+        max_size=max(0, v["scheduler_max_size"]),
+        max_tokens=v["max_num_queued_tokens"],
+        ttl_s=v["scheduler_ttl"],
+        lease_s=v["scheduler_lease"],
+        instance=v["scheduler_instance"],
+        options=_mapping(v, "scheduler_config") or None,
+    )
+
+
+def _from_section(section: type, flag: str, given: Mapping[str, Any], start: dict[str, Any]) -> Any:
+    """A frozen section from its defaults and the JSON given, unknown keys refused."""
+    known = section.__dataclass_fields__
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"possible: {', '.join(known)}"
+            raise ConfigError(f"{flag} has no option {key!r}; {hint}")
+    values = {**start, **given}
+    for name, value in given.items():
+        wanted = type(known[name].default)
+        fits = isinstance(value, wanted) or (wanted is float and isinstance(value, int))
+        if not fits or (isinstance(value, bool) and wanted is not bool):
+            raise ConfigError(f"{flag}.{name} must be of type {wanted.__name__}, got {value!r:.60}")
+    return section(**values)
+
+
+def _structured_config(v: Mapping[str, Any]) -> StructuredOutputsConfig:
+    start = {
+        "backend": v["guided_decoding_backend"],
+        "disable_any_whitespace": v["guided_decoding_disable_any_whitespace"],
+    }
+    given = _mapping(v, "structured_outputs_config")
+    return _from_section(StructuredOutputsConfig, "--structured-outputs-config", given, start)
+
+
+def _speculative_config(v: Mapping[str, Any]) -> SpeculativeConfig | None:
+    given = _mapping(v, "speculative_config")
+    if not given:
+        return None
+    method = given.pop("method", None)
+    count = given.pop("num_speculative_tokens", 1)
+    if not isinstance(method, str) or not method:
+        raise ConfigError(
+            "--speculative-config needs a method, such as --speculative-config.method"
+        )
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 64:
+        raise ConfigError(f"num_speculative_tokens must be between 1 and 64, got {count!r:.40}")
+    return SpeculativeConfig(method=method, num_speculative_tokens=count, options=given)
+
+
+def build_server_config(
+    values: Mapping[str, Any], engine: EngineConfig, environment: Mapping[str, str] | None = None
+) -> ServerConfig:
+    """The front end's configuration; api keys also come from FD_API_KEY (a comma list)."""
+    v = with_defaults(values)
+    given = [*(v["api_key"] or ()), *envs.read("FD_API_KEY", environment)]
+    keys = tuple(dict.fromkeys(key for key in given if key))
+    if bool(v["ssl_keyfile"]) != bool(v["ssl_certfile"]):
+        raise ConfigError("--ssl-keyfile and --ssl-certfile go together; give both or none")
+    for name in ("ssl_keyfile", "ssl_certfile"):
+        if v[name] and not Path(v[name]).is_file():
+            raise ConfigError(f"{ARGUMENTS[name].flag} {v[name]!r} is not a file")
+    origins = v["allowed_origins"] or []
+    if not isinstance(origins, list) or not all(isinstance(o, str) for o in origins):
+        raise ConfigError("--allowed-origins must be a JSON list of strings")
+    return ServerConfig(
+        host=v["host"],
+        port=v["port"],
+        uds=v["uds"],
+        root_path=v["root_path"],
+        api_keys=keys,
+        allowed_hosts=tuple(v["allowed_hosts"] or ()),
+        allowed_origins=tuple(origins),
+        ssl_keyfile=v["ssl_keyfile"],
+        ssl_certfile=v["ssl_certfile"],
+        served_names=engine.model.served_names or (engine.model.path.name,),
+        verify_model_name=bool(v["served_model_name"]),
+        max_concurrency=v["max_concurrency"],
+        max_queued=engine.request_scheduler.max_size,
+        max_num_seqs=engine.batch.max_num_seqs,
+        max_body_bytes=v["max_body_bytes"],
+        body_timeout_s=v["body_timeout"],
+        keep_alive_s=v["keep_alive"],
+        stream_stall_timeout_s=v["stream_stall_timeout"],
+        request_timeout_s=v["request_timeout"],
+        grace_s=v["timeout_graceful_shutdown"],
+        max_logprobs=engine.max_logprobs,
+        reasoning_parser=v["reasoning_parser"],
+        tool_call_parser=v["tool_call_parser"],
+        chat_template=engine.model.chat_template,
+        default_chat_template_kwargs=_mapping(v, "default_chat_template_kwargs"),
+        trust_request_chat_template=v["trust_request_chat_template"],
+        default_sampling=engine.model.generation_config,
+        response_role=v["response_role"],
+        return_tokens_as_token_ids=v["return_tokens_as_token_ids"],
+        force_include_usage=v["enable_force_include_usage"],
+        log_requests=v["enable_log_requests"],
+        log_stats=v["log_stats"],
+        log_level=v["log_level"],
+        stats_interval_s=v["stats_interval"],
+        tokenizer_threads=v["tokenizer_threads"],
+    )

@@ -1,0 +1,230 @@
+"""Builds a ModelConfig from a model folder: config.json, generation_config.json and what was asked.
+
+Reads JSON only. Whether an architecture can be served is the question of models/shapes.py; whether
+its weights are whole is the question of worker/loader.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from fastdeploy_core.errors import ConfigError, UnsupportedModel
+
+from .engine import ModelConfig
+
+DTYPES: Final = ("float32", "float16", "bfloat16")
+_DTYPE_ALIASES: Final = {
+    "float": "float32",
+    "half": "float16",
+    "fp32": "float32",
+    "fp16": "float16",
+}
+_LOAD_FORMATS: Final = ("auto", "safetensors", "dummy")
+_OVERRIDES: Final = frozenset(
+    (
+        "tokenizer_path",
+        "served_names",
+        "dtype",
+        "max_model_len",
+        "load_format",
+        "seed",
+        "quantization",
+        "generation_config",
+        "override_generation_config",
+        "chat_template",
+        "hf_overrides",
+    )
+)
+_MAX_JSON_BYTES: Final = 16 * 1024 * 1024
+_DEFAULT_MAX_MODEL_LEN: Final = 2048
+
+
+def read_model_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+    """The validated configuration of the model in a local folder.
+
+    `overrides` uses the field names of ModelConfig; a missing or None entry means the default. Also:
+    `dtype` may be "auto" (the checkpoint's), `generation_config` is "auto" (the model's own file),
+    "none" (or "vllm") or a folder, `override_generation_config` and `hf_overrides` are mappings
+    merged into generation_config.json and config.json.
+    """
+    asked = {k: v for k, v in (overrides or {}).items() if v is not None}
+    if unknown := sorted(asked.keys() - _OVERRIDES):
+        raise ConfigError(
+            f"unknown model setting {', '.join(unknown)}; possible: {', '.join(sorted(_OVERRIDES))}"
+        )
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model {str(path)!r} is not a folder on this machine; expected a folder with config.json, "
+            "tokenizer.json and *.safetensors; download the model first and pass its path"
+        )
+    hf_config = {**read_json(folder / "config.json"), **_mapping(asked, "hf_overrides")}
+    _check_architectures(hf_config, folder)
+    load_format = asked.get("load_format", "auto")
+    if load_format not in _LOAD_FORMATS:
+        raise ConfigError(
+            f"unknown load format {load_format!r}; possible: {', '.join(_LOAD_FORMATS)}"
+        )
+    dtype_asked = str(asked.get("dtype", "auto"))
+    return ModelConfig(
+        path=folder,
+        tokenizer_path=Path(asked.get("tokenizer_path") or folder).expanduser(),
+        served_names=tuple(asked.get("served_names", ())),
+        dtype=checkpoint_dtype(hf_config) if dtype_asked == "auto" else _dtype(dtype_asked),
+        dtype_is_auto=dtype_asked == "auto",
+        max_model_len=_max_model_len(hf_config, asked.get("max_model_len")),
+        load_format=load_format,
+        seed=int(asked.get("seed", 0)),
+        quantization=str(asked.get("quantization", "")),
+        generation_config={
+            **_generation_config(folder, str(asked.get("generation_config", "auto"))),
+            **_mapping(asked, "override_generation_config"),
+        },
+        hf_config=hf_config,
+        chat_template=asked.get("chat_template"),
+    )
+
+
+def fit_dtype(model: ModelConfig, device_dtypes: Sequence[str]) -> tuple[ModelConfig, list[str]]:
+    """The configuration with a dtype that the device has, and a report line if that changed it.
+
+    Only an automatic dtype gives way, and only to float32, which holds every checkpoint's values.
+    """
+    if model.dtype in device_dtypes:
+        return model, []
+    possible = ", ".join(device_dtypes) or "none"
+    if not model.dtype_is_auto or "float32" not in device_dtypes:
+        raise UnsupportedModel(
+            f"the device cannot compute in {model.dtype}; asked: "
+            f"{'the dtype of the checkpoint' if model.dtype_is_auto else '--dtype ' + model.dtype}; "
+            f"possible: {possible}; pass --dtype with one of them"
+        )
+    line = f"dtype float32 instead of the checkpoint's {model.dtype}: the device computes in {possible}"
+    return replace(model, dtype="float32"), [line]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of reasonable size."""
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ConfigError(
+                f"{path} is larger than {_MAX_JSON_BYTES} bytes; is it the right file?"
+            )
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path.name} is missing in {path.parent}; is this a model folder?"
+        ) from None
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a {type(value).__name__}; expected a JSON object")
+    return value
+
+
+def checkpoint_dtype(hf_config: Mapping[str, Any]) -> str:
+    """The dtype config.json declares, float32 when it declares none."""
+    declared = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    return _dtype(str(declared)) if declared else "float32"
+
+
+def checkpoint_layout(
+    hf_config: Mapping[str, Any], *, force_torch: bool = False
+) -> Literal["torch", "paddle"]:
+    """Who saved the checkpoint: torch stores a linear weight as [out, in], Paddle as [in, out].
+
+    `torch_dtype` means torch; `dtype` means torch from transformers 4.56.1 on, else Paddle. Both or
+    neither is ambiguous and an error, unless `force_torch` (FD_FOR_TORCH_MODEL_FORMAT) settles it.
+    """
+    quantization = hf_config.get("quantization_config")
+    if isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4":
+        return "torch"  # a format that only torch tools write
+    if force_torch:
+        return "torch"
+    has_torch, has_dtype = "torch_dtype" in hf_config, "dtype" in hf_config
+    if has_torch != has_dtype:
+        if has_torch:
+            return "torch"
+        version = _version(str(hf_config.get("transformers_version") or ""))
+        return "torch" if version > (4, 56, 0) else "paddle"
+    raise ConfigError(
+        "cannot tell whether the checkpoint is in torch or Paddle layout: config.json has "
+        f"{'both torch_dtype and dtype' if has_torch else 'neither torch_dtype nor dtype'}; expected "
+        "torch_dtype (torch), dtype with transformers_version above 4.56.0 (torch) or dtype alone "
+        "(Paddle); correct config.json or set FD_FOR_TORCH_MODEL_FORMAT=1"
+    )
+
+
+def _version(text: str) -> tuple[int, ...]:
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
+    return tuple(int(part or 0) for part in found.groups()) if found else (0, 0, 0)
+
+
+def _dtype(text: str) -> str:
+    name = text.removeprefix("torch.").removeprefix("paddle.").lower()
+    name = _DTYPE_ALIASES.get(name, name)
+    if name not in DTYPES:
+        raise ConfigError(f"unknown dtype {text!r}; possible: auto, {', '.join(DTYPES)}")
+    return name
+
+
+def _mapping(asked: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = asked.get(key, {})
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key} is a {type(value).__name__}; expected a mapping")
+    return value
+
+
+def _check_architectures(hf_config: Mapping[str, Any], folder: Path) -> None:
+    names = hf_config.get("architectures")
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
+        raise ConfigError(
+            f"{folder / 'config.json'} names no model architecture; expected "
+            '"architectures": ["..."] with one name'
+        )
+
+
+def _max_model_len(hf_config: Mapping[str, Any], asked: Any) -> int:
+    longest = _longest(hf_config)
+    if asked in (None, "auto", -1):
+        return longest or _DEFAULT_MAX_MODEL_LEN
+    if not isinstance(asked, int) or isinstance(asked, bool) or asked < 1:
+        raise ConfigError(f"max_model_len is {asked!r}; expected a positive number of tokens")
+    if longest and asked > longest:
+        raise ConfigError(
+            f"max_model_len {asked} is longer than the model's context; possible: 1 to {longest} "
+            "(max_position_embeddings of config.json, extended by its rope scaling)"
+        )
+    return asked
+
+
+def _longest(hf_config: Mapping[str, Any]) -> int | None:
+    """The context that config.json promises; YaRN and linear scaling extend what it was trained on."""
+    trained = hf_config.get("max_position_embeddings")
+    if not isinstance(trained, int) or isinstance(trained, bool) or trained < 1:
+        return None
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling")
+    if not isinstance(rope, Mapping):
+        return trained
+    factor = rope.get("factor")
+    if not isinstance(factor, int | float) or isinstance(factor, bool) or factor < 1:
+        return trained
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind == "yarn":
+        original = rope.get("original_max_position_embeddings")
+        return max(trained, int(original * factor)) if isinstance(original, int) else trained
+    return int(trained * factor) if kind == "linear" else trained
+
+
+def _generation_config(folder: Path, source: str) -> dict[str, Any]:
+    if source in ("none", "vllm"):  # vLLM's word for: its own defaults, not the model's
+        return {}
+    if source != "auto":
+        return read_json(Path(source).expanduser() / "generation_config.json")
+    path = folder / "generation_config.json"
+    return read_json(path) if path.exists() else {}

@@ -1,0 +1,48 @@
+"""Configuration of the HTTP front end: frozen, validated where it is built, never changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Everything the API server needs to know beyond the engine's own configuration."""
+
+    host: str = "0.0.0.0"  # noqa: S104 - the original's default; a start-up line says who can reach it
+    port: int = 8180
+    uds: str | None = None
+    root_path: str = ""
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    allowed_hosts: tuple[str, ...] = ()  # empty: any Host header
+    allowed_origins: tuple[str, ...] = ()  # empty: no CORS headers at all
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    served_names: tuple[str, ...] = ()
+    verify_model_name: bool = False  # True when names were given: any other name is answered 404
+    max_concurrency: int = 512
+    max_queued: int = 0  # what the request scheduler can hold; 0: unbounded
+    max_num_seqs: int = 32
+    max_body_bytes: int = 8 * 2**20
+    body_timeout_s: float = 30.0
+    keep_alive_s: float = 5.0
+    stream_stall_timeout_s: float = 30.0
+    request_timeout_s: float | None = None
+    grace_s: float = 30.0
+    max_logprobs: int = 20
+    reasoning_parser: str = ""
+    tool_call_parser: str = ""
+    chat_template: str | None = None
+    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    trust_request_chat_template: bool = False
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)  # from generation_config.json
+    response_role: str = "assistant"
+    return_tokens_as_token_ids: bool = False
+    force_include_usage: bool = False
+    log_requests: bool = False
+    log_stats: bool = True
+    log_level: str = "info"
+    stats_interval_s: float = 10.0
+    tokenizer_threads: int = 2

@@ -1,0 +1,49 @@
+"""What a model family tells the core before any weight is read, and how it is handed weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from fastdeploy_core.tensor import DTYPE_BYTES
+
+from .attention import AttentionSpec
+from .moe import MoESpec
+
+if TYPE_CHECKING:
+    from fastdeploy_core.tensor import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShapes:
+    """Everything about a model's shape that planning needs; built from config.json alone.
+
+    `attention` and `moe` are as one rank of the tensor-parallel group holds them.
+    """
+
+    architecture: str
+    num_layers: int
+    vocab_size: int
+    hidden_size: int
+    max_position_embeddings: int
+    attention: AttentionSpec
+    moe: MoESpec | None = None
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Cache bytes that one token takes on one rank, over all layers."""
+        spec = self.attention
+        row = spec.head_dim if spec.kind == "mla" else spec.head_dim + spec.v_head_dim
+        return self.num_layers * spec.num_kv_heads * row * DTYPE_BYTES[spec.dtype]
+
+
+@runtime_checkable
+class StoredTensor(Protocol):
+    """A checkpoint tensor that has not been read yet; reading a part reads only that part."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def read(self, *region: slice | int) -> Tensor:
+        """The region (all of it without arguments), on the device, in the stored dtype."""
+        ...

@@ -1,0 +1,251 @@
+"""From a prompt and its sampling parameters to a complete, checked Request.
+
+Every front end comes through here, so what is refused is refused everywhere with the same words,
+before anything reaches the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.errors import InvalidRequest, RequestTooLong
+from fastdeploy_core.tokenizer import Tokenizer
+from fastdeploy_core.tokenizer.files import as_id_list
+from fastdeploy_core.types import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from fastdeploy_core.types.engine import EngineInfo
+    from fastdeploy_core.grammar.compiler import GrammarCompiler
+
+MAX_SALT_CHARS = 128
+_GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What a request may ask of this engine."""
+
+    max_model_len: int  # prompt and answer together
+    vocab_size: int  # output width of the model; 0: not known here
+    eos_token_ids: tuple[int, ...] = ()
+    max_logprobs: int = 20  # -1: the whole vocabulary
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, tokenizer: Tokenizer | None, info: EngineInfo | None = None
+    ) -> RequestLimits:
+        """The limits of a configured engine, and of its KV pool once it has started."""
+        model = config.model
+        asked = model.generation_config.get("eos_token_id", model.hf_config.get("eos_token_id"))
+        eos = as_id_list(asked)
+        if tokenizer is not None:
+            eos = [*tokenizer.eos_token_ids, *eos]
+        length, width = model.max_model_len, int(model.hf_config.get("vocab_size", 0))
+        if info is not None:
+            length, width = min(length, info.max_request_tokens), info.vocab_size
+        return cls(
+            max_model_len=length,
+            vocab_size=width,
+            eos_token_ids=tuple(dict.fromkeys(eos)),
+            max_logprobs=config.max_logprobs,
+        )
+
+
+def default_sampling_values(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """SamplingParams fields that a model's generation_config.json sets.
+
+    `max_tokens` is what max_new_tokens says, else None: up to the context length.
+    """
+    values: dict[str, Any] = {}
+    for name in _GENERATION_FIELDS:
+        if generation_config.get(name) is not None:
+            values[name] = generation_config[name]
+    if generation_config.get("do_sample") is False:
+        values["temperature"] = 0.0
+    values["max_tokens"] = generation_config.get("max_new_tokens")
+    return values
+
+
+def build_request(
+    prompt: str | Sequence[int],
+    sampling: SamplingParams,
+    *,
+    tokenizer: Tokenizer | None,
+    limits: RequestLimits,
+    compiler: GrammarCompiler | None = None,
+    add_special_tokens: bool = True,
+    priority: int = 0,
+    deadline_s: float | None = None,
+    cache_salt: str = "",
+    tenant: str = "",
+) -> Request:
+    """Check and complete one request; raises InvalidRequest or RequestTooLong.
+
+    The caller's `sampling` is not changed. Blocks while a grammar compiles.
+    """
+    request = _without_grammar(
+        prompt, sampling, tokenizer, limits, add_special_tokens, priority, cache_salt
+    )
+    request.deadline_s, request.tenant = deadline_s, tenant
+    if sampling.structured_outputs is not None:
+        _attach(request, _need(compiler).compile(sampling.structured_outputs), _need(compiler))
+    return request
+
+
+async def build_request_async(
+    prompt: str | Sequence[int],
+    sampling: SamplingParams,
+    *,
+    tokenizer: Tokenizer | None,
+    limits: RequestLimits,
+    compiler: GrammarCompiler | None = None,
+    add_special_tokens: bool = True,
+    priority: int = 0,
+    deadline_s: float | None = None,
+    cache_salt: str = "",
+    tenant: str = "",
+) -> Request:
+    """The same for an event loop: long prompts are tokenized in a thread, grammars elsewhere."""
+    args = (prompt, sampling, tokenizer, limits, add_special_tokens, priority, cache_salt)
+    if isinstance(prompt, str) and len(prompt) > 4096:
+        request = await asyncio.to_thread(_without_grammar, *args)
+    else:
+        request = _without_grammar(*args)
+    request.deadline_s, request.tenant = deadline_s, tenant
+    if sampling.structured_outputs is not None:
+        compiled = await _need(compiler).compile_async(sampling.structured_outputs)
+        _attach(request, compiled, _need(compiler))
+    return request
+
+
+def _without_grammar(
+    prompt: str | Sequence[int],
+    sampling: SamplingParams,
+    tokenizer: Tokenizer | None,
+    limits: RequestLimits,
+    add_special_tokens: bool,
+    priority: int,
+    cache_salt: str,
+) -> Request:
+    _check_salt(cache_salt)
+    token_ids = _token_ids(prompt, tokenizer, limits, add_special_tokens)
+    return Request(
+        request_id=uuid.uuid4().hex,
+        prompt_token_ids=token_ids,
+        sampling=_complete(sampling, len(token_ids), tokenizer, limits),
+        eos_token_ids=list(limits.eos_token_ids),
+        arrival_time_s=time.time(),
+        priority=priority,
+        cache_salt=cache_salt,
+    )
+
+
+def _token_ids(
+    prompt: str | Sequence[int],
+    tokenizer: Tokenizer | None,
+    limits: RequestLimits,
+    add_special_tokens: bool,
+) -> list[int]:
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise InvalidRequest(
+                "a text prompt needs a tokenizer, and none is loaded; give prompt_token_ids",
+                param="prompt",
+            )
+        ids = tokenizer.encode(prompt, add_special_tokens) if prompt else []
+    else:
+        ids = list(prompt)
+        if not all(type(token_id) is int for token_id in ids):
+            raise InvalidRequest("prompt token ids must be integers", param="prompt")
+    if not ids:
+        raise InvalidRequest("the prompt must not be empty", param="prompt")
+    # Also for text: a tokenizer may know tokens that the model has no embedding for.
+    top = limits.vocab_size or 2**31
+    wrong = min(ids) if min(ids) < 0 else max(ids)
+    if not 0 <= wrong < top:
+        raise InvalidRequest(
+            f"prompt token id {str(wrong)[:40]} is out of vocabulary; possible: 0 to {top - 1}",
+            param="prompt",
+        )
+    return ids
+
+
+def _complete(
+    sampling: SamplingParams, num_prompt: int, tokenizer: Tokenizer | None, limits: RequestLimits
+) -> SamplingParams:
+    room = limits.max_model_len - num_prompt
+    if room < (0 if sampling.max_tokens == 0 else 1):
+        raise RequestTooLong(
+            f"This model's maximum context length is {limits.max_model_len} tokens. However, your "
+            f"prompt contains {num_prompt} tokens, which leaves no room for an answer. Please "
+            "shorten the prompt.",
+            param="prompt",
+        )
+    max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+    for name in ("logprobs", "prompt_logprobs"):
+        _check_logprobs(name, getattr(sampling, name), limits)
+    changes: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "min_tokens": min(sampling.min_tokens, max_tokens),
+        "seed": secrets.randbits(63) if sampling.seed is None else sampling.seed,
+    }
+    if sampling.bad_words:
+        if tokenizer is None:
+            raise InvalidRequest(
+                "bad_words needs a tokenizer; give bad_words_token_ids", param="bad_words"
+            )
+        words = [ids for word in sampling.bad_words for ids in bad_word_ids(word, tokenizer)]
+        changes["bad_words_token_ids"] = [*(sampling.bad_words_token_ids or []), *words]
+    complete = msgspec.structs.replace(sampling, **changes)
+    if limits.vocab_size:
+        complete.check_vocabulary(limits.vocab_size)
+    return complete
+
+
+def bad_word_ids(word: str, tokenizer: Tokenizer) -> list[list[int]]:
+    """The token sequences that spell a word: at the start of a text and after a space."""
+    plain = tokenizer.encode(word.lstrip(), add_special_tokens=False)
+    spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+    # A spelling that only puts a space token in front is covered by the plain one.
+    if len(spaced) > len(plain) and spaced[len(spaced) - len(plain) :] == plain:
+        spaced = plain
+    return [ids for ids in ([plain] if plain == spaced else [plain, spaced]) if ids]
+
+
+def _check_logprobs(name: str, value: int | None, limits: RequestLimits) -> None:
+    if value is None or limits.max_logprobs == -1 or 0 <= value <= limits.max_logprobs:
+        return
+    raise InvalidRequest(
+        f"{name} must be between 0 and {limits.max_logprobs}, got {str(value)[:40]}; the operator "
+        "sets the limit with --max-logprobs",
+        param=name,
+    )
+
+
+def _check_salt(salt: str) -> None:
+    if len(salt) > MAX_SALT_CHARS or any(char in salt for char in "@/\\\0"):
+        raise InvalidRequest(
+            f"cache_salt must have at most {MAX_SALT_CHARS} characters and none of @ / \\ NUL",
+            param="cache_salt",
+        )
+
+
+def _need(compiler: GrammarCompiler | None) -> GrammarCompiler:
+    if compiler is None:
+        raise InvalidRequest(
+            "structured outputs are not available here", param="structured_outputs"
+        )
+    return compiler
+
+
+def _attach(request: Request, compiled: bytes, compiler: GrammarCompiler) -> None:
+    request.grammar, request.grammar_backend = compiled, compiler.backend

@@ -1,0 +1,312 @@
+"""Token ids from the engine to what a user sees: text, stop strings, logprobs, finish reasons.
+
+Used by the offline API and by the server alike, so that both give the same answer. Tokens are taken
+one by one: how many arrive together (one, or several after speculation) changes nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+
+from fastdeploy_core.tokenizer import IncrementalDetokenizer, StopStringMatcher, Tokenizer
+from fastdeploy_core.types import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    RequestOutputDelta,
+    SequenceDelta,
+    TokenLogprobs,
+)
+
+
+class OutputKind(enum.Enum):
+    """What process() returns for a request."""
+
+    DELTA = "delta"  # only what is new, for streams
+    CUMULATIVE = "cumulative"  # everything so far
+    FINAL = "final"  # None until the request has finished, then everything
+
+
+class _Sequence:
+    """One of the n answers while it grows."""
+
+    def __init__(
+        self, request: Request, index: int, tokenizer: Tokenizer | None, visible: frozenset[int]
+    ) -> None:
+        params = request.sampling
+        self.output = CompletionOutput(index=index)
+        if params.logprobs is not None:
+            self.output.cumulative_logprob = 0.0
+            self.output.logprobs = []
+        self._pieces: list[str] = []
+        self._min_tokens = params.min_tokens
+        self._include_stop = params.include_stop_str_in_output
+        self._stop_ids = {*request.eos_token_ids, *(params.stop_token_ids or [])}
+        self._detokenizer: IncrementalDetokenizer | None = None
+        self._matcher: StopStringMatcher | None = None
+        if tokenizer is not None and params.detokenize:
+            self._detokenizer = IncrementalDetokenizer(
+                tokenizer,
+                request.prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                visible_token_ids=visible,
+            )
+            if params.stop_strings:
+                self._matcher = StopStringMatcher(params.stop_strings, self._include_stop)
+
+    @property
+    def finished(self) -> bool:
+        return self.output.finish_reason is not None
+
+    def take(self, delta: SequenceDelta, tokenizer: Tokenizer | None) -> tuple[int, str]:
+        """Returns how many tokens were taken (none after a stop string) and the new text."""
+        pieces: list[str] = []
+        last = len(delta.token_ids) - 1
+        stopped = delta.finish_reason is FinishReason.STOP
+        taken = 0
+        stop: str | None = None
+        for i, token_id in enumerate(delta.token_ids):
+            self.output.token_ids.append(token_id)
+            if delta.logprobs is not None and self.output.logprobs is not None:
+                self._add_logprobs(delta.logprobs[i], tokenizer)
+            taken += 1
+            if self._detokenizer is None:
+                continue
+            if stopped and i == last and not self._include_stop and token_id in self._stop_ids:
+                break  # the token that ends an answer is not part of its text
+            stop = self._show(self._detokenizer.push((token_id,)), pieces)
+            if stop is not None:
+                break
+        if stop is None and delta.finish_reason is not None:
+            stop = self._end(pieces)
+        if stop is not None:
+            self.output.finish_reason, self.output.stop_reason = FinishReason.STOP.value, stop
+        elif delta.finish_reason is not None:
+            self.output.finish_reason = delta.finish_reason.value
+            self.output.stop_reason = delta.stop_reason
+        text = "".join(pieces)
+        if text:
+            self._pieces.append(text)
+        return taken, text
+
+    def text(self) -> str:
+        """Everything shown so far."""
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+    def _show(self, text: str, pieces: list[str]) -> str | None:
+        if self._matcher is None:
+            pieces.append(text)
+            return None
+        # As vLLM: text that ends within min_tokens cannot stop the answer.
+        match = len(self.output.token_ids) > self._min_tokens
+        shown, stop = self._matcher.push(text, match)
+        pieces.append(shown)
+        return stop
+
+    def _end(self, pieces: list[str]) -> str | None:
+        if self._detokenizer is None:
+            return None
+        stop = self._show(self._detokenizer.finish(), pieces)
+        if stop is None and self._matcher is not None:
+            pieces.append(self._matcher.finish())
+        return stop
+
+    def _add_logprobs(self, entry: TokenLogprobs, tokenizer: Tokenizer | None) -> None:
+        assert self.output.logprobs is not None
+        assert self.output.cumulative_logprob is not None
+        self.output.logprobs.append(logprob_dict(entry, tokenizer))
+        self.output.cumulative_logprob += entry.logprobs[0]
+
+
+class RequestState:
+    """One request on its way; made by OutputProcessor.add."""
+
+    def __init__(
+        self,
+        request: Request,
+        prompt_text: str | None,
+        kind: OutputKind,
+        tokenizer: Tokenizer | None,
+        visible: frozenset[int],
+    ) -> None:
+        self.request = request
+        self.prompt_text = prompt_text
+        self.kind = kind
+        self.metrics = RequestMetrics(arrival_time=request.arrival_time_s)
+        self.num_cached_tokens: int | None = None
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.next_position = 0
+        self.error: str | None = None
+        self.error_type = ""
+        self.sequences = [
+            _Sequence(request, index, tokenizer, visible) for index in range(request.sampling.n)
+        ]
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.finished for sequence in self.sequences)
+
+    def whole(self) -> RequestOutput:
+        """Everything so far."""
+        outputs = []
+        for sequence in self.sequences:
+            output = sequence.output
+            logprobs = None if output.logprobs is None else list(output.logprobs)
+            outputs.append(
+                replace(
+                    output,
+                    text=sequence.text(),
+                    token_ids=list(output.token_ids),
+                    logprobs=logprobs,
+                )
+            )
+        return self._output(outputs, self.prompt_logprobs)
+
+    def newest(
+        self, changes: Iterable[tuple[_Sequence, int, str]], prompt_logprobs: bool
+    ) -> RequestOutput:
+        """Only what this step added."""
+        outputs = []
+        for sequence, taken, text in changes:
+            whole = sequence.output
+            first = len(whole.token_ids) - taken
+            logprobs = None if whole.logprobs is None else whole.logprobs[first:]
+            outputs.append(
+                replace(whole, text=text, token_ids=whole.token_ids[first:], logprobs=logprobs)
+            )
+        return self._output(outputs, self.prompt_logprobs if prompt_logprobs else None)
+
+    def _output(
+        self,
+        outputs: list[CompletionOutput],
+        prompt_logprobs: list[dict[int, Logprob] | None] | None,
+    ) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.prompt_text,
+            prompt_token_ids=self.request.prompt_token_ids,
+            outputs=outputs,
+            finished=self.finished,
+            prompt_logprobs=prompt_logprobs,
+            metrics=replace(self.metrics),
+            num_cached_tokens=self.num_cached_tokens,
+            error=self.error,
+            error_type=self.error_type,
+        )
+
+
+class OutputProcessor:
+    """Turns deltas of token ids into outputs, for any number of requests. Not thread safe."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._states: dict[str, RequestState] = {}
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def add(
+        self,
+        request: Request,
+        prompt_text: str | None = None,
+        *,
+        kind: OutputKind = OutputKind.DELTA,
+        visible_tokens: Iterable[str] = (),
+    ) -> RequestState:
+        """Expect deltas of this request. `visible_tokens`: special tokens that stay in the text
+        although special tokens are skipped, because a parser looks for them."""
+        visible: frozenset[int] = frozenset()
+        if self._tokenizer is not None:
+            ids = (self._tokenizer.token_to_id(token) for token in visible_tokens)
+            visible = frozenset(token_id for token_id in ids if token_id is not None)
+        state = RequestState(request, prompt_text, kind, self._tokenizer, visible)
+        self._states[request.request_id] = state
+        return state
+
+    def process(self, delta: RequestOutputDelta) -> tuple[RequestOutput | None, list[str]]:
+        """The new output (None: nothing to show yet) and ids the engine must abort.
+
+        Deltas of unknown requests and repeated deltas are ignored.
+        """
+        state = self._states.get(delta.request_id)
+        if state is None or delta.position < state.next_position:
+            return None, []
+        state.next_position = delta.position + 1
+        self._note(state, delta)
+        changes: list[tuple[_Sequence, int, str]] = []
+        for part in delta.sequences:
+            sequence = state.sequences[part.index]
+            if sequence.finished:
+                continue
+            taken, text = sequence.take(part, self._tokenizer)
+            if taken or text or sequence.finished:
+                changes.append((sequence, taken, text))
+        if delta.error is not None:
+            state.error, state.error_type = delta.error, delta.error_type
+        if delta.error is not None or delta.finished:
+            reason = FinishReason.ERROR if delta.error is not None else FinishReason.ABORT
+            for sequence in state.sequences:
+                if not sequence.finished:
+                    ending = SequenceDelta(index=sequence.output.index, finish_reason=reason)
+                    changes.append((sequence, *sequence.take(ending, self._tokenizer)))
+        finished = state.finished
+        if finished:
+            state.metrics.finished_time = time.time()
+            del self._states[delta.request_id]
+        # Finished for us but not for the engine: a stop string, which it does not know of.
+        aborts = [delta.request_id] if finished and not delta.finished else []
+        return self._select(state, changes, delta.prompt_logprobs is not None), aborts
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request (its client left); unknown ids are ignored."""
+        self._states.pop(request_id, None)
+
+    def _note(self, state: RequestState, delta: RequestOutputDelta) -> None:
+        now = time.time()
+        if any(part.token_ids for part in delta.sequences):
+            state.metrics.first_token_time = state.metrics.first_token_time or now
+            state.metrics.last_token_time = now
+        if delta.queue_s is not None:
+            state.metrics.queue_s = delta.queue_s
+        if delta.num_cached_tokens is not None:
+            state.num_cached_tokens = delta.num_cached_tokens
+        if delta.prompt_logprobs is not None:
+            state.prompt_logprobs = [
+                None if entry is None else logprob_dict(entry, self._tokenizer)
+                for entry in delta.prompt_logprobs
+            ]
+
+    def _select(
+        self,
+        state: RequestState,
+        changes: list[tuple[_Sequence, int, str]],
+        prompt_logprobs: bool,
+    ) -> RequestOutput | None:
+        if state.kind is OutputKind.DELTA:
+            if not changes and not prompt_logprobs:
+                return None
+            return state.newest(changes, prompt_logprobs)
+        if state.kind is OutputKind.FINAL and not state.finished:
+            return None
+        return state.whole()
+
+
+def logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """vLLM's form: token id to Logprob, the chosen token first, then the alternatives."""
+    result: dict[int, Logprob] = {}
+    for place, (token_id, logprob) in enumerate(
+        zip(entry.token_ids, entry.logprobs, strict=True)
+    ):
+        if token_id in result:
+            continue  # the chosen token among the alternatives
+        text = None if tokenizer is None else tokenizer.token_text(token_id)
+        result[token_id] = Logprob(logprob, entry.rank if place == 0 else place, text)
+    return result

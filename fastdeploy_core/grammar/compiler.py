@@ -1,0 +1,286 @@
+"""Compiles client grammars in child processes that are killed when they take too long.
+
+Front ends use it before a request is sent to the engine, so a hostile or hopeless constraint costs
+its own request an InvalidRequest and nobody else anything. The engine never compiles client text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fastdeploy_core.config import StructuredOutputsConfig
+from fastdeploy_core.errors import ConfigError, InvalidRequest, QueueFull
+from fastdeploy_core.types import StructuredOutputsParams
+
+from .child import HEADER, Answer, Setup
+from .limits import check
+
+logger = logging.getLogger(__name__)
+
+BUILTIN_BACKEND = "llguidance"
+ALIASES = {"auto": BUILTIN_BACKEND, "guidance": BUILTIN_BACKEND, "": BUILTIN_BACKEND}
+# Two: while one runs into its time limit, the other still serves.
+NUM_CHILDREN = 2
+START_TIMEOUT_S = 60.0  # reading a large tokenizer and importing, on a busy machine
+MAX_WAIT_S = 10.0  # for a free child; beyond it the client is told to come back
+MAX_MEMORY_BYTES = 1024**3  # that one compilation may add to its process
+MAX_CACHE_BYTES = 8 * 1024 * 1024
+MAX_CACHE_ENTRIES = 512
+MAX_ANSWER_BYTES = 16 * 1024 * 1024
+
+
+class _Child:
+    """One compiling process; started when first needed and again after it was killed."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipes = (-1, -1)  # descriptors: its stdin, its stdout
+        self._lock = threading.Lock()
+
+    def compile(self, body: bytes) -> Answer:
+        """Answer, or TimeoutError / EOFError when the child had to be killed or died."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            try:
+                self._send(body)
+                return self._receive(self._setup.timeout_s)
+            except (TimeoutError, EOFError, OSError):
+                self._stop()
+                raise
+
+    def close(self) -> None:
+        """End the process, also in the middle of a compilation."""
+        process = self._process
+        if process is not None:
+            process.kill()  # a running compile() sees the end of the stream and lets go of the lock
+        with self._lock:
+            self._stop()
+
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                stream.close()
+
+    def _start(self) -> None:
+        self._stop()
+        # -P: the working directory is no place to import from.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "fastdeploy_core.grammar.child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
+            bufsize=0,
+        )
+        process = self._process
+        if process.stdin is not None and process.stdout is not None:
+            self._pipes = (process.stdin.fileno(), process.stdout.fileno())
+        try:
+            self._send(msgspec.msgpack.encode(self._setup))
+            answer = self._receive(START_TIMEOUT_S)
+        except (TimeoutError, EOFError, OSError) as error:
+            self._stop()
+            raise ConfigError(
+                f"the grammar compiler process did not start ({type(error).__name__}); backend "
+                f"{self._setup.target}; run: fastdeploy plugins doctor"
+            ) from error
+        if answer.error:
+            self._stop()
+            raise ConfigError(answer.error)
+
+    def _send(self, body: bytes) -> None:
+        data = memoryview(HEADER.pack(len(body)) + body)
+        while data:
+            data = data[os.write(self._pipes[0], data) :]
+
+    def _receive(self, timeout_s: float) -> Answer:
+        deadline = time.monotonic() + timeout_s
+        (size,) = HEADER.unpack(self._read(HEADER.size, deadline))
+        if size > MAX_ANSWER_BYTES:
+            raise EOFError
+        return msgspec.msgpack.decode(self._read(size, deadline), type=Answer)
+
+    def _read(self, size: int, deadline: float) -> bytes:
+        poll = select.poll()
+        poll.register(self._pipes[1], select.POLLIN | select.POLLHUP)
+        data = bytearray()
+        while len(data) < size:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0 or not poll.poll(remaining * 1000):
+                raise TimeoutError
+            chunk = os.read(self._pipes[1], size - len(data))
+            if not chunk:
+                raise EOFError
+            data += chunk
+        return bytes(data)
+
+
+class _Cache:
+    """Results and refusals by constraint, bounded in entries and bytes, oldest use out first."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[bytes, Answer] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all keys and values."""
+        return self._num_bytes
+
+    def get(self, key: bytes) -> Answer | None:
+        """The answer of last time."""
+        with self._lock:
+            answer = self._entries.get(key)
+            if answer is not None:
+                self._entries.move_to_end(key)
+            return answer
+
+    def put(self, key: bytes, answer: Answer) -> None:
+        """Keep an answer, dropping old ones."""
+        with self._lock:
+            if key in self._entries:
+                return
+            self._entries[key] = answer
+            self._num_bytes += self._cost(key, answer)
+            while self._num_bytes > MAX_CACHE_BYTES or len(self._entries) > MAX_CACHE_ENTRIES:
+                self._num_bytes -= self._cost(*self._entries.popitem(last=False))
+
+    @staticmethod
+    def _cost(key: bytes, answer: Answer) -> int:
+        return len(key) + len(answer.compiled) + len(answer.error) + 128
+
+
+class GrammarCompiler:
+    """Thread-safe. `backend` goes into Request.grammar_backend, what compile() returns into grammar."""
+
+    def __init__(self, setup: Setup, backend: str, config: StructuredOutputsConfig) -> None:
+        self.backend = backend
+        self._config = config
+        self._setup = setup
+        self._cache = _Cache()
+        # Last in, first out: the child that ran last is the one that is warm.
+        self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()
+        self._children = [_Child(setup) for _ in range(NUM_CHILDREN)]
+        for child in self._children:
+            self._idle.put(child)
+        self._threads = ThreadPoolExecutor(NUM_CHILDREN + 2, "grammar-compiler")
+        self._closed = False
+
+    @classmethod
+    def start(
+        cls,
+        tokenizer_path: str | Path,
+        *,
+        vocab_size: int = 0,
+        eos_token_ids: Sequence[int] = (),
+        config: StructuredOutputsConfig | None = None,
+        target: str = "",
+        options: Mapping[str, Any] | None = None,
+    ) -> GrammarCompiler:
+        """`tokenizer_path` is a model folder or its tokenizer.json. No process is started before the
+        first constraint arrives. `target` ("module:Class") overrides the configured backend."""
+        config = config or StructuredOutputsConfig()
+        path = Path(tokenizer_path)
+        path = path / "tokenizer.json" if path.is_dir() else path
+        name = ALIASES.get(config.backend, config.backend)
+        setup = Setup(
+            target=target or backend_target(name),
+            tokenizer_json=str(path.resolve()),
+            vocab_size=vocab_size,
+            eos_token_ids=[int(t) for t in eos_token_ids],
+            options={
+                "disable_any_whitespace": config.disable_any_whitespace,
+                "max_source_bytes": config.max_source_bytes,
+                "max_depth": config.max_depth,
+                **(options or {}),
+            },
+            timeout_s=config.compile_timeout_s,
+            memory_bytes=MAX_MEMORY_BYTES,
+        )
+        return cls(setup, name, config)
+
+    def compile(self, params: StructuredOutputsParams) -> bytes:
+        """The compiled constraint, or InvalidRequest. Waits at most the time limit and a queue."""
+        if self._config.backend == "off":
+            raise InvalidRequest(
+                "structured outputs are turned off on this server "
+                "(--guided-decoding-backend off); remove structured_outputs from the request",
+                param="structured_outputs",
+            )
+        check(params, self._config)  # cheap, and before anything is copied to the child
+        body = msgspec.msgpack.encode(params)
+        answer = self._cache.get(body)
+        if answer is None:
+            answer = self._ask(body)
+            self._cache.put(body, answer)
+        if answer.error:
+            raise InvalidRequest(answer.error, param=answer.param)
+        return answer.compiled
+
+    async def compile_async(self, params: StructuredOutputsParams) -> bytes:
+        """compile() on a thread of this compiler."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self.compile, params)
+
+    def close(self) -> None:
+        """Kill the children; later calls fail."""
+        self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for child in self._children:
+            child.close()
+
+    def _ask(self, body: bytes) -> Answer:
+        if self._closed:
+            raise InvalidRequest("the grammar compiler is closed", param="structured_outputs")
+        try:
+            child = self._idle.get(timeout=MAX_WAIT_S)
+        except queue.Empty:
+            raise QueueFull("the grammar compiler is busy; try again", retry_after_s=2.0) from None
+        try:
+            return child.compile(body)
+        except TimeoutError:
+            why = f"it takes longer than {self._config.compile_timeout_s:g} s to compile"
+        except (EOFError, OSError):
+            why = "it needs more memory or stack to compile than is possible"
+        finally:
+            self._idle.put(child)
+        logger.warning("grammar compilation refused and its process ended: %s", why)
+        return Answer(
+            error=f"structured_outputs cannot be used: {why}; simplify the schema or grammar",
+            param="structured_outputs",
+        )
+
+
+def backend_target(name: str) -> str:
+    """ "module:Class" of a grammar backend, by entry-point name."""
+    if name in (BUILTIN_BACKEND, "off"):
+        return "fastdeploy_core.grammar.llguidance_backend:LLGuidanceBackend"
+    from fastdeploy_core import plugins
+
+    driver = plugins.lookup("grammar", name)
+    return f"{driver.__module__}:{driver.__qualname__}"

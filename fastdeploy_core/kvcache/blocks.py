@@ -1,0 +1,161 @@
+"""Numbered KV blocks: who holds them, which are free, which of the free ones still hold a prefix.
+
+Bookkeeping only: a block is a number here, its memory belongs to the workers. A block is in exactly
+one state: referenced, free and empty, free and cached (reusable, least recently used goes first), or
+quarantined (a peer may still write to it; nobody gets it until it is released).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+
+from fastdeploy_core.errors import OutOfBlocks
+
+
+class BlockPool:
+    """Reference-counted blocks 0 to num_blocks - 1.
+
+    `on_evict(block, is_intact)` is called when a cached block stops being one: intact, because it is
+    about to be given to someone else and its content may be saved first, or not, because a peer
+    may write to it. Until then a free cached block can be had back with `share`.
+    """
+
+    __slots__ = (
+        "_cached_free",
+        "_free",
+        "_is_cached",
+        "_quarantined",
+        "_references",
+        "num_blocks",
+        "on_evict",
+    )
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.on_evict: Callable[[int, bool], None] | None = None
+        self._references = [0] * num_blocks
+        self._is_cached = bytearray(num_blocks)
+        self._free: deque[int] = deque(range(num_blocks))
+        self._cached_free: OrderedDict[int, None] = OrderedDict()
+        self._quarantined: set[int] = set()
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` could hand out now."""
+        return len(self._free) + len(self._cached_free)
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks that hold a reusable prefix."""
+        return len(self._cached_free)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Blocks withheld, whether or not somebody still references them."""
+        return len(self._quarantined)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that somebody references."""
+        idle = sum(1 for block in self._quarantined if not self._references[block])
+        return self.num_blocks - self.num_available - idle
+
+    def references(self, block: int) -> int:
+        """How many hold the block."""
+        return self._references[block]
+
+    def allocate(self, count: int) -> list[int]:
+        """Hand out blocks with one reference each: empty ones first, then the least recently used."""
+        if count > self.num_available:
+            raise OutOfBlocks(
+                f"{count} blocks were asked for and {self.num_available} of {self.num_blocks} are "
+                "free; the batch scheduler must preempt a sequence first"
+            )
+        free, references, blocks = self._free, self._references, []
+        for _ in range(count):
+            if free:
+                block = free.popleft()
+            else:
+                block, _ = self._cached_free.popitem(last=False)
+                self._is_cached[block] = 0
+                if self.on_evict is not None:
+                    self.on_evict(block, True)
+            references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def share(self, block: int) -> None:
+        """Add a reference; a free cached block leaves the free list with its content."""
+        if self._references[block] == 0:
+            del self._cached_free[block]
+        self._references[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Drop one reference of each. Give a table's blocks in reverse, so that the ends of
+        prefixes are evicted before their beginnings."""
+        for block in blocks:
+            self._references[block] -= 1
+            assert self._references[block] >= 0, f"block {block} was released twice"
+            if self._references[block] == 0 and block not in self._quarantined:
+                self._put_back(block)
+
+    def mark_cached(self, block: int) -> None:
+        """The referenced block holds a prefix that may be reused when it is free."""
+        assert self._references[block] > 0, f"free block {block} cannot enter the cache"
+        assert block not in self._quarantined, f"quarantined block {block} cannot enter the cache"
+        self._is_cached[block] = 1
+
+    def forget_cached(self, block: int) -> None:
+        """The block's content is no longer reusable."""
+        self._is_cached[block] = 0
+        if block in self._cached_free:
+            del self._cached_free[block]
+            self._free.append(block)
+
+    def quarantine(self, blocks: Iterable[int]) -> None:
+        """Withhold blocks: now if they are free, else as soon as their last reference goes."""
+        for block in blocks:
+            if block in self._quarantined:
+                continue
+            if self._is_cached[block]:
+                self._is_cached[block] = 0
+                self._cached_free.pop(block, None)
+                if self.on_evict is not None:
+                    self.on_evict(block, False)
+            elif self._references[block] == 0:
+                self._free.remove(block)
+            self._quarantined.add(block)
+
+    def release_quarantine(self, blocks: Iterable[int]) -> None:
+        """Nothing can land in these any more. Unknown blocks are ignored."""
+        for block in blocks:
+            if block not in self._quarantined:
+                continue
+            self._quarantined.discard(block)
+            if self._references[block] == 0:
+                self._free.append(block)
+
+    def is_quarantined(self, block: int) -> bool:
+        """Whether the block is withheld."""
+        return block in self._quarantined
+
+    def check(self) -> None:
+        """Raise AssertionError unless every block is in exactly one state; for tests and idle time."""
+        free, cached = set(self._free), set(self._cached_free)
+        assert len(free) == len(self._free), "a block is twice in the free list"
+        assert not free & cached, "a block is both empty and cached"
+        assert not (free | cached) & self._quarantined, "a quarantined block is free"
+        for block, count in enumerate(self._references):
+            is_free = block in free or block in cached
+            is_withheld = block in self._quarantined
+            assert count >= 0, f"block {block} has {count} references"
+            assert is_free or is_withheld or count, f"block {block} is leaked"
+            assert not (is_free and count), f"block {block} is free and referenced"
+        assert all(self._is_cached[block] for block in cached), "an uncached block is in the cache"
+
+    def _put_back(self, block: int) -> None:
+        if self._is_cached[block]:
+            self._cached_free[block] = None
+        else:
+            self._free.append(block)

@@ -1,0 +1,203 @@
+"""What the batch scheduler asks of the KV cache: match, start, grow, commit, fork, free.
+
+Every call either happens as a whole or not at all. Copies between memories are collected and leave
+with the step under construction (`take_copies`); that step's forward pass comes after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from fastdeploy_core.types import BlockCopies
+
+from .blocks import BlockPool
+from .host_tier import HostTier
+from .prefix import BlockTable, CacheEntry, HashFunction, PrefixCache, sha256
+
+
+class PrefixMatch(NamedTuple):
+    """Cached blocks at the beginning of a sequence."""
+
+    entries: list[CacheEntry]
+    num_tokens: int  # held by them
+    num_host_tokens: int  # of these, held in host memory only
+    num_blocks_taken: int  # free blocks that taking them uses up
+
+
+class ForkSource:
+    """A prompt's computed blocks, held so that the other answers to it (n > 1) can share them."""
+
+    __slots__ = ("blocks", "num_tokens")
+
+    def __init__(self, blocks: list[int], num_tokens: int) -> None:
+        self.blocks = blocks
+        self.num_tokens = num_tokens
+
+
+NO_MATCH = PrefixMatch([], 0, 0, 0)
+
+
+class KVCacheManager:
+    """The device pool, the prefix cache over it, and the host tier behind it."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        num_host_blocks: int = 0,
+        enable_prefix_caching: bool = True,
+        enable_output_caching: bool = True,
+        model_identity: str = "",
+        hash_function: HashFunction = sha256,
+    ) -> None:
+        self.block_size = block_size
+        self.caching = enable_prefix_caching
+        self.caches_output = enable_output_caching
+        self.pool = BlockPool(num_blocks)
+        self.host = HostTier(num_host_blocks) if num_host_blocks and enable_prefix_caching else None
+        self.prefix = PrefixCache(self.pool, block_size, model_identity, self.host, hash_function)
+        self._device_to_device: list[tuple[int, int]] = []
+        # Read by a copy of the step under construction, so not free before that step is complete.
+        self._release_after_step: list[int] = []
+
+    def new_table(self, cache_salt: str = "") -> BlockTable:
+        """A table without blocks."""
+        return self.prefix.new_table(cache_salt)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold num_tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def match(self, table: BlockTable, token_ids: Sequence[int]) -> PrefixMatch:
+        """What of these tokens is cached. At least one token is always left to compute, since its
+        logits are needed; as blocks are shared whole, that is the last block of a full match."""
+        num_blocks = (len(token_ids) - 1) // self.block_size
+        if not self.caching or num_blocks == 0:
+            return NO_MATCH
+        self.prefix.extend_keys(table, token_ids, num_blocks)
+        entries = self.prefix.match(table, num_blocks)
+        if not entries:
+            return NO_MATCH
+        num_host = num_taken = 0
+        for entry in entries:
+            if entry.block is None:
+                num_host += 1
+                num_taken += 1
+            elif self.pool.references(entry.block) == 0:
+                num_taken += 1
+        size = self.block_size
+        return PrefixMatch(entries, len(entries) * size, num_host * size, num_taken)
+
+    def num_needed(self, match: PrefixMatch, num_tokens: int) -> int:
+        """Free blocks that `start` would use up."""
+        missing = self.num_blocks_for(num_tokens) - len(match.entries)
+        return match.num_blocks_taken + max(0, missing)
+
+    def start(self, table: BlockTable, match: PrefixMatch, num_tokens: int) -> None:
+        """Give an empty table the matched blocks and new ones up to num_tokens; the caller has
+        checked `num_needed` against the pool."""
+        assert not table.blocks, "a table is started once"
+        assert self.num_needed(match, num_tokens) <= self.pool.num_available, "start without room"
+        # Hold everything that is matched before anything is allocated, or it could be evicted.
+        for entry in match.entries:
+            if entry.block is not None:
+                self.pool.share(entry.block)
+            elif self.host is not None:
+                self.host.pin(entry)
+        for entry in match.entries:
+            block = entry.block
+            if block is None:
+                assert self.host is not None, "an entry without device block is in host memory"
+                block = self.pool.allocate(1)[0]
+                self.host.load(entry, block)
+                self.prefix.attach(entry, block)
+            table.blocks.append(block)
+        table.num_committed = len(match.entries)
+        table.tail = match.entries[-1] if match.entries else None
+        self.grow(table, num_tokens)
+
+    def grow(self, table: BlockTable, num_tokens: int) -> list[int] | None:
+        """Blocks appended so that num_tokens fit; None, and nothing changed, without room."""
+        missing = -(-num_tokens // self.block_size) - len(table.blocks)
+        if missing <= 0:
+            return []
+        if missing > self.pool.num_available:
+            return None
+        blocks = self.pool.allocate(missing)
+        table.blocks.extend(blocks)
+        return blocks
+
+    def commit(self, table: BlockTable, token_ids: Sequence[int], num_tokens: int) -> None:
+        """Keys and values of the first num_tokens tokens are in the cache: full blocks of them can
+        be found by others from now on."""
+        num_blocks = num_tokens // self.block_size
+        if num_blocks > table.num_committed and self.caching and table.is_cacheable:
+            self.prefix.extend_keys(table, token_ids, num_blocks)
+            self.prefix.commit(table, num_blocks)
+
+    def free(self, table: BlockTable) -> None:
+        """Give the blocks back; those the prefix cache knows stay findable until they are reused."""
+        self.pool.release(reversed(table.blocks))
+        table.reset()
+
+    def hold(self, table: BlockTable, num_tokens: int) -> ForkSource:
+        """Keep the blocks of the first num_tokens tokens for `fork`, whatever the owner does."""
+        blocks = table.blocks[: self.num_blocks_for(num_tokens)]
+        for block in blocks:
+            self.pool.share(block)
+        return ForkSource(blocks, num_tokens)
+
+    def fork(self, source: ForkSource, table: BlockTable) -> bool:
+        """Give an empty table all but the last held token: full blocks are shared, a partial one is
+        copied. False, and nothing changed, without room for the block that is written next."""
+        assert not table.blocks, "a table is forked once"
+        num_full, num_partial = divmod(source.num_tokens - 1, self.block_size)
+        if self.pool.num_available < 1:
+            return False
+        table.blocks = source.blocks[:num_full]
+        for block in table.blocks:
+            self.pool.share(block)
+        own = self.pool.allocate(1)[0]
+        if num_partial:
+            self._device_to_device.append((source.blocks[num_full], own))
+        table.blocks.append(own)
+        return True
+
+    def drop(self, source: ForkSource) -> None:
+        """Nobody forks from it any more; its blocks stay until the step being built is complete."""
+        self._release_after_step.extend(reversed(source.blocks))
+        source.blocks = []
+        if not self._device_to_device:
+            self._release_dropped()
+
+    def take_copies(self) -> BlockCopies:
+        """The copies that belong in front of the step that is now complete."""
+        to_host, to_device = self.host.take_copies() if self.host is not None else ([], [])
+        copies = BlockCopies(to_host, to_device, self._device_to_device)
+        self._device_to_device = []
+        self._release_dropped()
+        return copies
+
+    def quarantine(self, blocks: Iterable[int]) -> None:
+        """Withhold blocks that a peer might still write to."""
+        self.pool.quarantine(blocks)
+
+    def release_quarantine(self, blocks: Iterable[int]) -> None:
+        """Nothing can land in these blocks any more."""
+        self.pool.release_quarantine(blocks)
+
+    def clear_cache(self) -> None:
+        """Forget every cached prefix, after a step failed and contents are in doubt."""
+        self.prefix.clear()
+
+    def check(self) -> None:
+        """Raise AssertionError if a block is leaked or owned twice; for tests and idle time."""
+        self.pool.check()
+        if self.host is not None:
+            self.host.check()
+
+    def _release_dropped(self) -> None:
+        self.pool.release(self._release_after_step)
+        self._release_after_step = []

@@ -1,0 +1,214 @@
+"""The prefix cache: which full blocks hold which tokens, found again by a chained hash.
+
+A block's key is SHA-256 over canonical bytes of its parent's key and its own tokens; the first
+parent is made of the model's identity and the request's cache_salt. A key alone is never trusted:
+tokens, salt and parent are compared on every hit, so that even a forced collision mixes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+
+from .blocks import BlockPool
+from .host_tier import HostTier
+
+HashFunction = Callable[[bytes], bytes]
+
+
+def sha256(data: bytes) -> bytes:
+    """The hash of production; tests force collisions with another."""
+    return hashlib.sha256(data).digest()
+
+
+def canonical(*texts: str) -> bytes:
+    """Texts as bytes that no other texts share: each with its length in front."""
+    parts = [text.encode("utf-8", "surrogatepass") for text in texts]
+    return b"".join(struct.pack("<Q", len(part)) + part for part in parts)
+
+
+class CacheEntry:
+    """One full block of tokens behind its parent, on the device, in host memory, or both."""
+
+    __slots__ = ("block", "host_block", "key", "parent", "scope", "tokens")
+
+    def __init__(
+        self, key: bytes, parent: CacheEntry | None, scope: str, tokens: bytes, block: int
+    ) -> None:
+        self.key = key
+        self.parent = parent
+        self.scope = scope
+        self.tokens = tokens
+        self.block: int | None = block
+        self.host_block: int | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the content still exists somewhere."""
+        return self.block is not None or self.host_block is not None
+
+
+class BlockTable:
+    """The blocks of one sequence in the order of its tokens, and what the prefix cache knows of it.
+
+    `keys` and `packed` describe full blocks of its tokens and outlive the blocks themselves: a
+    preempted sequence need not be hashed again.
+    """
+
+    __slots__ = (
+        "blocks",
+        "is_cacheable",
+        "keys",
+        "num_committed",
+        "packed",
+        "root",
+        "scope",
+        "tail",
+    )
+
+    def __init__(self, scope: str, root: bytes) -> None:
+        self.scope = scope
+        self.root = root
+        self.blocks: list[int] = []
+        self.keys: list[bytes] = []
+        self.packed: list[bytes] = []
+        self.num_committed = 0  # leading blocks that the prefix cache has seen
+        self.tail: CacheEntry | None = None  # entry of the last of these
+        self.is_cacheable = True  # False once its chain cannot be continued
+
+    def reset(self) -> None:
+        """The blocks are gone."""
+        self.blocks = []
+        self.num_committed = 0
+        self.tail = None
+        self.is_cacheable = True
+
+
+class PrefixCache:
+    """Finds and remembers full blocks. Reference counts stay the pool's business."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        model_identity: str,
+        host: HostTier | None = None,
+        hash_function: HashFunction = sha256,
+    ) -> None:
+        self._pool = pool
+        self._host = host
+        self._hash = hash_function
+        self._identity = model_identity
+        self._pack = struct.Struct(f"<{block_size}I").pack
+        self._block_size = block_size
+        self._by_key: dict[bytes, CacheEntry] = {}
+        self._by_block: dict[int, CacheEntry] = {}
+        pool.on_evict = self._on_evict
+        if host is not None:
+            host.on_drop = self._on_host_drop
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def new_table(self, cache_salt: str) -> BlockTable:
+        """An empty table whose blocks are shared only among requests of the same salt."""
+        return BlockTable(cache_salt, self._hash(canonical(self._identity, cache_salt)))
+
+    def extend_keys(self, table: BlockTable, token_ids: Sequence[int], num_blocks: int) -> None:
+        """Hash the table's tokens up to num_blocks full blocks; those hashed before are kept."""
+        keys, size = table.keys, self._block_size
+        parent = keys[-1] if keys else table.root
+        for index in range(len(keys), num_blocks):
+            packed = self._pack(*token_ids[index * size : (index + 1) * size])
+            parent = self._hash(parent + packed)
+            keys.append(parent)
+            table.packed.append(packed)
+
+    def match(self, table: BlockTable, num_blocks: int) -> list[CacheEntry]:
+        """The longest cached run of the table's first num_blocks blocks, verified."""
+        found: list[CacheEntry] = []
+        parent: CacheEntry | None = None
+        for key, packed in zip(table.keys[:num_blocks], table.packed, strict=False):
+            entry = self._by_key.get(key)
+            if entry is None or not self._is_same(entry, parent, table.scope, packed):
+                break
+            found.append(entry)
+            parent = entry
+        return found
+
+    def commit(self, table: BlockTable, num_blocks: int) -> None:
+        """The table's first num_blocks blocks are computed: remember those not seen yet."""
+        for index in range(table.num_committed, num_blocks):
+            if not table.is_cacheable:
+                return
+            entry = self._insert(table, index)
+            if entry is None:
+                table.is_cacheable = False
+                return
+            table.tail = entry
+            table.num_committed = index + 1
+
+    def attach(self, entry: CacheEntry, block: int) -> None:
+        """The entry's content will be in this device block, too."""
+        entry.block = block
+        self._by_block[block] = entry
+        self._pool.mark_cached(block)
+
+    def clear(self) -> None:
+        """Forget everything, on the device and in host memory."""
+        for block in list(self._by_block):
+            self._pool.forget_cached(block)
+        for entry in self._by_key.values():
+            entry.block = entry.host_block = None
+        self._by_key.clear()
+        self._by_block.clear()
+        if self._host is not None:
+            self._host.clear()
+
+    def _insert(self, table: BlockTable, index: int) -> CacheEntry | None:
+        """The entry that stands for this block from now on; None if its key is taken by others."""
+        key, packed, parent = table.keys[index], table.packed[index], table.tail
+        block = table.blocks[index]
+        if index > 0 and (parent is None or not parent.is_alive):
+            return None
+        entry = self._by_key.get(key)
+        if entry is not None and not self._is_same(entry, parent, table.scope, packed):
+            if entry.parent is None or entry.parent.is_alive:
+                return None
+            self._drop(entry)  # unreachable: the block before it was evicted first
+            entry = None
+        if self._pool.is_quarantined(block):
+            return entry
+        if entry is None:
+            entry = CacheEntry(key, parent, table.scope, packed, block)
+            self._by_key[key] = entry
+            self.attach(entry, block)
+        elif entry.block is None:
+            self.attach(entry, block)
+        return entry
+
+    @staticmethod
+    def _is_same(entry: CacheEntry, parent: CacheEntry | None, scope: str, packed: bytes) -> bool:
+        return entry.parent is parent and entry.tokens == packed and entry.scope == scope
+
+    def _on_evict(self, block: int, is_intact: bool) -> None:
+        entry = self._by_block.pop(block)
+        if is_intact and self._host is not None:
+            self._host.save(entry, block)
+        entry.block = None
+        if not entry.is_alive:
+            del self._by_key[entry.key]
+
+    def _on_host_drop(self, entry: CacheEntry) -> None:
+        if not entry.is_alive:
+            del self._by_key[entry.key]
+
+    def _drop(self, entry: CacheEntry) -> None:
+        if entry.block is not None:
+            del self._by_block[entry.block]
+            self._pool.forget_cached(entry.block)
+            entry.block = None
+        if entry.host_block is not None and self._host is not None:
+            self._host.forget(entry)
+        del self._by_key[entry.key]

@@ -1,0 +1,286 @@
+"""One socket between two shared-memory transports: framing, handshake, the staging area.
+
+The client side pulls, the server side copies blocks into the staging area, which the client maps
+read-only. Runs only in the transport's thread; transfers are the business of shm.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import msgspec
+
+from fastdeploy_core.contracts.base import CONTRACT
+
+from . import wire
+from .wire import WireError
+
+STAGING_BYTES: Final = 8 * 1024 * 1024  # per link, unless two blocks need more
+MAX_ACTIVE_TRANSFERS: Final = 16  # per link; the others wait for their turn
+MAX_OUT_BYTES: Final = 4 * 1024 * 1024  # a peer that does not read is cut off
+MAX_QUEUED_BLOCKS: Final = MAX_ACTIVE_TRANSFERS * wire.MAX_READ_BLOCKS
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+@dataclass(slots=True)
+class Terms:
+    """What both sides must agree on, from the transport's options and regions."""
+
+    secret: bytes
+    epoch: int
+    model_revision: str
+    layouts: dict[int, tuple[int, str]]
+    handshake_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """State of one connection. `peer` is known (and trusted) once `is_open`."""
+
+    sock: socket.socket
+    role: Literal["client", "server"]
+    terms: Terms
+    peer: str = ""
+    peer_epoch: int = 0
+    is_open: bool = False
+    closed_reason: str = ""
+    deadline: float = 0.0
+    staging: mmap.mmap | None = None
+    slot_bytes: int = 0
+    num_slots: int = 0
+    free_slots: deque[int] = field(default_factory=deque)  # server: slots it may fill
+    queue: deque[tuple[int, int, int, int]] = field(default_factory=deque)
+    outgoing: bytearray = field(default_factory=bytearray)
+    _incoming: bytearray = field(default_factory=bytearray)
+    _fds: list[int] = field(default_factory=list)
+    _hello: bytes = b""
+    _challenge: bytes = b""
+    _refusal: str = ""
+
+    def __post_init__(self) -> None:
+        self.sock.setblocking(False)
+        self.deadline = time.monotonic() + self.terms.handshake_s
+        if self.role == "client":
+            hello = wire.Hello(
+                protocol=wire.PROTOCOL,
+                contract=CONTRACT,
+                epoch=self.terms.epoch,
+                nonce=secrets.token_bytes(wire.NONCE_BYTES),
+                model_revision=self.terms.model_revision,
+                expected_epoch=self.peer_epoch,
+                layouts=self.terms.layouts,
+            )
+            self._hello = wire.encode(hello)
+            self._send_payload(self._hello)
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self.sock.fileno()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Queue a message; flush() writes it."""
+        self._send_payload(wire.encode(message))
+
+    def flush(self) -> None:
+        """Write what the socket takes now."""
+        if not self.outgoing:
+            return
+        try:
+            sent = self.sock.send(self.outgoing)
+        except (BlockingIOError, InterruptedError):
+            return
+        del self.outgoing[:sent]
+
+    def receive(self) -> list[wire.Message]:
+        """Read what is there; handshake messages are dealt with here, the others returned."""
+        limit = wire.MAX_FRAME_BYTES if self.is_open else wire.MAX_HANDSHAKE_BYTES
+        try:
+            if self.is_open or self.role == "server":  # nobody sends a server descriptors
+                data = self.sock.recv(262144)
+            else:
+                data, fds, _, _ = socket.recv_fds(self.sock, 65536, 1)
+                self._fds.extend(fds)
+                if len(self._fds) > 1:
+                    raise WireError("more descriptors came than the one for the staging memory")
+        except (BlockingIOError, InterruptedError):
+            return []
+        if not data:
+            raise WireError("the peer has gone")
+        self._incoming += data
+        messages = []
+        while (payload := wire.take_frame(self._incoming, limit)) is not None:
+            message = wire.decode(payload)
+            if isinstance(message, wire.Bye):
+                raise WireError(message.reason[:200])
+            if self.is_open:
+                messages.append(message)
+            else:
+                self._handshake(message, payload)
+        return messages
+
+    def slot(self, index: int, num_bytes: int) -> memoryview:
+        """The bytes of one slot."""
+        if self.staging is None or not 0 <= index < self.num_slots or num_bytes > self.slot_bytes:
+            raise WireError(f"slot {index} with {num_bytes} bytes does not exist")
+        start = index * self.slot_bytes
+        return memoryview(self.staging)[start : start + num_bytes]
+
+    def close(self, reason: str) -> None:
+        """End the connection, telling the peer why if it can still be told."""
+        if self.closed_reason:
+            return
+        self.closed_reason = reason
+        with contextlib.suppress(OSError):
+            if not self.outgoing:
+                self.sock.send(wire.frame(wire.encode(wire.Bye(reason))))
+        self.sock.close()
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+        if self.staging is not None:
+            with contextlib.suppress(BufferError):  # a view in use; freed with its last reference
+                self.staging.close()
+            self.staging = None
+
+    def _send_payload(self, payload: bytes) -> None:
+        self.outgoing += wire.frame(payload)
+        if len(self.outgoing) > MAX_OUT_BYTES:
+            raise WireError("the peer does not read what it is sent")
+
+    def _handshake(self, message: wire.Message, payload: bytes) -> None:
+        if self.role == "server":
+            if isinstance(message, wire.Hello) and not self._hello:
+                self._on_hello(message, payload)
+                return
+            if isinstance(message, wire.Proof) and self._challenge:
+                self._on_proof(message)
+                return
+        elif isinstance(message, wire.Challenge) and not self._challenge:
+            self._challenge = payload
+            if message.epoch != self.peer_epoch:
+                raise WireError("the peer has restarted: another epoch answers")
+            self.send(wire.Proof(wire.proof(self.terms.secret, b"client", self._transcript)))
+            return
+        elif isinstance(message, wire.Welcome) and self._challenge:
+            self._on_welcome(message)
+            return
+        raise WireError(f"unexpected {type(message).__name__} in the handshake")
+
+    @property
+    def _transcript(self) -> bytes:
+        return wire.frame(self._hello) + wire.frame(self._challenge)
+
+    def _on_hello(self, hello: wire.Hello, payload: bytes) -> None:
+        if hello.protocol != wire.PROTOCOL or hello.contract[0] != CONTRACT[0]:
+            raise WireError(f"protocol {hello.protocol}, contract {hello.contract} not spoken here")
+        if len(hello.nonce) != wire.NONCE_BYTES:
+            raise WireError("wrong nonce")
+        if hello.expected_epoch != self.terms.epoch:
+            raise WireError("the peer has restarted: another epoch answers")
+        self._hello = payload
+        # Told apart only after the proof, so that strangers learn nothing about the model.
+        self._refusal = _terms_refusal(self.terms, hello.model_revision, hello.layouts)
+        self.peer_epoch = hello.epoch
+        self._challenge = wire.encode(
+            wire.Challenge(self.terms.epoch, secrets.token_bytes(wire.NONCE_BYTES))
+        )
+        self._send_payload(self._challenge)
+
+    def _on_proof(self, message: wire.Proof) -> None:
+        if not wire.proves(message.mac, self.terms.secret, b"client", self._transcript):
+            raise WireError("authentication failed: the secrets differ")
+        if self._refusal:
+            raise WireError(self._refusal)
+        largest = max((size for size, _ in self.terms.layouts.values()), default=1)
+        self.slot_bytes = -(-largest // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.num_slots = max(2, min(64, STAGING_BYTES // self.slot_bytes))
+        self.free_slots.extend(range(self.num_slots))
+        fd = os.memfd_create("fastdeploy-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            size = self.slot_bytes * self.num_slots
+            os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            self.staging = mmap.mmap(fd, size)
+            mac = wire.proof(self.terms.secret, b"server", self._transcript)
+            payload = wire.encode(wire.Welcome(mac, self.slot_bytes, self.num_slots))
+            data = wire.frame(payload)
+            if self.outgoing or socket.send_fds(self.sock, [data], [fd]) != len(data):
+                raise WireError("the peer does not read what it is sent")
+        finally:
+            os.close(fd)
+        self._opened()
+
+    def _on_welcome(self, message: wire.Welcome) -> None:
+        if not wire.proves(message.mac, self.terms.secret, b"server", self._transcript):
+            raise WireError("authentication failed: the secrets differ")
+        if len(self._fds) != 1:
+            raise WireError("no staging memory came with the welcome")
+        fd = self._fds.pop()
+        try:
+            size = message.slot_bytes * message.num_slots
+            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            # Memory that its maker could shrink would kill this process when it is read.
+            if sealed & _SEALS != _SEALS or os.fstat(fd).st_size < size or size <= 0:
+                raise WireError("the staging memory is not what the welcome says")
+            self.staging = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        except OSError as error:
+            raise WireError(f"the staging memory cannot be mapped: {error}") from None
+        finally:
+            os.close(fd)
+        self.slot_bytes, self.num_slots = message.slot_bytes, message.num_slots
+        self._opened()
+
+    def _opened(self) -> None:
+        self.is_open = True
+        self.peer = peer_name(self.peer_epoch)
+
+
+def peer_name(epoch: int) -> str:
+    """Both sides call a peer by its epoch."""
+    return f"shm-{epoch:016x}"
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """User id of the process at the other end of a unix socket."""
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", data)[1])
+
+
+@contextlib.contextmanager
+def short_path(address: str) -> Iterator[str]:
+    """A unix socket's path may have about 100 bytes; a longer one goes through its folder's
+    descriptor."""
+    if len(os.fsencode(address)) < 100:
+        yield address
+        return
+    folder, _, name = address.rpartition("/")
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{name}"
+    finally:
+        os.close(descriptor)
+
+
+def _terms_refusal(
+    terms: Terms, model_revision: str, layouts: Mapping[int, tuple[int, str]]
+) -> str:
+    if model_revision != terms.model_revision:
+        return f"model revision {model_revision!r:.80}, here it is {terms.model_revision!r:.80}"
+    for region_id in layouts.keys() & terms.layouts.keys():
+        if tuple(layouts[region_id]) != tuple(terms.layouts[region_id]):
+            return (
+                f"region {region_id} has layout {layouts[region_id]}, here it is "
+                f"{terms.layouts[region_id]}"
+            )
+    return ""

@@ -1,0 +1,215 @@
+"""What a model is built with: device, kernels, ranks, drivers, and makers of every layer.
+
+One builder per model and rank. It collects where each checkpoint tensor goes (`weights`), the
+attention layers in cache order (`kv_layers`) and lines for the start-up report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
+from fastdeploy_core.contracts.moe import MoEBackend, MoESpec
+from fastdeploy_core.contracts.quantizer import LayerSpec, Quantizer
+
+from .attention import Attention, HeadShape
+from .embedding import Embedding, LMHead, VocabWeight
+from .linear import Piece
+from .mla import LatentAttention, LatentShape
+from .mlp import GatedMLP
+from .moe import MoEBlock
+from .norm import RMSNorm
+from .rotary import RotarySpec, cos_sin_table
+from .weight_map import WeightMap
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.device import Communicator, DeviceBackend
+    from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.tensor import Tensor
+
+AttentionFactory = Callable[[AttentionSpec], AttentionBackend]
+MoEFactory = Callable[[MoESpec], MoEBackend]
+
+
+class ModelBuilder:
+    """Passed to every model family's constructor; see the makers at the end for the layers."""
+
+    def __init__(
+        self,
+        device: DeviceBackend,
+        kernels: KernelTable,
+        dtype: str,
+        *,
+        max_positions: int,
+        attention_factory: AttentionFactory,
+        moe_factory: MoEFactory,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        communicator: Communicator | None = None,
+        quantizer: Quantizer | None = None,
+        quantize_online: bool = False,
+    ) -> None:
+        self.device, self.kernels, self.xp = device, kernels, device.xp
+        self.dtype, self.max_positions = dtype, max_positions
+        self.tp_rank, self.tp_size, self.communicator = tp_rank, tp_size, communicator
+        self.piece = Piece(tp_rank, tp_size)
+        self.quantizer, self.quantize_online = quantizer, quantize_online
+        self.weights = WeightMap()
+        self.kv_layers: list[AttentionSpec] = []
+        self.attention_drivers: dict[AttentionSpec, AttentionBackend] = {}
+        self.moe_drivers: dict[MoESpec, MoEBackend] = {}
+        self.unquantized: list[str] = []
+        self._attention_factory, self._moe_factory = attention_factory, moe_factory
+        self._tables: dict[tuple[int, float, str, int], list[tuple[RotarySpec, Tensor]]] = {}
+
+    # -- for layers -------------------------------------------------------------------------------
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
+        """Uninitialised memory on the device."""
+        return self.xp.empty(shape, dtype=dtype, device=self.device.device)
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
+        """Zeros on the device."""
+        return self.xp.zeros(shape, dtype=dtype, device=self.device.device)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over ranks; x itself when there is one."""
+        return x if self.communicator is None else self.communicator.all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every rank's x along the last dimension, in rank order."""
+        return x if self.communicator is None else self.communicator.all_gather(x, -1)
+
+    def add_kv_layer(self, spec: AttentionSpec) -> int:
+        """Count one more attention layer; returns its place in ForwardContext.caches."""
+        self.kv_layers.append(spec)
+        return len(self.kv_layers) - 1
+
+    def attention(self, spec: AttentionSpec) -> AttentionBackend:
+        """The driver for layers of this spec; equal specs share one."""
+        if spec not in self.attention_drivers:
+            self.attention_drivers[spec] = self._attention_factory(spec)
+        return self.attention_drivers[spec]
+
+    def moe(self, spec: MoESpec) -> MoEBackend:
+        """The driver for mixture-of-experts layers of this spec."""
+        if spec not in self.moe_drivers:
+            self.moe_drivers[spec] = self._moe_factory(spec)
+        return self.moe_drivers[spec]
+
+    def cos_sin(self, rotary: RotarySpec) -> Tensor:
+        """The rotary table on the device, [max_positions, dim] float32; layers share it."""
+        key = (rotary.dim, rotary.theta, rotary.kind, rotary.max_position_embeddings)
+        for spec, table in self._tables.setdefault(key, []):
+            if spec == rotary:
+                return table
+        table = self.device.to_device(cos_sin_table(rotary, self.max_positions))
+        self._tables[key].append((rotary, table))
+        return table
+
+    def quantizer_for(self, layer: LayerSpec) -> Quantizer | None:
+        """The quantizer if it takes this layer; layers it leaves alone are remembered."""
+        if self.quantizer is None:
+            return None
+        if self.quantizer.supports(layer):
+            return self.quantizer
+        self.unquantized.append(layer.name)
+        return None
+
+    # -- for model families -----------------------------------------------------------------------
+
+    def embedding(self, name: str, vocab_size: int, hidden: int) -> Embedding:
+        """The token embedding."""
+        return Embedding(self, name, vocab_size, hidden)
+
+    def lm_head(
+        self, name: str, vocab_size: int, hidden: int, tied: Embedding | None = None
+    ) -> LMHead:
+        """The output projection; `tied` shares the embedding's weight and ignores its own."""
+        if tied is not None:
+            self.weights.ignore(f"{name}.weight")
+            return LMHead(self, tied.vocab)
+        return LMHead(self, VocabWeight(self, name, vocab_size, hidden, is_linear=True))
+
+    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
+        """Root-mean-square normalisation."""
+        return RMSNorm(self, name, size, eps)
+
+    def mlp(
+        self,
+        prefix: str,
+        hidden: int,
+        intermediate: int,
+        *,
+        bias: bool = False,
+        reduce: bool = True,
+    ) -> GatedMLP:
+        """The gated feed-forward block."""
+        return GatedMLP(self, prefix, hidden, intermediate, bias=bias, reduce=reduce)
+
+    def gqa(
+        self,
+        prefix: str,
+        shape: HeadShape,
+        spec: AttentionSpec,
+        rotary: RotarySpec,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        norm_eps: float | None = None,
+    ) -> Attention:
+        """Grouped-query attention with its projections."""
+        return Attention(
+            self,
+            prefix,
+            shape,
+            spec,
+            rotary,
+            qkv_bias=qkv_bias,
+            output_bias=output_bias,
+            norm_eps=norm_eps,
+        )
+
+    def mla(
+        self,
+        prefix: str,
+        shape: LatentShape,
+        spec: AttentionSpec,
+        rotary: RotarySpec,
+        *,
+        bias: bool = False,
+    ) -> LatentAttention:
+        """Multi-head latent attention with its projections."""
+        return LatentAttention(self, prefix, shape, spec, rotary, bias=bias)
+
+    def moe_block(
+        self,
+        prefix: str,
+        spec: MoESpec,
+        intermediate: int,
+        *,
+        shared_intermediate: int = 0,
+        shared_bias: bool = False,
+        bias_name: str = "",
+        bias_shape: tuple[int, ...] = (),
+    ) -> MoEBlock:
+        """Routed experts, plus shared ones when they have a width."""
+        shared = None
+        if shared_intermediate:
+            shared = self.mlp(
+                f"{prefix}.shared_experts",
+                spec.hidden_size,
+                shared_intermediate,
+                bias=shared_bias,
+                reduce=False,
+            )
+        return MoEBlock(
+            self,
+            prefix,
+            spec,
+            intermediate,
+            shared=shared,
+            bias_name=bias_name,
+            bias_shape=bias_shape,
+        )

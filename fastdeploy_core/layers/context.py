@@ -1,0 +1,20 @@
+"""What one forward pass needs beside tokens; built by the model runner, passed explicitly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
+
+if TYPE_CHECKING:
+    from fastdeploy_core.tensor import Tensor
+
+
+@dataclass(slots=True)
+class ForwardContext:
+    """The batch, what each attention driver prepared for it, and the cache of each layer."""
+
+    batch: AttentionBatch
+    metadata: dict[AttentionSpec, Any]  # filled by AttentionBackend.prepare
+    caches: list[tuple[Tensor, ...]]  # in the order of ModelBuilder.kv_layers

@@ -1,0 +1,234 @@
+"""Linear layers: one product per call, however many checkpoint tensors were joined into the weight.
+
+Tensor parallel: a column layer divides outputs among ranks, a row layer divides inputs and sums the
+results over ranks. Embedding and lm head divide the vocabulary and live in embedding.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from fastdeploy_core.contracts.quantizer import LayerSpec, Quantizer
+
+from .weight_map import FusedPart, Placement, Region
+
+if TYPE_CHECKING:
+    from fastdeploy_core.tensor import Tensor
+
+    from .builder import ModelBuilder
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """This rank's share of a dimension: the index-th of `count` equal pieces."""
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, size: int) -> slice:
+        """The share of a dimension of that size."""
+        width = size // self.count
+        return slice(self.index * width, (self.index + 1) * width)
+
+
+WHOLE = Piece()
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPart:
+    """One checkpoint matrix [out_features, in_features] and the share of its outputs kept here."""
+
+    name: str  # checkpoint prefix, without ".weight"
+    out_features: int  # of the whole matrix
+    piece: Piece = WHOLE
+    has_bias: bool = True  # where the layer has one
+
+    @property
+    def rows(self) -> int:
+        """Outputs on this rank."""
+        return self.out_features // self.piece.count
+
+
+class Linear:
+    """y = x W^T + b for the joined parts, optionally summed over ranks.
+
+    x: [num_tokens, in_features of this rank], model dtype; y: [num_tokens, sum of part.rows].
+    `weight` is None once a quantizer has taken it over.
+    """
+
+    def __init__(
+        self,
+        build: ModelBuilder,
+        name: str,
+        parts: Sequence[LinearPart],
+        in_features: int,
+        *,
+        parallel: Literal["none", "column", "row"] = "none",
+        bias: bool = False,
+        reduce: bool = True,
+        dtype: str = "",
+        quantize: bool = True,
+        role: Literal["linear", "lm_head"] = "linear",
+    ) -> None:
+        self._build, self._parts = build, list(parts)
+        self._in_piece = build.piece if parallel == "row" else WHOLE
+        self._in_full = in_features
+        self._in = in_features // self._in_piece.count
+        self._product = build.kernels["linear"]
+        self._reduce = build.all_reduce if parallel == "row" and reduce else None
+        self._dtype = build.xp.dtype(dtype or build.dtype)
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        self.spec = LayerSpec(
+            name=name,
+            role=role,
+            in_features=self._in,
+            out_features=sum(part.rows for part in self._parts),
+            dtype=dtype or build.dtype,
+            has_bias=bias,
+            parallel=parallel,
+        )
+        quantizer = build.quantizer_for(self.spec) if quantize else None
+        self._quantizer = quantizer
+        self._stored: dict[str, Tensor] = {}  # quantized tensors by suffix, until prepared
+        self._prepared: Any = None
+        self._outstanding = 0
+        if quantizer is not None and not build.quantize_online:
+            self._place_quantized(quantizer)
+        else:
+            self._place_weight()
+        if bias:
+            self._place_bias()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, in_features of this rank] to [num_tokens, out_features of this rank]."""
+        if self._quantizer is None:
+            y = self._product(x, self.weight, self.bias)
+        else:
+            y = self._quantizer.apply(self.spec, self._prepared, x, self.bias)
+        return y if self._reduce is None else self._reduce(y)
+
+    def _offsets(self) -> list[int]:
+        starts = [0]
+        for part in self._parts:
+            starts.append(starts[-1] + part.rows)
+        return starts[:-1]
+
+    def _place_weight(self) -> None:
+        self._outstanding = len(self._parts)
+        for part, start in zip(self._parts, self._offsets(), strict=True):
+            self._build.weights.add(
+                Placement(
+                    name=f"{part.name}.weight",
+                    shape=(part.out_features, self._in_full),
+                    region=(part.piece.of(part.out_features), self._in_piece.of(self._in_full)),
+                    accept=lambda t, start=start: self._accept_weight(start, t),
+                    is_linear=True,
+                )
+            )
+        self._offer_fused("weight", (self._in_full,))
+
+    def _accept_weight(self, start: int, tensor: Tensor) -> None:
+        if (
+            self.weight is None
+        ):  # allocated late: online quantization then holds one layer at a time
+            shape = (self.spec.out_features, self._in)
+            self.weight = self._build.empty(shape, self._dtype)
+        self.weight[start : start + tensor.shape[0]] = tensor.to(self._dtype)
+        self._outstanding -= 1
+        if self._outstanding == 0 and self._quantizer is not None:
+            stored = self._quantizer.quantize(self.spec, self.weight)
+            self._prepared = self._quantizer.prepare(self.spec, stored)
+            self.weight = None
+
+    def _place_bias(self) -> None:
+        # Only one rank may add the bias of a row layer: the results are summed.
+        mine = self.spec.parallel != "row" or self._reduce is None or self._build.tp_rank == 0
+        if mine:
+            self.bias = self._build.zeros((self.spec.out_features,), self._dtype)
+        for part, start in zip(self._parts, self._offsets(), strict=True):
+            if not part.has_bias:
+                continue
+            self._build.weights.add(
+                Placement(
+                    name=f"{part.name}.bias",
+                    shape=(part.out_features,),
+                    region=(part.piece.of(part.out_features),),
+                    accept=lambda t, start=start: self._accept_bias(start, t),
+                )
+            )
+        if all(part.has_bias for part in self._parts):
+            self._offer_fused("bias", ())
+
+    def _accept_bias(self, start: int, tensor: Tensor) -> None:
+        if self.bias is not None:
+            self.bias[start : start + tensor.shape[0]] = tensor.to(self._dtype)
+
+    def _offer_fused(self, suffix: str, rest: tuple[int, ...]) -> None:
+        """Joined parts may come joined: qkv_proj, gate_up_proj (Paddle says up_gate_proj)."""
+        if len(self._parts) == 1:
+            return
+        fused, offset = [], 0
+        for part in self._parts:
+            fused.append(FusedPart(f"{part.name}.{suffix}", offset))
+            offset += part.out_features
+        names = [self.spec.name]
+        if self.spec.name.endswith("gate_up_proj"):
+            names.append(self.spec.name.removesuffix("gate_up_proj") + "up_gate_proj")
+        for name in names:
+            self._build.weights.add_fused(f"{name}.{suffix}", (offset, *rest), fused)
+
+    def _place_quantized(self, quantizer: Quantizer) -> None:
+        """The checkpoint already holds the quantizer's own tensors, part by part."""
+        arrived: dict[str, list[Tensor | None]] = {}
+        for number, part in enumerate(self._parts):
+            part_spec = replace(self.spec, name=part.name, out_features=part.rows)
+            piece = self._in_piece if self.spec.parallel == "row" else part.piece
+            for suffix, parameter in quantizer.parameters(part_spec).items():
+                arrived.setdefault(suffix, [None] * len(self._parts))
+                full, region = _whole(parameter.shape, parameter.shard_dim, piece)
+                self._outstanding += 1
+                self._build.weights.add(
+                    Placement(
+                        name=f"{part.name}.{suffix}",
+                        shape=full,
+                        region=region,
+                        accept=lambda t, slot=(arrived, suffix, number, parameter.shard_dim): (
+                            self._accept_quantized(*slot, t)
+                        ),
+                    )
+                )
+
+    def _accept_quantized(
+        self,
+        arrived: dict[str, list[Tensor | None]],
+        suffix: str,
+        number: int,
+        shard_dim: int | None,
+        tensor: Tensor,
+    ) -> None:
+        arrived[suffix][number] = tensor
+        self._outstanding -= 1
+        if None not in arrived[suffix]:
+            pieces = arrived.pop(suffix)
+            xp = self._build.xp
+            if len(pieces) == 1:
+                self._stored[suffix] = pieces[0]
+            elif shard_dim is None:
+                self._stored[suffix] = xp.stack(pieces)
+            else:
+                self._stored[suffix] = xp.cat(pieces, shard_dim)
+        if self._outstanding == 0 and self._quantizer is not None:
+            self._prepared = self._quantizer.prepare(self.spec, self._stored)
+            self._stored = {}
+
+
+def _whole(shape: tuple[int, ...], dim: int | None, piece: Piece) -> tuple[tuple[int, ...], Region]:
+    """The whole tensor's shape and this rank's region of it, from the rank's own shape."""
+    full, region = list(shape), [slice(0, size) for size in shape]
+    if dim is not None:
+        full[dim] *= piece.count
+        region[dim] = piece.of(full[dim])
+    return tuple(full), tuple(region)

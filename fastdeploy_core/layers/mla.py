@@ -1,0 +1,151 @@
+"""Multi-head latent attention (DeepSeek, arXiv 2412.19437) in its absorbed form.
+
+The cache holds one row per token: the normalised latent, then the rotated shared key. Instead of
+expanding it to keys and values of every head, the up-projections are moved to the query side and the
+output side: q_nope (W_uk c) = (q_nope W_uk) c, and sum of p (W_uv c) = W_uv (sum of p c).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fastdeploy_core.contracts.attention import AttentionSpec
+
+from .attention import PagedAttention
+from .context import ForwardContext
+from .linear import Linear, LinearPart
+from .norm import RMSNorm
+from .weight_map import Placement
+
+if TYPE_CHECKING:
+    from fastdeploy_core.tensor import Tensor
+
+    from .builder import ModelBuilder
+    from .rotary import RotarySpec
+
+
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Widths of latent attention; num_heads is of the whole model."""
+
+    hidden: int
+    num_heads: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    kv_lora_rank: int
+    q_lora_rank: int | None = None
+
+
+class LatentAttention:
+    """x: [num_tokens, hidden] to the same. The latent is the same on every rank; heads are divided."""
+
+    def __init__(
+        self,
+        build: ModelBuilder,
+        prefix: str,
+        shape: LatentShape,
+        spec: AttentionSpec,
+        rotary: RotarySpec,
+        *,
+        bias: bool = False,
+        norm_eps: float = 1e-6,
+    ) -> None:
+        self._shape, self._heads = shape, spec.num_heads
+        q_out = shape.num_heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim)
+        self._q_norm = self._q_b = None
+        if shape.q_lora_rank is None:
+            first = LinearPart(f"{prefix}.q_proj", q_out, build.piece, has_bias=False)
+        else:
+            first = LinearPart(f"{prefix}.q_a_proj", shape.q_lora_rank)
+            self._q_norm = RMSNorm(build, f"{prefix}.q_a_layernorm", shape.q_lora_rank, norm_eps)
+            self._q_b = Linear(
+                build,
+                f"{prefix}.q_b_proj",
+                [LinearPart(f"{prefix}.q_b_proj", q_out, build.piece)],
+                shape.q_lora_rank,
+                parallel="column",
+            )
+        latent = LinearPart(
+            f"{prefix}.kv_a_proj_with_mqa", shape.kv_lora_rank + shape.qk_rope_head_dim
+        )
+        self._down = Linear(
+            build,
+            f"{prefix}.qkv_a_proj",
+            [first, latent],
+            shape.hidden,
+            parallel="column",
+            bias=bias,
+        )
+        self._q_end, self._latent_end = first.rows, first.rows + shape.kv_lora_rank
+        self._kv_norm = RMSNorm(build, f"{prefix}.kv_a_layernorm", shape.kv_lora_rank, norm_eps)
+        self._up = _UpProjection(build, f"{prefix}.kv_b_proj", shape, spec.num_heads)
+        self._output = Linear(
+            build,
+            f"{prefix}.o_proj",
+            [LinearPart(f"{prefix}.o_proj", shape.hidden)],
+            shape.num_heads * shape.v_head_dim,
+            parallel="row",
+            bias=bias,
+        )
+        self._paged = PagedAttention(build, spec, rotary)
+        self._xp = build.xp
+
+    def __call__(self, x: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
+        """x: [num_tokens, hidden], model dtype; positions: [num_tokens] int64."""
+        shape, xp, tokens = self._shape, self._xp, x.shape[0]
+        nope, rank = shape.qk_nope_head_dim, shape.kv_lora_rank
+        down = self._down(x)
+        q = down[:, : self._q_end]
+        if self._q_norm is not None and self._q_b is not None:
+            q = self._q_b(self._q_norm(q))
+        q = q.reshape(tokens, self._heads, nope + shape.qk_rope_head_dim)
+        latent = self._kv_norm(down[:, self._q_end : self._latent_end]).unsqueeze(1)
+        k_rope = down[:, self._latent_end :].unsqueeze(1)
+        q_rope = q[:, :, nope:]
+        if not self._paged.rotates:
+            q_rope, k_rope = self._paged.rotate(q_rope, k_rope, positions)
+        query = xp.cat((self._up.queries(q[:, :, :nope]), q_rope), -1)
+        row = xp.cat((latent, k_rope), -1)
+        attended = self._paged.attend(query, row, row[:, :, :rank], (row,), context)
+        values = self._up.values(attended.reshape(tokens, self._heads, rank))
+        return self._output(values.reshape(tokens, self._heads * shape.v_head_dim))
+
+
+class _UpProjection:
+    """kv_b_proj cut into its key and value halves, one matrix per head."""
+
+    def __init__(self, build: ModelBuilder, name: str, shape: LatentShape, heads: int) -> None:
+        self._xp, self._heads = build.xp, heads
+        self._nope, self._v, self._rank = (
+            shape.qk_nope_head_dim,
+            shape.v_head_dim,
+            shape.kv_lora_rank,
+        )
+        self._dtype = build.xp.dtype(build.dtype)
+        self._key: Tensor | None = None  # [heads, qk_nope_head_dim, kv_lora_rank]
+        self._value: Tensor | None = None  # [heads, kv_lora_rank, v_head_dim]
+        out = shape.num_heads * (self._nope + self._v)
+        build.weights.add(
+            Placement(
+                name=f"{name}.weight",
+                shape=(out, self._rank),
+                region=(build.piece.of(out), slice(0, self._rank)),
+                accept=self._accept,
+                is_linear=True,
+            )
+        )
+
+    def _accept(self, tensor: Tensor) -> None:
+        per_head = tensor.to(self._dtype).reshape(self._heads, self._nope + self._v, self._rank)
+        self._key = per_head[:, : self._nope].contiguous().clone()
+        self._value = per_head[:, self._nope :].transpose(1, 2).contiguous().clone()
+
+    def queries(self, q: Tensor) -> Tensor:
+        """[num_tokens, heads, qk_nope_head_dim] to [num_tokens, heads, kv_lora_rank]."""
+        return self._xp.matmul(q.transpose(0, 1), self._key).transpose(0, 1)
+
+    def values(self, x: Tensor) -> Tensor:
+        """[num_tokens, heads, kv_lora_rank] to [num_tokens, heads, v_head_dim]."""
+        return self._xp.matmul(x.transpose(0, 1), self._value).transpose(0, 1)

@@ -1,0 +1,53 @@
+"""The gated feed-forward block: down(silu(gate(x)) * up(x)), gate and up in one product."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .linear import Linear, LinearPart
+
+if TYPE_CHECKING:
+    from fastdeploy_core.tensor import Tensor
+
+    from .builder import ModelBuilder
+
+
+class GatedMLP:
+    """x: [num_tokens, hidden] to the same. Without `reduce` every rank returns its own part of the
+    sum, for a caller that adds something before summing over ranks."""
+
+    def __init__(
+        self,
+        build: ModelBuilder,
+        prefix: str,
+        hidden: int,
+        intermediate: int,
+        *,
+        bias: bool = False,
+        reduce: bool = True,
+    ) -> None:
+        self.gate_up = Linear(
+            build,
+            f"{prefix}.gate_up_proj",
+            [
+                LinearPart(f"{prefix}.gate_proj", intermediate, build.piece),
+                LinearPart(f"{prefix}.up_proj", intermediate, build.piece),
+            ],
+            hidden,
+            parallel="column",
+            bias=bias,
+        )
+        self.down = Linear(
+            build,
+            f"{prefix}.down_proj",
+            [LinearPart(f"{prefix}.down_proj", hidden)],
+            intermediate,
+            parallel="row",
+            bias=bias,
+            reduce=reduce,
+        )
+        self._activation = build.kernels["silu_and_mul"]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, hidden], model dtype."""
+        return self.down(self._activation(self.gate_up(x)))

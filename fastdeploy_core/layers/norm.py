@@ -1,0 +1,35 @@
+"""Root-mean-square normalisation, alone or fused with the residual sum before it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .weight_map import Placement
+
+if TYPE_CHECKING:
+    from fastdeploy_core.tensor import Tensor
+
+    from .builder import ModelBuilder
+
+
+class RMSNorm:
+    """x / rms(x) * weight over the last dimension. The weight is whole on every rank."""
+
+    def __init__(self, build: ModelBuilder, name: str, size: int, eps: float) -> None:
+        self.weight = build.zeros((size,), build.xp.dtype(build.dtype))
+        self.eps = eps
+        self._norm, self._add_norm = build.kernels["rms_norm"], build.kernels["add_rms_norm"]
+        build.weights.add(
+            Placement(f"{name}.weight", (size,), (slice(0, size),), self._accept, fill="ones")
+        )
+
+    def _accept(self, tensor: Tensor) -> None:
+        self.weight[:] = tensor.to(self.weight.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [..., size], model dtype."""
+        return self._norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual); both [num_tokens, size]."""
+        return self._add_norm(x, residual, self.weight, self.eps)

@@ -1,0 +1,135 @@
+"""Rotary position embedding tables: frequencies of every scaling rule, as one [P, R] array.
+
+The rotation itself is the kernel `rotary_embedding`. Frequencies are float32 throughout, because
+that is what models were trained with. Rules: linear (position interpolation), llama3 (the Llama 3.1
+release), yarn (arXiv 2309.00071).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from fastdeploy_core.errors import ConfigError, UnsupportedModel
+
+
+@dataclass(frozen=True, slots=True)
+class RotarySpec:
+    """What is rotated, and how fast. `dim` counts rotated dimensions, the first of each head."""
+
+    dim: int
+    theta: float
+    interleaved: bool = False  # pairs (0,1), (2,3)...; else (0,R/2), (1,R/2+1)...
+    max_position_embeddings: int = 0  # of config.json; scaling rules fall back to it
+    kind: str = "default"
+    parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A parameter of the scaling rule."""
+        value = self.parameters.get(name)
+        if value is None:
+            value = default
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ConfigError(
+                f"rope scaling {self.kind!r} of config.json has {name}={value!r}; expected a number"
+            )
+        return float(value)
+
+
+def check_rotary(spec: RotarySpec) -> None:
+    """UnsupportedModel unless the rule is known."""
+    if spec.kind not in _RULES:
+        raise UnsupportedModel(
+            f"rope scaling {spec.kind!r} of config.json is not supported; possible: "
+            f"{', '.join(sorted(_RULES))}"
+        )
+
+
+def cos_sin_table(spec: RotarySpec, num_positions: int) -> np.ndarray:
+    """[num_positions, dim] float32: dim / 2 cosines, then dim / 2 sines."""
+    check_rotary(spec)
+    frequencies, magnitude = _RULES[spec.kind](spec)
+    positions = np.arange(num_positions, dtype=np.float32)
+    angles = np.outer(positions, frequencies.astype(np.float32))
+    table = np.concatenate((np.cos(angles), np.sin(angles)), axis=1)
+    return table * np.float32(magnitude)
+
+
+def yarn_softmax_scale(spec: RotarySpec) -> float:
+    """The factor YaRN puts on the attention scale when config.json gives mscale_all_dim."""
+    all_dim = spec.parameters.get("mscale_all_dim")
+    if spec.kind == "default" or not all_dim:
+        return 1.0
+    return _yarn_magnitude(spec.number("factor"), spec.number("mscale_all_dim")) ** 2
+
+
+def _plain(spec: RotarySpec) -> np.ndarray:
+    exponents = np.arange(0, spec.dim, 2, dtype=np.float32) / np.float32(spec.dim)
+    return (1.0 / np.power(np.float32(spec.theta), exponents)).astype(np.float32)
+
+
+def _default(spec: RotarySpec) -> tuple[np.ndarray, float]:
+    return _plain(spec), 1.0
+
+
+def _linear(spec: RotarySpec) -> tuple[np.ndarray, float]:
+    return _plain(spec) / np.float32(spec.number("factor")), 1.0
+
+
+def _llama3(spec: RotarySpec) -> tuple[np.ndarray, float]:
+    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    factor = spec.number("factor")
+    low, high = spec.number("low_freq_factor"), spec.number("high_freq_factor")
+    original = spec.number("original_max_position_embeddings", spec.max_position_embeddings)
+    plain = _plain(spec)
+    wavelength = 2 * math.pi / plain
+    blend = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
+    return ((1 - blend) * plain / factor + blend * plain).astype(np.float32), 1.0
+
+
+def _yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _yarn(spec: RotarySpec) -> tuple[np.ndarray, float]:
+    """Dimensions that turn often in the trained context are kept, slow ones interpolated."""
+    original = spec.number("original_max_position_embeddings", spec.max_position_embeddings)
+    factor = spec.number("factor", spec.max_position_embeddings / original)
+
+    def dimension(rotations: float) -> float:
+        """The dimension that makes this many turns within the trained context."""
+        turns = math.log(original / (rotations * 2 * math.pi))
+        return spec.dim * turns / (2 * math.log(spec.theta))
+
+    low = dimension(spec.number("beta_fast", 32) or 32)
+    high = dimension(spec.number("beta_slow", 1) or 1)
+    if spec.parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.dim - 1)
+    if low == high:
+        high += 0.001  # the ramp below divides by the difference
+    ramp = np.clip((np.arange(spec.dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+    plain = _plain(spec)
+    frequencies = (plain / factor * ramp + plain * (1 - ramp)).astype(np.float32)
+    return frequencies, _yarn_attention_factor(spec, factor)
+
+
+def _yarn_attention_factor(spec: RotarySpec, factor: float) -> float:
+    if spec.parameters.get("attention_factor") is not None:
+        return spec.number("attention_factor")
+    mscale, all_dim = spec.parameters.get("mscale"), spec.parameters.get("mscale_all_dim")
+    if mscale and all_dim:
+        return _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, all_dim)
+    return _yarn_magnitude(factor)
+
+
+_RULES: Final[dict[str, Callable[[RotarySpec], tuple[np.ndarray, float]]]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

@@ -1,0 +1,164 @@
+"""Reads config.json with typed, checked keys, so that a wrong one is named and not a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastdeploy_core.contracts.attention import AttentionSpec
+from fastdeploy_core.contracts.model import ModelShapes
+from fastdeploy_core.contracts.moe import MoESpec
+from fastdeploy_core.errors import ConfigError, UnsupportedModel
+from fastdeploy_core.layers.attention import HeadShape
+from fastdeploy_core.layers.rotary import RotarySpec, check_rotary
+
+
+class ConfigReader:
+    """One model's config.json, asked key by key. `keys` are spellings of one thing, best first."""
+
+    def __init__(self, config: Mapping[str, Any], tp_size: int = 1) -> None:
+        self.config = config
+        self.tp_size = tp_size
+        names = config.get("architectures") or ["?"]
+        self.architecture = str(names[0])
+
+    def _find(self, keys: tuple[str, ...]) -> Any:
+        for key in keys:
+            if self.config.get(key) is not None:
+                return self.config[key]
+        return None
+
+    def _wrong(self, keys: tuple[str, ...], value: Any, expected: str) -> ConfigError:
+        return ConfigError(
+            f"config.json of this {self.architecture} has {' / '.join(keys)}={value!r}; "
+            f"expected {expected}"
+        )
+
+    def size(self, *keys: str, default: int | None = None) -> int:
+        """A whole number above 0."""
+        value = self._find(keys)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self._wrong(keys, value, "a whole number above 0")
+        return value
+
+    def count(self, *keys: str, default: int | None = None) -> int:
+        """A whole number, 0 or above."""
+        value = self._find(keys)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self._wrong(keys, value, "a whole number, 0 or above")
+        return value
+
+    def number(self, *keys: str, default: float) -> float:
+        """A number."""
+        value = self._find(keys)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self._wrong(keys, value, "a number")
+        return float(value)
+
+    def flag(self, *keys: str, default: bool) -> bool:
+        """True or false."""
+        value = self._find(keys)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self._wrong(keys, value, "true or false")
+        return value
+
+    def divided(self, what: str, size: int) -> int:
+        """This rank's share of something that ranks divide evenly."""
+        if size % self.tp_size:
+            possible = [n for n in range(1, 65) if size % n == 0]
+            raise ConfigError(
+                f"{what} {size} of this {self.architecture} cannot be divided among "
+                f"tensor_parallel_size {self.tp_size}; possible: {', '.join(map(str, possible))}"
+            )
+        return size // self.tp_size
+
+    def require_silu(self) -> None:
+        """Every family here gates with silu; UnsupportedModel for anything else."""
+        activation = self._find(("hidden_act",))
+        if activation not in (None, "silu", "swish"):
+            raise UnsupportedModel(
+                f"hidden_act {activation!r} of this {self.architecture} is not supported; "
+                "possible: silu"
+            )
+
+    def refuse_sliding_window(self) -> None:
+        """Attention here sees the whole context; UnsupportedModel where a window is in use."""
+        in_use = self.flag("use_sliding_window", default=False)
+        kinds = self._find(("layer_types",)) or []
+        if in_use or any(kind != "full_attention" for kind in kinds):
+            raise UnsupportedModel(
+                f"this {self.architecture} uses sliding-window attention, which is not supported; "
+                "possible: full attention in every layer"
+            )
+
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        heads = self.size("num_attention_heads")
+        return self.size("head_dim", default=max(1, self.size("hidden_size") // heads))
+
+    def rotary(self, dim: int, *, theta: float = 10000.0, interleaved: bool = False) -> RotarySpec:
+        """Rotation of heads of width `dim`, from rope_parameters or rope_theta and rope_scaling."""
+        scaling = self._find(("rope_parameters", "rope_scaling")) or {}
+        if not isinstance(scaling, Mapping):
+            raise self._wrong(("rope_parameters", "rope_scaling"), scaling, "an object")
+        given = scaling.get("rope_theta")
+        base = (
+            float(given)
+            if isinstance(given, int | float)
+            else self.number("rope_theta", default=theta)
+        )
+        partial = scaling.get("partial_rotary_factor")
+        partial = self.number("partial_rotary_factor", default=1.0) if partial is None else partial
+        spec = RotarySpec(
+            dim=int(dim * partial),
+            theta=base,
+            interleaved=interleaved,
+            max_position_embeddings=self.size("max_position_embeddings", default=2048),
+            kind=str(scaling.get("rope_type", scaling.get("type")) or "default"),
+            parameters=dict(scaling),
+        )
+        check_rotary(spec)
+        return spec
+
+    def heads(self) -> HeadShape:
+        """Grouped-query attention of the whole model."""
+        heads = self.size("num_attention_heads")
+        kv_heads = self.size("num_key_value_heads", default=heads)
+        return HeadShape(self.size("hidden_size"), heads, kv_heads)
+
+    def shapes(self, attention: AttentionSpec, moe: MoESpec | None = None) -> ModelShapes:
+        """The record planning works with."""
+        return ModelShapes(
+            architecture=self.architecture,
+            num_layers=self.size("num_hidden_layers"),
+            vocab_size=self.size("vocab_size"),
+            hidden_size=self.size("hidden_size"),
+            max_position_embeddings=self.size("max_position_embeddings", default=2048),
+            attention=attention,
+            moe=moe,
+        )
+
+    def gqa(self, dtype: str, *, interleaved: bool = False) -> AttentionSpec:
+        """Grouped-query attention as one rank holds it."""
+        shape, dim = self.heads(), self.head_dim()
+        heads, kv_heads = shape.num_heads, shape.num_kv_heads
+        if heads % kv_heads:
+            raise self._wrong(
+                ("num_key_value_heads",), kv_heads, f"a divisor of num_attention_heads {heads}"
+            )
+        if kv_heads > self.tp_size or self.tp_size % kv_heads:
+            self.divided("num_key_value_heads", kv_heads)
+        return AttentionSpec(
+            kind="gqa",
+            num_heads=self.divided("num_attention_heads", heads),
+            num_kv_heads=max(1, kv_heads // self.tp_size),
+            head_dim=dim,
+            v_head_dim=dim,
+            scale=dim**-0.5,
+            dtype=dtype,
+            rotary_interleaved=interleaved,
+        )

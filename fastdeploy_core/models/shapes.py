@@ -1,0 +1,51 @@
+"""From config.json to shapes and model class, by architecture. Imports no tensor library."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, Final
+
+from fastdeploy_core.contracts.model import ModelShapes
+from fastdeploy_core.errors import PluginNotFound, UnsupportedModel
+
+__all__ = ["ARCHITECTURES", "ModelShapes", "model_class", "read_shapes"]
+
+# The core's own families; the same lines are in group fastdeploy.models.
+ARCHITECTURES: Final[dict[str, str]] = {
+    "DeepseekV3ForCausalLM": "fastdeploy_core.models.deepseek_v3:DeepseekV3ForCausalLM",
+    "Ernie4_5ForCausalLM": "fastdeploy_core.models.ernie4_5:Ernie4_5ForCausalLM",
+    "Ernie4_5_ForCausalLM": "fastdeploy_core.models.ernie4_5:Ernie4_5ForCausalLM",
+    "Ernie4_5_MoeForCausalLM": "fastdeploy_core.models.ernie4_5_moe:Ernie4_5_MoeForCausalLM",
+    "LlamaForCausalLM": "fastdeploy_core.models.llama:LlamaForCausalLM",
+    "Qwen2ForCausalLM": "fastdeploy_core.models.qwen2:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "fastdeploy_core.models.qwen3:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "fastdeploy_core.models.qwen3_moe:Qwen3MoeForCausalLM",
+}
+
+
+def read_shapes(
+    hf_config: Mapping[str, Any], tp_size: int = 1, dtype: str = "float32"
+) -> ModelShapes:
+    """The shapes of one rank of `tp_size`. UnsupportedModel names the architectures there are."""
+    return model_class(hf_config).shapes(hf_config, tp_size, dtype)
+
+
+def model_class(hf_config: Mapping[str, Any]) -> Any:
+    """The class (contracts.small.CausalLM) that serves this config.json."""
+    names = hf_config.get("architectures") or []
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    if name in ARCHITECTURES:
+        module, _, attribute = ARCHITECTURES[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)
+    try:
+        # The plugin room is needed only for models that plugins bring.
+        from fastdeploy_core.plugins.lookup import lookup
+
+        return lookup("model", name)
+    except PluginNotFound:
+        raise UnsupportedModel(
+            f"no installed model family serves architecture {name!r}; possible: "
+            f"{', '.join(sorted(ARCHITECTURES))}, or one that a plugin registers in group "
+            "fastdeploy.models; run: fastdeploy plugins list --kind model"
+        ) from None

@@ -1,0 +1,194 @@
+"""Thinking between <think> and </think>, in the styles of the model families that do it.
+
+They differ in who writes <think> (the prompt or the model) and what wraps the answer. Line breaks
+around the tags belong to the tags: they are in neither part.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from fastdeploy_core.contracts.small import ParsedDelta
+from fastdeploy_core.parsers.scan import MarkerScanner, chunks, merge
+
+THINK, END_THINK = "<think>", "</think>"
+RESPONSE, END_RESPONSE = "<response>", "</response>"
+_SWITCHES = ("enable_thinking", "thinking")
+
+
+class _Where(enum.Enum):
+    START = "nothing but white space so far"
+    THINKING = "in the thinking"
+    ANSWER = "in the answer"
+
+
+class _Trimmer:
+    """Drops line breaks at the beginning and, unless more text follows, at the end."""
+
+    __slots__ = ("_begun", "_breaks")
+
+    def __init__(self, begun: bool = False) -> None:
+        self._begun = begun
+        self._breaks = 0
+
+    def push(self, text: str) -> str:
+        if not self._begun:
+            text = text.lstrip("\n")
+            if not text:
+                return ""
+            self._begun = True
+        body = text.rstrip("\n")
+        trailing = len(text) - len(body)
+        if not body:
+            self._breaks += trailing
+            return ""
+        released = "\n" * self._breaks + body
+        self._breaks = trailing
+        return released
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything but line breaks has come."""
+        return self._begun
+
+    def rest(self) -> str:
+        """Line breaks that were held back."""
+        breaks, self._breaks = self._breaks, 0
+        return "\n" * breaks
+
+
+class ThinkParser:
+    """The common machine; subclasses set how an answer begins and what wraps it."""
+
+    markers: ClassVar[tuple[str, ...]] = (THINK, END_THINK)
+    # Where an answer begins when the prompt does not say: in the thinking, or not.
+    begins_thinking: ClassVar[bool] = False
+
+    def __init__(self, prompt_text: str, chat_template_kwargs: Mapping[str, Any]) -> None:
+        self._scanner = MarkerScanner(self.markers)
+        self._where = self._first_place(prompt_text or "", chat_template_kwargs)
+        self._space = ""  # white space before anything else, while it may precede <think>
+        self._thinking = _Trimmer()
+        # An answer that never was thinking is passed on as it is.
+        self._answer: _Trimmer | None = None
+        self._passes_all = self._where is _Where.ANSWER
+
+    def push(self, text: str) -> ParsedDelta:
+        """Newly generated text; what is ambiguous is held back."""
+        if self._passes_all:
+            return ParsedDelta(content=text)
+        return merge([self._push(chunk) for chunk in chunks(text)])
+
+    def _push(self, text: str) -> ParsedDelta:
+        delta = ParsedDelta()
+        for is_marker, piece in self._scanner.push(text):
+            if is_marker and self._marker(piece, delta):
+                continue
+            self._text(piece, delta)
+        return delta
+
+    def finish(self) -> ParsedDelta:
+        """The text has ended: release what was held back."""
+        delta = ParsedDelta()
+        if self._passes_all:
+            return delta
+        held = self._scanner.finish()
+        if held:
+            self._text(held, delta)
+        if self._where is _Where.START:
+            delta.content += self._space
+        elif self._where is _Where.ANSWER:
+            delta.content += self._last_breaks()
+        return delta
+
+    def _last_breaks(self) -> str:
+        return self._answer.rest() if self._answer else ""
+
+    def _first_place(self, prompt_text: str, kwargs: Mapping[str, Any]) -> _Where:
+        if any(kwargs.get(name) is False for name in _SWITCHES):
+            return _Where.ANSWER
+        tail = prompt_text[-64:].rstrip()
+        if tail.endswith(THINK):
+            return _Where.THINKING
+        if tail.endswith(END_THINK):
+            return _Where.ANSWER
+        return _Where.START
+
+    def _marker(self, marker: str, delta: ParsedDelta) -> bool:
+        """Whether the marker was one here, and not just text."""
+        if marker == THINK and self._where is _Where.START:
+            self._where = _Where.THINKING
+            return True
+        if marker == THINK and self._where is _Where.THINKING and not self._thinking.begun:
+            return True  # the prompt ends with it and the model says it again
+        if marker == END_THINK and self._where in (_Where.THINKING, _Where.START):
+            if self._where is _Where.START and not self.begins_thinking:
+                return False
+            self._end_thinking()
+            return True
+        return False
+
+    def _end_thinking(self) -> None:
+        self._where, self._answer, self._space = _Where.ANSWER, _Trimmer(), ""
+
+    def _text(self, text: str, delta: ParsedDelta) -> None:
+        if self._where is _Where.START:
+            if not text.strip() and len(self._space) + len(text) <= 64:
+                self._space += text
+                return
+            text, self._space = self._space + text, ""
+            if self.begins_thinking:
+                self._where = _Where.THINKING
+            else:
+                self._where, self._answer = _Where.ANSWER, _Trimmer(begun=True)
+        if self._where is _Where.THINKING:
+            delta.reasoning += self._thinking.push(text)
+        elif self._answer is not None:
+            delta.content += self._answer.push(text)
+
+
+class Qwen3Parser(ThinkParser):
+    """The model writes <think> itself, or the prompt of a thinking-only model ends with it."""
+
+
+class DeepSeekR1Parser(ThinkParser):
+    """Thinks unless the prompt closes the thinking; older checkpoints leave <think> out."""
+
+    begins_thinking = True
+
+
+class ErnieVLParser(ThinkParser):
+    """Thinks when the prompt ends with <think>."""
+
+
+class ErnieThinkingParser(ThinkParser):
+    """ERNIE 4.5 thinking: the prompt holds <think>, the text only </think>."""
+
+    begins_thinking = True
+
+
+class ErnieX1Parser(ThinkParser):
+    """ERNIE X1: thinking, </think>, then <response>answer</response> and possibly tool calls."""
+
+    markers = (THINK, END_THINK, RESPONSE, END_RESPONSE)
+    begins_thinking = True
+
+    def __init__(self, prompt_text: str, chat_template_kwargs: Mapping[str, Any]) -> None:
+        super().__init__(prompt_text, chat_template_kwargs)
+        self._wrapped = False
+
+    def _marker(self, marker: str, delta: ParsedDelta) -> bool:
+        if super()._marker(marker, delta):
+            return True
+        if self._where is not _Where.ANSWER or self._answer is None:
+            return False
+        if marker == RESPONSE and not self._wrapped and not self._answer.begun:
+            self._wrapped, self._answer = True, _Trimmer()
+            return True
+        if marker == END_RESPONSE and self._wrapped:
+            # The line break before the end tag is the tag's; what follows is a new part.
+            self._wrapped, self._answer = False, _Trimmer()
+            return True
+        return False

@@ -1,0 +1,35 @@
+"""DeepSeek's tool calls, in the two forms its releases use.
+
+V3, R1:  begin "function" sep NAME, a line break, a ```json block with the arguments, end.
+V3.1:    begin NAME sep ARGUMENTS end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .tagged import MalformedCall, TaggedToolParser, checked_arguments, checked_name, load_json
+
+SEPARATOR = "<｜tool▁sep｜>"
+FENCE = "```"
+
+
+class DeepSeekToolParser(TaggedToolParser):
+    """Both forms are told apart by what follows the separator."""
+
+    start = "<｜tool▁call▁begin｜>"
+    end = "<｜tool▁call▁end｜>"
+    silent = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    markers = (start, end, SEPARATOR, *silent)
+
+    def read(self, body: str) -> list[tuple[str, Any]]:
+        before, separator, after = body.partition(SEPARATOR)
+        if not separator:
+            raise MalformedCall
+        name, arguments = before.strip(), after.strip()
+        if name == "function" and FENCE in arguments:
+            name, _, block = arguments.partition(FENCE)
+            name = name.strip()
+            arguments = block.strip().removeprefix("json").removesuffix(FENCE).strip()
+        value = load_json(arguments) if arguments else {}
+        return [(checked_name(name), checked_arguments(value))]

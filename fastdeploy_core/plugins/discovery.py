@@ -1,0 +1,279 @@
+"""What is installed: entry points of this project's groups, read from metadata, importing nothing.
+
+An Inventory holds every entry with a status and, where it is not usable, the reason in words. Other
+modules choose and load; the command line only prints what is found here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from fastdeploy_core import __version__ as core_version
+from fastdeploy_core import envs
+from fastdeploy_core.contracts.base import CONTRACT, DISTRIBUTION, HOOK_GROUP, KINDS
+from fastdeploy_core.errors import ConfigError
+
+PREFIX: Final = "fastdeploy."
+HOOKS: Final = "hooks"  # shown as the kind of entries of HOOK_GROUP
+
+OK: Final = "ok"
+DISABLED: Final = "disabled"  # FD_PLUGINS or FD_PLUGINS_DISABLED leaves it out
+DUPLICATE: Final = "duplicate"  # another distribution provides the same name
+CONTRACT_GROUP: Final = "other contract"  # its group is of a contract this core does not speak
+INCOMPATIBLE: Final = "incompatible"  # its metadata asks for another core
+UNKNOWN_GROUP: Final = "unknown group"
+
+_KIND_OF_GROUP: Final = {kind.group: kind.name for kind in KINDS.values()} | {HOOK_GROUP: HOOKS}
+_VERSIONED_GROUP: Final = re.compile(r"(?P<group>.+)\.v(?P<major>\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class PluginEntry:
+    """One entry point. Its identity is (distribution, version, group, name)."""
+
+    kind: str
+    name: str
+    group: str
+    target: str  # "module:attribute", or "module"
+    distribution: str
+    version: str
+    status: str = OK
+    reason: str = ""
+
+    @property
+    def is_core(self) -> bool:
+        """Whether it belongs to this project's own distribution."""
+        return self.distribution == DISTRIBUTION
+
+    @property
+    def module(self) -> str:
+        """The module part of the target."""
+        return self.target.partition(":")[0]
+
+    @property
+    def origin(self) -> str:
+        """Distribution and version, for messages."""
+        return f"{self.distribution} {self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """All entries, sorted by kind, name and distribution, and what was odd while reading them."""
+
+    entries: tuple[PluginEntry, ...]
+    problems: tuple[str, ...] = ()
+
+    def of(self, kind: str, *, usable: bool = True) -> list[PluginEntry]:
+        """Entries of one kind; only those that may be loaded unless `usable` is False."""
+        return [e for e in self.entries if e.kind == kind and (e.status == OK or not usable)]
+
+    def named(self, kind: str, name: str) -> list[PluginEntry]:
+        """Every entry of that kind and name, whatever its status."""
+        return [e for e in self.entries if e.kind == kind and e.name == name]
+
+    def distributions(self) -> dict[str, str]:
+        """Name to version of every distribution with an entry."""
+        return {e.distribution: e.version for e in self.entries}
+
+
+def canonical(name: str) -> str:
+    """A distribution name as package indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def build_inventory(
+    entries: Iterable[PluginEntry],
+    *,
+    allowed: Iterable[str] | None = None,
+    disabled: Iterable[str] = (),
+) -> Inventory:
+    """Apply the operator's choice, then find duplicates among what is left."""
+    entries = list(entries)
+    problems: list[str] = []
+    allow = None if allowed is None else {canonical(n) for n in allowed}
+    deny = {canonical(n) for n in disabled}
+    if allow is not None and "all" in allow:
+        allow = None
+    both = deny & (allow or set())
+    if both:
+        raise ConfigError(
+            f"FD_PLUGINS and FD_PLUGINS_DISABLED both name {', '.join(sorted(both))}; "
+            "a plugin is either wanted or not: take it out of one of them"
+        )
+    known = {canonical(e.distribution) for e in entries}
+    for variable, names in (("FD_PLUGINS", allow or set()), ("FD_PLUGINS_DISABLED", deny)):
+        missing = sorted(names - known)
+        if missing:
+            problems.append(
+                f"{variable} names {', '.join(missing)}, which is not an installed plugin; "
+                f"installed: {', '.join(sorted(known)) or 'none'}"
+            )
+    if canonical(DISTRIBUTION) in deny:
+        problems.append(f"FD_PLUGINS_DISABLED names {DISTRIBUTION}, which always takes part")
+    chosen = [_apply_choice(e, allow, deny) for e in entries]
+    chosen = _mark_duplicates(chosen, problems)
+    for entry in chosen:
+        if entry.status not in (OK, DISABLED, DUPLICATE):
+            problems.append(f"{entry.kind} {entry.name!r} of {entry.origin}: {entry.reason}")
+    order = {kind: i for i, kind in enumerate([*KINDS, HOOKS])}
+    chosen.sort(key=lambda e: (order.get(e.kind, 99), e.kind, e.name, e.distribution))
+    return Inventory(tuple(chosen), tuple(problems))
+
+
+def discover(environ: Mapping[str, str] | None = None) -> Inventory:
+    """What is installed, under the operator's FD_PLUGINS and FD_PLUGINS_DISABLED."""
+    environ = os.environ if environ is None else environ
+    return _cached_inventory(
+        envs.read("FD_PLUGINS", environ), envs.read("FD_PLUGINS_DISABLED", environ)
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _cached_inventory(allowed: tuple[str, ...] | None, disabled: tuple[str, ...]) -> Inventory:
+    return build_inventory(scan(), allowed=allowed, disabled=disabled)
+
+
+@functools.cache
+def scan() -> tuple[PluginEntry, ...]:
+    """Read all metadata once per process. Statuses that need no choice are set here."""
+    found: list[PluginEntry] = []
+    seen: set[str] = set()
+    for distribution in importlib.metadata.distributions():
+        try:
+            text = distribution.read_text("entry_points.txt")
+            # Parsing every METADATA file costs more than the whole budget; most have nothing for us.
+            if not text or f"[{PREFIX}" not in text.replace(" ", ""):
+                continue
+            found.extend(_entries_of(distribution, seen))
+        except Exception as error:  # a damaged distribution must not hide the others
+            where = getattr(distribution, "_path", "unknown place")
+            found.append(
+                PluginEntry(
+                    kind="?",
+                    name="?",
+                    group="?",
+                    target="",
+                    distribution=str(where),
+                    version="?",
+                    status=INCOMPATIBLE,
+                    reason=f"its metadata cannot be read: {type(error).__name__}: {error}",
+                )
+            )
+    return tuple(found)
+
+
+def forget() -> None:
+    """Read the metadata again at the next call; for tests that install something."""
+    scan.cache_clear()
+    _cached_inventory.cache_clear()
+
+
+def _entries_of(distribution: importlib.metadata.Distribution, seen: set[str]) -> list[PluginEntry]:
+    name, version = distribution.metadata["Name"], distribution.version
+    if canonical(name) in seen:
+        return []  # a second copy later on sys.path is shadowed, as for imports
+    seen.add(canonical(name))
+    if canonical(name) == canonical(DISTRIBUTION):
+        name = DISTRIBUTION
+    refusal = _core_requirement_refusal(distribution.requires or [])
+    entries = []
+    for point in distribution.entry_points:
+        if not point.group.startswith(PREFIX):
+            continue
+        kind, status, reason = _classify_group(point.group)
+        if status == OK and refusal and name != DISTRIBUTION:
+            status, reason = INCOMPATIBLE, refusal
+        entries.append(
+            PluginEntry(
+                kind=kind,
+                name=point.name,
+                group=point.group,
+                target=point.value.partition("[")[0].replace(" ", ""),
+                distribution=name,
+                version=version,
+                status=status,
+                reason=reason,
+            )
+        )
+    return entries
+
+
+def _classify_group(group: str) -> tuple[str, str, str]:
+    """(kind, status, reason) of a group name. Groups of a later contract carry its major."""
+    if group in _KIND_OF_GROUP:
+        return _KIND_OF_GROUP[group], OK, ""
+    match = _VERSIONED_GROUP.fullmatch(group)
+    if match and match["group"] in _KIND_OF_GROUP:
+        return (
+            _KIND_OF_GROUP[match["group"]],
+            CONTRACT_GROUP,
+            f"made for contract {match['major']}; this core speaks "
+            f"{CONTRACT[0]}.{CONTRACT[1]}: install a core for contract {match['major']}, or an "
+            "older release of the plugin",
+        )
+    known = ", ".join(sorted(_KIND_OF_GROUP))
+    return "?", UNKNOWN_GROUP, f"no group {group!r} in this core; there are: {known}"
+
+
+def _core_requirement_refusal(requirements: Iterable[str]) -> str:
+    """Why the plugin's metadata excludes this core; empty when it does not."""
+    for text in requirements:
+        if canonical(re.split(r"[^\w.-]", text, maxsplit=1)[0]) != canonical(DISTRIBUTION):
+            continue
+        from packaging.requirements import InvalidRequirement, Requirement
+
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement as error:
+            return f"its requirement {text!r} cannot be read: {error}"
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        if not requirement.specifier.contains(core_version, prereleases=True):
+            return (
+                f"requires {DISTRIBUTION}{requirement.specifier}, this is {core_version}: "
+                f"install another release of one of the two"
+            )
+    return ""
+
+
+def _apply_choice(entry: PluginEntry, allow: set[str] | None, deny: set[str]) -> PluginEntry:
+    if entry.is_core:
+        return entry
+    name = canonical(entry.distribution)
+    if name in deny:
+        return replace(entry, status=DISABLED, reason="named by FD_PLUGINS_DISABLED")
+    if allow is not None and name not in allow:
+        return replace(entry, status=DISABLED, reason="not named by FD_PLUGINS")
+    return entry
+
+
+def _mark_duplicates(entries: list[PluginEntry], problems: list[str]) -> list[PluginEntry]:
+    """Same kind and name from two distributions: neither is used, except that the core keeps its
+    own names (nothing overrides those silently)."""
+    owners: dict[tuple[str, str], list[PluginEntry]] = defaultdict(list)
+    for entry in entries:
+        shared = entry.kind in KINDS and KINDS[entry.kind].shared
+        if entry.status == OK and entry.kind in KINDS and not shared:
+            owners[entry.kind, entry.name].append(entry)
+    reasons: dict[PluginEntry, str] = {}
+    for (kind, name), several in owners.items():
+        if len(several) < 2:
+            continue
+        origins = " and ".join(sorted(e.origin for e in several))
+        core_has_it = any(e.is_core for e in several)
+        rest = (
+            "the core's own stays in use; uninstall the other or set FD_PLUGINS_DISABLED"
+            if core_has_it
+            else "neither is used; uninstall one or name it in FD_PLUGINS_DISABLED"
+        )
+        message = f"{kind} {name!r} is provided by {origins}; {rest}"
+        problems.append(message)
+        reasons.update({e: message for e in several if not e.is_core})
+    return [replace(e, status=DUPLICATE, reason=reasons[e]) if e in reasons else e for e in entries]

@@ -1,0 +1,231 @@
+"""From a kind and a name to a loaded driver, or to an error that says what to do.
+
+stevedore's DriverManager picks and loads the one that was asked for; discovery has decided before
+which entries may take part, because stevedore knows neither versions nor the operator's choice.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import logging
+from pathlib import Path
+from typing import Any, Final
+
+from fastdeploy_core import envs
+from fastdeploy_core.contracts.base import CONTRACT, KINDS
+from fastdeploy_core.errors import (
+    ContractMismatch,
+    PluginConflict,
+    PluginError,
+    PluginLoadError,
+    PluginNotFound,
+)
+
+from .discovery import (
+    CONTRACT_GROUP,
+    DISABLED,
+    DUPLICATE,
+    INCOMPATIBLE,
+    OK,
+    Inventory,
+    PluginEntry,
+    discover,
+)
+from .preflight_child import describe
+
+logger = logging.getLogger(__name__)
+
+_ERROR_OF_STATUS: Final[dict[str, type[PluginError]]] = {
+    DISABLED: PluginNotFound,
+    DUPLICATE: PluginConflict,
+    CONTRACT_GROUP: ContractMismatch,
+    INCOMPATIBLE: ContractMismatch,
+}
+# Kinds whose names also come from a hook, for plugins that provide many of them.
+REGISTER_HOOKS: Final[dict[str, str]] = {
+    "model": "fd_register_models",
+    "reasoning_parser": "fd_register_reasoning_parsers",
+    "tool_parser": "fd_register_tool_parsers",
+    "logits_processor": "fd_register_logits_processors",
+    "grammar": "fd_register_grammars",
+}
+
+
+def find(kind: str, name: str, inventory: Inventory | None = None) -> PluginEntry:
+    """The one usable entry of that kind and name; imports nothing for entry points."""
+    inventory = discover() if inventory is None else inventory
+    if kind not in KINDS:
+        raise PluginNotFound(f"no kind of plugin {kind!r}; there are: {', '.join(KINDS)}")
+    entries = inventory.named(kind, name)
+    usable = [e for e in entries if e.status == OK]
+    if usable:
+        return usable[0]
+    if entries:
+        entry = entries[0]
+        raise _ERROR_OF_STATUS.get(entry.status, PluginError)(
+            f"{_title(kind)} {name!r} of {entry.origin} is not used ({entry.status}): "
+            f"{entry.reason}; see: fastdeploy plugins list"
+        )
+    registered = _registered(kind, inventory).get(name)
+    if registered is not None:
+        return registered
+    raise PluginNotFound(_not_found(kind, name, inventory))
+
+
+def available(kind: str, inventory: Inventory | None = None) -> list[str]:
+    """Every usable name of a kind, sorted."""
+    inventory = discover() if inventory is None else inventory
+    return sorted({e.name for e in inventory.of(kind)} | set(_registered(kind, inventory)))
+
+
+def lookup(kind: str, name: str, *, inventory: Inventory | None = None) -> Any:
+    """Find and load; see fastdeploy_core.plugins.lookup."""
+    return load(find(kind, name, inventory))
+
+
+def load(entry: PluginEntry, *, preflight: bool = True) -> Any:
+    """Import a driver's target and check the contract it declares.
+
+    A stranger's is first imported in a child process (see preflight.py) unless the caller did so.
+    """
+    if preflight and not entry.is_core:
+        check_import(entry)
+    try:
+        driver = _import_with_stevedore(entry)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise PluginLoadError(
+            f"{_title(entry.kind)} {entry.name!r} of {entry.origin} failed to load: "
+            f"{describe(error)}; see: fastdeploy plugins doctor"
+        ) from error
+    if entry.kind in KINDS and KINDS[entry.kind].versioned:
+        check_contract(entry, getattr(driver, "contract", None))
+    return driver
+
+
+def check_import(entry: PluginEntry) -> None:
+    """Import the target in a child process; raises what load() would, and for hangs and exits."""
+    error, contract = _preflight(entry.target, entry.origin)
+    if error:
+        raise PluginLoadError(
+            f"{_title(entry.kind)} {entry.name!r} of {entry.origin} failed to load: {error}; "
+            "see: fastdeploy plugins doctor"
+        )
+    if contract is not None:
+        check_contract(entry, contract)
+
+
+def check_contract(entry: PluginEntry, contract: object) -> None:
+    """Raise ContractMismatch unless this core serves the (major, minor) a driver declares."""
+    what = f"{_title(entry.kind)} {entry.name!r} of {entry.origin}"
+    here = f"{CONTRACT[0]}.{CONTRACT[1]}"
+    if not (
+        isinstance(contract, tuple)
+        and len(contract) == 2
+        and all(isinstance(n, int) for n in contract)
+    ):
+        raise ContractMismatch(
+            f"{what} declares no contract; got {contract!r:.60}; this core speaks {here}: "
+            f"add `contract = {CONTRACT}` to the driver"
+        )
+    major, minor = contract
+    if major > CONTRACT[0] or (major == 0 == CONTRACT[0] and minor > CONTRACT[1]):
+        raise ContractMismatch(
+            f"{what} was written for contract {major}.{minor}; this core speaks {here}: "
+            "upgrade fastdeploy-core or install an older release of the plugin"
+        )
+    if major < CONTRACT[0] - 1:
+        raise ContractMismatch(
+            f"{what} was written for contract {major}.{minor}; this core speaks {here} and "
+            f"{CONTRACT[0] - 1}: install a newer release of the plugin"
+        )
+    if major == CONTRACT[0] and minor > CONTRACT[1]:
+        logger.warning(
+            "%s was written for contract %d.%d; core speaks %s", what, major, minor, here
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _preflight(target: str, origin: str) -> tuple[str, tuple[int, ...] | None]:
+    """Error line and declared contract; once per process and target."""
+    if not envs.read("FD_PLUGIN_PREFLIGHT"):
+        return "", None
+    from .preflight import Job, run
+
+    logger.debug("importing %s of %s in a child process first", target, origin)
+    outcome = run([Job(target, envs.read("FD_PLUGIN_DRIVER_TIMEOUT_S"))])[0]
+    return outcome.error, outcome.contract
+
+
+def _import_with_stevedore(entry: PluginEntry) -> Any:
+    from stevedore.driver import DriverManager
+
+    class OneEntry(DriverManager):
+        """Sees only the entry that discovery chose, not stevedore's own cache on disk."""
+
+        def list_entry_points(self) -> list[importlib.metadata.EntryPoint]:
+            return [importlib.metadata.EntryPoint(entry.name, entry.target, entry.group)]
+
+    return OneEntry(namespace=entry.group, name=entry.name).driver
+
+
+def _registered(kind: str, inventory: Inventory) -> dict[str, PluginEntry]:
+    """Names that plugins registered through a hook, as if they were entry points."""
+    hook = REGISTER_HOOKS.get(kind)
+    if hook is None:
+        return {}
+    from .manager import shared_manager
+
+    found: dict[str, PluginEntry] = {}
+    conflicts: dict[str, set[str]] = {}
+    manager = shared_manager(inventory)
+    for answer in manager.ask(hook):
+        if not isinstance(answer.value, dict):
+            manager.complain(
+                answer.plugin, hook, f"returned {type(answer.value).__name__}, not a dict"
+            )
+            continue
+        for name, target in answer.value.items():
+            conflicts.setdefault(name, set()).add(answer.plugin.origin)
+            found[name] = PluginEntry(
+                kind=kind,
+                name=str(name),
+                group=KINDS[kind].group,
+                target=str(target),
+                distribution=answer.plugin.distribution,
+                version=answer.plugin.version,
+            )
+    taken = {e.name for e in inventory.of(kind)}
+    for name, origins in conflicts.items():
+        if name in taken or len(origins) > 1:
+            logger.warning(
+                "%s %r is registered by %s but taken already; that registration is ignored",
+                _title(kind),
+                name,
+                " and ".join(sorted(origins)),
+            )
+            del found[name]
+    return found
+
+
+def _not_found(kind: str, name: str, inventory: Inventory) -> str:
+    installed = available(kind, inventory)
+    text = f"no {_title(kind)} {name!r}; installed: {', '.join(installed) or 'none'}"
+    known = json.loads(Path(__file__).with_name("known_plugins.json").read_text("utf-8"))
+    provider = known.get(kind, {}).get(name)
+    if provider:
+        return f"{text}; provided by: {provider} (pip install {provider})"
+    if not inventory.entries:
+        return f"{text}; fastdeploy-core itself is not installed: pip install fastdeploy-core"
+    import difflib
+
+    close = difflib.get_close_matches(name, installed, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{text}; {hint}see: fastdeploy plugins list --kind {kind}"
+
+
+def _title(kind: str) -> str:
+    return f"{kind.replace('_', ' ')} driver" if KINDS[kind].versioned else kind.replace("_", " ")

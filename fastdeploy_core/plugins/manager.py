@@ -1,0 +1,333 @@
+"""The hook manager: pluggy for markers, validation and order; one guarded call per plugin.
+
+A hook module that cannot be imported, names unknown hooks, raises or hangs is reported by its
+distribution and left out; the others go on. Answers carry the plugin they came from.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import logging
+import sys
+import threading
+import time
+import types
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import pluggy
+
+from fastdeploy_core import envs
+from fastdeploy_core.contracts import hookspecs
+from fastdeploy_core.contracts.base import Candidate
+from fastdeploy_core.contracts.device import DeviceQuestion
+from fastdeploy_core.errors import PluginError, PluginLoadError
+
+from . import preflight
+from .discovery import HOOKS, Inventory, PluginEntry, discover
+from .preflight_child import describe
+
+if TYPE_CHECKING:
+    from .resolve import ResolvedPlugins
+
+logger = logging.getLogger(__name__)
+
+_MAX_STRIKES: Final = 3
+_PROBE: Final = "fd_device_probe"
+# Events that fire while requests run: called directly, because a watching thread costs too much.
+_HOT_EVENTS: Final = frozenset({"fd_request_finished", "fd_step_stats"})
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one plugin returned."""
+
+    plugin: PluginEntry
+    value: Any
+
+
+class HookManager:
+    """Hook modules of one process. Build it with hook_manager()."""
+
+    def __init__(self, entries: Sequence[PluginEntry], *, trusted: bool = False) -> None:
+        """Load the modules of `entries`; `trusted` ones were imported by a pre-flight before."""
+        self.problems: list[str] = []
+        self.plugins: dict[str, PluginEntry] = {}
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager.add_hookspecs(hookspecs)
+        self._has_preflight = envs.read("FD_PLUGIN_PREFLIGHT")
+        self._trace = envs.read("FD_TRACE_PLUGINS")
+        self._limit_s = envs.read("FD_PLUGIN_HOOK_TIMEOUT_S")
+        self._strikes: Counter[tuple[str, str]] = Counter()
+        self._probes: dict[tuple[str, str], preflight.Outcome] = {}
+        # pluggy calls the newest first; registering the core first and the others in reverse makes
+        # every process ask strangers in alphabetical order and the core last.
+        order = sorted(entries, key=lambda e: (not e.is_core, e.distribution, e.name))
+        cores = [e for e in order if e.is_core]
+        others = [e for e in order if not e.is_core]
+        refused = set() if trusted else self._preflight(others)
+        for entry in [*cores, *reversed(others)]:
+            if entry not in refused:
+                self._load(entry)
+
+    @property
+    def entries(self) -> list[PluginEntry]:
+        """The hook modules that are loaded, in the order they are asked."""
+        return list(reversed(self.plugins.values()))
+
+    def hooks_of(self, entry: PluginEntry) -> list[str]:
+        """Names of the hooks a loaded plugin implements."""
+        plugin = self._manager.get_plugin(_key(entry))
+        callers = self._manager.get_hookcallers(plugin) if plugin is not None else None
+        return sorted(c.name for c in callers or [])
+
+    def ask(self, hook: str, **arguments: Any) -> list[Answer]:
+        """Every plugin's answer, in order; None and failures are left out."""
+        answers = []
+        for plugin, implementation in self._implementations(hook):
+            value = self._call(plugin, hook, implementation, arguments)
+            if value is not None:
+                answers.append(Answer(plugin, value))
+        return answers
+
+    def first(self, hook: str, **arguments: Any) -> Answer | None:
+        """The first answer that is not None."""
+        for plugin, implementation in self._implementations(hook):
+            value = self._call(plugin, hook, implementation, arguments)
+            if value is not None:
+                return Answer(plugin, value)
+        return None
+
+    def notify(self, hook: str, **arguments: Any) -> None:
+        """Tell every plugin that something happened."""
+        self.ask(hook, **arguments)
+
+    @property
+    def hook(self) -> HookCalls:
+        """The same calls in pluggy's spelling, for callers that do not care who answered."""
+        return HookCalls(self)
+
+    def is_first_result(self, hook: str) -> bool:
+        """Whether the hook's first answer is its result."""
+        caller = getattr(self._manager.hook, hook)
+        return bool(caller.spec is not None and caller.spec.opts.get("firstresult"))
+
+    def complain(self, plugin: PluginEntry, hook: str, what: str) -> None:
+        """Record and log what a plugin did wrong."""
+        text = f"hook {hook} of {plugin.origin} {what}; see: fastdeploy plugins doctor"
+        self.problems.append(text)
+        logger.warning("%s", text)
+
+    def _preflight(self, others: Sequence[PluginEntry]) -> set[PluginEntry]:
+        """Import strangers' modules in a child first; their device probes are answered there too,
+        because opening hardware is where processes hang or crash."""
+        if not others or not self._has_preflight:
+            return set()
+        question = DeviceQuestion()
+        refused = set()
+        outcomes = preflight.run([self._probe_job(e, question) for e in others])
+        for entry, outcome in zip(others, outcomes, strict=True):
+            if outcome.error:
+                self._refuse(entry, outcome.error)
+                refused.add(entry)
+            else:
+                self._probes[_key(entry), repr(question)] = outcome
+        return refused
+
+    def _probe_job(self, entry: PluginEntry, question: DeviceQuestion) -> preflight.Job:
+        return preflight.Job(
+            entry.target, self._limit_s, (_PROBE,), {"tensor_library": question.tensor_library}
+        )
+
+    def _probe(self, entry: PluginEntry, question: DeviceQuestion) -> Candidate | None:
+        """A stranger's answer to a device question, from a child process."""
+        key = (_key(entry), repr(question))
+        if key not in self._probes:
+            self._probes[key] = preflight.run([self._probe_job(entry, question)])[0]
+        outcome = self._probes[key]
+        if outcome.error:
+            raise PluginLoadError(outcome.error)
+        return preflight.decode_candidate(outcome.answers.get(_PROBE))
+
+    def _refuse(self, entry: PluginEntry, reason: str) -> None:
+        text = (
+            f"hooks {entry.name!r} of {entry.origin} are left out: {reason}; "
+            "see: fastdeploy plugins doctor"
+        )
+        self.problems.append(text)
+        logger.warning("%s", text)
+
+    def _load(self, entry: PluginEntry) -> None:
+        """Import and register one module; on any failure nothing of it stays registered."""
+        key = _key(entry)
+        try:
+            module: Any = importlib.import_module(entry.module)
+            for part in filter(None, entry.target.partition(":")[2].split(".")):
+                module = getattr(module, part)
+            self._manager.register(self._valid_hooks(entry, module), key)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            if self._manager.has_plugin(key):
+                self._manager.unregister(name=key)
+            self._refuse(entry, describe(error))
+            return
+        self.plugins[key] = entry
+
+    def _valid_hooks(self, entry: PluginEntry, module: Any) -> types.SimpleNamespace:
+        """The module's hook implementations that pluggy would take; the others are reported."""
+        valid = types.SimpleNamespace()
+        for name in dir(module):
+            options = self._manager.parse_hookimpl_opts(module, name)
+            if options is None:
+                continue
+            hook = options.get("specname") or name
+            problem = self._hook_problem(hook, getattr(module, name), options)
+            if problem:
+                self.complain(entry, hook, f"is skipped: {problem}")
+            else:
+                setattr(valid, name, getattr(module, name))
+        return valid
+
+    def _hook_problem(self, hook: str, function: Any, options: Any) -> str:
+        caller = getattr(self._manager.hook, hook, None)
+        if caller is None or not caller.has_spec():
+            near = difflib.get_close_matches(hook, hook_names(), n=1)
+            hint = f"did you mean {near[0]}?" if near else "docs/reference/hooks.md lists them"
+            return f"this core has no such hook; {hint}"
+        if options.get("wrapper") or options.get("hookwrapper"):
+            return "wrappers are not supported, since one plugin may not change another's answer"
+        extra = set(inspect.signature(function).parameters) - set(caller.spec.argnames)
+        if extra:
+            return (
+                f"it wants {', '.join(sorted(extra))}, the hook has "
+                f"{', '.join(caller.spec.argnames) or 'no arguments'}"
+            )
+        return ""
+
+    def _implementations(self, hook: str) -> list[tuple[PluginEntry, pluggy.HookImpl]]:
+        caller = getattr(self._manager.hook, hook, None)
+        if caller is None or not caller.has_spec():
+            raise PluginError(f"no hook {hook!r}; there are: {', '.join(sorted(hook_names()))}")
+        return [
+            (self.plugins[i.plugin_name], i)
+            for i in reversed(caller.get_hookimpls())
+            if i.plugin_name in self.plugins
+        ]
+
+    def _call(
+        self,
+        plugin: PluginEntry,
+        hook: str,
+        implementation: pluggy.HookImpl,
+        arguments: dict[str, Any],
+    ) -> Any:
+        """One plugin's answer; failures are counted and logged, and the third silences the hook."""
+        key = (_key(plugin), hook)
+        if self._strikes[key] >= _MAX_STRIKES:
+            return None
+        started = time.perf_counter()
+        value, problem = None, ""
+        call = functools.partial(
+            implementation.function, *[arguments.get(a) for a in implementation.argnames]
+        )
+        try:
+            if plugin.is_core or hook in _HOT_EVENTS:
+                value = call()
+            elif hook == _PROBE and self._has_preflight:
+                value = self._probe(plugin, arguments["question"])
+            else:
+                value = call_with_limit(call, self._limit_s)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            problem = describe(error)
+        if self._trace:
+            milliseconds = (time.perf_counter() - started) * 1000
+            result = f"raised {problem}" if problem else f"-> {value!r:.300}"
+            shown = ", ".join(f"{k}={v!r:.200}" for k, v in arguments.items())
+            sys.stderr.write(
+                f"fd-trace {hook}({shown}) {plugin.origin} {result} in {milliseconds:.2f} ms\n"
+            )
+        if problem:
+            self._strikes[key] += 1
+            silenced = self._strikes[key] >= _MAX_STRIKES
+            self.complain(
+                plugin,
+                hook,
+                f"failed: {problem}" + (", it is not called again" if silenced else ""),
+            )
+        return value
+
+
+class HookCalls:
+    """`calls.fd_x(argument=...)`: a list of values, or one value for a first-result hook."""
+
+    def __init__(self, manager: HookManager) -> None:
+        self._manager = manager
+
+    def __getattr__(self, hook: str) -> Callable[..., Any]:
+        if hook not in hook_names():
+            raise AttributeError(f"no hook {hook!r}; there are: {', '.join(sorted(hook_names()))}")
+
+        def call(**arguments: Any) -> Any:
+            if self._manager.is_first_result(hook):
+                answer = self._manager.first(hook, **arguments)
+                return None if answer is None else answer.value
+            return [a.value for a in self._manager.ask(hook, **arguments)]
+
+        return call
+
+
+def hook_manager(
+    resolved: ResolvedPlugins | None = None, *, inventory: Inventory | None = None
+) -> HookManager:
+    """The hook modules that were resolved in the parent, or else all that are installed."""
+    if resolved is not None:
+        return HookManager(resolved.hook_entries(), trusted=True)
+    return shared_manager(discover() if inventory is None else inventory)
+
+
+@functools.lru_cache(maxsize=4)
+def shared_manager(inventory: Inventory) -> HookManager:
+    """One manager per inventory and process, so that a pre-flight happens once."""
+    return HookManager(inventory.of(HOOKS))
+
+
+def hook_names() -> list[str]:
+    """Every hook of the contract, in the order of the file."""
+    return [n for n in vars(hookspecs) if n.startswith("fd_")]
+
+
+def call_with_limit(call: Any, limit_s: float) -> Any:
+    """Run `call` in a thread and give up on it after `limit_s`; the thread then stays behind.
+
+    Python offers no way to end a thread, so a plugin that hangs here costs one idle thread.
+    """
+    outcome: dict[str, Any] = {}
+
+    def run() -> None:
+        try:
+            outcome["value"] = call()
+        except BaseException as error:
+            outcome["error"] = error
+
+    thread = threading.Thread(target=run, name="fd-plugin-call", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
+        raise TimeoutError(f"no answer within {limit_s:g} s")
+    if isinstance(outcome.get("error"), KeyboardInterrupt):
+        raise RuntimeError("raised KeyboardInterrupt, which is not the user's")
+    if "error" in outcome:
+        raise outcome["error"]
+    return outcome["value"]
+
+
+def _key(entry: PluginEntry) -> str:
+    return f"{entry.distribution}:{entry.name}"

@@ -1,0 +1,98 @@
+"""The child process that imports a plugin before anybody else does. Run by preflight.py as a script.
+
+It reads one JSON document from stdin and writes JSON lines to the file descriptor given as first
+argument: {"id", "event": "start"} and then {"id", "event": "done", ...}. A job that hangs, exits or
+crashes the process is seen by the parent as a missing "done".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+def main() -> None:
+    """Do every job in order."""
+    channel = int(sys.argv[1])
+    order = json.loads(sys.stdin.read())
+    sys.path[:] = order["sys_path"]
+
+    def tell(message: dict[str, Any]) -> None:
+        os.write(channel, json.dumps(message, default=str).encode() + b"\n")
+
+    for job in order["jobs"]:
+        tell({"id": job["id"], "event": "start"})
+        started = time.perf_counter()
+        result: dict[str, Any] = {"id": job["id"], "event": "done", "error": "", "answers": {}}
+        try:
+            _do(job, result)
+        except BaseException as error:  # SystemExit of a plugin is a failure of that plugin
+            result["error"] = describe(error)
+        result["ms"] = (time.perf_counter() - started) * 1000
+        tell(result)
+    # Threads that a plugin left behind must not keep this process alive.
+    os._exit(0)
+
+
+def describe(error: BaseException) -> str:
+    """One line for an error, whatever its own __str__ does."""
+    try:
+        text = " ".join(str(error).split())
+    except BaseException:
+        text = "(its message cannot be printed)"
+    return f"{type(error).__name__}: {text}"[:500] if text else type(error).__name__
+
+
+def _do(job: dict[str, Any], result: dict[str, Any]) -> None:
+    import importlib
+
+    module_name, _, attribute = job["target"].partition(":")
+    target: Any = importlib.import_module(module_name)
+    for part in filter(None, attribute.split(".")):
+        target = getattr(target, part)
+    contract = getattr(target, "contract", None)
+    if isinstance(contract, tuple) and all(isinstance(n, int) for n in contract):
+        result["contract"] = list(contract)
+    for hook in job.get("calls", []):
+        function = getattr(target, hook, None)
+        if function is None or not hasattr(function, "fastdeploy_impl"):
+            continue
+        result["answers"][hook] = _ask(function, hook, job.get("question", {}))
+
+
+def _ask(function: Any, hook: str, question: dict[str, Any]) -> Any:
+    import inspect
+
+    arguments: dict[str, Any] = {}
+    if hook == "fd_device_probe":
+        from fastdeploy_core.contracts.device import DeviceQuestion
+
+        arguments["question"] = DeviceQuestion(**question)
+    wanted = inspect.signature(function).parameters
+    return _encode(function(**{k: v for k, v in arguments.items() if k in wanted}))
+
+
+def _encode(value: Any) -> Any:
+    """Candidates become objects that preflight.decode_candidate understands; rows become lists."""
+    from fastdeploy_core.contracts.base import Accept, Candidate
+
+    if isinstance(value, Candidate):
+        verdict = value.verdict
+        is_accept = isinstance(verdict, Accept)
+        return {
+            "candidate": value.name,
+            "accept": is_accept,
+            "score": verdict.score if isinstance(verdict, Accept) else 0,
+            "text": verdict.note if isinstance(verdict, Accept) else verdict.reason,
+            "details": {str(k): str(v) for k, v in value.details.items()},
+        }
+    if isinstance(value, list | tuple):
+        return [_encode(v) for v in value]
+    return value
+
+
+if __name__ == "__main__":
+    main()

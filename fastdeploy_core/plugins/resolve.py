@@ -1,0 +1,279 @@
+"""From a configuration to the drivers that will run it: ask, compare, decide once, explain.
+
+The parent process resolves; ResolvedPlugins travels to every other process, which loads exactly
+those and compares digests.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from fastdeploy_core.contracts.base import Candidate, Requirements
+from fastdeploy_core.contracts.device import DeviceQuestion
+from fastdeploy_core.errors import (
+    CapabilityError,
+    ConfigError,
+    PluginNotFound,
+    UnsupportedModel,
+)
+
+from .discovery import Inventory, PluginEntry, discover
+from .drivers import available, check_import, find
+from .manager import HookManager, hook_manager
+from .negotiate import CandidateRow, Decision, ask_candidates, decide, merge_decisions
+from .resolved import ResolvedEntry, ResolvedPlugins
+
+if TYPE_CHECKING:
+    from fastdeploy_core.config import EngineConfig
+    from fastdeploy_core.contracts.attention import AttentionSpec
+    from fastdeploy_core.contracts.moe import MoESpec
+
+__all__ = [
+    "CandidateRow",
+    "Decision",
+    "ResolvedEntry",
+    "ResolvedPlugins",
+    "resolve",
+]
+
+logger = logging.getLogger(__name__)
+
+REFERENCE_DEVICE: Final = "cpu"
+
+
+def resolve(
+    config: EngineConfig,
+    *,
+    attention: Sequence[AttentionSpec] = (),
+    moe: Sequence[MoESpec] = (),
+    inventory: Inventory | None = None,
+    hooks: HookManager | None = None,
+) -> ResolvedPlugins:
+    """Choose every driver the configuration needs; raises if one cannot be had.
+
+    `attention` and `moe` are the model's distinct layer shapes (models/shapes.py reads them).
+    """
+    inventory = discover() if inventory is None else inventory
+    hooks = hook_manager(inventory=inventory) if hooks is None else hooks
+    resolver = _Resolver(config, inventory, hooks)
+    resolver.device()
+    resolver.attention(attention)
+    resolver.moe(moe)
+    resolver.quantizer()
+    resolver.speculative()
+    resolver.scheduler()
+    resolver.by_name()
+    resolved = resolver.finish()
+    for problem in inventory.problems:
+        logger.warning("%s", problem)
+    for decision in resolved.decisions:
+        logger.info("%s %s: %s", decision.kind, decision.winner, decision.why)
+    return resolved
+
+
+class _Resolver:
+    """Collects the pieces of one ResolvedPlugins."""
+
+    def __init__(self, config: EngineConfig, inventory: Inventory, hooks: HookManager) -> None:
+        self._config = config
+        self._inventory = inventory
+        self._hooks = hooks
+        self._entries: dict[tuple[str, str, str], ResolvedEntry] = {}
+        self._chosen: dict[str, str] = {}
+        self._decisions: list[Decision] = []
+        self._notes: list[str] = []
+        self._tensor_library = config.device.tensor_library
+        self._requirements = Requirements()
+
+    def device(self) -> None:
+        """The accelerator: asked for by name, or the best one whose hardware is here."""
+        asked = self._config.device.device
+        question = DeviceQuestion(tensor_library=self._config.device.tensor_library)
+        if asked:
+            find("device", asked, self._inventory)  # a helpful error before anything is probed
+        decision, candidates = ask_candidates(
+            self._hooks, self._inventory, "device", "fd_device_probe", question, asked
+        )
+        self._take(decision)
+        for candidate in candidates:
+            if candidate.name == decision.winner and not self._tensor_library:
+                self._tensor_library = candidate.details.get("tensor_library", "")
+        for entry in self._inventory.of("kernels"):
+            if entry.name in (decision.winner, REFERENCE_DEVICE):
+                self._add(entry)
+
+    def attention(self, specs: Sequence[AttentionSpec]) -> None:
+        """One driver that accepts every attention shape of the model."""
+        from fastdeploy_core.contracts.attention import AttentionQuestion
+
+        questions = [
+            AttentionQuestion(
+                device=self._chosen["device"],
+                tensor_library=self._tensor_library,
+                spec=spec,
+                block_size=self._config.cache.block_size,
+                kv_dtype=self._config.cache.kv_dtype,
+            )
+            for spec in dict.fromkeys(specs)
+        ]
+        self._layer_driver(
+            "attention", "fd_attention_backends", questions, self._config.device.attention_backend
+        )
+
+    def moe(self, specs: Sequence[MoESpec]) -> None:
+        """One driver that accepts every mixture-of-experts shape of the model."""
+        from fastdeploy_core.contracts.moe import MoEQuestion
+
+        questions = [
+            MoEQuestion(
+                device=self._chosen["device"],
+                tensor_library=self._tensor_library,
+                spec=spec,
+                quantization=self._config.model.quantization,
+            )
+            for spec in dict.fromkeys(specs)
+        ]
+        self._layer_driver("moe", "fd_moe_backends", questions, self._config.device.moe_backend)
+
+    def quantizer(self) -> None:
+        """Who reads the checkpoint's quantization_config, or the format named."""
+        from fastdeploy_core.contracts.quantizer import QuantizationQuestion
+
+        name = self._config.model.quantization
+        checkpoint = self._config.model.hf_config.get("quantization_config") or {}
+        if not name and not checkpoint:
+            return
+        question = QuantizationQuestion(
+            name=name,
+            config=checkpoint,
+            device=self._chosen["device"],
+            tensor_library=self._tensor_library,
+        )
+        answer = self._hooks.first("fd_quantizer_for", question=question)
+        candidates = []
+        if answer is not None and isinstance(answer.value, Candidate):
+            candidates.append((answer.value, answer.plugin.distribution))
+        asked = name if name and not candidates else ""
+        if not candidates and not asked:
+            raise UnsupportedModel(
+                f"the checkpoint is quantized with {dict(checkpoint)!r:.200} and no installed "
+                f"quantizer reads that; installed: "
+                f"{', '.join(available('quantizer', self._inventory)) or 'none'}; "
+                "see: fastdeploy plugins list --kind quantizer"
+            )
+        shown = name or str(checkpoint.get("quant_method", checkpoint.get("quantization", "?")))
+        self._take(decide("quantizer", shown, candidates, asked=asked))
+
+    def speculative(self) -> None:
+        """The drafting method, and what it needs of the rest."""
+        from fastdeploy_core.contracts.speculative import SpeculativeQuestion
+
+        asked = self._config.speculative
+        if asked is None:
+            return
+        question = SpeculativeQuestion(
+            method=asked.method,
+            num_speculative_tokens=asked.num_speculative_tokens,
+            architecture=self._config.model.architecture,
+            hf_config=self._config.model.hf_config,
+            options=asked.options,
+        )
+        self._take(decide("speculative", asked.method, [], asked=asked.method))
+        self._requirements = self._ask_requirements(
+            "fd_speculative_requirements", question, f"speculative method {asked.method!r}"
+        )
+
+    def scheduler(self) -> None:
+        """The request scheduler by name."""
+        from fastdeploy_core.contracts.scheduler import SchedulerQuestion
+
+        name = self._config.request_scheduler.name
+        self._take(decide("scheduler", name, [], asked=name))
+        self._ask_requirements(
+            "fd_scheduler_requirements",
+            SchedulerQuestion(self._config.request_scheduler),
+            f"request scheduler {name!r}",
+        )
+
+    def by_name(self) -> None:
+        """Kinds chosen by name alone; grammars all come along, a request says which."""
+        architecture = self._config.model.architecture
+        if architecture:
+            try:
+                self._add(find("model", architecture, self._inventory))
+            except PluginNotFound as error:
+                raise UnsupportedModel(str(error)) from None
+            self._chosen["model"] = architecture
+        for name in self._config.logits_processors:
+            self._add(find("logits_processor", name, self._inventory))
+        for name in available("grammar", self._inventory):
+            self._add(find("grammar", name, self._inventory))
+        backend = self._config.structured_outputs.backend
+        if backend not in ("", "auto"):
+            find("grammar", backend, self._inventory)
+            self._chosen["grammar"] = backend
+
+    def finish(self) -> ResolvedPlugins:
+        """Pre-flight the strangers among the chosen, then freeze."""
+        for entry in self._entries.values():
+            plugin = entry.as_plugin()
+            needed = self._chosen.get(plugin.kind) == plugin.name
+            if plugin.is_core or not (needed or plugin.kind == "logits_processor"):
+                continue
+            check_import(plugin)
+        for entry in self._hooks.entries:
+            self._add(entry)
+        return ResolvedPlugins(
+            entries=list(self._entries.values()),
+            chosen=self._chosen,
+            decisions=self._decisions,
+            notes=[*self._notes, *self._inventory.problems, *self._hooks.problems],
+            tensor_library=self._tensor_library,
+            speculative=self._requirements,
+        )
+
+    def _layer_driver(self, kind: str, hook: str, questions: Sequence[Any], asked: str) -> None:
+        if asked:
+            find(kind, asked, self._inventory)
+        decisions = [
+            ask_candidates(self._hooks, self._inventory, kind, hook, q, asked)[0] for q in questions
+        ]
+        if not decisions:
+            return
+        decision = merge_decisions(decisions, asked)
+        self._take(decision)
+
+    def _ask_requirements(self, hook: str, question: Any, what: str) -> Requirements:
+        answer = self._hooks.first(hook, question=question)
+        if answer is None or not isinstance(answer.value, Requirements):
+            return Requirements()
+        requirements = answer.value
+        if requirements.refusals:
+            raise ConfigError(
+                f"{what} of {answer.plugin.origin} cannot run with this configuration: "
+                f"{'; '.join(requirements.refusals)}"
+            )
+        self._notes.extend(requirements.notes)
+        return requirements
+
+    def _take(self, decision: Decision) -> None:
+        """Record a decision, or raise with its whole table."""
+        self._decisions.append(decision)
+        if not decision.winner:
+            rows = "; ".join(
+                f"{r.name} ({r.distribution}): {r.reason}" for r in decision.candidates
+            )
+            raise CapabilityError(
+                f"no {decision.kind} driver can be used: {decision.why}; asked for "
+                f"{decision.question}; candidates: {rows or 'none'}; "
+                f"see: fastdeploy plugins why {decision.kind}"
+            )
+        self._add(find(decision.kind, decision.winner, self._inventory))
+        self._chosen[decision.kind] = decision.winner
+
+    def _add(self, entry: PluginEntry) -> None:
+        self._entries[entry.kind, entry.name, entry.distribution] = ResolvedEntry(
+            entry.kind, entry.name, entry.group, entry.target, entry.distribution, entry.version
+        )

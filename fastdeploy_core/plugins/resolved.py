@@ -1,0 +1,100 @@
+"""What was chosen at start-up: the record every process receives and loads from."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from fastdeploy_core.contracts.base import Requirements
+from fastdeploy_core.errors import PluginConflict, PluginNotFound
+
+from .discovery import HOOKS, Inventory, PluginEntry, discover
+from .drivers import load
+from .negotiate import Decision
+
+
+class ResolvedEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One plugin to load: everything that identifies it."""
+
+    kind: str
+    name: str
+    group: str
+    target: str
+    distribution: str
+    version: str
+
+    def as_plugin(self) -> PluginEntry:
+        """The same in discovery's terms."""
+        return PluginEntry(
+            self.kind, self.name, self.group, self.target, self.distribution, self.version
+        )
+
+
+class ResolvedPlugins(msgspec.Struct, frozen=True):
+    """What was chosen; MessagePack-able, the same in every process."""
+
+    entries: list[ResolvedEntry]
+    chosen: dict[str, str]
+    decisions: list[Decision] = []
+    notes: list[str] = []
+    tensor_library: str = ""  # empty: the device driver's own choice
+    speculative: Requirements = Requirements()
+
+    def name(self, kind: str) -> str:
+        """The chosen driver's name; empty when the configuration needs none of that kind."""
+        return self.chosen.get(kind, "")
+
+    def names(self, kind: str) -> list[str]:
+        """Names of that kind that may be loaded here."""
+        return [e.name for e in self.entries if e.kind == kind]
+
+    def entry(self, kind: str, name: str = "") -> PluginEntry:
+        """The entry of the chosen driver, or of another one that was resolved."""
+        wanted = name or self.name(kind)
+        for entry in self.entries:
+            if entry.kind == kind and entry.name == wanted:
+                return entry.as_plugin()
+        raise PluginNotFound(
+            f"no {kind} driver {wanted!r} was resolved at start-up; "
+            f"resolved: {', '.join(self.names(kind)) or 'none'}"
+        )
+
+    def load(self, kind: str, name: str = "") -> Any:
+        """The driver class (or kernel table) of the chosen, or of the named, driver."""
+        return load(self.entry(kind, name), preflight=False)
+
+    def plugin_entries(self, kind: str) -> list[PluginEntry]:
+        """All entries of one kind."""
+        return [e.as_plugin() for e in self.entries if e.kind == kind]
+
+    def hook_entries(self) -> list[PluginEntry]:
+        """Hook modules that work, in order."""
+        return self.plugin_entries(HOOKS)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over what would be loaded; equal in all processes of one deployment."""
+        rows = sorted(msgspec.to_builtins(e) for e in self.entries)
+        return hashlib.sha256(msgspec.json.encode([rows, self.chosen])).hexdigest()
+
+    def verify(self, digest: str = "", *, inventory: Inventory | None = None) -> None:
+        """Called by a process that received this: the same plugins must be installed here."""
+        if digest and digest != self.digest:
+            raise PluginConflict(
+                f"this process resolved other plugins than its parent: digest {self.digest[:12]} "
+                f"here, {digest[:12]} there; use one environment for all processes"
+            )
+        here = (discover() if inventory is None else inventory).distributions()
+        for entry in self.entries:
+            if here.get(entry.distribution) != entry.version:
+                found = here.get(entry.distribution, "none")
+                raise PluginConflict(
+                    f"{entry.kind} {entry.name!r} was resolved from {entry.distribution} "
+                    f"{entry.version}, this process has {found}; use one environment for all"
+                )
+
+    def report(self) -> list[str]:
+        """Lines for the start-up log: one per decision, then notes."""
+        return [f"{d.kind} {d.winner}: {d.why}" for d in self.decisions] + self.notes

@@ -1,0 +1,64 @@
+"""Answers of the reference to start-up questions. Imports no tensor library."""
+
+from __future__ import annotations
+
+from fastdeploy_core.contracts.attention import AttentionQuestion
+from fastdeploy_core.contracts.base import Accept, Candidate, Decline
+from fastdeploy_core.contracts.device import DeviceQuestion
+from fastdeploy_core.contracts.hookspecs import hookimpl
+from fastdeploy_core.contracts.moe import MoEQuestion
+from fastdeploy_core.tensor import LIBRARIES, available
+
+# Lower than any accelerator's: the reference is chosen when nothing better is there.
+_DEVICE_SCORE = 1
+_BACKEND_SCORE = 10
+
+
+@hookimpl
+def fd_device_probe(question: DeviceQuestion) -> Candidate:
+    """A CPU is always there; what may be missing is a tensor library."""
+    found = available()
+    wanted = question.tensor_library
+    if wanted and wanted not in found:
+        choice = ", ".join(found) or "none"
+        reason = f"tensor library {wanted!r} is not installed; installed: {choice}"
+        if wanted in LIBRARIES:
+            reason += f'; run: pip install "fastdeploy-core[{wanted}]"'
+        return Candidate("cpu", Decline(reason))
+    if not found:
+        return Candidate(
+            "cpu",
+            Decline('no tensor library is installed; run: pip install "fastdeploy-core[paddle]"'),
+        )
+    chosen = wanted or found[0]
+    details = {"tensor_library": chosen, "installed": ", ".join(found)}
+    return Candidate("cpu", Accept(_DEVICE_SCORE, f"runs on {chosen}"), details)
+
+
+@hookimpl
+def fd_attention_backends(question: AttentionQuestion) -> list[Candidate]:
+    """The reference serves every attention there is in the contract."""
+    spec = question.spec
+    if spec.kind not in ("gqa", "mla"):
+        return [Candidate("reference", Decline(f"kind {spec.kind!r}; possible: gqa, mla"))]
+    if question.kv_dtype not in ("auto", spec.dtype):
+        return [
+            Candidate(
+                "reference",
+                Decline(f"cache dtype {question.kv_dtype!r}; possible: auto, {spec.dtype}"),
+            )
+        ]
+    return [Candidate("reference", Accept(_BACKEND_SCORE, "plain tensor code"))]
+
+
+@hookimpl
+def fd_moe_backends(question: MoEQuestion) -> list[Candidate]:
+    """The reference serves every unquantized mixture of experts."""
+    if question.quantization:
+        return [
+            Candidate(
+                "reference",
+                Decline(f"quantization {question.quantization!r}; possible: none"),
+            )
+        ]
+    return [Candidate("reference", Accept(_BACKEND_SCORE, "plain tensor code"))]

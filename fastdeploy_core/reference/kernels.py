@@ -1,0 +1,31 @@
+"""The reference's kernel table: every operation of contracts/ops.py, by name, as strings only."""
+
+from __future__ import annotations
+
+from typing import Final
+
+_BODY = "fastdeploy_core.reference.ops_body"
+_CACHE = "fastdeploy_core.reference.ops_cache"
+_MOE = "fastdeploy_core.reference.ops_moe"
+_SAMPLING = "fastdeploy_core.reference.ops_sampling"
+
+TABLE: Final[dict[str, str]] = {
+    "embedding": f"{_BODY}:embedding",
+    "linear": f"{_BODY}:linear",
+    "rms_norm": f"{_BODY}:rms_norm",
+    "add_rms_norm": f"{_BODY}:add_rms_norm",
+    "silu_and_mul": f"{_BODY}:silu_and_mul",
+    "rotary_embedding": f"{_BODY}:rotary_embedding",
+    "kv_write": f"{_CACHE}:kv_write",
+    "kv_copy_blocks": f"{_CACHE}:kv_copy_blocks",
+    "kv_read_blocks": f"{_CACHE}:kv_read_blocks",
+    "kv_write_blocks": f"{_CACHE}:kv_write_blocks",
+    "moe_routing": f"{_MOE}:moe_routing",
+    "moe_experts": f"{_MOE}:moe_experts",
+    "apply_penalties": f"{_SAMPLING}:apply_penalties",
+    "apply_bitmask": f"{_SAMPLING}:apply_bitmask",
+    "filter_logits": f"{_SAMPLING}:filter_logits",
+    "sample": f"{_SAMPLING}:sample",
+    "greedy": f"{_SAMPLING}:greedy",
+    "log_softmax": f"{_SAMPLING}:log_softmax",
+}

@@ -1,0 +1,44 @@
+"""MoE driver `reference`: routing and experts in plain tensor code, for any device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from fastdeploy_core.contracts.base import CONTRACT
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.contracts.moe import MoESpec
+    from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.tensor import Tensor
+
+
+class ReferenceMoE:
+    """Calls the two MoE kernels of the device's table, the reference's own where it has none."""
+
+    name = "reference"
+    contract = CONTRACT
+    unit: Literal["experts", "routing_experts"] = "routing_experts"
+
+    def __init__(self, spec: MoESpec, device: DeviceBackend, kernels: KernelTable) -> None:
+        self.spec = spec
+        self._route = kernels["moe_routing"]
+        self._experts = kernels["moe_experts"]
+
+    def prepare_weights(self, gate_up: Tensor, down: Tensor) -> Any:
+        """Keeps them as they are: the kernels read the checkpoint's layout."""
+        return gate_up, down
+
+    def forward(
+        self,
+        x: Tensor,
+        weights: Any,
+        router_logits: Tensor,
+        correction_bias: Tensor | None,
+        topk_ids: Tensor | None,
+        topk_weights: Tensor | None,
+    ) -> Tensor:
+        """[num_tokens, hidden]; routes by spec.routing unless the routing is given."""
+        if topk_ids is None or topk_weights is None:
+            topk_ids, topk_weights = self._route(router_logits, correction_bias, self.spec.routing)
+        return self._experts(x, topk_ids, topk_weights, *weights)

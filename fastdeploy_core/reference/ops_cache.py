@@ -1,0 +1,49 @@
+"""Operations on the paged cache. Dimension 0 of every cache tensor is the block."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastdeploy_core.tensor import namespace
+
+if TYPE_CHECKING:
+    from fastdeploy_core.tensor import Tensor
+
+
+def kv_write(rows: tuple[Tensor, ...], cache: tuple[Tensor, ...], slot_mapping: Tensor) -> None:
+    """Store each token's rows in its slot, in place.
+
+    rows: one [T, heads, dim] for each cache tensor [blocks, block_size, heads, dim]; slot_mapping
+    [T] int64: block * block_size + offset, -1 for a token that is not to be stored.
+    """
+    if slot_mapping.shape[0] == 0:
+        return
+    xp = namespace(slot_mapping)
+    padded = int(slot_mapping.min()) < 0
+    if padded:
+        kept = xp.nonzero(slot_mapping >= 0).flatten()
+        slot_mapping = xp.index_select(slot_mapping, 0, kept)
+    for row, pool in zip(rows, cache, strict=True):
+        data = xp.index_select(row, 0, kept) if padded else row
+        slots = pool.view([pool.shape[0] * pool.shape[1], *pool.shape[2:]])
+        xp.index_copy_(slots, 0, slot_mapping, data)
+
+
+def kv_copy_blocks(cache: tuple[Tensor, ...], source: Tensor, target: Tensor) -> None:
+    """Copy block source[i] over block target[i], all read before any is written. [n] int64 each."""
+    xp = namespace(source)
+    for pool in cache:
+        xp.index_copy_(pool, 0, target, xp.index_select(pool, 0, source))
+
+
+def kv_read_blocks(cache: tuple[Tensor, ...], blocks: Tensor) -> tuple[Tensor, ...]:
+    """Copies of the blocks, [n, ...] for each cache tensor; blocks [n] int64."""
+    xp = namespace(blocks)
+    return tuple(xp.index_select(pool, 0, blocks) for pool in cache)
+
+
+def kv_write_blocks(cache: tuple[Tensor, ...], blocks: Tensor, data: tuple[Tensor, ...]) -> None:
+    """Overwrite the blocks with data, [n, ...] for each cache tensor; blocks [n] int64, distinct."""
+    xp = namespace(blocks)
+    for pool, part in zip(cache, data, strict=True):
+        xp.index_copy_(pool, 0, blocks, part)

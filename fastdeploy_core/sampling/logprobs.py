@@ -1,0 +1,67 @@
+"""Log-probabilities of chosen tokens and their alternatives: gathered on the device, read later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fastdeploy_core.types import TokenLogprobs
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.tensor import Tensor
+
+# What -inf becomes: JSON has no infinity.
+LOWEST = np.float32(-9999.0)
+
+
+@dataclass(slots=True)
+class LogprobTensors:
+    """Of some rows. `widths` says how many alternatives each row asked for."""
+
+    rows: np.ndarray  # row numbers in the batch these were gathered from
+    widths: np.ndarray
+    token_ids: Tensor  # [n, 1] the chosen ones
+    chosen: Tensor  # [n, 1] float32
+    ranks: Tensor  # [n] int64, 1 = most likely
+    top_values: Tensor | None  # [n, k]
+    top_ids: Tensor | None
+
+
+def gather(
+    device: DeviceBackend, values: Tensor, token_ids: Tensor, rows: np.ndarray, widths: np.ndarray
+) -> LogprobTensors:
+    """values: [n, vocabulary] log-probabilities (or logits); token_ids: [n] int64, the chosen ones;
+    widths: alternatives per row, -1 for the whole vocabulary."""
+    xp = device.xp
+    vocab_size = int(values.shape[-1])
+    widths = np.where(widths < 0, vocab_size, np.minimum(widths, vocab_size))
+    column = token_ids.unsqueeze(1)
+    chosen = xp.gather(values, 1, column)
+    ranks = (values > chosen).long().sum(dim=-1) + 1
+    width = int(widths.max(initial=0))
+    top_values = top_ids = None
+    if width:
+        top_values, top_ids = xp.topk(values, width, -1)
+    return LogprobTensors(rows, widths, column, chosen, ranks, top_values, top_ids)
+
+
+def read(device: DeviceBackend, tensors: LogprobTensors) -> list[TokenLogprobs]:
+    """One record per row, in order. Waits for the device."""
+    chosen_ids = device.to_host(tensors.token_ids)[:, 0].tolist()
+    chosen = np.maximum(device.to_host(tensors.chosen)[:, 0], LOWEST).tolist()
+    ranks = device.to_host(tensors.ranks).tolist()
+    top_values: list[list[float]] = [[]] * len(ranks)
+    top_ids: list[list[int]] = top_values  # type: ignore[assignment]
+    if tensors.top_values is not None and tensors.top_ids is not None:
+        top_values = np.maximum(device.to_host(tensors.top_values), LOWEST).tolist()
+        top_ids = device.to_host(tensors.top_ids).tolist()
+    widths = tensors.widths.tolist()
+    return [
+        TokenLogprobs([token, *ids[:width]], [value, *values[:width]], rank)
+        for token, value, rank, ids, values, width in zip(
+            chosen_ids, chosen, ranks, top_ids, top_values, widths, strict=True
+        )
+    ]

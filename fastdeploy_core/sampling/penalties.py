@@ -1,0 +1,61 @@
+"""Counts of generated tokens and marks of prompt tokens, on the device, for rows with penalties.
+
+The tables are as wide as the vocabulary, so they are made when the first such sequence arrives.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.tensor import Tensor
+
+
+class PenaltyTables:
+    """output_counts [slots, vocabulary] int32 and prompt_seen [slots, vocabulary] bool."""
+
+    def __init__(self, device: DeviceBackend, max_num_seqs: int, vocab_size: int) -> None:
+        self._device, self._xp = device, device.xp
+        self._shape = (max_num_seqs, vocab_size)
+        self._counts: Tensor | None = None
+        self._seen: Tensor | None = None
+        self._used: set[int] = set()
+
+    @staticmethod
+    def num_bytes(max_num_seqs: int, vocab_size: int) -> int:
+        """What the tables take once somebody needs them."""
+        return max_num_seqs * vocab_size * 5
+
+    def add(self, slot: int, prompt: np.ndarray, output: np.ndarray) -> None:
+        """A sequence with penalties arrives; `output` is not empty when it was preempted."""
+        xp, vocab_size = self._xp, self._shape[1]
+        if self._counts is None:
+            self._counts = xp.zeros(self._shape, dtype=xp.int32, device=self._device.device)
+            self._seen = xp.zeros(self._shape, dtype=xp.bool, device=self._device.device)
+        counts = np.bincount(output, minlength=vocab_size)[:vocab_size].astype(np.int32)
+        seen = np.zeros(vocab_size, dtype=bool)
+        seen[prompt[prompt < vocab_size]] = True
+        self._counts[slot : slot + 1] = self._device.to_device(counts[None])
+        self._seen[slot : slot + 1] = self._device.to_device(seen[None])
+        self._used.add(slot)
+
+    def rows(self, slots_dev: Tensor) -> tuple[Tensor, Tensor]:
+        """(output_counts, prompt_seen) of these slots."""
+        select = self._xp.index_select
+        return select(self._counts, 0, slots_dev), select(self._seen, 0, slots_dev)
+
+    def count(self, first_flat: Tensor, token_ids: Tensor) -> None:
+        """One more of each row's token. first_flat: [rows] int64, slot * vocabulary size."""
+        xp = self._xp
+        ones = xp.ones(token_ids.shape, dtype=xp.int32, device=self._device.device)
+        xp.index_add_(self._counts.view(-1), 0, first_flat + token_ids, ones)
+
+    def reset(self, slot: int) -> None:
+        """Back to what an unused slot holds."""
+        if slot in self._used:
+            self._counts[slot : slot + 1] = 0
+            self._seen[slot : slot + 1] = False
+            self._used.discard(slot)

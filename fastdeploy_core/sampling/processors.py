@@ -1,0 +1,196 @@
+"""Pluggable logits processors: who has one, calling them, and the two that come with the core.
+
+A processor that raises fails the sequences it was working on and nobody else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastdeploy_core import plugins
+from fastdeploy_core.contracts.small import LogitsProcessor, ProcessorContext
+from fastdeploy_core.errors import FastDeployError, InvalidRequest, PluginLoadError
+from fastdeploy_core.types import SamplingParams
+
+from .columns import PROCESSOR, SamplingColumns, SamplingPlan
+from .masks import OutputTokens
+from .thinking import ThinkingBudgetLogitsProcessor
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.tensor import Tensor
+
+logger = logging.getLogger(__name__)
+
+FAILED = "logits_processor_failed"
+
+
+@dataclass(slots=True)
+class _Member:
+    name: str
+    processor: LogitsProcessor
+    seq_ids: dict[int, int] = field(default_factory=dict)  # slot to seq_id
+
+
+class ProcessorSet:
+    """All processors of a worker, in order of declaration, and which slots each one serves."""
+
+    def __init__(
+        self, device: DeviceBackend, columns: SamplingColumns, members: Sequence[_Member] = ()
+    ) -> None:
+        self._device, self._columns = device, columns
+        self._members = list(members)
+
+    def add(self, slot: int, seq_id: int, params: SamplingParams, prompt: Sequence[int]) -> None:
+        """Offer a sequence to every processor; InvalidRequest when its arguments are wrong."""
+        for member in self._members:
+            member.processor.validate(params)
+            if member.processor.add(seq_id, params, prompt):
+                member.seq_ids[slot] = seq_id
+                self._columns.set_flag(slot, PROCESSOR)
+
+    def reset(self, slot: int) -> None:
+        """The slot's sequence left."""
+        for member in self._members:
+            seq_id = member.seq_ids.pop(slot, None)
+            if seq_id is not None:
+                try:
+                    member.processor.remove(seq_id)
+                except Exception:
+                    logger.exception("logits processor %s failed in remove()", member.name)
+
+    def apply(
+        self,
+        logits: Tensor,
+        plan: SamplingPlan,
+        output_tokens: OutputTokens,
+        errors: dict[int, str],
+    ) -> Tensor:
+        """Run every processor on its rows; failures are written into `errors` by row."""
+        xp, slots = self._device.xp, plan.slots.tolist()
+        candidates = plan.rows(PROCESSOR).tolist()
+        for member in self._members:
+            rows = [row for row in candidates if slots[row] in member.seq_ids]
+            if not rows:
+                continue
+            every = len(rows) == plan.num_rows
+            index = None if every else self._device.to_device(np.asarray(rows, dtype=np.int64))
+            part = logits if every else xp.index_select(logits, 0, index)
+            outputs = [output_tokens(slots[row]) for row in rows]
+            try:
+                part = member.processor.apply(
+                    part, [member.seq_ids[slots[row]] for row in rows], outputs
+                )
+            except Exception:
+                logger.exception("logits processor %s failed in apply()", member.name)
+                errors.update((row, FAILED) for row in rows)
+                continue
+            if every:
+                logits = part
+            else:
+                xp.index_copy_(logits, 0, index, part)
+        return logits
+
+
+def load_processors(
+    names: Sequence[str], context: ProcessorContext, device: DeviceBackend, columns: SamplingColumns
+) -> ProcessorSet:
+    """The configured processors; the thinking budget, a plain request field, is always there."""
+    members, seen = [], set()
+    for name in [*names, "ThinkingBudgetLogitsProcessor"]:
+        driver = find_processor(name)
+        if driver in seen:
+            continue
+        seen.add(driver)
+        try:
+            members.append(_Member(name, driver(context)))
+        except FastDeployError:
+            raise
+        except Exception as error:
+            raise PluginLoadError(
+                f"logits processor {name!r} cannot be constructed: {type(error).__name__}: {error}"
+            ) from error
+    return ProcessorSet(device, columns, members)
+
+
+def find_processor(name: str) -> type[Any]:
+    """A processor class by entry-point name, or by "module:Class" as the operator wrote it."""
+    builtin = {c.__name__: c for c in (ThinkingBudgetLogitsProcessor, LogitBiasLogitsProcessor)}
+    if name in builtin:
+        return builtin[name]
+    if ":" not in name:
+        return plugins.lookup("logits_processor", name)
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise PluginLoadError(
+            f"logits processor {name!r} cannot be imported: {error}; --logits-processors takes "
+            f"module:Class or one of: {', '.join(sorted(builtin))}"
+        ) from error
+
+
+class LogitBiasLogitsProcessor:
+    """logits_processors_args={"logit_bias": {token id: bias}}: FastDeploy's spelling of logit_bias."""
+
+    def __init__(self, context: ProcessorContext) -> None:
+        self._context = context
+        self._bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def validate(self, params: SamplingParams) -> None:
+        """Token ids within the vocabulary, finite numbers."""
+        self._read(params)
+
+    def add(self, seq_id: int, params: SamplingParams, prompt_token_ids: Sequence[int]) -> bool:
+        """Only sequences that gave the argument."""
+        bias = self._read(params)
+        if bias is None:
+            return False
+        self._bias[seq_id] = bias
+        return True
+
+    def remove(self, seq_id: int) -> None:
+        """Forget its numbers."""
+        self._bias.pop(seq_id, None)
+
+    def apply(
+        self, logits: Tensor, seq_ids: Sequence[int], output_token_ids: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """Add each sequence's bias."""
+        xp, vocab_size = self._context.xp, self._context.vocab_size
+        entries = [self._bias[seq_id] for seq_id in seq_ids]
+        where = np.concatenate([ids + row * vocab_size for row, (ids, _) in enumerate(entries)])
+        what = np.concatenate([values for _, values in entries])
+        device = self._context.device
+        xp.index_add_(
+            logits.view(-1),
+            0,
+            xp.to_device(xp.from_numpy(where), device),
+            xp.to_device(xp.from_numpy(what), device),
+        )
+        return logits
+
+    def _read(self, params: SamplingParams) -> tuple[np.ndarray, np.ndarray] | None:
+        given = (params.logits_processors_args or {}).get("logit_bias")
+        if given is None:
+            return None
+        try:
+            ids = np.asarray([int(token) for token in given], dtype=np.int64)
+            values = np.asarray([float(given[token]) for token in given], dtype=np.float32)
+        except (TypeError, ValueError, OverflowError):
+            ids, values = np.asarray([-1]), np.asarray([0.0], dtype=np.float32)
+        if ids.size == 0:
+            return None
+        if ids.min() < 0 or ids.max() >= self._context.vocab_size or not np.isfinite(values).all():
+            raise InvalidRequest(
+                "logits_processors_args.logit_bias maps token ids (0 to "
+                f"{self._context.vocab_size - 1}) to finite numbers",
+                param="logits_processors_args",
+            )
+        return ids, values

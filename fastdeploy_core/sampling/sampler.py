@@ -1,0 +1,188 @@
+"""Logits to tokens, in this order:
+
+    logits processors, logit bias, penalties, masks (allowed ids, bad words, min_tokens, grammar),
+    temperature, min_p / top_k / top_p, the draw
+
+A stage that no row of the batch needs is not entered; a batch of plain greedy rows is one argmax.
+Raw log-probabilities are of the logits before the first stage, processed ones of those behind the
+last. The draw of a row depends on its seed, its position and its logits only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from . import columns as bits
+from .columns import SamplingPlan
+from .logprobs import LogprobTensors, gather
+from .masks import OutputTokens, TokenMasks
+from .penalties import PenaltyTables
+from .processors import ProcessorSet
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.tensor import Tensor
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What became of a batch of logits; tensors are still on the device."""
+
+    token_ids: Tensor  # [rows] int64, always a valid id
+    peak: Tensor  # [rows] float32; not finite: the model produced NaN or infinity
+    possible: Tensor | None = None  # [rows] float32; not finite: every token was forbidden
+    logprobs: LogprobTensors | None = None
+    errors: dict[int, str] = field(default_factory=dict)  # by row, known on the host already
+
+
+@dataclass(slots=True)
+class SamplingStep:
+    """What changes from step to step, per row of the plan."""
+
+    positions: np.ndarray  # [rows] int64: where the drawn token will stand in its sequence
+    num_output: np.ndarray  # [rows] int64: tokens generated before it
+    output_tokens: OutputTokens  # of a slot; complete whenever the plan has a HOST flag
+
+
+class Sampler:
+    """Owns no state of sequences but what it is given; see worker/model_runner.py for the owners."""
+
+    def __init__(
+        self,
+        device: DeviceBackend,
+        kernels: KernelTable,
+        masks: TokenMasks,
+        penalties: PenaltyTables,
+        processors: ProcessorSet,
+        logprobs_mode: str = "raw_logprobs",
+    ) -> None:
+        self._device, self._xp = device, device.xp
+        self._masks, self._penalties, self._processors = masks, penalties, processors
+        self._mode = logprobs_mode
+        self._greedy, self._sample = kernels["greedy"], kernels["sample"]
+        self._apply_penalties = kernels["apply_penalties"]
+        self._apply_bitmask, self._filter = kernels["apply_bitmask"], kernels["filter_logits"]
+        self._log_softmax = kernels["log_softmax"]
+
+    def sample(self, logits: Tensor, plan: SamplingPlan, step: SamplingStep) -> Sampled:
+        """logits: [rows, vocabulary] float32, consumed. Rows are those of the plan."""
+        xp, flags = self._xp, plan.flags & ~bits.PROMPT_LOGPROBS
+        if not flags:
+            token_ids = self._greedy(logits)
+            # NaN counts as the largest, so the chosen logit tells whether the row holds one.
+            return Sampled(token_ids, xp.gather(logits, 1, token_ids.unsqueeze(1)))
+        sampled = Sampled(logits, xp.amax(logits, -1))
+        values = None
+        if flags & bits.LOGPROBS and self._mode.startswith("raw"):
+            values = self._values(logits, plan.rows_dev(bits.LOGPROBS), keep=True)
+        if flags & (bits.FORBIDS | bits.PENALTY):
+            logits = self._constrain(logits, plan, step, sampled)
+        if flags & bits.FORBIDS:
+            sampled.possible = xp.amax(logits, -1)
+        processed = flags & bits.LOGPROBS and values is None
+        sampled.token_ids, logits = self._draw(logits, plan, step.positions, bool(processed))
+        if processed:
+            values = self._values(logits, plan.rows_dev(bits.LOGPROBS), keep=False)
+        if values is not None:
+            rows, index = plan.rows(bits.LOGPROBS), plan.rows_dev(bits.LOGPROBS)
+            ids = sampled.token_ids
+            ids = ids if index is None else xp.index_select(ids, 0, index)
+            sampled.logprobs = gather(self._device, values, ids, rows, plan.num_logprobs[rows])
+        if flags & bits.PENALTY:
+            self._count(plan, sampled.token_ids)
+        return sampled
+
+    def log_probabilities(self, logits: Tensor) -> Tensor:
+        """What prompt_logprobs report, in the configured mode; prompts are never processed."""
+        return logits if self._mode.endswith("logits") else self._log_softmax(logits)
+
+    # -- stages -----------------------------------------------------------------------------------
+
+    def _constrain(
+        self, logits: Tensor, plan: SamplingPlan, step: SamplingStep, sampled: Sampled
+    ) -> Tensor:
+        xp, flags = self._xp, plan.flags
+        if flags & bits.PROCESSOR:
+            logits = self._processors.apply(logits, plan, step.output_tokens, sampled.errors)
+        if flags & bits.BIAS:
+            where, what = plan.bias()
+            xp.index_add_(logits.view(-1), 0, where, what)
+        if flags & bits.PENALTY:
+            logits = self._on_rows(
+                logits,
+                plan.rows_dev(bits.PENALTY),
+                lambda part: self._apply_penalties(
+                    part,
+                    plan.column("presence", bits.PENALTY),
+                    plan.column("frequency", bits.PENALTY),
+                    plan.column("repetition", bits.PENALTY),
+                    *self._penalties.rows(plan.slots_with(bits.PENALTY)),
+                ),
+            )
+        rows, masks, errors = self._masks.build(plan, step.num_output, step.output_tokens)
+        sampled.errors.update(errors)
+        if rows is not None and masks is not None:
+            index = None if rows.size == plan.num_rows else self._device.to_device(rows)
+            mask = self._device.to_device(masks)
+            logits = self._on_rows(logits, index, lambda part: self._apply_bitmask(part, mask))
+        return logits
+
+    def _draw(
+        self, logits: Tensor, plan: SamplingPlan, positions: np.ndarray, keep: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Token ids, and with `keep` the logits as they were drawn from."""
+        xp = self._xp
+        if not plan.flags & bits.RANDOM:
+            return self._greedy(logits), logits
+        index = plan.rows_dev(bits.RANDOM)
+        part = logits if index is None else xp.index_select(logits, 0, index)
+        if plan.flags & bits.TEMPERATURE:
+            part = part / plan.column("temperature", bits.RANDOM).unsqueeze(1)
+        if plan.flags & bits.FILTER:
+            part = self._on_rows(
+                part,
+                plan.filter_rows_dev(),
+                lambda rows: self._filter(
+                    rows,
+                    plan.column("top_k", bits.FILTER),
+                    plan.column("top_p", bits.FILTER),
+                    plan.column("min_p", bits.FILTER),
+                ),
+            )
+        where = positions if index is None else positions[plan.rows(bits.RANDOM)]
+        drawn = self._sample(part, plan.column("seed", bits.RANDOM), self._device.to_device(where))
+        if index is None:
+            return drawn, part
+        token_ids = self._greedy(logits)
+        xp.index_copy_(token_ids, 0, index, drawn)
+        if keep:
+            xp.index_copy_(logits, 0, index, part)
+        return token_ids, logits
+
+    def _values(self, logits: Tensor, index: Tensor | None, *, keep: bool) -> Tensor:
+        """Of the rows that want logprobs: what the mode reports. `keep`: later stages may overwrite
+        the logits, so the values must not share their memory."""
+        part = logits if index is None else self._xp.index_select(logits, 0, index)
+        if self._mode.endswith("logits"):
+            return part.clone() if keep and index is None else part
+        return self._log_softmax(part)
+
+    def _count(self, plan: SamplingPlan, token_ids: Tensor) -> None:
+        index = plan.rows_dev(bits.PENALTY)
+        part = token_ids if index is None else self._xp.index_select(token_ids, 0, index)
+        self._penalties.count(plan.first_flat(bits.PENALTY), part)
+
+    def _on_rows(
+        self, logits: Tensor, index: Tensor | None, change: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Change all rows, or only those of the index."""
+        if index is None:
+            return change(logits)
+        changed = change(self._xp.index_select(logits, 0, index))
+        self._xp.index_copy_(logits, 0, index, changed)
+        return logits

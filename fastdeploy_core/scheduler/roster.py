@@ -1,0 +1,176 @@
+"""Who is waiting, who is running, and every move between these states.
+
+The rule that keeps overlap safe: blocks go back to the pool only when no submitted step touches
+them any more (`settle`), whatever ended or preempted the sequence before.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Callable, Container
+
+from fastdeploy_core.kvcache import KVCacheManager
+from fastdeploy_core.types import FinishReason, RequestStatus
+
+from .fair_queue import FairQueue
+from .sequence import RequestState, Sequence
+
+
+def _seniority(seq: Sequence) -> tuple[int, int, int]:
+    return seq.rank
+
+
+class Roster:
+    """All unfinished requests of an engine."""
+
+    def __init__(
+        self, kv: KVCacheManager, *, by_priority: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.kv = kv
+        self.clock = clock
+        self.requests: dict[str, RequestState] = {}
+        self.running: list[Sequence] = []  # senior first
+        self.returning: list[Sequence] = []  # preempted, or forked: go before new ones; senior first
+        self.arrived: FairQueue[Sequence] = FairQueue()
+        self.num_leaving = 0  # sequences whose blocks come back with a step in flight
+        self.num_suspects = 0
+        self.num_preemptions_total = 0
+        self._by_priority = by_priority
+        self._admissions = 0
+        self._forgotten: list[int] = []  # the workers are told with the next step
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that could run if there were room."""
+        return len(self.returning) + len(self.arrived)
+
+    def add(self, request: RequestState) -> None:
+        """Queue a request's first sequence; the others follow with `release_followers`."""
+        self.requests[request.request_id] = request
+        self.arrived.arrive(request.tenant)
+        first = request.sequences[: 1 if request.followers_wait else None]
+        for seq in first:
+            priority = request.request.priority if self._by_priority else 0
+            self.arrived.push(seq, request.tenant, priority)
+
+    def next_waiting(self, passed_over: Container[Sequence] = ()) -> Sequence | None:
+        """Whose turn it is."""
+        for seq in self.returning:
+            if seq not in passed_over:
+                return seq
+        return self.arrived.peek(passed_over)
+
+    def start(self, seq: Sequence) -> None:
+        """Move a waiting sequence, which has got its blocks, to the running ones."""
+        request = seq.request
+        if not self.arrived.remove(seq):
+            self.returning.remove(seq)
+        if request.admission < 0:
+            request.admission = self._admissions
+            request.queue_s = self.clock() - request.arrival_s
+            self._admissions += 1
+        priority = request.request.priority if self._by_priority else 0
+        seq.rank = (priority, request.admission, seq.index)
+        seq.status = RequestStatus.RUNNING
+        seq.num_known_at_start = len(seq.token_ids)
+        bisect.insort(self.running, seq, key=_seniority)
+
+    def release_followers(self, request: RequestState) -> None:
+        """The prompt is computed: let the other sequences of the request wait for their turn."""
+        request.followers_wait = False
+        leader = request.sequences[0]
+        if leader.table.blocks:
+            request.fork_source = self.kv.hold(leader.table, leader.num_prompt_tokens)
+        for seq in request.sequences[1:]:
+            if seq.status is RequestStatus.WAITING:
+                seq.rank = (leader.rank[0], leader.rank[1], seq.index)
+                bisect.insort(self.returning, seq, key=_seniority)
+
+    def drop_fork_source(self, request: RequestState) -> bool:
+        """Let go of a prompt held for forking; False if there is none."""
+        if request.fork_source is None:
+            return False
+        self.kv.drop(request.fork_source)
+        request.fork_source = None
+        return True
+
+    def drop_fork_sources(self) -> bool:
+        """Memory is short: followers will find the prompt in the prefix cache or compute it."""
+        return any([self.drop_fork_source(request) for request in self.requests.values()])
+
+    def preempt(self, seq: Sequence) -> None:
+        """Stop a running sequence; it will start again from what it knows by then."""
+        self.running.remove(seq)
+        seq.status = RequestStatus.PREEMPTED
+        seq.drafts = []
+        self._forgotten.append(seq.seq_id)
+        self.num_preemptions_total += 1
+        self._leave(seq)
+
+    def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | None = None) -> None:
+        """End a sequence, and its request with the last one."""
+        if seq.status is RequestStatus.FINISHED:
+            return
+        if seq.status is RequestStatus.RUNNING:
+            self.running.remove(seq)
+            self._forgotten.append(seq.seq_id)
+        elif not self.arrived.remove(seq) and seq in self.returning:
+            self.returning.remove(seq)
+        was_leaving = seq.status is RequestStatus.PREEMPTED and bool(seq.num_in_flight)
+        seq.status = RequestStatus.FINISHED
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
+        self.set_suspect(seq, False)
+        if not was_leaving:
+            self._leave(seq)
+        request = seq.request
+        request.num_unfinished -= 1
+        if request.num_unfinished == 0:
+            self.drop_fork_source(request)
+            request.is_finished = True
+            del self.requests[request.request_id]
+            self.arrived.depart(request.tenant)
+        elif request.fork_source is not None and not self._has_followers(request):
+            self.drop_fork_source(request)
+
+    def finish_request(self, request: RequestState, reason: FinishReason) -> None:
+        """End every sequence of a request."""
+        for seq in request.sequences:
+            self.finish(seq, reason)
+
+    def settle(self, seq: Sequence) -> None:
+        """No submitted step touches a stopped sequence any more: take its blocks back."""
+        self.num_leaving -= 1
+        self._free(seq)
+
+    def set_suspect(self, seq: Sequence, is_suspect: bool) -> None:
+        """Mark a sequence to be run alone, or clear it."""
+        self.num_suspects += is_suspect - seq.is_suspect
+        seq.is_suspect = is_suspect
+
+    def forked(self, request: RequestState) -> None:
+        """One follower has taken its share of the prompt."""
+        if not self._has_followers(request):
+            self.drop_fork_source(request)
+
+    def take_forgotten(self) -> list[int]:
+        """Sequences the workers need not remember."""
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten
+
+    def _has_followers(self, request: RequestState) -> bool:
+        return any(
+            seq.status is RequestStatus.WAITING and seq.index > 0 for seq in request.sequences
+        )
+
+    def _leave(self, seq: Sequence) -> None:
+        if seq.num_in_flight:
+            self.num_leaving += 1
+        else:
+            self._free(seq)
+
+    def _free(self, seq: Sequence) -> None:
+        self.kv.free(seq.table)
+        seq.num_computed = 0
+        if seq.status is RequestStatus.PREEMPTED:
+            bisect.insort(self.returning, seq, key=_seniority)

@@ -1,0 +1,157 @@
+"""A request in the engine and its sequences (n > 1: several), with where each one stands.
+
+Plain state. The batch scheduler changes it; nobody else does.
+"""
+
+from __future__ import annotations
+
+from fastdeploy_core.kvcache import BlockTable, ForkSource
+from fastdeploy_core.types import FinishReason, Request, RequestStatus, TokenLogprobs
+
+_MASK = 2**64 - 1
+MAX_SEED = 2**63 - 1
+
+
+def mix64(value: int) -> int:
+    """A bijection of 64-bit numbers without visible pattern (the finalizer of splitmix64,
+    Steele, Lea and Flood 2014)."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """The seed of one of a request's n sequences, at most 63 bits; it depends on nothing else."""
+    return mix64(mix64(seed) + index) & MAX_SEED
+
+
+class Sequence:
+    """One branch of a request.
+
+    `token_ids` holds what is known. Overlap runs ahead of that: `num_computed` counts tokens fed in
+    all submitted steps, `num_pending` the sampled tokens that are still on their way.
+    """
+
+    __slots__ = (
+        "drafts",
+        "finish_reason",
+        "index",
+        "is_suspect",
+        "max_total_tokens",
+        "min_total_tokens",
+        "num_computed",
+        "num_in_flight",
+        "num_known_at_start",
+        "num_pending",
+        "num_prompt_tokens",
+        "rank",
+        "request",
+        "seed",
+        "seq_id",
+        "status",
+        "stop_ids",
+        "stop_reason",
+        "table",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        seq_id: int,
+        index: int,
+        request: RequestState,
+        table: BlockTable,
+        seed: int,
+        max_total_tokens: int,
+    ) -> None:
+        sampling = request.request.sampling
+        self.seq_id = seq_id
+        self.index = index
+        self.request = request
+        self.table = table
+        self.seed = seed
+        self.token_ids = list(request.request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.max_total_tokens = max_total_tokens
+        self.min_total_tokens = self.num_prompt_tokens + sampling.min_tokens
+        self.stop_ids = frozenset(sampling.stop_token_ids or ()) | (
+            frozenset() if sampling.ignore_eos else frozenset(request.request.eos_token_ids)
+        )
+        self.status = RequestStatus.WAITING
+        # Order of seniority, fixed at the first admission: (priority, admission number, index).
+        self.rank: tuple[int, int, int] = (0, 0, index)
+        self.num_computed = 0
+        self.num_pending = 0
+        self.num_in_flight = 0  # submitted steps that touch its blocks
+        self.num_known_at_start = 0  # tokens to feed before it samples, since its last start
+        self.drafts: list[int] = []
+        self.is_suspect = False  # was in a step that failed: runs alone until it has passed
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated tokens that are known."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it has yet to be fed what it started with."""
+        return self.num_computed < self.num_known_at_start
+
+
+class RequestState:
+    """One request and what is collected for its client."""
+
+    __slots__ = (
+        "admission",
+        "arrival_s",
+        "deadline_s",
+        "followers_wait",
+        "fork_source",
+        "is_finished",
+        "num_cached_tokens",
+        "num_deltas",
+        "num_unfinished",
+        "prompt_logprobs",
+        "queue_s",
+        "request",
+        "sequences",
+        "tenant",
+    )
+
+    def __init__(self, request: Request, arrival_s: float) -> None:
+        self.request = request
+        self.tenant = request.tenant
+        self.arrival_s = arrival_s  # monotonic
+        self.deadline_s = None if request.deadline_s is None else arrival_s + request.deadline_s
+        self.sequences: list[Sequence] = []
+        self.num_unfinished = 0
+        self.is_finished = False
+        self.admission = -1  # number of the first admission of a sequence of it
+        self.followers_wait = False  # sequences 1 to n-1 wait for the prompt that 0 computes
+        self.fork_source: ForkSource | None = None
+        # The whole prompt, first entry None, filled chunk by chunk; None when not asked for.
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.num_cached_tokens: int | None = None
+        self.queue_s: float | None = None
+        self.num_deltas = 0
+
+    @property
+    def request_id(self) -> str:
+        """The request's own id."""
+        return self.request.request_id
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether prompt log-probabilities are still to be computed."""
+        return (
+            self.request.sampling.prompt_logprobs is not None
+            and (self.prompt_logprobs is None or len(self.prompt_logprobs) < self.num_prompt_tokens)
+        )
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.request.prompt_token_ids)

@@ -1,0 +1,79 @@
+"""What the batch scheduler must respect, from the configuration and from what the device can do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fastdeploy_core.config import BatchConfig, EngineConfig
+from fastdeploy_core.errors import ConfigError
+from fastdeploy_core.types.worker import WorkerInfo
+
+# Share of max_model_len above which a prompt counts as long, when prompts may overtake each other
+# and no threshold is given (FastDeploy's and vLLM's default).
+LONG_PREFILL_SHARE = 0.04
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """Fixed for the life of an engine."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    enable_chunked_prefill: bool = True
+    max_num_partial_prefills: int = 1
+    max_long_partial_prefills: int = 1
+    long_prefill_token_threshold: int = 0
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    block_sharing: bool = True
+    mixed_batches: bool = True
+    max_prefills_per_step: int | None = None
+    is_speculative: bool = False
+    seed: int = 0
+
+
+def make_settings(config: EngineConfig, info: WorkerInfo) -> SchedulerSettings:
+    """Combine what is wanted with what the device can do; ConfigError where that is impossible."""
+    batch = config.batch
+    max_model_len = config.model.max_model_len
+    _check(batch, max_model_len)
+    threshold = batch.long_prefill_token_threshold
+    if not threshold and batch.max_num_partial_prefills > 1:
+        threshold = max(1, int(LONG_PREFILL_SHARE * max_model_len))
+    return SchedulerSettings(
+        max_num_seqs=batch.max_num_seqs,
+        max_num_batched_tokens=batch.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        enable_chunked_prefill=batch.enable_chunked_prefill,
+        max_num_partial_prefills=batch.max_num_partial_prefills,
+        max_long_partial_prefills=batch.max_long_partial_prefills,
+        long_prefill_token_threshold=threshold,
+        policy=batch.policy,
+        block_sharing=info.block_sharing,
+        mixed_batches=info.mixed_batches,
+        max_prefills_per_step=info.max_prefills_per_step,
+        is_speculative=config.speculative is not None,
+        seed=config.model.seed,
+    )
+
+
+def _check(batch: BatchConfig, max_model_len: int) -> None:
+    if batch.max_num_seqs < 1:
+        raise ConfigError(f"max_num_seqs must be at least 1, got {batch.max_num_seqs}")
+    if batch.max_num_batched_tokens < batch.max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens ({batch.max_num_batched_tokens}) is smaller than max_num_seqs "
+            f"({batch.max_num_seqs}); every running sequence needs one token of each step"
+        )
+    if not batch.enable_chunked_prefill and batch.max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"without chunked prefill a prompt runs in one step, and max_num_batched_tokens "
+            f"({batch.max_num_batched_tokens}) is smaller than max_model_len ({max_model_len}); "
+            "raise the former, lower the latter or enable chunked prefill"
+        )
+    if not 1 <= batch.max_long_partial_prefills <= batch.max_num_partial_prefills:
+        raise ConfigError(
+            f"max_long_partial_prefills ({batch.max_long_partial_prefills}) must be between 1 and "
+            f"max_num_partial_prefills ({batch.max_num_partial_prefills})"
+        )

@@ -1,0 +1,97 @@
+"""From an engine request to its outputs as they come; leaving early aborts the request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from fastdeploy_core import errors
+from fastdeploy_core.errors import FastDeployError, RequestError, WorkerError
+from fastdeploy_core.types import Request, RequestOutput
+
+from .state import ServerState
+
+_MERGE_BUFFER = 4  # outputs per prompt that may wait for a reader
+
+
+async def run(
+    state: ServerState, request: Request, visible_tokens: Sequence[str] = ()
+) -> AsyncGenerator[RequestOutput, None]:
+    """Outputs of one request, each holding what is new. Close the generator to abort."""
+    state.outputs.add(request, visible_tokens=visible_tokens)
+    deltas: Any = state.engine.generate(request)
+    timer = state.metrics.start(request)
+    finished = False
+    try:
+        async for delta in deltas:
+            output, _ = state.outputs.process(delta)
+            if output is None:
+                continue
+            if output.error is not None:
+                raise failure(output.error, output.error_type)
+            timer.observe(output)
+            finished = output.finished
+            yield output
+            if finished:  # a stop string may end an answer before the engine knows
+                return
+        if not finished:
+            raise WorkerError("the engine ended a request without finishing it")
+    except GeneratorExit:
+        if not finished:
+            state.metrics.aborted()
+        raise
+    except asyncio.CancelledError:
+        state.metrics.aborted()
+        raise
+    finally:
+        state.outputs.remove(request.request_id)
+        await deltas.aclose()
+
+
+def failure(message: str, error_type: str) -> FastDeployError:
+    """The exception an engine names in an output's error_type."""
+    kind = getattr(errors, error_type, None)
+    if isinstance(kind, type) and issubclass(kind, FastDeployError):
+        return kind(message)
+    return RequestError(message)
+
+
+async def merge(
+    streams: Sequence[AsyncGenerator[RequestOutput, None]],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Outputs of several requests as they come, each with the number of its request."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as stream:
+            async for output in stream:
+                yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]]
+    queue = asyncio.Queue(_MERGE_BUFFER * len(streams))
+
+    async def pump(number: int) -> None:
+        try:
+            async with aclosing(streams[number]) as stream:
+                async for output in stream:
+                    await queue.put((number, output))
+        except Exception as error:
+            await queue.put((number, error))
+        else:
+            await queue.put((number, None))
+
+    tasks = [asyncio.create_task(pump(number)) for number in range(len(streams))]
+    left = len(streams)
+    try:
+        while left:
+            number, item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield number, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

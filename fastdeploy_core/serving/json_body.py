@@ -1,0 +1,133 @@
+"""Strict JSON: what the stock parser lets through and would hurt later is refused here.
+
+NaN and Infinity, numbers beyond 64 bit or float range, duplicate keys, lone surrogates, NUL
+characters, deep nesting and anything that is not UTF-8 are all errors of the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+
+from .errors import ApiError
+
+MAX_DEPTH = 96
+MAX_INT_CHARS = 20  # sign and 19 digits hold every 64-bit number
+BIG_BODY_BYTES = 64 * 1024  # parsed in a thread from here on
+_SUSPECT_ESCAPE = re.compile(rb"\\u(?:[dD][89a-fA-F]|0000)")
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+async def read_model(request: Request, model: type[Model]) -> Model:
+    """The request's body as this model; ApiError or pydantic's ValidationError otherwise."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise ApiError(
+            415, f"the body must be application/json, got {media_type[:60] or 'no content type'}"
+        )
+    raw = await request.body()
+    if len(raw) > BIG_BODY_BYTES:
+        return await asyncio.to_thread(_to_model, raw, model)
+    return _to_model(raw, model)
+
+
+def _to_model(raw: bytes, model: type[Model]) -> Model:
+    value = parse_json(raw)
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body must be a JSON object, got {_kind(value)}")
+    return model.model_validate(value)
+
+
+def _kind(value: Any) -> str:
+    names = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def parse_json(raw: bytes) -> Any:
+    """The value of a JSON document; ApiError 400 naming what is wrong with it."""
+    try:
+        value = json.loads(
+            raw.decode("utf-8"),
+            parse_constant=_refuse_constant,
+            parse_int=_parse_int,
+            parse_float=_parse_float,
+            object_pairs_hook=_without_duplicates,
+        )
+    except UnicodeDecodeError as error:
+        raise ApiError(400, "the body is not valid UTF-8") from error
+    except RecursionError as error:
+        raise ApiError(400, f"the body is nested deeper than {MAX_DEPTH} levels") from error
+    except ValueError as error:
+        position = f" at character {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise ApiError(400, f"the body is not valid JSON: {reason}{position}") from error
+    _check_tree(value, check_text=_SUSPECT_ESCAPE.search(raw) is not None)
+    return value
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _parse_int(text: str) -> int:
+    if len(text) <= MAX_INT_CHARS:
+        number = int(text)
+        if -(2**63) <= number < 2**63:
+            return number
+    raise ValueError(f"number {text[:24]} is beyond 64 bit")
+
+
+def _parse_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"number {text[:24]} is out of range")
+    return number
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"key {key[:60]!r} is given twice")
+            seen.add(key)
+    return result
+
+
+def _check_tree(value: Any, check_text: bool) -> None:
+    """Bound the depth; with check_text also look at every string for what UTF-8 cannot carry."""
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH + 1):
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                below.extend(item.values())
+                if check_text:
+                    below.extend(item)
+            elif isinstance(item, list):
+                below.extend(
+                    item if check_text else (i for i in item if isinstance(i, dict | list))
+                )
+            elif check_text and isinstance(item, str):
+                _check_text(item)
+        if not below:
+            return
+        level = below
+    raise ApiError(400, f"the body is nested deeper than {MAX_DEPTH} levels")
+
+
+def _check_text(text: str) -> None:
+    if "\0" in text:
+        raise ApiError(400, "text must not contain NUL characters")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ApiError(400, "text must not contain lone surrogates") from error

@@ -1,0 +1,124 @@
+"""Log-probabilities as OpenAI's two APIs and vLLM show them. No value leaves as NaN or infinity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from fastdeploy_core.tokenizer import Tokenizer
+from fastdeploy_core.types import Logprob
+
+LOWEST = -9999.0  # what OpenAI shows for a token that cannot happen
+
+Position = dict[int, Logprob]
+
+
+def finite(value: float) -> float:
+    """The log-probability, or the lowest one that JSON can carry."""
+    return value if math.isfinite(value) and value > LOWEST else LOWEST
+
+
+class TokenNames:
+    """How a token is written in answers: its text, its bytes when it is no text, or its id."""
+
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def __call__(self, token_id: int) -> str:
+        """The name of a token."""
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        raw = self._tokenizer.token_bytes(token_id)
+        try:
+            raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        return self._tokenizer.token_text(token_id)
+
+    def raw(self, token_id: int) -> list[int]:
+        """The bytes of a token, as numbers."""
+        return list(self._tokenizer.token_bytes(token_id))
+
+
+def best(position: Position, count: int) -> list[tuple[int, Logprob]]:
+    """The `count` most likely tokens of a position, best first; all of them for -1."""
+    ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
+    if count < 0:
+        return ranked
+    return [item for item in ranked if (item[1].rank or 0) <= count]
+
+
+def chat_logprobs(
+    positions: Sequence[Position], token_ids: Sequence[int], top: int, names: TokenNames
+) -> dict[str, Any]:
+    """`logprobs` of a chat choice or of its delta."""
+
+    def entry(token_id: int, logprob: Logprob) -> dict[str, Any]:
+        return {
+            "token": names(token_id),
+            "logprob": finite(logprob.logprob),
+            "bytes": names.raw(token_id),
+        }
+
+    content = [
+        {
+            **entry(token_id, position[token_id]),
+            "top_logprobs": [entry(other, logprob) for other, logprob in best(position, top)],
+        }
+        for token_id, position in zip(token_ids, positions, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+class CompletionLogprobs:
+    """`logprobs` of a text completion; offsets go on from one delta to the next."""
+
+    def __init__(self, top: int, names: TokenNames, offset: int = 0) -> None:
+        self._top = top
+        self._names = names
+        self._offset = offset
+
+    def render(
+        self, positions: Sequence[Position | None], token_ids: Sequence[int]
+    ) -> dict[str, Any]:
+        """The next tokens; a position without values is the first token of a prompt."""
+        tokens, values, tops, offsets = [], [], [], []
+        for token_id, position in zip(token_ids, positions, strict=True):
+            name = self._names(token_id)
+            tokens.append(name)
+            offsets.append(self._offset)
+            self._offset += len(name)
+            if position is None:
+                values.append(None)
+                tops.append(None)
+                continue
+            values.append(finite(position[token_id].logprob))
+            shown = best(position, self._top)
+            if all(other != token_id for other, _ in shown):
+                shown.append((token_id, position[token_id]))
+            tops.append({self._names(other): finite(value.logprob) for other, value in shown})
+        return {
+            "tokens": tokens,
+            "token_logprobs": values,
+            "top_logprobs": tops if self._top else None,
+            "text_offset": offsets,
+        }
+
+
+def prompt_logprobs(positions: Sequence[Position | None]) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: token id to logprob, rank and text; None for the first token."""
+    return [
+        None
+        if position is None
+        else {
+            str(token_id): {
+                "logprob": finite(value.logprob),
+                "rank": value.rank,
+                "decoded_token": value.decoded_token,
+            }
+            for token_id, value in position.items()
+        }
+        for position in positions
+    ]

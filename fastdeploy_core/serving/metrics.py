@@ -1,0 +1,248 @@
+"""Prometheus metrics under the original's names: request timings here, engine state at each scrape.
+
+Each app has its own registry, so two apps in one process never share a counter. Labels come from
+closed sets (finish reasons, rejection reasons, route templates), never from clients.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from fastdeploy_core.types import Request, RequestOutput
+    from fastdeploy_core.types.engine import EngineHealth, EngineInfo, EngineStats
+
+PREFIX = "fastdeploy:"
+FINISH_REASONS = ("stop", "length", "abort", "error")
+_SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
+)  # fmt: skip
+_TOKENS = tuple(float(2**power) for power in range(18))
+
+# name: (help, attribute or function of EngineStats)
+_GAUGES: dict[str, tuple[str, str]] = {
+    "num_requests_running": ("sequences in the running batch", "num_running"),
+    "num_requests_waiting": ("sequences waiting in the engine", "num_waiting"),
+    "num_requests_enqueued": ("requests in the request scheduler", "num_queued"),
+    "batch_size": ("sequences in the last step", "last_step_num_seqs"),
+    "max_gpu_block_num": ("KV blocks in all", "num_blocks_total"),
+    "free_gpu_block_num": ("KV blocks that can be allocated", "num_blocks_free"),
+    "available_gpu_block_num": ("KV blocks that can be allocated", "num_blocks_free"),
+    "kv_blocks_used": ("KV blocks that belong to a sequence", "num_blocks_used"),
+    "kv_blocks_cached": ("free KV blocks that hold a reusable prefix", "num_blocks_cached"),
+    "kv_host_blocks_used": ("KV blocks in host memory", "num_host_blocks_used"),
+    "last_step_seconds": ("duration of the last step", "last_step_s"),
+}
+_COUNTERS: dict[str, tuple[str, str]] = {
+    "request_preempted": ("preemptions", "preemptions_total"),
+    "prompt_tokens": ("prompt tokens of admitted requests", "prompt_tokens_total"),
+    "generation_tokens": ("generated tokens", "generation_tokens_total"),
+    "prefix_cache_query_tokens": ("prompt tokens looked up", "prefix_query_tokens_total"),
+    "prefix_cache_token_num": ("prompt tokens found in a cache", "prefix_hit_tokens_total"),
+    "prefix_cpu_cache_token_num": ("of these, found in host memory", "host_hit_tokens_total"),
+    "engine_steps": ("engine steps", "steps_total"),
+    "engine_step_failures": ("steps that failed", "step_failures_total"),
+    "engine_schedule_seconds": ("time spent scheduling", "schedule_s"),
+    "engine_model_seconds": ("time spent in the model", "model_s"),
+    "spec_decode_num_draft_tokens": ("draft tokens proposed", "draft_tokens_total"),
+    "spec_decode_num_accepted_tokens": ("draft tokens accepted", "accepted_draft_tokens_total"),
+}
+
+
+class _EngineState(Collector):
+    """Turns the newest EngineStats into metrics when the registry is scraped."""
+
+    def __init__(self, model_name: str) -> None:
+        self._labels = [model_name]
+        self.stats: EngineStats | None = None
+        self.health: EngineHealth | None = None
+        self.info: EngineInfo | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry."""
+        if self.health is not None:
+            yield self._gauge("engine_ready", "1 when ready", float(self.health.ready))
+            age = self.health.last_progress_age_s
+            yield self._gauge("engine_last_progress_seconds", "since the engine last moved", age)
+        if self.stats is None:
+            return
+        for name, (text, attribute) in _GAUGES.items():
+            yield self._gauge(name, text, float(getattr(self.stats, attribute)))
+        for name, (text, attribute) in _COUNTERS.items():
+            yield self._counter(name, text, float(getattr(self.stats, attribute)))
+        yield from self._derived(self.stats)
+
+    def _derived(self, stats: EngineStats) -> Iterator[Metric]:
+        total = max(1, stats.num_blocks_total)
+        used = stats.num_blocks_used / total
+        yield self._gauge("gpu_cache_usage_perc", "share of KV blocks in use", used)
+        free = stats.num_blocks_free / total
+        yield self._gauge("available_gpu_resource", "share of KV blocks that are free", free)
+        asked = max(1, stats.prefix_query_tokens_total)
+        rate = stats.prefix_hit_tokens_total / asked
+        yield self._gauge("hit_token_rate", "share of prompt tokens found in a cache", rate)
+        if self.info is not None:
+            largest = self.info.max_num_seqs
+            yield self._gauge("max_batch_size", "most sequences in a step", float(largest))
+            left = float(max(0, largest - stats.num_running))
+            yield self._gauge("available_batch_size", "places left in the batch", left)
+        device_hits = stats.prefix_hit_tokens_total - stats.host_hit_tokens_total
+        text = "of the cached prompt tokens, found on the device"
+        yield self._counter("prefix_gpu_cache_token_num", text, float(device_hits))
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric(self._labels, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric(self._labels, value)
+        return family
+
+
+class Metrics:
+    """All metrics of one app."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._name = model_name
+        self._state = _EngineState(model_name)
+        self.registry.register(self._state)
+        self._requests = self._counter("requests_number", "requests received")
+        self._success = self._counter("request_success", "finished requests", ["finished_reason"])
+        self._rejected = self._counter("requests_rejected", "refused requests", ["reason"])
+        self._aborted = self._counter("requests_aborted", "requests whose client left")
+        self._in_flight = self._gauge("requests_in_flight", "requests being answered")
+        self._lag = self._gauge("loop_lag_seconds", "how late the event loop was last")
+        self._ttft = self._histogram("time_to_first_token_seconds", "until the first token")
+        self._tpot = self._histogram("time_per_output_token_seconds", "per token after the first")
+        self._itl = self._histogram("inter_token_latency_seconds", "between two outputs")
+        self._e2e = self._histogram("e2e_request_latency_seconds", "of whole requests")
+        self._queue = self._histogram("request_queue_time_seconds", "waiting to be scheduled")
+        self._inference = self._histogram("request_inference_time_seconds", "after waiting")
+        self._decode = self._histogram("request_decode_time_seconds", "after the first token")
+        self._prefill = self._histogram("request_prefill_time_seconds", "until the first token")
+        self._prompt = self._histogram("request_prompt_tokens", "prompt lengths", _TOKENS)
+        self._generated = self._histogram("request_generation_tokens", "answer lengths", _TOKENS)
+        self._limit = self._histogram("request_params_max_tokens", "max_tokens asked", _TOKENS)
+        self._http = self._counter("http_requests", "HTTP answers", ["path", "status"])
+        self._http_s = self._histogram("http_request_duration_seconds", "HTTP answers", _SECONDS)
+        self.prompt_tokens = 0  # for the scheduler line
+        self.generated_tokens = 0
+        for reason in FINISH_REASONS:  # a series that is absent until it happens cannot be watched
+            self._success.labels(model_name, reason)
+
+    def rejected(self, reason: str) -> None:
+        """A request was refused before any work; `reason` from a closed set."""
+        self._rejected.labels(self._name, reason).inc()
+
+    def aborted(self) -> None:
+        """A client left before its answer was complete."""
+        self._aborted.labels(self._name).inc()
+
+    def in_flight(self, count: int) -> None:
+        """Requests being answered now."""
+        self._in_flight.labels(self._name).set(count)
+
+    def loop_lag(self, seconds: float) -> None:
+        """How late a timer of the event loop fired."""
+        self._lag.labels(self._name).set(seconds)
+
+    def answered(self, path: str, status: int, seconds: float) -> None:
+        """One HTTP answer on a route template."""
+        self._http.labels(self._name, path, str(status)).inc()
+        self._http_s.labels(self._name).observe(seconds)
+
+    def start(self, request: Request) -> RequestTimer:
+        """Begin to time one request."""
+        self._requests.labels(self._name).inc()
+        self._prompt.labels(self._name).observe(len(request.prompt_token_ids))
+        self.prompt_tokens += len(request.prompt_token_ids)
+        if request.sampling.max_tokens is not None:
+            self._limit.labels(self._name).observe(request.sampling.max_tokens)
+        return RequestTimer(self)
+
+    def render(self, stats: EngineStats | None, health: EngineHealth, info: EngineInfo) -> bytes:
+        """The text that a scrape gets."""
+        self._state.stats, self._state.health, self._state.info = stats, health, info
+        return generate_latest(self.registry)
+
+    def first_token(self, seconds: float, queue_s: float | None) -> None:
+        """A request's first token came."""
+        self._ttft.labels(self._name).observe(seconds)
+        if queue_s is not None:
+            self._queue.labels(self._name).observe(queue_s)
+            self._prefill.labels(self._name).observe(max(0.0, seconds - queue_s))
+
+    def next_token(self, seconds: float) -> None:
+        """A later output of a request came."""
+        self._itl.labels(self._name).observe(seconds)
+
+    def finished(
+        self, reasons: Sequence[str], num_tokens: int, timer: RequestTimer, now: float
+    ) -> None:
+        """A request is complete."""
+        total = now - timer.started_at
+        self._e2e.labels(self._name).observe(total)
+        self._inference.labels(self._name).observe(max(0.0, total - (timer.queue_s or 0.0)))
+        self._generated.labels(self._name).observe(num_tokens)
+        if timer.first_at is not None:
+            decode = now - timer.first_at
+            self._decode.labels(self._name).observe(decode)
+            if num_tokens > len(reasons):
+                self._tpot.labels(self._name).observe(decode / (num_tokens - len(reasons)))
+        for reason in reasons:
+            known = reason if reason in FINISH_REASONS else "error"
+            self._success.labels(self._name, known).inc()
+
+    def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+        return Counter(PREFIX + name, text, ["model_name", *labels], registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(PREFIX + name, text, ["model_name"], registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
+        return Histogram(
+            PREFIX + name, text, ["model_name"], buckets=buckets, registry=self.registry
+        )
+
+
+class RequestTimer:
+    """The moments of one request."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self.started_at = time.monotonic()
+        self.first_at: float | None = None
+        self.queue_s: float | None = None
+        self._last_at = self.started_at
+        self._num_tokens = 0
+        self._reasons: dict[int, str] = {}
+
+    def observe(self, output: RequestOutput) -> None:
+        """New output arrived."""
+        now = time.monotonic()
+        count = sum(len(answer.token_ids) for answer in output.outputs)
+        self._num_tokens += count
+        self._metrics.generated_tokens += count
+        if count and self.first_at is None:
+            self.first_at = now
+            self.queue_s = output.metrics.queue_s
+            self._metrics.first_token(now - self.started_at, self.queue_s)
+        elif count:
+            self._metrics.next_token(now - self._last_at)
+        if count:
+            self._last_at = now
+        for answer in output.outputs:
+            if answer.finish_reason is not None:
+                self._reasons[answer.index] = answer.finish_reason
+        if output.finished:
+            self._metrics.finished(list(self._reasons.values()), self._num_tokens, self, now)

@@ -1,0 +1,174 @@
+"""The gate every byte passes: request ids, Host, keys, body limits, and an answer for every failure.
+
+Plain ASGI, outermost first: Guard (ids, last-resort errors, access log) -> Hosts -> Keys -> Bodies.
+Decisions look at `scope` only; a URL rebuilt from headers is never consulted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import ApiError, send_error, to_api_error
+
+logger = logging.getLogger(__name__)
+
+# Probes of the machinery around a server; they say nothing but up or down.
+OPEN_PATHS = frozenset({"/health/live", "/health/ready"})
+_CLIENT_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
+
+Observer = Callable[[str, int, float], None]  # path template, status, seconds
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    return next((value for key, value in scope["headers"] if key == name), None)
+
+
+class Guard:
+    """Gives each request our id, echoes the client's, and answers what nobody else caught."""
+
+    def __init__(self, app: ASGIApp, observe: Observer | None = None) -> None:
+        self.app = app
+        self.observe = observe
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self.app(scope, receive, send)
+            else:
+                await send_error(ApiError(403, "no such protocol here"), scope, receive, send)
+            return
+        started_at = time.monotonic()
+        status = 0
+        request_id = uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        given = (_header(scope, b"x-request-id") or b"").decode("latin-1")
+        shown = given if _CLIENT_ID.fullmatch(given) else request_id
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [
+                    *message.get("headers", []),
+                    (b"x-request-id", shown.encode("ascii")),
+                ]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        except Exception as error:
+            if status:  # the answer has begun; closing the connection is all that is left
+                logger.error("answer broke off", exc_info=error)
+                raise
+            await send_error(to_api_error(error), scope, receive, send_with_id)
+        finally:
+            if self.observe is not None:
+                route = scope.get("route")
+                path = getattr(route, "path", "unmatched")
+                self.observe(path, status, time.monotonic() - started_at)
+
+
+class Hosts:
+    """Answers only the Host headers of an allow-list, against DNS rebinding."""
+
+    def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
+        self.app = app
+        self.allowed = frozenset(host.lower() for host in allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] == "http" and self.allowed:
+            host = (_header(scope, b"host") or b"").decode("latin-1").lower()
+            name = host if host.endswith("]") else host.rsplit(":", 1)[0]
+            if host not in self.allowed and name not in self.allowed:
+                await send_error(ApiError(400, "unknown Host header"), scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+class Keys:
+    """Bearer authentication on every path but OPEN_PATHS, whatever routes exist below."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self.app = app
+        self.digests = [hashlib.sha256(key.encode("utf-8")).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http" or not self.digests or scope["path"] in OPEN_PATHS:
+            await self.app(scope, receive, send)
+            return
+        found = self._match(_header(scope, b"authorization"))
+        if found is None:
+            error = ApiError(
+                401,
+                "a valid key is needed: send it as Authorization: Bearer KEY",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+            await send_error(error, scope, receive, send)
+            return
+        scope.setdefault("state", {})["tenant"] = found.hex()[:16]
+        await self.app(scope, receive, send)
+
+    def _match(self, header: bytes | None) -> bytes | None:
+        """The digest of the key that was sent, if it is one of ours; always compares with all."""
+        scheme, _, key = (header or b"").partition(b" ")
+        digest = hashlib.sha256(key.strip()).digest()
+        matched = [hmac.compare_digest(digest, known) for known in self.digests]
+        return digest if any(matched) and scheme.lower() == b"bearer" else None
+
+
+class Bodies:
+    """Counts body bytes while they arrive and limits how long they may take."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+        self.timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        declared = _header(scope, b"content-length")
+        if declared is not None and declared.isdigit() and int(declared[:20]) > self.max_bytes:
+            await send_error(self._too_large(), scope, receive, send)
+            return
+        deadline = time.monotonic() + self.timeout_s
+        received, complete = 0, False
+
+        async def counted() -> Message:
+            nonlocal received, complete
+            if complete:  # what follows is http.disconnect, for which one may wait long
+                return await receive()
+            try:
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    message = await receive()
+            except TimeoutError as error:
+                raise ApiError(408, "the body did not arrive in time") from error
+            if message["type"] == "http.request":
+                received += len(message.get("body", b""))
+                complete = not message.get("more_body", False)
+                if received > self.max_bytes:
+                    raise self._too_large()
+            return message
+
+        await self.app(scope, counted, send)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413,
+            f"the body is larger than {self.max_bytes} bytes",
+            headers={"Connection": "close"},
+        )

@@ -1,0 +1,255 @@
+"""Fields that chat and text completion share, in OpenAI's, vLLM's and the original's spellings.
+
+Unknown fields are ignored, as clients of all three expect; known fields that cannot be honoured are
+refused with a reason. Ranges are checked by SamplingParams, limits on size here, before any work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from fastdeploy_core.errors import InvalidRequest
+from fastdeploy_core.types import SamplingParams, StructuredOutputsParams
+
+MAX_PROMPTS = 64
+MAX_TOKEN_IDS = 2**20
+MAX_STOP_TOKEN_IDS = 256
+MAX_ALLOWED_TOKEN_IDS = 2**18
+MAX_NAME_CHARS = 256
+MAX_CACHE_SALT_CHARS = 128
+
+# Fields that belong between servers or would run a client's code: never taken on the public port.
+_REFUSED: dict[str, str] = {
+    "kv_transfer_params": "is for servers talking to each other and is not taken from clients",
+    "disaggregate_info": "is for servers talking to each other and is not taken from clients",
+    "prompt_embeds": "is not supported; send text or token ids",
+    "use_beam_search": "is not supported; sample with n > 1",
+    "logits_processors": "cannot be sent; the server loads them with --logits-processors",
+    "logprob_token_ids": "is not supported; use logprobs with top_logprobs",
+    "include_draft_logprobs": "is not supported",
+    "mm_processor_kwargs": "is not supported; only text models are served",
+    "media_io_kwargs": "is not supported; only text models are served",
+    "guided_decoding_backend": "is chosen by the server's --guided-decoding-backend",
+    "response_max_tokens": "is not supported; use max_completion_tokens",
+}
+_HARMLESS: tuple[Any, ...] = (None, False, [], {})
+_SAME_NAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "n",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "bad_words",
+    "bad_words_token_ids",
+    "logit_bias",
+    "allowed_token_ids",
+    "prompt_logprobs",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "logits_processors_args",
+)
+
+
+class ApiModel(BaseModel):
+    """Strict types (no "3" for 3, no true for 1), finite numbers, unknown fields ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class StreamOptions(ApiModel):
+    """What a stream carries beside text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class JsonSchemaFormat(ApiModel):
+    """`json_schema` of a response format."""
+
+    name: str = "response"
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(ApiModel):
+    """OpenAI's way to ask for structured output, and vLLM's structural tags."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(ApiModel):
+    """vLLM's way to ask for structured output; exactly one constraint."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+
+class SamplingFields(ApiModel):
+    """Everything that chat and text completion requests have in common."""
+
+    refused: ClassVar[Mapping[str, str]] = _REFUSED
+
+    model: str | None = Field(default=None, max_length=MAX_NAME_CHARS)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = Field(default=None, max_length=MAX_STOP_TOKEN_IDS)
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    bad_words: list[str] | None = None
+    bad_words_token_ids: list[list[int]] | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = Field(default=None, max_length=MAX_ALLOWED_TOKEN_IDS)
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    logits_processors_args: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
+    reasoning_max_tokens: int | None = None
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+    priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
+    cache_salt: str | None = Field(
+        default=None, min_length=1, max_length=MAX_CACHE_SALT_CHARS, pattern=r"^[^@/\\\s]+$"
+    )
+    prompt_token_ids: list[int] | None = Field(default=None, max_length=MAX_TOKEN_IDS)
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_known(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for name in data.keys() & cls.refused.keys():
+                if data[name] not in _HARMLESS:
+                    raise InvalidRequest(f"{name} {cls.refused[name]}", param=name)
+        return data
+
+    @field_validator("prompt_token_ids", "stop_token_ids", "allowed_token_ids")
+    @classmethod
+    def _not_negative(cls, value: list[int] | None) -> list[int] | None:
+        if value and min(value) < 0:
+            raise ValueError("token ids must not be negative")
+        return value
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> SamplingFields:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream=true", param="stream_options")
+        return self
+
+    def include_usage(self, forced: bool) -> tuple[bool, bool]:
+        """Whether the stream ends with a usage chunk, and whether each chunk carries usage."""
+        options = self.stream_options or StreamOptions()
+        continuous = bool(options.continuous_usage_stats) or forced
+        return bool(options.include_usage) or forced, continuous
+
+    def constraint(self) -> StructuredOutputsParams | None:
+        """The one constraint on the answer, whichever spelling asked for it."""
+        found: list[dict[str, Any]] = []
+        if self.structured_outputs is not None:
+            given = self.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+            found.append(given)
+        guided = {
+            "json": self.guided_json,
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+            "grammar": self.guided_grammar,
+            "json_object": self.guided_json_object or None,
+            "structural_tag": self.structural_tag,
+        }
+        given = {name: value for name, value in guided.items() if value is not None}
+        if given:
+            found.append(given)
+        if self.response_format is not None and (asked := _from_format(self.response_format)):
+            found.append(asked)
+        if not found:
+            return None
+        if len(found) > 1:
+            raise InvalidRequest(
+                "only one of response_format, structured_outputs and guided_* can be given",
+                param="structured_outputs",
+            )
+        options = dict(found[0])
+        if isinstance(options.get("structural_tag"), dict):
+            options["structural_tag"] = _json_text(options["structural_tag"])
+        return StructuredOutputsParams(**options)
+
+    def sampling(self, defaults: Mapping[str, Any], **decided: Any) -> SamplingParams:
+        """Sampling parameters: the request's fields over the model's defaults, then `decided`."""
+        given = {n: v for n in _SAME_NAME if (v := getattr(self, n)) is not None}
+        budget = self.thinking_token_budget
+        if budget is None:
+            budget = self.reasoning_max_tokens
+        if budget is not None:
+            given["thinking_token_budget"] = budget
+        return SamplingParams(**{**defaults, **given, **decided})
+
+
+def _json_text(value: Any) -> str:
+    import json
+
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _from_format(wanted: ResponseFormat) -> dict[str, Any] | None:
+    if wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return {"json_object": True}
+    if wanted.type == "json_schema":
+        if wanted.json_schema is None or wanted.json_schema.schema_ is None:
+            raise InvalidRequest(
+                "response_format json_schema needs json_schema.schema", param="response_format"
+            )
+        schema = wanted.json_schema.schema_
+        return {"json": schema if isinstance(schema, dict) else _json_text(schema)}
+    if wanted.type == "structural_tag":
+        return {"structural_tag": _json_text(wanted.model_dump(exclude_none=True))}
+    raise InvalidRequest(
+        f"response_format has an unknown type {wanted.type!r:.40}; possible: text, json_object, "
+        "json_schema, structural_tag",
+        param="response_format",
+    )

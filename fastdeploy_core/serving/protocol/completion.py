@@ -1,0 +1,91 @@
+"""The body of POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+
+from fastdeploy_core.errors import InvalidRequest
+
+from .common import MAX_PROMPTS, MAX_TOKEN_IDS, SamplingFields
+
+Prompt = str | list[int]
+
+
+class CompletionRequest(SamplingFields):
+    """A text completion: one or many prompts, as text or as token ids."""
+
+    prompt: Any = None  # its four shapes are told apart below, with better words than a union has
+    suffix: Any = None
+    echo: bool | None = None
+    best_of: int | None = Field(default=None, ge=1)
+    logprobs: int | None = None
+    max_tokens: int | None = Field(default=16, ge=0)
+    add_special_tokens: bool = True
+
+    @field_validator("suffix")
+    @classmethod
+    def _no_suffix(cls, value: Any) -> Any:
+        if value not in (None, "", {}):
+            raise InvalidRequest("suffix is not supported by this model", param="suffix")
+        return value
+
+    @field_validator("prompt")
+    @classmethod
+    def _known_shape(cls, value: Any) -> Any:
+        if value is not None:
+            split_prompts(value)
+        return value
+
+    @model_validator(mode="after")
+    def _rules(self) -> CompletionRequest:
+        n = self.n or 1
+        if self.best_of is not None and self.best_of < n:
+            raise InvalidRequest(
+                f"best_of ({self.best_of}) must not be below n ({n})", param="best_of"
+            )
+        if self.best_of is not None and self.best_of > n and self.stream:
+            raise InvalidRequest("best_of above n cannot be streamed", param="best_of")
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest(
+                "max_tokens must be at least 1 unless echo is true", param="max_tokens"
+            )
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+        return self
+
+    def prompts(self) -> list[Prompt]:
+        """The prompts in order; at least one."""
+        if self.prompt_token_ids is not None:
+            if not self.prompt_token_ids:
+                raise InvalidRequest("prompt_token_ids must not be empty", param="prompt_token_ids")
+            return [self.prompt_token_ids]
+        if self.prompt is None:
+            raise InvalidRequest("prompt is missing", param="prompt")
+        return split_prompts(self.prompt)
+
+
+def split_prompts(value: Any) -> list[Prompt]:
+    """The prompts in a string, a list of strings, token ids, or a list of token id lists."""
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        raise InvalidRequest("prompt must be text, token ids, or a list of these", param="prompt")
+    if value and all(type(item) is int for item in value):
+        value = [value]
+    if not 1 <= len(value) <= MAX_PROMPTS:
+        raise InvalidRequest(
+            f"prompt must hold 1 to {MAX_PROMPTS} prompts, got {len(value)}", param="prompt"
+        )
+    for item in value:
+        if isinstance(item, str) and item:
+            continue
+        if isinstance(item, list) and item and all(type(t) is int and t >= 0 for t in item):
+            if len(item) <= MAX_TOKEN_IDS:
+                continue
+            raise InvalidRequest(f"a prompt has {len(item)} token ids", param="prompt")
+        raise InvalidRequest(
+            "each prompt must be non-empty text or a non-empty list of token ids", param="prompt"
+        )
+    return value

@@ -1,0 +1,198 @@
+"""How answers leave: one JSON body or a stream of events, watched for clients that go away.
+
+A job is prepared (templates, tokens, grammar) and run under a permit that is given back however it
+ends. A stream's first event is made before the status line, so that an early failure has its own
+status; a later one is sent as an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from fastdeploy_core.errors import Aborted
+
+from .errors import to_api_error
+from .state import ServerState
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+DONE = b"data: [DONE]\n\n"
+# Set by http_protocol.py: closes the connection without waiting for what it still has to send.
+ABORT_EXTENSION = "fastdeploy.abort"
+
+
+class Job(Protocol):
+    """One API call: what it needs, and its two ways to answer."""
+
+    stream: bool
+
+    @property
+    def num_requests(self) -> int:
+        """Engine requests it will make."""
+        ...
+
+    async def prepare(self) -> None:
+        """Everything up to the engine requests; raises what is wrong with the call."""
+        ...
+
+    async def complete(self) -> dict[str, Any]:
+        """The whole answer."""
+        ...
+
+    def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of a streamed answer."""
+        ...
+
+
+async def answer(http: Request, state: ServerState, job: Job) -> Response:
+    """Run a job and answer with its result."""
+    permit = state.admission.enter(job.num_requests)
+    state.metrics.in_flight(state.admission.in_flight)
+
+    def done() -> None:
+        permit.release()
+        state.metrics.in_flight(state.admission.in_flight)
+
+    handed_over = False
+    try:
+        if not job.stream:
+            body = await unless_disconnected(http, _prepare_and_complete(job))
+            return json_response(body)
+        events = job.events()
+        first = await unless_disconnected(http, _prepare_and_start(job, events))
+        handed_over = True
+        stall_s = state.config.stream_stall_timeout_s
+        return EventStream(framed(first, events), stall_s, done)
+    finally:
+        if not handed_over:
+            done()
+
+
+async def _prepare_and_complete(job: Job) -> dict[str, Any]:
+    await job.prepare()
+    return await job.complete()
+
+
+async def _prepare_and_start(
+    job: Job, events: AsyncGenerator[dict[str, Any], None]
+) -> dict[str, Any] | None:
+    try:
+        await job.prepare()
+        return await anext(events, None)
+    except BaseException:
+        await events.aclose()
+        raise
+
+
+def json_response(body: Any, status: int = 200) -> Response:
+    """A JSON body; msgspec writes what is not a number as null instead of invalid JSON."""
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+async def framed(
+    first: dict[str, Any] | None, events: AsyncGenerator[dict[str, Any], None]
+) -> AsyncGenerator[bytes, None]:
+    """Server-sent events; a failure becomes an event too, and [DONE] is always last."""
+    try:
+        if first is not None:
+            yield frame(first)
+        async for event in events:
+            yield frame(event)
+    except Exception as error:
+        yield frame(to_api_error(error).body())
+    finally:
+        await events.aclose()
+    yield DONE
+
+
+def frame(event: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+async def until_disconnect(receive: Receive) -> None:
+    """Return when the client is gone; the body must have been read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_disconnected(http: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled when the client leaves before it is done."""
+    task = asyncio.create_task(work)
+    leave = asyncio.create_task(until_disconnect(http.receive))
+    try:
+        await asyncio.wait({task, leave}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Aborted("the client left before the answer was complete")
+        return task.result()
+    finally:
+        for one in (task, leave):
+            one.cancel()
+        await asyncio.gather(task, leave, return_exceptions=True)
+
+
+class EventStream(Response):
+    """A streamed body: stops when the client leaves, and drops a client that does not read.
+
+    `send` waits while the connection's write buffer is full, so a slow reader slows only its own
+    stream; what the engine produces meanwhile waits as token ids.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], stall_s: float, on_close: Callable[[], None]
+    ) -> None:
+        super().__init__(None)
+        self._events = events
+        self._stall_s = stall_s
+        self._on_close = on_close
+        self.raw_headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        pump = asyncio.create_task(self._pump(send))
+        leave = asyncio.create_task(until_disconnect(receive))
+        try:
+            await asyncio.wait({pump, leave}, return_when=asyncio.FIRST_COMPLETED)
+            if pump.done():
+                pump.result()
+        except TimeoutError:
+            logger.warning("a client stopped reading its stream for %.0f s", self._stall_s)
+            abort = scope.get("extensions", {}).get(ABORT_EXTENSION)
+            if abort is not None:
+                abort()
+        finally:
+            for task in (pump, leave):
+                task.cancel()
+            await asyncio.gather(pump, leave, return_exceptions=True)
+            await self._events.aclose()
+            self._on_close()
+
+    async def _pump(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        async for data in _yielding(self._events):
+            async with asyncio.timeout(self._stall_s):
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _yielding(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Events with a turn of the loop after each, so that a long backlog cannot hold the loop."""
+    async for event in events:
+        yield event
+        await asyncio.sleep(0)

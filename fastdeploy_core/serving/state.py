@@ -1,0 +1,188 @@
+"""What the routes of one app share: engine, tokenizer, limits, counters. Nothing here is global."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from fastdeploy_core import plugins
+from fastdeploy_core.config.server import ServerConfig
+from fastdeploy_core.engine.input import RequestLimits, build_request_async, default_sampling_values
+from fastdeploy_core.engine.output import OutputProcessor
+from fastdeploy_core.errors import ConfigError, PluginNotFound, RequestTooLong, WorkerError
+
+from .errors import ApiError, too_busy, unavailable
+from .metrics import Metrics
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from fastdeploy_core.grammar.compiler import GrammarCompiler
+    from fastdeploy_core.tokenizer import Tokenizer
+    from fastdeploy_core.types import Request, RequestOutputDelta, SamplingParams
+    from fastdeploy_core.types.engine import EngineHealth, EngineInfo, EngineStats
+
+Result = TypeVar("Result")
+DRAINING_RETRY_S = 5.0
+SURE_CHARS = 256 * 1024  # a text up to this length is tokenized before it is called too long
+
+
+class Engine(Protocol):
+    """The part of AsyncEngine that serving uses."""
+
+    info: EngineInfo
+
+    def check_admission(self, num_tokens: int = 0) -> None:
+        """Raise QueueFull or WorkerError at once if a request put now would be refused."""
+        ...
+
+    def generate(self, request: Request) -> AsyncIterator[RequestOutputDelta]:
+        """Deltas of one request; leaving the iterator aborts it."""
+        ...
+
+    def health(self) -> EngineHealth:
+        """Cheap, from any thread."""
+        ...
+
+    async def stats(self) -> EngineStats:
+        """Gauges and counters."""
+        ...
+
+    async def drain(self, grace_s: float) -> None:
+        """Finish what runs, refuse what is new."""
+        ...
+
+    async def close(self) -> None:
+        """End the engine."""
+        ...
+
+
+class Permit:
+    """The right to have requests in flight; given back exactly once, however the answer ends."""
+
+    def __init__(self, give_back: Callable[[], None]) -> None:
+        self._give_back: Callable[[], None] | None = give_back
+
+    def release(self) -> None:
+        """Idempotent."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+
+class Admission:
+    """Decides, before any work is done for a request, whether there is room for it."""
+
+    def __init__(self, engine: Engine, config: ServerConfig, metrics: Metrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self.limit = config.max_concurrency
+        self.in_flight = 0
+        self.draining = False
+
+    def enter(self, count: int) -> Permit:
+        """A permit for `count` requests; 429 when there is no room, 503 when there is no engine."""
+        try:
+            self._check(count)
+        except ApiError as error:
+            reason = (
+                "draining" if self.draining else {429: "queue_full"}.get(error.status, "engine")
+            )
+            self._metrics.rejected(reason)
+            raise
+        self.in_flight += count
+        return Permit(partial(self._leave, count))
+
+    def _check(self, count: int) -> None:
+        if self.draining:
+            raise unavailable("the server is shutting down", DRAINING_RETRY_S)
+        if count > self.limit:
+            raise ApiError(400, f"one call may hold at most {self.limit} prompts", param="prompt")
+        if self.in_flight + count > self.limit:
+            raise too_busy(f"{self.in_flight} requests are in flight; at most {self.limit} may be")
+        try:
+            self._engine.check_admission()
+        except WorkerError as error:
+            raise unavailable("the engine is not ready") from error
+
+    def _leave(self, count: int) -> None:
+        self.in_flight -= count
+
+
+class ServerState:
+    """Built once per app by create_app."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        config: ServerConfig,
+        limits: RequestLimits,
+        compiler: GrammarCompiler | None = None,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.config = config
+        self.compiler = compiler
+        self.metrics = Metrics(config.served_names[0] if config.served_names else "model")
+        self.admission = Admission(engine, config, self.metrics)
+        self.outputs = OutputProcessor(tokenizer)
+        self.default_sampling = default_sampling_values(config.default_sampling)
+        self.limits = limits
+        longest = max(map(len, tokenizer.get_vocab()), default=1)
+        self._most_chars = max(SURE_CHARS, longest * limits.max_model_len)
+        self.reasoning_parser = _driver("reasoning_parser", config.reasoning_parser)
+        self.tool_parser = _driver("tool_parser", config.tool_call_parser)
+        self._threads = ThreadPoolExecutor(config.tokenizer_threads, "tokenizer")
+
+    async def in_thread(
+        self, function: Callable[..., Result], *arguments: Any, **named: Any
+    ) -> Result:
+        """Run something slow beside the event loop."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, partial(function, *arguments, **named))
+
+    async def engine_request(
+        self, prompt: str | list[int], sampling: SamplingParams, **options: Any
+    ) -> Request:
+        """A checked engine request; a text that cannot fit is refused before it is tokenized."""
+        if isinstance(prompt, str) and len(prompt) > self._most_chars:
+            raise RequestTooLong(
+                f"This model's maximum context length is {self.limits.max_model_len} tokens. "
+                f"However, your prompt has {len(prompt)} characters, which are more tokens than "
+                "that. Please shorten the prompt.",
+                param="prompt",
+            )
+        return await build_request_async(
+            prompt,
+            sampling,
+            tokenizer=self.tokenizer,
+            limits=self.limits,
+            compiler=self.compiler,
+            **options,
+        )
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with; 404 for a model this server does not have."""
+        names = self.config.served_names
+        if not name:
+            return names[0]
+        if self.config.verify_model_name and name not in names:
+            raise ApiError(404, f"The model `{name[:128]}` does not exist.", param="model")
+        return name
+
+    def close(self) -> None:
+        """Stop helpers; the engine belongs to whoever started it."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _driver(kind: str, name: str) -> Any:
+    if not name:
+        return None
+    try:
+        return plugins.lookup(kind, name)
+    except PluginNotFound as error:
+        raise ConfigError(str(error)) from error

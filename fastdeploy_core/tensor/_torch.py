@@ -1,0 +1,219 @@
+"""torch as a TensorLibrary. Imported by `tensor.load` only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from fastdeploy_core.errors import ConfigError
+
+from ._bits import BIT_CARRIERS, as_carrier, tune_malloc
+from .library import DTYPE_BYTES
+
+
+class TorchLibrary:
+    """Mostly torch's own functions; they are attributes of the class, so a call costs nothing more."""
+
+    name = "torch"
+    version = torch.__version__
+    default_device = "cpu"
+    tensor_type = torch.Tensor
+    cpu_matmul_dtypes = ("float32", "bfloat16")
+
+    float64 = torch.float64
+    float32 = torch.float32
+    float16 = torch.float16
+    bfloat16 = torch.bfloat16
+    float8_e4m3fn = torch.float8_e4m3fn
+    float8_e5m2 = torch.float8_e5m2
+    int64 = torch.int64
+    int32 = torch.int32
+    int16 = torch.int16
+    int8 = torch.int8
+    uint8 = torch.uint8
+    bool = torch.bool
+
+    zeros = staticmethod(torch.zeros)
+    ones = staticmethod(torch.ones)
+    empty = staticmethod(torch.empty)
+    full = staticmethod(torch.full)
+    zeros_like = staticmethod(torch.zeros_like)
+    empty_like = staticmethod(torch.empty_like)
+    cat = staticmethod(torch.cat)
+    stack = staticmethod(torch.stack)
+    split = staticmethod(torch.split)
+    where = staticmethod(torch.where)
+    index_select = staticmethod(torch.index_select)
+    gather = staticmethod(torch.gather)
+    scatter = staticmethod(torch.scatter)
+    nonzero = staticmethod(torch.nonzero)
+    matmul = staticmethod(torch.matmul)
+    linear = staticmethod(F.linear)
+    addmm = staticmethod(torch.addmm)
+    outer = staticmethod(torch.outer)
+    exp = staticmethod(torch.exp)
+    log = staticmethod(torch.log)
+    log1p = staticmethod(torch.log1p)
+    sqrt = staticmethod(torch.sqrt)
+    rsqrt = staticmethod(torch.rsqrt)
+    sin = staticmethod(torch.sin)
+    cos = staticmethod(torch.cos)
+    sigmoid = staticmethod(torch.sigmoid)
+    silu = staticmethod(F.silu)
+    abs = staticmethod(torch.abs)
+    maximum = staticmethod(torch.maximum)
+    minimum = staticmethod(torch.minimum)
+    clamp = staticmethod(torch.clamp)
+    isfinite = staticmethod(torch.isfinite)
+    isnan = staticmethod(torch.isnan)
+    bitwise_and = staticmethod(torch.bitwise_and)
+    bitwise_or = staticmethod(torch.bitwise_or)
+    bitwise_xor = staticmethod(torch.bitwise_xor)
+    left_shift = staticmethod(torch.bitwise_left_shift)
+    right_shift = staticmethod(torch.bitwise_right_shift)
+    bincount = staticmethod(torch.bincount)
+
+    def dtype(self, name: str) -> Any:
+        if name not in DTYPE_BYTES:
+            raise ConfigError(f"unknown dtype {name!r}; possible: {', '.join(DTYPE_BYTES)}")
+        return getattr(torch, name)
+
+    def dtype_name(self, dtype: Any) -> str:
+        return str(getattr(dtype, "dtype", dtype)).rpartition(".")[2]
+
+    def size(self, x: Any) -> int:
+        return int(x.numel())
+
+    def nbytes(self, x: Any) -> int:
+        return int(x.numel() * x.element_size())
+
+    def to_device(self, x: Any, device: str) -> Any:
+        return x.to(device)
+
+    def no_grad(self) -> AbstractContextManager[Any]:
+        return torch.inference_mode()
+
+    def set_num_threads(self, count: int) -> None:
+        torch.set_num_threads(count)
+
+    def get_num_threads(self) -> int:
+        return torch.get_num_threads()
+
+    def arange(
+        self,
+        start: int,
+        end: int | None = None,
+        step: int = 1,
+        dtype: Any = None,
+        device: str | None = None,
+    ) -> Any:
+        first, last = (0, start) if end is None else (start, end)
+        return torch.arange(first, last, step, dtype=dtype, device=device)
+
+    def tensor(self, data: Any, dtype: Any = None, device: str | None = None) -> Any:
+        return torch.tensor(data, dtype=dtype, device=device)
+
+    def from_numpy(self, array: np.ndarray, dtype: Any = None) -> Any:
+        bits, carrier = as_carrier(array, "" if dtype is None else self.dtype_name(dtype))
+        x = torch.from_numpy(bits)
+        if carrier:
+            return x.view(dtype)
+        return x if dtype is None else x.to(dtype)
+
+    def to_numpy(self, x: Any) -> np.ndarray:
+        x = x.detach().cpu()
+        carrier = BIT_CARRIERS.get(self.dtype_name(x))
+        if carrier is None:
+            return x.numpy()
+        # torch has no unsigned 16-bit arithmetic but exports int16, whose bits are the same.
+        signed = "int16" if carrier == "uint16" else carrier
+        return x.contiguous().view(getattr(torch, signed)).numpy().view(carrier)
+
+    def from_buffer(self, buffer: Any, dtype: str, shape: Sequence[int]) -> Any:
+        carrier = BIT_CARRIERS.get(dtype, dtype)
+        array = np.frombuffer(buffer, dtype=carrier).reshape(tuple(shape))
+        return self.from_numpy(array, self.dtype(dtype))
+
+    def index_copy_(self, x: Any, dim: int, index: Any, source: Any) -> Any:
+        return x.index_copy_(dim, index, source)
+
+    def index_add_(self, x: Any, dim: int, index: Any, source: Any) -> Any:
+        return x.index_add_(dim, index, source)
+
+    def repeat_interleave(self, x: Any, repeats: Any, dim: int = 0) -> Any:
+        return torch.repeat_interleave(x, repeats, dim=dim)
+
+    def matmul_nt(self, a: Any, b: Any) -> Any:
+        return torch.matmul(a, b.transpose(-1, -2))
+
+    def softmax(self, x: Any, dim: int = -1) -> Any:
+        return torch.softmax(x, dim)
+
+    def log_softmax(self, x: Any, dim: int = -1) -> Any:
+        return torch.log_softmax(x, dim)
+
+    def logsumexp(self, x: Any, dim: int = -1, keepdim: bool = False) -> Any:
+        return torch.logsumexp(x, dim, keepdim=keepdim)
+
+    def cumsum(self, x: Any, dim: int = -1) -> Any:
+        return torch.cumsum(x, dim)
+
+    def argmax(self, x: Any, dim: int = -1) -> Any:
+        return torch.argmax(x, dim)
+
+    def amax(self, x: Any, dim: int = -1, keepdim: bool = False) -> Any:
+        return torch.amax(x, dim, keepdim=keepdim)
+
+    def topk(self, x: Any, k: int, dim: int = -1) -> tuple[Any, Any]:
+        values, indices = torch.topk(x, k, dim)
+        return values, indices
+
+    def sort(
+        self, x: Any, dim: int = -1, descending: bool = False, stable: bool = False
+    ) -> tuple[Any, Any]:
+        values, indices = torch.sort(x, dim=dim, descending=descending, stable=stable)
+        return values, indices
+
+    def argsort(self, x: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
+        return torch.argsort(x, dim=dim, descending=descending, stable=stable)
+
+    def searchsorted(self, sorted_values: Any, values: Any, right: bool = False) -> Any:
+        return torch.searchsorted(sorted_values, values, right=right)
+
+    def rms_norm(self, x: Any, weight: Any, eps: float) -> Any:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    def silu_and_mul(self, x: Any) -> Any:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    def rotate(self, x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
+        wide = x.float()
+        if interleaved:
+            pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)).contiguous())
+            turned = torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
+        else:
+            a, b = wide.chunk(2, -1)
+            turned = torch.cat(
+                (torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)), -1
+            )
+        return turned.to(x.dtype)
+
+    def attend(self, q: Any, k: Any, v: Any, mask: Any, scale: float) -> Any:
+        heads, group = q.shape[:2]
+        keys = k.unsqueeze(1).expand(heads, group, *k.shape[1:])
+        values = v.unsqueeze(1).expand(heads, group, *v.shape[1:])
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
+
+    def tune_allocator(self) -> None:
+        tune_malloc()
+
+
+def library() -> TorchLibrary:
+    """The one instance of this process."""
+    return TorchLibrary()

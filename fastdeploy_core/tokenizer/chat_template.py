@@ -1,0 +1,342 @@
+"""Chat templates: the sandboxed jinja2 environment, what a request may pass in, the size of what comes out.
+
+The model's own template is the operator's choice and renders here; a template that a request brings
+is hostile until proven otherwise and renders in template_process.py. Both meet the same sandbox.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from fastdeploy_core.errors import InvalidRequest
+
+MAX_RENDERED_CHARS = 4 * 1024 * 1024
+MAX_TEMPLATE_CHARS = 64 * 1024  # of a template that a request brings
+MAX_KWARGS = 32
+# Switches that clients send to any model; a template that does not know them ignores them.
+COMMON_KWARGS = frozenset(
+    {
+        "date_string",
+        "enable_thinking",
+        "reasoning_effort",
+        "thinking",
+        "thinking_budget",
+        "thinking_mode",
+        "tool_choice",
+    }
+)
+# Names that belong to us; a request that could set them would change what is rendered or how.
+RESERVED_NAMES = frozenset(
+    {
+        "add_generation_prompt",
+        "add_special_tokens",
+        "bos_token",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "dict",
+        "documents",
+        "eos_token",
+        "messages",
+        "namespace",
+        "pad_token",
+        "raise_exception",
+        "return_dict",
+        "return_tensors",
+        "strftime_now",
+        "tokenize",
+        "tokenizer",
+        "tools",
+        "truncation",
+        "unk_token",
+    }
+)
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+class TemplateRefusal(Exception):
+    """A template cannot be used or refuses the conversation; the message is for the client."""
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """{% generation %} marks the assistant's part for training; in serving it only shows its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it this way)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """jinja's namespace() without names that begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, rest = args[0], args[1:]
+        values = dict(*rest, **kwargs)
+        for name in values:
+            _check_attribute(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        super().__setitem__(name, value)
+
+
+def _check_attribute(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError("names in a namespace must not begin with '_'")
+
+
+class _Dict:
+    """dict() for templates: the call, not the class with its attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja's own filter escapes for HTML; models were trained on plain JSON.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)  # local time, as the templates' authors expect
+
+
+@functools.cache
+def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """The sandbox that chat templates of the Hugging Face world are written for."""
+    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
+        autoescape=False,  # noqa: S701 (a prompt is not HTML)
+    )
+    env.filters["tojson"] = _tojson
+    env.globals.update(
+        raise_exception=_raise_exception,
+        strftime_now=_strftime_now,
+        dict=_Dict(),
+        namespace=_Namespace,
+    )
+    return env
+
+
+class ChatTemplate:
+    """A compiled template. `variables`: the names it reads that nobody defines in it."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        try:
+            tree = environment().parse(source)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
+            self._template = environment().from_string(tree)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise TemplateRefusal(f"the chat template is malformed: {_reason(error)}") from error
+
+    def render(self, variables: Mapping[str, Any], max_chars: int = MAX_RENDERED_CHARS) -> str:
+        """Render; stops as soon as the text exceeds `max_chars`."""
+        pieces: list[str] = []
+        length = 0
+        try:
+            for piece in self._template.generate(**variables):
+                length += len(piece)
+                if length > max_chars:
+                    raise TemplateRefusal(
+                        f"the rendered conversation exceeds {max_chars} characters"
+                    )
+                pieces.append(piece)
+        except jinja2.exceptions.SecurityError as error:
+            raise TemplateRefusal("the chat template does what the sandbox forbids") from error
+        except jinja2.TemplateError as error:
+            raise TemplateRefusal(f"the chat template refuses: {_reason(error)}") from error
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise TemplateRefusal(f"the chat template failed: {_reason(error)}") from error
+        except (RecursionError, MemoryError) as error:
+            raise TemplateRefusal("the chat template needs too much memory") from error
+        return "".join(pieces)
+
+
+def _reason(error: BaseException) -> str:
+    return str(error)[:300] or type(error).__name__
+
+
+def check_template_kwargs(
+    kwargs: Mapping[str, Any], known: frozenset[str] | None
+) -> dict[str, Any]:
+    """A request's chat_template_kwargs as plain data; refuses names that are not the template's.
+
+    `known`: what the template reads; None while that is unknown (a request's own template).
+    """
+    if len(kwargs) > MAX_KWARGS:
+        raise InvalidRequest(
+            f"chat_template_kwargs has {len(kwargs)} entries; at most {MAX_KWARGS} are possible",
+            param="chat_template_kwargs",
+        )
+    possible = None if known is None else (known | COMMON_KWARGS) - RESERVED_NAMES
+    for name in kwargs:
+        if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
+            raise InvalidRequest(
+                f"chat_template_kwargs has a malformed name: {name!r:.60}",
+                param="chat_template_kwargs",
+            )
+        if name in RESERVED_NAMES:
+            raise InvalidRequest(
+                f"chat_template_kwargs must not set {name!r}; it is not the template's",
+                param="chat_template_kwargs",
+            )
+        if possible is not None and name not in possible:
+            raise InvalidRequest(
+                f"chat_template_kwargs sets {name!r:.60}, which the chat template does not read; "
+                f"possible: {', '.join(sorted(possible))}",
+                param="chat_template_kwargs",
+            )
+    return plain_data(dict(kwargs))
+
+
+def plain_data(value: Any, depth: int = 0) -> Any:
+    """Rebuild a value from plain JSON types, so that a template sees no object with methods."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if depth > 64:
+        raise InvalidRequest("messages and tools must not nest deeper than 64", param="messages")
+    if isinstance(value, Mapping):
+        return {plain_data(k, depth + 1): plain_data(v, depth + 1) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(item, depth + 1) for item in value]
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int | float):
+        return int(value) if isinstance(value, int) else float(value)
+    if callable(getattr(value, "model_dump", None)):
+        return plain_data(value.model_dump(exclude_none=True), depth + 1)
+    raise InvalidRequest(
+        f"messages and tools must be plain data, found {type(value).__name__}", param="messages"
+    )
+
+
+def prepare_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Check a conversation and bring it into the form that templates expect.
+
+    Content in parts becomes text (parts joined by line breaks), arguments of earlier tool calls
+    become objects, and reasoning is found under each of the names that templates read.
+    """
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+        raise InvalidRequest("messages must be a list of messages", param="messages")
+    prepared = [_prepare_message(plain_data(message), i) for i, message in enumerate(messages)]
+    if not prepared:
+        raise InvalidRequest("messages must not be empty", param="messages")
+    return prepared
+
+
+def _prepare_message(message: Any, index: int) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise InvalidRequest(f"{where} must be an object with a role", param="messages")
+    if isinstance(message.get("content"), list):
+        message["content"] = _join_parts(message["content"], where)
+    elif not isinstance(message.get("content"), str | None):
+        raise InvalidRequest(f"{where}.content must be text or a list of parts", param="messages")
+    calls = message.get("tool_calls")
+    if calls is None:
+        message.pop("tool_calls", None)
+    elif not isinstance(calls, list):
+        raise InvalidRequest(f"{where}.tool_calls must be a list", param="messages")
+    else:
+        for call in calls:
+            _open_arguments(call, where)
+    reasoning = next((message[n] for n in _REASONING_NAMES if message.get(n) is not None), None)
+    if reasoning is not None:
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return message
+
+
+def _join_parts(parts: list[Any], where: str) -> str:
+    texts = []
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part, dict) and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise InvalidRequest(
+                f"{where}.content has a part of type {kind!r:.40}; this model takes text",
+                param="messages",
+            )
+    return "\n".join(texts)
+
+
+def _open_arguments(call: Any, where: str) -> None:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequest(f"{where}.tool_calls needs function.name", param="messages")
+    arguments = function.get("arguments")
+    if arguments is None or arguments == "":
+        function["arguments"] = {}
+    elif isinstance(arguments, str):
+        try:
+            function["arguments"] = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise InvalidRequest(
+                f"{where}.tool_calls: arguments of {function['name']!r:.60} are not valid JSON",
+                param="messages",
+            ) from None
+
+
+def mark_final_message(messages: list[dict[str, Any]]) -> str:
+    """For continue_final_message: puts a mark behind the last message; returns its text."""
+    text = messages[-1].get("content")
+    if not isinstance(text, str):
+        raise InvalidRequest(
+            "continue_final_message needs a final message with text", param="continue_final_message"
+        )
+    messages[-1]["content"] = text + _MARK
+    return text
+
+
+def cut_at_mark(rendered: str, text: str) -> str:
+    """The rendered conversation up to the end of its final message."""
+    mark = _MARK.strip()
+    end = rendered.rfind(mark)
+    if end < 0 or text.strip() not in rendered:
+        raise InvalidRequest(
+            "continue_final_message: the chat template does not show the final message",
+            param="continue_final_message",
+        )
+    if rendered.startswith(_MARK, end):
+        return rendered[:end]
+    return rendered[:end].rstrip()  # the template trims messages

@@ -1,0 +1,223 @@
+"""The tokenizer of one model: text to ids, ids to text, conversations to prompts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from fastdeploy_core.errors import ConfigError, InvalidRequest
+
+from .chat_template import (
+    ChatTemplate,
+    TemplateRefusal,
+    check_template_kwargs,
+    cut_at_mark,
+    mark_final_message,
+    plain_data,
+    prepare_messages,
+)
+from .detokenizer import byte_level_bytes, describe_decoder, fallback_byte, finish, make_steps, push
+from .files import NAMED_TOKENS, TokenizerFiles, load_backend, read_files
+from .template_process import render_in_child
+
+
+class Tokenizer:
+    """One model's tokenizer. Thread safe: nothing changes after load()."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
+        self._backend = backend
+        self._files = files
+        self.path: Path = files.path
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        # Ids from 0 to vocab_size - 1; a few of them may have no token.
+        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
+        added = backend.get_added_tokens_decoder()
+        self.special_token_ids: frozenset[int] = frozenset(
+            token_id for token_id, token in added.items() if token.special
+        )
+        for name in NAMED_TOKENS:
+            text = files.named_tokens.get(name)
+            setattr(self, name, text)
+            setattr(self, f"{name}_id", None if text is None else backend.token_to_id(text))
+        own = [] if self.eos_token_id is None else [self.eos_token_id]
+        # Every id that ends an answer, the tokenizer's own first.
+        self.eos_token_ids: list[int] = list(dict.fromkeys([*own, *files.eos_token_ids]))
+        self.chat_template: str | None = files.chat_templates.get("default")
+        self.decoder_settings = describe_decoder(backend.decoder)
+        self._is_byte_level = any(s["type"] == "ByteLevel" for s in self.decoder_settings)
+        self._texts: dict[int, str] = {}
+
+    # Set by name in __init__; None where the model has no such token.
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    bos_token_id: int | None
+    eos_token_id: int | None
+    unk_token_id: int | None
+    pad_token_id: int | None
+
+    @classmethod
+    def load(cls, path: str | Path, *, chat_template: str | None = None) -> Tokenizer:
+        """Read a tokenizer folder; `chat_template`: text that replaces the model's own template."""
+        files = read_files(path)
+        if chat_template is not None:
+            files.chat_templates = {"default": chat_template}
+        for name, source in files.chat_templates.items():
+            try:
+                _compiled(source)
+            except TemplateRefusal as error:
+                raise ConfigError(f"chat template {name!r} of {files.path}: {error}") from error
+        return cls(load_backend(files), files)
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids; special tokens such as <s> are added as the model's files say."""
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(
+        self, texts: Sequence[str], add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Several texts at once, on several cores."""
+        try:
+            encodings = self._backend.encode_batch_fast(
+                list(texts), add_special_tokens=add_special_tokens
+            )
+        except (TypeError, UnicodeEncodeError):
+            raise InvalidRequest(
+                "the prompt must be text without lone surrogates", param="prompt"
+            ) from None
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool = False) -> str:
+        """The text of token ids; ids without a token are left out."""
+        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        try:
+            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError):
+            raise InvalidRequest(
+                "token ids must be integers from 0 up", param="token_ids"
+            ) from None
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token in the middle of a text (a leading space is kept)."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self._single_text(token_id)
+        return text
+
+    def _single_text(self, token_id: int) -> str:
+        token = self.token_string(token_id)
+        if token is None:
+            return ""
+        steps = make_steps(self.decoder_settings)
+        push(steps, ["x"])  # so that the token is not the first of a text
+        for step in steps:
+            step.primed()
+        return push(steps, [token]) + finish(steps)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes of one token, also when they are only part of a character."""
+        token = self.token_string(token_id)
+        if token is None:
+            return b""
+        if self._is_byte_level:
+            return byte_level_bytes(token)
+        byte = fallback_byte(token)
+        return self.token_text(token_id).encode() if byte is None else bytes([byte])
+
+    def token_string(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling (such as "Ġthe"); None for an id without a token."""
+        try:
+            return self._backend.id_to_token(token_id)
+        except (OverflowError, TypeError):
+            return None
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token by its own spelling."""
+        return self._backend.token_to_id(token)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Every token with its id."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    @property
+    def tokenizer_json(self) -> Path:
+        """The file that grammar backends read."""
+        return self.path / "tokenizer.json"
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        trusted: bool = False,
+    ) -> str:
+        """The prompt of a conversation; InvalidRequest says what is wrong with it.
+
+        `template_kwargs`: a request's chat_template_kwargs, checked against what the template reads.
+        `chat_template`: a template that came with a request; the caller decides beforehand whether
+        requests may bring one. Unless it is `trusted` it renders in a child process under limits.
+        Encode the prompt with add_special_tokens=False: the template writes them.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other",
+                param="continue_final_message",
+            )
+        prepared = prepare_messages(messages)
+        final = mark_final_message(prepared) if continue_final_message else ""
+        own = None
+        if chat_template is None:
+            own = self._own_template(bool(tools))
+        elif trusted:
+            own = _given(chat_template)
+        variables = {
+            **check_template_kwargs(template_kwargs or {}, own.variables if own else None),
+            **{name: text for name, text in self._files.named_tokens.items()},
+            "messages": prepared,
+            "tools": plain_data(list(tools)) if tools else None,
+            "documents": plain_data(list(documents)) if documents else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            rendered = own.render(variables) if own else render_in_child(chat_template or "", variables)
+        except TemplateRefusal as error:
+            raise InvalidRequest(str(error), param="messages") from error
+        return cut_at_mark(rendered, final) if continue_final_message else rendered
+
+    def _own_template(self, with_tools: bool) -> ChatTemplate:
+        templates = self._files.chat_templates
+        source = templates.get("tool_use") if with_tools else None
+        source = source or templates.get("default")
+        if source is None:
+            raise InvalidRequest(
+                "this model has no chat template, so it takes prompts and no messages; the operator "
+                "can give one with --chat-template",
+                param="messages",
+            )
+        return _compiled(source)
+
+
+def _given(source: str) -> ChatTemplate:
+    try:
+        return _compiled(source)
+    except TemplateRefusal as error:
+        raise InvalidRequest(str(error), param="chat_template") from error
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(source: str) -> ChatTemplate:
+    # Only templates of models and operators come here: few, and chosen by no request.
+    return ChatTemplate(source)

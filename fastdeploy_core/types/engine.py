@@ -1,0 +1,89 @@
+"""What an engine says of itself: what it is, whether it is well, what it has done so far."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class EngineInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Fixed facts of a started engine."""
+
+    num_blocks: int
+    num_host_blocks: int = 0
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    served_names: list[str] = []
+    model_path: str = ""
+    architecture: str = ""
+    dtype: str = ""
+    device: str = ""
+    tensor_library: str = ""
+    tensor_parallel_size: int = 1
+    drivers: dict[str, str] = {}  # kind to the name chosen
+    overlap: bool = False
+    prefix_caching: bool = False
+    max_request_tokens: (
+        int  # prompt and output together, of one sequence: model and pool considered
+    )
+    weight_bytes: int = 0
+    bytes_per_block: int = 0
+    startup_s: float = 0.0
+    epoch: int = 0  # random 64 bit, new at every start
+    report: list[str] = []  # one line per start-up decision
+
+
+class EngineHealth(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The engine as seen from the process that asks; cheap and never blocking."""
+
+    alive: bool  # its process runs
+    ready: bool  # loaded, making progress and not draining: it may get requests
+    draining: bool = False
+    last_progress_age_s: float = 0.0  # seconds since the last completed step or idle tick
+    reason: str = ""  # why it is not ready
+    num_restarts: int = 0
+
+
+class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Gauges of this moment, and counters since the engine started (names end in _total or _s)."""
+
+    # gauges
+    num_running: int = 0  # sequences in the batch
+    num_waiting: int = 0  # sequences admitted to the engine and not in the batch
+    num_queued: int = 0  # requests in the request scheduler, not yet taken by the engine
+    num_requests: int = 0  # unfinished requests in the engine
+    num_blocks_total: int = 0
+    num_blocks_free: int = 0  # can be allocated now, cached ones included
+    num_blocks_used: int = 0  # belong to a sequence
+    num_blocks_cached: int = 0  # free, holding a reusable prefix
+    num_blocks_quarantined: int = 0
+    num_host_blocks_total: int = 0
+    num_host_blocks_used: int = 0
+    # requests
+    requests_total: int = 0
+    requests_finished_total: dict[str, int] = {}  # by finish reason, "error" and "abort" included
+    requests_rejected_total: dict[str, int] = {}  # by class of errors.py
+    preemptions_total: int = 0
+    # tokens
+    prompt_tokens_total: int = 0  # of admitted prompts
+    generation_tokens_total: int = 0
+    prefix_query_tokens_total: int = 0
+    prefix_hit_tokens_total: int = 0  # on the device or in host memory
+    host_hit_tokens_total: int = 0  # of these, brought back from host memory
+    host_saved_blocks_total: int = 0
+    draft_tokens_total: int = 0
+    accepted_draft_tokens_total: int = 0
+    # steps
+    steps_total: int = 0
+    step_failures_total: int = 0
+    step_tokens_total: int = 0  # tokens fed
+    step_sequences_total: int = 0
+    schedule_s: float = 0.0  # choosing what to run
+    wait_s: float = 0.0  # waiting for the workers
+    update_s: float = 0.0  # taking in what they produced
+    execute_s: float = 0.0  # as the workers measured it
+    model_s: float = 0.0  # of that, in the model's forward pass
+    last_step_s: float = 0.0
+    last_step_num_seqs: int = 0

@@ -1,0 +1,32 @@
+"""What a worker tells the engine once its model is loaded: sizes, and the limits it must respect."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class WorkerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One rank's answer to `load()`. Bytes are this rank's."""
+
+    # the model
+    num_layers: int
+    vocab_size: int
+    max_model_len: int
+    weight_bytes: int = 0
+    # the KV pool
+    bytes_per_block: int  # one block in all layers
+    available_bytes: int  # what the KV pool may take
+    # What the batch scheduler must respect; from the device's limits and the configuration.
+    block_size: int = 64
+    block_sharing: bool = True  # False: no prefix cache
+    mixed_batches: bool = True  # False: a step has prefills or decodes, never both
+    max_prefills_per_step: int | None = None
+    token_buckets: tuple[int, ...] | None = None
+    overlap: bool = True  # a step may be launched before the tokens of the one before are known
+    host_tier: bool = True  # blocks can move to host memory and back
+    logprobs: bool = True
+    # the start-up report
+    device: str = ""
+    tensor_library: str = ""
+    drivers: dict[str, str] = {}  # kind to driver name
+    report: list[str] = []  # one line per start-up decision, for the log and for `info`

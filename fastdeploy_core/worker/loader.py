@@ -1,0 +1,168 @@
+"""Builds the model of one rank and fills it: the only place where files, layers and drivers meet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.config.model import checkpoint_layout, fit_dtype
+from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
+from fastdeploy_core.contracts.model import ModelShapes
+from fastdeploy_core.contracts.small import CausalLM
+from fastdeploy_core.errors import WeightError
+from fastdeploy_core.layers import ModelBuilder
+
+from .weights import DummyTensor, SafetensorsFile, SafetensorsTensor, dummy_tensors, find_files
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.device import Communicator, DeviceBackend
+    from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.contracts.quantizer import Quantizer
+
+logger = logging.getLogger(__name__)
+
+LoadDriver = Callable[[str, str], Any]
+Named = tuple[str, SafetensorsTensor | DummyTensor]
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model ready to run on this rank."""
+
+    model: CausalLM
+    shapes: ModelShapes
+    dtype: str  # what the model computes in, after the device had its say
+    kv_layers: list[AttentionSpec]  # cache order
+    attention: dict[AttentionSpec, AttentionBackend]
+    report: list[str] = field(default_factory=list)  # for the start-up report
+
+
+def load_model(
+    config: EngineConfig,
+    device: DeviceBackend,
+    kernels: KernelTable,
+    tp_rank: int,
+    tp_size: int,
+    communicator: Communicator | None,
+    load_driver: LoadDriver,
+) -> LoadedModel:
+    """Build and load. `load_driver(kind, name)` gives driver classes; an empty name means: the one
+    that negotiation chose. ConfigError, UnsupportedModel or WeightError say what is wrong."""
+    model_config, report = fit_dtype(config.model, device.limits.dtypes)
+    hf_config = model_config.hf_config
+    family = load_driver("model", model_config.architecture)
+    shapes = family.shapes(hf_config, tp_size, model_config.dtype)
+    block_size = config.cache.block_size
+    attention_class = load_driver("attention", config.device.attention_backend)
+    quantizer, online = _quantizer(config, device, kernels, load_driver)
+    build = ModelBuilder(
+        device,
+        kernels,
+        model_config.dtype,
+        max_positions=model_config.max_model_len,
+        attention_factory=lambda spec: attention_class(spec, block_size, device, kernels),
+        moe_factory=lambda spec: load_driver("moe", config.device.moe_backend)(
+            spec, device, kernels
+        ),
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        communicator=communicator,
+        quantizer=quantizer,
+        quantize_online=online,
+    )
+    with device.xp.no_grad():
+        model = family(hf_config, build)
+        _fill(model, build, config, tp_rank)
+    if build.unquantized:
+        report.append(
+            f"{len(build.unquantized)} layers stay in {model_config.dtype}: the quantizer leaves them "
+            f"alone, such as {build.unquantized[0]}"
+        )
+    return LoadedModel(
+        model, shapes, model_config.dtype, build.kv_layers, build.attention_drivers, report
+    )
+
+
+def _quantizer(
+    config: EngineConfig, device: DeviceBackend, kernels: KernelTable, load_driver: LoadDriver
+) -> tuple[Quantizer | None, bool]:
+    """The quantizer, and whether it quantizes full-precision weights while they are loaded."""
+    stored = config.model.hf_config.get("quantization_config") or {}
+    name = config.model.quantization or str(stored.get("quant_method") or "")
+    if not name:
+        return None, False
+    return load_driver("quantizer", name)(stored, device, kernels), not stored
+
+
+def _fill(model: CausalLM, build: ModelBuilder, config: EngineConfig, tp_rank: int) -> None:
+    """Give the model every tensor of the checkpoint and insist that it has all it needs."""
+    model_config = config.model
+    with ExitStack() as stack:
+        if model_config.load_format == "dummy":
+            tensors: Iterable[Named] = dummy_tensors(
+                build.weights.placements, model_config.seed, build.device
+            )
+            source = "random weights"
+        else:
+            files = find_files(model_config.path)
+            build.weights.swap_linear = checkpoint_layout(model_config.hf_config) == "paddle"
+            tensors = stack.enter_context(_Checkpoint(files, build.device, tp_rank))
+            source = f"the checkpoint in {model_config.path}"
+        unknown = model.load_weights(tensors)
+    if unknown:
+        raise WeightError(
+            f"{source} has {len(unknown)} weights that {model_config.architecture} does not know: "
+            f"{_some(unknown)}; they do not belong to its config.json"
+        )
+    missing = build.weights.missing()
+    if missing:
+        raise WeightError(
+            f"{source} lacks {len(missing)} weights that {model_config.architecture} needs: "
+            f"{_some(missing)}; finish the download or correct config.json"
+        )
+
+
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(sorted(names)[:5]) + rest
+
+
+class _Checkpoint:
+    """Iterates over all tensors of all files, with a progress bar on rank 0 of a terminal."""
+
+    def __init__(self, files: list[Path], device: DeviceBackend, tp_rank: int) -> None:
+        self._files = [SafetensorsFile(path, device) for path in files]
+        owner: dict[str, Path] = {}
+        for file in self._files:
+            for name in file.entries:
+                if name in owner:
+                    raise WeightError(f"weight {name} is both in {owner[name]} and in {file.path}")
+                owner[name] = file.path
+        total = sum(e.stop - e.start for file in self._files for e in file.entries.values())
+        self._bar = tqdm(
+            total=total,
+            unit="B",
+            unit_scale=True,
+            desc="loading weights",
+            leave=False,
+            disable=True if tp_rank else None,  # None: only where there is a terminal
+        )
+
+    def __enter__(self) -> Iterator[Named]:
+        return self._tensors()
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def _tensors(self) -> Iterator[Named]:
+        for file in self._files:
+            for name, tensor in file.tensors():
+                yield name, tensor
+                self._bar.update(tensor.nbytes)

@@ -1,0 +1,241 @@
+"""Checkpoint files: safetensors only, header checked before anything is mapped, read part by part.
+
+Files are memory-mapped, so that a rank touches only the pages it needs and no second copy of the
+weights exists. Formats that can carry code are refused by name (reliability rule S-03).
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from fastdeploy_core.errors import WeightError
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.layers.weight_map import Placement
+    from fastdeploy_core.tensor import Tensor
+
+INDEX_NAME: Final = "model.safetensors.index.json"
+_UNSAFE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pdparams", ".pkl", ".pickle", ".npy")
+_MAX_HEADER_BYTES: Final = 100_000_000
+_MAX_INDEX_BYTES: Final = 100_000_000
+
+# safetensors dtype -> (numpy dtype of the bytes, our name). numpy has no bfloat16 and no float8:
+# their bits travel as unsigned integers and the tensor library reads them as what they are.
+_DTYPES: Final[dict[str, tuple[str, str]]] = {
+    "F64": ("<f8", "float64"),
+    "F32": ("<f4", "float32"),
+    "F16": ("<f2", "float16"),
+    "BF16": ("<u2", "bfloat16"),
+    "F8_E4M3": ("u1", "float8_e4m3fn"),
+    "F8_E5M2": ("u1", "float8_e5m2"),
+    "I64": ("<i8", "int64"),
+    "I32": ("<i4", "int32"),
+    "I16": ("<i2", "int16"),
+    "I8": ("i1", "int8"),
+    "U8": ("u1", "uint8"),
+    "BOOL": ("?", "bool"),
+}
+
+
+def find_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, each checked to be inside the folder."""
+    if list(folder.glob("rank*/*.safetensors")):
+        raise WeightError(
+            f"the checkpoint in {folder} is divided into rank folders for one parallel size; expected "
+            "whole tensors in *.safetensors; merge it with the tool that divided it"
+        )
+    index = folder / INDEX_NAME
+    single = folder / "model.safetensors"
+    if index.is_file():
+        files = _indexed_files(index)
+    elif single.is_file():
+        files = [single]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if files:
+        return files
+    unsafe = sorted(p.name for p in folder.iterdir() if p.suffix in _UNSAFE_SUFFIXES)
+    if unsafe:
+        raise WeightError(
+            f"the weights in {folder} are in a format that can carry code: {', '.join(unsafe[:5])}; "
+            "only *.safetensors files are read; convert them with the library that wrote them"
+        )
+    raise WeightError(
+        f"no weights in {folder}; expected model.safetensors or {INDEX_NAME} with its parts; "
+        "finish the download, or pass --load-format dummy for random weights"
+    )
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    try:
+        if index.stat().st_size > _MAX_INDEX_BYTES:
+            raise ValueError("it is too large")
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise WeightError(f"{index} is not a safetensors index: {error!r}") from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+            raise WeightError(f"{index} names {name!r}; expected plain file names beside it")
+        if not name.endswith(".safetensors"):
+            raise WeightError(
+                f"{index} names {name!r}, a format that can carry code; only *.safetensors is read"
+            )
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise WeightError(
+            f"{len(missing)} of {len(names)} weight files named by {index} are missing: "
+            f"{', '.join(missing[:5])}; finish the download"
+        )
+    return [index.parent / name for name in names]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class SafetensorsFile:
+    """One open file. Keep it, or a tensor of it, as long as parts are still to be read."""
+
+    def __init__(self, path: Path, device: DeviceBackend) -> None:
+        self.path, self.device = path, device
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            if size < 8:
+                raise WeightError(f"{path} is no safetensors file: it has {size} bytes")
+            (header_bytes,) = struct.unpack("<Q", file.read(8))
+            if header_bytes > min(size - 8, _MAX_HEADER_BYTES):
+                raise WeightError(
+                    f"{path} is no safetensors file or is cut off: its header claims {header_bytes} "
+                    f"bytes, the file has {size}; finish the download"
+                )
+            self._base = 8 + header_bytes
+            self.entries = _parse_header(path, file.read(header_bytes), size - self._base)
+            # A private writable mapping: tensor libraries take its memory without a copy, and
+            # nothing can ever change the file.
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def tensors(self) -> Iterator[tuple[str, SafetensorsTensor]]:
+        """Every tensor in file order, which is the cheapest order to read."""
+        for name, entry in sorted(self.entries.items(), key=lambda item: item[1].start):
+            yield name, SafetensorsTensor(self, entry)
+
+    def array(self, entry: _Entry) -> np.ndarray:
+        """The tensor's bits as an array over the mapping."""
+        numpy_dtype = np.dtype(_DTYPES[entry.dtype][0])
+        count = (entry.stop - entry.start) // numpy_dtype.itemsize
+        flat = np.frombuffer(self._map, numpy_dtype, count, self._base + entry.start)
+        return flat.reshape(entry.shape)
+
+
+class SafetensorsTensor:
+    """A tensor on disk: contracts.model.StoredTensor."""
+
+    def __init__(self, file: SafetensorsFile, entry: _Entry) -> None:
+        self._file, self._entry = file, entry
+        self.shape = entry.shape
+        self.dtype = _DTYPES[entry.dtype][1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self._entry.stop - self._entry.start
+
+    def read(self, *region: slice | int) -> Tensor:
+        """The region on the device, in the stored dtype."""
+        part = np.ascontiguousarray(self._file.array(self._entry)[region])
+        xp = self._file.device.xp
+        host = xp.from_numpy(part, xp.dtype(self.dtype))
+        return xp.to_device(host, self._file.device.device)
+
+
+def _parse_header(path: Path, raw: bytes, data_bytes: int) -> dict[str, _Entry]:
+    """Entries whose offsets are known to lie inside the file, to match their shapes and not to overlap."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if len(set(names)) != len(names):
+            raise ValueError("a name occurs twice")
+        return dict(pairs)
+
+    try:
+        header = json.loads(raw, object_pairs_hook=unique)
+        if not isinstance(header, dict):
+            raise ValueError("the header is not an object")
+        entries = {n: _entry(n, v) for n, v in header.items() if n != "__metadata__"}
+        position = 0
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+            if entry.start != position:
+                raise ValueError(f"tensor {name!r} starts at {entry.start}, expected {position}")
+            position = entry.stop
+        if position != data_bytes:
+            raise ValueError(f"tensors take {position} bytes, the file has {data_bytes}")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise WeightError(
+            f"{path} is no safetensors file or is damaged: {error}; download it again"
+        ) from None
+    return entries
+
+
+def _entry(name: str, value: Any) -> _Entry:
+    dtype, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
+    if dtype not in _DTYPES:
+        raise ValueError(f"tensor {name!r} has dtype {dtype!r}; possible: {', '.join(_DTYPES)}")
+    numbers = [*shape, start, stop]
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
+        raise ValueError(f"tensor {name!r} has a shape or offset that is not a whole number")
+    count = 1
+    for size in shape:
+        count *= size
+    if count * np.dtype(_DTYPES[dtype][0]).itemsize != stop - start:
+        raise ValueError(f"tensor {name!r} of shape {shape} does not fill its {stop - start} bytes")
+    return _Entry(dtype, tuple(shape), start, stop)
+
+
+class DummyTensor:
+    """Seeded random numbers that look like a stored tensor; equal for any number of ranks."""
+
+    dtype = "float32"
+
+    def __init__(self, placement: Placement, seed: int, device: DeviceBackend) -> None:
+        self._placement, self._seed, self._device = placement, seed, device
+        self.shape = placement.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return 4 * int(np.prod(self.shape, dtype=np.int64))
+
+    def read(self, *region: slice | int) -> Tensor:
+        """The region of N(0, 0.02), or of ones or zeros where noise would silence the model."""
+        fill = self._placement.fill
+        if fill == "normal":
+            stream = np.random.default_rng([self._seed, zlib.crc32(self._placement.name.encode())])
+            whole = stream.standard_normal(self.shape, dtype=np.float32)
+            whole *= np.float32(0.02)
+        else:
+            whole = np.full(self.shape, 1.0 if fill == "ones" else 0.0, dtype=np.float32)
+        part = np.ascontiguousarray(whole[region])
+        return self._device.xp.to_device(self._device.xp.from_numpy(part), self._device.device)
+
+
+def dummy_tensors(
+    placements: Mapping[str, Placement], seed: int, device: DeviceBackend
+) -> Iterator[tuple[str, DummyTensor]]:
+    """What `--load-format dummy` loads: one tensor for every placement."""
+    for name, placement in placements.items():
+        yield name, DummyTensor(placement, seed, device)

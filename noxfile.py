@@ -1,0 +1,105 @@
+"""Developer sessions. `nox` lints and tests; `nox -l` lists the rest.
+
+Every session installs what it needs from PyPI; nothing is expected of the machine but Python.
+"""
+
+from __future__ import annotations
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["lint", "tests"]
+
+# The CPU build of torch where an index serves one; parity tests compare with transformers on it.
+TORCH = "torch==2.13.0"
+PADDLE = "paddlepaddle==3.3.1"
+TEST_TOOLS = (
+    "pytest>=8.3",
+    "pytest-timeout>=2.3",
+    "pytest-asyncio>=1.0",
+    "hypothesis>=6.120",
+    "httpx>=0.28",
+    "jsonschema>=4.23",
+    "hatchling>=1.27",
+    "openai>=2",
+    "scipy>=1.14",
+    "transformers>=5,<6",
+)
+
+
+def _install_tests(session: nox.Session) -> None:
+    session.install(TORCH)  # first and pinned, so that nothing below pulls another build
+    session.install(PADDLE, *TEST_TOOLS, "-e", ".")
+
+
+def _libraries(session: nox.Session) -> tuple[list[str], list[str]]:
+    """Split `-- --tensor NAME ...` into the libraries to run on (default: both) and the rest."""
+    arguments = list(session.posargs)
+    if "--tensor" not in arguments:
+        return ["paddle", "torch"], arguments
+    at = arguments.index("--tensor")
+    return [arguments[at + 1]], arguments[:at] + arguments[at + 2 :]
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Format, lint rules, room boundaries, types."""
+    session.install("ruff>=0.12", "import-linter>=2.3", "mypy>=1.16", "-e", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("ruff", "check", ".")
+    session.run("lint-imports")
+    session.run("mypy")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The whole CPU suite, on each tensor library: `nox -s tests -- --tensor paddle|torch`."""
+    _install_tests(session)
+    libraries, arguments = _libraries(session)
+    for number, library in enumerate(libraries):
+        # What needs no tensor library runs once.
+        where = ["tests/cpu"] if number else ["tests"]
+        session.run(
+            "pytest",
+            *where,
+            "-q",
+            "-m",
+            "not slow",
+            "--tensor",
+            library,
+            *arguments,
+            env={"OMP_NUM_THREADS": "2"},
+        )
+
+
+@nox.session(default=False)
+def slow(session: nox.Session) -> None:
+    """What takes minutes: large random mixes, fuzzing, soak."""
+    _install_tests(session)
+    libraries, arguments = _libraries(session)
+    for library in libraries:
+        session.run("pytest", "tests", "-q", "-m", "slow", "--tensor", library, *arguments)
+
+
+@nox.session(default=False)
+def benchmarks(session: nox.Session) -> None:
+    """The measured tables of docs/: `nox -s benchmarks -- [script] [arguments]`."""
+    _install_tests(session)
+    script = session.posargs[0] if session.posargs else "against_transformers.py"
+    session.run("python", f"benchmarks/{script}", *session.posargs[1:])
+
+
+@nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """Write the generated pages of docs/reference anew; `-- --check` only compares."""
+    session.install("-e", ".")
+    session.run("python", "docs/generate.py", *session.posargs)
+
+
+@nox.session(default=False)
+def dist(session: nox.Session) -> None:
+    """Build the wheel and the source distribution of the core."""
+    session.install("build")
+    session.run("python", "-m", "build", "--outdir", "dist", ".")

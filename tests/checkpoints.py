@@ -1,0 +1,218 @@
+"""Tiny random checkpoints that transformers itself saves, with its own answers beside them.
+
+Run as a program in a child process (`build(folder)` does that), because transformers needs torch and
+the suite may be running on Paddle. Every family's features are switched on: grouped heads, biases,
+tied and untied heads, rope scalings, shared experts, groups, a correction bias that is not zero.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+VOCAB = 131  # odd on purpose: it has to be padded when ranks divide it
+PROMPT_LENGTHS = (5, 23)
+NUM_GREEDY = 64
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_DEEPSEEK = {
+    "architecture": "DeepseekV3",
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 16,
+    "num_mtp_layers": 0,
+}
+# name: the model family's class prefix and what differs from _COMMON.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "architecture": "Llama",
+        "rope_parameters": _LLAMA3,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "head_dim": 16,
+    },
+    "llama-linear": {
+        "architecture": "Llama",
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    },
+    "qwen2": {"architecture": "Qwen2", "tie_word_embeddings": True},
+    "qwen2-yarn": {"architecture": "Qwen2", "rope_parameters": _YARN},
+    "qwen3": {
+        "architecture": "Qwen3",
+        "head_dim": 16,
+        "num_key_value_heads": 1,  # fewer than ranks: replicated
+        "tie_word_embeddings": True,
+    },
+    "qwen3-moe": {
+        "architecture": "Qwen3Moe",
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "ernie": {"architecture": "Ernie4_5", "tie_word_embeddings": True, "use_bias": True},
+    "ernie-moe": {
+        "architecture": "Ernie4_5_Moe",
+        "tie_word_embeddings": False,
+        "moe_intermediate_size": 24,
+        "moe_k": 3,
+        "moe_num_experts": 8,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+    },
+    "deepseek": {
+        **_DEEPSEEK,
+        "q_lora_rank": 28,
+        "rope_parameters": {**_YARN, "mscale": 0.8, "mscale_all_dim": 1.2},
+    },
+    "deepseek-no-q-lora": {**_DEEPSEEK, "q_lora_rank": None, "attention_bias": True},
+}
+
+
+def build(folder: Path, names: list[str] | None = None) -> Path:
+    """Save the variants below `folder`, in a child process; returns folder."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    command = [sys.executable, __file__, str(folder), *(names or VARIANTS)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(f"building checkpoints failed:\n{done.stderr[-4000:]}")
+    return folder
+
+
+def reference(folder: Path) -> list[dict[str, np.ndarray]]:
+    """What transformers says: for each prompt its ids, logits of all positions, greedy tokens."""
+    with np.load(folder / "reference.npz") as data:
+        count = len(PROMPT_LENGTHS)
+        keys = ("prompt", "logits", "greedy")
+        return [{key: data[f"{key}{i}"] for key in keys} for i in range(count)]
+
+
+def paddle_copy(source: Path, target: Path, *, ernie_names: bool = False) -> Path:
+    """The same checkpoint as Paddle tools store it: linear weights [in, out], `dtype` in config.json.
+
+    `ernie_names` also joins q, k and v and gate and up, and uses the prefix of ERNIE's own releases.
+    """
+    from safetensors.numpy import load_file, save_file
+
+    target.mkdir(parents=True)
+    weights = load_file(source / "model.safetensors")
+    if ernie_names:
+        weights = {k.replace("model.", "ernie.", 1): v for k, v in _joined(weights).items()}
+    stored = {
+        name: np.ascontiguousarray(w.T) if w.ndim == 2 and _is_linear(name) else w
+        for name, w in weights.items()
+    }
+    save_file(stored, target / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    del config["transformers_version"]
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def _is_linear(name: str) -> bool:
+    return name.endswith(".weight") and "embed_tokens" not in name
+
+
+def _joined(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    joined = dict(weights)
+    for first, others, new in (
+        ("q_proj", ("k_proj", "v_proj"), "qkv_proj"),
+        ("gate_proj", ("up_proj",), "up_gate_proj"),
+    ):
+        for name in [n for n in joined if first in n]:
+            parts = [joined.pop(name), *(joined.pop(name.replace(first, o)) for o in others)]
+            joined[name.replace(first, new)] = np.concatenate(parts)
+    return joined
+
+
+def _save(name: str, folder: Path) -> None:
+    import torch
+    import transformers
+
+    settings = {**_COMMON, **VARIANTS[name]}
+    family = settings.pop("architecture")
+    config = getattr(transformers, f"{family}Config")(**settings)
+    config._attn_implementation = "eager"
+    torch.manual_seed(sum(map(ord, name)))
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    _randomize(model)
+    model.save_pretrained(folder)
+    generator = np.random.default_rng(7)
+    answers = {}
+    for number, length in enumerate(PROMPT_LENGTHS):
+        prompt = generator.integers(3, VOCAB, length)
+        answers[f"prompt{number}"] = prompt
+        with torch.no_grad():
+            output = model(torch.tensor(prompt)[None], use_cache=True)
+            answers[f"logits{number}"] = output.logits[0].numpy()
+            tokens = [int(output.logits[0, -1].argmax())]
+            while len(tokens) < NUM_GREEDY:
+                step = torch.tensor([[tokens[-1]]])
+                output = model(step, past_key_values=output.past_key_values, use_cache=True)
+                tokens.append(int(output.logits[0, -1].argmax()))
+        answers[f"greedy{number}"] = np.array(tokens)
+    np.savez(folder / "reference.npz", **answers)
+
+
+def _randomize(model: Any) -> None:
+    """Larger than initial values, so that attention and routing are far from uniform."""
+    import torch
+
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith(("norm.weight", "layernorm.weight")):
+                tensor.copy_(1 + 0.2 * torch.randn_like(tensor))
+            elif "inv_freq" not in name:
+                tensor.copy_(0.15 * torch.randn_like(tensor))
+        model.tie_weights()
+
+
+if __name__ == "__main__":
+    for variant in sys.argv[2:]:
+        _save(variant, Path(sys.argv[1]) / variant)

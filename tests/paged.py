@@ -1,0 +1,147 @@
+"""Runs a model step by step over a small paged cache, without engine or scheduler.
+
+The reference drivers do the work; blocks are handed out in a scattered order, so that nothing works
+by luck of being contiguous.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastdeploy_core.config import CacheConfig, EngineConfig, ParallelConfig
+from fastdeploy_core.config.model import read_model_config
+from fastdeploy_core.contracts.attention import AttentionBatch
+from fastdeploy_core.contracts.device import DeviceOptions
+from fastdeploy_core.layers import ForwardContext
+from fastdeploy_core.models.shapes import model_class
+from fastdeploy_core.plugins.kernels import build_kernel_table
+from fastdeploy_core.reference.attention import ReferenceAttention
+from fastdeploy_core.reference.device import CpuDevice
+from fastdeploy_core.reference.moe import ReferenceMoE
+from fastdeploy_core.worker.loader import LoadedModel, load_model
+
+BLOCK_SIZE = 8
+NUM_BLOCKS = 48
+
+
+def load_driver(kind: str, name: str) -> Any:
+    """The reference drivers, and the core's own model families."""
+    if kind == "model":
+        return model_class({"architectures": [name]})
+    return {"attention": ReferenceAttention, "moe": ReferenceMoE}[kind]
+
+
+class PagedModel:
+    """One rank of a model with its cache."""
+
+    def __init__(
+        self,
+        folder: Path,
+        library: str,
+        *,
+        rank: int = 0,
+        tp_size: int = 1,
+        address: str = "",
+        drivers: Any = load_driver,
+        **overrides: Any,
+    ) -> None:
+        self.device = CpuDevice(DeviceOptions(tensor_library=library, num_threads=1))
+        self.xp = self.device.xp
+        config = EngineConfig(
+            model=read_model_config(folder, overrides),
+            cache=CacheConfig(block_size=BLOCK_SIZE),
+            parallel=ParallelConfig(tensor_parallel_size=tp_size),
+        )
+        self.communicator = None
+        if tp_size > 1:
+            self.communicator = self.device.communicator(rank, tp_size, address)
+        self.loaded: LoadedModel = load_model(
+            config,
+            self.device,
+            build_kernel_table("cpu"),
+            rank,
+            tp_size,
+            self.communicator,
+            drivers,
+        )
+        dtype = self.xp.dtype(self.loaded.dtype)
+        self.caches = [
+            tuple(
+                self.xp.zeros(shape, dtype=dtype, device=self.device.device)
+                for shape in self.loaded.attention[spec].cache_shapes(NUM_BLOCKS)
+            )
+            for spec in self.loaded.kv_layers
+        ]
+        self._free = list(np.random.default_rng(3).permutation(NUM_BLOCKS))
+        self._blocks: dict[str, list[int]] = {}
+        self._lengths: dict[str, int] = {}
+
+    def step(self, rows: list[tuple[str, list[int]]]) -> list[np.ndarray]:
+        """Feed tokens to sequences, all in one batch; returns each row's logits [tokens, vocab]."""
+        batch, input_ids = self._batch(rows)
+        with self.xp.no_grad():
+            context = ForwardContext(
+                batch,
+                {spec: d.prepare(batch) for spec, d in self.loaded.attention.items()},
+                self.caches,
+            )
+            model = self.loaded.model
+            hidden = model.forward(input_ids, batch.positions, context)
+            logits = self.device.to_host(model.compute_logits(hidden))
+        return np.split(np.array(logits), batch.cu_seqlens_q[1:-1])
+
+    def greedy(self, prompts: dict[str, list[int]], num_tokens: int) -> dict[str, list[int]]:
+        """Prefill all prompts together, then decode all together."""
+        names = list(prompts)
+        logits = self.step(list(prompts.items()))
+        tokens = {n: [int(row[-1].argmax())] for n, row in zip(names, logits, strict=True)}
+        for _ in range(num_tokens - 1):
+            logits = self.step([(n, tokens[n][-1:]) for n in names])
+            for name, row in zip(names, logits, strict=True):
+                tokens[name].append(int(row[-1].argmax()))
+        return tokens
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self.communicator is not None:
+            self.communicator.close()
+
+    def _batch(self, rows: list[tuple[str, list[int]]]) -> tuple[AttentionBatch, Any]:
+        tables, lengths, positions, slots = [], [], [], []
+        for name, tokens in rows:
+            start = self._lengths.get(name, 0)
+            blocks = self._blocks.setdefault(name, [])
+            stop = start + len(tokens)
+            while len(blocks) * BLOCK_SIZE < stop:
+                blocks.append(int(self._free.pop()))
+            self._lengths[name] = stop
+            lengths.append(stop)
+            tables.append(blocks)
+            positions.extend(range(start, stop))
+            slots.extend(
+                blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, stop)
+            )
+        width = max(map(len, tables))
+        block_tables = np.zeros((len(rows), width), np.int32)
+        for row, blocks in enumerate(tables):
+            block_tables[row, : len(blocks)] = blocks
+        cu_seqlens = np.cumsum([0, *(len(t) for _, t in rows)]).astype(np.int32)
+        seq_lens = np.array(lengths, np.int32)
+        to_device = self.device.to_device
+        batch = AttentionBatch(
+            num_seqs=len(rows),
+            num_tokens=int(cu_seqlens[-1]),
+            cu_seqlens_q=cu_seqlens,
+            seq_lens=seq_lens,
+            block_tables=block_tables,
+            cu_seqlens_q_dev=to_device(cu_seqlens.copy()),
+            seq_lens_dev=to_device(seq_lens.copy()),
+            block_tables_dev=to_device(block_tables.copy()),
+            slot_mapping=to_device(np.array(slots, np.int64)),
+            positions=to_device(np.array(positions, np.int64)),
+        )
+        flat = np.array([token for _, tokens in rows for token in tokens], np.int64)
+        return batch, to_device(flat)

@@ -1,0 +1,217 @@
+"""The compiler's children: what hangs, dies or eats memory costs one request and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from fastdeploy_core.config import StructuredOutputsConfig
+from fastdeploy_core.errors import ConfigError, InvalidRequest
+from fastdeploy_core.grammar import GrammarCompiler
+from fastdeploy_core.grammar import compiler as module
+from fastdeploy_core.grammar.llguidance_backend import LLGuidanceBackend
+from fastdeploy_core.types import StructuredOutputsParams
+
+HOSTILE = '''
+import os
+import numpy
+from fastdeploy_core.errors import InvalidRequest
+
+class Backend:
+    """Does to its process what the regex says."""
+
+    name = "hostile"
+    contract = (0, 1)
+
+    def __init__(self, tokenizer_json, vocab_size, eos_token_ids):
+        if vocab_size == 13:
+            raise ValueError("no tokenizer for you")
+
+    def compile(self, params, options):
+        word = params.regex
+        if word == "hang":
+            while True:
+                pass
+        if word == "eat":
+            hoard = []
+            while True:
+                hoard.append(numpy.empty(1 << 28, dtype="uint8"))
+        if word == "die":
+            os._exit(3)
+        if word == "raise":
+            raise RuntimeError("secret /path/to/thing 0xdeadbeef")
+        if word == "print":
+            print("noise on standard output")
+        if word == "refuse":
+            raise InvalidRequest("structured_outputs.regex cannot be used: told to", param="x")
+        return f"{word} {os.getpid()}".encode()
+'''
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        show_progress=False,
+        special_tokens=["<unk>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(["a few words"], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def hostile(
+    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[GrammarCompiler]:
+    (tmp_path / "hostile_grammar.py").write_text(HOSTILE, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    made = GrammarCompiler.start(
+        tokenizer_folder,
+        vocab_size=300,
+        eos_token_ids=[1],
+        config=StructuredOutputsConfig(compile_timeout_s=1.0),
+        target="hostile_grammar:Backend",
+    )
+    yield made
+    made.close()
+
+
+def regex(pattern: str) -> StructuredOutputsParams:
+    return StructuredOutputsParams(regex=pattern)
+
+
+def pid(compiled: bytes) -> int:
+    return int(compiled.split()[1])
+
+
+def test_the_real_backend_compiles_in_a_child_and_the_worker_reads_it(
+    tokenizer_folder: Path,
+) -> None:
+    made = GrammarCompiler.start(tokenizer_folder, vocab_size=300, eos_token_ids=[1])
+    try:
+        compiled = made.compile(StructuredOutputsParams(choice=["a", "b"]))
+        worker = LLGuidanceBackend(str(tokenizer_folder / "tokenizer.json"), 300, [1])
+        tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+        assert made.backend == "llguidance"
+        assert worker.matcher(compiled).accept([tokenizer.token_to_id("a"), 1]) == 2
+        with pytest.raises(InvalidRequest, match="look"):
+            made.compile(regex("(?=a)a"))
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"), [("hang", "longer than 1 s"), ("eat", "memory"), ("die", "memory")]
+)
+def test_a_compilation_gone_wrong_is_refused_and_the_next_one_works(
+    hostile: GrammarCompiler, pattern: str, reason: str
+) -> None:
+    first = pid(hostile.compile(regex("good")))
+    with pytest.raises(InvalidRequest, match=reason):
+        hostile.compile(regex(pattern))
+    assert pid(hostile.compile(regex("good2"))) > 0
+    if pattern != "eat":  # a caught MemoryError leaves the process alive
+        assert not Path(f"/proc/{first}").exists() or os.getpid() == first
+
+
+def test_another_request_compiles_while_one_hangs(hostile: GrammarCompiler) -> None:
+    hostile.compile(regex("warm"))
+    errors: list[Exception] = []
+
+    def hang() -> None:
+        try:
+            hostile.compile(regex("hang"))
+        except InvalidRequest as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    time.sleep(0.2)
+    assert hostile.compile(regex("meanwhile")).startswith(b"meanwhile")
+    assert thread.is_alive(), "the other one must still be within its time limit"
+    thread.join()
+    assert len(errors) == 1
+
+
+def test_refusals_are_remembered_so_repeating_them_is_cheap(hostile: GrammarCompiler) -> None:
+    with pytest.raises(InvalidRequest):
+        hostile.compile(regex("hang"))
+    began = time.monotonic()
+    for _ in range(5):
+        with pytest.raises(InvalidRequest, match="longer"):
+            hostile.compile(regex("hang"))
+    assert time.monotonic() - began < 0.9, "five repeats took as long as one compilation"
+
+
+def test_errors_of_the_library_do_not_leak_to_the_client(hostile: GrammarCompiler) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        hostile.compile(regex("raise"))
+    assert "RuntimeError" in str(caught.value)
+    assert "secret" not in str(caught.value)
+    with pytest.raises(InvalidRequest, match="told to") as caught:
+        hostile.compile(regex("refuse"))
+    assert caught.value.param == "x"
+
+
+def test_a_printing_library_does_not_break_the_protocol(hostile: GrammarCompiler) -> None:
+    assert hostile.compile(regex("print")).startswith(b"print")
+
+
+def test_results_are_cached_and_the_cache_is_bounded(
+    hostile: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_CACHE_ENTRIES", 8)
+    answers = [hostile.compile(regex(f"p{i}")) for i in range(40)]
+    assert len(hostile._cache) == 8
+    assert hostile.compile(regex("p39")) == answers[39]
+    monkeypatch.setattr(module, "MAX_CACHE_BYTES", 600)
+    for i in range(40):
+        hostile.compile(regex(f"q{i}"))
+    assert hostile._cache.num_bytes <= 600
+
+
+def test_many_compile_at_once_from_an_event_loop(hostile: GrammarCompiler) -> None:
+    async def run() -> list[bytes]:
+        return await asyncio.gather(*(hostile.compile_async(regex(f"r{i}")) for i in range(20)))
+
+    answers = asyncio.run(run())
+    assert [a.split()[0] for a in answers] == [f"r{i}".encode() for i in range(20)]
+
+
+def test_turned_off_means_refused(tokenizer_folder: Path) -> None:
+    off = GrammarCompiler.start(tokenizer_folder, config=StructuredOutputsConfig(backend="off"))
+    with pytest.raises(InvalidRequest, match="turned off"):
+        off.compile(regex("a"))
+    off.close()
+
+
+def test_a_backend_that_cannot_start_says_why(
+    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hostile_grammar.py").write_text(HOSTILE, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    made = GrammarCompiler.start(tokenizer_folder, vocab_size=13, target="hostile_grammar:Backend")
+    with pytest.raises(ConfigError, match="no tokenizer for you"):
+        made.compile(regex("a"))
+    made.close()
+
+
+def test_no_process_survives_close(hostile: GrammarCompiler) -> None:
+    child = pid(hostile.compile(regex("good")))
+    hostile.close()
+    assert not Path(f"/proc/{child}").exists()
+    with pytest.raises(InvalidRequest, match="closed"):
+        hostile.compile(regex("other"))
