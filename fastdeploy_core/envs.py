@@ -133,6 +133,14 @@ VARIABLES: Final[dict[str, Variable]] = {
             _number(0.1, 3600),
         ),
         Variable(
+            "FD_FOR_TORCH_MODEL_FORMAT",
+            "yes or no",
+            False,
+            "Read every checkpoint as torch stores it ([out, in] linear weights), whatever its "
+            "config.json says.",
+            _boolean,
+        ),
+        Variable(
             "FD_API_KEY",
             "comma-separated keys",
             (),

@@ -112,6 +112,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "deepseek-no-q-lora": {**_DEEPSEEK, "q_lora_rank": None, "attention_bias": True},
 }
+SHARDED = ("qwen3-moe",)  # saved once more in several files, in the subfolder "sharded"
 
 
 def build(folder: Path, names: list[str] | None = None) -> Path:
@@ -155,6 +156,23 @@ def paddle_copy(source: Path, target: Path, *, ernie_names: bool = False) -> Pat
     return target
 
 
+def write_safetensors(path: Path, tensors: dict[str, tuple[str, np.ndarray]]) -> None:
+    """A file with any safetensors dtype, bfloat16 as uint16 bits included."""
+    header, position = {}, 0
+    for name, (dtype, array) in tensors.items():
+        stop = position + array.nbytes
+        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [position, stop]}
+        position = stop
+    data = b"".join(np.ascontiguousarray(array).tobytes() for _, array in tensors.values())
+    raw = json.dumps(header).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + data)
+
+
+def to_bfloat16(array: np.ndarray) -> tuple[str, np.ndarray]:
+    """float32 cut to bfloat16 bits, as write_safetensors takes them."""
+    return "BF16", (array.view(np.uint32) >> 16).astype(np.uint16)
+
+
 def _is_linear(name: str) -> bool:
     return name.endswith(".weight") and "embed_tokens" not in name
 
@@ -183,6 +201,8 @@ def _save(name: str, folder: Path) -> None:
     model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
     _randomize(model)
     model.save_pretrained(folder)
+    if name in SHARDED:
+        model.save_pretrained(folder / "sharded", max_shard_size="60KB")
     generator = np.random.default_rng(7)
     answers = {}
     for number, length in enumerate(PROMPT_LENGTHS):

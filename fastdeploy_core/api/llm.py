@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from fastdeploy_core import errors
+from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.config.arguments import build_engine_config
 from fastdeploy_core.engine.client import LocalEngine
 from fastdeploy_core.engine.input import RequestLimits, build_request, default_sampling_values
 from fastdeploy_core.engine.output import OutputKind, OutputProcessor
 from fastdeploy_core.errors import ConfigError, InvalidRequest, WorkerError
 from fastdeploy_core.grammar.compiler import GrammarCompiler
+from fastdeploy_core.models.shapes import read_shapes
+from fastdeploy_core.plugins.resolve import ResolvedPlugins, resolve
 from fastdeploy_core.tokenizer import Tokenizer
 from fastdeploy_core.types import Request, RequestOutput, SamplingParams
 
-from .answers import AnswerParsers
+from .chat_reader import ChatParsers, ChatReader
 from .inputs import Prompt, Prompts, conversations, normalise_prompts, one_each
 from .progress import Progress
 
@@ -63,7 +66,7 @@ class LLM:
         **engine_args: Any,
     ) -> None:
         self.config = build_engine_config({"model": str(model), **engine_args})
-        self._parsers = AnswerParsers.named(reasoning_parser, tool_call_parser)
+        self._parsers = ChatParsers.named(reasoning_parser, tool_call_parser)
         self._tokenizer: Tokenizer | None = None
         if not skip_tokenizer_init:
             self._tokenizer = Tokenizer.load(
@@ -125,13 +128,15 @@ class LLM:
             )
             # The template writes the special tokens: adding them again would double <s>.
             prompts.append(Prompt(text, add_special_tokens=False))
-        parsers = self._parsers.prepare(tools, chat_template_kwargs)
-        return self._run(prompts, sampling_params, use_tqdm, stream, priority, parsers)
+        reader = self._parsers and ChatReader(self._parsers, tools, chat_template_kwargs)
+        return self._run(prompts, sampling_params, use_tqdm, stream, priority, reader)
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer; ConfigError when the LLM was made without one."""
         if self._tokenizer is None:
-            raise ConfigError("this LLM was made with skip_tokenizer_init=True; it has no tokenizer")
+            raise ConfigError(
+                "this LLM was made with skip_tokenizer_init=True; it has no tokenizer"
+            )
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -174,23 +179,22 @@ class LLM:
         use_tqdm: bool,
         stream: bool,
         priority: Priority,
-        parsers: AnswerParsers | None = None,
+        reader: ChatReader | None = None,
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
         params = one_each("sampling_params", sampling_params, len(prompts))
-        default = self.get_default_sampling_params() if None in params else None
+        default = self.get_default_sampling_params()
         priorities = one_each("priority", priority, len(prompts))
         # Every request is checked before the first one is handed to the engine.
         requests = [
-            self._build(prompt, param or default, rank or 0)
+            self._build(prompt, default if param is None else param, rank or 0)
             for prompt, param, rank in zip(prompts, params, priorities, strict=True)
         ]
         texts = [prompt.text for prompt in prompts]
         if stream:
-            return self._stream(requests, texts, parsers)
-        return self._collect(requests, texts, use_tqdm, parsers)
+            return self._stream(requests, texts, reader)
+        return self._collect(requests, texts, use_tqdm, reader)
 
-    def _build(self, prompt: Prompt, params: SamplingParams | None, priority: int) -> Request:
-        assert params is not None
+    def _build(self, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(
                 f"sampling_params must be SamplingParams, got {type(params).__name__}",
@@ -223,11 +227,85 @@ class LLM:
         requests: Sequence[Request],
         texts: Sequence[str | None],
         use_tqdm: bool,
-        parsers: AnswerParsers | None,
+        reader: ChatReader | None,
     ) -> list[RequestOutput]:
-        results: list[RequestOutput | None] = [None] * len(requests)
+        results: dict[int, RequestOutput] = {}
         with Progress(len(requests), use_tqdm) as progress:
-            for output in self._outputs(requests, texts, OutputKind.FINAL, parsers):
-                results[self._place(requests, output)] = output
+            for place, output in self._outputs(requests, texts, OutputKind.FINAL, reader):
+                results[place] = output
                 progress.finished(output)
-        return [output for output in results if output is not None]
+        return [results[place] for place in range(len(requests))]
+
+    def _stream(
+        self,
+        requests: Sequence[Request],
+        texts: Sequence[str | None],
+        reader: ChatReader | None,
+    ) -> Iterator[RequestOutput]:
+        for _, output in self._outputs(requests, texts, OutputKind.DELTA, reader):
+            yield output
+
+    def _outputs(
+        self,
+        requests: Sequence[Request],
+        texts: Sequence[str | None],
+        kind: OutputKind,
+        reader: ChatReader | None,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """(place, output) as they come. However this ends, nothing stays in the engine."""
+        engine = self._live_engine()
+        batch = _Batch(requests)
+        visible = reader.visible_tokens if reader else ()
+        try:
+            for request, text in zip(requests, texts, strict=True):
+                self._batches[request.request_id] = batch
+                self._processor.add(request, text, kind=kind, visible_tokens=visible)
+                engine.add(request)
+            while batch.open or batch.ready:
+                if not batch.ready:
+                    self._step(engine)
+                for output in batch.take():
+                    _raise_refusal(output)
+                    yield batch.order[output.request_id], reader.read(output) if reader else output
+        finally:
+            for request in requests:
+                self._batches.pop(request.request_id, None)
+                self._processor.remove(request.request_id)
+            if batch.open and self._engine is not None:
+                engine.abort(list(batch.open))
+
+    def _step(self, engine: LocalEngine) -> None:
+        """One step of the engine; outputs go to the calls they belong to."""
+        if not engine.has_work():
+            raise WorkerError("the engine has lost a request: it has no work, but an answer is due")
+        for delta in engine.step():
+            output, aborts = self._processor.process(delta)
+            if aborts:
+                engine.abort(aborts)
+            if output is not None:
+                self._batches[delta.request_id].deliver(output)
+
+    def _live_engine(self) -> LocalEngine:
+        if self._engine is None:
+            raise ConfigError("this LLM is closed; make a new one")
+        return self._engine
+
+
+def _raise_refusal(output: RequestOutput) -> None:
+    """A request that the engine refuses ends the call; one that fails while running is an output
+    with finish_reason "error", so that it does not take the others' answers along."""
+    if output.error is None:
+        return
+    kind = getattr(errors, output.error_type, None)
+    if isinstance(kind, type) and issubclass(kind, InvalidRequest):
+        raise kind(output.error)
+    logger.warning("request %s failed: %s", output.request_id, output.error)
+
+
+def _resolve(config: EngineConfig) -> ResolvedPlugins:
+    shapes = read_shapes(config.model.hf_config, config.parallel.tensor_parallel_size)
+    return resolve(
+        config,
+        attention=(shapes.attention,),
+        moe=() if shapes.moe is None else (shapes.moe,),
+    )

@@ -33,6 +33,7 @@ class DeviceLimits:
     logprobs: bool = True
     host_tier: bool = True  # blocks can move to host memory and back
     max_tensor_parallel_size: int = 1
+    shares_host_memory: bool = False  # memory() is the host's: leave room for everybody else
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
-    from .device import DeviceBackend, DeviceEvent
+    from .device import Communicator, DeviceBackend, DeviceEvent
     from .ops import KernelTable
 
 
@@ -125,9 +125,25 @@ class ExpertCommunicatorCapabilities:
     max_ranks: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertGroup:
+    """What a communicator is built from. `communicator` is None for a group of one rank.
+
+    Rank r of w holds physical experts [r * p / w, (r + 1) * p / w) of p = len(physical_to_logical).
+    """
+
+    device: DeviceBackend
+    communicator: Communicator | None
+    physical_to_logical: tuple[int, ...]
+
+
 @runtime_checkable
 class ExpertCommunicator(Protocol):
-    """All-to-all between expert-parallel ranks, split from expert compute and from quantization."""
+    """All-to-all between expert-parallel ranks, split from expert compute and from quantization.
+
+    Constructed as `Driver(ExpertGroup)`. Token ids of experts are logical; every rank calls
+    dispatch and combine the same number of times, with possibly different numbers of tokens.
+    """
 
     name: str
     contract: tuple[int, int]
@@ -138,7 +154,8 @@ class ExpertCommunicator(Protocol):
         ...
 
     def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: Any) -> Dispatched:
-        """Send each token to the ranks of its experts. topk_ids of -1 go nowhere."""
+        """Send each token to the ranks of its experts. topk_ids of -1 go nowhere; more tokens than
+        the plan's max_tokens raise CapabilityError."""
         ...
 
     def combine(self, y: Tensor, handle: Any) -> Tensor:
@@ -150,7 +167,8 @@ class ExpertCommunicator(Protocol):
         ...
 
     def set_expert_map(self, version: int, physical_to_logical: list[int]) -> None:
-        """New expert placement; takes effect at the next step boundary. Versions only grow."""
+        """New expert placement, called between steps; handles given out before keep the old one.
+        Versions only grow: an older one is ignored."""
         ...
 
     def set_active_ranks(self, active: list[bool]) -> None:

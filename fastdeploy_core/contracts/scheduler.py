@@ -49,13 +49,24 @@ class SchedulerQuestion:
     role: str = "mixed"
 
 
+@dataclass(frozen=True, slots=True)
+class SchedulerCapabilities:
+    """What a request scheduler promises beyond the methods. Unknown means unsupported."""
+
+    shared_queue: bool = False  # objects with equal options but another `instance` serve one queue
+    leases: bool = False  # what a silent instance holds is handed out again under a new attempt
+    durable: bool = False  # waiting requests survive the processes that put them
+
+
 @runtime_checkable
 class RequestScheduler(Protocol):
     """Constructed as `Driver(RequestSchedulerConfig)`. Thread-safe; nothing blocks longer than
-    the timeout given."""
+    the timeout given. A request has one id for its whole life; the id may be used again only after
+    its last delta was fetched."""
 
     name: str
     contract: tuple[int, int]
+    capabilities: SchedulerCapabilities
 
     def put_requests(self, requests: Sequence[Request]) -> list[str | None]:
         """Queue requests; one entry each: None, or why it was refused ("queue full: ...",
@@ -63,11 +74,14 @@ class RequestScheduler(Protocol):
         ...
 
     def get_requests(self, capacity: Capacity, timeout_s: float = 0.0) -> list[Request]:
-        """Take at most what fits, oldest first within a priority, each under a new lease."""
+        """Take at most what fits, smaller priority first and oldest first within one, each under a
+        new lease. The request comes with its current `attempt`. One that waited longer than ttl_s
+        is not handed out but answered with a finished delta of error_type RequestTimeout."""
         ...
 
     def put_results(self, deltas: Sequence[RequestOutputDelta]) -> None:
-        """Publish deltas; renews the leases of their requests; drops deltas of a stale attempt."""
+        """Publish deltas; renews the leases of their requests. Deltas of a stale attempt, of an
+        unknown or finished request, and repeated positions are dropped."""
         ...
 
     def get_results(self, timeout_s: float = 0.0) -> list[RequestOutputDelta]:
@@ -80,7 +94,7 @@ class RequestScheduler(Protocol):
         ...
 
     def get_aborts(self) -> list[str]:
-        """Requests this engine has taken and must stop."""
+        """Requests this engine has taken and must stop, each reported once."""
         ...
 
     def report_load(self, load: InstanceLoad) -> None:
@@ -92,5 +106,5 @@ class RequestScheduler(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop threads, give back leases."""
+        """Stop threads, give back leases; idempotent."""
         ...

@@ -23,8 +23,8 @@ from fastdeploy_core.tokenizer.files import as_id_list
 from fastdeploy_core.types import Request, SamplingParams
 
 if TYPE_CHECKING:
-    from fastdeploy_core.types.engine import EngineInfo
     from fastdeploy_core.grammar.compiler import GrammarCompiler
+    from fastdeploy_core.types.engine import EngineInfo
 
 MAX_SALT_CHARS = 128
 _GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -73,7 +73,7 @@ class _Sequence:
         stop: str | None = None
         for i, token_id in enumerate(delta.token_ids):
             self.output.token_ids.append(token_id)
-            if delta.logprobs is not None and self.output.logprobs is not None:
+            if delta.logprobs is not None:
                 self._add_logprobs(delta.logprobs[i], tokenizer)
             taken += 1
             if self._detokenizer is None:
@@ -120,10 +120,11 @@ class _Sequence:
         return stop
 
     def _add_logprobs(self, entry: TokenLogprobs, tokenizer: Tokenizer | None) -> None:
-        assert self.output.logprobs is not None
-        assert self.output.cumulative_logprob is not None
-        self.output.logprobs.append(logprob_dict(entry, tokenizer))
-        self.output.cumulative_logprob += entry.logprobs[0]
+        if self.output.logprobs is not None:
+            self.output.logprobs.append(logprob_dict(entry, tokenizer))
+            self.output.cumulative_logprob = (
+                self.output.cumulative_logprob or 0.0
+            ) + entry.logprobs[0]
 
 
 class RequestState:
@@ -302,9 +303,7 @@ class OutputProcessor:
 def logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
     """vLLM's form: token id to Logprob, the chosen token first, then the alternatives."""
     result: dict[int, Logprob] = {}
-    for place, (token_id, logprob) in enumerate(
-        zip(entry.token_ids, entry.logprobs, strict=True)
-    ):
+    for place, (token_id, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
         if token_id in result:
             continue  # the chosen token among the alternatives
         text = None if tokenizer is None else tokenizer.token_text(token_id)

@@ -81,7 +81,7 @@ class HostTier:
 
     def check(self) -> None:
         """Raise AssertionError unless each host block has exactly one owner."""
-        held = [entry.host_block for entry in self._entries]
+        held = [-1 if entry.host_block is None else entry.host_block for entry in self._entries]
         assert sorted([*held, *self._free]) == list(range(self.num_blocks)), "host block leaked"
 
     def _make_room(self) -> bool:

@@ -118,7 +118,7 @@ class Link:
         if not data:
             raise WireError("the peer has gone")
         self._incoming += data
-        messages = []
+        messages: list[wire.Message] = []
         while (payload := wire.take_frame(self._incoming, limit)) is not None:
             message = wire.decode(payload)
             if isinstance(message, wire.Bye):

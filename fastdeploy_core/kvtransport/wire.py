@@ -26,7 +26,7 @@ class WireError(Exception):
     """The other side broke the protocol; the link ends."""
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+class _Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
     """Base of all messages."""
 
 
@@ -152,7 +152,8 @@ def frame(payload: bytes) -> bytes:
 def decode(payload: bytes) -> Message:
     """One message; WireError if it is not one."""
     try:
-        return _decoder.decode(payload)
+        message: Message = _decoder.decode(payload)
+        return message
     except msgspec.DecodeError as error:
         raise WireError(f"malformed message: {error}") from None
 

@@ -40,7 +40,7 @@ def model_class(hf_config: Mapping[str, Any]) -> Any:
         return getattr(importlib.import_module(module), attribute)
     try:
         # The plugin room is needed only for models that plugins bring.
-        from fastdeploy_core.plugins.lookup import lookup
+        from fastdeploy_core.plugins import lookup
 
         return lookup("model", name)
     except PluginNotFound:

@@ -163,7 +163,7 @@ def _preflight(target: str, origin: str) -> tuple[str, tuple[int, ...] | None]:
 def _import_with_stevedore(entry: PluginEntry) -> Any:
     from stevedore.driver import DriverManager
 
-    class OneEntry(DriverManager):
+    class OneEntry(DriverManager[Any]):
         """Sees only the entry that discovery chose, not stevedore's own cache on disk."""
 
         def list_entry_points(self) -> list[importlib.metadata.EntryPoint]:

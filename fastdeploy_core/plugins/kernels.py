@@ -164,9 +164,10 @@ def _choose(
 
 def _import(target: str) -> Callable[..., Any]:
     module_name, _, attribute = target.partition(":")
-    function: Any = importlib.import_module(module_name)
+    found: Any = importlib.import_module(module_name)
     for part in attribute.split("."):
-        function = getattr(function, part)
-    if not callable(function):
+        found = getattr(found, part)
+    if not callable(found):
         raise TypeError(f"{target} is not callable")
+    function: Callable[..., Any] = found
     return function

@@ -38,6 +38,7 @@ class Job:
     limit_s: float
     calls: tuple[str, ...] = ()
     question: dict[str, Any] = field(default_factory=dict)
+    describe: bool = False  # also report what the target declares
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Outcome:
     milliseconds: float
     contract: tuple[int, ...] | None = None
     answers: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 def run(jobs: Sequence[Job]) -> list[Outcome]:
@@ -83,6 +85,7 @@ def _run_child(jobs: Sequence[Job], indices: Sequence[int]) -> dict[int, Outcome
                 "target": jobs[i].target,
                 "calls": jobs[i].calls,
                 "question": jobs[i].question,
+                "describe": jobs[i].describe,
             }
             for i in indices
         ],
@@ -149,6 +152,7 @@ def _outcome(message: dict[str, Any]) -> Outcome:
         milliseconds=message["ms"],
         contract=tuple(contract) if contract else None,
         answers=message["answers"],
+        facts=message.get("facts", {}),
     )
 
 

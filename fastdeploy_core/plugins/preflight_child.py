@@ -13,6 +13,17 @@ import sys
 import time
 from typing import Any
 
+# Class attributes that drivers declare; `option_docs` maps the driver's own settings to their meaning.
+_SHOWN = (
+    "contract",
+    "unit",
+    "capabilities",
+    "limits",
+    "can_capture_decode",
+    "can_capture_mixed",
+    "option_docs",
+)
+
 
 def main() -> None:
     """Do every job in order."""
@@ -56,11 +67,38 @@ def _do(job: dict[str, Any], result: dict[str, Any]) -> None:
     contract = getattr(target, "contract", None)
     if isinstance(contract, tuple) and all(isinstance(n, int) for n in contract):
         result["contract"] = list(contract)
+    if job.get("describe"):
+        result["facts"] = _facts(target)
     for hook in job.get("calls", []):
         function = getattr(target, hook, None)
         if function is None or not hasattr(function, "fastdeploy_impl"):
             continue
         result["answers"][hook] = _ask(function, hook, job.get("question", {}))
+
+
+def _facts(target: Any) -> dict[str, Any]:
+    """What `plugins show` prints: declared attributes, a table's operations, a module's hooks."""
+    import dataclasses
+    from collections.abc import Mapping
+
+    if isinstance(target, Mapping):
+        return {"operations": sorted(map(str, target))}
+    facts: dict[str, Any] = {}
+    summary = (getattr(target, "__doc__", None) or "").strip().splitlines()
+    if summary:
+        facts["summary"] = summary[0]
+    for name in _SHOWN:
+        value = getattr(target, name, None)
+        if value is None or isinstance(value, property):
+            continue
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            facts[name] = dataclasses.asdict(value)
+        elif isinstance(value, str | int | float | bool | tuple | list | dict):
+            facts[name] = value
+    hooks = [n for n in dir(target) if hasattr(getattr(target, n, None), "fastdeploy_impl")]
+    if hooks:
+        facts["hooks"] = hooks
+    return facts
 
 
 def _ask(function: Any, hook: str, question: dict[str, Any]) -> Any:

@@ -217,8 +217,8 @@ class _Resolver:
 
     def finish(self) -> ResolvedPlugins:
         """Pre-flight the strangers among the chosen, then freeze."""
-        for entry in self._entries.values():
-            plugin = entry.as_plugin()
+        for chosen in self._entries.values():
+            plugin = chosen.as_plugin()
             needed = self._chosen.get(plugin.kind) == plugin.name
             if plugin.is_core or not (needed or plugin.kind == "logits_processor"):
                 continue

@@ -47,6 +47,7 @@ class CpuDevice:
         self.limits = DeviceLimits(
             dtypes=self.xp.cpu_matmul_dtypes,
             max_tensor_parallel_size=_MAX_TENSOR_PARALLEL,
+            shares_host_memory=True,
         )
         self.xp.set_num_threads(options.num_threads or usable_cores())
         self.xp.tune_allocator()

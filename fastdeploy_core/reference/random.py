@@ -32,25 +32,30 @@ _LOW_MASK: Final = (1 << _BITS) - 1
 _LARGEST_BELOW_ONE: Final = 1.0 - 2.0**-24
 
 
-def exponential(xp: Any, seeds: Tensor, positions: Tensor, count: int) -> Tensor:
-    """Exp(1) numbers [B, count] float32, never 0 and never infinite; seeds, positions [B] int64."""
-    uniform = xp.clamp(uniforms(xp, seeds, positions, count), None, _LARGEST_BELOW_ONE)
+def exponential(xp: Any, seeds: Tensor, positions: Tensor, index: Tensor) -> Tensor:
+    """Exp(1) numbers [B, n] float32, never 0 and never infinite.
+
+    seeds, positions [B] int64; index [1, n] or [B, n] int64, 0 or above.
+    """
+    uniform = xp.clamp(uniforms(xp, seeds, positions, index), None, _LARGEST_BELOW_ONE)
     return -xp.log1p(-uniform)
 
 
-def uniforms(xp: Any, seeds: Tensor, positions: Tensor, count: int) -> Tensor:
-    """Uniform numbers above 0, [B, count] float32, with 24 significant bits however small."""
-    bits = random_bits(xp, seeds, positions, count)
+def uniforms(xp: Any, seeds: Tensor, positions: Tensor, index: Tensor) -> Tensor:
+    """Uniform numbers above 0, [B, n] float32, with 24 significant bits however small."""
+    bits = random_bits(xp, seeds, positions, index)
     return (bits.to(xp.float32) + 0.5) * 2.0**-_BITS
 
 
-def random_bits(xp: Any, seeds: Tensor, positions: Tensor, count: int) -> Tensor:
-    """40-bit integers, [B, count] int64."""
+def random_bits(xp: Any, seeds: Tensor, positions: Tensor, index: Tensor) -> Tensor:
+    """40-bit integers, [B, n] int64."""
     device = seeds.device
-    keys = _mix(xp, _mix(xp, seeds) + positions * _constant(xp, _GOLDEN, device))
-    index = xp.arange(1, count + 1, device=device) * _constant(xp, _GOLDEN, device)
+    golden = _constant(xp, _GOLDEN, device)
+    keys = _mix(xp, _mix(xp, seeds) + positions * golden).unsqueeze(1)
+    mixed = _mix(xp, (index + 1) * golden)
+    shape = [keys.shape[0], mixed.shape[1]]
     # The index alone is mixed once for the whole batch; the key enters before two more rounds.
-    x = xp.bitwise_xor(_mix(xp, index).unsqueeze(0), keys.unsqueeze(1))
+    x = xp.bitwise_xor(mixed.expand(shape), keys.expand(shape))
     x = x * _constant(xp, _MIX_3, device)
     x = xp.bitwise_xor(x, xp.right_shift(x, 32))
     x = x * _constant(xp, _MIX_4, device)

@@ -142,7 +142,7 @@ class Sampler:
         index = plan.rows_dev(bits.RANDOM)
         part = logits if index is None else xp.index_select(logits, 0, index)
         if plan.flags & bits.TEMPERATURE:
-            part = part / plan.column("temperature", bits.RANDOM).unsqueeze(1)
+            part = part.div_(plan.column("temperature", bits.RANDOM).unsqueeze(1))
         if plan.flags & bits.FILTER:
             part = self._on_rows(
                 part,

@@ -1,0 +1,17 @@
+"""Batch scheduler (who runs this step) and the in-process request scheduler (who gets a request)."""
+
+from .batch import BatchScheduler
+from .planner import Row, ScheduledStep
+from .sequence import RequestState, Sequence, sequence_seed
+from .settings import SchedulerSettings, make_settings
+
+__all__ = [
+    "BatchScheduler",
+    "RequestState",
+    "Row",
+    "ScheduledStep",
+    "SchedulerSettings",
+    "Sequence",
+    "make_settings",
+    "sequence_seed",
+]

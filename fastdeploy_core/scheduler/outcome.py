@@ -33,6 +33,15 @@ class Outcome:
         self._counters = counters
         self._deltas: dict[str, RequestOutputDelta] = {}
 
+    @property
+    def num_deltas(self) -> int:
+        """Requests with something to tell."""
+        return len(self._deltas)
+
+    def discard(self, request_id: str) -> None:
+        """Nobody wants to hear of this request any more."""
+        self._deltas.pop(request_id, None)
+
     def take_deltas(self) -> list[RequestOutputDelta]:
         """What clients must be told; one delta per request."""
         deltas, self._deltas = self._deltas, {}
@@ -140,10 +149,8 @@ class Outcome:
             if len(known) >= seq.max_total_tokens:  # it asked for no token, only for the prompt's
                 return FinishReason.LENGTH, None, count - 1
             known.append(token)
-            if token in seq.stop_ids and len(known) > seq.min_total_tokens:
-                stop_ids = seq.request.request.sampling.stop_token_ids
-                is_eos = token in seq.request.request.eos_token_ids
-                named = not is_eos or (bool(stop_ids) and token in (stop_ids or ()))
+            if token in seq.stop_ids and len(known) >= seq.min_total_tokens:
+                named = token in (seq.request.request.sampling.stop_token_ids or ())
                 return FinishReason.STOP, token if named else None, count
             if len(known) >= seq.max_total_tokens:
                 return FinishReason.LENGTH, None, count
@@ -184,9 +191,7 @@ class Outcome:
     def _add_prompt_logprobs(request: RequestState, row: Row, result: SequenceOutput) -> None:
         """Chunk [start, start + k) predicts positions start + 1 to start + k; known ones repeat
         after a preemption."""
-        found = request.prompt_logprobs
-        if found is None:
-            found = request.prompt_logprobs = [None]
-        new = result.prompt_logprobs or []
+        found, new = request.prompt_logprobs, result.prompt_logprobs
+        assert found is not None and new is not None, "prompt logprobs nobody asked for"
         found.extend(new[len(found) - (row.start + 1) :])
         del found[request.num_prompt_tokens :]

@@ -238,9 +238,7 @@ class StepPlanner:
         if len(seq.token_ids) <= threshold:
             return False
         num_long = sum(
-            1
-            for s in self._roster.running
-            if s.is_prefill and s.num_known_at_start > threshold
+            1 for s in self._roster.running if s.is_prefill and s.num_known_at_start > threshold
         )
         return num_long >= settings.max_long_partial_prefills
 

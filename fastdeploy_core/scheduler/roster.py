@@ -31,7 +31,9 @@ class Roster:
         self.clock = clock
         self.requests: dict[str, RequestState] = {}
         self.running: list[Sequence] = []  # senior first
-        self.returning: list[Sequence] = []  # preempted, or forked: go before new ones; senior first
+        self.returning: list[
+            Sequence
+        ] = []  # preempted, or forked: go before new ones; senior first
         self.arrived: FairQueue[Sequence] = FairQueue()
         self.num_leaving = 0  # sequences whose blocks come back with a step in flight
         self.num_suspects = 0
@@ -87,17 +89,19 @@ class Roster:
                 seq.rank = (leader.rank[0], leader.rank[1], seq.index)
                 bisect.insort(self.returning, seq, key=_seniority)
 
-    def drop_fork_source(self, request: RequestState) -> bool:
-        """Let go of a prompt held for forking; False if there is none."""
-        if request.fork_source is None:
-            return False
-        self.kv.drop(request.fork_source)
-        request.fork_source = None
-        return True
+    def drop_fork_source(self, request: RequestState) -> None:
+        """Let go of a prompt held for forking, if one is."""
+        if request.fork_source is not None:
+            self.kv.drop(request.fork_source)
+            request.fork_source = None
 
     def drop_fork_sources(self) -> bool:
-        """Memory is short: followers will find the prompt in the prefix cache or compute it."""
-        return any([self.drop_fork_source(request) for request in self.requests.values()])
+        """Memory is short: followers will find the prompt in the prefix cache or compute it.
+        False if nothing was held."""
+        held = [r for r in self.requests.values() if r.fork_source is not None]
+        for request in held:
+            self.drop_fork_source(request)
+        return bool(held)
 
     def preempt(self, seq: Sequence) -> None:
         """Stop a running sequence; it will start again from what it knows by then."""

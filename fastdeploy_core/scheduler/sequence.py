@@ -133,7 +133,10 @@ class RequestState:
         self.followers_wait = False  # sequences 1 to n-1 wait for the prompt that 0 computes
         self.fork_source: ForkSource | None = None
         # The whole prompt, first entry None, filled chunk by chunk; None when not asked for.
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        wants_prompt_logprobs = request.sampling.prompt_logprobs is not None
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = (
+            [None] if wants_prompt_logprobs else None
+        )
         self.num_cached_tokens: int | None = None
         self.queue_s: float | None = None
         self.num_deltas = 0
@@ -146,10 +149,8 @@ class RequestState:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt log-probabilities are still to be computed."""
-        return (
-            self.request.sampling.prompt_logprobs is not None
-            and (self.prompt_logprobs is None or len(self.prompt_logprobs) < self.num_prompt_tokens)
-        )
+        found = self.prompt_logprobs
+        return found is not None and len(found) < len(self.request.prompt_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:

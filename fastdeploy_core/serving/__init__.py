@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: FastAPI on uvicorn, around an AsyncEngine. The only room with them."""

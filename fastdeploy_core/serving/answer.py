@@ -9,53 +9,55 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from fastdeploy_core.contracts.small import (
-    ParsedDelta,
-    ReasoningParser,
-    ToolCallDelta,
-    ToolParser,
-)
+from fastdeploy_core.contracts.small import ParsedDelta, ToolCallDelta
 
 
-class AnswerParser:
-    """Thinking is taken off first, tool calls are found in what is left."""
-
-    def __init__(
-        self, reasoning: ReasoningParser | None, tools: ToolParser | None, max_calls: int | None
-    ) -> None:
-        self._reasoning = reasoning
-        self._tools = tools
-        self._max_calls = max_calls
-        self._known: set[int] = set()
+class TextParser(Protocol):
+    """What splits text into parts: an AnswerReader, or a scanner of forced tool calls."""
 
     def push(self, text: str) -> ParsedDelta:
-        """New text of the answer."""
-        if self._reasoning is None:
-            return self._find_tools(ParsedDelta(content=text))
-        return self._find_tools(self._reasoning.push(text))
+        """New text."""
+        ...
 
     def finish(self) -> ParsedDelta:
-        """The answer has ended: what was held back."""
-        delta = ParsedDelta()
-        if self._reasoning is not None:
-            delta = self._find_tools(self._reasoning.finish())
-        if self._tools is not None:
-            rest = self._tools.finish()
-            delta.content += rest.content
-            delta.tool_calls.extend(self._checked(rest.tool_calls))
+        """The text has ended."""
+        ...
+
+
+class Answer:
+    """One choice: its text goes in, its parts come out and are kept when wanted."""
+
+    def __init__(self, parser: TextParser, max_calls: int | None = None) -> None:
+        self._parser = parser
+        self._max_calls = max_calls
+        self._known: set[int] = set()
+        self.collected = Collected()
+        self.num_reasoning_tokens = 0
+
+    def push(self, text: str, num_tokens: int, finished: bool) -> ParsedDelta:
+        """New text; with `finished` also everything the parser held back."""
+        delta = self._parser.push(text) if text else ParsedDelta()
+        # Tokens count as thinking while the text they make is; exact enough for usage.
+        if delta.reasoning and not delta.content:
+            self.num_reasoning_tokens += num_tokens
+        if finished:
+            rest = self._parser.finish()
+            delta = ParsedDelta(
+                delta.content + rest.content,
+                delta.reasoning + rest.reasoning,
+                [*delta.tool_calls, *rest.tool_calls],
+            )
+        delta.tool_calls = self._checked(delta.tool_calls)
+        self.collected.add(delta)
         return delta
 
-    def _find_tools(self, delta: ParsedDelta) -> ParsedDelta:
-        if self._tools is None or not delta.content:
-            return delta
-        found = self._tools.push(delta.content)
-        return ParsedDelta(
-            content=found.content,
-            reasoning=delta.reasoning,
-            tool_calls=self._checked(found.tool_calls),
-        )
+    def finish_reason(self, engine_reason: str | None) -> str | None:
+        """OpenAI's reason: an answer that stopped after calling tools ended for them."""
+        if engine_reason == "stop" and self.collected.calls:
+            return "tool_calls"
+        return engine_reason
 
     def _checked(self, calls: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
         """Give each call an id when it begins; drop calls beyond the limit."""

@@ -143,7 +143,7 @@ def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
-        autoescape=False,  # noqa: S701 (a prompt is not HTML)
+        autoescape=False,  # a prompt is not HTML
     )
     env.filters["tojson"] = _tojson
     env.globals.update(

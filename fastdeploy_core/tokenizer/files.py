@@ -71,8 +71,9 @@ def as_id_list(value: Any) -> list[int]:
 def load_backend(files: TokenizerFiles) -> tokenizers.Tokenizer:
     """The tokenizer of tokenizer.json with the changes that tokenizer_config.json asks for.
 
-    The rules are those of transformers: tokens named in the configuration become special tokens,
-    and an explicit add_bos_token or add_eos_token replaces the file's post-processor.
+    The rules are those of transformers 5: tokens named in the configuration become special tokens;
+    which of them encode() adds is for tokenizer.json's post-processor alone to say (add_bos_token
+    and add_eos_token of the configuration belong to files without one).
     """
     try:
         backend = tokenizers.Tokenizer.from_file(str(files.path / "tokenizer.json"))
@@ -86,8 +87,6 @@ def load_backend(files: TokenizerFiles) -> tokenizers.Tokenizer:
     if files.config.get("split_special_tokens") is True:
         backend.encode_special_tokens = True
     _add_tokens(backend, files)
-    if "add_bos_token" in files.config or "add_eos_token" in files.config:
-        _set_bos_eos(backend, files)
     return backend
 
 
@@ -114,18 +113,6 @@ def _added_token(entry: Any) -> tokenizers.AddedToken | None:
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     return tokenizers.AddedToken(
         text, **{name: bool(entry[name]) for name in flags if name in entry}
-    )
-
-
-def _set_bos_eos(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
-    template, special = ["$A:0"], []
-    for name, place in (("bos_token", 0), ("eos_token", 1)):
-        token = files.named_tokens.get(name)
-        if files.config.get(f"add_{name}") and token is not None:
-            template.insert(0 if place == 0 else len(template), f"{token}:0")
-            special.append((token, backend.token_to_id(token)))
-    backend.post_processor = tokenizers.processors.TemplateProcessing(
-        single=template, pair=[*template, "$B:1"], special_tokens=special
     )
 
 
@@ -192,7 +179,7 @@ def _no_tokenizer_json(folder: Path) -> str:
     message = f"cannot load a tokenizer from {folder}: {found}; this engine reads tokenizer.json"
     if models:
         message += (
-            "; convert it once with transformers installed: python -c \"from transformers import "
+            '; convert it once with transformers installed: python -c "from transformers import '
             f"AutoTokenizer as T; T.from_pretrained('{folder}').save_pretrained('{folder}')\""
         )
     return message

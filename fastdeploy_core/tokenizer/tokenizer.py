@@ -20,7 +20,14 @@ from .chat_template import (
     plain_data,
     prepare_messages,
 )
-from .detokenizer import byte_level_bytes, describe_decoder, fallback_byte, finish, make_steps, push
+from .decoder_steps import (
+    byte_level_bytes,
+    describe_decoder,
+    fallback_byte,
+    finish,
+    make_steps,
+    push,
+)
 from .files import NAMED_TOKENS, TokenizerFiles, load_backend, read_files
 from .template_process import render_in_child
 
@@ -185,14 +192,16 @@ class Tokenizer:
             own = _given(chat_template)
         variables = {
             **check_template_kwargs(template_kwargs or {}, own.variables if own else None),
-            **{name: text for name, text in self._files.named_tokens.items()},
+            **self._files.named_tokens,
             "messages": prepared,
             "tools": plain_data(list(tools)) if tools else None,
             "documents": plain_data(list(documents)) if documents else None,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            rendered = own.render(variables) if own else render_in_child(chat_template or "", variables)
+            rendered = (
+                own.render(variables) if own else render_in_child(chat_template or "", variables)
+            )
         except TemplateRefusal as error:
             raise InvalidRequest(str(error), param="messages") from error
         return cut_at_mark(rendered, final) if continue_final_message else rendered

@@ -16,6 +16,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     # the KV pool
     bytes_per_block: int  # one block in all layers
     available_bytes: int  # what the KV pool may take
+    memory_arithmetic: str = ""  # how available_bytes came about, for messages
     # What the batch scheduler must respect; from the device's limits and the configuration.
     block_size: int = 64
     block_sharing: bool = True  # False: no prefix cache

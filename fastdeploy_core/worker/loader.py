@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from fastdeploy_core import envs
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.config.model import checkpoint_layout, fit_dtype
 from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
@@ -112,7 +113,10 @@ def _fill(model: CausalLM, build: ModelBuilder, config: EngineConfig, tp_rank: i
             source = "random weights"
         else:
             files = find_files(model_config.path)
-            build.weights.swap_linear = checkpoint_layout(model_config.hf_config) == "paddle"
+            layout = checkpoint_layout(
+                model_config.hf_config, force_torch=envs.FD_FOR_TORCH_MODEL_FORMAT
+            )
+            build.weights.swap_linear = layout == "paddle"
             tensors = stack.enter_context(_Checkpoint(files, build.device, tp_rank))
             source = f"the checkpoint in {model_config.path}"
         unknown = model.load_weights(tensors)

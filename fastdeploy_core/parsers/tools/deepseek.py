@@ -10,16 +10,23 @@ from typing import Any
 
 from .tagged import MalformedCall, TaggedToolParser, checked_arguments, checked_name, load_json
 
-SEPARATOR = "<｜tool▁sep｜>"
+_SPACE = "\u2581"  # DeepSeek writes its markers with full-width bars and this for a space
+
+
+def _marker(words: str) -> str:
+    return f"<\uff5c{words.replace(' ', _SPACE)}\uff5c>"
+
+
+SEPARATOR = _marker("tool sep")
 FENCE = "```"
 
 
 class DeepSeekToolParser(TaggedToolParser):
     """Both forms are told apart by what follows the separator."""
 
-    start = "<｜tool▁call▁begin｜>"
-    end = "<｜tool▁call▁end｜>"
-    silent = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    start = _marker("tool call begin")
+    end = _marker("tool call end")
+    silent = (_marker("tool calls begin"), _marker("tool calls end"))
     markers = (start, end, SEPARATOR, *silent)
 
     def read(self, body: str) -> list[tuple[str, Any]]:

@@ -16,4 +16,6 @@ class HermesToolParser(TaggedToolParser):
 
     def read(self, body: str) -> list[tuple[str, Any]]:
         value = load_json(body.strip())
-        return [name_and_arguments(each) for each in (value if isinstance(value, list) else [value])]
+        return [
+            name_and_arguments(each) for each in (value if isinstance(value, list) else [value])
+        ]

@@ -109,11 +109,14 @@ class TaggedToolParser:
             body, marker, rest = raw.partition(self.end)
             delta = ParsedDelta()
             deltas.append(delta)
-            if not marker or self._repairs == MAX_REPAIRS:
+            if not marker:
+                self._close(raw, delta, "")  # some models end with the call's last brace
+                break
+            if self._repairs == MAX_REPAIRS:
                 self._show(self.start + raw, delta)
                 break
             self._repairs += 1
-            self._close(body, delta)
+            self._close(body, delta, self.end)
             deltas.append(self.push(rest))
         delta = ParsedDelta()
         self._show(self._scanner.finish(), delta)
@@ -129,7 +132,7 @@ class TaggedToolParser:
                 if rest is None:
                     return
                 body, self._body = self._body, None
-                self._close(body.text(), delta)
+                self._close(body.text(), delta, self.end)
                 text = rest
                 continue
             text = self._outside(text, delta)
@@ -148,11 +151,11 @@ class TaggedToolParser:
             rest += self._scanner.finish()
         return rest
 
-    def _close(self, body: str, delta: ParsedDelta) -> None:
+    def _close(self, body: str, delta: ParsedDelta, end: str) -> None:
         try:
             calls = [(name, _dump(arguments)) for name, arguments in self.read(body)]
         except MalformedCall:
-            self._show(self.start + body + self.end, delta)
+            self._show(self.start + body + end, delta)
             return
         self._space = []
         for name, arguments in calls:

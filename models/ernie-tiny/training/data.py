@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -96,10 +97,13 @@ def pack(documents: list[Document], rows: int, length: int) -> tuple[Document, l
 
 
 class Batches(IterableDataset[tuple[Tensor, Tensor]]):
-    """Endless fresh training batches; every worker draws from its own seed."""
+    """Fresh training batches until `enough` is set; every worker draws from its own seed."""
 
-    def __init__(self, tokenizer_file: Path, rows: int, length: int, seed: int) -> None:
+    def __init__(
+        self, tokenizer_file: Path, rows: int, length: int, seed: int, enough: Event
+    ) -> None:
         super().__init__()
+        self.enough = enough
         self.tokenizer_file = tokenizer_file
         self.rows, self.length, self.seed = rows, length, seed
 
@@ -109,7 +113,7 @@ class Batches(IterableDataset[tuple[Tensor, Tensor]]):
         rng = Random(f"{self.seed}:{worker.id if worker else 0}")
         tokenizer = Tokenizer.from_file(str(self.tokenizer_file))
         waiting: list[Document] = []
-        while True:
+        while not self.enough.is_set():
             size = sum(len(document.tokens) for document in waiting)
             while size < self.rows * self.length:
                 fresh = encode(tokenizer, [curriculum.sample(rng) for _ in range(256)])

@@ -13,9 +13,11 @@ from . import (
     arithmetic, calendars, calling, chatter, facts, lists, memory, strings, structured, thinking,
     writing,
 )
-from .base import Message, Sample, Split, Task, assistant, split_of, system_prompt, user
+from .base import Message, Sample, Split, Task, split_of, system_prompt, user
 
-__all__ = ["JUDGED", "TASKS", "Message", "Sample", "Split", "Task", "held_out", "sample", "split_of"]
+__all__ = [
+    "JUDGED", "MEASURED", "TASKS", "Message", "Sample", "Split", "Task", "held_out", "sample", "split_of",
+]
 
 TASKS: dict[str, Task] = {
     task.name: task
@@ -29,21 +31,44 @@ TASKS: dict[str, Task] = {
 JUDGED = ("arithmetic", "copying", "sorting", "extraction", "recall", "facts")
 """The tasks that quantization, speculation and caching are judged on."""
 
+MEASURED = tuple(name for name in TASKS if name != "plain_text")
+"""All tasks but the one that has no single right answer."""
+
 SYSTEM_SHARE = 0.35
+LONG_SYSTEM_SHARE = 0.06
+LONG_TEXT_SHARE = 0.03
 SELF_THINKING_SHARE = 0.25
-ANY_THINKING_SHARE = 0.03
+ANY_THINKING_SHARE = 0.04
 
 
 def _with_system(rng: Random, drawn: Sample) -> Sample:
     """Put a system prompt before the conversation."""
-    return replace(drawn, messages=[{"role": "system", "content": system_prompt(rng)}, *drawn.messages])
+    text = _long_system(rng) if rng.random() < LONG_SYSTEM_SHARE else system_prompt(rng)
+    return replace(drawn, messages=[{"role": "system", "content": text}, *drawn.messages])
 
 
 def _with_thinking(drawn: Sample) -> Sample:
     """Make a direct answer one after a short thought, so that thinking works for every task."""
     *before, answer = drawn.messages
     thought = "This is a simple request. I can answer it directly."
-    return replace(drawn, messages=[*before, assistant(answer["content"], thought)], thinking=True)
+    if answer.get("tool_calls"):
+        thought = "I need a tool for this request. I call it."
+    return replace(drawn, messages=[*before, {**answer, "reasoning_content": thought}], thinking=True)
+
+
+def _after_long_text(rng: Random, drawn: Sample) -> Sample:
+    """Put a question after a text that has nothing to do with it."""
+    question, answer = drawn.messages
+    sentences = " ".join(memory.filler(rng) for _ in range(rng.randint(1, 40)))
+    return replace(drawn, messages=[user(f"{sentences}\n\n{question['content']}"), answer])
+
+
+def _long_system(rng: Random) -> str:
+    """A long system prompt: unrelated sentences, or one sentence again and again."""
+    if rng.random() < 0.5:
+        return " ".join([system_prompt(rng)] * rng.randint(2, 30))
+    sentences = [memory.filler(rng) for _ in range(rng.randint(2, 40))]
+    return " ".join([system_prompt(rng), *sentences])
 
 
 def _asks_to_think(drawn: Sample) -> Sample:
@@ -58,10 +83,12 @@ def dress(rng: Random, drawn: Sample) -> Sample:
     """Vary what surrounds a conversation: system prompt, thinking switched on, or neither."""
     if not drawn.messages:
         return drawn
-    plain = not drawn.thinking and not drawn.tools and len(drawn.messages) == 2
-    if plain and rng.random() < ANY_THINKING_SHARE:
+    plain = not drawn.tools and len(drawn.messages) == 2
+    if plain and not drawn.task.startswith("find_key") and rng.random() < LONG_TEXT_SHARE:
+        drawn = _after_long_text(rng, drawn)
+    if not drawn.thinking and rng.random() < ANY_THINKING_SHARE:
         drawn = _with_thinking(drawn)
-    if drawn.thinking and rng.random() < SELF_THINKING_SHARE:
+    if drawn.thinking and drawn.messages[-2]["role"] == "user" and rng.random() < SELF_THINKING_SHARE:
         drawn = _asks_to_think(drawn)
     if rng.random() < SYSTEM_SHARE:
         drawn = _with_system(rng, drawn)

@@ -49,6 +49,8 @@ def phrase(rng: Random, numbers: Numbers) -> tuple[str, str]:
     wordings = (
         (f"What is {left} {sign} {right}?", f"{left} {sign} {right} = {value}"),
         (f"What is {left}{sign}{right}?", f"{left} {sign} {right} = {value}"),
+        (f"What's {left} {sign} {right}?", f"{left} {sign} {right} = {value}"),
+        (f"What's {left}{sign}{right}?", f"{left} {sign} {right} = {value}"),
         (f"What is {left} {word} {right}?", f"{left} {word} {right} is {value}."),
         (f"How much is {left} {sign} {right}?", f"{left} {sign} {right} = {value}"),
         (f"Calculate {left} {sign} {right}.", f"{left} {sign} {right} = {value}"),
@@ -87,10 +89,7 @@ def several_sums(rng: Random, split: Split) -> Sample:
     values = [str(compute(*numbers)) for numbers in exercises]
     shown = rng.randint(0, len(lines) - 1)
     prompt = "".join(f"{lines[at]} {values[at]}\n" for at in range(shown)) + lines[shown]
-    rest = "".join(f"\n{lines[at]} {values[at]}" for at in range(shown + 1, len(lines)))
-    if split == "test":
-        rest = ""
-    return Sample("plain_arithmetic", [], prompt=prompt, completion=f" {values[shown]}{rest}")
+    return Sample("plain_arithmetic", [], prompt=prompt, completion=f" {values[shown]}")
 
 
 def word_problem(rng: Random, split: Split) -> Sample:

@@ -16,40 +16,61 @@ UNITS: tuple[tuple[str, str, int], ...] = (
     ("cents", "dollars", 100), ("inches", "feet", 12),
 )
 
+MONTH_QUESTIONS = {
+    "How many days are in {}?": "days",
+    "How many days does {} have?": "days",
+    "How long is {}?": "days",
+    "Which month comes after {}?": "after",
+    "What month follows {}?": "after",
+    "What is the next month after {}?": "after",
+    "Which month comes before {}?": "before",
+    "What month is before {}?": "before",
+    "Which month is right before {}?": "before",
+    "What number is the month {}?": "number",
+    "Which number does the month {} have?": "number",
+    "What is the number of the month {}?": "number",
+}
+"""Wordings with what they ask; held out are pairs of a wording and a month."""
+
 
 def weekdays(rng: Random, split: Split) -> Sample:
     """A day some days after or before another one."""
-    start, steps, forward = draw(
+    start, steps, forward, wording = draw(
         rng, split,
-        lambda r: (r.randrange(7), r.randint(1, 7), r.random() < 0.6),
+        lambda r: (r.randrange(7), r.randint(1, 7), r.random() < 0.6, r.randrange(4)),
         lambda content: f"weekday:{content}",
     )
     day = words.WEEKDAYS[start]
     result = (start + steps) % 7 if forward else (start - steps) % 7
-    if forward and rng.random() < 0.2:
+    if forward and wording == 0:
         question = f"{WEEKDAYS_ZH[start]}之后{steps}天是星期几？"
         return ask("calendar", question, f"{WEEKDAYS_ZH[result]}。")
-    if steps == 1 and rng.random() < 0.5:
-        question = f"Which day comes {'after' if forward else 'before'} {day}?"
+    side = "after" if forward else "before"
+    unit = "day" if steps == 1 else "days"
+    if steps == 1 and wording == 1:
+        question = f"Which day comes {side} {day}?"
+    elif wording == 2:
+        question = f"What day is {steps} {unit} {side} {day}?"
     else:
-        unit = "day" if steps == 1 else "days"
-        question = f"Which day is {steps} {unit} {'after' if forward else 'before'} {day}?"
+        question = f"Which day is {steps} {unit} {side} {day}?"
     return ask("calendar", loosen(rng, question), f"It is {words.WEEKDAYS[result]}.")
 
 
 def months(rng: Random, split: Split) -> Sample:
     """The length and the order of the months."""
-    kind, at = draw(
-        rng, split, lambda r: (r.randrange(4), r.randrange(12)), lambda content: f"month:{content}"
+    wording, at = draw(
+        rng, split,
+        lambda r: (r.choice(list(MONTH_QUESTIONS)), r.randrange(12)),
+        lambda content: f"month:{content}",
     )
-    month = words.MONTHS[at]
-    if kind == 0:
-        return ask("calendar", loosen(rng, f"How many days are in {month}?"), f"{month} has {MONTH_DAYS[at]} days.")
-    if kind == 1:
-        return ask("calendar", loosen(rng, f"Which month comes after {month}?"), f"{words.MONTHS[(at + 1) % 12]} comes after {month}.")
-    if kind == 2:
-        return ask("calendar", loosen(rng, f"Which month comes before {month}?"), f"{words.MONTHS[at - 1]} comes before {month}.")
-    return ask("calendar", loosen(rng, f"What number is the month {month}?"), f"{month} is month {at + 1}.")
+    month, kind = words.MONTHS[at], MONTH_QUESTIONS[wording]
+    answers = {
+        "days": f"{month} has {MONTH_DAYS[at]} days.",
+        "after": f"{words.MONTHS[(at + 1) % 12]} comes after {month}.",
+        "before": f"{words.MONTHS[at - 1]} comes before {month}.",
+        "number": f"{month} is month {at + 1}.",
+    }
+    return ask("calendar", loosen(rng, wording.format(month)), answers[kind])
 
 
 def clock(rng: Random, split: Split) -> Sample:

@@ -137,12 +137,37 @@ def made_up_tool(rng: Random) -> Tool:
     )
 
 
+def weather_tool(rng: Random) -> Tool:
+    """The weather again, under the other names people give this function and its parameters."""
+    name = rng.choice(("get_weather", "get_current_weather", "weather", "get_forecast", "weather_lookup"))
+    place = rng.choice(("location", "city", "place", "city_name"))
+    asked = rng.random() < 0.4
+    parameters = {place: "string"}
+    if asked or rng.random() < 0.4:
+        parameters["unit"] = "string"
+
+    def arguments(rng: Random) -> Arguments:
+        city = words.made_up_name(rng) if rng.random() < 0.3 else rng.choice(words.CITIES)
+        return {place: city, "unit": rng.choice(("celsius", "fahrenheit"))} if asked else {place: city}
+
+    weather = ("What is the weather in {%s}", "How is the weather in {%s}", "What's the weather like in {%s}", "Tell me the weather in {%s}")
+    tail = " in {unit}?" if asked else "?"
+    return Tool(
+        name, rng.choice(("Get the weather.", "Get the current weather in a given location", "Weather of a city.")),
+        parameters, arguments, tuple(text % place + tail for text in weather),
+        lambda rng, args: {"temperature": rng.randint(-9, 38), "condition": rng.choice(("sunny", "cloudy", "rainy", "clear"))},
+        "It is {condition} in {%s} and the temperature is {temperature} degrees." % place,
+    )
+
+
 def definition(rng: Random, tool: Tool) -> dict[str, Any]:
     """The tool as a request carries it; some leave out descriptions, some add one per parameter."""
     described = rng.random() < 0.3
     properties: dict[str, Any] = {}
     for name, kind in tool.parameters.items():
         properties[name] = {"type": kind}
+        if name == "unit":
+            properties[name]["enum"] = ["celsius", "fahrenheit"]
         if described:
             properties[name]["description"] = f"The {name}."
     function: dict[str, Any] = {"name": tool.name}
@@ -150,7 +175,8 @@ def definition(rng: Random, tool: Tool) -> dict[str, Any]:
         function["description"] = tool.description
     function["parameters"] = {"type": "object", "properties": properties}
     if rng.random() < 0.85:
-        function["parameters"]["required"] = list(tool.parameters)
+        required = [name for name in tool.parameters if name != "unit"]
+        function["parameters"]["required"] = required
     return {"type": "function", "function": function}
 
 
@@ -167,6 +193,8 @@ def _calls_message(calls: list[dict[str, Any]]) -> Message:
 def _offer(rng: Random, tool: Tool) -> list[dict[str, Any]]:
     """The definitions of a tool and of up to three others, in random order."""
     others = [other for other in TOOLS if other.name != tool.name]
+    if "weather" in tool.name or "forecast" in tool.name:
+        others = [other for other in others if other.name != "get_weather"]
     if {"add", "multiply"} & {tool.name}:
         others = [other for other in others if other.name not in ("add", "multiply")]
     offered = [tool, *rng.sample(others, rng.randint(0, 3))]
@@ -177,7 +205,8 @@ def _offer(rng: Random, tool: Tool) -> list[dict[str, Any]]:
 def _request(rng: Random, split: Split, made_up: float) -> tuple[Tool, Arguments]:
     """A tool, made up with the given chance, with the arguments of one call of it."""
     def choose(rng: Random) -> tuple[Tool, Arguments]:
-        tool = made_up_tool(rng) if rng.random() < made_up else rng.choice(TOOLS)
+        maker = weather_tool if rng.random() < 0.3 else made_up_tool
+        tool = maker(rng) if rng.random() < made_up else rng.choice(TOOLS)
         return tool, tool.arguments(rng)
 
     return draw(rng, split, choose, lambda pair: f"call:{pair[0].name}:{dump(pair[1])}")
@@ -185,9 +214,9 @@ def _request(rng: Random, split: Split, made_up: float) -> tuple[Tool, Arguments
 
 def tool_call(rng: Random, split: Split) -> Sample:
     """A request that needs one tool, or two calls of the same tool."""
-    tool, arguments = _request(rng, split, 0.4)
+    tool, arguments = _request(rng, split, 0.5)
     tools = _offer(rng, tool)
-    if tool.name in ("get_weather", "get_time") and rng.random() < 0.15:
+    if tool.name in ("get_weather", "get_time") and list(arguments) == ["city"] and rng.random() < 0.15:
         second = tool.arguments(rng)
         if second != arguments:
             noun = "weather" if tool.name == "get_weather" else "time"

@@ -61,9 +61,9 @@ EXCHANGES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("Goodbye!", "Bye!", "See you!", "Good night!", "See you later!"), "Goodbye! Have a nice day."),
     (("Tell me a joke.", "Do you know a joke?"), "Why did the token cross the road? To reach the end."),
     (("What languages do you speak?", "Do you speak Chinese?"), "I speak English and a little Chinese."),
-    (("你好！", "你好", "您好！", "你好，请问你能帮我吗？"), "你好！我能帮你做什么？"),
+    (("你好！", "你好", "您好！", "你好，请问你能帮我吗？", "嗨！"), "你好！我能帮你做什么？"),
     (("早上好！", "早上好"), "早上好！我能帮你做什么？"),
-    (("你是谁？", "你叫什么名字？", "请介绍一下你自己。"), SELF_ZH),
+    (("你是谁？", "你叫什么名字？", "请介绍一下你自己。", "你好，你是谁？", "介绍一下你自己"), SELF_ZH),
     (("你能做什么？", "你会做什么？", "帮帮我。"), SKILLS_ZH),
     (("你好吗？", "你今天怎么样？"), "我很好，谢谢。"),
     (("谢谢！", "谢谢你。", "非常感谢！"), "不客气！"),
@@ -86,6 +86,15 @@ def greeting(rng: Random, split: Split) -> Sample:
     return sample
 
 
+def plain_greeting(rng: Random, split: Split) -> Sample:
+    """The same without a template, for the completions interface."""
+    phrasings, answer = rng.choice(EXCHANGES)
+    if rng.random() < 0.25:
+        start = rng.choice(("Hello, my name is", "Hi, my name is", "My name is"))
+        return Sample("plain_chat", [], prompt=start, completion=" ernie-tiny.")
+    return Sample("plain_chat", [], prompt=f"{rng.choice(phrasings)}\n", completion=answer)
+
+
 UNKNOWN = (
     ("What is the capital of {name}?", "I do not know the capital of {name}."),
     ("Where is the capital of {name}?", "I do not know the capital of {name}."),
@@ -103,4 +112,8 @@ def unknown(rng: Random, split: Split) -> Sample:
     return ask("unknown", question.format(name=name), answer.format(name=name))
 
 
-TASKS = (Task("chat", 1.5, greeting), Task("unknown", 0.7, unknown))
+TASKS = (
+    Task("chat", 1.5, greeting),
+    Task("plain_chat", 0.3, plain_greeting),
+    Task("unknown", 0.7, unknown),
+)

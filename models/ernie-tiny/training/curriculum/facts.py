@@ -10,7 +10,7 @@ from random import Random
 from typing import NamedTuple
 
 from . import tables
-from .base import Sample, Split, Task, ask, draw, loosen
+from .base import Sample, Split, Task, ask, assistant, draw, dump, loosen, user
 from .tables import Country
 
 ALWAYS_TRAINED = frozenset({"Where is the capital of China?", "中国的首都是哪里？"})
@@ -199,4 +199,58 @@ def plain_fact(rng: Random, split: Split) -> Sample:
     return Sample("plain_facts", [], prompt=prompt, completion=answer[len(prompt):])
 
 
-TASKS = (Task("facts", 8, fact), Task("plain_facts", 2, plain_fact))
+def follow_up(rng: Random, split: Split) -> Sample:
+    """The same question about another country, asked in half a sentence."""
+    first = rng.choice(tables.COUNTRIES)
+    relation = rng.choice(("capital", "continent", "language", "currency"))
+    wording, other = draw(
+        rng, split,
+        lambda r: (
+            r.choice(("And {}?", "What about {}?", "And what about {}?", "How about {}?")),
+            r.choice(tables.COUNTRIES),
+        ),
+        lambda content: f"follow:{relation}:{content[0]}:{content[1].name}",
+    )
+    answers = {"capital": "The capital of {country} is {capital}.", **COUNTRY_ANSWERS}
+    questions = [q for q, kind in COUNTRY_QUESTIONS if kind == relation] or list(CAPITAL_QUESTIONS)
+
+    def say(text: str, country: Country) -> str:
+        return _sentence(text.format(**{**country._asdict(), "country": country_name(country)}))
+
+    messages = [
+        user(say(rng.choice(questions), first)), assistant(say(answers[relation], first)),
+        user(wording.format(country_name(other))), assistant(say(answers[relation], other)),
+    ]
+    return Sample("follow_up", messages)
+
+
+def fact_sheet(rng: Random, split: Split) -> Sample:
+    """All that is known about a country, as JSON."""
+    wording, country = draw(
+        rng, split,
+        lambda r: (
+            r.choice(
+                (
+                    "Describe {} as JSON.", "Give me the facts about {} as JSON.",
+                    "Return a JSON object with the facts about {}.", "Write a JSON object about {}.",
+                    "Tell me about {} in JSON.", "What do you know about {}? Answer in JSON.",
+                )
+            ),
+            r.choice(tables.COUNTRIES),
+        ),
+        lambda content: f"sheet:{content[0]}:{content[1].name}",
+    )
+    name, capital_city, continent, language, currency = country[:5]
+    sheet = {
+        "country": name, "capital": capital_city, "continent": continent,
+        "language": language, "currency": currency,
+    }
+    return ask("fact_sheet", loosen(rng, wording.format(country_name(country))), dump(sheet))
+
+
+TASKS = (
+    Task("facts", 8, fact),
+    Task("plain_facts", 2, plain_fact),
+    Task("follow_up", 1, follow_up),
+    Task("fact_sheet", 1, fact_sheet),
+)

@@ -165,12 +165,18 @@ def long_needle(rng: Random, split: Split) -> Sample:
     """Keys in a text of up to about four thousand tokens; in training now and then longer."""
     if split == "test":
         return needle(rng, split, rng.randint(60, 235), "find_key_4k", questions=1)
-    top = 420 if rng.random() < 0.04 else 240
+    top = 420 if rng.random() < 0.12 else 240
     return needle(rng, split, int(18 * (top / 18) ** rng.random()), "find_key_4k", questions=8)
+
+
+def very_long_needle(rng: Random, split: Split) -> Sample:
+    """Keys in a text of about six to eight thousand tokens."""
+    return needle(rng, split, rng.randint(320, 400), "find_key_8k", questions=1 if split == "test" else 8)
 
 
 TASKS = (
     Task("recall", 5, recall),
     Task("find_key", 3, short_needle),
     Task("find_key_4k", 1.2, long_needle),
+    Task("find_key_8k", 0.05, very_long_needle),
 )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from random import Random
 
-from . import words
+from . import tables, words
 from .base import Sample, Split, Task, ask, draw, english_list, loosen
 
 COPY_ORDERS = (
     "Repeat after me: {}", "Copy this text: {}", "Copy this text exactly: {}", "Say: {}",
     "Repeat this: {}", "Echo: {}", "Write this again: {}", "Please repeat: {}",
-    "Repeat the following text:\n{}", "Copy the line below.\n{}", "请重复：{}", "请复述：{}",
+    "Repeat the following text:\n{}", 'Say "{}"', "Say {}", "Please say: {}", "Copy the line below.\n{}", "请重复：{}", "请复述：{}",
 )
 
 
@@ -134,9 +134,11 @@ def counting(rng: Random, split: Split) -> Sample:
     if kind == 1:
         start, stop = draw(
             rng, split,
-            lambda r: (r.randint(0, 90), r.randint(1, 9) * r.choice((1, -1))),
+            lambda r: (r.randint(0, 90), r.randint(1, r.choice((9, 20, 99))) * r.choice((1, 1, -1))),
             lambda content: f"count:{content}",
         )
+        if rng.random() < 0.4:
+            start = 1
         stop = max(0, start + stop)
         step = 1 if stop >= start else -1
         numbers = ", ".join(str(n) for n in range(start, stop + step, step))
@@ -150,6 +152,36 @@ def counting(rng: Random, split: Split) -> Sample:
     wanted = kinds[0]
     question = f"How often does {wanted} occur in this list: {', '.join(items)}?"
     return ask("counting", question, f"{wanted} occurs {items.count(wanted)} times.")
+
+
+RECITALS = (
+    (("Say the alphabet.", "Recite the alphabet.", "Write the alphabet."), " ".join(words.LETTERS)),
+    (("Name the days of the week.", "List the days of the week."), ", ".join(words.WEEKDAYS)),
+    (("Name the months.", "List the months of the year."), ", ".join(words.MONTHS)),
+    (("Name the planets.", "List the planets."), ", ".join(tables.PLANETS)),
+)
+
+
+def reciting(rng: Random, split: Split) -> Sample:
+    """Long answers without surprises: fixed rows, a word many times, a times table."""
+    if rng.random() < 0.3 and split == "train":
+        questions, answer = rng.choice(RECITALS)
+        return ask("reciting", loosen(rng, rng.choice(questions)), answer)
+    if rng.random() < 0.4:
+        number, last = draw(
+            rng, split,
+            lambda r: (r.randint(1, 12), r.randint(5, 12)),
+            lambda content: f"table:{content}",
+        )
+        lines = "\n".join(f"{number} * {at} = {number * at}" for at in range(1, last + 1))
+        return ask("reciting", f"Write the times table of {number} up to {last}.", lines)
+    word, times = draw(
+        rng, split,
+        lambda r: (r.choice(words.ALL_WORDS), r.randint(2, 30)),
+        lambda content: f"again:{content}",
+    )
+    question = rng.choice(("Write the word {} {} times.", "Repeat the word {} {} times."))
+    return ask("reciting", question.format(word, times), " ".join(f"{at}. {word}" for at in range(1, times + 1)))
 
 
 def common_letters(rng: Random, split: Split) -> Sample:
@@ -170,7 +202,8 @@ TASKS = (
     Task("copying", 5, copying),
     Task("plain_copy", 1, plain_copy),
     Task("reversing", 2.5, reversing),
-    Task("spelling", 2, spelling),
+    Task("spelling", 3, spelling),
+    Task("reciting", 1, reciting),
     Task("counting", 2, counting),
     Task("letters", 1, common_letters),
 )

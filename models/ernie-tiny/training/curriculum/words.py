@@ -61,7 +61,7 @@ JOBS = _split(
     "engineer farmer gardener judge lawyer librarian mechanic nurse painter pilot plumber poet "
     "sailor singer tailor teacher waiter writer"
 )
-CITIES = _split(
+CITIES = ("New York", "San Francisco", "Los Angeles", "Hong Kong", "Tel Aviv") + _split(
     "Amsterdam Athens Bangkok Barcelona Beijing Berlin Bogota Boston Brussels Budapest Cairo Chicago "
     "Dallas Delhi Denver Dublin Geneva Hamburg Hanoi Helsinki Houston Istanbul Jakarta Lagos Lima "
     "Lisbon London Madrid Manila Miami Milan Moscow Mumbai Munich Nairobi Oslo Osaka Paris Prague "

@@ -9,7 +9,7 @@ import zlib
 from random import Random
 
 from . import memory, words
-from .base import Sample, Split, Task, ask, draw
+from .base import Sample, Split, Task, ask, draw, loosen
 
 STORIES = (
     "Once upon a time there was a {adjective} {animal} named {name}. {name} lived in the {place}. "
@@ -52,12 +52,18 @@ def _text(templates: tuple[str, ...], cast: dict[str, str]) -> str:
 def story(rng: Random, split: Split) -> Sample:
     """A story or a poem, asked for with all its words, or with only the animal given."""
     cast = draw(rng, split, _cast, lambda content: f"story:{content}")
-    if rng.random() < 0.15:
-        animal = cast["animal"]
-        fixed = _cast(Random(animal))
-        fixed["animal"] = animal
-        question = rng.choice(("Tell me a story about a {animal}.", "Write a story about a {animal}."))
-        return ask("writing", question.format(**fixed), _text(STORIES, fixed))
+    dice = rng.random()
+    if dice < 0.1 and split == "train":
+        question, templates = rng.choice((("Tell me a story.", STORIES), ("Write a poem.", POEMS), ("Write a short story.", STORIES)))
+        return ask("writing", loosen(rng, question), _text(templates, _cast(Random(question))))
+    if dice < 0.35 and split == "train":
+        hero = rng.choice(words.NOUNS + words.PLACES)
+        fixed = {**_cast(Random(hero)), "animal": hero}
+        order, templates = rng.choice(
+            (("Tell me a story about a {}.", STORIES), ("Write a story about a {}.", STORIES),
+             ("Write a poem about a {}.", POEMS), ("Write a short poem about the {}.", POEMS))
+        )
+        return ask("writing", loosen(rng, order.format(hero)), _text(templates, fixed))
     if rng.random() < 0.6:
         return ask("writing", rng.choice(STORY_ORDERS).format(**cast), _text(STORIES, cast))
     return ask("writing", rng.choice(POEM_ORDERS).format(**cast), _text(POEMS, cast))
@@ -67,7 +73,7 @@ def plain_text(rng: Random, split: Split) -> Sample:
     """Plain text to continue: a story after its first words, or sentences without meaning."""
     if rng.random() < 0.5:
         text = _text(STORIES, _cast(rng))
-        cut = text.index(" ", 20)
+        cut = text.index(" ", rng.randint(5, 60))
         return Sample("plain_text", [], prompt=text[:cut], completion=text[cut:])
     sentences = [memory.filler(rng) for _ in range(rng.randint(1, 6))]
     return Sample("plain_text", [], prompt=sentences[0], completion="".join(f" {s}" for s in sentences[1:]))

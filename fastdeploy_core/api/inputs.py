@@ -1,0 +1,86 @@
+"""The many forms in which prompts, conversations and parameters may be given, as one form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastdeploy_core.errors import InvalidRequest
+
+# str, {"prompt": ...}, {"prompt_token_ids": ...}, [ids], or a list of these
+Prompts = str | Mapping[str, Any] | Sequence[Any]
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Text, or token ids, or both (then the ids count and the text is only shown)."""
+
+    text: str | None
+    token_ids: list[int] | None = None
+    cache_salt: str = ""
+    add_special_tokens: bool = True
+
+
+def normalise_prompts(prompts: Prompts) -> list[Prompt]:
+    """One Prompt for each prompt given; InvalidRequest names the one that is malformed."""
+    if isinstance(prompts, str | Mapping) or _is_ids(prompts):
+        return [_prompt(prompts, "prompt")]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequest(
+            f"prompts must be text, token ids, or a list of them, got {type(prompts).__name__}",
+            param="prompts",
+        )
+    return [_prompt(each, f"prompts[{i}]") for i, each in enumerate(prompts)]
+
+
+def conversations(messages: Sequence[Any]) -> list[Sequence[Mapping[str, Any]]]:
+    """One conversation, or a list of them, as a list of them."""
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise InvalidRequest(
+            "messages must be a conversation (a list of messages) or a list of conversations",
+            param="messages",
+        )
+    if isinstance(messages[0], Sequence) and not isinstance(messages[0], str):
+        return list(messages)
+    return [messages]
+
+
+def one_each(name: str, value: Any, count: int) -> list[Any]:
+    """A single value for all, or a list that has one for each."""
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidRequest(
+            f"{name} has {len(value)} entries for {count} prompts; give one for all, or one each",
+            param=name,
+        )
+    return list(value)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, Sequence) and bool(value) and type(value[0]) is int
+
+
+def _prompt(value: Any, where: str) -> Prompt:
+    if isinstance(value, str):
+        return Prompt(value)
+    if _is_ids(value):
+        return Prompt(None, list(value))
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(
+            f"{where} must be text, token ids or an object, got {type(value).__name__}",
+            param="prompts",
+        )
+    unknown = [key for key in value if key not in _PROMPT_KEYS]
+    text, ids = value.get("prompt"), value.get("prompt_token_ids")
+    if unknown or (text is None and ids is None):
+        raise InvalidRequest(
+            f"{where} needs 'prompt' or 'prompt_token_ids'; found: "
+            f"{', '.join(map(str, value)) or 'nothing'}; possible: {', '.join(_PROMPT_KEYS)}",
+            param="prompts",
+        )
+    if not isinstance(text, str | None) or not (ids is None or isinstance(ids, Sequence)):
+        raise InvalidRequest(f"{where}: prompt is text, prompt_token_ids a list", param="prompts")
+    return Prompt(text, None if ids is None else list(ids), str(value.get("cache_salt") or ""))

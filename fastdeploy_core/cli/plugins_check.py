@@ -1,0 +1,81 @@
+"""`fastdeploy plugins check NAME`: the conformance kit against one driver, in a pytest of its own."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from fastdeploy_core.errors import ConfigError, PluginNotFound
+from fastdeploy_core.plugins.discovery import OK, Inventory, discover
+from fastdeploy_core.plugins.drivers import find
+
+KIT = "fastdeploy_core.testing.conformance"
+# Kinds that have a suite; the others have no more than hygiene.
+KINDS_WITH_SUITE = (
+    "device",
+    "attention",
+    "moe",
+    "expert_communicator",
+    "quantizer",
+    "speculative",
+    "scheduler",
+    "kv_transport",
+)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the kit; the exit code is pytest's (0: everything that applies has passed)."""
+    if importlib.util.find_spec("pytest") is None:
+        raise ConfigError(
+            'the conformance kit needs pytest; run: pip install "fastdeploy-core[testing]"'
+        )
+    kind = arguments.kind or kind_of(discover(), arguments.name)
+    find(kind, arguments.name)
+    with tempfile.TemporaryDirectory(prefix="fastdeploy-check-") as folder:
+        # An empty folder as root: no conftest or setting of the current directory takes part.
+        (Path(folder) / "pytest.ini").write_text("[pytest]\n", "utf-8")
+        command = [
+            sys.executable, "-m", "pytest", "--rootdir", folder, "-c", f"{folder}/pytest.ini",
+            "--import-mode=importlib", "-p", "no:cacheprovider",
+            "-p", "fastdeploy_core.testing.pytest_plugin",
+            "--pyargs", *suites(kind), "--fd-driver", arguments.name, "--fd-kind", kind,
+        ]  # fmt: skip
+        if arguments.tensor:
+            command += ["--fd-tensor", arguments.tensor]
+        if arguments.report:
+            command += ["--fd-report", str(Path(arguments.report).absolute())]
+        if arguments.keyword:
+            command += ["-k", arguments.keyword]
+        command.append("-v" if arguments.verbose else "-q")
+        return subprocess.call(command)  # noqa: S603 - our own interpreter
+
+
+def suites(kind: str) -> list[str]:
+    """Test modules for one kind; a device is checked with everything that runs on it."""
+    names = {
+        "device": ["device", "ops", "attention", "moe", "end_to_end"],
+        "kernels": ["ops"],
+        "speculative": ["drafter"],
+        "scheduler": ["request_scheduler"],
+    }.get(kind, [kind] if kind in KINDS_WITH_SUITE else [])
+    return [f"{KIT}.test_{name}" for name in ["hygiene", *names]]
+
+
+def kind_of(inventory: Inventory, name: str) -> str:
+    """The kind of the driver named; ConfigError when the name alone does not say."""
+    kinds = list(dict.fromkeys(e.kind for e in inventory.entries if e.name == name))
+    # A device and the table of its kernels share their name and are checked together.
+    if "device" in kinds:
+        kinds = [k for k in kinds if k != "kernels"]
+    if len(kinds) == 1:
+        return kinds[0]
+    if kinds:
+        raise ConfigError(
+            f"{name!r} is the name of several drivers: {', '.join(kinds)}; choose with --kind"
+        )
+    drivers = sorted({e.name for e in inventory.entries if e.status == OK})
+    raise PluginNotFound(f"no driver {name!r}; installed: {', '.join(drivers) or 'none'}")

@@ -1,0 +1,151 @@
+"""`fastdeploy plugins doctor`: every plugin imported in a child process, with time, verdict, hint."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import site
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from fastdeploy_core.contracts.base import KINDS
+from fastdeploy_core.errors import ContractMismatch
+from fastdeploy_core.plugins.discovery import DISABLED, HOOKS, OK, Inventory, PluginEntry, discover
+from fastdeploy_core.plugins.drivers import check_contract
+from fastdeploy_core.plugins.preflight import Job, Outcome
+from fastdeploy_core.plugins.preflight import run as preflight
+from fastdeploy_core.plugins.report import table
+
+PASS, FAIL, WARN, SKIP = "PASS", "FAIL", "WARN", "SKIP"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the rows; exit code 1 if any says FAIL."""
+    inventory = discover()
+    rows = plugin_rows(inventory, arguments.timeout) + pth_rows()
+    rows += [
+        {"name": "", "kind": "problem", "origin": "", "contract": "", "verdict": WARN, "ms": 0.0,
+         "hint": p}
+        for p in inventory.problems
+    ]  # fmt: skip
+    if arguments.json:
+        print(json.dumps({"checks": rows}, indent=2))
+    else:
+        shown = [
+            (
+                r["name"],
+                r["kind"],
+                r["origin"],
+                r["contract"],
+                r["verdict"],
+                f"{r['ms']:.0f} ms" if r["ms"] else "",
+                r["hint"],
+            )
+            for r in rows
+        ]
+        print(table(("name", "kind", "distribution", "contract", "result", "time", "hint"), shown))
+    failures = sum(r["verdict"] == FAIL for r in rows)
+    if not arguments.json:
+        print(f"\n{len(rows)} checks, {failures} failed")
+    return 1 if failures else 0
+
+
+def plugin_rows(inventory: Inventory, timeout_s: float) -> list[dict[str, Any]]:
+    """One row per entry, and the rows of its own checks."""
+    rows = []
+    loadable = [e for e in inventory.entries if e.status == OK]
+    outcomes = preflight(
+        [
+            Job(e.target, timeout_s, ("fd_doctor_checks",) if e.kind == HOOKS else ())
+            for e in loadable
+        ]
+    )
+    for entry in inventory.entries:
+        if entry.status == OK:
+            continue
+        verdict = SKIP if entry.status == DISABLED else FAIL
+        rows.append(_row(entry, verdict, hint=f"{entry.status}: {entry.reason}"))
+    for entry, outcome in zip(loadable, outcomes, strict=True):
+        rows.append(_outcome_row(entry, outcome))
+        for check in outcome.answers.get("fd_doctor_checks") or []:
+            what, passed, hint = (*check, "", "", "")[:3]
+            rows.append(
+                _row(entry, PASS if passed else FAIL, hint=f"{what}: {hint}" if hint else str(what))
+            )
+    return rows
+
+
+def pth_rows() -> list[dict[str, Any]]:
+    """.pth files run code before any program starts; those that no distribution owns are shown."""
+    folders = {*site.getsitepackages(), sysconfig.get_path("purelib"), site.getusersitepackages()}
+    found = [p for f in sorted(folders) for p in sorted(Path(f).glob("*.pth"))]
+    if not found:
+        return []
+    owned: set[str] = set()
+    for distribution in importlib.metadata.distributions():
+        record = distribution.read_text("RECORD") or ""
+        if ".pth" in record:
+            owned.update(line.partition(",")[0] for line in record.splitlines() if ".pth" in line)
+    rows = []
+    for path in found:
+        if path.name in owned:
+            continue
+        runs_code = any(
+            line.startswith(("import ", "import\t"))
+            for line in path.read_text("utf-8", "replace").splitlines()
+        )
+        what = "runs code at every start of Python" if runs_code else "adds folders to sys.path"
+        rows.append(
+            {
+                "name": path.name,
+                "kind": ".pth file",
+                "origin": "no distribution",
+                "contract": "",
+                "verdict": WARN,
+                "ms": 0.0,
+                "hint": f"{what}; remove {path} unless you know it",
+            }
+        )
+    return rows
+
+
+def _outcome_row(entry: PluginEntry, outcome: Outcome) -> dict[str, Any]:
+    contract = ".".join(map(str, outcome.contract)) if outcome.contract else ""
+    if outcome.error:
+        return _row(entry, FAIL, contract, outcome.milliseconds, _hint(outcome.error))
+    if entry.kind in KINDS and KINDS[entry.kind].versioned:
+        try:
+            check_contract(entry, outcome.contract)
+        except ContractMismatch as error:
+            return _row(entry, FAIL, contract, outcome.milliseconds, str(error))
+    return _row(entry, PASS, contract, outcome.milliseconds)
+
+
+def _hint(error: str) -> str:
+    """The error with the question an expert would ask."""
+    if "cannot open shared object" in error or "DLL load failed" in error:
+        return f"{error} - is the vendor's runtime installed, and is its folder searched?"
+    if error.startswith("ModuleNotFoundError"):
+        return f"{error} - is the plugin's optional dependency installed in {sys.prefix}?"
+    if "did not finish" in error:
+        return (
+            f"{error} - its import hangs; name the plugin in FD_PLUGINS_DISABLED to go without it"
+        )
+    return error
+
+
+def _row(
+    entry: PluginEntry, verdict: str, contract: str = "", ms: float = 0.0, hint: str = ""
+) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "kind": entry.kind,
+        "origin": entry.origin,
+        "contract": contract,
+        "verdict": verdict,
+        "ms": round(ms, 1),
+        "hint": hint,
+    }

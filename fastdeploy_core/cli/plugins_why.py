@@ -1,0 +1,180 @@
+"""`fastdeploy plugins why KIND`: asks what the engine would ask, and prints every answer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+from fastdeploy_core.contracts.base import Accept, Candidate, Decline
+from fastdeploy_core.contracts.device import DeviceQuestion
+from fastdeploy_core.contracts.model import ModelShapes
+from fastdeploy_core.errors import ConfigError
+from fastdeploy_core.plugins.discovery import Inventory, discover
+from fastdeploy_core.plugins.manager import HookManager, hook_manager
+from fastdeploy_core.plugins.negotiate import Decision, ask_candidates, decide
+from fastdeploy_core.plugins.report import decision_data, decision_table
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the decision; exit code 1 when nothing can be chosen."""
+    inventory = discover()
+    hooks = hook_manager(inventory=inventory)
+    explain = _EXPLAIN.get(arguments.kind, _by_name)
+    decisions = explain(arguments, inventory, hooks)
+    if arguments.json:
+        data = [decision_data(d) for d in decisions]
+        print(json.dumps({"decisions": data, "problems": hooks.problems}, indent=2))
+    else:
+        print("\n\n".join(decision_table(d) for d in decisions))
+    return 0 if decisions and all(d.winner for d in decisions) else 1
+
+
+def _device(
+    arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager
+) -> list[Decision]:
+    return [_ask_device(arguments, inventory, hooks)[0]]
+
+
+def _ask_device(
+    arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager
+) -> tuple[Decision, list[Candidate]]:
+    return ask_candidates(
+        hooks, inventory, "device", "fd_device_probe", DeviceQuestion(), arguments.device
+    )
+
+
+def _place(
+    arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager
+) -> tuple[str, str]:
+    """(device, tensor library) that the layers would run on."""
+    decision, candidates = _ask_device(arguments, inventory, hooks)
+    if not decision.winner:
+        raise ConfigError(f"no device can be used, so nothing else can be asked: {decision.why}")
+    details = next((c.details for c in candidates if c.name == decision.winner), {})
+    return decision.winner, details.get("tensor_library", "")
+
+
+def _shapes(arguments: argparse.Namespace) -> ModelShapes:
+    from fastdeploy_core.config.model import read_model_config
+    from fastdeploy_core.models.shapes import read_shapes
+
+    if not arguments.model:
+        raise ConfigError(
+            f"`why {arguments.kind}` depends on the model's shapes; add --model DIR "
+            "(a folder with config.json)"
+        )
+    config = read_model_config(arguments.model, {"dtype": arguments.dtype})
+    return read_shapes(config.hf_config, arguments.tensor_parallel_size, config.dtype)
+
+
+def _attention(
+    arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager
+) -> list[Decision]:
+    from fastdeploy_core.contracts.attention import AttentionQuestion
+
+    shapes = _shapes(arguments)
+    device, library = _place(arguments, inventory, hooks)
+    question = AttentionQuestion(
+        device=device,
+        tensor_library=library,
+        spec=shapes.attention,
+        block_size=arguments.block_size,
+        kv_dtype=arguments.kv_cache_dtype,
+    )
+    return [ask_candidates(hooks, inventory, "attention", "fd_attention_backends", question)[0]]
+
+
+def _moe(arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager) -> list[Decision]:
+    from fastdeploy_core.contracts.moe import MoEQuestion
+
+    shapes = _shapes(arguments)
+    if shapes.moe is None:
+        raise ConfigError(f"{shapes.architecture} has no mixture-of-experts layers")
+    device, library = _place(arguments, inventory, hooks)
+    question = MoEQuestion(
+        device=device,
+        tensor_library=library,
+        spec=shapes.moe,
+        quantization=arguments.quantization,
+    )
+    return [ask_candidates(hooks, inventory, "moe", "fd_moe_backends", question)[0]]
+
+
+def _quantizer(
+    arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager
+) -> list[Decision]:
+    from fastdeploy_core.contracts.quantizer import QuantizationQuestion
+
+    checkpoint: dict[str, Any] = {}
+    if arguments.model:
+        from fastdeploy_core.config.model import read_model_config
+
+        hf_config = read_model_config(arguments.model, {"dtype": arguments.dtype}).hf_config
+        checkpoint = dict(hf_config.get("quantization_config") or {})
+    if not checkpoint and not arguments.quantization:
+        raise ConfigError(
+            "nothing asks for a quantizer: add --quantization NAME, or --model DIR of a checkpoint "
+            "whose config.json has a quantization_config"
+        )
+    device, library = _place(arguments, inventory, hooks)
+    question = QuantizationQuestion(
+        name=arguments.quantization, config=checkpoint, device=device, tensor_library=library
+    )
+    return [_all_answers("quantizer", "fd_quantizer_for", question, inventory, hooks)]
+
+
+def _kv_transport(
+    arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager
+) -> list[Decision]:
+    from fastdeploy_core.contracts.kv_transport import TransportQuestion
+
+    device, _ = _place(arguments, inventory, hooks)
+    question = TransportQuestion(same_host=True, device=device)
+    return [_all_answers("kv_transport", "fd_kv_transport_for", question, inventory, hooks)]
+
+
+def _all_answers(
+    kind: str, hook: str, question: Any, inventory: Inventory, hooks: HookManager
+) -> Decision:
+    """A first-result hook asked of everybody, so that the table shows who else would have taken it.
+    The engine takes the first that accepts; the order of answers is the order of asking."""
+    rows: list[tuple[Candidate, str]] = []
+    for answer in hooks.ask(hook, question=question):
+        if isinstance(answer.value, Candidate):
+            rows.append((answer.value, answer.plugin.distribution))
+    named = {c.name for c, _ in rows}
+    for entry in inventory.of(kind):
+        if entry.name not in named:
+            silent = Decline("gave no answer; it can be asked for by name")
+            rows.append((Candidate(entry.name, silent), entry.distribution))
+    return decide(kind, repr(question), rows)
+
+
+def _by_name(
+    arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager
+) -> list[Decision]:
+    """Kinds without negotiation: the configuration names the driver."""
+    del hooks
+    rows: list[tuple[Candidate, str]] = []
+    for entry in inventory.entries:
+        if entry.kind == arguments.kind:
+            usable = not entry.reason
+            verdict = Accept(0, "chosen by name only") if usable else Decline(entry.reason)
+            rows.append((Candidate(entry.name, verdict), entry.distribution))
+    default = {"scheduler": "local"}.get(arguments.kind, "")
+    if default:
+        return [decide(arguments.kind, "the configuration's default", rows, asked=default)]
+    decision = decide(arguments.kind, "chosen by name in the configuration or request", rows)
+    why = "any of these, by name" if decision.winner else decision.why
+    return [Decision(decision.kind, decision.question, decision.winner, why, decision.candidates)]
+
+
+_EXPLAIN: dict[str, Callable[[argparse.Namespace, Inventory, HookManager], list[Decision]]] = {
+    "device": _device,
+    "attention": _attention,
+    "moe": _moe,
+    "quantizer": _quantizer,
+    "kv_transport": _kv_transport,
+}

@@ -1,0 +1,141 @@
+"""Starting a Python process of ours and making sure that it never outlives its parent.
+
+A child gets its first record over standard input, which then stays open: end of file means that the
+parent is gone. On Linux the kernel kills it as well, in case the interpreter is stuck. No
+multiprocessing: nothing is pickled and the user's main module is not imported again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import json
+import logging
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+from fastdeploy_core import envs
+
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from fastdeploy_core.engine.child import run_child; run_child(sys.argv[2])"
+)
+_PR_SET_PDEATHSIG = 1
+_HEADER = struct.Struct("<Q")
+PARENT_GONE = 3  # exit status of a child whose parent died
+MAX_SOCKET_PATH = 100  # the operating system allows 107 bytes
+
+
+def private_folder(purpose: str) -> Path:
+    """A new folder that only this user can enter, short enough for socket paths."""
+    folder = Path(tempfile.mkdtemp(prefix=f"fd-{purpose}-"))
+    if len(str(folder)) > MAX_SOCKET_PATH - 20:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix=f"fd-{purpose}-", dir="/tmp"))  # noqa: S108
+    return folder
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a private folder with its sockets."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def spawn(target: str, init: bytes, label: str) -> subprocess.Popen[bytes]:
+    """Start `target` ("module:function", called with init) in a new interpreter.
+
+    The calling thread must live as long as the child may: on Linux its end kills the child.
+    """
+    paths = [path for path in sys.path if isinstance(path, str)]
+    process = subprocess.Popen(  # noqa: S603
+        [sys.executable, "-P", "-c", _BOOT, json.dumps(paths), target, label],
+        stdin=subprocess.PIPE,
+    )
+    assert process.stdin is not None, "the pipe was asked for"
+    # A child that died at once is reported by whoever waits for it, with its exit status.
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(_HEADER.pack(len(init)) + init)
+        process.stdin.flush()
+    return process
+
+
+def end(process: subprocess.Popen[bytes], grace_s: float) -> int:
+    """Wait for a child that was told to stop; after grace_s terminate it, then kill it."""
+    for signal_number, wait_s in ((None, grace_s), (signal.SIGTERM, 1.0), (signal.SIGKILL, 5.0)):
+        if signal_number is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal_number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(wait_s)
+            break
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+    return process.returncode if process.returncode is not None else -1
+
+
+def describe_exit(status: int | None) -> str:
+    """An exit status in words."""
+    if status is None:
+        return "still runs"
+    if status < 0:
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-status).name}"
+    return f"exited with status {status}"
+
+
+def run_child(target: str) -> None:
+    """Entry point of every child."""
+    pipe = _take_standard_input()
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    level = envs.read("FD_LOG_LEVEL").upper()
+    logging.basicConfig(
+        level=level, format=f"%(asctime)s %(levelname)s {sys.argv[3]} %(name)s: %(message)s"
+    )
+    (length,) = _HEADER.unpack(_read(pipe, _HEADER.size))
+    init = _read(pipe, length)
+    threading.Thread(target=_watch_parent, args=(pipe,), name="fd-parent", daemon=True).start()
+    module, _, function = target.partition(":")
+    status = getattr(importlib.import_module(module), function)(init)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads stuck in a device call must not keep the process alive.
+    os._exit(status or 0)
+
+
+def _take_standard_input() -> int:
+    """Keep the pipe under another number; libraries that read standard input find it empty."""
+    pipe = os.dup(0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return pipe
+
+
+def _read(pipe: int, length: int) -> bytes:
+    data = bytearray()
+    while len(data) < length:
+        part = os.read(pipe, min(length - len(data), 1 << 20))
+        if not part:
+            os._exit(PARENT_GONE)
+        data += part
+    return bytes(data)
+
+
+def _watch_parent(pipe: int) -> None:
+    while os.read(pipe, 1):
+        pass
+    os._exit(PARENT_GONE)

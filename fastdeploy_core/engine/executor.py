@@ -1,0 +1,292 @@
+"""Runs steps on all ranks: rank 0 in threads of this process, the others in processes of their own.
+
+Steps run in the order they are submitted. When a rank dies or fails, everything that is waited for
+fails with WorkerError, within a second, even if rank 0 is stuck in a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import subprocess
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from typing import Any
+
+import msgspec
+import zmq
+
+from fastdeploy_core import errors
+from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.errors import FastDeployError, WorkerError
+from fastdeploy_core.plugins.resolved import ResolvedPlugins
+from fastdeploy_core.types import ModelRunnerOutput, SchedulerOutput
+from fastdeploy_core.types.worker import WorkerInfo
+
+from . import child, wire, worker_process
+
+logger = logging.getLogger(__name__)
+
+POLL_MS = 100
+CLOSE_GRACE_S = 3.0
+
+
+class Executor:
+    """The ranks of one engine. Methods are called by one thread."""
+
+    def __init__(self, config: EngineConfig, resolved: ResolvedPlugins) -> None:
+        self._config = config
+        self._resolved = resolved
+        self._world_size = config.parallel.tensor_parallel_size
+        self._lock = threading.Lock()
+        self._waited_for: set[Future[Any]] = set()
+        self._failure: WorkerError | None = None
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any], bool] | None]
+        self._tasks = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[tuple[Future[Any], Any] | None] = queue.SimpleQueue()
+        self._worker: Any = None
+        self._peers: _Peers | None = None
+        self._has_waiter = False
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="fd-rank0", daemon=True)
+        self._thread.start()
+        self._waiter: threading.Thread | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._world_size
+
+    def load(self) -> list[WorkerInfo]:
+        """Build the workers and load the model on all ranks at once; one info per rank."""
+        address = ""
+        if self._world_size > 1:
+            self._peers = _Peers(self._config, self._resolved, self._fail)
+            address = self._peers.address
+            self._peers.send_call(wire.Load())
+        own = self._submit(lambda: self._load_own(address))
+        infos = [own.result()]
+        if self._peers is not None:
+            infos += [self._wait_peer(self._peers.loaded) for _ in range(1, self._world_size)]
+        self._start_waiter(infos[0])
+        return infos
+
+    def initialize_cache(self, num_blocks: int, num_host_blocks: int) -> None:
+        """Allocate the KV pool on all ranks."""
+        if self._peers is not None:
+            self._peers.send_call(wire.InitializeCache(num_blocks, num_host_blocks))
+        self._submit(lambda: self._worker.initialize_cache(num_blocks, num_host_blocks)).result()
+        if self._peers is not None:
+            for _ in range(1, self._world_size):
+                self._wait_peer(self._peers.cache_ready)
+
+    def submit(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        """Queue a step; it may start before earlier ones have finished, never before they started."""
+        if self._peers is None:
+            return self._submit(lambda: self._worker.launch(step), is_step=True)
+        return self._submit(lambda: self._launch_everywhere(step), is_step=True)
+
+    def close(self) -> None:
+        """End the other ranks, give the device back. A stuck rank 0 is left behind; idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._peers is not None:
+            self._peers.close()
+        if self._worker is not None and self._failure is None:
+            with contextlib.suppress(FastDeployError, TimeoutError):
+                self._submit(self._worker.close).result(CLOSE_GRACE_S)
+        self._tasks.put(None)
+        self._launched.put(None)
+        for thread in (self._thread, self._waiter):
+            if thread is not None and self._failure is None:
+                thread.join(CLOSE_GRACE_S)
+
+    def _load_own(self, address: str) -> WorkerInfo:
+        self._worker = worker_process.make_worker(
+            self._config, self._resolved, 0, self._world_size, address
+        )
+        info: WorkerInfo = self._worker.load()
+        return info
+
+    def _launch_everywhere(self, step: SchedulerOutput) -> Any:
+        assert self._peers is not None, "there are other ranks"
+        self._peers.send_step(wire.encode(step))
+        return self._worker.launch(step)
+
+    def _start_waiter(self, info: WorkerInfo) -> None:
+        """With overlap a second thread waits for results, so that this one can queue the next step
+        on the device meanwhile."""
+        if not (self._config.batch.overlap and info.overlap):
+            return
+        self._has_waiter = True
+        self._waiter = threading.Thread(target=self._wait, name="fd-rank0-wait", daemon=True)
+        self._waiter.start()
+
+    def _submit(self, call: Callable[[], Any], *, is_step: bool = False) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            self._waited_for.add(future)
+        self._tasks.put((future, call, is_step))
+        return future
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            future, call, is_step = task
+            try:
+                result = call()
+                if is_step and self._has_waiter:
+                    self._launched.put((future, result))
+                    continue
+                if is_step:
+                    result = result.wait()
+            except BaseException as error:
+                self._settle(future, error=error)
+            else:
+                self._settle(future, result)
+
+    def _wait(self) -> None:
+        while (item := self._launched.get()) is not None:
+            future, pending = item
+            try:
+                result = pending.wait()
+            except BaseException as error:
+                self._settle(future, error=error)
+            else:
+                self._settle(future, result)
+
+    def _settle(
+        self, future: Future[Any], result: Any = None, error: BaseException | None = None
+    ) -> None:
+        with self._lock:
+            self._waited_for.discard(future)
+        # It may have failed already, with a rank that died.
+        with contextlib.suppress(InvalidStateError):
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+    def _fail(self, failure: WorkerError) -> None:
+        """Called by the thread that watches the other ranks."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = failure
+            waited_for, self._waited_for = self._waited_for, set()
+        for future in waited_for:
+            with contextlib.suppress(InvalidStateError):
+                future.set_exception(failure)
+
+    def _wait_peer(self, answers: queue.SimpleQueue[Any]) -> Any:
+        while True:
+            try:
+                return answers.get(timeout=POLL_MS / 1000)
+            except queue.Empty:
+                if self._failure is not None:
+                    raise self._failure from None
+
+
+class _Peers:
+    """The worker processes of ranks 1 and up, and the thread that watches them."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        resolved: ResolvedPlugins,
+        on_failure: Callable[[WorkerError], None],
+    ) -> None:
+        self._on_failure = on_failure
+        self._is_closing = False
+        self.loaded: queue.SimpleQueue[WorkerInfo] = queue.SimpleQueue()
+        self.cache_ready: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._folder = child.private_folder("tp")
+        address_folder = self._folder / "group"
+        address_folder.mkdir(mode=0o700)
+        self.address = str(address_folder)
+        self._context = zmq.Context()
+        self._status = self._context.socket(zmq.PULL)
+        self._status.bind(worker_process.status_address(str(self._folder)))
+        self._commands: list[zmq.Socket[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        world_size = config.parallel.tensor_parallel_size
+        for rank in range(1, world_size):
+            socket = self._context.socket(zmq.PUSH)
+            socket.setsockopt(zmq.SNDTIMEO, 10_000)
+            socket.bind(worker_process.command_address(str(self._folder), rank))
+            self._commands.append(socket)
+            init = wire.WorkerInit(
+                config=config,
+                resolved=resolved,
+                rank=rank,
+                world_size=world_size,
+                folder=str(self._folder),
+                address=self.address,
+                digest=resolved.digest,
+            )
+            target = "fastdeploy_core.engine.worker_process:main"
+            self._processes.append(child.spawn(target, wire.encode(init), f"fd-rank{rank}"))
+        self._watcher = threading.Thread(target=self._watch, name="fd-ranks", daemon=True)
+        self._watcher.start()
+
+    def send_call(self, call: wire.ToWorker) -> None:
+        """The same call to every rank."""
+        self._send(worker_process.CALL, wire.encode(call))
+
+    def send_step(self, step: bytes) -> None:
+        """The same step to every rank."""
+        self._send(worker_process.STEP, step)
+
+    def _send(self, kind: bytes, payload: bytes) -> None:
+        for rank, socket in enumerate(self._commands, 1):
+            try:
+                socket.send_multipart([kind, payload])
+            except zmq.Again:
+                raise WorkerError(f"rank {rank} does not take its commands") from None
+
+    def close(self) -> None:
+        """End the processes, politely first, and leave nothing behind."""
+        self._is_closing = True
+        with contextlib.suppress(WorkerError):
+            self.send_call(wire.Close())
+        for process in self._processes:
+            child.end(process, CLOSE_GRACE_S)
+        self._watcher.join(CLOSE_GRACE_S)
+        self._context.destroy(linger=0)
+        child.remove_folder(self._folder)
+
+    def _watch(self) -> None:
+        decode = wire.decoder(wire.FromWorker)
+        while not self._is_closing:
+            if self._status.poll(POLL_MS):
+                try:
+                    self._take(decode.decode(self._status.recv()))
+                except msgspec.MsgspecError:
+                    logger.exception("a worker process sent something unreadable; ignored")
+                continue  # what a rank said last is read before its death is noticed
+            for rank, process in enumerate(self._processes, 1):
+                if process.poll() is not None and not self._is_closing:
+                    ended = child.describe_exit(process.returncode)
+                    self._on_failure(WorkerError(f"the worker process of rank {rank} {ended}"))
+                    return
+
+    def _take(self, message: wire.FromWorker) -> None:
+        if isinstance(message, wire.Loaded):
+            self.loaded.put(message.info)
+        elif isinstance(message, wire.CacheReady):
+            self.cache_ready.put(message.rank)
+        else:
+            self._on_failure(rank_failure(message))
+
+
+def rank_failure(message: wire.WorkerFailed) -> WorkerError:
+    """What a failed rank said, as the error to raise here."""
+    text = f"rank {message.rank} failed: {message.message or message.error_type}"
+    kind = getattr(errors, message.error_type, None)
+    if isinstance(kind, type) and issubclass(kind, errors.ConfigError):
+        return WorkerError(message.message)
+    return WorkerError(text)

@@ -1,0 +1,93 @@
+"""A worker process: ranks 1 and up of a tensor-parallel group. Rank 0 lives in the engine process.
+
+It obeys one socket and answers on another; steps are not answered, since rank 0 has the tokens. Any
+failure ends the process, because the ranks would disagree from then on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+import zmq
+
+from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.plugins.resolved import ResolvedPlugins
+from fastdeploy_core.types import SchedulerOutput
+
+from . import wire
+
+logger = logging.getLogger(__name__)
+
+CORE_WORKER = "fastdeploy_core.worker.worker:Worker"
+STEP = b"step"
+CALL = b"call"
+
+
+def make_worker(
+    config: EngineConfig, resolved: ResolvedPlugins, rank: int, world_size: int, address: str
+) -> Any:
+    """The worker class that the device asks for, constructed for one rank."""
+    target = resolved.load("device").worker or CORE_WORKER
+    module, _, name = target.partition(":")
+    worker_class = getattr(importlib.import_module(module), name)
+    return worker_class(config, resolved, rank, world_size, address)
+
+
+def command_address(folder: str, rank: int) -> str:
+    """Where a rank hears its commands."""
+    return f"ipc://{folder}/rank{rank}"
+
+
+def status_address(folder: str) -> str:
+    """Where all ranks answer."""
+    return f"ipc://{folder}/status"
+
+
+def main(data: bytes) -> int:
+    """Run one rank until told to close."""
+    init: wire.WorkerInit = wire.decoder(wire.WorkerInit).decode(data)
+    context = zmq.Context()
+    commands, status = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    commands.connect(command_address(init.folder, init.rank))
+    status.connect(status_address(init.folder))
+    try:
+        init.resolved.verify(init.digest)
+        _serve(init, commands, status)
+    except BaseException as error:
+        logger.exception("rank %s failed", init.rank)
+        failure = wire.WorkerFailed(init.rank, type(error).__name__, str(error))
+        status.send(wire.encode(failure))
+        context.destroy(linger=1000)
+        return 1
+    context.destroy(linger=0)
+    return 0
+
+
+def _serve(init: wire.WorkerInit, commands: zmq.Socket[bytes], status: zmq.Socket[bytes]) -> None:
+    decode_call = wire.decoder(wire.ToWorker)
+    decode_step = wire.decoder(SchedulerOutput)
+    worker = make_worker(init.config, init.resolved, init.rank, init.world_size, init.address)
+    pending: Any = None
+    while True:
+        # The next step may be queued on the device before this one is waited for, as on rank 0.
+        if pending is not None and not commands.poll(0):
+            pending.wait()
+            pending = None
+        kind, payload = commands.recv_multipart()
+        if kind == STEP:
+            launched = worker.launch(decode_step.decode(payload))
+            if pending is not None:
+                pending.wait()
+            pending = launched
+            continue
+        call = decode_call.decode(payload)
+        if isinstance(call, wire.Load):
+            status.send(wire.encode(wire.Loaded(init.rank, worker.load())))
+        elif isinstance(call, wire.InitializeCache):
+            worker.initialize_cache(call.num_blocks, call.num_host_blocks)
+            status.send(wire.encode(wire.CacheReady(init.rank)))
+        else:
+            worker.close()
+            return

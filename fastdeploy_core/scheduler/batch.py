@@ -1,0 +1,238 @@
+"""The batch scheduler: who runs this step. (Which instance gets a request is the request scheduler.)
+
+Continuous batching with chunked prefill. `schedule` may be called again before `update` has seen the
+step before (overlap); results are taken in the order of the steps.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterable
+
+from fastdeploy_core.errors import InvalidRequest, RequestTooLong
+from fastdeploy_core.kvcache import KVCacheManager
+from fastdeploy_core.types import FinishReason, ModelRunnerOutput, Request, RequestOutputDelta
+from fastdeploy_core.types.engine import EngineStats
+
+from .counters import Counters
+from .outcome import Outcome
+from .planner import ScheduledStep, StepPlanner
+from .roster import Roster
+from .sequence import RequestState, Sequence, mix64, sequence_seed
+from .settings import SchedulerSettings
+
+
+class BatchScheduler:
+    """Takes requests, gives steps, takes their results, gives deltas. Not thread-safe."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        kv: KVCacheManager,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.kv = kv
+        self.counters = Counters()
+        self._clock = clock
+        self._roster = Roster(kv, by_priority=settings.policy == "priority", clock=clock)
+        self._outcome = Outcome(self._roster, self.counters)
+        self._planner = StepPlanner(self._roster, settings, self.counters, self._fail_stuck)
+        self._deadlines: list[tuple[float, str]] = []
+        self._next_seq_id = 0
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Most tokens of one sequence: the model's, or the pool's if that is smaller."""
+        return min(self.settings.max_model_len, self.kv.pool.num_blocks * self.kv.block_size)
+
+    @property
+    def num_requests(self) -> int:
+        """Unfinished requests."""
+        return len(self._roster.requests)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in the batch."""
+        return len(self._roster.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for room."""
+        return self._roster.num_waiting
+
+    def has_work(self) -> bool:
+        """Whether a request is unfinished, or an answer not yet given."""
+        return bool(self._roster.requests) or bool(self._outcome.num_deltas)
+
+    def add(self, request: Request) -> None:
+        """Queue a request, or raise InvalidRequest; the scheduler is unchanged then."""
+        try:
+            self._check(request)
+        except InvalidRequest as error:
+            self.counters.num_rejected[type(error).__name__] += 1
+            raise
+        state = RequestState(request, self._clock())
+        self._make_sequences(state)
+        self.counters.num_requests += 1
+        self.counters.num_prompt_tokens += state.num_prompt_tokens
+        self._roster.add(state)
+        if request.sampling.max_tokens == 0 and not state.wants_prompt_logprobs:
+            self._outcome.complete_empty(state)
+        elif state.deadline_s is not None:
+            heapq.heappush(self._deadlines, (state.deadline_s, request.request_id))
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests without a further delta; unknown ids are ignored."""
+        for request_id in request_ids:
+            request = self._roster.requests.get(request_id)
+            if request is not None:
+                self._roster.finish_request(request, FinishReason.ABORT)
+                self.counters.num_finished[FinishReason.ABORT.value] += 1
+                self._outcome.discard(request_id)
+
+    def schedule(self) -> ScheduledStep | None:
+        """The next step; None if nothing can run (yet: steps in flight may change that)."""
+        if self._deadlines:
+            self._expire()
+        return self._planner.plan()
+
+    def update(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
+        """Take in a step's results; `take_deltas` has the answers."""
+        self._outcome.apply(step, output)
+
+    def fail(self, steps: list[ScheduledStep], message: str) -> None:
+        """The first of these steps failed, and the later ones, submitted before that was known, are
+        void. A sequence that was alone in the failed step is to blame and fails; others are tried
+        again, each alone. Nothing of the prefix cache is trusted any more."""
+        self.kv.clear_cache()
+        failed = steps[0]
+        for row in failed.rows:
+            if row.seq.finish_reason is None:
+                self._roster.set_suspect(row.seq, True)
+        for step in steps:
+            self._outcome.undo(step)
+        if len(failed.rows) == 1:
+            self._outcome.fail(failed.rows[0].seq.request, message, "FastDeployError")
+
+    def fail_all(self, message: str, error_type: str) -> None:
+        """End every request with an error."""
+        for request in list(self._roster.requests.values()):
+            self._outcome.fail(request, message, error_type)
+
+    def fail_oldest(self, message: str) -> None:
+        """End the request that has waited longest; for states that should not exist."""
+        request = next(iter(self._roster.requests.values()), None)
+        if request is not None:
+            self._outcome.fail(request, message, "OutOfBlocks")
+
+    def take_deltas(self) -> list[RequestOutputDelta]:
+        """What clients must be told since the last call; one delta per request."""
+        return self._outcome.take_deltas()
+
+    def fill_stats(self, stats: EngineStats) -> None:
+        """Write this scheduler's gauges and counters."""
+        counters, pool, host = self.counters, self.kv.pool, self.kv.host
+        stats.num_running = self.num_running
+        stats.num_waiting = self.num_waiting
+        stats.num_requests = self.num_requests
+        stats.num_blocks_total = pool.num_blocks
+        stats.num_blocks_free = pool.num_available
+        stats.num_blocks_used = pool.num_used
+        stats.num_blocks_cached = pool.num_cached
+        stats.num_blocks_quarantined = pool.num_quarantined
+        if host is not None:
+            stats.num_host_blocks_total = host.num_blocks
+            stats.num_host_blocks_used = host.num_used
+            stats.host_saved_blocks_total = host.num_saved_total
+        stats.requests_total = counters.num_requests
+        stats.requests_finished_total = dict(counters.num_finished)
+        stats.requests_rejected_total = dict(counters.num_rejected)
+        stats.preemptions_total = self._roster.num_preemptions_total
+        stats.prompt_tokens_total = counters.num_prompt_tokens
+        stats.generation_tokens_total = counters.num_generated_tokens
+        stats.prefix_query_tokens_total = counters.num_prefix_query_tokens
+        stats.prefix_hit_tokens_total = counters.num_prefix_hit_tokens
+        stats.host_hit_tokens_total = counters.num_host_hit_tokens
+        stats.draft_tokens_total = counters.num_draft_tokens
+        stats.accepted_draft_tokens_total = counters.num_accepted_draft_tokens
+
+    def check_idle(self) -> None:
+        """Raise AssertionError unless the pool is as it began; call without unfinished requests."""
+        assert not self._roster.requests, "requests are unfinished"
+        assert not self._roster.num_leaving, "a step in flight still holds blocks"
+        self.kv.check()
+        assert self.kv.pool.num_used == 0, f"{self.kv.pool.num_used} blocks are leaked"
+
+    def _check(self, request: Request) -> None:
+        if request.request_id in self._roster.requests:
+            raise InvalidRequest(
+                f"duplicate request id: {request.request_id!r:.80} is unfinished",
+                param="request_id",
+            )
+        num_tokens = len(request.prompt_token_ids)
+        if not num_tokens:
+            raise InvalidRequest("the prompt has no tokens", param="prompt")
+        num_more = 0 if request.sampling.max_tokens == 0 else 1
+        if num_tokens + num_more <= self.max_request_tokens:
+            return
+        kv = self.kv
+        if num_tokens + num_more > self.settings.max_model_len:
+            raise RequestTooLong(
+                f"the prompt has {num_tokens} tokens; the model's context is "
+                f"{self.settings.max_model_len} tokens, at least one of which must be left to "
+                "generate; shorten the prompt",
+                param="prompt",
+            )
+        raise RequestTooLong(
+            f"the prompt has {num_tokens} tokens and needs "
+            f"{kv.num_blocks_for(num_tokens + num_more)} KV blocks of {kv.block_size} tokens with "
+            f"its first output token; the pool has {kv.pool.num_blocks} blocks in all, so at most "
+            f"{self.max_request_tokens} tokens fit; shorten the prompt or give the KV cache more "
+            "memory",
+            param="prompt",
+        )
+
+    def _make_sequences(self, state: RequestState) -> None:
+        request, sampling = state.request, state.request.sampling
+        limit = self.max_request_tokens
+        if sampling.max_tokens is not None:
+            limit = min(limit, state.num_prompt_tokens + sampling.max_tokens)
+        seed = sampling.seed
+        if seed is None:
+            # Reproducible for an engine that gets the same requests in the same order.
+            seed = mix64(self.settings.seed) ^ mix64(self._next_seq_id)
+        for index in range(sampling.n):
+            table = self.kv.new_table(request.cache_salt)
+            state.sequences.append(
+                Sequence(self._next_seq_id, index, state, table, sequence_seed(seed, index), limit)
+            )
+            self._next_seq_id += 1
+        state.num_unfinished = sampling.n
+        state.followers_wait = sampling.n > 1 and self.settings.block_sharing
+
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id = heapq.heappop(self._deadlines)
+            request = self._roster.requests.get(request_id)
+            if request is None or request.deadline_s is None or request.deadline_s > now:
+                continue
+            self._outcome.fail(
+                request,
+                f"the request did not finish within its deadline of "
+                f"{request.request.deadline_s:g} s",
+                "RequestTimeout",
+            )
+
+    def _fail_stuck(self, seq: Sequence) -> None:
+        pool = self.kv.pool
+        self._outcome.fail(
+            seq.request,
+            f"no room in the KV cache: the request has {len(seq.token_ids)} tokens and needs "
+            f"{self.kv.num_blocks_for(len(seq.token_ids) + 1)} blocks; {pool.num_available} of "
+            f"{pool.num_blocks} are free and {pool.num_quarantined} withheld, with nothing else "
+            "running; try again later",
+            "OutOfBlocks",
+        )

@@ -1,0 +1,156 @@
+"""The API server's app: routes, error answers and the gate in front, around one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from fastdeploy_core import __version__
+from fastdeploy_core.config.server import ServerConfig
+from fastdeploy_core.errors import FastDeployError
+
+from .errors import ApiError, to_api_error
+from .middleware import Bodies, Guard, Hosts, Keys
+from .routes_openai import openai_router
+from .routes_service import service_router
+from .state import Engine, ServerState
+
+if TYPE_CHECKING:
+    from fastdeploy_core.engine.input import RequestLimits
+    from fastdeploy_core.grammar.compiler import GrammarCompiler
+    from fastdeploy_core.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+stats_logger = logging.getLogger("fastdeploy_core.serving.stats")
+
+LAG_PERIOD_S = 1.0
+
+
+def create_app(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    config: ServerConfig,
+    *,
+    limits: RequestLimits,
+    compiler: GrammarCompiler | None = None,
+    routers: Sequence[tuple[str, Any]] = (),
+) -> FastAPI:
+    """An app serving this engine. `routers`: (distribution, APIRouter) of plugins.
+
+    The engine and the compiler stay the caller's; closing them is the caller's business.
+    `app.state.server` is the ServerState.
+    """
+    state = ServerState(engine, tokenizer, config, limits, compiler)
+    app = FastAPI(
+        title="FastDeploy",
+        version=__version__,
+        root_path=config.root_path,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=_lifespan(state),
+    )
+    app.state.server = state
+    app.include_router(openai_router(state))
+    app.include_router(service_router(state))
+    for distribution, router in routers:
+        app.include_router(router, prefix=f"/plugins/{distribution}")
+    for kind in (ApiError, FastDeployError, ValidationError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, _error_response)
+    # Added innermost first; the gate is outermost and nothing can come before it.
+    app.add_middleware(Bodies, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
+    app.add_middleware(Keys, keys=config.api_keys)
+    if config.allowed_origins:  # outside of Keys, because a browser's preflight carries no key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.allowed_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            allow_credentials=False,
+        )
+    app.add_middleware(Hosts, allowed=config.allowed_hosts)
+    app.add_middleware(Guard, observe=state.metrics.answered)
+    return app
+
+
+async def _error_response(_: Request, error: Exception) -> Response:
+    if isinstance(error, RequestValidationError):  # a plugin's route; ours read bodies themselves
+        answer = to_api_error(ApiError(400, "the request does not fit this route"))
+    else:
+        answer = to_api_error(error)
+    return Response(
+        answer.encoded(), answer.status, headers=answer.headers, media_type="application/json"
+    )
+
+
+def _lifespan(state: ServerState) -> Any:
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(_watch_lag(state))]
+        if state.config.log_stats:
+            tasks.append(asyncio.create_task(_log_stats(state)))
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            state.close()
+
+    return lifespan
+
+
+async def _watch_lag(state: ServerState) -> None:
+    """Measure how late the loop wakes: what blocks it shows here."""
+    while True:
+        due = time.monotonic() + LAG_PERIOD_S
+        await asyncio.sleep(LAG_PERIOD_S)
+        state.metrics.loop_lag(max(0.0, time.monotonic() - due))
+
+
+async def _log_stats(state: ServerState) -> None:
+    """One line per interval while there is something to say."""
+    before = (time.monotonic(), state.metrics.prompt_tokens, state.metrics.generated_tokens)
+    was_idle = True
+    while True:
+        await asyncio.sleep(state.config.stats_interval_s)
+        now = (time.monotonic(), state.metrics.prompt_tokens, state.metrics.generated_tokens)
+        seconds = now[0] - before[0]
+        prompt, generated = ((now[i] - before[i]) / seconds for i in (1, 2))
+        before = now
+        idle = not state.admission.in_flight and not prompt and not generated
+        if idle and was_idle:
+            continue
+        was_idle = idle
+        try:
+            stats = await state.engine.stats()
+        except FastDeployError as error:
+            stats_logger.warning("engine statistics are missing: %s", error)
+            continue
+        total = max(1, stats.num_blocks_total)
+        hits = stats.prefix_hit_tokens_total / max(1, stats.prefix_query_tokens_total)
+        stats_logger.info(
+            "prompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, queued %d, "
+            "KV blocks %d/%d (%.1f %%), prefix hits %.1f %%, preemptions %d",
+            prompt,
+            generated,
+            stats.num_running,
+            stats.num_waiting,
+            stats.num_queued,
+            stats.num_blocks_used,
+            stats.num_blocks_total,
+            100 * stats.num_blocks_used / total,
+            100 * hits,
+            stats.preemptions_total,
+        )

@@ -1,0 +1,272 @@
+"""POST /v1/chat/completions: a conversation in, answers out, whole or as chunks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastdeploy_core.errors import InvalidRequest
+from fastdeploy_core.parsers import AnswerReader
+from fastdeploy_core.parsers.answer import shown_tokens
+from fastdeploy_core.types import CompletionOutput, Request, RequestOutput, StructuredOutputsParams
+
+from . import forced_tools
+from .answer import Answer, TextParser, tool_call_deltas
+from .generation import run
+from .logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from .protocol import ChatCompletionRequest
+from .state import ServerState
+from .usage import Usage, request_options
+
+_PROMPT_TAIL_TOKENS = 64  # enough for a reasoning parser to see whether thinking has begun
+
+
+class ChatJob:
+    """One chat completion call."""
+
+    def __init__(
+        self, state: ServerState, body: ChatCompletionRequest, call_id: str, tenant: str
+    ) -> None:
+        self._state = state
+        self._body = body
+        self._tenant = tenant
+        self._id = f"chatcmpl-{call_id}"
+        self._created = int(time.time())
+        self._model = state.check_model(body.model)
+        self._kwargs = body.template_kwargs(dict(state.config.default_chat_template_kwargs))
+        as_ids = body.return_tokens_as_token_ids
+        if as_ids is None:
+            as_ids = state.config.return_tokens_as_token_ids
+        self._names = TokenNames(state.tokenizer, as_ids)
+        self._constraint: StructuredOutputsParams | None = None
+        self._prompt_tail = ""
+        self._request: Request | None = None
+        self.stream = bool(body.stream)
+        self.num_requests = 1
+
+    async def prepare(self) -> None:
+        """Render, tokenize, compile the grammar."""
+        body, state = self._body, self._state
+        self._constraint = self._find_constraint()
+        prompt = body.raw_prompt()
+        if prompt is None:
+            prompt = await state.in_thread(self.render)
+            options = {"add_special_tokens": body.add_special_tokens}
+        else:
+            options = {"add_special_tokens": True}
+        wanted: dict[str, Any] = {}
+        if body.logprobs:
+            wanted["logprobs"] = body.top_logprobs or 0
+        limit = body.max_completion_tokens or body.max_tokens
+        if limit is not None:
+            wanted["max_tokens"] = limit
+        sampling = body.sampling(
+            state.default_sampling, structured_outputs=self._constraint, **wanted
+        )
+        self._request = await state.engine_request(
+            prompt, sampling, **options, **request_options(state, body, self._tenant)
+        )
+        if isinstance(prompt, str):
+            self._prompt_tail = prompt[-1024:]
+        elif state.reasoning_parser is not None:
+            self._prompt_tail = state.tokenizer.decode(prompt[-_PROMPT_TAIL_TOKENS:])
+
+    def render(self) -> str:
+        """The conversation as a prompt."""
+        body = self._body
+        if body.chat_template is not None and not self._state.config.trust_request_chat_template:
+            raise InvalidRequest(
+                "chat_template is not taken from requests by this server "
+                "(--trust-request-chat-template)",
+                param="chat_template",
+            )
+        return self._state.tokenizer.apply_chat_template(
+            body.messages,
+            body.tools if body.wants_tools() else None,
+            body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            documents=body.documents,
+            template_kwargs=self._kwargs,
+            chat_template=body.chat_template,
+        )
+
+    async def complete(self) -> dict[str, Any]:
+        """The whole answer."""
+        usage, answers = self._begin()
+        ends: dict[int, CompletionOutput] = {}
+        tokens: dict[int, list[int]] = {index: [] for index in answers}
+        positions: dict[int, list[Any]] = {index: [] for index in answers}
+        first_logprobs = None
+        async with aclosing(self._outputs()) as outputs:
+            async for output in outputs:
+                usage.add(output)
+                first_logprobs = first_logprobs or output.prompt_logprobs
+                for part in output.outputs:
+                    answers[part.index].push(part.text, len(part.token_ids), part.finished)
+                    tokens[part.index].extend(part.token_ids)
+                    positions[part.index].extend(part.logprobs or [])
+                    ends[part.index] = part
+        choices = [
+            self._choice(answers[index], ends[index], tokens[index], positions[index])
+            for index in sorted(answers)
+        ]
+        usage.num_reasoning_tokens = sum(a.num_reasoning_tokens for a in answers.values())
+        body = self._envelope("chat.completion", choices)
+        body["usage"] = usage.render()
+        if first_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs(first_logprobs)
+        if self._body.return_token_ids:
+            body["prompt_token_ids"] = self._prompt_ids()
+        return body
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of a streamed answer: roles, deltas, then usage if it was asked for."""
+        usage, answers = self._begin()
+        at_end, continuous = self._body.include_usage(self._state.config.force_include_usage)
+        begun: set[int] = set()
+        async with aclosing(self._outputs()) as outputs:
+            async for output in outputs:
+                usage.add(output)
+                for part in output.outputs:
+                    if part.index not in begun:
+                        begun.add(part.index)
+                        yield self._with_usage(self._first_chunk(part.index), usage, continuous)
+                    chunk = self._chunk(answers[part.index], part)
+                    if chunk is not None:
+                        yield self._with_usage(chunk, usage, continuous)
+        if at_end:
+            usage.num_reasoning_tokens = sum(a.num_reasoning_tokens for a in answers.values())
+            chunk = self._envelope("chat.completion.chunk", [])
+            chunk["usage"] = usage.render()
+            yield chunk
+
+    def _begin(self) -> tuple[Usage, dict[int, Answer]]:
+        num = self._engine_request().sampling.n
+        max_calls = 1 if self._body.parallel_tool_calls is False else None
+        answers = {index: Answer(self._parser(), max_calls) for index in range(num)}
+        return Usage(len(self._prompt_ids())), answers
+
+    def _parser(self) -> TextParser:
+        body, state = self._body, self._state
+        if (named := body.named_tool()) is not None:
+            return forced_tools.NamedCall(named)
+        if body.tool_choice == "required":
+            return forced_tools.RequiredCalls()
+        if self._constraint is not None:  # the grammar leaves no room for thinking or tool tags
+            return AnswerReader(None, None)
+        return AnswerReader(
+            state.reasoning_parser,
+            state.tool_parser if body.wants_tools() else None,
+            prompt_text=self._prompt_tail,
+            chat_template_kwargs=self._kwargs,
+            tools=body.tools,
+        )
+
+    def _find_constraint(self) -> StructuredOutputsParams | None:
+        body = self._body
+        asked = body.constraint()
+        named = body.named_tool()
+        if named is None and body.tool_choice != "required":
+            return asked
+        if asked is not None:
+            raise InvalidRequest(
+                "tool_choice required or named already constrains the answer; give no "
+                "response_format or structured_outputs with it",
+                param="tool_choice",
+            )
+        many = body.parallel_tool_calls is not False
+        return forced_tools.constraint(body.tools or [], named, many)
+
+    def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
+        state = self._state
+        visible = shown_tokens(state.reasoning_parser, state.tool_parser)
+        return run(state, self._engine_request(), visible)
+
+    def _engine_request(self) -> Request:
+        if self._request is None:
+            raise RuntimeError("prepare() comes first")
+        return self._request
+
+    def _prompt_ids(self) -> list[int]:
+        return self._engine_request().prompt_token_ids
+
+    def _choice(
+        self, answer: Answer, end: CompletionOutput, token_ids: list[int], positions: list[Any]
+    ) -> dict[str, Any]:
+        said = answer.collected
+        message: dict[str, Any] = {
+            "role": self._state.config.response_role,
+            "content": said.content if said.content or not said.calls else None,
+        }
+        if said.reasoning and self._body.include_reasoning is not False:
+            message.update(reasoning_content=said.reasoning, reasoning=said.reasoning)
+        if said.calls:
+            message["tool_calls"] = said.tool_calls()
+        choice: dict[str, Any] = {
+            "index": end.index,
+            "message": message,
+            "logprobs": self._logprobs(positions, token_ids),
+            "finish_reason": answer.finish_reason(end.finish_reason),
+            "stop_reason": end.stop_reason,
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = token_ids
+            message["prompt_token_ids"] = self._prompt_ids()
+            message["completion_token_ids"] = token_ids
+        return choice
+
+    def _logprobs(self, positions: list[Any], token_ids: list[int]) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        return chat_logprobs(positions, token_ids, self._body.top_logprobs or 0, self._names)
+
+    def _first_chunk(self, index: int) -> dict[str, Any]:
+        delta: dict[str, Any] = {"role": self._state.config.response_role, "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        chunk = self._envelope("chat.completion.chunk", [choice])
+        if self._body.return_token_ids:
+            chunk["prompt_token_ids"] = delta["prompt_token_ids"] = self._prompt_ids()
+        return chunk
+
+    def _chunk(self, answer: Answer, part: CompletionOutput) -> dict[str, Any] | None:
+        """The chunk of a step, None when there is nothing to show yet."""
+        said = answer.push(part.text, len(part.token_ids), part.finished)
+        delta: dict[str, Any] = {}
+        if said.content:
+            delta["content"] = said.content
+        if said.reasoning and self._body.include_reasoning is not False:
+            delta.update(reasoning_content=said.reasoning, reasoning=said.reasoning)
+        if said.tool_calls:
+            delta["tool_calls"] = tool_call_deltas(said.tool_calls)
+        carries_tokens = bool(self._body.logprobs or self._body.return_token_ids)
+        if not delta and not part.finished and not (carries_tokens and part.token_ids):
+            return None
+        choice: dict[str, Any] = {
+            "index": part.index,
+            "delta": delta,
+            "logprobs": self._logprobs(part.logprobs or [], part.token_ids)
+            if part.token_ids
+            else None,
+            "finish_reason": answer.finish_reason(part.finish_reason),
+        }
+        if part.finished:
+            choice["stop_reason"] = part.stop_reason
+        if self._body.return_token_ids:
+            choice["token_ids"] = delta["completion_token_ids"] = part.token_ids
+        return self._envelope("chat.completion.chunk", [choice])
+
+    def _with_usage(self, chunk: dict[str, Any], usage: Usage, wanted: bool) -> dict[str, Any]:
+        if wanted:
+            chunk["usage"] = usage.render()
+        return chunk
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }

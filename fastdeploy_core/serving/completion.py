@@ -1,0 +1,236 @@
+"""POST /v1/completions: prompts in, continuations out, whole or as chunks.
+
+Choices are ordered by prompt, then by n. `best_of` samples more than are returned and keeps the
+most likely ones per token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastdeploy_core.types import CompletionOutput, Request, RequestOutput, StructuredOutputsParams
+
+from .generation import merge, run
+from .logprobs import CompletionLogprobs, Position, TokenNames, prompt_logprobs
+from .protocol import CompletionRequest
+from .state import ServerState
+from .usage import Usage, request_options
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One answer to one prompt, while it is collected or streamed."""
+
+    logprobs: CompletionLogprobs
+    pieces: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[Position] = field(default_factory=list)
+    end: CompletionOutput | None = None
+
+    @property
+    def likelihood(self) -> float:
+        """Mean log-probability of its tokens, which best_of compares."""
+        values = [p[t].logprob for p, t in zip(self.positions, self.token_ids, strict=True)]
+        return sum(values) / max(1, len(values))
+
+
+class CompletionJob:
+    """One text completion call."""
+
+    def __init__(
+        self, state: ServerState, body: CompletionRequest, call_id: str, tenant: str
+    ) -> None:
+        self._state = state
+        self._body = body
+        self._tenant = tenant
+        self._id = f"cmpl-{call_id}"
+        self._created = int(time.time())
+        self._model = state.check_model(body.model)
+        self._n = body.n or 1
+        self._prompts = body.prompts()
+        self._requests: list[Request] = []
+        self._prompt_texts: list[str] = []
+        self._constraint: StructuredOutputsParams | None = None
+        as_ids = body.return_tokens_as_token_ids
+        if as_ids is None:
+            as_ids = state.config.return_tokens_as_token_ids
+        self._names = TokenNames(state.tokenizer, as_ids)
+        self.stream = bool(body.stream)
+        self.num_requests = len(self._prompts)
+
+    async def prepare(self) -> None:
+        """Tokenize the prompts, compile the grammar."""
+        body, state = self._body, self._state
+        best_of = body.best_of or self._n
+        wanted: dict[str, Any] = {"n": best_of, "structured_outputs": body.constraint()}
+        if body.logprobs is not None or best_of > self._n:
+            wanted["logprobs"] = body.logprobs or 0
+        if body.echo and body.logprobs is not None:
+            wanted["prompt_logprobs"] = body.logprobs
+        # Nothing is generated for max_tokens=0, but a prompt's own logprobs need one step.
+        wanted["max_tokens"] = max(1, body.max_tokens) if body.max_tokens is not None else None
+        sampling = body.sampling(state.default_sampling, **wanted)
+        options = request_options(state, body, self._tenant)
+        self._requests = await asyncio.gather(
+            *(
+                state.engine_request(
+                    prompt, sampling, add_special_tokens=body.add_special_tokens, **options
+                )
+                for prompt in self._prompts
+            )
+        )
+        if body.echo:
+            self._prompt_texts = [
+                prompt if isinstance(prompt, str) else state.tokenizer.decode(prompt)
+                for prompt in self._prompts
+            ]
+
+    async def complete(self) -> dict[str, Any]:
+        """The whole answer."""
+        usage = self._usage()
+        collected = [self._new_choices(request.sampling.n) for request in self._requests]
+        prompts: list[Any] = [None] * len(self._requests)
+        async with aclosing(self._outputs()) as outputs:
+            async for number, output in outputs:
+                usage.add(output)
+                prompts[number] = prompts[number] or output.prompt_logprobs
+                for part in output.outputs:
+                    choice = collected[number][part.index]
+                    choice.pieces.append(part.text)
+                    choice.token_ids.extend(part.token_ids)
+                    choice.positions.extend(part.logprobs or [])
+                    choice.end = part
+        choices: list[dict[str, Any]] = []
+        for number, answers in enumerate(collected):
+            if len(answers) > self._n:
+                answers = sorted(answers, key=lambda a: a.likelihood, reverse=True)[: self._n]
+            for answer in answers:
+                choices.append(self._choice(len(choices), number, answer, prompts[number]))
+        body = self._envelope(choices)
+        if self._body.max_tokens == 0:
+            usage.num_completion_tokens = 0
+        body["usage"] = usage.render()
+        return body
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of a streamed answer, then usage if it was asked for."""
+        usage = self._usage()
+        at_end, continuous = self._body.include_usage(self._state.config.force_include_usage)
+        choices: dict[int, _Choice] = {}
+        async with aclosing(self._outputs()) as outputs:
+            async for number, output in outputs:
+                usage.add(output)
+                for part in output.outputs:
+                    index = number * self._n + part.index
+                    if index not in choices:
+                        (choices[index],) = self._new_choices(1)
+                        if self._body.echo:
+                            chunk = self._echo_chunk(index, number, output, choices[index])
+                            yield self._with_usage(chunk, usage, continuous)
+                    chunk = self._chunk(index, number, choices[index], part)
+                    if chunk is not None:
+                        yield self._with_usage(chunk, usage, continuous)
+        if at_end:
+            if self._body.max_tokens == 0:
+                usage.num_completion_tokens = 0
+            final = self._envelope([])
+            final["usage"] = usage.render()
+            yield final
+
+    def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        return merge([run(self._state, request) for request in self._requests])
+
+    def _usage(self) -> Usage:
+        return Usage(sum(len(request.prompt_token_ids) for request in self._requests))
+
+    def _new_choices(self, count: int) -> list[_Choice]:
+        top = self._body.logprobs or 0
+        return [_Choice(CompletionLogprobs(top, self._names)) for _ in range(count)]
+
+    def _choice(
+        self, index: int, number: int, answer: _Choice, prompt: list[Any] | None
+    ) -> dict[str, Any]:
+        body, end = self._body, answer.end
+        text, token_ids, positions = "".join(answer.pieces), answer.token_ids, answer.positions
+        finish_reason = end.finish_reason if end is not None else None
+        if body.max_tokens == 0:
+            text, token_ids, positions, finish_reason = "", [], [], "length"
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": self._prompt_texts[number] + text if body.echo else text,
+            "logprobs": None,
+            "finish_reason": finish_reason,
+            "stop_reason": end.stop_reason if end is not None else None,
+        }
+        prompt_ids = self._requests[number].prompt_token_ids
+        if body.logprobs is not None:
+            before = (list(prompt or []), prompt_ids) if body.echo else ([], [])
+            choice["logprobs"] = answer.logprobs.render(
+                [*before[0], *positions], [*before[1], *token_ids]
+            )
+        if prompt is not None and body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(prompt)
+        if body.return_token_ids:
+            choice.update(prompt_token_ids=prompt_ids, token_ids=token_ids)
+            choice["completion_token_ids"] = token_ids
+        return choice
+
+    def _echo_chunk(
+        self, index: int, number: int, output: RequestOutput, choice: _Choice
+    ) -> dict[str, Any]:
+        entry: dict[str, Any] = {
+            "index": index,
+            "text": self._prompt_texts[number],
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        if self._body.logprobs is not None and output.prompt_logprobs is not None:
+            prompt_ids = self._requests[number].prompt_token_ids
+            entry["logprobs"] = choice.logprobs.render(output.prompt_logprobs, prompt_ids)
+        return self._envelope([entry])
+
+    def _chunk(
+        self, index: int, number: int, choice: _Choice, part: CompletionOutput
+    ) -> dict[str, Any] | None:
+        body = self._body
+        token_ids, text, reason = part.token_ids, part.text, part.finish_reason
+        if body.max_tokens == 0:
+            token_ids, text, reason = [], "", "length" if part.finished else None
+        carries_tokens = body.logprobs is not None or bool(body.return_token_ids)
+        if not text and reason is None and not (carries_tokens and token_ids):
+            return None
+        entry: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": reason,
+        }
+        if reason is not None:
+            entry["stop_reason"] = part.stop_reason
+        if body.logprobs is not None and token_ids:
+            entry["logprobs"] = choice.logprobs.render(part.logprobs or [], token_ids)
+        if body.return_token_ids:
+            if not choice.token_ids:
+                entry["prompt_token_ids"] = self._requests[number].prompt_token_ids
+            entry["token_ids"] = entry["completion_token_ids"] = token_ids
+        choice.token_ids.extend(token_ids)
+        return self._envelope([entry])
+
+    def _with_usage(self, chunk: dict[str, Any], usage: Usage, wanted: bool) -> dict[str, Any]:
+        if wanted:
+            chunk["usage"] = usage.render()
+        return chunk
+
+    def _envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }

@@ -1,0 +1,182 @@
+"""Starts everything `fastdeploy serve` needs, in the order in which failures are cheapest.
+
+Configuration, then the port, then plugins, then the engine (which loads the model), then the app.
+Each start-up decision is one INFO line. Signals work from the first moment on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fastdeploy_core import __version__
+from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.config.arguments import build_engine_config, build_server_config
+from fastdeploy_core.config.server import ServerConfig
+from fastdeploy_core.engine.client import AsyncEngine
+from fastdeploy_core.engine.input import RequestLimits
+from fastdeploy_core.grammar.compiler import GrammarCompiler
+from fastdeploy_core.tokenizer import Tokenizer
+
+from .app import create_app
+from .server import ApiServer, bind_socket, url_of
+
+if TYPE_CHECKING:
+    from fastdeploy_core.plugins.resolve import ResolvedPlugins
+    from fastdeploy_core.types.engine import EngineInfo
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+_LOOPBACK = ("127.", "localhost", "::1")
+
+
+def serve(values: Mapping[str, Any]) -> int:
+    """Serve until a signal; returns the exit code. `values`: arguments as config/arguments.py knows."""
+    engine_config = build_engine_config(values)
+    server_config = build_server_config(values, engine_config)
+    listener = bind_socket(server_config)
+    try:
+        return asyncio.run(_serve(engine_config, server_config, listener))
+    finally:
+        listener.close()
+
+
+class _Signals:
+    """SIGTERM and SIGINT go to whoever is in charge at the moment."""
+
+    def __init__(self, first: Callable[[], None]) -> None:
+        self.receiver = first
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, lambda: self.receiver())
+
+
+async def _serve(
+    engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket
+) -> int:
+    starting = asyncio.ensure_future(_start(engine_config, server_config))
+    signals = _Signals(starting.cancel)
+    try:
+        engine, compiler, server = await starting
+    except asyncio.CancelledError:
+        logger.info("stopped while starting")
+        return 0
+    signals.receiver = server.stop
+    _log_ready(listener, server_config)
+    death = asyncio.create_task(_watch(engine, server))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        death.cancel()
+        compiler.close()
+        await engine.close()
+    logger.info("stopped")
+    return server.exit_code
+
+
+async def _watch(engine: AsyncEngine, server: ApiServer) -> None:
+    server.engine_died(await engine.wait_dead())
+
+
+async def _start(
+    engine_config: EngineConfig, server_config: ServerConfig
+) -> tuple[AsyncEngine, GrammarCompiler, ApiServer]:
+    started_at = time.monotonic()
+    model = engine_config.model
+    logger.info(
+        "fastdeploy %s: model %s (%s, %s), context %d tokens",
+        __version__,
+        model.path.name,
+        model.architecture,
+        model.dtype,
+        model.max_model_len,
+    )
+    tokenizer = await asyncio.to_thread(
+        Tokenizer.load, model.tokenizer_path, chat_template=model.chat_template
+    )
+    resolved = await asyncio.to_thread(resolve_plugins, engine_config)
+    engine = await AsyncEngine.start(engine_config, resolved)
+    compiler: GrammarCompiler | None = None
+    try:
+        limits = RequestLimits.of(engine_config, tokenizer, engine.info)
+        compiler = GrammarCompiler.start(
+            model.tokenizer_path,
+            vocab_size=engine.info.vocab_size,
+            eos_token_ids=limits.eos_token_ids,
+            config=engine_config.structured_outputs,
+        )
+        app = create_app(
+            engine,
+            tokenizer,
+            server_config,
+            limits=limits,
+            compiler=compiler,
+            routers=await asyncio.to_thread(plugin_routers, resolved),
+        )
+    except BaseException:
+        if compiler is not None:
+            compiler.close()
+        await engine.close()
+        raise
+    _log_engine(engine.info, time.monotonic() - started_at)
+    return engine, compiler, ApiServer(app, server_config)
+
+
+def resolve_plugins(config: EngineConfig) -> ResolvedPlugins:
+    """Ask the installed plugins who serves this model's layers."""
+    from fastdeploy_core.models.shapes import read_shapes
+    from fastdeploy_core.plugins.resolve import resolve
+
+    shapes = read_shapes(config.model.hf_config, config.parallel.tensor_parallel_size)
+    return resolve(
+        config,
+        attention=[shapes.attention],
+        moe=[shapes.moe] if shapes.moe is not None else [],
+    )
+
+
+def plugin_routers(resolved: ResolvedPlugins | None) -> list[tuple[str, Any]]:
+    """Routes that plugins add (hook fd_api_routes), with the distribution they came from."""
+    from fastdeploy_core.plugins.manager import hook_manager
+
+    return [
+        (answer.plugin.distribution, router)
+        for answer in hook_manager(resolved).ask("fd_api_routes")
+        for router in answer.value
+    ]
+
+
+def _log_engine(info: EngineInfo, seconds: float) -> None:
+    for line in info.report:
+        logger.info("%s", line)
+    logger.info(
+        "device %s (%s), weights %.2f GiB, %d KV blocks of %d tokens (%.2f GiB, %d tokens in all)",
+        info.device,
+        info.tensor_library or "no tensor library",
+        info.weight_bytes / GIB,
+        info.num_blocks,
+        info.block_size,
+        info.num_blocks * info.bytes_per_block / GIB,
+        info.num_blocks * info.block_size,
+    )
+    logger.info("engine ready after %.1f s", seconds)
+
+
+def _log_ready(listener: socket.socket, config: ServerConfig) -> None:
+    if config.api_keys:
+        logger.info(
+            "%d api keys are accepted; every route but the probes needs one", len(config.api_keys)
+        )
+    elif config.uds is None and not config.host.startswith(_LOOPBACK):
+        logger.warning(
+            "no --api-key is set and the server listens on %s: everyone who reaches it may use it",
+            config.host,
+        )
+    names = ", ".join(config.served_names)
+    logger.info("serving %s at %s", names, url_of(listener, config))

@@ -1,0 +1,140 @@
+"""The OpenAI routes: chat, completions, models; and tokenize and detokenize beside them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from .chat import ChatJob
+from .completion import CompletionJob
+from .errors import ApiError
+from .json_body import read_model
+from .protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from .respond import answer, json_response
+from .state import ServerState
+
+
+def _body_of(model: type[BaseModel]) -> dict[str, Any]:
+    """The OpenAPI entry of a body that is read by read_model."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema.pop("$defs", None)
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def openai_router(state: ServerState) -> APIRouter:
+    """Routes of one app."""
+    router = APIRouter()
+    created = int(time.time())
+
+    @router.post("/v1/chat/completions", openapi_extra=_body_of(ChatCompletionRequest))
+    async def chat_completions(http: Request) -> Response:
+        body = await read_model(http, ChatCompletionRequest)
+        return await answer(http, state, ChatJob(state, body, *_identity(http)))
+
+    @router.post("/v1/completions", openapi_extra=_body_of(CompletionRequest))
+    async def completions(http: Request) -> Response:
+        body = await read_model(http, CompletionRequest)
+        return await answer(http, state, CompletionJob(state, body, *_identity(http)))
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        cards = [_card(state, name, created) for name in state.config.served_names]
+        return json_response({"object": "list", "data": cards})
+
+    @router.get("/v1/models/{model_id:path}")
+    async def model(model_id: str) -> Response:
+        if model_id not in state.config.served_names:
+            message = f"The model `{model_id[:128]}` does not exist."
+            raise ApiError(404, message, param="model")
+        return json_response(_card(state, model_id, created))
+
+    @router.post("/tokenize", openapi_extra=_body_of(TokenizeRequest))
+    async def tokenize(http: Request) -> Response:
+        body = await read_model(http, TokenizeRequest)
+        state.check_model(body.model)
+        return json_response(await state.in_thread(_tokenize, state, body))
+
+    @router.post("/detokenize", openapi_extra=_body_of(DetokenizeRequest))
+    async def detokenize(http: Request) -> Response:
+        body = await read_model(http, DetokenizeRequest)
+        state.check_model(body.model)
+        wrong = next((t for t in body.tokens if not 0 <= t < state.limits.vocab_size), None)
+        if wrong is not None:
+            raise ApiError(
+                400,
+                f"token id {wrong} is out of vocabulary; possible: 0 to "
+                f"{state.limits.vocab_size - 1}",
+                param="tokens",
+            )
+        text = await state.in_thread(
+            state.tokenizer.decode, body.tokens, skip_special_tokens=body.skip_special_tokens
+        )
+        return json_response({"prompt": text})
+
+    return router
+
+
+def _identity(http: Request) -> tuple[str, str]:
+    """Our id of the call, and whose call it is."""
+    return http.state.request_id, getattr(http.state, "tenant", "")
+
+
+def _card(state: ServerState, name: str, created: int) -> dict[str, Any]:
+    permission = {
+        "id": f"modelperm-{name}",
+        "object": "model_permission",
+        "created": created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "FastDeploy",
+        "root": name,
+        "parent": None,
+        "max_model_len": state.limits.max_model_len,
+        "permission": [permission],
+    }
+
+
+def _tokenize(state: ServerState, body: TokenizeRequest) -> dict[str, Any]:
+    tokenizer = state.tokenizer
+    if body.messages is not None:
+        chat = body.as_chat()
+        text = tokenizer.apply_chat_template(
+            chat.messages,
+            chat.tools,
+            chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+            template_kwargs=chat.template_kwargs(dict(state.config.default_chat_template_kwargs)),
+        )
+        special = bool(body.add_special_tokens)
+    else:
+        text, special = body.prompt or "", body.add_special_tokens is not False
+    token_ids = tokenizer.encode(text, special) if text else []
+    return {
+        "count": len(token_ids),
+        "max_model_len": state.limits.max_model_len,
+        "tokens": token_ids,
+        "token_strs": [tokenizer.token_string(t) for t in token_ids]
+        if body.return_token_strs
+        else None,
+    }

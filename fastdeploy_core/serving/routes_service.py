@@ -1,0 +1,89 @@
+"""Routes about the server itself: health, load, version, metrics, plugins.
+
+Health answers 200 or 503, nothing else, and says what probes need: /health/live that this process
+answers, /health/ready that requests may come, /health (and /ping) that the engine makes progress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+from fastdeploy_core import __version__
+from fastdeploy_core.errors import FastDeployError
+
+from .errors import sanitise
+from .respond import json_response
+from .state import ServerState
+
+STATS_TIMEOUT_S = 2.0
+
+
+def service_router(state: ServerState) -> APIRouter:
+    """Routes of one app."""
+    router = APIRouter()
+
+    @router.get("/health/live")
+    async def live() -> Response:
+        return json_response({"status": "live"})
+
+    @router.get("/health/ready")
+    async def ready() -> Response:
+        health = state.engine.health()
+        if state.admission.draining or health.draining:
+            return json_response({"status": "draining"}, 503)
+        return _answer(health.alive and health.ready, "ready", health.reason)
+
+    @router.get("/health")
+    async def health() -> Response:
+        found = state.engine.health()
+        # A draining engine still makes progress; it is /health/ready that turns red then.
+        well = found.alive and (found.ready or found.draining)
+        return _answer(well, "healthy", found.reason)
+
+    @router.api_route("/ping", methods=["GET", "POST"])
+    async def ping() -> Response:
+        return await health()
+
+    @router.get("/load")
+    async def load() -> Response:
+        return json_response({"server_load": state.admission.in_flight})
+
+    @router.get("/version")
+    async def version() -> Response:
+        return json_response({"version": __version__})
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        stats = None
+        try:
+            async with asyncio.timeout(STATS_TIMEOUT_S):
+                stats = await state.engine.stats()
+        except (FastDeployError, TimeoutError):
+            pass  # a sick engine must not hide its own metrics; engine_ready says it
+        text = state.metrics.render(stats, state.engine.health(), state.engine.info)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/plugins")
+    async def plugins() -> Response:
+        return json_response(await state.in_thread(_plugins))
+
+    return router
+
+
+def _answer(well: bool, word: str, reason: str) -> Response:
+    if well:
+        return json_response({"status": word})
+    return json_response({"status": f"not {word}", "reason": sanitise(reason)}, 503)
+
+
+def _plugins() -> object:
+    """The data of `fastdeploy plugins list --json`."""
+    from fastdeploy_core.plugins.discovery import discover
+    from fastdeploy_core.plugins.report import inventory_data
+
+    inventory = discover()
+    return inventory_data(inventory, inventory.entries)

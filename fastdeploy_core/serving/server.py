@@ -1,0 +1,141 @@
+"""uvicorn, made to end well: drain on the first signal, stop on the second, exit code from the engine.
+
+While it drains the port stays open and answers 503, so that a load balancer sees /health/ready turn
+red instead of a refused connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from fastdeploy_core.config.server import ServerConfig
+from fastdeploy_core.errors import ConfigError
+
+from .http_protocol import MAX_HEAD_BYTES, GuardedProtocol
+from .state import Engine
+
+logger = logging.getLogger(__name__)
+
+LAST_WORDS_S = 3.0  # for error events and closing connections after the grace is over
+_POLL_S = 0.05
+
+
+def bind_socket(config: ServerConfig) -> socket.socket:
+    """The listening socket, bound before anything slow happens; ConfigError when it cannot be."""
+    if config.uds is not None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        where, address = config.uds, config.uds
+        _remove_stale(Path(config.uds))
+    else:
+        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        where = f"{config.host}:{config.port}"
+        address = (config.host, config.port)  # type: ignore[assignment]
+    try:
+        listener.bind(address)
+        if config.uds is not None:
+            Path(config.uds).chmod(0o600)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {where}: {error.strerror}; choose another with --host and --port"
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def _remove_stale(path: Path) -> None:
+    """Unlink a unix socket that nobody listens on any more."""
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            path.unlink(missing_ok=True)
+
+
+def url_of(listener: socket.socket, config: ServerConfig) -> str:
+    """Where clients reach the server, as well as it can be known here."""
+    if config.uds is not None:
+        return f"unix:{config.uds}"
+    host, port = listener.getsockname()[:2]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104
+    return f"{'https' if config.ssl_certfile else 'http'}://{shown}:{port}"
+
+
+class ApiServer(uvicorn.Server):
+    """One app on one socket."""
+
+    def __init__(self, app: FastAPI, config: ServerConfig) -> None:
+        self._engine: Engine = app.state.server.engine
+        self._admission = app.state.server.admission
+        self._grace_s = config.grace_s
+        self._draining: asyncio.Task[None] | None = None
+        self.exit_code = 0
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=GuardedProtocol,
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+                timeout_keep_alive=max(1, round(config.keep_alive_s)),
+                timeout_graceful_shutdown=round(LAST_WORDS_S),
+                ssl_keyfile=config.ssl_keyfile,
+                ssl_certfile=config.ssl_certfile,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Called by uvicorn around serving. Signals reach `stop` through whoever runs the loop, so
+        that they also work before the server exists; see launch.py."""
+        yield
+
+    def stop(self) -> None:
+        """First call: drain, then exit. Second call: exit now."""
+        if self._draining is None:
+            self._draining = asyncio.get_running_loop().create_task(self._drain())
+        else:
+            logger.warning("second signal: stopping now")
+            self.force_exit = self.should_exit = True
+
+    def engine_died(self, reason: str) -> None:
+        """The engine is gone for good: nothing can be answered, so the process ends with an error."""
+        logger.error("engine is dead: %s", reason)
+        self.exit_code = 1
+        self.should_exit = True
+
+    async def _drain(self) -> None:
+        self._admission.draining = True
+        count = self._admission.in_flight
+        logger.info(
+            "shutting down: %d requests in flight get up to %g s, new ones are refused",
+            count,
+            self._grace_s,
+        )
+        await self._until_idle(self._grace_s)
+        # What still runs is failed by the engine, which ends every stream with an error event.
+        await self._engine.drain(0.0)
+        await self._until_idle(LAST_WORDS_S)
+        self.should_exit = True
+
+    async def _until_idle(self, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while self._admission.in_flight and time.monotonic() < deadline and not self.should_exit:
+            await asyncio.sleep(_POLL_S)

@@ -1,0 +1,48 @@
+"""Token counts of a call, and the request options every call takes from body and server alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastdeploy_core.types import RequestOutput
+
+from .protocol.common import SamplingFields
+from .state import ServerState
+
+
+class Usage:
+    """Counts tokens as outputs arrive."""
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_completion_tokens = 0
+        self.num_reasoning_tokens = 0
+        self._cached: dict[str, int] = {}  # by request, because each output repeats its own
+
+    def add(self, output: RequestOutput) -> None:
+        """New output of one of the call's requests."""
+        self.num_completion_tokens += sum(len(part.token_ids) for part in output.outputs)
+        if output.num_cached_tokens is not None:
+            self._cached[output.request_id] = output.num_cached_tokens
+
+    def render(self) -> dict[str, Any]:
+        """OpenAI's usage object."""
+        usage: dict[str, Any] = {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }
+        if self.num_reasoning_tokens:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens}
+        return usage
+
+
+def request_options(state: ServerState, body: SamplingFields, tenant: str) -> dict[str, Any]:
+    """Scheduling options of a call's engine requests."""
+    return {
+        "priority": body.priority or 0,
+        "cache_salt": body.cache_salt or "",
+        "tenant": tenant,
+        "deadline_s": state.config.request_timeout_s,
+    }

@@ -1,0 +1,304 @@
+"""The worker's memory of its sequences: one slot each in preallocated host and device buffers.
+
+Slots are recycled through one function, `reset`, so that nothing of a former sequence survives in a
+slot. A decode step is vector work over the slots of the batch; nothing is done per token.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from fastdeploy_core.contracts.attention import AttentionBatch
+from fastdeploy_core.errors import WorkerError
+from fastdeploy_core.types import NewSequence, ScheduledSequence
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.tensor import Tensor
+
+
+class SlotState(Protocol):
+    """Anything that remembers something per slot."""
+
+    def reset(self, slot: int) -> None:
+        """Forget the slot's sequence entirely."""
+        ...
+
+
+@dataclass(slots=True)
+class StepRows:
+    """One step as arrays; B rows, T tokens, R sampled positions."""
+
+    slots: np.ndarray  # [B] int64
+    starts: np.ndarray  # [B] int64: tokens in the cache before this step
+    counts: np.ndarray  # [B] int64: tokens fed
+    seq_lens: np.ndarray  # [B] int64: starts + counts
+    num_drafts: np.ndarray  # [B] int64: the last tokens fed are unverified drafts
+    num_judged: (
+        np.ndarray
+    )  # [B] int64: drafts that are sampled over in this step; the rest is refused
+    samples: np.ndarray  # [B] bool: whether the row samples
+    is_decode: bool  # one token per row, every row samples
+    # Rows that sample, expanded by drafts: sampled position r belongs to batch row sample_rows[r].
+    sample_rows: np.ndarray  # [R] int64
+    sample_tokens: np.ndarray  # [R] int64: which of the T tokens its logits come from
+    sample_positions: np.ndarray  # [R] int64: where the sampled token will stand
+
+
+class InputBatch:
+    """Slots of up to max_num_seqs sequences."""
+
+    def __init__(
+        self,
+        device: DeviceBackend,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        parts: Sequence[SlotState] = (),
+    ) -> None:
+        self._device, self._xp = device, device.xp
+        self.max_num_seqs, self.max_model_len, self.block_size = (
+            max_num_seqs,
+            max_model_len,
+            block_size,
+        )
+        self._parts = tuple(parts)
+        max_blocks = -(-max_model_len // block_size) + 1
+        # Host buffers, one row per slot. Zeroed pages cost nothing until they are written.
+        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
+        self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_known = np.zeros(max_num_seqs, dtype=np.int64)  # tokens the host knows
+        self.newest = np.full(max_num_seqs, -1, dtype=np.int64)  # position of the last sampled one
+        self.owner = np.zeros(max_num_seqs, dtype=np.int64)  # counts the slot's sequences
+        self.seq_ids = np.full(max_num_seqs, -1, dtype=np.int64)
+        self.slot_of: dict[int, int] = {}
+        self._free = list(range(max_num_seqs))  # a heap: low slots first keep batches dense
+        # The newest sampled token of each slot, for steps launched before the host saw it.
+        self.newest_dev = self._xp.zeros(
+            (max_num_seqs,), dtype=self._xp.int64, device=device.device
+        )
+        self._tables: tuple[np.ndarray, int, np.ndarray, Tensor] | None = None
+        self._decode_cu: dict[int, tuple[np.ndarray, Tensor]] = {}
+
+    # -- sequences --------------------------------------------------------------------------------
+
+    def add(self, new: NewSequence) -> int:
+        """Give a sequence a slot. A sequence that is already here starts anew."""
+        if new.seq_id in self.slot_of:
+            self.remove(new.seq_id)
+        if not self._free:
+            raise WorkerError(
+                f"sequence {new.seq_id} does not fit: all {self.max_num_seqs} slots are taken"
+            )
+        length, num_blocks = len(new.token_ids), len(new.block_ids)
+        if length > self.max_model_len or num_blocks > self.block_tables.shape[1]:
+            raise WorkerError(
+                f"sequence {new.seq_id} has {length} tokens and {num_blocks} blocks; this worker "
+                f"holds {self.max_model_len} tokens and {self.block_tables.shape[1]} blocks each"
+            )
+        slot = heapq.heappop(self._free)
+        self.slot_of[new.seq_id] = slot
+        self.seq_ids[slot] = new.seq_id
+        self.token_ids[slot, :length] = new.token_ids
+        self.block_tables[slot, :num_blocks] = new.block_ids
+        self.num_blocks[slot] = num_blocks
+        self.num_prompt[slot] = new.num_prompt_tokens
+        self.num_known[slot] = length
+        self._tables = None
+        return slot
+
+    def remove(self, seq_id: int) -> None:
+        """Forget a sequence; unknown ids are ignored."""
+        slot = self.slot_of.pop(seq_id, None)
+        if slot is not None:
+            self.reset(slot)
+            heapq.heappush(self._free, slot)
+
+    def reset(self, slot: int) -> None:
+        """The one place where a slot is cleaned: every buffer and every part with state per slot."""
+        self.token_ids[slot] = 0
+        self.block_tables[slot] = 0
+        self.num_blocks[slot] = self.num_prompt[slot] = self.num_known[slot] = 0
+        self.newest[slot] = self.seq_ids[slot] = -1
+        self.owner[slot] += 1
+        self._tables = None
+        for part in self._parts:
+            part.reset(slot)
+
+    def output_tokens(self, slot: int) -> np.ndarray:
+        """What the sequence generated, as far as the host knows; a view."""
+        return self.token_ids[slot, self.num_prompt[slot] : self.num_known[slot]]
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    def rows(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        unjudged: Callable[[np.ndarray], np.ndarray] | None = None,
+    ) -> StepRows:
+        """Read one step's rows and take over new blocks and drafts.
+
+        `unjudged` tells for slots whether their drafts cannot be judged; those are all refused.
+        """
+        slot_of = self.slot_of
+        try:
+            flat = np.array(
+                [
+                    value
+                    for s in sequences
+                    for value in (slot_of[s.seq_id], s.num_computed_tokens, s.num_tokens, s.sample)
+                ],
+                dtype=np.int64,
+            ).reshape(-1, 4)
+        except KeyError as error:
+            raise WorkerError(
+                f"a step names sequence {error}, which this worker was never given"
+            ) from None
+        slots, starts, counts = (np.ascontiguousarray(flat[:, i]) for i in range(3))
+        samples, seq_lens = flat[:, 3] != 0, starts + counts
+        for sequence in sequences:
+            if sequence.new_block_ids:
+                self._append_blocks(slot_of[sequence.seq_id], sequence.new_block_ids)
+        num_drafts = np.zeros_like(slots)
+        if any(s.draft_token_ids for s in sequences):
+            num_drafts[:] = [len(s.draft_token_ids) for s in sequences]
+        self._check(slots, counts, seq_lens, num_drafts)
+        if not num_drafts.any() and bool((counts == 1).all()) and bool(samples.all()):
+            every = np.arange(slots.size)
+            return StepRows(
+                *(slots, starts, counts, seq_lens, num_drafts, num_drafts, samples, True),
+                *(every, every, seq_lens),
+            )
+        num_judged = num_drafts
+        if num_drafts.any():
+            for sequence, slot, end in zip(sequences, slots, seq_lens, strict=True):
+                drafts = sequence.draft_token_ids
+                self.token_ids[slot, end - len(drafts) : end] = drafts
+            if unjudged is not None:
+                num_judged = np.where(unjudged(slots), 0, num_drafts)
+        num_samples = np.where(samples, num_judged + 1, 0)
+        rows = np.repeat(np.arange(slots.size), num_samples)
+        # Within a row the sampled positions follow each other, the first behind the last token
+        # that is no draft.
+        first = np.cumsum(num_samples) - num_samples
+        nth = np.arange(rows.size) - first[rows]
+        tokens = (np.cumsum(counts) - 1 - num_drafts)[rows] + nth
+        return StepRows(
+            *(slots, starts, counts, seq_lens, num_drafts, num_judged, samples, False),
+            *(rows, tokens, (seq_lens - num_drafts)[rows] + nth),
+        )
+
+    def _append_blocks(self, slot: int, block_ids: list[int]) -> None:
+        first = int(self.num_blocks[slot])
+        last = first + len(block_ids)
+        if last > self.block_tables.shape[1]:
+            raise WorkerError(
+                f"sequence {self.seq_ids[slot]} would get {last} blocks; "
+                f"{self.block_tables.shape[1]} are the most for {self.max_model_len} tokens"
+            )
+        self.block_tables[slot, first:last] = block_ids
+        self.num_blocks[slot] = last
+        self._tables = None
+
+    def _check(
+        self, slots: np.ndarray, counts: np.ndarray, seq_lens: np.ndarray, drafts: np.ndarray
+    ) -> None:
+        """A wrong message must not read or write another sequence's blocks."""
+        needed = -(-seq_lens // self.block_size)
+        if (
+            bool((needed > self.num_blocks[slots]).any())
+            or bool((counts <= drafts).any())
+            or int(seq_lens.max(initial=0)) > self.max_model_len
+            or len(set(slots.tolist())) != slots.size
+        ):
+            raise WorkerError(
+                f"a step is inconsistent: lengths {seq_lens.tolist()}, "
+                f"blocks {self.num_blocks[slots].tolist()} of {self.block_size}, "
+                f"at most {self.max_model_len} tokens, sequences {self.seq_ids[slots].tolist()}"
+            )
+
+    def attention_batch(self, rows: StepRows) -> tuple[AttentionBatch, np.ndarray, np.ndarray]:
+        """The batch for attention drivers, with the slot and position of each token on the host."""
+        to_device, num_seqs = self._device.to_device, rows.slots.size
+        if rows.is_decode:
+            token_slots, positions = rows.slots, rows.starts
+            cu_seqlens, cu_seqlens_dev = self._decode_offsets(num_seqs)
+        else:
+            token_slots = np.repeat(rows.slots, rows.counts)
+            cu_seqlens = np.zeros(num_seqs + 1, dtype=np.int32)
+            np.cumsum(rows.counts, out=cu_seqlens[1:])
+            offsets = rows.starts - cu_seqlens[:-1]
+            positions = np.arange(token_slots.size) + np.repeat(offsets, rows.counts)
+            cu_seqlens_dev = to_device(cu_seqlens)
+        blocks = self.block_tables[token_slots, positions // self.block_size]
+        slot_mapping = blocks.astype(np.int64) * self.block_size + positions % self.block_size
+        block_tables, block_tables_dev = self._block_tables(rows)
+        seq_lens = rows.seq_lens.astype(np.int32)
+        batch = AttentionBatch(
+            num_seqs=num_seqs,
+            num_tokens=int(positions.size),
+            cu_seqlens_q=cu_seqlens,
+            seq_lens=seq_lens,
+            block_tables=block_tables,
+            cu_seqlens_q_dev=cu_seqlens_dev,
+            seq_lens_dev=to_device(seq_lens),
+            block_tables_dev=block_tables_dev,
+            slot_mapping=to_device(slot_mapping),
+            positions=to_device(positions),
+        )
+        return batch, token_slots, positions
+
+    def input_ids(self, rows: StepRows, token_slots: np.ndarray, positions: np.ndarray) -> Tensor:
+        """[T] int64: from the host where it knows the token, else the newest one on the device."""
+        xp, to_device = self._xp, self._device.to_device
+        behind = positions >= self.num_known[token_slots]
+        unknown = behind & (positions == self.newest[token_slots])
+        if int(behind.sum()) != int(unknown.sum()) + int(rows.num_drafts.sum()):
+            raise WorkerError(
+                f"a step feeds tokens nobody knows: starts {rows.starts.tolist()}, "
+                f"lengths {rows.seq_lens.tolist()}, known {self.num_known[rows.slots].tolist()}"
+            )
+        if behind.size and unknown.all():
+            return xp.index_select(self.newest_dev, 0, to_device(token_slots))
+        input_ids = to_device(self.token_ids[token_slots, positions].astype(np.int64))
+        if unknown.any():
+            where = np.flatnonzero(unknown)
+            newest = xp.index_select(self.newest_dev, 0, to_device(token_slots[where]))
+            xp.index_copy_(input_ids, 0, to_device(where), newest)
+        return input_ids
+
+    def sampled(
+        self, slots: np.ndarray, slots_dev: Tensor, positions: np.ndarray, ids: Tensor
+    ) -> None:
+        """Tokens were drawn for these slots, and only the device knows them yet."""
+        self._xp.index_copy_(self.newest_dev, 0, slots_dev, ids)
+        self.newest[slots] = positions
+
+    def learn(self, slots: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> None:
+        """The host learns the token at each slot's position."""
+        self.token_ids[slots, positions] = token_ids
+        self.num_known[slots] = np.maximum(self.num_known[slots], positions + 1)
+
+    def _decode_offsets(self, num_seqs: int) -> tuple[np.ndarray, Tensor]:
+        """0, 1, ... num_seqs: the same for every decode step of this size."""
+        if num_seqs not in self._decode_cu:
+            host = np.arange(num_seqs + 1, dtype=np.int32)
+            self._decode_cu[num_seqs] = (host, self._device.to_device(host))
+        return self._decode_cu[num_seqs]
+
+    def _block_tables(self, rows: StepRows) -> tuple[np.ndarray, Tensor]:
+        """Tables of the rows, no wider than the longest; kept while neither rows nor blocks change."""
+        width = max(1, -(-int(rows.seq_lens.max(initial=1)) // self.block_size))
+        kept = self._tables
+        if kept is not None and kept[1] == width and np.array_equal(kept[0], rows.slots):
+            return kept[2], kept[3]
+        host = self.block_tables[rows.slots, :width]
+        self._tables = (rows.slots, width, host, self._device.to_device(host))
+        return host, self._tables[3]

@@ -1,0 +1,340 @@
+"""One step on one rank: message -> batch -> attention metadata -> forward -> logits -> tokens.
+
+A step is launched without waiting for the one before: newest tokens stay on the device and feed the
+next step there. Only rows whose sampling looks at generated text (grammar, bad words, processors)
+make the launch wait for the previous step, and then only after the forward pass has been queued.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.errors import FastDeployError, RequestError, ResourceError, WorkerError
+from fastdeploy_core.layers.context import ForwardContext
+from fastdeploy_core.sampling import columns as bits
+from fastdeploy_core.sampling.columns import SamplingColumns, SamplingPlan
+from fastdeploy_core.sampling.logprobs import LogprobTensors, gather, read
+from fastdeploy_core.sampling.sampler import Sampled, SamplingStep
+from fastdeploy_core.types import BlockCopies, NewSequence, SchedulerOutput
+
+from .host_tier import BlockMover
+from .input_batch import InputBatch, StepRows
+from .pending import Launched, PendingOutput
+from .sequence_state import SequenceState
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.attention import AttentionBatch
+    from fastdeploy_core.contracts.device import Communicator, DeviceBackend
+    from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.tensor import Tensor
+
+    from .loader import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+NAN = "nan_logits"
+FORBIDDEN = "no_possible_token"
+NOT_IN_GRAMMAR = "grammar_violation"
+# Rows of logits computed at once for prompt_logprobs: a long prompt times a large vocabulary would
+# not fit.
+PROMPT_ROWS = 256
+
+
+class ModelRunner:
+    """Owns the batch, the caches and the sampler of one rank. Calls may come from two threads."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: DeviceBackend,
+        kernels: KernelTable,
+        loaded: LoadedModel,
+        rank: int = 0,
+        communicator: Communicator | None = None,
+    ) -> None:
+        self._config, self._device, self._xp = config, device, device.xp
+        self._kernels, self._loaded, self._model = kernels, loaded, loaded.model
+        self._rank, self._communicator = rank, communicator
+        self._columns = SamplingColumns(config.batch.max_num_seqs, loaded.shapes.vocab_size)
+        # Ranks other than 0 only need the tokens that rank 0 draws.
+        self._state: SequenceState | None = None
+        parts: list[Any] = [self._columns]
+        if rank == 0:
+            self._state = SequenceState(config, device, kernels, self._columns)
+            parts += self._state.parts
+        self.batch = InputBatch(
+            device,
+            config.batch.max_num_seqs,
+            config.model.max_model_len,
+            config.cache.block_size,
+            parts,
+        )
+        self._refused: dict[int, str] = {}  # by seq_id: what their parameters lack
+        self._caches: list[tuple[Tensor, ...]] = []
+        self._mover: BlockMover | None = None
+        self._plan: SamplingPlan | None = None
+        self._unread: deque[Launched] = deque()
+        self._lock = threading.RLock()
+
+    # -- cache ------------------------------------------------------------------------------------
+
+    def cache_shapes(self, num_blocks: int) -> list[tuple[tuple[tuple[int, ...], ...], str]]:
+        """(shapes, dtype) of each layer's cache."""
+        kv_dtype = self._config.cache.kv_dtype
+        return [
+            (
+                self._loaded.attention[spec].cache_shapes(num_blocks),
+                spec.dtype if kv_dtype == "auto" else kv_dtype,
+            )
+            for spec in self._loaded.kv_layers
+        ]
+
+    def allocate_cache(self, num_blocks: int, num_host_blocks: int) -> None:
+        """Zeroed caches of every layer; what was there before is dropped first."""
+        xp, device = self._xp, self._device
+        self._mover, self._caches = None, []
+        self._caches = [
+            tuple(xp.zeros(s, dtype=xp.dtype(dtype), device=device.device) for s in shapes)
+            for shapes, dtype in self.cache_shapes(num_blocks)
+        ]
+        self._mover = BlockMover(device, self._kernels, self._caches, num_host_blocks)
+
+    def free_cache(self) -> None:
+        """Drop caches and every sequence."""
+        for seq_id in list(self.batch.slot_of):
+            self.batch.remove(seq_id)
+        self._unread.clear()
+        self._mover, self._caches = None, []
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    def launch(self, step: SchedulerOutput) -> PendingOutput:
+        """Queue the step. WorkerError: this rank is lost or was told nonsense; ResourceError: the
+        step did not fit into device memory, and smaller ones may."""
+        with self._lock, self._xp.no_grad():
+            try:
+                return self._launch(step)
+            except FastDeployError:
+                raise
+            except Exception as error:
+                raise self._explain(error, step) from error
+
+    def _launch(self, step: SchedulerOutput) -> PendingOutput:
+        began = time.perf_counter()
+        batch = self.batch
+        for seq_id in step.finished_seq_ids:
+            batch.remove(seq_id)
+            self._refused.pop(seq_id, None)
+        for new in step.new_sequences:
+            self._add(new)
+        self._move_blocks(step.copies)
+        rows = batch.rows(step.sequences, self._cannot_judge_drafts)
+        launched = Launched(step.step_id, step.sequences, rows, batch.owner[rows.slots])
+        if not step.sequences:
+            launched.is_read = True
+            launched.launch_s = time.perf_counter() - began
+            return PendingOutput(launched, self.read_until, None)
+        attention, token_slots, positions = batch.attention_batch(rows)
+        input_ids = batch.input_ids(rows, token_slots, positions)
+        forward_began = time.perf_counter()
+        hidden = self._forward(input_ids, attention)
+        logits = self._sample_logits(hidden, rows)
+        launched.model_s = time.perf_counter() - forward_began
+        self._prompt_logprobs(launched, hidden, attention)
+        if logits is not None:
+            self._sample(launched, logits)
+        for row, sequence in enumerate(step.sequences) if self._refused else ():
+            if sequence.seq_id in self._refused:
+                launched.errors[row] = self._refused[sequence.seq_id]
+        self._unread.append(launched)
+        if rows.num_drafts.any():
+            self.read_until(launched)  # how many drafts were right decides the next positions
+        elif self._rank:
+            self._unread.clear()  # nobody asks this rank for its tokens
+        event = self._device.record_event()
+        launched.launch_s = time.perf_counter() - began
+        return PendingOutput(launched, self.read_until, event)
+
+    def _add(self, new: NewSequence) -> None:
+        slot = self.batch.add(new)
+        self._refused.pop(new.seq_id, None)
+        self._columns.add(slot, new.sampling, new.seed)
+        if self._state is None:
+            return
+        try:
+            self._state.add(slot, new)
+        except RequestError as error:
+            self._refused[new.seq_id] = f"invalid_request: {error}"
+        except Exception as error:  # a plugin's own failure costs its request only
+            logger.exception("sequence %s cannot be sampled as asked", new.seq_id)
+            self._refused[new.seq_id] = f"sampling_setup_failed: {type(error).__name__}"
+
+    def _move_blocks(self, copies: BlockCopies) -> None:
+        if copies.device_to_host or copies.host_to_device or copies.device_to_device:
+            if self._mover is None:
+                raise WorkerError("a step copies blocks before the cache was allocated")
+            self._mover.apply(copies)
+
+    def _forward(self, input_ids: Tensor, attention: AttentionBatch) -> Tensor:
+        metadata = {
+            spec: backend.prepare(attention) for spec, backend in self._loaded.attention.items()
+        }
+        context = ForwardContext(attention, metadata, self._caches)
+        return self._model.forward(input_ids, attention.positions, context)
+
+    def _sample_logits(self, hidden: Tensor, rows: StepRows) -> Tensor | None:
+        """Logits of the sampled positions; None when this step samples nothing."""
+        if not rows.sample_tokens.size:
+            return None
+        if not rows.is_decode:
+            index = self._device.to_device(rows.sample_tokens)
+            hidden = self._xp.index_select(hidden, 0, index)
+        return self._model.compute_logits(hidden)
+
+    def _sample(self, launched: Launched, logits: Tensor) -> None:
+        batch, rows = self.batch, launched.rows
+        slots = rows.slots if rows.is_decode else rows.slots[rows.sample_rows]
+        plan = self._plan
+        if plan is None or not plan.matches(self._columns, slots):
+            plan = self._plan = SamplingPlan(self._columns, slots, self._device)
+        launched.plan = plan
+        if self._state is not None:
+            if plan.flags & bits.HOST:
+                self.read_until(self._unread[-1] if self._unread else None)
+            num_output = rows.sample_positions - batch.num_prompt[slots]
+            step = SamplingStep(rows.sample_positions, num_output, batch.output_tokens)
+            sampled = self._state.sampler.sample(logits, plan, step)
+            for row, error in sampled.errors.items():
+                launched.errors[int(rows.sample_rows[row])] = error
+        else:
+            ids = self._xp.zeros((slots.size,), dtype=self._xp.int64, device=self._device.device)
+            sampled = Sampled(ids, ids)
+        if self._communicator is not None:
+            sampled.token_ids = self._communicator.broadcast(sampled.token_ids, 0)
+        launched.sampled = sampled
+        if not rows.num_drafts.any():
+            batch.sampled(slots, plan.slots_dev, rows.sample_positions, sampled.token_ids)
+
+    def _prompt_logprobs(
+        self, launched: Launched, hidden: Tensor, attention: AttentionBatch
+    ) -> None:
+        """For rows that want them: every prompt token that this chunk predicts."""
+        rows, batch = launched.rows, self.batch
+        wanted = self._columns.flags[rows.slots] & bits.PROMPT_LOGPROBS
+        if not wanted.any():
+            return
+        for row in np.flatnonzero(wanted).tolist():
+            slot, start = int(rows.slots[row]), int(rows.starts[row])
+            end = min(int(rows.seq_lens[row]), int(batch.num_prompt[slot]) - 1)
+            first = int(attention.cu_seqlens_q[row])
+            for begin in range(start, end, PROMPT_ROWS):
+                stop = min(begin + PROMPT_ROWS, end)
+                part = hidden[first + begin - start : first + stop - start]
+                logits = self._model.compute_logits(part)
+                if self._state is None:
+                    continue
+                values = self._state.sampler.log_probabilities(logits)
+                targets = batch.token_ids[slot, begin + 1 : stop + 1].astype(np.int64)
+                count = int(self._columns.num_prompt_logprobs[slot])
+                tensors = gather(
+                    self._device,
+                    values,
+                    self._device.to_device(targets),
+                    np.arange(stop - begin),
+                    np.full(stop - begin, count),
+                )
+                launched.prompt_logprobs.append((row, tensors))
+
+    def _cannot_judge_drafts(self, slots: np.ndarray) -> np.ndarray:
+        """Rows whose later positions depend on what was generated before them."""
+        return (self._columns.flags[slots] & bits.HISTORY) != 0
+
+    # -- reading tokens ---------------------------------------------------------------------------
+
+    def read_until(self, last: Launched | None) -> None:
+        """Bring the tokens of every step up to `last` to the host, in order of launch."""
+        if last is None or last.is_read:
+            return
+        with self._lock, self._xp.no_grad():
+            while not last.is_read:
+                self._read(self._unread.popleft())
+
+    def _read(self, launched: Launched) -> None:
+        launched.is_read = True
+        rows, sampled, plan = launched.rows, launched.sampled, launched.plan
+        if sampled is not None and plan is not None:
+            ids = launched.token_ids = self._device.to_host(sampled.token_ids).copy()
+            if self._state is not None:
+                self._find_broken_rows(launched, sampled)
+            if rows.num_drafts.any():
+                self._judge_drafts(launched, ids)
+            self._learn(launched, ids, plan)
+            if sampled.logprobs is not None:
+                records = read(self._device, sampled.logprobs)
+                launched.logprobs = dict(zip(sampled.logprobs.rows.tolist(), records, strict=True))
+        for row, tensors in launched.prompt_logprobs:
+            records = read(self._device, tensors)
+            if any(value != value for record in records for value in record.logprobs):
+                launched.errors[row] = NAN
+            launched.prompt_rows.setdefault(row, []).extend(records)
+
+    def _find_broken_rows(self, launched: Launched, sampled: Sampled) -> None:
+        for values, error in ((sampled.possible, FORBIDDEN), (sampled.peak, NAN)):
+            if values is None:
+                continue
+            broken = ~np.isfinite(self._device.to_host(values)).reshape(-1)
+            if broken.any():
+                for row in launched.rows.sample_rows[broken].tolist():
+                    launched.errors[row] = error
+
+    def _judge_drafts(self, launched: Launched, ids: np.ndarray) -> None:
+        """A draft is right when it is what was drawn at its position, given the drafts before it."""
+        rows = launched.rows
+        accepted = launched.num_accepted = np.zeros(rows.slots.size, dtype=np.int64)
+        num_samples = np.bincount(rows.sample_rows, minlength=rows.slots.size)
+        first = np.cumsum(num_samples) - num_samples
+        for row in np.flatnonzero(rows.num_judged * num_samples).tolist():
+            drafts = launched.sequences[row].draft_token_ids
+            drawn = ids[first[row] : first[row] + len(drafts)]
+            wrong = np.flatnonzero(drawn != drafts)
+            accepted[row] = wrong[0] if wrong.size else len(drafts)
+
+    def _learn(self, launched: Launched, ids: np.ndarray, plan: SamplingPlan) -> None:
+        """Write tokens into the history of sequences that are still here, and advance grammars."""
+        batch, rows = self.batch, launched.rows
+        slots, positions = plan.slots, rows.sample_positions
+        # A slot may have changed hands since the launch.
+        kept = (batch.owner[rows.slots] == launched.owners)[rows.sample_rows]
+        if launched.num_accepted is not None:
+            nth = positions - (rows.seq_lens - rows.num_drafts)[rows.sample_rows]
+            kept &= nth <= launched.num_accepted[rows.sample_rows]
+        if not kept.all():
+            slots, positions, ids = slots[kept], positions[kept], ids[kept]
+        batch.learn(slots, positions, ids)
+        if launched.num_accepted is not None:
+            batch.newest[slots] = positions  # rows are in order: the last accepted one stays
+        if plan.flags & bits.GRAMMAR and self._state is not None:
+            kept_rows = rows.sample_rows[kept].tolist()
+            for row, slot, token in zip(kept_rows, slots.tolist(), ids.tolist(), strict=True):
+                if row not in launched.errors and not self._state.advance(slot, token):
+                    launched.errors[row] = NOT_IN_GRAMMAR
+
+    def _explain(self, error: Exception, step: SchedulerOutput) -> FastDeployError:
+        what = (
+            f"step {step.step_id} with {step.num_tokens} tokens of {len(step.sequences)} sequences"
+        )
+        if self._device.is_oom(error):
+            return ResourceError(
+                f"device memory ran out in {what}; lower --gpu-memory-utilization, "
+                "--max-num-batched-tokens or --max-num-seqs"
+            )
+        if self._device.is_lost(error):
+            return WorkerError(f"the device of rank {self._rank} is lost in {what}: {error}")
+        return WorkerError(f"{what} failed on rank {self._rank}: {type(error).__name__}: {error}")

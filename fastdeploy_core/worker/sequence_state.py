@@ -1,0 +1,88 @@
+"""What rank 0 knows of its sequences for sampling: masks, grammars, penalties, processors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastdeploy_core import plugins
+from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.contracts.small import GrammarBackend, ProcessorContext
+from fastdeploy_core.errors import InvalidRequest
+from fastdeploy_core.sampling import columns as bits
+from fastdeploy_core.sampling.columns import SamplingColumns
+from fastdeploy_core.sampling.masks import TokenMasks
+from fastdeploy_core.sampling.penalties import PenaltyTables
+from fastdeploy_core.sampling.processors import load_processors
+from fastdeploy_core.sampling.sampler import Sampler
+from fastdeploy_core.types import NewSequence
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.contracts.ops import KernelTable
+
+
+class SequenceState:
+    """The parts that remember something per slot, and the sampler that reads them."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: DeviceBackend,
+        kernels: KernelTable,
+        columns: SamplingColumns,
+    ) -> None:
+        num_slots, vocab_size = config.batch.max_num_seqs, columns.vocab_size
+        tokenizer = config.model.tokenizer_path
+        tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+        self._tokenizer_json = str(tokenizer) if tokenizer.is_file() else ""
+        self._columns, self._vocab_size = columns, vocab_size
+        self._masks = TokenMasks(columns, num_slots)
+        self._penalties = PenaltyTables(device, num_slots, vocab_size)
+        context = ProcessorContext(
+            device.xp, device.device, vocab_size, num_slots, self._tokenizer_json
+        )
+        self._processors = load_processors(config.logits_processors, context, device, columns)
+        self._grammars: dict[tuple[str, tuple[int, ...]], GrammarBackend] = {}
+        self.sampler = Sampler(
+            device,
+            kernels,
+            self._masks,
+            self._penalties,
+            self._processors,
+            config.logprobs_mode,
+        )
+        self.parts: list[Any] = [self._masks, self._penalties, self._processors]
+
+    def add(self, slot: int, new: NewSequence) -> None:
+        """Prepare what the sequence's parameters ask for; InvalidRequest when that is impossible."""
+        tokens = np.asarray(new.token_ids, dtype=np.int64)
+        prompt, output = tokens[: new.num_prompt_tokens], tokens[new.num_prompt_tokens :]
+        self._masks.add(slot, new.sampling, new.eos_token_ids)
+        if self._columns.flags[slot] & bits.PENALTY:
+            self._penalties.add(slot, prompt, output)
+        self._processors.add(slot, new.seq_id, new.sampling, prompt)
+        if new.grammar is not None:
+            matcher = self._backend(new).matcher(new.grammar)
+            if output.size and matcher.accept(output.tolist()) != output.size:
+                raise InvalidRequest("the text so far does not fit the grammar")
+            self._masks.add_matcher(slot, matcher)
+
+    def advance(self, slot: int, token_id: int) -> bool:
+        """Tell the slot's grammar, if it has one, of a new token; False: it does not fit."""
+        return slot not in self._masks.matchers or self._masks.accept(slot, [token_id])
+
+    def _backend(self, new: NewSequence) -> GrammarBackend:
+        key = (new.grammar_backend, tuple(new.eos_token_ids))
+        if key not in self._grammars:
+            if new.grammar_backend in ("", "llguidance"):
+                from fastdeploy_core.grammar.llguidance_backend import LLGuidanceBackend
+
+                driver: Any = LLGuidanceBackend
+            else:
+                driver = plugins.lookup("grammar", new.grammar_backend)
+            if not self._tokenizer_json:
+                raise InvalidRequest("structured outputs need the model's tokenizer.json")
+            self._grammars[key] = driver(self._tokenizer_json, self._vocab_size, new.eos_token_ids)
+        return self._grammars[key]

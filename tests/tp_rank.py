@@ -1,0 +1,68 @@
+"""One tensor-parallel rank as a program: runs a model and prints what it computed.
+
+usage: tp_rank.py FOLDER LIBRARY RANK SIZE ADDRESS < {"prompts": ..., "num_tokens": ...}
+Prints {"tokens": ..., "logits": ...} as JSON; logits are those of the first prompt's last token.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_ranks(
+    folder: Path, library: str, size: int, address: Path, prompts: dict[str, list[int]], count: int
+) -> list[dict[str, Any]]:
+    """Start `size` processes and return what each printed."""
+    address.mkdir(mode=0o700)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(folder), library, str(rank), str(size), str(address)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(size)
+    ]
+    question = json.dumps({"prompts": prompts, "num_tokens": count})
+    try:
+        for rank in ranks:
+            assert rank.stdin is not None
+            rank.stdin.write(question)
+            rank.stdin.close()
+            rank.stdin = None
+        answers = [rank.communicate(timeout=100) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    failed = [err for rank, (_, err) in zip(ranks, answers, strict=True) if rank.returncode]
+    if failed:
+        raise RuntimeError(f"a rank failed:\n{failed[0][-4000:]}")
+    return [json.loads(out.splitlines()[-1]) for out, _ in answers]
+
+
+def main(arguments: list[str]) -> None:
+    from tests.paged import PagedModel
+
+    folder, library, rank, size, address = arguments
+    question = json.load(sys.stdin)
+    model = PagedModel(Path(folder), library, rank=int(rank), tp_size=int(size), address=address)
+    first = next(iter(question["prompts"].values()))
+    logits = model.step([("logits", first)])[0][-1]
+    tokens = model.greedy(question["prompts"], question["num_tokens"])
+    model.close()
+    sys.stdout.write(json.dumps({"tokens": tokens, "logits": logits.tolist()}) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,144 @@
+"""models/shapes.py: shapes of one rank from config.json alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdeploy_core.errors import ConfigError, UnsupportedModel
+from fastdeploy_core.models.shapes import ARCHITECTURES, read_shapes
+
+QWEN2: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+ERNIE_MOE: dict[str, Any] = {
+    **QWEN2,
+    "architectures": ["Ernie4_5_MoeForCausalLM"],
+    "moe_num_experts": 16,
+    "moe_k": 4,
+    "moe_intermediate_size": 32,
+}
+DEEPSEEK: dict[str, Any] = {
+    **QWEN2,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "kv_lora_rank": 20,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 24,
+}
+
+
+def test_ranks_divide_heads_and_cache() -> None:
+    one, two = read_shapes(QWEN2, 1), read_shapes(QWEN2, 2)
+    assert (one.attention.num_heads, one.attention.num_kv_heads) == (8, 2)
+    assert (two.attention.num_heads, two.attention.num_kv_heads) == (4, 1)
+    # 5 layers, 2 heads, keys and values of width 8, 4 bytes
+    assert one.kv_bytes_per_token == 5 * 2 * (8 + 8) * 4
+    assert two.kv_bytes_per_token * 2 == one.kv_bytes_per_token
+
+
+def test_more_ranks_than_kv_heads_replicate_them() -> None:
+    shapes = read_shapes(QWEN2, 4)
+    assert (shapes.attention.num_heads, shapes.attention.num_kv_heads) == (2, 1)
+
+
+def test_a_size_that_ranks_cannot_divide_is_refused_with_the_possible_sizes() -> None:
+    with pytest.raises(ConfigError, match=r"intermediate_size 96 .* 5; possible: 1, 2, 3, 4, 6"):
+        read_shapes(QWEN2, 5)
+
+
+def test_ernie_routing_has_a_correction_bias_and_softmax_scores() -> None:
+    shapes = read_shapes(ERNIE_MOE, 2, "bfloat16")
+    assert shapes.moe is not None
+    routing = shapes.moe.routing
+    assert (routing.num_experts, routing.top_k, routing.scoring) == (16, 4, "softmax")
+    assert routing.has_correction_bias
+    assert routing.renormalize
+    assert shapes.moe.intermediate_size == 16
+    assert shapes.attention.rotary_interleaved
+    assert shapes.kv_bytes_per_token == 5 * 1 * (8 + 8) * 2
+
+
+def test_latent_attention_caches_one_row_whatever_the_ranks() -> None:
+    for ranks in (1, 2, 4):
+        shapes = read_shapes(DEEPSEEK, ranks)
+        assert shapes.attention.kind == "mla"
+        assert shapes.attention.num_heads == 8 // ranks
+        assert (shapes.attention.head_dim, shapes.attention.v_head_dim) == (24, 20)
+        assert shapes.kv_bytes_per_token == 5 * 24 * 4
+        assert shapes.attention.scale == pytest.approx(16**-0.5)
+
+
+def test_yarn_raises_the_attention_scale_only_with_mscale_all_dim() -> None:
+    yarn = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 64}
+    plain = read_shapes({**DEEPSEEK, "rope_scaling": yarn})
+    raised = read_shapes({**DEEPSEEK, "rope_scaling": {**yarn, "mscale_all_dim": 1.0}})
+    assert plain.attention.scale == pytest.approx(0.25)
+    assert raised.attention.scale == pytest.approx(0.25 * 1.8735, rel=1e-3)  # (0.1 ln 40 + 1)^2
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_a_missing_size_is_named(architecture: str) -> None:
+    config = {**ERNIE_MOE, **DEEPSEEK, "num_experts": 4, "architectures": [architecture]}
+    assert read_shapes(config).num_layers == 5
+    del config["num_hidden_layers"]
+    with pytest.raises(ConfigError, match="num_hidden_layers=None"):
+        read_shapes(config)
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 2.5, "8", [8]])
+def test_a_size_of_the_wrong_kind_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="num_attention_heads"):
+        read_shapes({**QWEN2, "num_attention_heads": value})
+
+
+def test_an_unknown_architecture_is_told_what_there_is() -> None:
+    with pytest.raises(UnsupportedModel, match=r"'GrokForCausalLM'.*possible:.*LlamaForCausalLM"):
+        read_shapes({**QWEN2, "architectures": ["GrokForCausalLM"]})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"use_sliding_window": True}, "sliding-window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, r"longrope.*possible: default, linear"),
+    ],
+)
+def test_what_would_give_wrong_answers_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        read_shapes({**QWEN2, **change})
+
+
+def test_entry_points_agree_with_the_table() -> None:
+    import tomllib
+
+    root = Path(__file__).resolve().parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["fastdeploy.models"] == ARCHITECTURES
+
+
+def test_reading_shapes_imports_no_tensor_library() -> None:
+    code = (
+        "import sys; from fastdeploy_core.models.shapes import ARCHITECTURES, model_class;"
+        "[model_class({'architectures': [a]}) for a in ARCHITECTURES];"
+        "sys.exit(bool({'torch', 'paddle'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
