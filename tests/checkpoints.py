@@ -98,6 +98,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ernie": {"architecture": "Ernie4_5", "tie_word_embeddings": True, "use_bias": True},
     "ernie-moe": {
         "architecture": "Ernie4_5_Moe",
+        "use_bias": True,
         "tie_word_embeddings": False,
         "moe_intermediate_size": 24,
         "moe_k": 3,
@@ -117,13 +118,23 @@ SHARDED = ("qwen3-moe",)  # saved once more in several files, in the subfolder "
 
 def build(folder: Path, names: list[str] | None = None) -> Path:
     """Save the variants below `folder`, in a child process; returns folder."""
+    _run(folder, *(names or VARIANTS))
+    return folder
+
+
+def ask(checkpoint: Path, folder: Path) -> list[dict[str, np.ndarray]]:
+    """What transformers says about an existing checkpoint, in float32; see `reference`."""
+    _run(folder, "--answer", str(checkpoint))
+    return reference(folder)
+
+
+def _run(folder: Path, *arguments: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    command = [sys.executable, __file__, str(folder), *(names or VARIANTS)]
+    command = [sys.executable, __file__, str(folder), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     if done.returncode:
-        raise RuntimeError(f"building checkpoints failed:\n{done.stderr[-4000:]}")
-    return folder
+        raise RuntimeError(f"transformers failed:\n{done.stderr[-4000:]}")
 
 
 def reference(folder: Path) -> list[dict[str, np.ndarray]]:
@@ -203,6 +214,13 @@ def _save(name: str, folder: Path) -> None:
     model.save_pretrained(folder)
     if name in SHARDED:
         model.save_pretrained(folder / "sharded", max_shard_size="60KB")
+    _answer(model, folder / "reference.npz")
+
+
+def _answer(model: Any, target: Path) -> None:
+    """Random prompts, the logits of all their positions, and what greedy decoding adds."""
+    import torch
+
     generator = np.random.default_rng(7)
     answers = {}
     for number, length in enumerate(PROMPT_LENGTHS):
@@ -217,7 +235,7 @@ def _save(name: str, folder: Path) -> None:
                 output = model(step, past_key_values=output.past_key_values, use_cache=True)
                 tokens.append(int(output.logits[0, -1].argmax()))
         answers[f"greedy{number}"] = np.array(tokens)
-    np.savez(folder / "reference.npz", **answers)
+    np.savez(target, **answers)
 
 
 def _randomize(model: Any) -> None:
@@ -233,6 +251,18 @@ def _randomize(model: Any) -> None:
         model.tie_weights()
 
 
+def _answer_existing(source: str, folder: Path) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        source, dtype="float32", attn_implementation="eager"
+    )
+    _answer(model.eval(), folder / "reference.npz")
+
+
 if __name__ == "__main__":
-    for variant in sys.argv[2:]:
-        _save(variant, Path(sys.argv[1]) / variant)
+    if sys.argv[2] == "--answer":
+        _answer_existing(sys.argv[3], Path(sys.argv[1]))
+    else:
+        for variant in sys.argv[2:]:
+            _save(variant, Path(sys.argv[1]) / variant)

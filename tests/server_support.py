@@ -22,6 +22,7 @@ from fastdeploy_core.engine.input import RequestLimits
 from fastdeploy_core.errors import FastDeployError, QueueFull
 from fastdeploy_core.serving.app import create_app
 from fastdeploy_core.serving.server import ApiServer, bind_socket
+from fastdeploy_core.testing.fakes import null_hf_config
 from fastdeploy_core.tokenizer import Tokenizer
 from fastdeploy_core.types import FinishReason, Request, RequestOutputDelta, SequenceDelta
 from fastdeploy_core.types.engine import EngineHealth, EngineInfo, EngineStats
@@ -49,6 +50,31 @@ def write_tokenizer(folder: Path) -> Path:
     backend.save(str(folder / "tokenizer.json"))
     settings = {"eos_token": EOS, "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def write_null_model(folder: Path, **options: Any) -> Path:
+    """A model folder for device null (or faulty): shapes of a tiny model, and no weights."""
+    write_tokenizer(folder)
+    faults = options.pop("faults", [])
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 259,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+        "eos_token_id": 256,
+        **null_hf_config(faults=faults, **{"vocab_size": 256, **options}),
+    }
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -222,7 +248,7 @@ class LiveServer:
 
     def close(self) -> None:
         """End it now."""
-        self.server.should_exit = self.server.force_exit = True
+        self.server.should_exit = True
         assert self.join(), "the server did not end"
         self.socket.close()
 
@@ -266,12 +292,15 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def raw_request(port: int, head: bytes, body: bytes = b"") -> tuple[int, bytes]:
-    """Status and body of one hand-written HTTP request."""
+    """Status and body of one hand-written HTTP request; status 0 when there was no answer."""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
-        connection.sendall(head + b"\r\n\r\n" + body)
         data = b""
-        while chunk := connection.recv(65536):
-            data += chunk
+        try:
+            connection.sendall(head + b"\r\n\r\n" + body)
+            while chunk := connection.recv(65536):
+                data += chunk
+        except ConnectionError:
+            pass  # refused while still sending
     if not data:
         return 0, b""
     top, _, rest = data.partition(b"\r\n\r\n")

@@ -165,7 +165,7 @@ def word_level() -> Tokenizer:
 
 
 def replacing_after_fuse() -> Tokenizer:
-    """A decoder with steps behind Fuse: patterns across tokens, both ends stripped."""
+    """A decoder with steps behind Fuse: patterns across tokens, spaces stripped."""
     tokenizer = byte_fallback()
     tokenizer.decoder = decoders.Sequence(
         [
@@ -174,7 +174,7 @@ def replacing_after_fuse() -> Tokenizer:
             decoders.Replace("▁", " "),
             decoders.Replace("th", "<TH>"),
             decoders.Replace(Regex("l+"), "L"),
-            decoders.Strip(" ", 2, 1),
+            decoders.Strip(" ", 2, 0),
         ]
     )
     return tokenizer

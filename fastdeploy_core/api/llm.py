@@ -271,8 +271,9 @@ class LLM:
             for request in requests:
                 self._batches.pop(request.request_id, None)
                 self._processor.remove(request.request_id)
-            if batch.open and self._engine is not None:
+            if self._engine is not None:
                 engine.abort(list(batch.open))
+                self._settle(engine)
 
     def _step(self, engine: LocalEngine) -> None:
         """One step of the engine; outputs go to the calls they belong to."""
@@ -284,6 +285,14 @@ class LLM:
                 engine.abort(aborts)
             if output is not None:
                 self._batches[delta.request_id].deliver(output)
+
+    def _settle(self, engine: LocalEngine) -> None:
+        """After aborts: take the step in flight, so that its blocks are free at once."""
+        try:
+            while not self._batches and engine.has_work():
+                self._step(engine)
+        except WorkerError:
+            logger.debug("the engine is dead; nothing is left to settle", exc_info=True)
 
     def _live_engine(self) -> LocalEngine:
         if self._engine is None:

@@ -32,6 +32,8 @@ _DOTTED = re.compile(r"--([A-Za-z][\w-]*)\.([\w.-]+)")
 class TableParser(argparse.ArgumentParser):
     """argparse whose errors are ConfigErrors, so that they print as one line."""
 
+    scopes: frozenset[str] = frozenset()
+
     def error(self, message: str) -> NoReturn:
         """Called by argparse for every mistake."""
         raise ConfigError(f"{message}; see `{self.prog} --help`")
@@ -50,8 +52,9 @@ def build_parser(
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file of arguments; flags win over it"
     )
+    parser.scopes = frozenset(scopes)
     groups: dict[str, Any] = {}
-    for row in rows_of(scopes):
+    for row in rows_of(parser.scopes):
         if row.group not in groups:
             groups[row.group] = parser.add_argument_group(row.group)
         _add(groups[row.group], row)
@@ -92,6 +95,8 @@ def parse(parser: TableParser, argv: Sequence[str]) -> tuple[dict[str, Any], arg
     namespace, unknown = parser.parse_known_args(rest)
     for token in unknown:
         if token.startswith("-"):
+            if spelling(token.split("=")[0]) in BY_SPELLING:
+                raise ConfigError(f"{token.split('=')[0]} is not an argument of {parser.prog}")
             raise unknown_argument(spelling(token.split("=")[0]), token.split("=")[0])
         raise ConfigError(f"unexpected argument {token!r}; see `{parser.prog} --help`")
     given = {n: v for n, v in vars(namespace).items() if n in BY_SPELLING}
@@ -102,6 +107,8 @@ def parse(parser: TableParser, argv: Sequence[str]) -> tuple[dict[str, Any], arg
             f"two models are given: {positional!r} and --model {given['model']!r}; give one"
         )
     values = read_config_file(others.get("config"))
+    # A file may serve several commands: what belongs to another part of it is left out.
+    values = {n: v for n, v in values.items() if BY_SPELLING[n].scope in parser.scopes}
     flags = normalise(given)
     for name, options in dotted.items():
         start = flags[name] if name in flags else values.get(name)

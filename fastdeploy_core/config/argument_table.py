@@ -338,6 +338,14 @@ _WATCHDOG = group(
     row(
         "startup_timeout", "float", 600.0, "seconds an engine may take to start", low=0.1, high=1e6
     ),
+    row(
+        "max_restarts",
+        "int",
+        3,
+        "times a dead engine process is started again within ten minutes",
+        low=0,
+        high=1000,
+    ),
 )
 
 ENGINE_ROWS: tuple[Argument, ...] = (

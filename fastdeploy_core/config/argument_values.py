@@ -175,6 +175,11 @@ def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**{row.name: row.default for row in ROWS}, **normalise(values)}
 
 
+def of_scope(values: Mapping[str, Any], scope: str) -> dict[str, Any]:
+    """The entries of normalised values that belong to one scope: engine or server."""
+    return {name: value for name, value in values.items() if ARGUMENTS[name].scope == scope}
+
+
 def rows_of(scopes: Iterable[str]) -> list[Argument]:
     """The table's rows of these scopes, in table order."""
     wanted = set(scopes)

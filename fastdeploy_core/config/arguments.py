@@ -16,7 +16,7 @@ from fastdeploy_core import envs
 from fastdeploy_core.errors import ConfigError
 
 from .argument_table import Argument
-from .argument_values import ARGUMENTS, normalise, rows_of, with_defaults
+from .argument_values import ARGUMENTS, normalise, of_scope, rows_of, with_defaults
 from .engine import (
     BatchConfig,
     CacheConfig,
@@ -37,6 +37,7 @@ __all__ = [
     "build_engine_config",
     "build_server_config",
     "normalise",
+    "of_scope",
     "rows_of",
     "with_defaults",
 ]
@@ -48,9 +49,12 @@ LONG_PREFILL_SHARE = 0.04  # of max_model_len, the original's rule for "long"
 def build_engine_config(values: Mapping[str, Any]) -> EngineConfig:
     """The engine's configuration from arguments under any known spelling.
 
-    Raises ConfigError for unknown or refused names, wrong types, values out of range, a model
-    folder that is missing, and settings that contradict each other.
+    Raises ConfigError for unknown, refused or server-only names, wrong types, values out of range, a
+    model folder that is missing, and settings that contradict each other.
     """
+    for name in normalise(values):
+        if ARGUMENTS[name].scope != "engine":
+            raise ConfigError(f"{name} is an argument of the server, not of the engine")
     v = with_defaults(values)
     model = _model_config(v)
     return EngineConfig(
@@ -69,7 +73,11 @@ def build_engine_config(values: Mapping[str, Any]) -> EngineConfig:
         request_scheduler=_scheduler_config(v),
         structured_outputs=_structured_config(v),
         speculative=_speculative_config(v),
-        watchdog=WatchdogConfig(v["progress_timeout"], v["startup_timeout"]),
+        watchdog=WatchdogConfig(
+            progress_timeout_s=v["progress_timeout"],
+            startup_timeout_s=v["startup_timeout"],
+            max_restarts=v["max_restarts"],
+        ),
         logits_processors=tuple(v["logits_processors"] or ()),
         max_logprobs=v["max_logprobs"],
         logprobs_mode=v["logprobs_mode"],

@@ -120,6 +120,7 @@ class WatchdogConfig:
 
     progress_timeout_s: float = 30.0
     startup_timeout_s: float = 600.0
+    max_restarts: int = 3  # of a dead engine process within ten minutes; after that it stays dead
 
 
 @dataclass(frozen=True, slots=True)

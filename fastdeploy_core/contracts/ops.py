@@ -5,7 +5,10 @@ table `{operation: "module:function"}` (or `Kernel` records with a predicate). W
 comes from the reference, which is also what every kernel is tested against
 (fastdeploy_core/reference/). Lookup happens once, when layers are built.
 
-Shapes: T tokens, H hidden, V vocabulary, B sequences, E experts; "fdtype" the model's dtype.
+Arguments are positional, in the order written here. Shapes: T tokens, H hidden, I intermediate, V
+vocabulary, B sequences, E experts, k experts per token. Unless a dtype is written, a tensor has the
+model's dtype, and results have that of the first argument. T, B and n may be 0. Sums, norms and
+softmax are computed in float32 or better. docs of each reference function say the rest.
 """
 
 from __future__ import annotations
@@ -24,11 +27,13 @@ OPERATIONS: Final[dict[str, str]] = {
     "rotary_embedding": "(q [T,Hq,D], k [T,Hk,D], positions [T] int64, cos_sin [P,R], interleaved) "
     "-> (q, k); rotates the first R dimensions, cos_sin holds R/2 cosines then R/2 sines",
     # KV cache
-    "kv_write": "(rows: tuple of [T,h,d], cache: tuple of tensors, slot_mapping [T] int64) -> None; "
-    "in place, slot -1 writes nothing",
-    "kv_copy_blocks": "(cache: tuple of tensors, source [n] int64, target [n] int64) -> None; in place",
-    "kv_read_blocks": "(cache: tuple of tensors, blocks [n] int64) -> tuple of [n, ...]",
-    "kv_write_blocks": "(cache: tuple of tensors, blocks [n] int64, data: tuple of [n, ...]) -> None",
+    "kv_write": "(rows: tuple of [T,h,d], cache: tuple of [blocks,block_size,h,d], "
+    "slot_mapping [T] int64) -> None; in place, slot -1 writes nothing",
+    "kv_copy_blocks": "(cache: tuple of [blocks,...], source [n] int64, target [n] int64) -> "
+    "None; in place, every source is read before any target is written",
+    "kv_read_blocks": "(cache: tuple of [blocks,...], blocks [n] int64) -> tuple of [n,...]",
+    "kv_write_blocks": "(cache: tuple of [blocks,...], blocks [n] int64, data: tuple of [n,...]) -> "
+    "None; in place",
     # Mixture of experts
     "moe_routing": "(router_logits [T,E] float32, correction_bias [E] | None, spec: RoutingSpec) "
     "-> (topk_ids [T,k] int64, topk_weights [T,k] float32)",
@@ -37,11 +42,12 @@ OPERATIONS: Final[dict[str, str]] = {
     # Sampling; logits are float32 [B,V]. apply_* and filter_logits may overwrite them, the others
     # leave them alone.
     "apply_penalties": "(logits, presence [B], frequency [B], repetition [B], output_counts [B,V], "
-    "prompt_seen [B,V] bool) -> logits",
+    "prompt_seen [B,V] bool) -> logits; the [B] are float32, counts of any integer dtype",
     "apply_bitmask": "(logits, mask [B,ceil(V/32)] int32: bit set = possible) -> logits",
-    "filter_logits": "(logits / temperature, top_k [B] int64, top_p [B], min_p [B]) -> logits with "
-    "-inf outside the kept set; top_k 0 keeps all",
-    "sample": "(filtered logits, seeds [B] int64, positions [B] int64) -> [B] int64; the draw of a "
+    "filter_logits": "(logits, top_k [B] int64, top_p [B], min_p [B]) -> logits, -inf outside the "
+    "kept set: at least min_p times the largest probability; then the top_k largest (0: all); then the "
+    "fewest that reach top_p of what is left. Equals of the last one kept are kept",
+    "sample": "(logits, seeds [B] int64, positions [B] int64) -> [B] int64; the draw of a "
     "row depends on its seed, position and logits only",
     "greedy": "(logits) -> [B] int64; the smallest id among equals; NaN counts as the largest",
     "log_softmax": "(logits) -> [B,V] float32",

@@ -54,7 +54,9 @@ class SchedulerCapabilities:
     """What a request scheduler promises beyond the methods. Unknown means unsupported."""
 
     shared_queue: bool = False  # objects with equal options but another `instance` serve one queue
-    leases: bool = False  # what a silent instance holds is handed out again under a new attempt
+    # What an instance holds that was silent for lease_s is handed out again under a new attempt; if
+    # part of its output was shown already, it may be answered with WorkerError instead.
+    leases: bool = False
     durable: bool = False  # waiting requests survive the processes that put them
 
 

@@ -31,16 +31,24 @@ _BOOT = (
 )
 _PR_SET_PDEATHSIG = 1
 _HEADER = struct.Struct("<Q")
+FOLDER_PREFIX = "fd-run-"
 PARENT_GONE = 3  # exit status of a child whose parent died
 MAX_SOCKET_PATH = 100  # the operating system allows 107 bytes
 
 
 def private_folder(purpose: str) -> Path:
-    """A new folder that only this user can enter, short enough for socket paths."""
-    folder = Path(tempfile.mkdtemp(prefix=f"fd-{purpose}-"))
+    """A new folder that only this user can enter, short enough for socket paths. Folders of
+    processes that were killed before they could tidy up are removed on the way."""
+    prefix = f"{FOLDER_PREFIX}{purpose}-{os.getpid()}-"
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
     if len(str(folder)) > MAX_SOCKET_PATH - 20:
         shutil.rmtree(folder, ignore_errors=True)
-        folder = Path(tempfile.mkdtemp(prefix=f"fd-{purpose}-", dir="/tmp"))  # noqa: S108
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
+    for other in folder.parent.glob(f"{FOLDER_PREFIX}*-*-*"):
+        pid = other.name.split("-")[-2]
+        with contextlib.suppress(OSError, ValueError):
+            if other.stat().st_uid == os.getuid() and not Path(f"/proc/{int(pid)}").exists():
+                remove_folder(other)
     return folder
 
 

@@ -1,86 +1,300 @@
-"""Skeleton, being filled in: AsyncEngine (for serving) and LocalEngine (for the offline API)."""
+"""How the rest of the project uses an engine: AsyncEngine from an event loop, with the engine in a
+process of its own, and LocalEngine within this process, for the offline API.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.errors import FastDeployError, QueueFull, WorkerError
 from fastdeploy_core.types import Request, RequestOutputDelta
 from fastdeploy_core.types.engine import EngineHealth, EngineInfo, EngineStats
 
+from . import wire
+from .core import EngineCore
+from .observer import Observer
+from .stream import OutputStream
+from .supervisor import Listener, Supervisor
+
 if TYPE_CHECKING:
-    from fastdeploy_core.plugins.resolve import ResolvedPlugins
+    from fastdeploy_core.plugins.resolved import ResolvedPlugins
+
+logger = logging.getLogger(__name__)
+
+STATS_TIMEOUT_S = 5.0
 
 
 class AsyncEngine:
-    """An engine in a process of its own, as an event loop uses it."""
+    """An engine in a process of its own. All methods but `health` belong to one event loop.
 
-    info: EngineInfo
-
-    @classmethod
-    async def start(cls, config: EngineConfig, resolved: ResolvedPlugins) -> AsyncEngine:
-        """Spawn the engine process and wait until it is ready; WorkerError or ConfigError carry
-        the child's one-line reason."""
-        raise NotImplementedError
-
-    def check_admission(self, num_tokens: int = 0) -> None:
-        """Raise QueueFull or WorkerError at once if a request put now would be refused; cheap, to be
-        called before tokenizing."""
-        raise NotImplementedError
-
-    def generate(self, request: Request) -> AsyncIterator[RequestOutputDelta]:
-        """Deltas until one has finished=True. Raises QueueFull, RequestTimeout, WorkerError,
-        InvalidRequest; leaving the iterator (aclose) aborts the request."""
-        raise NotImplementedError
-
-    async def abort(self, request_id: str) -> None:
-        """End a request; its iterator gets a last delta with finish_reason abort. Idempotent."""
-
-    def health(self) -> EngineHealth:
-        """Callable from any thread, never blocks."""
-        raise NotImplementedError
-
-    async def stats(self) -> EngineStats:
-        """Asked of the engine process; WorkerError when it does not answer within five seconds."""
-        raise NotImplementedError
-
-    async def wait_dead(self) -> str:
-        """Return, with the reason, once the engine is dead and will not be restarted."""
-        raise NotImplementedError
-
-    async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, wait for the running ones up to grace_s, fail the rest."""
-
-    async def close(self) -> None:
-        """End the engine process and everything below it; idempotent."""
-
-
-class LocalEngine:
-    """An engine inside this process, stepped by its caller. Not thread-safe."""
+    If the process dies or stands still, every stream ends with WorkerError, `health` says why, and
+    the process is started again (WatchdogConfig.max_restarts).
+    """
 
     info: EngineInfo
 
     def __init__(self, config: EngineConfig, resolved: ResolvedPlugins) -> None:
-        raise NotImplementedError
+        """Use `start`."""
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        self._streams: dict[str, OutputStream] = {}
+        self._all_ended = asyncio.Event()
+        self._all_ended.set()
+        self._questions: dict[int, asyncio.Future[EngineStats]] = {}
+        self._num_questions = 0
+        self._is_draining = False
+        self._is_closed = False
+        self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
+        self._dead: asyncio.Future[str] = self._loop.create_future()
+        self._supervisor = Supervisor(config, resolved, _ToLoop(self, self._loop))
+
+    @classmethod
+    async def start(cls, config: EngineConfig, resolved: ResolvedPlugins) -> AsyncEngine:
+        """Start the engine process and wait until it is ready; ConfigError, PluginError or
+        WorkerError carry the child's one-line reason."""
+        engine = cls(config, resolved)
+        engine._supervisor.start()
+        try:
+            engine.info = await engine._ready
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    @property
+    def num_streams(self) -> int:
+        """Requests that are being answered."""
+        return len(self._streams)
+
+    def check_admission(self, num_tokens: int = 0) -> None:
+        """Raise QueueFull or WorkerError if a request put now would be refused; cheap, so that it
+        can be asked before anything is tokenized. num_tokens: of prompts known so far."""
+        if self._is_draining or self._is_closed:
+            raise WorkerError("the server is shutting down")
+        health = self._supervisor.health()
+        if not health.ready:
+            raise WorkerError(f"the engine is not ready: {health.reason}")
+        limits = self._config.request_scheduler
+        possible = limits.max_size + self._config.batch.max_num_seqs
+        if limits.max_size and len(self._streams) >= possible:
+            raise QueueFull(
+                f"{len(self._streams)} requests are being answered or wait, {possible} may; "
+                "try again later"
+            )
+        if limits.max_tokens and num_tokens > max(limits.max_tokens, self.info.max_model_len):
+            raise QueueFull(
+                f"{num_tokens} prompt tokens are more than the {limits.max_tokens} that may wait"
+            )
+
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutputDelta, None]:
+        """Deltas until one has finished=True, each holding all that is new since the last one.
+
+        Raises QueueFull, RequestTimeout, InvalidRequest, OutOfBlocks, WorkerError or, if this
+        request alone failed, FastDeployError. Leaving the iterator (aclose) aborts the request.
+        """
+        self.check_admission()
+        request_id = request.request_id
+        if request_id in self._streams:
+            raise FastDeployError(f"request id {request_id!r:.80} is in use")
+        stream = OutputStream(request)
+        self._streams[request_id] = stream
+        self._all_ended.clear()
+        try:
+            self._supervisor.send(wire.Put(request))
+            while True:
+                delta = await stream.get()
+                yield delta
+                if delta.finished:
+                    return
+        finally:
+            del self._streams[request_id]
+            if not self._streams:
+                self._all_ended.set()
+            if not stream.is_ended:
+                self._abort_in_engine([request_id])
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its iterator gets a last delta with finish_reason abort. Idempotent."""
+        stream = self._streams.get(request_id)
+        if stream is not None and not stream.is_ended:
+            stream.abort()
+            self._abort_in_engine([request_id])
+
+    def health(self) -> EngineHealth:
+        """Whether the engine process lives, moves and may get requests; any thread, never blocks."""
+        health = self._supervisor.health()
+        health.draining = self._is_draining or self._is_closed
+        if health.draining:
+            health.ready = False
+            health.reason = health.reason or "shutting down"
+        return health
+
+    async def stats(self) -> EngineStats:
+        """Asked of the engine process; WorkerError when it does not answer within five seconds."""
+        self._num_questions += 1
+        number = self._num_questions
+        answer: asyncio.Future[EngineStats] = self._loop.create_future()
+        self._questions[number] = answer
+        try:
+            self._supervisor.send(wire.AskStats(number))
+            return await asyncio.wait_for(answer, STATS_TIMEOUT_S)
+        except TimeoutError:
+            raise WorkerError(f"the engine gave no stats within {STATS_TIMEOUT_S:g} s") from None
+        finally:
+            del self._questions[number]
+
+    async def wait_dead(self) -> str:
+        """Return, with the reason, once the engine is dead and will not be started again."""
+        return await asyncio.shield(self._dead)
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new requests, let the running ones end within grace_s, fail the rest."""
+        self._is_draining = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._all_ended.wait(), grace_s)
+        self._end_streams(WorkerError("the server is shutting down"))
+
+    async def close(self) -> None:
+        """End the engine process and everything below it; idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._end_streams(WorkerError("the server is shutting down"))
+        await asyncio.to_thread(self._supervisor.stop)
+        if self._ready.done() and not self._ready.cancelled():
+            self._ready.exception()  # whoever started the engine has seen it
+
+    def _end_streams(self, error: FastDeployError) -> None:
+        running = [name for name, stream in self._streams.items() if not stream.is_ended]
+        for name in running:
+            self._streams[name].fail(error)
+        if running:
+            self._abort_in_engine(running)
+
+    def _abort_in_engine(self, request_ids: Sequence[str]) -> None:
+        # Without an engine there is nothing to abort.
+        with contextlib.suppress(WorkerError):
+            self._supervisor.send(wire.Abort(list(request_ids)))
+
+    def _on_ready(self, info: EngineInfo) -> None:
+        self.info = info
+        if not self._ready.done():
+            self._ready.set_result(info)
+
+    def _on_message(self, message: wire.Deltas | wire.Stats) -> None:
+        if isinstance(message, wire.Stats):
+            answer = self._questions.get(message.number)
+            if answer is not None and not answer.done():
+                answer.set_result(message.stats)
+            return
+        stalled = []
+        for delta in message.deltas:
+            stream = self._streams.get(delta.request_id)
+            if stream is not None and not stream.put(delta):
+                stalled.append(delta.request_id)
+        if stalled:
+            logger.warning("clients do not read their output: %s", ", ".join(stalled))
+            self._abort_in_engine(stalled)
+
+    def _on_down(self, reason: str) -> None:
+        error = WorkerError(f"the engine stopped: {reason}")
+        for stream in self._streams.values():
+            if not stream.is_ended:
+                stream.fail(error)
+        for answer in self._questions.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+    def _on_dead(self, error: FastDeployError) -> None:
+        if not self._ready.done():
+            self._ready.set_exception(error)
+        if not self._dead.done():
+            self._dead.set_result(str(error))
+
+
+class _ToLoop(Listener):
+    """Carries the supervisor's reports over to the event loop, in order."""
+
+    def __init__(self, engine: AsyncEngine, loop: asyncio.AbstractEventLoop) -> None:
+        self._engine = engine
+        self._loop = loop
+
+    def on_ready(self, info: EngineInfo) -> None:
+        """An engine takes requests from now on."""
+        self._call(self._engine._on_ready, info)
+
+    def on_message(self, message: wire.Deltas | wire.Stats) -> None:
+        """The engine said something."""
+        self._call(self._engine._on_message, message)
+
+    def on_down(self, reason: str) -> None:
+        """The engine ended."""
+        self._call(self._engine._on_down, reason)
+
+    def on_dead(self, error: FastDeployError) -> None:
+        """No engine will be started any more."""
+        self._call(self._engine._on_dead, error)
+
+    def _call(self, function: Callable[[Any], None], argument: Any) -> None:
+        # The loop may be closed already, when its owner forgot to close the engine.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, argument)
+
+
+class LocalEngine:
+    """An engine inside this process, stepped by its caller. Not thread-safe.
+
+    Nobody watches it: a device that hangs, hangs the caller.
+    """
+
+    def __init__(self, config: EngineConfig, resolved: ResolvedPlugins) -> None:
+        """Load the model; raises ConfigError, PluginError or WorkerError."""
+        from fastdeploy_core.plugins.manager import hook_manager
+
+        self._core = EngineCore(config, resolved)
+        self.info: EngineInfo = self._core.info
+        self._observer = Observer(hook_manager(resolved))
+        self._observer.started(self.info)
+        self._is_closed = False
 
     def add(self, request: Request) -> None:
         """Queue a request; raises InvalidRequest or RequestTooLong."""
+        self._core.add(request)
+        self._observer.admitted(request)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests without a further delta; unknown ids are ignored."""
+        self._core.abort(request_ids)
+        self._observer.aborted(request_ids)
 
     def step(self) -> list[RequestOutputDelta]:
-        """Run one step; may return nothing even though work is left."""
-        raise NotImplementedError
+        """Run one step; may return nothing even though work is left. WorkerError: it is dead."""
+        deltas = self._core.step()
+        if deltas:
+            self._observer.delivered(deltas)
+        self._observer.tick(self._core.stats)
+        return deltas
 
     def has_work(self) -> bool:
-        """Whether an unfinished request is left."""
-        raise NotImplementedError
+        """Whether an unfinished request, or a step in flight, is left."""
+        return self._core.has_work()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix; False, and nothing is forgotten, while there is work."""
+        return self._core.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
         """Gauges and counters of this engine."""
-        raise NotImplementedError
+        return self._core.stats()
 
     def close(self) -> None:
         """End worker processes, give the device back; idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._observer.shutdown()
+            self._core.close()

@@ -29,6 +29,8 @@ from . import child, wire, worker_process
 
 logger = logging.getLogger(__name__)
 
+_Task = tuple[Future[Any], Callable[[], Any], bool]  # the last: whether it is a step
+
 POLL_MS = 100
 CLOSE_GRACE_S = 3.0
 
@@ -42,9 +44,8 @@ class Executor:
         self._world_size = config.parallel.tensor_parallel_size
         self._lock = threading.Lock()
         self._waited_for: set[Future[Any]] = set()
-        self._failure: WorkerError | None = None
-        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any], bool] | None]
-        self._tasks = queue.SimpleQueue()
+        self._failure: FastDeployError | None = None
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[tuple[Future[Any], Any] | None] = queue.SimpleQueue()
         self._worker: Any = None
         self._peers: _Peers | None = None
@@ -171,7 +172,7 @@ class Executor:
             else:
                 future.set_result(result)
 
-    def _fail(self, failure: WorkerError) -> None:
+    def _fail(self, failure: FastDeployError) -> None:
         """Called by the thread that watches the other ranks."""
         with self._lock:
             if self._failure is not None:
@@ -198,7 +199,7 @@ class _Peers:
         self,
         config: EngineConfig,
         resolved: ResolvedPlugins,
-        on_failure: Callable[[WorkerError], None],
+        on_failure: Callable[[FastDeployError], None],
     ) -> None:
         self._on_failure = on_failure
         self._is_closing = False
@@ -283,10 +284,9 @@ class _Peers:
             self._on_failure(rank_failure(message))
 
 
-def rank_failure(message: wire.WorkerFailed) -> WorkerError:
+def rank_failure(message: wire.WorkerFailed) -> FastDeployError:
     """What a failed rank said, as the error to raise here."""
-    text = f"rank {message.rank} failed: {message.message or message.error_type}"
     kind = getattr(errors, message.error_type, None)
     if isinstance(kind, type) and issubclass(kind, errors.ConfigError):
-        return WorkerError(message.message)
-    return WorkerError(text)
+        return kind(message.message)
+    return WorkerError(f"rank {message.rank} failed: {message.message or message.error_type}")

@@ -102,16 +102,16 @@ class Attention:
             self.k_norm = RMSNorm(build, f"{prefix}.k_norm", dim, norm_eps)
         self.paged = PagedAttention(build, spec, rotary)
         self._heads, self._kv_heads, self._dim = spec.num_heads, spec.num_kv_heads, dim
-        self._q_end = spec.num_heads * dim
-        self._k_end = self._q_end + spec.num_kv_heads * dim
+        self._k_end = spec.num_heads + spec.num_kv_heads
 
     def __call__(self, x: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         """x: [num_tokens, hidden], model dtype; positions: [num_tokens] int64."""
         qkv = self.qkv(x)
-        tokens = qkv.shape[0]
-        q = qkv[:, : self._q_end].reshape(tokens, self._heads, self._dim)
-        k = qkv[:, self._q_end : self._k_end].reshape(tokens, self._kv_heads, self._dim)
-        v = qkv[:, self._k_end :].reshape(tokens, self._kv_heads, self._dim)
+        # One view of all heads, then three slices of it: fewer calls than cutting first.
+        heads = qkv.reshape(qkv.shape[0], self._k_end + self._kv_heads, self._dim)
+        q = heads[:, : self._heads]
+        k = heads[:, self._heads : self._k_end]
+        v = heads[:, self._k_end :]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if not self.paged.rotates:

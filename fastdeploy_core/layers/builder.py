@@ -14,7 +14,7 @@ from fastdeploy_core.contracts.moe import MoEBackend, MoESpec
 from fastdeploy_core.contracts.quantizer import LayerSpec, Quantizer
 
 from .attention import Attention, HeadShape
-from .embedding import Embedding, LMHead, VocabWeight
+from .embedding import Embedding, LMHead
 from .linear import Piece
 from .mla import LatentAttention, LatentShape
 from .mlp import GatedMLP
@@ -60,18 +60,27 @@ class ModelBuilder:
         self.attention_drivers: dict[AttentionSpec, AttentionBackend] = {}
         self.moe_drivers: dict[MoESpec, MoEBackend] = {}
         self.unquantized: list[str] = []
+        self.weight_bytes = 0  # held by layers; what a quantizer holds is its own affair
         self._attention_factory, self._moe_factory = attention_factory, moe_factory
         self._tables: dict[tuple[int, float, str, int], list[tuple[RotarySpec, Tensor]]] = {}
 
     # -- for layers -------------------------------------------------------------------------------
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
-        """Uninitialised memory on the device."""
-        return self.xp.empty(shape, dtype=dtype, device=self.device.device)
+        """Uninitialised memory on the device, for a weight."""
+        return self._count(self.xp.empty(shape, dtype=dtype, device=self.device.device))
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
-        """Zeros on the device."""
-        return self.xp.zeros(shape, dtype=dtype, device=self.device.device)
+        """Zeros on the device, for a weight."""
+        return self._count(self.xp.zeros(shape, dtype=dtype, device=self.device.device))
+
+    def release(self, weight: Tensor) -> None:
+        """The weight gives its memory back (a quantizer has taken it over)."""
+        self.weight_bytes -= self.xp.nbytes(weight)
+
+    def _count(self, weight: Tensor) -> Tensor:
+        self.weight_bytes += self.xp.nbytes(weight)
+        return weight
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks; x itself when there is one."""
@@ -117,6 +126,11 @@ class ModelBuilder:
         self.unquantized.append(layer.name)
         return None
 
+    def leave_unquantized(self, name: str) -> None:
+        """A layer that no quantizer is asked about: named in the start-up report if there is one."""
+        if self.quantizer is not None:
+            self.unquantized.append(name)
+
     # -- for model families -----------------------------------------------------------------------
 
     def embedding(self, name: str, vocab_size: int, hidden: int) -> Embedding:
@@ -124,13 +138,16 @@ class ModelBuilder:
         return Embedding(self, name, vocab_size, hidden)
 
     def lm_head(
-        self, name: str, vocab_size: int, hidden: int, tied: Embedding | None = None
+        self,
+        name: str,
+        vocab_size: int,
+        hidden: int,
+        *,
+        tied: Embedding | None = None,
+        bias: bool = False,
     ) -> LMHead:
         """The output projection; `tied` shares the embedding's weight and ignores its own."""
-        if tied is not None:
-            self.weights.ignore(f"{name}.weight")
-            return LMHead(self, tied.vocab)
-        return LMHead(self, VocabWeight(self, name, vocab_size, hidden, is_linear=True))
+        return LMHead(self, name, vocab_size, hidden, tied=tied, bias=bias)
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         """Root-mean-square normalisation."""

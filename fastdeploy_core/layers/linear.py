@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastdeploy_core.contracts.quantizer import LayerSpec, Quantizer
@@ -77,7 +78,8 @@ class Linear:
         self._in_full = in_features
         self._in = in_features // self._in_piece.count
         self._product = build.kernels["linear"]
-        self._reduce = build.all_reduce if parallel == "row" and reduce else None
+        is_sum = parallel == "row" and reduce and build.tp_size > 1
+        self._reduce = build.all_reduce if is_sum else None
         self._dtype = build.xp.dtype(dtype or build.dtype)
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
@@ -124,16 +126,15 @@ class Linear:
                     name=f"{part.name}.weight",
                     shape=(part.out_features, self._in_full),
                     region=(part.piece.of(part.out_features), self._in_piece.of(self._in_full)),
-                    accept=lambda t, start=start: self._accept_weight(start, t),
+                    accept=partial(self._accept_weight, start),
                     is_linear=True,
                 )
             )
         self._offer_fused("weight", (self._in_full,))
 
     def _accept_weight(self, start: int, tensor: Tensor) -> None:
-        if (
-            self.weight is None
-        ):  # allocated late: online quantization then holds one layer at a time
+        if self.weight is None:
+            # Allocated late: online quantization then holds one whole layer at a time.
             shape = (self.spec.out_features, self._in)
             self.weight = self._build.empty(shape, self._dtype)
         self.weight[start : start + tensor.shape[0]] = tensor.to(self._dtype)
@@ -141,12 +142,12 @@ class Linear:
         if self._outstanding == 0 and self._quantizer is not None:
             stored = self._quantizer.quantize(self.spec, self.weight)
             self._prepared = self._quantizer.prepare(self.spec, stored)
+            self._build.release(self.weight)
             self.weight = None
 
     def _place_bias(self) -> None:
-        # Only one rank may add the bias of a row layer: the results are summed.
-        mine = self.spec.parallel != "row" or self._reduce is None or self._build.tp_rank == 0
-        if mine:
+        # Only one rank may add the bias of a row layer: the results are summed, here or by the caller.
+        if self.spec.parallel != "row" or self._build.tp_rank == 0:
             self.bias = self._build.zeros((self.spec.out_features,), self._dtype)
         for part, start in zip(self._parts, self._offsets(), strict=True):
             if not part.has_bias:
@@ -156,7 +157,7 @@ class Linear:
                     name=f"{part.name}.bias",
                     shape=(part.out_features,),
                     region=(part.piece.of(part.out_features),),
-                    accept=lambda t, start=start: self._accept_bias(start, t),
+                    accept=partial(self._accept_bias, start),
                 )
             )
         if all(part.has_bias for part in self._parts):
@@ -195,8 +196,8 @@ class Linear:
                         name=f"{part.name}.{suffix}",
                         shape=full,
                         region=region,
-                        accept=lambda t, slot=(arrived, suffix, number, parameter.shard_dim): (
-                            self._accept_quantized(*slot, t)
+                        accept=partial(
+                            self._accept_quantized, arrived, suffix, number, parameter.shard_dim
                         ),
                     )
                 )
@@ -211,7 +212,7 @@ class Linear:
     ) -> None:
         arrived[suffix][number] = tensor
         self._outstanding -= 1
-        if None not in arrived[suffix]:
+        if all(piece is not None for piece in arrived[suffix]):
             pieces = arrived.pop(suffix)
             xp = self._build.xp
             if len(pieces) == 1:

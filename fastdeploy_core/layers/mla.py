@@ -124,8 +124,9 @@ class _UpProjection:
             shape.kv_lora_rank,
         )
         self._dtype = build.xp.dtype(build.dtype)
-        self._key: Tensor | None = None  # [heads, qk_nope_head_dim, kv_lora_rank]
-        self._value: Tensor | None = None  # [heads, kv_lora_rank, v_head_dim]
+        self._key = build.zeros((heads, self._nope, self._rank), self._dtype)
+        self._value = build.zeros((heads, self._rank, self._v), self._dtype)
+        build.leave_unquantized(name)
         out = shape.num_heads * (self._nope + self._v)
         build.weights.add(
             Placement(
@@ -139,8 +140,8 @@ class _UpProjection:
 
     def _accept(self, tensor: Tensor) -> None:
         per_head = tensor.to(self._dtype).reshape(self._heads, self._nope + self._v, self._rank)
-        self._key = per_head[:, : self._nope].contiguous().clone()
-        self._value = per_head[:, self._nope :].transpose(1, 2).contiguous().clone()
+        self._key[:] = per_head[:, : self._nope]
+        self._value[:] = per_head[:, self._nope :].transpose(1, 2)
 
     def queries(self, q: Tensor) -> Tensor:
         """[num_tokens, heads, qk_nope_head_dim] to [num_tokens, heads, kv_lora_rank]."""

@@ -6,6 +6,7 @@ shared parts are added before the one sum over ranks.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.contracts.moe import MoESpec
@@ -53,6 +54,7 @@ class MoEBlock:
         if bias_name:
             self._place_bias(build, bias_name, bias_shape or (routing.num_experts,))
         self._driver = build.moe(spec)
+        build.leave_unquantized(f"{prefix}.experts")
         self._experts = _Experts(build, f"{prefix}.experts", spec, intermediate, self._driver)
         self._route = None
         if self._driver.unit == "experts":
@@ -123,7 +125,7 @@ class _Experts:
                 name=name,
                 shape=shape,
                 region=region,
-                accept=lambda t: self._accept(expert, start, t),
+                accept=partial(self._accept, expert, start),
                 is_linear=True,
             )
         )

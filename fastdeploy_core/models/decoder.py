@@ -37,7 +37,8 @@ class DecoderLM:
     """Embedding, blocks, final norm and lm head under the usual checkpoint names.
 
     `attention` and `feed_forward` make the parts of one block from its checkpoint prefix; the second
-    also gets the number of the block. Sums before norms are fused with them.
+    also gets the number of the block. `tied` is the family's default where config.json does not say.
+    Sums before norms are fused with them.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class DecoderLM:
         attention: Callable[[str], AttentionLayer],
         feed_forward: Callable[[str, int], FeedForward],
         tied: bool = False,
+        head_bias: bool = False,
     ) -> None:
         hidden, vocab = read.size("hidden_size"), read.size("vocab_size")
         eps = read.number("rms_norm_eps", default=1e-6)
@@ -66,7 +68,9 @@ class DecoderLM:
         ]
         self.norm = build.norm("model.norm", hidden, eps)
         is_tied = read.flag("tie_word_embeddings", default=tied)
-        self.lm_head = build.lm_head("lm_head", vocab, hidden, self.embedding if is_tied else None)
+        self.lm_head = build.lm_head(
+            "lm_head", vocab, hidden, tied=self.embedding if is_tied else None, bias=head_bias
+        )
 
     @property
     def mtp_weights(self) -> dict[str, StoredTensor]:

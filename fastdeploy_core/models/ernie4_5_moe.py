@@ -89,4 +89,5 @@ class Ernie4_5_MoeForCausalLM(DecoderLM):
             ),
             feed_forward=feed_forward,
             tied=True,
+            head_bias=bias,
         )

@@ -111,10 +111,8 @@ class ConfigReader:
             if isinstance(given, int | float)
             else self.number("rope_theta", default=theta)
         )
-        partial = scaling.get("partial_rotary_factor")
-        partial = self.number("partial_rotary_factor", default=1.0) if partial is None else partial
         spec = RotarySpec(
-            dim=int(dim * partial),
+            dim=dim,
             theta=base,
             interleaved=interleaved,
             max_position_embeddings=self.size("max_position_embeddings", default=2048),

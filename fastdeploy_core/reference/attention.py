@@ -1,23 +1,63 @@
 """Attention driver `reference`: paged attention in plain tensor code, kinds gqa and mla.
 
-The whole pool is seen as a matrix with one row per (slot, head). Whatever order keys, values and
-queries are needed in, they are gathered by row numbers that prepare() computes once per step, so no
-layer transposes anything. Rows with few query tokens (decodes) run together over tiles of keys; a
-row's own tiles are all it ever sees, so its result does not depend on who shares the batch. Longer
-rows (prefill chunks) run one by one.
+Whatever order keys, values and queries are needed in, they are gathered by row numbers that
+prepare() computes once per step, so no layer transposes anything. Rows with few query tokens
+(decodes, speculation) run together over tiles of keys; a row reads only its own tiles, so its result
+does not depend on who shares the batch beyond rounding. Longer rows (prefill) run one by one.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from fastdeploy_core.contracts.base import CONTRACT
+
+from .attention_plan import MAX_CHUNK, TILE, Heads, ShortGroup, plan_batch
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
+
+# A mask up to this size is stored for every head: adding equal shapes is several times faster.
+_MAX_FULL_MASK = 1 << 22
+
+
+@dataclass(slots=True)
+class _Group:
+    """A ShortGroup on the device; shapes in its docstring's letters."""
+
+    num_rows: int
+    num_tiles: int
+    max_tiles: int
+    num_queries: int
+    kv_rows: Tensor
+    query_rows: Tensor
+    spread: Tensor | None
+    collect: Tensor | None
+    row_of_tile: Tensor
+    mask: Tensor  # [R, H, Q, G, W] or broadcastable to it
+    output_rows: Tensor | None
+
+
+@dataclass(slots=True)
+class _Chunk:
+    query_rows: Tensor
+    num_queries: int
+    num_keys: int
+
+
+@dataclass(slots=True)
+class _Metadata:
+    """What prepare() makes for every layer of one spec."""
+
+    num_tokens: int
+    groups: list[_Group]
+    longs: list[tuple[Tensor, list[_Chunk]]]
 
 
 class ReferenceAttention:
@@ -34,6 +74,15 @@ class ReferenceAttention:
     ) -> None:
         self.spec = spec
         self.block_size = block_size
+        self._device = device
+        self._heads = Heads(spec.num_heads, spec.num_kv_heads, block_size)
+        # Of mla the values are the first columns of the keys; the product takes whole rows and
+        # drops the rest, which is cheaper than cutting every row.
+        self._value_dim = spec.kv_lora_rank if spec.kind == "mla" else spec.v_head_dim
+        xp = device.xp
+        hidden = np.triu(np.full((MAX_CHUNK, MAX_CHUNK), -np.inf, dtype=np.float32), 1)
+        self._triangle = device.to_device(hidden)
+        self._narrow = xp.dtype(spec.dtype) if spec.dtype != "float32" else None
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
         """gqa: keys and values [num_blocks, block_size, num_kv_heads, dim]; mla: latent rows."""
@@ -43,9 +92,49 @@ class ReferenceAttention:
             return ((*shape, spec.head_dim),)
         return (*shape, spec.head_dim), (*shape, spec.v_head_dim)
 
-    def prepare(self, batch: AttentionBatch) -> Any:
+    def prepare(self, batch: AttentionBatch) -> _Metadata:
         """Row numbers and masks of this step, for every layer of this spec."""
-        raise NotImplementedError
+        groups, longs = plan_batch(batch, self._heads)
+        to_device = self._device.to_device
+        return _Metadata(
+            num_tokens=batch.num_tokens,
+            groups=[self._upload(group) for group in groups],
+            longs=[
+                (
+                    to_device(long.kv_rows),
+                    [
+                        _Chunk(to_device(c.query_rows), c.num_queries, c.num_keys)
+                        for c in long.chunks
+                    ],
+                )
+                for long in longs
+            ],
+        )
+
+    def _upload(self, group: ShortGroup) -> _Group:
+        def upload(rows: np.ndarray | None) -> Tensor | None:
+            return None if rows is None else self._device.to_device(rows)
+
+        width = group.max_tiles * TILE
+        seen = np.arange(width) <= group.limits[:, :, None]
+        mask = upload(np.where(seen, np.float32(0), np.float32(-np.inf))[:, None, :, None, :])
+        heads = self._heads
+        shape = [group.num_rows, heads.num_kv_heads, group.num_queries, heads.group, width]
+        if int(np.prod(shape)) <= _MAX_FULL_MASK:
+            mask = mask.expand(shape).contiguous()
+        return _Group(
+            num_rows=group.num_rows,
+            num_tiles=group.num_tiles,
+            max_tiles=group.max_tiles,
+            num_queries=group.num_queries,
+            kv_rows=upload(group.kv_rows),
+            query_rows=upload(group.query_rows),
+            spread=upload(group.spread),
+            collect=upload(group.collect),
+            row_of_tile=upload(group.row_of_tile),
+            mask=mask,
+            output_rows=upload(group.output_rows),
+        )
 
     def forward(
         self,
@@ -53,8 +142,102 @@ class ReferenceAttention:
         k: Tensor,
         v: Tensor,
         cache: tuple[Tensor, ...],
-        metadata: Any,
+        metadata: _Metadata,
         rotary: Tensor | None = None,
     ) -> Tensor:
-        """[num_tokens, num_heads * v_head_dim]; k and v are read from the cache."""
-        raise NotImplementedError
+        """[num_tokens, num_heads * value_dim]; k and v are read from the cache."""
+        xp = self._device.xp
+        spec = self.spec
+        shape = [metadata.num_tokens * spec.num_heads, self._value_dim]
+        whole = [metadata.num_tokens, spec.num_heads * self._value_dim]
+        if metadata.num_tokens == 0:
+            return xp.zeros(whole, dtype=q.dtype, device=q.device)
+        keys = cache[0].view([-1, spec.head_dim])
+        values = keys if spec.kind == "mla" else cache[1].view([-1, spec.v_head_dim])
+        queries = (self._wide(q) * spec.scale).reshape([shape[0], spec.head_dim])
+
+        groups = metadata.groups
+        if len(groups) == 1 and groups[0].output_rows is None:
+            return self._short(xp, groups[0], queries, keys, values).reshape(whole).to(q.dtype)
+        out = xp.zeros(shape, dtype=xp.float32, device=q.device)
+        for group in groups:
+            rows = self._short(xp, group, queries, keys, values).reshape([-1, self._value_dim])
+            xp.index_copy_(out, 0, group.output_rows, rows)
+        for kv_rows, chunks in metadata.longs:
+            self._long(xp, kv_rows, chunks, queries, keys, values, out)
+        return out.view(whole).to(q.dtype)
+
+    def _short(
+        self, xp: Any, group: _Group, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """[R, H, Q, G, value_dim], float32."""
+        heads = self._heads
+        per_head = group.num_queries * heads.group
+        per_tile = heads.num_kv_heads * per_head
+        products = group.num_tiles * heads.num_kv_heads
+        tile_keys = self._rows(xp, keys, group.kv_rows).view([products, TILE, -1])
+        tile_queries = xp.index_select(queries, 0, group.query_rows).view([products, per_head, -1])
+        scores = xp.matmul_nt(tile_queries, tile_keys)
+        if group.spread is not None:
+            scores = xp.index_select(scores.view([-1, TILE]), 0, group.spread)
+        width = group.max_tiles * TILE
+        shape = [group.num_rows, heads.num_kv_heads, group.num_queries, heads.group, width]
+        weights = xp.softmax(scores.view(shape).add_(group.mask), -1)
+        if group.collect is not None:
+            weights = xp.index_select(weights.view([-1, TILE]), 0, group.collect)
+        if values is keys:
+            tile_values = tile_keys
+        else:
+            tile_values = self._rows(xp, values, group.kv_rows).view([products, TILE, -1])
+        out = xp.matmul(weights.view([products, per_head, TILE]), tile_values)
+        if group.spread is not None:
+            parts = out.view([group.num_tiles, -1])
+            out = xp.zeros([group.num_rows, parts.shape[1]], dtype=xp.float32, device=parts.device)
+            out = xp.index_add_(out, 0, group.row_of_tile, parts)
+        out = out.view([group.num_rows * per_tile, -1])
+        return out[:, : self._value_dim] if values is keys else out
+
+    def _long(
+        self,
+        xp: Any,
+        kv_rows: Tensor,
+        chunks: list[_Chunk],
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+    ) -> None:
+        """One sequence: writes its rows of out, [T * num_heads, value_dim] float32."""
+        heads = self._heads
+        shape = [heads.num_kv_heads, kv_rows.shape[1], -1]
+        flat = kv_rows.flatten()
+        own_keys = self._rows(xp, keys, flat).view(shape)
+        own_values = own_keys if values is keys else self._rows(xp, values, flat).view(shape)
+        for chunk in chunks:
+            count = chunk.num_queries
+            part = xp.index_select(queries, 0, chunk.query_rows)
+            result = xp.attend(
+                part.view([heads.num_kv_heads, heads.group, count, -1]),
+                own_keys[:, : chunk.num_keys],
+                own_values[:, : chunk.num_keys],
+                self._mask(xp, count, chunk.num_keys),
+                1.0,
+            )
+            result = result[..., : self._value_dim].reshape([-1, self._value_dim])
+            xp.index_copy_(out, 0, chunk.query_rows, result)
+
+    def _mask(self, xp: Any, count: int, num_keys: int) -> Tensor | None:
+        """[count, num_keys]: the last query sees every key, the one before all but one..."""
+        if count == 1:
+            return None
+        triangle = self._triangle[:count, :count]
+        if num_keys == count:
+            return triangle
+        before = xp.zeros([count, num_keys - count], dtype=xp.float32, device=triangle.device)
+        return xp.cat((before, triangle), 1)
+
+    def _rows(self, xp: Any, pool: Tensor, rows: Tensor) -> Tensor:
+        return self._wide(xp.index_select(pool, 0, rows))
+
+    def _wide(self, x: Tensor) -> Tensor:
+        return x if self._narrow is None else x.float()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fastdeploy_core.tensor import namespace
 
 if TYPE_CHECKING:
@@ -13,6 +15,10 @@ if TYPE_CHECKING:
 # What transformers guards the divisions with.
 _SOFTMAX_FLOOR = 1e-12
 _SIGMOID_FLOOR = 1e-20
+# One batched product beats a product per expert while experts get few rows each (a decode step),
+# as long as padding them to the busiest one's does not multiply the work.
+_MAX_TOGETHER = 64
+_MAX_PADDING = 4
 
 
 def moe_routing(
@@ -49,9 +55,10 @@ def _keep_best_groups(xp: Any, ranking: Tensor, spec: RoutingSpec) -> Tensor:
     best, _ = xp.topk(grouped, min(2, grouped.shape[2]), -1)
     _, chosen = xp.topk(best.sum(dim=-1), spec.top_k_groups, -1)
     penalty = xp.full(
-        [tokens, spec.num_groups], float("-inf"), dtype=xp.float32, device=_device(ranking)
+        [tokens, spec.num_groups], float("-inf"), dtype=xp.float32, device=ranking.device
     )
-    penalty = xp.scatter(penalty, 1, chosen, xp.zeros_like(best.sum(dim=-1))[:, : chosen.shape[1]])
+    open_groups = xp.zeros(list(chosen.shape), dtype=xp.float32, device=ranking.device)
+    penalty = xp.scatter(penalty, 1, chosen, open_groups)
     return (grouped + penalty.unsqueeze(-1)).reshape([tokens, experts])
 
 
@@ -63,28 +70,74 @@ def moe_experts(
     x [T, H], topk_ids [T, k] int64, topk_weights [T, k] float32, gate_up [E, 2I, H] (gate rows
     first), down [E, H, I]: [T, H] in x's dtype.
     """
+    xp = namespace(x)
     tokens, width = x.shape
     if tokens == 0:
-        return namespace(x).zeros_like(x)
-    xp = namespace(x)
+        return xp.zeros_like(x)
     top_k = topk_ids.shape[1]
-    flat = topk_ids.reshape([tokens * top_k])
-    order = xp.argsort(flat, 0, stable=True)
-    counts = xp.bincount(flat, minlength=gate_up.shape[0]).tolist()
-    rows = xp.index_select(x, 0, order // top_k)
+    ids = xp.to_numpy(topk_ids).reshape(-1)
+    order = np.argsort(ids, kind="stable")
+    counts = np.bincount(ids, minlength=gate_up.shape[0])
+    compute = _together if _is_even(counts, len(ids)) else _one_by_one
+    y, places = compute(xp, x, order // top_k, ids[order], counts, gate_up, down)
+    back = np.empty_like(order)
+    back[order] = places
+    chosen = xp.index_select(y, 0, _upload(xp, back, x)).view([tokens, top_k, width])
+    if x.dtype != xp.float32:
+        chosen = chosen.to(xp.float32)
+    return xp.matmul(topk_weights.unsqueeze(1), chosen).view([tokens, width]).to(x.dtype)
+
+
+def _is_even(counts: np.ndarray, total: int) -> bool:
+    """Whether few enough rows are added when every expert gets as many as the busiest."""
+    most = int(counts.max())
+    return most <= _MAX_TOGETHER and len(counts) * most <= _MAX_PADDING * total
+
+
+def _together(
+    xp: Any,
+    x: Tensor,
+    tokens: np.ndarray,
+    experts: np.ndarray,
+    counts: np.ndarray,
+    gate_up: Tensor,
+    down: Tensor,
+) -> tuple[Tensor, np.ndarray]:
+    """One batched product over all experts; rows are padded to the busiest expert's.
+
+    tokens, experts: of each assignment, in the order of experts. Returns (rows, where each
+    assignment's row is).
+    """
+    most = int(counts.max())
+    first = np.cumsum(counts) - counts
+    places = np.arange(len(tokens)) - first[experts] + experts * most
+    rows = np.zeros(len(counts) * most, dtype=np.int64)
+    rows[places] = tokens
+    grouped = xp.index_select(x, 0, _upload(xp, rows, x)).view([len(counts), most, x.shape[1]])
+    hidden = xp.silu_and_mul(xp.matmul_nt(grouped, gate_up))
+    return xp.matmul_nt(hidden, down).view([len(rows), x.shape[1]]), places
+
+
+def _one_by_one(
+    xp: Any,
+    x: Tensor,
+    tokens: np.ndarray,
+    experts: np.ndarray,
+    counts: np.ndarray,
+    gate_up: Tensor,
+    down: Tensor,
+) -> tuple[Tensor, np.ndarray]:
+    """As _together, but a product per expert that has tokens."""
+    rows = xp.index_select(x, 0, _upload(xp, tokens, x))
     results = []
     start = 0
-    for expert, count in enumerate(counts):
+    for expert, count in enumerate(counts.tolist()):
         if count:
-            part = xp.matmul_nt(rows[start : start + count], gate_up[expert])
-            results.append(xp.matmul_nt(xp.silu_and_mul(part), down[expert]))
+            hidden = xp.silu_and_mul(xp.linear(rows[start : start + count], gate_up[expert]))
+            results.append(xp.linear(hidden, down[expert]))
             start += count
-    inverse = xp.argsort(order, 0)
-    y = xp.index_select(xp.cat(results, 0), 0, inverse).reshape([tokens, top_k, width])
-    if x.dtype == xp.float32:
-        return (y * topk_weights.unsqueeze(-1)).sum(dim=1)
-    return (y.to(xp.float32) * topk_weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
+    return xp.cat(results, 0), np.arange(len(tokens))
 
 
-def _device(x: Tensor) -> Any:
-    return x.device
+def _upload(xp: Any, rows: np.ndarray, like: Tensor) -> Tensor:
+    return xp.to_device(xp.from_numpy(rows), like.device)

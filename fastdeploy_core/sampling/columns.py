@@ -31,8 +31,6 @@ LOGPROBS = 1024
 PROMPT_LOGPROBS = 2048
 # Stages that look at generated tokens on the host: the step before must have arrived there.
 HOST = BAD_WORDS | GRAMMAR | PROCESSOR
-# Stages that look at what was generated so far, anywhere: drafts behind them cannot be judged yet.
-HISTORY = HOST | PENALTY
 # Stages that may forbid every token.
 FORBIDS = MASK | MIN_TOKENS | BAD_WORDS | GRAMMAR | PROCESSOR | BIAS
 
@@ -62,9 +60,12 @@ class SamplingColumns:
         self.min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
         self.num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
+        self.looks_back = np.zeros(max_num_seqs, dtype=bool)  # drafts cannot be judged
         self.bias: list[tuple[np.ndarray, np.ndarray] | None] = [None] * max_num_seqs
 
-    def add(self, slot: int, params: SamplingParams, seed: int) -> None:
+    def add(
+        self, slot: int, params: SamplingParams, seed: int, looks_back: bool = False
+    ) -> None:
         """Fill one slot's entries; bits of masks, grammars and processors are set by their owners."""
         flags = 0
         if not params.is_greedy:
@@ -90,6 +91,7 @@ class SamplingColumns:
             flags |= PROMPT_LOGPROBS
             self.num_prompt_logprobs[slot] = params.prompt_logprobs
         self.flags[slot] = flags
+        self.looks_back[slot] = looks_back
         self.temperature[slot] = params.temperature
         self.top_k[slot] = max(params.top_k, 0)
         self.top_p[slot] = params.top_p
@@ -113,6 +115,7 @@ class SamplingColumns:
         self.top_k[slot] = self.seed[slot] = self.min_tokens[slot] = 0
         self.min_p[slot] = self.presence[slot] = self.frequency[slot] = 0.0
         self.num_logprobs[slot] = self.num_prompt_logprobs[slot] = NO_LOGPROBS
+        self.looks_back[slot] = False
         self.bias[slot] = None
         self.version += 1
 

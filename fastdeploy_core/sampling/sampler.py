@@ -82,8 +82,6 @@ class Sampler:
             values = self._values(logits, plan.rows_dev(bits.LOGPROBS), keep=True)
         if flags & (bits.FORBIDS | bits.PENALTY):
             logits = self._constrain(logits, plan, step, sampled)
-        if flags & bits.FORBIDS:
-            sampled.possible = xp.amax(logits, -1)
         processed = flags & bits.LOGPROBS and values is None
         sampled.token_ids, logits = self._draw(logits, plan, step.positions, bool(processed))
         if processed:
@@ -124,12 +122,16 @@ class Sampler:
                     *self._penalties.rows(plan.slots_with(bits.PENALTY)),
                 ),
             )
+        may_forbid = bool(flags & (bits.PROCESSOR | bits.BIAS))
         rows, masks, errors = self._masks.build(plan, step.num_output, step.output_tokens)
         sampled.errors.update(errors)
         if rows is not None and masks is not None:
             index = None if rows.size == plan.num_rows else self._device.to_device(rows)
             mask = self._device.to_device(masks)
             logits = self._on_rows(logits, index, lambda part: self._apply_bitmask(part, mask))
+            may_forbid = True
+        if may_forbid:
+            sampled.possible = xp.amax(logits, -1)
         return logits
 
     def _draw(

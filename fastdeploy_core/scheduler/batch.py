@@ -68,11 +68,7 @@ class BatchScheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request, or raise InvalidRequest; the scheduler is unchanged then."""
-        try:
-            self._check(request)
-        except InvalidRequest as error:
-            self.counters.num_rejected[type(error).__name__] += 1
-            raise
+        self.check(request)
         state = RequestState(request, self._clock())
         self._make_sequences(state)
         self.counters.num_requests += 1
@@ -82,6 +78,36 @@ class BatchScheduler:
             self._outcome.complete_empty(state)
         elif state.deadline_s is not None:
             heapq.heappush(self._deadlines, (state.deadline_s, request.request_id))
+
+    def check(self, request: Request) -> None:
+        """Raise InvalidRequest for what can never run, with the arithmetic."""
+        if request.request_id in self._roster.requests:
+            raise InvalidRequest(
+                f"duplicate request id: {request.request_id!r:.80} is unfinished",
+                param="request_id",
+            )
+        num_tokens = len(request.prompt_token_ids)
+        if not num_tokens:
+            raise InvalidRequest("the prompt has no tokens", param="prompt")
+        num_more = 0 if request.sampling.max_tokens == 0 else 1
+        if num_tokens + num_more <= self.max_request_tokens:
+            return
+        kv = self.kv
+        if num_tokens + num_more > self.settings.max_model_len:
+            raise RequestTooLong(
+                f"the prompt has {num_tokens} tokens; the model's context is "
+                f"{self.settings.max_model_len} tokens, at least one of which must be left to "
+                "generate; shorten the prompt",
+                param="prompt",
+            )
+        raise RequestTooLong(
+            f"the prompt has {num_tokens} tokens and needs "
+            f"{kv.num_blocks_for(num_tokens + num_more)} KV blocks of {kv.block_size} tokens with "
+            f"its first output token; the pool has {kv.pool.num_blocks} blocks in all, so at most "
+            f"{self.max_request_tokens} tokens fit; shorten the prompt or give the KV cache more "
+            "memory",
+            param="prompt",
+        )
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests without a further delta; unknown ids are ignored."""
@@ -164,35 +190,6 @@ class BatchScheduler:
         assert not self._roster.num_leaving, "a step in flight still holds blocks"
         self.kv.check()
         assert self.kv.pool.num_used == 0, f"{self.kv.pool.num_used} blocks are leaked"
-
-    def _check(self, request: Request) -> None:
-        if request.request_id in self._roster.requests:
-            raise InvalidRequest(
-                f"duplicate request id: {request.request_id!r:.80} is unfinished",
-                param="request_id",
-            )
-        num_tokens = len(request.prompt_token_ids)
-        if not num_tokens:
-            raise InvalidRequest("the prompt has no tokens", param="prompt")
-        num_more = 0 if request.sampling.max_tokens == 0 else 1
-        if num_tokens + num_more <= self.max_request_tokens:
-            return
-        kv = self.kv
-        if num_tokens + num_more > self.settings.max_model_len:
-            raise RequestTooLong(
-                f"the prompt has {num_tokens} tokens; the model's context is "
-                f"{self.settings.max_model_len} tokens, at least one of which must be left to "
-                "generate; shorten the prompt",
-                param="prompt",
-            )
-        raise RequestTooLong(
-            f"the prompt has {num_tokens} tokens and needs "
-            f"{kv.num_blocks_for(num_tokens + num_more)} KV blocks of {kv.block_size} tokens with "
-            f"its first output token; the pool has {kv.pool.num_blocks} blocks in all, so at most "
-            f"{self.max_request_tokens} tokens fit; shorten the prompt or give the KV cache more "
-            "memory",
-            param="prompt",
-        )
 
     def _make_sequences(self, state: RequestState) -> None:
         request, sampling = state.request, state.request.sampling

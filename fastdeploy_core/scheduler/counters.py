@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from fastdeploy_core.kvcache import PrefixMatch
-
 
 class Counters:
     """Plain numbers; written by the engine's thread, read by anybody."""
@@ -21,9 +19,3 @@ class Counters:
         self.num_host_hit_tokens = 0
         self.num_draft_tokens = 0
         self.num_accepted_draft_tokens = 0
-
-    def matched(self, num_prompt_tokens: int, match: PrefixMatch) -> None:
-        """A prompt was looked up in the prefix cache."""
-        self.num_prefix_query_tokens += num_prompt_tokens
-        self.num_prefix_hit_tokens += match.num_tokens
-        self.num_host_hit_tokens += match.num_host_tokens

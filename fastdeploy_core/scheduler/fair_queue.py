@@ -2,7 +2,8 @@
 
 Each tenant has a counter of the service it got (tokens); the next turn goes to the tenant with the
 smallest, as in the Virtual Token Counter of "Fairness in Serving Large Language Models" (Sheng et
-al., OSDI 2024). A tenant that was idle does not save up: it starts at the smallest active counter.
+al., OSDI 2024). A tenant that was idle does not save up: it starts at the smallest active counter,
+or where the last active one stopped.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class FairQueue(Generic[T]):
         self._tenants: dict[str, list[tuple[int, int, T]]] = {}
         self._service: dict[str, float] = {}
         self._active: Counter[str] = Counter()
+        self._last_service = 0.0  # of the tenant that went idle last
         self._arrivals = 0
         self._places: dict[int, tuple[str, int, int]] = {}  # id(item) to where it waits
 
@@ -69,8 +71,8 @@ class FairQueue(Generic[T]):
 
     def arrive(self, tenant: str) -> None:
         """The tenant has one more unfinished request."""
-        if not self._active[tenant]:
-            floor = min((self._service[t] for t in self._active if self._active[t]), default=0.0)
+        if tenant not in self._active:
+            floor = min((self._service[t] for t in self._active), default=self._last_service)
             self._service[tenant] = max(self._service.get(tenant, 0.0), floor)
         self._active[tenant] += 1
 
@@ -79,6 +81,7 @@ class FairQueue(Generic[T]):
         self._active[tenant] -= 1
         if not self._active[tenant]:
             del self._active[tenant]
+            self._last_service = self._service[tenant]
             if len(self._service) > MAX_IDLE_TENANTS:
                 self._service = {t: s for t, s in self._service.items() if t in self._active}
 

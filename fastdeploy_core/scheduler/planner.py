@@ -197,7 +197,9 @@ class StepPlanner:
         if request.num_cached_tokens is None:
             request.num_cached_tokens = match.num_tokens
             self._roster.arrived.charge(request.tenant, num_left)
-            self._counters.matched(seq.num_prompt_tokens, match)
+            self._counters.num_prefix_query_tokens += seq.num_prompt_tokens
+            self._counters.num_prefix_hit_tokens += match.num_tokens
+        self._counters.num_host_hit_tokens += match.num_host_tokens
         seq.num_computed = match.num_tokens
         self._roster.start(seq)
         self._put_new(seq, chunk)

@@ -140,10 +140,12 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, InvalidRequest):
         return ApiError(400, str(error), param=error.param)
     if isinstance(error, WorkerError):
+        if "shutting down" in str(error):
+            return unavailable("the server is shutting down", 5.0)
         logger.error("engine failed: %s", error)
         return unavailable("the engine failed while this request was running; try again", 5.0)
-    if isinstance(error, RequestError):
-        return ApiError(500, str(error))
+    if isinstance(error, RequestError) or type(error) is FastDeployError:
+        return ApiError(500, str(error))  # this request alone failed, and the engine says why
     if isinstance(error, FastDeployError):
         logger.error("request failed: %s", error)
     else:

@@ -7,16 +7,22 @@ Each start-up decision is one INFO line. Signals work from the first moment on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core import __version__
 from fastdeploy_core.config import EngineConfig
-from fastdeploy_core.config.arguments import build_engine_config, build_server_config
+from fastdeploy_core.config.arguments import (
+    build_engine_config,
+    build_server_config,
+    normalise,
+    of_scope,
+)
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.client import AsyncEngine
 from fastdeploy_core.engine.input import RequestLimits
@@ -25,8 +31,11 @@ from fastdeploy_core.tokenizer import Tokenizer
 
 from .app import create_app
 from .server import ApiServer, bind_socket, url_of
+from .state import check_parsers
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from fastdeploy_core.plugins.resolve import ResolvedPlugins
     from fastdeploy_core.types.engine import EngineInfo
 
@@ -38,7 +47,8 @@ _LOOPBACK = ("127.", "localhost", "::1")
 
 def serve(values: Mapping[str, Any]) -> int:
     """Serve until a signal; returns the exit code. `values`: arguments as config/arguments.py knows."""
-    engine_config = build_engine_config(values)
+    values = normalise(values)
+    engine_config = build_engine_config(of_scope(values, "engine"))
     server_config = build_server_config(values, engine_config)
     listener = bind_socket(server_config)
     try:
@@ -50,7 +60,7 @@ def serve(values: Mapping[str, Any]) -> int:
 class _Signals:
     """SIGTERM and SIGINT go to whoever is in charge at the moment."""
 
-    def __init__(self, first: Callable[[], None]) -> None:
+    def __init__(self, first: Callable[[], object]) -> None:
         self.receiver = first
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -60,22 +70,24 @@ class _Signals:
 async def _serve(
     engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket
 ) -> int:
-    starting = asyncio.ensure_future(_start(engine_config, server_config))
-    signals = _Signals(starting.cancel)
+    this = asyncio.current_task()
+    signals = _Signals(this.cancel if this is not None else lambda: None)
+    server: ApiServer | None = None
     try:
-        engine, compiler, server = await starting
+        async with running_app(engine_config, server_config) as (app, engine):
+            server = ApiServer(app, server_config)
+            signals.receiver = server.stop
+            _log_ready(listener, server_config)
+            death = asyncio.create_task(_watch(engine, server))
+            try:
+                await server.serve(sockets=[listener])
+            finally:
+                death.cancel()
     except asyncio.CancelledError:
+        if server is not None:
+            raise
         logger.info("stopped while starting")
         return 0
-    signals.receiver = server.stop
-    _log_ready(listener, server_config)
-    death = asyncio.create_task(_watch(engine, server))
-    try:
-        await server.serve(sockets=[listener])
-    finally:
-        death.cancel()
-        compiler.close()
-        await engine.close()
     logger.info("stopped")
     return server.exit_code
 
@@ -84,9 +96,11 @@ async def _watch(engine: AsyncEngine, server: ApiServer) -> None:
     server.engine_died(await engine.wait_dead())
 
 
-async def _start(
+@contextlib.asynccontextmanager
+async def running_app(
     engine_config: EngineConfig, server_config: ServerConfig
-) -> tuple[AsyncEngine, GrammarCompiler, ApiServer]:
+) -> AsyncIterator[tuple[FastAPI, AsyncEngine]]:
+    """An engine with an app around it; both are gone when the context ends."""
     started_at = time.monotonic()
     model = engine_config.model
     logger.info(
@@ -97,13 +111,14 @@ async def _start(
         model.dtype,
         model.max_model_len,
     )
+    check_parsers(server_config)
     tokenizer = await asyncio.to_thread(
         Tokenizer.load, model.tokenizer_path, chat_template=model.chat_template
     )
     resolved = await asyncio.to_thread(resolve_plugins, engine_config)
-    engine = await AsyncEngine.start(engine_config, resolved)
-    compiler: GrammarCompiler | None = None
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        engine = await AsyncEngine.start(engine_config, resolved)
+        stack.push_async_callback(engine.close)
         limits = RequestLimits.of(engine_config, tokenizer, engine.info)
         compiler = GrammarCompiler.start(
             model.tokenizer_path,
@@ -111,6 +126,7 @@ async def _start(
             eos_token_ids=limits.eos_token_ids,
             config=engine_config.structured_outputs,
         )
+        stack.callback(compiler.close)
         app = create_app(
             engine,
             tokenizer,
@@ -119,13 +135,8 @@ async def _start(
             compiler=compiler,
             routers=await asyncio.to_thread(plugin_routers, resolved),
         )
-    except BaseException:
-        if compiler is not None:
-            compiler.close()
-        await engine.close()
-        raise
-    _log_engine(engine.info, time.monotonic() - started_at)
-    return engine, compiler, ApiServer(app, server_config)
+        _log_engine(engine.info, time.monotonic() - started_at)
+        yield app, engine
 
 
 def resolve_plugins(config: EngineConfig) -> ResolvedPlugins:

@@ -139,6 +139,8 @@ class Metrics:
         self.generated_tokens = 0
         for reason in FINISH_REASONS:  # a series that is absent until it happens cannot be watched
             self._success.labels(model_name, reason)
+        self.in_flight(0)
+        self.loop_lag(0.0)
 
     def rejected(self, reason: str) -> None:
         """A request was refused before any work; `reason` from a closed set."""

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 # Probes of the machinery around a server; they say nothing but up or down.
 OPEN_PATHS = frozenset({"/health/live", "/health/ready"})
+MAX_HEADERS = 100  # their bytes are bounded by the HTTP parser
 _CLIENT_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
 Observer = Callable[[str, int, float], None]  # path template, status, seconds
@@ -129,7 +130,7 @@ class Keys:
 
 
 class Bodies:
-    """Counts body bytes while they arrive and limits how long they may take."""
+    """Bounds what a request may carry, while it arrives: headers, body bytes, and time."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
         self.app = app
@@ -140,6 +141,10 @@ class Bodies:
         """ASGI."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
+            return
+        if len(scope["headers"]) > MAX_HEADERS:
+            error = ApiError(431, f"a request may have at most {MAX_HEADERS} headers")
+            await send_error(error, scope, receive, send)
             return
         declared = _header(scope, b"content-length")
         if declared is not None and declared.isdigit() and int(declared[:20]) > self.max_bytes:

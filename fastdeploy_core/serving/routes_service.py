@@ -44,7 +44,8 @@ def service_router(state: ServerState) -> APIRouter:
         well = found.alive and (found.ready or found.draining)
         return _answer(well, "healthy", found.reason)
 
-    @router.api_route("/ping", methods=["GET", "POST"])
+    @router.get("/ping")
+    @router.post("/ping", operation_id="ping_by_post")
     async def ping() -> Response:
         return await health()
 

@@ -179,6 +179,12 @@ class ServerState:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
+def check_parsers(config: ServerConfig) -> None:
+    """ConfigError for a parser that nobody provides; cheap, before a model is loaded."""
+    _driver("reasoning_parser", config.reasoning_parser)
+    _driver("tool_parser", config.tool_call_parser)
+
+
 def _driver(kind: str, name: str) -> Any:
     if not name:
         return None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -43,6 +46,19 @@ def tune_malloc() -> None:
         return  # another C library; only speed is lost
     mallopt(ctypes.c_int(_M_MMAP_THRESHOLD), ctypes.c_int(_MAX_MMAP_THRESHOLD))
     mallopt(ctypes.c_int(_M_TRIM_THRESHOLD), ctypes.c_int(2**31 - 1))
+
+
+@contextmanager
+def hidden_module(name: str) -> Iterator[None]:
+    """Inside, importing that module fails; an import that already happened stays as it is."""
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 def choose_blas_code() -> None:

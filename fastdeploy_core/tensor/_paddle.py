@@ -10,15 +10,16 @@ import numpy as np
 
 from fastdeploy_core.errors import ConfigError
 
-from ._bits import BIT_CARRIERS, as_carrier, choose_blas_code, tune_malloc
+from ._bits import BIT_CARRIERS, as_carrier, choose_blas_code, hidden_module, tune_malloc
 from .library import DTYPE_BYTES
 
-choose_blas_code()
+choose_blas_code()  # must run before the library looks at the processor
+# On import, paddle asks tvm_ffi (a part of xgrammar) for its version, and that imports torch: a
+# second or two, half a gigabyte and a second thread pool, for nothing.
+with hidden_module("tvm_ffi"):
+    import paddle
+    import paddle.nn.functional as F
 
-import paddle  # noqa: E402  (the line above must run before the library looks at the processor)
-import paddle.nn.functional as F  # noqa: E402
-
-_swiglu = F.swiglu
 _fused_rms_norm = paddle.incubate.nn.functional.fused_rms_norm
 
 
@@ -76,6 +77,7 @@ class PaddleLibrary:
 
     def __init__(self) -> None:
         self._constants: dict[tuple[int, Any, str], Any] = {}
+        self._swaps: dict[tuple[int, bool, str], Any] = {}
 
     def dtype(self, name: str) -> Any:
         if name not in DTYPE_BYTES:
@@ -236,18 +238,20 @@ class PaddleLibrary:
         return (wide * scale * weight.astype(paddle.float32)).astype(x.dtype)
 
     def silu_and_mul(self, x: Any) -> Any:
-        return _swiglu(x)
+        return F.swiglu(x)
 
     def rotate(self, x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
+        # Slices of the last dimension and broadcasting over a middle one are ten times as slow as
+        # equal shapes, so the swap is a product with a signed permutation.
         wide = x.astype(paddle.float32)
+        swap = self._swap(wide.shape[-1], interleaved, wide.place)
         if interleaved:
-            a, b = wide[..., 0::2], wide[..., 1::2]
-            turned = paddle.stack((a * cos - b * sin, b * cos + a * sin), -1).reshape(wide.shape)
+            cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
         else:
-            half = wide.shape[-1] // 2
-            a, b = wide[..., :half], wide[..., half:]
-            turned = paddle.concat((a * cos - b * sin, b * cos + a * sin), -1)
-        return turned.astype(x.dtype)
+            cos, sin = paddle.concat((cos, cos), -1), paddle.concat((sin, sin), -1)
+        shape = wide.shape
+        turned = paddle.matmul(wide, swap).multiply_(sin.expand(shape).contiguous())
+        return turned.add_(wide * cos.expand(shape).contiguous()).astype(x.dtype)
 
     def attend(self, q: Any, k: Any, v: Any, mask: Any, scale: float) -> Any:
         heads, group, tokens, width = q.shape
@@ -261,6 +265,19 @@ class PaddleLibrary:
 
     def tune_allocator(self) -> None:
         tune_malloc()
+
+    def _swap(self, width: int, interleaved: bool, place: Any) -> Any:
+        """[width, width]: x @ swap holds -b where x holds a of a pair (a, b), and a in b's place."""
+        key = (width, interleaved, str(place))
+        swap = self._swaps.get(key)
+        if swap is None:
+            first = np.arange(0, width, 2) if interleaved else np.arange(width // 2)
+            second = first + (1 if interleaved else width // 2)
+            matrix = np.zeros((width, width), dtype=np.float32)
+            matrix[second, first] = -1
+            matrix[first, second] = 1
+            swap = self._swaps[key] = paddle.to_tensor(matrix, place=place)
+        return swap
 
     def _operand(self, a: Any, b: Any) -> Any:
         """Bit operations take tensors only; small constants are kept."""

@@ -408,7 +408,9 @@ class FaultyWorker(NullWorker):
         due = [f for f in self._faults if f.step == self.num_steps and self._is_due(f)]
         due += [f for f in self._faults if self._is_hit(f, step) and self._is_due(f)]
         for fault in due:
-            if fault.kind != "nan":
+            if fault.kind == "slow":
+                time.sleep(fault.seconds)
+            elif fault.kind != "nan":
                 self.num_steps += 1
                 _fire(fault)
         pending = super().launch(step)
@@ -442,9 +444,7 @@ class FaultyWorker(NullWorker):
 
 
 def _fire(fault: Fault) -> None:
-    if fault.kind == "slow":
-        time.sleep(fault.seconds)
-    elif fault.kind == "hang":
+    if fault.kind == "hang":
         while True:
             time.sleep(3600)
     elif fault.kind == "die":

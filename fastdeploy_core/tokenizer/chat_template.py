@@ -156,13 +156,14 @@ def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """A compiled template. `variables`: the names it reads that nobody defines in it."""
+    """A compiled template. `variables`: the names it reads that nobody defines in it;
+    `reads_parts`: it goes through the parts of a message's content by itself."""
 
     def __init__(self, source: str) -> None:
-        self.source = source
         try:
             tree = environment().parse(source)
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
+            self.reads_parts = _reads_parts(tree)
             self._template = environment().from_string(tree)
         except (jinja2.TemplateError, RecursionError) as error:
             raise TemplateRefusal(f"the chat template is malformed: {_reason(error)}") from error
@@ -192,6 +193,28 @@ class ChatTemplate:
 
 def _reason(error: BaseException) -> str:
     return str(error)[:300] or type(error).__name__
+
+
+def _reads_parts(tree: jinja2.nodes.Template) -> bool:
+    """Whether some loop runs over message.content, directly or under another name."""
+    aliases = {
+        node.target.name
+        for node in tree.find_all(jinja2.nodes.Assign)
+        if isinstance(node.target, jinja2.nodes.Name) and _is_content(node.node)
+    }
+    return any(
+        _is_content(loop.iter)
+        or (isinstance(loop.iter, jinja2.nodes.Name) and loop.iter.name in aliases)
+        for loop in tree.find_all(jinja2.nodes.For)
+    )
+
+
+def _is_content(node: jinja2.nodes.Node) -> bool:
+    if isinstance(node, jinja2.nodes.Getattr):
+        return node.attr == "content"
+    if isinstance(node, jinja2.nodes.Getitem):
+        return isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == "content"
+    return False
 
 
 def check_template_kwargs(
@@ -248,26 +271,32 @@ def plain_data(value: Any, depth: int = 0) -> Any:
     )
 
 
-def prepare_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def prepare_messages(
+    messages: Sequence[Mapping[str, Any]], keep_parts: bool = False
+) -> list[dict[str, Any]]:
     """Check a conversation and bring it into the form that templates expect.
 
-    Content in parts becomes text (parts joined by line breaks), arguments of earlier tool calls
-    become objects, and reasoning is found under each of the names that templates read.
+    Content in parts becomes text (parts joined by line breaks) unless `keep_parts`, arguments of
+    earlier tool calls become objects, and reasoning is found under each name that templates read.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
         raise InvalidRequest("messages must be a list of messages", param="messages")
-    prepared = [_prepare_message(plain_data(message), i) for i, message in enumerate(messages)]
+    prepared = [
+        _prepare_message(plain_data(message), i, keep_parts) for i, message in enumerate(messages)
+    ]
     if not prepared:
         raise InvalidRequest("messages must not be empty", param="messages")
     return prepared
 
 
-def _prepare_message(message: Any, index: int) -> dict[str, Any]:
+def _prepare_message(message: Any, index: int, keep_parts: bool) -> dict[str, Any]:
     where = f"messages[{index}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise InvalidRequest(f"{where} must be an object with a role", param="messages")
     if isinstance(message.get("content"), list):
-        message["content"] = _join_parts(message["content"], where)
+        texts = _part_texts(message["content"], where)
+        parts = [{"type": "text", "text": text} for text in texts]
+        message["content"] = parts if keep_parts else "\n".join(texts)
     elif not isinstance(message.get("content"), str | None):
         raise InvalidRequest(f"{where}.content must be text or a list of parts", param="messages")
     calls = message.get("tool_calls")
@@ -284,7 +313,7 @@ def _prepare_message(message: Any, index: int) -> dict[str, Any]:
     return message
 
 
-def _join_parts(parts: list[Any], where: str) -> str:
+def _part_texts(parts: list[Any], where: str) -> list[str]:
     texts = []
     for part in parts:
         if isinstance(part, str):
@@ -297,7 +326,7 @@ def _join_parts(parts: list[Any], where: str) -> str:
                 f"{where}.content has a part of type {kind!r:.40}; this model takes text",
                 param="messages",
             )
-    return "\n".join(texts)
+    return texts
 
 
 def _open_arguments(call: Any, where: str) -> None:
@@ -319,13 +348,17 @@ def _open_arguments(call: Any, where: str) -> None:
 
 def mark_final_message(messages: list[dict[str, Any]]) -> str:
     """For continue_final_message: puts a mark behind the last message; returns its text."""
-    text = messages[-1].get("content")
-    if not isinstance(text, str):
-        raise InvalidRequest(
-            "continue_final_message needs a final message with text", param="continue_final_message"
-        )
-    messages[-1]["content"] = text + _MARK
-    return text
+    content = messages[-1].get("content")
+    if isinstance(content, str):
+        messages[-1]["content"] = content + _MARK
+        return content
+    if isinstance(content, list) and content:
+        text = content[-1]["text"]
+        content[-1]["text"] = text + _MARK
+        return str(text)
+    raise InvalidRequest(
+        "continue_final_message needs a final message with text", param="continue_final_message"
+    )
 
 
 def cut_at_mark(rendered: str, text: str) -> str:

@@ -58,8 +58,8 @@ class Step(Protocol):
         """No more tokens follow."""
         ...
 
-    def primed(self) -> None:
-        """What came so far was the prompt's: keep only what completes a character."""
+    def primed(self) -> list[str]:
+        """What came so far was the prompt's: release it, but for a character's first bytes."""
         ...
 
 
@@ -72,8 +72,8 @@ class _Plain:
     def finish(self) -> list[str]:
         return []
 
-    def primed(self) -> None:
-        return None
+    def primed(self) -> list[str]:
+        return self.finish()
 
 
 class _ByteLevel(_Plain):
@@ -86,6 +86,9 @@ class _ByteLevel(_Plain):
 
     def finish(self) -> list[str]:
         return [self._decoder.decode(b"", True)]
+
+    def primed(self) -> list[str]:
+        return []
 
 
 class _ByteFallback(_Plain):
@@ -118,10 +121,11 @@ class _ByteFallback(_Plain):
         self._run.clear()
         return out
 
-    def primed(self) -> None:
+    def primed(self) -> list[str]:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        decoder.decode(bytes(self._run))
+        complete = decoder.decode(bytes(self._run))
         self._run[:] = decoder.getstate()[0]
+        return [complete] if complete else []
 
 
 class _PerToken(_Plain):
@@ -204,8 +208,9 @@ class _StripStream(_Plain):
         self._held = text[len(text) - keep :]
         return [text[: len(text) - keep]]
 
-    def primed(self) -> None:
-        self._held = ""
+    def finish(self) -> list[str]:
+        self._held = ""  # to be stripped
+        return []
 
 
 class _Metaspace(_Plain):
@@ -258,8 +263,8 @@ class _WordSuffix(_Plain):
         held, self._held = self._held, None
         return [] if held is None else [held.replace(self._suffix, "")]
 
-    def primed(self) -> None:
-        self._held = None
+    def primed(self) -> list[str]:
+        return [token.replace(self._suffix, " ") for token in self.finish()]
 
 
 class _WholeAtEnd(_Plain):
@@ -274,10 +279,8 @@ class _WholeAtEnd(_Plain):
         return []
 
     def finish(self) -> list[str]:
-        return [self._decoder.decode(self._tokens)]
-
-    def primed(self) -> None:
-        self._tokens.clear()
+        tokens, self._tokens = self._tokens, []
+        return [self._decoder.decode(tokens)]
 
 
 def describe_decoder(decoder: Any | None) -> list[dict[str, Any]]:
@@ -352,6 +355,12 @@ def push(steps: Sequence[Step], tokens: list[str]) -> str:
     for step in steps:
         tokens = step.push(tokens)
     return "".join(tokens)
+
+
+def prime(steps: Sequence[Step], tokens: list[str]) -> None:
+    """Let a chain see the end of what comes before the text that is wanted."""
+    for step in steps:
+        tokens = [*step.push(tokens), *step.primed()]
 
 
 def finish(steps: Sequence[Step]) -> str:

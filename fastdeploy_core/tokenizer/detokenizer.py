@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
-from .decoder_steps import finish, make_steps, push
+from .decoder_steps import finish, make_steps, prime, push
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
@@ -43,20 +43,16 @@ class IncrementalDetokenizer:
                 self._hidden = self._hidden - visible_token_ids
         self._steps = make_steps(tokenizer.decoder_settings)
         if prompt_token_ids:
-            self.push(prompt_token_ids[-PRIMING_TOKENS:])
-            for step in self._steps:
-                step.primed()
+            prime(self._steps, self._tokens(prompt_token_ids[-PRIMING_TOKENS:]))
 
     def push(self, token_ids: Iterable[int]) -> str:
         """New tokens; returns the text that is certain by now."""
-        tokens = []
-        for token_id in token_ids:
-            if token_id not in self._hidden:
-                token = self._pieces(token_id)
-                if token is not None:
-                    tokens.append(token)
-        return push(self._steps, tokens)
+        return push(self._steps, self._tokens(token_ids))
 
     def finish(self) -> str:
         """The last token has been pushed; returns the text that was held back."""
         return finish(self._steps)
+
+    def _tokens(self, token_ids: Iterable[int]) -> list[str]:
+        shown = (self._pieces(token_id) for token_id in token_ids if token_id not in self._hidden)
+        return [token for token in shown if token is not None]

@@ -26,6 +26,7 @@ from .decoder_steps import (
     fallback_byte,
     finish,
     make_steps,
+    prime,
     push,
 )
 from .files import NAMED_TOKENS, TokenizerFiles, load_backend, read_files
@@ -124,9 +125,7 @@ class Tokenizer:
         if token is None:
             return ""
         steps = make_steps(self.decoder_settings)
-        push(steps, ["x"])  # so that the token is not the first of a text
-        for step in steps:
-            step.primed()
+        prime(steps, ["x"])  # so that the token is not the first of a text
         return push(steps, [token]) + finish(steps)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -183,13 +182,13 @@ class Tokenizer:
                 "continue_final_message and add_generation_prompt exclude each other",
                 param="continue_final_message",
             )
-        prepared = prepare_messages(messages)
-        final = mark_final_message(prepared) if continue_final_message else ""
         own = None
         if chat_template is None:
             own = self._own_template(bool(tools))
         elif trusted:
             own = _given(chat_template)
+        prepared = prepare_messages(messages, keep_parts=own is not None and own.reads_parts)
+        final = mark_final_message(prepared) if continue_final_message else ""
         variables = {
             **check_template_kwargs(template_kwargs or {}, own.variables if own else None),
             **self._files.named_tokens,

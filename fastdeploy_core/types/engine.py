@@ -69,9 +69,9 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     # tokens
     prompt_tokens_total: int = 0  # of admitted prompts
     generation_tokens_total: int = 0
-    prefix_query_tokens_total: int = 0
-    prefix_hit_tokens_total: int = 0  # on the device or in host memory
-    host_hit_tokens_total: int = 0  # of these, brought back from host memory
+    prefix_query_tokens_total: int = 0  # of prompts at their first admission
+    prefix_hit_tokens_total: int = 0  # of these, found on the device or in host memory
+    host_hit_tokens_total: int = 0  # brought back from host memory, also after preemptions
     host_saved_blocks_total: int = 0
     draft_tokens_total: int = 0
     accepted_draft_tokens_total: int = 0

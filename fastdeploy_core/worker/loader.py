@@ -42,6 +42,7 @@ class LoadedModel:
     dtype: str  # what the model computes in, after the device had its say
     kv_layers: list[AttentionSpec]  # cache order
     attention: dict[AttentionSpec, AttentionBackend]
+    weight_bytes: int = 0
     report: list[str] = field(default_factory=list)  # for the start-up report
 
 
@@ -61,7 +62,7 @@ def load_model(
     family = load_driver("model", model_config.architecture)
     shapes = family.shapes(hf_config, tp_size, model_config.dtype)
     block_size = config.cache.block_size
-    attention_class = load_driver("attention", config.device.attention_backend)
+    attention_class = load_driver("attention", "")
     quantizer, online = _quantizer(config, device, kernels, load_driver)
     build = ModelBuilder(
         device,
@@ -69,9 +70,7 @@ def load_model(
         model_config.dtype,
         max_positions=model_config.max_model_len,
         attention_factory=lambda spec: attention_class(spec, block_size, device, kernels),
-        moe_factory=lambda spec: load_driver("moe", config.device.moe_backend)(
-            spec, device, kernels
-        ),
+        moe_factory=lambda spec: load_driver("moe", "")(spec, device, kernels),
         tp_rank=tp_rank,
         tp_size=tp_size,
         communicator=communicator,
@@ -87,7 +86,13 @@ def load_model(
             f"alone, such as {build.unquantized[0]}"
         )
     return LoadedModel(
-        model, shapes, model_config.dtype, build.kv_layers, build.attention_drivers, report
+        model=model,
+        shapes=shapes,
+        dtype=model_config.dtype,
+        kv_layers=build.kv_layers,
+        attention=build.attention_drivers,
+        weight_bytes=build.weight_bytes,
+        report=report,
     )
 
 
@@ -96,10 +101,9 @@ def _quantizer(
 ) -> tuple[Quantizer | None, bool]:
     """The quantizer, and whether it quantizes full-precision weights while they are loaded."""
     stored = config.model.hf_config.get("quantization_config") or {}
-    name = config.model.quantization or str(stored.get("quant_method") or "")
-    if not name:
+    if not config.model.quantization and not stored:
         return None, False
-    return load_driver("quantizer", name)(stored, device, kernels), not stored
+    return load_driver("quantizer", "")(stored, device, kernels), not stored
 
 
 def _fill(model: CausalLM, build: ModelBuilder, config: EngineConfig, tp_rank: int) -> None:

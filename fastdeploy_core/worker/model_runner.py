@@ -20,7 +20,7 @@ from fastdeploy_core.errors import FastDeployError, RequestError, ResourceError,
 from fastdeploy_core.layers.context import ForwardContext
 from fastdeploy_core.sampling import columns as bits
 from fastdeploy_core.sampling.columns import SamplingColumns, SamplingPlan
-from fastdeploy_core.sampling.logprobs import LogprobTensors, gather, read
+from fastdeploy_core.sampling.logprobs import gather, read
 from fastdeploy_core.sampling.sampler import Sampled, SamplingStep
 from fastdeploy_core.types import BlockCopies, NewSequence, SchedulerOutput
 
@@ -60,6 +60,7 @@ class ModelRunner:
         communicator: Communicator | None = None,
     ) -> None:
         self._config, self._device, self._xp = config, device, device.xp
+        self.vocab_size = loaded.shapes.vocab_size
         self._kernels, self._loaded, self._model = kernels, loaded, loaded.model
         self._rank, self._communicator = rank, communicator
         self._columns = SamplingColumns(config.batch.max_num_seqs, loaded.shapes.vocab_size)
@@ -156,8 +157,9 @@ class ModelRunner:
         self._unread.append(launched)
         if rows.num_drafts.any():
             self.read_until(launched)  # how many drafts were right decides the next positions
-        elif self._rank:
-            self._unread.clear()  # nobody asks this rank for its tokens
+        if self._rank:  # rank 0 answers; this one only keeps the tokens on its device
+            self._unread.clear()
+            launched.is_read, launched.sequences = True, ()
         event = self._device.record_event()
         launched.launch_s = time.perf_counter() - began
         return PendingOutput(launched, self.read_until, event)
@@ -165,7 +167,8 @@ class ModelRunner:
     def _add(self, new: NewSequence) -> None:
         slot = self.batch.add(new)
         self._refused.pop(new.seq_id, None)
-        self._columns.add(slot, new.sampling, new.seed)
+        # The same on every rank, whatever rank 0's plugins say: rows are expanded by drafts alike.
+        self._columns.add(slot, new.sampling, new.seed, looks_back(new, self._config))
         if self._state is None:
             return
         try:
@@ -254,7 +257,7 @@ class ModelRunner:
 
     def _cannot_judge_drafts(self, slots: np.ndarray) -> np.ndarray:
         """Rows whose later positions depend on what was generated before them."""
-        return (self._columns.flags[slots] & bits.HISTORY) != 0
+        return self._columns.looks_back[slots]
 
     # -- reading tokens ---------------------------------------------------------------------------
 
@@ -338,3 +341,18 @@ class ModelRunner:
         if self._device.is_lost(error):
             return WorkerError(f"the device of rank {self._rank} is lost in {what}: {error}")
         return WorkerError(f"{what} failed on rank {self._rank}: {type(error).__name__}: {error}")
+
+
+def looks_back(new: NewSequence, config: EngineConfig) -> bool:
+    """Whether sampling this sequence depends on the tokens it generated, beyond its logits."""
+    params = new.sampling
+    return bool(
+        params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1.0
+        or params.bad_words_token_ids
+        or new.grammar is not None
+        or params.thinking_token_budget is not None
+        or params.logits_processors_args
+        or config.logits_processors
+    )

@@ -6,16 +6,32 @@ Called by engine/executor.py only. What a step does is model_runner.py's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import gc
+import logging
+import math
+import os
+from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.config import EngineConfig
-from fastdeploy_core.types import SchedulerOutput
+from fastdeploy_core.contracts.device import DeviceBackend, DeviceOptions
+from fastdeploy_core.errors import CapabilityError, ResourceError, WorkerError
+from fastdeploy_core.plugins.kernels import build_kernel_table
+from fastdeploy_core.sampling.penalties import PenaltyTables
+from fastdeploy_core.tensor import DTYPE_BYTES
+from fastdeploy_core.types import NewSequence, SamplingParams, ScheduledSequence, SchedulerOutput
 from fastdeploy_core.types.worker import WorkerInfo
 
+from .loader import LoadedModel, load_model
+from .memory import LowWater, MemoryProfile
+from .model_runner import ModelRunner
+from .pending import PendingOutput
+
 if TYPE_CHECKING:
+    from fastdeploy_core.contracts.device import Communicator
+    from fastdeploy_core.plugins.kernels import ChosenKernels
     from fastdeploy_core.plugins.resolve import ResolvedPlugins
 
-    from .pending import PendingOutput
+logger = logging.getLogger(__name__)
 
 
 class Worker:
@@ -29,18 +45,244 @@ class Worker:
         world_size: int = 1,
         address: str = "",
     ) -> None:
-        self.config = config
+        self.config, self.resolved = config, resolved
+        self.rank, self.world_size, self.address = rank, world_size, address
+        self.device: DeviceBackend | None = None
+        self._communicator: Communicator | None = None
+        self._runner: ModelRunner | None = None
+        self._report: list[str] = []
+
+    # -- start-up ---------------------------------------------------------------------------------
 
     def load(self) -> WorkerInfo:
-        """Build the device, load the weights, and measure what a step of maximal size needs."""
-        raise NotImplementedError
+        """Build the device, load the weights, and measure what a step of maximal size needs.
+
+        All ranks must be loading at the same time: they meet in collectives.
+        """
+        device = self.device = self._open_device()
+        if self.world_size > 1:
+            self._communicator = device.communicator(self.rank, self.world_size, self.address)
+        kernels = build_kernel_table(
+            device.name,
+            {"dtype": self.config.model.dtype, "tensor_library": device.xp.name},
+            self.config.device.allow_fallback,
+            resolved=self.resolved,
+        )
+        free_before = device.memory().free_bytes
+        loaded = load_model(
+            self.config,
+            device,
+            kernels,
+            self.rank,
+            self.world_size,
+            self._communicator,
+            self.resolved.load,
+        )
+        gc.collect()
+        weight_bytes = max(0, free_before - device.memory().free_bytes)
+        self._runner = ModelRunner(
+            self.config, device, kernels, loaded, self.rank, self._communicator
+        )
+        info = self._info(device, loaded, kernels, weight_bytes)
+        if self.rank == 0:
+            for line in info.report:
+                logger.info("%s", line)
+        return info
 
     def initialize_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Allocate the KV pool, and the host tier when num_host_blocks is above 0."""
+        runner, device = self._ready()
+        try:
+            runner.allocate_cache(num_blocks, num_host_blocks)
+        except Exception as error:
+            if not device.is_oom(error):
+                raise
+            size = num_blocks * self._bytes_per_block(runner) / 1024**3
+            raise ResourceError(
+                f"the KV cache of {num_blocks} blocks ({size:.2f} GiB) does not fit into memory; "
+                "lower --gpu-memory-utilization or --num-gpu-blocks-override"
+            ) from error
 
     def launch(self, step: SchedulerOutput) -> PendingOutput:
         """Queue one step's work on the device; the result is fetched with PendingOutput.wait()."""
-        raise NotImplementedError
+        return self._ready()[0].launch(step)
 
     def close(self) -> None:
         """Give the device back."""
+        if self._communicator is not None:
+            self._communicator.close()
+        if self.device is not None:
+            self.device.close()
+        self._runner = self._communicator = self.device = None
+
+    # -- helpers ----------------------------------------------------------------------------------
+
+    def _ready(self) -> tuple[ModelRunner, DeviceBackend]:
+        if self._runner is None or self.device is None:
+            raise WorkerError(f"worker rank {self.rank} has no model; call load() first")
+        return self._runner, self.device
+
+    def _open_device(self) -> DeviceBackend:
+        config = self.config.device
+        num_threads = config.num_threads
+        if not num_threads and self.world_size > 1:
+            # Ranks of one host share its cores; each taking all of them would make them wait.
+            num_threads = max(1, len(os.sched_getaffinity(0)) // self.world_size)
+        options = DeviceOptions(
+            index=self.rank,
+            tensor_library=self.resolved.tensor_library or config.tensor_library,
+            num_threads=num_threads,
+            seed=self.config.model.seed,
+        )
+        device: DeviceBackend = self.resolved.load("device")(options)
+        limits, block_size = device.limits, self.config.cache.block_size
+        if self.world_size > limits.max_tensor_parallel_size:
+            raise CapabilityError(
+                f"device {device.name!r} joins at most {limits.max_tensor_parallel_size} ranks; "
+                f"--tensor-parallel-size is {self.world_size}"
+            )
+        if limits.block_sizes is not None and block_size not in limits.block_sizes:
+            raise CapabilityError(
+                f"device {device.name!r} has no KV blocks of {block_size} tokens; possible: "
+                f"--block-size {' | '.join(map(str, limits.block_sizes))}"
+            )
+        return device
+
+    def _info(
+        self,
+        device: DeviceBackend,
+        loaded: LoadedModel,
+        kernels: ChosenKernels,
+        weight_bytes: int,
+    ) -> WorkerInfo:
+        runner, config, limits = self._ready()[0], self.config, device.limits
+        bytes_per_block = self._bytes_per_block(runner)
+        available, arithmetic = self._available(weight_bytes, bytes_per_block)
+        foreign = {o: d for o, d in kernels.origins().items() if d != "fastdeploy-core"}
+        report = [
+            f"device {device.name} on {device.xp.name} {device.xp.version}, {loaded.dtype}",
+            f"kernels: {len(foreign)} of {len(kernels.origins())} from plugins"
+            + (f" ({', '.join(sorted(set(foreign.values())))})" if foreign else ""),
+            f"memory: {arithmetic}",
+            *loaded.report,
+        ]
+        asked = (
+            (config.batch.overlap, limits.overlap, "overlap of scheduling and execution"),
+            (config.cache.swap_space_bytes > 0, limits.host_tier, "the host-memory KV tier"),
+            (config.cache.enable_prefix_caching, limits.block_sharing, "prefix caching"),
+            (config.batch.enable_chunked_prefill, limits.mixed_batches, "prefill beside decode"),
+        )
+        report += [
+            f"turned off: {what}; device {device.name} cannot do it"
+            for wanted, possible, what in asked
+            if wanted and not possible
+        ]
+        return WorkerInfo(
+            num_layers=len(loaded.kv_layers),
+            vocab_size=loaded.shapes.vocab_size,
+            max_model_len=config.model.max_model_len,
+            weight_bytes=weight_bytes,
+            bytes_per_block=bytes_per_block,
+            available_bytes=available,
+            memory_arithmetic=arithmetic,
+            block_size=config.cache.block_size,
+            block_sharing=limits.block_sharing,
+            mixed_batches=limits.mixed_batches,
+            max_prefills_per_step=limits.max_prefills_per_step,
+            token_buckets=limits.token_buckets,
+            overlap=limits.overlap and config.batch.overlap,
+            host_tier=limits.host_tier,
+            logprobs=limits.logprobs,
+            device=device.name,
+            tensor_library=device.xp.name,
+            drivers={
+                "device": device.name,
+                "attention": ", ".join(sorted({b.name for b in loaded.attention.values()})),
+            },
+            report=report,
+        )
+
+    @staticmethod
+    def _bytes_per_block(runner: ModelRunner) -> int:
+        return sum(
+            math.prod(shape) * DTYPE_BYTES[dtype]
+            for shapes, dtype in runner.cache_shapes(1)
+            for shape in shapes
+        )
+
+    def _available(self, weight_bytes: int, bytes_per_block: int) -> tuple[int, str]:
+        """Bytes for the KV pool and how they came about."""
+        cache = self.config.cache
+        if cache.num_blocks_override is not None:
+            size = cache.num_blocks_override * bytes_per_block
+            return size, f"{cache.num_blocks_override} blocks as set by --num-gpu-blocks-override"
+        if cache.kv_cache_memory_bytes is not None:
+            return cache.kv_cache_memory_bytes, "as set by --kv-cache-memory-bytes"
+        profile = self._profile(weight_bytes, bytes_per_block)
+        return profile.available_bytes, profile.arithmetic()
+
+    def _profile(self, weight_bytes: int, bytes_per_block: int) -> MemoryProfile:
+        """Run the largest prefill and the widest sampling there can be, and see what they take."""
+        runner, device = self._ready()
+        steps, num_blocks = largest_steps(self.config)
+        before = device.memory()
+        try:
+            with LowWater(device.memory) as water:
+                runner.allocate_cache(num_blocks, 0)
+                for step in steps:
+                    runner.launch(step).wait()
+                runner.free_cache()
+                gc.collect()
+        except ResourceError as error:
+            raise ResourceError(
+                f"the largest step does not fit into memory beside the weights "
+                f"({weight_bytes / 1024**3:.2f} GiB): {error}"
+            ) from error
+        logits_bytes = PenaltyTables.num_bytes(self.config.batch.max_num_seqs, runner.vocab_size)
+        peak = before.free_bytes - water.free_bytes - num_blocks * bytes_per_block
+        limits = device.limits
+        return MemoryProfile(
+            total_bytes=before.total_bytes,
+            free_bytes=before.free_bytes,
+            weight_bytes=weight_bytes,
+            step_bytes=max(0, peak) + logits_bytes,
+            utilization=self.config.cache.memory_utilization,
+            shared_with=self.world_size if limits.shares_host_memory else 0,
+        )
+
+
+def largest_steps(config: EngineConfig) -> tuple[list[SchedulerOutput], int]:
+    """The step with most tokens in fewest rows, the step with most rows; and blocks for them."""
+    block_size, longest = config.cache.block_size, config.model.max_model_len
+    batch, params = config.batch, SamplingParams(top_p=0.9, top_k=50, seed=0, logprobs=1)
+
+    def step(step_id: int, lengths: list[int], finished: list[int]) -> SchedulerOutput:
+        new: list[Any] = []
+        first_block = 0
+        for number, length in enumerate(lengths):
+            num_blocks = -(-length // block_size)
+            new.append(
+                NewSequence(
+                    seq_id=step_id * batch.max_num_seqs + number,
+                    token_ids=[0] * length,
+                    num_prompt_tokens=length,
+                    block_ids=list(range(first_block, first_block + num_blocks)),
+                    sampling=params,
+                    seed=number,
+                )
+            )
+            first_block += num_blocks
+        rows = [ScheduledSequence(n.seq_id, 0, len(n.token_ids)) for n in new]
+        return SchedulerOutput(
+            step_id=step_id, new_sequences=new, sequences=rows, finished_seq_ids=finished
+        )
+
+    left, lengths = batch.max_num_batched_tokens, []
+    while left > 0 and len(lengths) < batch.max_num_seqs:
+        lengths.append(min(left, longest))
+        left -= lengths[-1]
+    steps = [step(0, lengths, [])]
+    ids = [s.seq_id for s in steps[0].sequences]
+    steps.append(step(1, [1] * batch.max_num_seqs, ids))
+    num_blocks = max(sum(len(n.block_ids) for n in s.new_sequences) for s in steps)
+    return steps, num_blocks

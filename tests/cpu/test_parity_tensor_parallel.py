@@ -12,7 +12,7 @@ from tests.tp_rank import run_ranks
 
 # One of each way to divide: biases with GQA, a replicated key-value head, experts with shared ones,
 # latent attention with groups.
-VARIANTS = ("llama", "qwen3", "ernie-moe", "deepseek")
+VARIANTS = ("llama", "qwen3", "ernie-moe", "deepseek", "deepseek-no-q-lora")
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fastdeploy_core.tensor import load
 from tests.checkpoints import NUM_GREEDY, VARIANTS, build, paddle_copy, reference
 from tests.paged import PagedModel
 
@@ -65,3 +66,17 @@ def test_a_paddle_layout_copy_gives_the_same_tokens(
     answer = reference(checkpoints / variant)[0]
     tokens = PagedModel(copy, tensor_library).greedy({"a": answer["prompt"].tolist()}, NUM_GREEDY)
     assert tokens["a"] == answer["greedy"].tolist()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bfloat16_stays_near_float32(checkpoints: Path, variant: str, tensor_library: str) -> None:
+    if "bfloat16" not in load(tensor_library).cpu_matmul_dtypes:
+        pytest.skip(f"{tensor_library} cannot multiply bfloat16 on a CPU")
+    answer = reference(checkpoints / variant)[0]
+    model = PagedModel(checkpoints / variant, tensor_library, dtype="bfloat16")
+    logits = model.step([("a", answer["prompt"].tolist())])[0]
+    # Eight bits of mantissa: far from exact, yet a wrong cast or a lost scale would be far outside.
+    similarity = np.sum(logits * answer["logits"], -1) / (
+        np.linalg.norm(logits, axis=-1) * np.linalg.norm(answer["logits"], axis=-1)
+    )
+    assert similarity.min() > 0.98

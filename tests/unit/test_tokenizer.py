@@ -32,23 +32,49 @@ FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
-    "token_objects": ("byte_level", {"eos_token": {"__type": "AddedToken", "content": "<|end|>"}}, {}),
+    "token_objects": (
+        "byte_level",
+        {"eos_token": {"__type": "AddedToken", "content": "<|end|>"}},
+        {},
+    ),
     "byte_fallback": ("byte_fallback", {"add_bos_token": True, "unk_token": "<unk>"}, {}),
     "metaspace": ("metaspace", {"unk_token": "<unk>"}, {}),
 }
 
 
-@pytest.mark.parametrize("name", FOLDERS)
-def test_ids_and_texts_equal_transformers(name: str, tmp_path: Path) -> None:
-    style, config, files = FOLDERS[name]
-    folder = tokenizer_files.write(tmp_path / name, style, config, **files)
-    ours = Tokenizer.load(folder)
+def _streams(name: str, vocab_size: int) -> list[list[int]]:
     rng = random.Random(name)
-    streams = [[rng.randrange(ours.vocab_size) for _ in range(20)] for _ in range(20)]
-    texts = tokenizer_files.TEXTS
-    theirs = hf_tokenizer_child.ask(
-        {"kind": "facts", "path": str(folder), "texts": texts, "streams": streams}
-    )
+    return [[rng.randrange(vocab_size) for _ in range(20)] for _ in range(20)]
+
+
+@pytest.fixture(scope="module")
+def both_sides(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[Tokenizer, dict[str, Any]]]:
+    """Our tokenizer and transformers' facts for every folder; one child process for all."""
+    root = tmp_path_factory.mktemp("folders")
+    ours: dict[str, Tokenizer] = {}
+    jobs = []
+    for name, (style, config, files) in FOLDERS.items():
+        folder = tokenizer_files.write(root / name, style, config, **files)
+        ours[name] = Tokenizer.load(folder)
+        jobs.append(
+            {
+                "path": str(folder),
+                "texts": tokenizer_files.TEXTS,
+                "streams": _streams(name, ours[name].vocab_size),
+            }
+        )
+    theirs = hf_tokenizer_child.ask("facts", jobs)
+    return {name: (ours[name], facts) for name, facts in zip(FOLDERS, theirs, strict=True)}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_ids_and_texts_equal_transformers(
+    name: str, both_sides: dict[str, tuple[Tokenizer, dict[str, Any]]]
+) -> None:
+    ours, theirs = both_sides[name]
+    texts, streams = tokenizer_files.TEXTS, _streams(name, ours.vocab_size)
     assert ours.vocab_size == theirs["length"]
     assert [ours.encode(text) for text in texts] == theirs["with"]
     assert ours.encode_batch(texts, add_special_tokens=False) == theirs["without"]
@@ -66,7 +92,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def test_special_tokens_of_the_map_file_are_known(tmp_path: Path) -> None:
-    folder = tokenizer_files.write(tmp_path, "byte_level", special_tokens_map={"pad_token": "<pad>"})
+    folder = tokenizer_files.write(
+        tmp_path, "byte_level", special_tokens_map={"pad_token": "<pad>"}
+    )
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.pad_token == "<pad>"
     assert tokenizer.encode("a<pad>")[-1] == tokenizer.pad_token_id

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server under its FastDeploy 2.x path."""

@@ -1,0 +1,25 @@
+"""`fastdeploy serve`: arguments in, a running server, an exit code out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .parsing import parse_table
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until a signal."""
+    values, _ = parse_table(
+        argv,
+        "fastdeploy serve",
+        "Serve a model through an OpenAI-compatible API.",
+        ("engine", "server"),
+    )
+    from fastdeploy_core import envs
+
+    from .logs import setup_logging
+
+    setup_logging(values.get("log_level") or envs.read("FD_LOG_LEVEL"))
+    from fastdeploy_core.serving.launch import serve
+
+    return serve(values)

@@ -1,0 +1,285 @@
+"""The engine core: schedule, execute, update, answer. One thread calls it.
+
+With overlap one step is always queued behind the one that runs, so the device never waits for the
+scheduler; what is scheduled ahead assumes that every running sequence goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.errors import InvalidRequest, WorkerError
+from fastdeploy_core.kvcache import CachePlan, KVCacheManager, plan_cache
+from fastdeploy_core.scheduler import BatchScheduler, ScheduledStep, make_settings
+from fastdeploy_core.types import ModelRunnerOutput, Request, RequestOutputDelta
+from fastdeploy_core.types.engine import EngineInfo, EngineStats
+from fastdeploy_core.types.worker import WorkerInfo
+
+from .executor import Executor
+
+if TYPE_CHECKING:
+    from fastdeploy_core.plugins.resolved import ResolvedPlugins
+
+logger = logging.getLogger(__name__)
+
+# Steps that fail one after the other before the device is given up: a request that is to blame is
+# found and removed by then.
+MAX_FAILURES_IN_A_ROW = 3
+# Times that nothing could run although nothing was in flight, before somebody is failed.
+MAX_IDLE_PLANS = 4
+
+
+class EngineCore:
+    """A model being served: requests in, deltas out."""
+
+    def __init__(
+        self, config: EngineConfig, resolved: ResolvedPlugins, executor: Executor | None = None
+    ) -> None:
+        """Load the model and size the KV cache; raises ConfigError, PluginError or WorkerError."""
+        started = time.monotonic()
+        self.config = config
+        self._executor = executor or Executor(config, resolved)
+        try:
+            infos = self._executor.load()
+            plan = plan_cache(infos, config.cache, config.batch, config.model.max_model_len)
+            settings = make_settings(config, infos[0])
+            self._executor.initialize_cache(plan.num_blocks, plan.num_host_blocks)
+        except BaseException:
+            self._executor.close()
+            raise
+        worker = infos[0]
+        caching = config.cache.enable_prefix_caching and worker.block_sharing
+        kv = KVCacheManager(
+            plan.num_blocks,
+            worker.block_size,
+            num_host_blocks=plan.num_host_blocks,
+            enable_prefix_caching=caching,
+            enable_output_caching=config.cache.enable_output_caching,
+            model_identity=_model_identity(config),
+        )
+        self.scheduler = BatchScheduler(settings, kv)
+        overlap = config.batch.overlap and worker.overlap and config.speculative is None
+        self._depth = 2 if overlap else 1
+        self._in_flight: deque[tuple[ScheduledStep, Future[ModelRunnerOutput]]] = deque()
+        self._vocab_size = worker.vocab_size
+        self._has_logprobs = worker.logprobs
+        self._num_failures = 0
+        self._num_idle_plans = 0
+        self._stats = EngineStats()
+        self.info = self._describe(infos, plan, overlap, caching, time.monotonic() - started)
+        for line in self.info.report:
+            logger.info("%s", line)
+
+    def add(self, request: Request) -> None:
+        """Queue a request; raises InvalidRequest or RequestTooLong and stays unchanged then."""
+        self.check(request)
+        self.scheduler.add(request)
+
+    def check(self, request: Request) -> None:
+        """Raise InvalidRequest if the request could never run; may be called from any thread."""
+        try:
+            self._check_tokens(request)
+            self.scheduler.check(request)
+        except InvalidRequest as error:
+            self.count_rejection(type(error).__name__)
+            raise
+
+    def count_rejection(self, error_type: str) -> None:
+        """For the metrics: a request was refused."""
+        self.scheduler.counters.num_rejected[error_type] += 1
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests without a further delta; unknown ids are ignored."""
+        self.scheduler.abort(request_ids)
+
+    def has_work(self) -> bool:
+        """Whether `step` has something to do: a request to run, a result or an answer to take."""
+        return self.scheduler.has_work() or bool(self._in_flight)
+
+    def step(self) -> list[RequestOutputDelta]:
+        """Schedule, execute, update, answer. WorkerError means that the engine is dead."""
+        self._submit_ahead()
+        self._take_oldest()
+        return self.scheduler.take_deltas()
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters; may be called from another thread."""
+        stats = copy.copy(self._stats)
+        self.scheduler.fill_stats(stats)
+        return stats
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix; False, and nothing is forgotten, while there is work."""
+        if self.has_work():
+            return False
+        self.scheduler.kv.clear_cache()
+        return True
+
+    def fail_all(self, message: str, error_type: str) -> list[RequestOutputDelta]:
+        """End every request with an error, and the answers that say so."""
+        self.scheduler.fail_all(message, error_type)
+        return self.scheduler.take_deltas()
+
+    def close(self) -> None:
+        """End worker processes, give the device back; idempotent."""
+        self._executor.close()
+
+    def _submit_ahead(self) -> None:
+        started = time.perf_counter()
+        while len(self._in_flight) < self._depth:
+            step = self.scheduler.schedule()
+            if step is None:
+                self._check_idle()
+                break
+            self._num_idle_plans = 0
+            self._in_flight.append((step, self._executor.submit(step.output)))
+        self._stats.schedule_s += time.perf_counter() - started
+
+    def _take_oldest(self) -> None:
+        if not self._in_flight:
+            return
+        step, future = self._in_flight.popleft()
+        started = time.perf_counter()
+        try:
+            output = future.result()
+        except Exception as error:
+            self._take_failure(step, error)
+            return
+        received = time.perf_counter()
+        self.scheduler.update(step, output)
+        self._num_failures = 0
+        self._count(step, output, received - started, time.perf_counter() - received)
+
+    def _take_failure(self, step: ScheduledStep, error: Exception) -> None:
+        """A step failed. Its sequences are tried again one by one, so that only the one to blame
+        fails; what was submitted after it is void. Some failures are the end of the engine."""
+        stats = self._stats
+        stats.step_failures_total += 1
+        self._num_failures += 1
+        name = type(error).__name__
+        logger.error("step %s failed", step.output.step_id, exc_info=error)
+        if isinstance(error, WorkerError):
+            raise error
+        if self._executor.world_size > 1:
+            raise WorkerError(
+                f"rank 0 failed in a step ({name}), so the ranks disagree; see the log"
+            ) from error
+        if self._num_failures >= MAX_FAILURES_IN_A_ROW:
+            raise WorkerError(
+                f"{self._num_failures} steps failed one after the other, the last with {name}; "
+                "see the log"
+            ) from error
+        steps = [step]
+        while self._in_flight:
+            later, future = self._in_flight.popleft()
+            failure = future.exception()
+            if isinstance(failure, WorkerError):
+                raise failure
+            steps.append(later)
+        self.scheduler.fail(steps, f"running the model failed for this request ({name})")
+
+    def _check_idle(self) -> None:
+        """Something waits, nothing runs and nothing could be scheduled: if that stays so, the
+        oldest request fails rather than everybody waiting for ever."""
+        if self._in_flight or not self.scheduler.num_requests:
+            return
+        self._num_idle_plans += 1
+        if self._num_idle_plans >= MAX_IDLE_PLANS:
+            self._num_idle_plans = 0
+            logger.error("nothing can be scheduled: %s", self.stats())
+            self.scheduler.fail_oldest("no room in the KV cache for this request; try again later")
+
+    def _check_tokens(self, request: Request) -> None:
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        if prompt and not (min(prompt) >= 0 and max(prompt) < self._vocab_size):
+            raise InvalidRequest(
+                f"the prompt has a token id outside 0 to {self._vocab_size - 1}, which is what the "
+                "model knows",
+                param="prompt",
+            )
+        sampling.check_vocabulary(self._vocab_size)
+        limit = self.config.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            number = getattr(sampling, name)
+            if number is None:
+                continue
+            if not self._has_logprobs:
+                raise InvalidRequest(f"{name} is not possible on this device", param=name)
+            if limit >= 0 and not 0 <= number <= limit:
+                asked = "the whole vocabulary" if number == -1 else number
+                raise InvalidRequest(
+                    f"{name} asks for {asked}; at most {limit} are possible (--max-logprobs)",
+                    param=name,
+                )
+
+    def _count(
+        self, step: ScheduledStep, output: ModelRunnerOutput, wait_s: float, update_s: float
+    ) -> None:
+        stats = self._stats
+        stats.steps_total += 1
+        stats.step_tokens_total += step.num_tokens
+        stats.step_sequences_total += len(step.rows)
+        stats.wait_s += wait_s
+        stats.update_s += update_s
+        stats.execute_s += output.execute_s
+        stats.model_s += output.model_s
+        stats.last_step_s = output.execute_s
+        stats.last_step_num_seqs = len(step.rows)
+
+    def _describe(
+        self,
+        infos: list[WorkerInfo],
+        plan: CachePlan,
+        overlap: bool,
+        caching: bool,
+        startup_s: float,
+    ) -> EngineInfo:
+        config, worker = self.config, infos[0]
+        report = [line for info in infos for line in info.report] + plan.report
+        if config.cache.enable_prefix_caching and not caching:
+            report.append("prefix cache off: the device cannot share blocks between sequences")
+        if config.batch.overlap and not overlap:
+            why = "speculation needs each step's tokens first"
+            if not worker.overlap:
+                why = "the device cannot queue a step before the one before has finished"
+            report.append(f"overlap of scheduling and execution off: {why}")
+        return EngineInfo(
+            num_blocks=plan.num_blocks,
+            num_host_blocks=plan.num_host_blocks,
+            block_size=worker.block_size,
+            max_model_len=config.model.max_model_len,
+            vocab_size=worker.vocab_size,
+            max_num_seqs=config.batch.max_num_seqs,
+            max_num_batched_tokens=config.batch.max_num_batched_tokens,
+            max_request_tokens=self.scheduler.max_request_tokens,
+            served_names=list(config.model.served_names),
+            model_path=str(config.model.path),
+            architecture=config.model.architecture,
+            dtype=config.model.dtype,
+            device=worker.device,
+            tensor_library=worker.tensor_library,
+            tensor_parallel_size=len(infos),
+            drivers=worker.drivers,
+            overlap=overlap,
+            prefix_caching=caching,
+            weight_bytes=sum(info.weight_bytes for info in infos),
+            bytes_per_block=sum(info.bytes_per_block for info in infos),
+            startup_s=startup_s,
+            epoch=secrets.randbits(63),
+            report=report,
+        )
+
+
+def _model_identity(config: EngineConfig) -> str:
+    """What makes cached blocks of one model useless for another."""
+    model = config.model
+    parts = (model.path, model.dtype, model.quantization, config.cache.kv_dtype)
+    return "\0".join(str(part) for part in parts)

@@ -1,0 +1,108 @@
+"""Tells hook modules what an engine does: started, request finished, about once a second its stats."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fastdeploy_core.types import Request, RequestOutputDelta
+from fastdeploy_core.types.engine import EngineInfo, EngineStats
+
+if TYPE_CHECKING:
+    from fastdeploy_core.plugins.manager import HookManager
+
+STATS_INTERVAL_S = 1.0
+
+
+class _Record:
+    """What is told of a request when it ends."""
+
+    __slots__ = ("arrival_s", "first_token_s", "num_generated", "num_prompt", "reasons")
+
+    def __init__(self, num_prompt: int) -> None:
+        self.arrival_s = time.monotonic()
+        self.first_token_s = 0.0
+        self.num_prompt = num_prompt
+        self.num_generated = 0
+        self.reasons: list[str] = []
+
+
+class Observer:
+    """Keeps records only of what some hook wants to hear."""
+
+    def __init__(self, hooks: HookManager | None) -> None:
+        self._hooks = hooks
+        heard = {name for e in hooks.entries for name in hooks.hooks_of(e)} if hooks else set()
+        self._wants_requests = "fd_request_finished" in heard
+        self._wants_stats = "fd_step_stats" in heard
+        self._records: dict[str, _Record] = {}
+        self._next_stats_s = 0.0
+
+    def started(self, info: EngineInfo) -> None:
+        """The engine is ready."""
+        if self._hooks is not None:
+            self._hooks.notify("fd_engine_started", info=msgspec.to_builtins(info))
+
+    def admitted(self, request: Request) -> None:
+        """The engine took a request."""
+        if self._wants_requests:
+            self._records[request.request_id] = _Record(len(request.prompt_token_ids))
+
+    def delivered(self, deltas: Sequence[RequestOutputDelta]) -> None:
+        """The engine answered."""
+        if not self._wants_requests:
+            return
+        for delta in deltas:
+            record = self._records.get(delta.request_id)
+            if record is None:
+                continue
+            for seq in delta.sequences:
+                record.num_generated += len(seq.token_ids)
+                if seq.finish_reason is not None:
+                    record.reasons.append(seq.finish_reason.value)
+            if record.num_generated and not record.first_token_s:
+                record.first_token_s = time.monotonic() - record.arrival_s
+            if delta.finished:
+                self._finished(delta.request_id, "error" if delta.error else "")
+
+    def aborted(self, request_ids: Sequence[str]) -> None:
+        """Requests were given up."""
+        for request_id in request_ids:
+            if request_id in self._records:
+                self._finished(request_id, "abort")
+
+    def tick(self, stats: Callable[[], EngineStats]) -> None:
+        """Time passes."""
+        now = time.monotonic()
+        if not self._wants_stats or now < self._next_stats_s:
+            return
+        self._next_stats_s = now + STATS_INTERVAL_S
+        numbers = {
+            name: float(value)
+            for name, value in msgspec.structs.asdict(stats()).items()
+            if isinstance(value, int | float)
+        }
+        self._notify("fd_step_stats", stats=numbers)
+
+    def shutdown(self) -> None:
+        """The process is about to end."""
+        self._notify("fd_shutdown")
+
+    def _finished(self, request_id: str, reason: str) -> None:
+        record = self._records.pop(request_id)
+        info = {
+            "request_id": request_id,
+            "finish_reason": reason or ",".join(record.reasons),
+            "num_prompt_tokens": record.num_prompt,
+            "num_generated_tokens": record.num_generated,
+            "first_token_s": record.first_token_s,
+            "total_s": time.monotonic() - record.arrival_s,
+        }
+        self._notify("fd_request_finished", info=info)
+
+    def _notify(self, hook: str, **arguments: Any) -> None:
+        if self._hooks is not None:
+            self._hooks.notify(hook, **arguments)

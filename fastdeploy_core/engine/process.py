@@ -1,0 +1,285 @@
+"""The engine process: takes requests from a socket, runs the core, sends deltas back.
+
+Three threads: ingress hears the client, the main thread runs the core, egress sends what the request
+scheduler has for the client. A bad message is logged and dropped; a bad request is answered; only a
+broken engine ends the process, with a status that is not zero.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import signal
+import threading
+import time
+from typing import Any
+
+import msgspec
+import zmq
+
+from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad, RequestScheduler
+from fastdeploy_core.errors import FastDeployError, InvalidRequest
+from fastdeploy_core.plugins.manager import hook_manager
+from fastdeploy_core.types import Request, RequestOutputDelta
+
+from . import wire
+from .core import EngineCore
+from .observer import Observer
+from .progress import Progress
+
+logger = logging.getLogger(__name__)
+
+IDLE_TICK_S = 0.5
+REARM_S = 1.0
+UNBOUNDED = 2**62
+
+
+def request_address(folder: str) -> str:
+    """Where the engine hears its client."""
+    return f"ipc://{folder}/requests"
+
+
+def output_address(folder: str) -> str:
+    """Where the client hears its engine."""
+    return f"ipc://{folder}/output"
+
+
+def main(data: bytes) -> int:
+    """Run an engine until told to stop; returns the exit status."""
+    init: wire.EngineInit = wire.decoder(wire.EngineInit).decode(data)
+    context = zmq.Context()
+    output = context.socket(zmq.PUSH)
+    output.connect(output_address(init.folder))
+    progress = Progress(init.folder)
+    try:
+        init.resolved.verify(init.digest)
+        process = EngineProcess(init, context, output, progress)
+    except BaseException as error:
+        logger.error("the engine did not start", exc_info=error)
+        output.send(wire.encode(_failure(error)))
+        context.destroy(linger=1000)
+        return 1
+    status = process.run()
+    context.destroy(linger=1000)
+    return status
+
+
+def _failure(error: BaseException) -> wire.Failed:
+    message = str(error) or type(error).__name__
+    if not isinstance(error, FastDeployError):
+        message = f"{type(error).__name__}: {message}"
+    return wire.Failed(type(error).__name__, message)
+
+
+class EngineProcess:
+    """Everything in the process."""
+
+    def __init__(
+        self,
+        init: wire.EngineInit,
+        context: zmq.Context[zmq.Socket[bytes]],
+        output: zmq.Socket[bytes],
+        progress: Progress,
+    ) -> None:
+        self._config = config = init.config
+        self._folder = init.folder
+        self._context = context
+        self._output = output  # the egress thread's, once that runs
+        self._progress = progress
+        self._scheduler: RequestScheduler = init.resolved.load("scheduler")(
+            config.request_scheduler
+        )
+        self._core = EngineCore(config, init.resolved)
+        self._observer = Observer(hook_manager(init.resolved))
+        self._stopping = threading.Event()
+        self._egress_stopping = threading.Event()
+        self._num_taken = 0
+        self._armed_s = 0.0
+        self._ingress = threading.Thread(target=self._hear, name="fd-ingress", daemon=True)
+        self._egress = threading.Thread(target=self._send, name="fd-egress", daemon=True)
+
+    def run(self) -> int:
+        """Serve until told to stop."""
+        signal.signal(signal.SIGTERM, lambda *_: self._stopping.set())
+        info = self._core.info
+        self._observer.started(info)
+        self._progress.mark()
+        self._output.send(wire.encode(wire.Ready(info)))
+        self._ingress.start()
+        self._egress.start()
+        status = 0
+        try:
+            while not self._stopping.is_set():
+                self._tick()
+        except BaseException as error:
+            logger.critical("the engine failed", exc_info=error)
+            status = 1
+            self._fail(error)
+        faulthandler.cancel_dump_traceback_later()
+        self._finish()
+        return status
+
+    def _tick(self) -> None:
+        """Take what came in, run one step, publish; or wait a moment for something to do."""
+        core, scheduler = self._core, self._scheduler
+        self._rearm()
+        aborts = scheduler.get_aborts()
+        if aborts:
+            core.abort(aborts)
+            self._observer.aborted(aborts)
+        is_idle = not core.has_work()
+        batch = core.scheduler
+        free_slots = self._config.batch.max_num_seqs - batch.num_running - batch.num_waiting
+        if free_slots > 0:
+            capacity = Capacity(
+                num_requests=free_slots,
+                num_free_blocks=core.info.num_blocks,
+                block_size=core.info.block_size,
+                num_tokens=UNBOUNDED,
+            )
+            timeout_s = IDLE_TICK_S if is_idle else 0.0
+            for request in scheduler.get_requests(capacity, timeout_s):
+                self._admit(request)
+        deltas = core.step() if core.has_work() else []
+        if deltas:
+            scheduler.put_results(deltas)
+            self._observer.delivered(deltas)
+        self._observer.tick(core.stats)
+        self._progress.mark()
+
+    def _admit(self, request: Request) -> None:
+        """Whatever is wrong with one request ends that request only."""
+        try:
+            self._core.add(request)
+        except InvalidRequest as error:
+            self._scheduler.put_results([refusal(request, error)])
+        except Exception as error:
+            logger.exception("request %s could not be admitted", request.request_id)
+            self._scheduler.put_results([refusal(request, error)])
+        else:
+            self._observer.admitted(request)
+
+    def _rearm(self) -> None:
+        """If the main thread does not come back here in time, a thread outside the interpreter
+        writes all stacks to the log and ends the process."""
+        timeout_s = self._config.watchdog.progress_timeout_s
+        now = time.monotonic()
+        if timeout_s > 0 and now - self._armed_s > min(REARM_S, timeout_s / 4):
+            self._armed_s = now
+            faulthandler.dump_traceback_later(timeout_s, exit=True)
+
+    def _fail(self, error: BaseException) -> None:
+        """The engine is broken: everybody waiting is told, then the process ends."""
+        message = str(error) if isinstance(error, FastDeployError) else "the engine failed"
+        try:
+            self._scheduler.put_results(self._core.fail_all(message, "WorkerError"))
+        except Exception:
+            logger.exception("not every request could be told")
+        self._stopping.set()
+        self._join_egress()
+        self._output.send(wire.encode(_failure(error)))
+
+    def _finish(self) -> None:
+        self._stopping.set()
+        self._scheduler.close()
+        self._join_egress()
+        self._ingress.join(2.0)
+        self._observer.shutdown()
+        self._core.close()
+
+    def _join_egress(self) -> None:
+        self._egress_stopping.set()
+        self._egress.join(2.0)
+
+    def _hear(self) -> None:
+        """The ingress thread."""
+        requests = self._context.socket(zmq.PULL)
+        requests.bind(request_address(self._folder))
+        replies = self._context.socket(zmq.PUSH)
+        replies.connect(output_address(self._folder))
+        decode = wire.decoder(wire.ToEngine)
+        next_report_s = 0.0
+        while not self._stopping.is_set():
+            if requests.poll(int(IDLE_TICK_S * 1000)):
+                try:
+                    self._take(decode.decode(requests.recv()), replies)
+                except msgspec.MsgspecError:
+                    logger.exception("an unreadable message was dropped")
+                except Exception:
+                    logger.exception("a message could not be handled")
+            if time.monotonic() >= next_report_s:
+                next_report_s = time.monotonic() + self._config.request_scheduler.lease_s / 8
+                self._report_load()
+        requests.close(0)
+        replies.close(1000)
+
+    def _take(self, message: Any, replies: zmq.Socket[bytes]) -> None:
+        if isinstance(message, wire.Put):
+            refused = self._queue(message.request)
+            if refused is not None:
+                replies.send(wire.encode(wire.Deltas([refused])))
+        elif isinstance(message, wire.Abort):
+            self._scheduler.abort(message.request_ids)
+        elif isinstance(message, wire.AskStats):
+            stats = self._core.stats()
+            stats.num_queued = getattr(self._scheduler, "num_queued", 0)
+            replies.send(wire.encode(wire.Stats(message.number, stats)))
+        elif isinstance(message, wire.Stop):
+            self._stopping.set()
+            self._scheduler.abort([])  # wakes an idle core
+
+    def _queue(self, request: Request) -> RequestOutputDelta | None:
+        """Refuse at once what can never run, whatever waits in front of it."""
+        try:
+            self._core.check(request)
+        except InvalidRequest as error:
+            return refusal(request, error)
+        except Exception as error:
+            logger.exception("request %s could not be checked", request.request_id)
+            return refusal(request, error)
+        (reason,) = self._scheduler.put_requests([request])
+        if reason is None:
+            return None
+        is_full = reason.startswith("queue full")
+        delta = refusal(request, InvalidRequest(reason))
+        if is_full:
+            delta.error_type = "QueueFull"
+        self._core.count_rejection(delta.error_type)
+        return delta
+
+    def _report_load(self) -> None:
+        stats = self._core.stats()
+        self._scheduler.report_load(
+            InstanceLoad(
+                instance=self._config.request_scheduler.instance,
+                epoch=self._core.info.epoch,
+                num_running=stats.num_running,
+                num_waiting=stats.num_waiting,
+                num_free_blocks=stats.num_blocks_free,
+                num_total_blocks=stats.num_blocks_total,
+                reported_at_s=time.monotonic(),
+            )
+        )
+
+    def _send(self) -> None:
+        """The egress thread."""
+        while True:
+            is_last = self._egress_stopping.is_set()
+            deltas = self._scheduler.get_results(0.0 if is_last else IDLE_TICK_S)
+            if deltas:
+                self._output.send(wire.encode(wire.Deltas(deltas)))
+            if is_last:
+                return
+
+
+def refusal(request: Request, error: Exception) -> RequestOutputDelta:
+    """The one answer to a request that does not run. What is not ours to tell is not told."""
+    is_ours = isinstance(error, FastDeployError)
+    return RequestOutputDelta(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        sequences=[],
+        finished=True,
+        error=str(error) if is_ours else "this request could not be started; see the server's log",
+        error_type=type(error).__name__ if is_ours else "FastDeployError",
+    )

@@ -1,0 +1,170 @@
+"""One request's deltas on their way to its client, merged while the client is slow.
+
+What waits is one delta, never a list: a client that stops reading costs the tokens themselves and,
+once these are too many, its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from fastdeploy_core import errors
+from fastdeploy_core.errors import FastDeployError, RequestTimeout, WorkerError
+from fastdeploy_core.types import FinishReason, Request, RequestOutputDelta, SequenceDelta
+
+MAX_BUFFERED_BYTES = 256 * 1024
+STALL_S = 30.0
+TOKEN_BYTES = 32  # a Python integer in a list, about
+LOGPROB_BYTES = 96  # with its token id
+
+
+class OutputStream:
+    """Belongs to one event loop."""
+
+    __slots__ = (
+        "_delivered",
+        "_error",
+        "_finished_indices",
+        "_num_bytes",
+        "_position",
+        "_request",
+        "_stalled_s",
+        "_waiter",
+        "_waiting",
+        "is_ended",
+    )
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._position = 0  # of the next delta from the engine
+        self._delivered = 0  # deltas given to the client
+        self._waiting: RequestOutputDelta | None = None
+        self._num_bytes = 0
+        self._stalled_s: float | None = None
+        self._error: FastDeployError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._finished_indices: set[int] = set()
+        self.is_ended = False  # the engine owes nothing more
+
+    def put(self, delta: RequestOutputDelta) -> bool:
+        """Take a delta from the engine; False if the client has stopped reading for too long."""
+        if self.is_ended or delta.position < self._position:
+            return True
+        if delta.position > self._position:
+            self.fail(
+                WorkerError(f"output was lost between deltas {self._position} and {delta.position}")
+            )
+            return True
+        self._position += 1
+        self.is_ended = delta.finished
+        for seq in delta.sequences:
+            if seq.finish_reason is not None:
+                self._finished_indices.add(seq.index)
+        if self._waiting is None:
+            self._waiting = delta
+        else:
+            _merge(self._waiting, delta)
+        self._num_bytes += _num_bytes(delta)
+        self._wake()
+        return not self._has_stalled()
+
+    def fail(self, error: FastDeployError) -> None:
+        """End the stream with an error."""
+        if self._error is None:
+            self._error = error
+        self.is_ended = True
+        self._wake()
+
+    def abort(self) -> None:
+        """End the stream with a last delta that says so."""
+        if self.is_ended:
+            return
+        sequences = [
+            SequenceDelta(index=index, finish_reason=FinishReason.ABORT)
+            for index in range(self._request.sampling.n)
+            if index not in self._finished_indices
+        ]
+        self.put(
+            RequestOutputDelta(
+                request_id=self._request.request_id,
+                position=self._position,
+                sequences=sequences,
+                finished=True,
+            )
+        )
+
+    async def get(self) -> RequestOutputDelta:
+        """What is new, as one delta; raises the error that ended the stream."""
+        while self._waiting is None:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        delta, self._waiting = self._waiting, None
+        self._num_bytes = 0
+        self._stalled_s = None
+        delta.position = self._delivered
+        self._delivered += 1
+        if delta.error is None:
+            return delta
+        error = error_of(delta)
+        if not any(seq.token_ids for seq in delta.sequences):
+            raise error
+        self._error = error  # raised next, after the tokens that came before it
+        delta.error, delta.error_type, delta.finished = None, "", False
+        return delta
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _has_stalled(self) -> bool:
+        if self._num_bytes <= MAX_BUFFERED_BYTES or self.is_ended:
+            return False
+        now = time.monotonic()
+        if self._stalled_s is None:
+            self._stalled_s = now
+        if now - self._stalled_s < STALL_S:
+            return False
+        self._waiting = None
+        self.fail(RequestTimeout(f"the client did not read its output for {STALL_S:g} s"))
+        return True
+
+
+def error_of(delta: RequestOutputDelta) -> FastDeployError:
+    """The error that a delta tells of, as the class it names."""
+    kind = getattr(errors, delta.error_type, FastDeployError)
+    if not (isinstance(kind, type) and issubclass(kind, FastDeployError)):
+        kind = FastDeployError
+    error: FastDeployError = kind(delta.error or delta.error_type)
+    return error
+
+
+def _num_bytes(delta: RequestOutputDelta) -> int:
+    size = 0
+    for seq in delta.sequences:
+        size += len(seq.token_ids) * TOKEN_BYTES
+        for row in seq.logprobs or ():
+            size += len(row.token_ids) * LOGPROB_BYTES
+    return size
+
+
+def _merge(first: RequestOutputDelta, second: RequestOutputDelta) -> None:
+    """Append the second delta to the first."""
+    by_index = {seq.index: seq for seq in first.sequences}
+    for seq in second.sequences:
+        known = by_index.get(seq.index)
+        if known is None:
+            first.sequences.append(seq)
+            continue
+        known.token_ids.extend(seq.token_ids)
+        if seq.logprobs is not None:
+            known.logprobs = [*(known.logprobs or []), *seq.logprobs]
+        known.finish_reason = seq.finish_reason
+        known.stop_reason = seq.stop_reason
+    first.finished = second.finished
+    first.error, first.error_type = second.error, second.error_type
+    for name in ("prompt_logprobs", "num_cached_tokens", "queue_s"):
+        if getattr(first, name) is None:
+            setattr(first, name, getattr(second, name))

@@ -1,0 +1,265 @@
+"""Keeps one engine process alive: starts it, hears it, notices death and standstill, restarts it.
+
+All of it happens in one thread, which also is the parent the operating system ties the child to, so
+that an event loop that is busy or gone cannot blind the watchdog.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import subprocess
+import threading
+import time
+from typing import Any
+
+import msgspec
+import zmq
+
+from fastdeploy_core import errors
+from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.errors import FastDeployError, WorkerError
+from fastdeploy_core.plugins.resolved import ResolvedPlugins
+from fastdeploy_core.types.engine import EngineHealth, EngineInfo
+
+from . import child, wire
+from .process import output_address, request_address
+from .progress import Progress
+
+logger = logging.getLogger(__name__)
+
+POLL_MS = 100
+STOP_GRACE_S = 8.0
+# The engine ends itself after progress_timeout_s; if it cannot, its parent does, this much later.
+KILL_AFTER_S = 2.0
+DUMP_S = 0.5
+RESTART_WINDOW_S = 600.0
+MAX_BACKOFF_S = 30.0
+MAX_UNSENT = 100_000
+
+
+class Listener:
+    """What the supervisor reports, from its own thread."""
+
+    def on_ready(self, info: EngineInfo) -> None:
+        """An engine takes requests from now on."""
+
+    def on_message(self, message: wire.Deltas | wire.Stats) -> None:
+        """The engine said something."""
+
+    def on_down(self, reason: str) -> None:
+        """The engine ended; nothing that was put will be answered any more."""
+
+    def on_dead(self, error: FastDeployError) -> None:
+        """No engine runs, and none will be started."""
+
+
+class _Life:
+    """One engine process with its folder and sockets."""
+
+    def __init__(self, config: EngineConfig, resolved: ResolvedPlugins) -> None:
+        self.folder = child.private_folder("engine")
+        self.progress = Progress(self.folder, create=True)
+        self.context = zmq.Context()
+        self.output = self.context.socket(zmq.PULL)
+        self.output.setsockopt(zmq.RCVHWM, 0)
+        self.output.bind(output_address(str(self.folder)))
+        self.requests = self.context.socket(zmq.PUSH)
+        self.requests.setsockopt(zmq.SNDHWM, MAX_UNSENT)
+        self.requests.connect(request_address(str(self.folder)))
+        init = wire.EngineInit(
+            config=config, resolved=resolved, folder=str(self.folder), digest=resolved.digest
+        )
+        target = "fastdeploy_core.engine.process:main"
+        self.process: subprocess.Popen[bytes] = child.spawn(
+            target, wire.encode(init), "fastdeploy-engine"
+        )
+        self.failure: wire.Failed | None = None
+        self.is_ready = False
+        self.started_s = time.monotonic()
+
+    def tidy(self, grace_s: float) -> None:
+        """End the process, if it has not ended, and leave nothing behind."""
+        child.end(self.process, grace_s)
+        self.context.destroy(linger=0)
+        self.progress.close()
+        child.remove_folder(self.folder)
+
+    def kill(self) -> None:
+        """Ask for stacks, then end it whatever state it is in."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGUSR1)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(DUMP_S)
+            self.process.kill()
+
+    def ending(self) -> str:
+        """Why the process ended, in words."""
+        if self.failure is not None:
+            return self.failure.message
+        return f"the engine process {child.describe_exit(self.process.poll())}"
+
+
+class Supervisor:
+    """Owner of the engine process. `send` and `health` may be called from any thread."""
+
+    def __init__(self, config: EngineConfig, resolved: ResolvedPlugins, listener: Listener) -> None:
+        self._config = config
+        self._resolved = resolved
+        self._listener = listener
+        self._decode = wire.decoder(wire.FromEngine)
+        self._stopping = threading.Event()
+        self._send_lock = threading.Lock()
+        self._life: _Life | None = None
+        self._reason = "starting"
+        self._has_lived = False
+        self._num_restarts = 0
+        self._restarts: list[float] = []
+        self._thread = threading.Thread(target=self._run, name="fd-supervisor", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread and, in it, the engine."""
+        self._thread.start()
+
+    def send(self, message: wire.ToEngine) -> None:
+        """To the engine; WorkerError when there is none."""
+        data = wire.encode(message)
+        with self._send_lock:
+            life = self._life
+            if life is None or not life.is_ready:
+                raise WorkerError(f"the engine is not ready: {self._reason}")
+            try:
+                life.requests.send(data, zmq.NOBLOCK)
+            except zmq.Again:
+                raise WorkerError("the engine does not take requests") from None
+
+    def health(self) -> EngineHealth:
+        """As seen at this moment."""
+        life = self._life
+        is_alive = life is not None and life.process.returncode is None
+        age_s, reason = 0.0, self._reason
+        if life is not None and life.is_ready:
+            with contextlib.suppress(ValueError):  # closed meanwhile
+                age_s = life.progress.age_s
+            if self._is_late(age_s):
+                reason = f"no progress for {age_s:.1f} s"
+        return EngineHealth(
+            alive=is_alive,
+            ready=is_alive and not reason,
+            last_progress_age_s=age_s,
+            reason=reason,
+            num_restarts=self._num_restarts,
+        )
+
+    def stop(self) -> None:
+        """End the engine; blocks until nothing is left of it."""
+        with contextlib.suppress(WorkerError):
+            self.send(wire.Stop())
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        error: FastDeployError = WorkerError("the engine was stopped")
+        try:
+            while True:
+                ending = self._live()
+                if self._stopping.is_set():
+                    break
+                if not self._may_restart(ending):
+                    error = ending
+                    break
+                self._back_off()
+                if self._stopping.is_set():
+                    break
+                self._num_restarts += 1
+        except BaseException as failure:
+            logger.exception("the engine's supervisor failed")
+            error = WorkerError(f"the engine's supervisor failed: {failure}")
+        self._reason = str(error)
+        self._listener.on_dead(error)
+
+    def _live(self) -> FastDeployError:
+        """Start an engine and stay with it to its end; returns why it ended."""
+        self._reason = "starting"
+        life = _Life(self._config, self._resolved)
+        self._life = life
+        reason = ""
+        try:
+            reason = self._attend(life)
+        finally:
+            self._reason = reason or life.ending()
+            with self._send_lock:
+                self._life = None
+            life.tidy(STOP_GRACE_S if self._stopping.is_set() else 0.5)
+        if not self._stopping.is_set():
+            logger.error("the engine ended: %s", self._reason)
+        self._listener.on_down(self._reason)
+        return _as_error(life.failure, self._reason)
+
+    def _attend(self, life: _Life) -> str:
+        """Hear the engine until it ends or is asked to; says why, if it had to be killed."""
+        watchdog = self._config.watchdog
+        while not self._stopping.is_set():
+            if life.output.poll(POLL_MS):
+                self._hear(life)
+                continue
+            if life.process.poll() is not None:
+                return ""
+            if not life.is_ready:
+                waited_s = time.monotonic() - life.started_s
+                if watchdog.startup_timeout_s and waited_s > watchdog.startup_timeout_s:
+                    life.kill()
+                    return f"the engine did not start within {watchdog.startup_timeout_s:g} s"
+                continue
+            age_s = life.progress.age_s
+            if self._is_late(age_s - KILL_AFTER_S):
+                life.kill()
+                return f"the engine made no progress for {age_s:.1f} s"
+        return ""
+
+    def _is_late(self, age_s: float) -> bool:
+        timeout_s = self._config.watchdog.progress_timeout_s
+        return timeout_s > 0 and age_s > timeout_s
+
+    def _hear(self, life: _Life) -> None:
+        try:
+            message: Any = self._decode.decode(life.output.recv())
+        except msgspec.MsgspecError:
+            logger.exception("the engine sent something unreadable; ignored")
+            return
+        if isinstance(message, wire.Ready):
+            life.is_ready = self._has_lived = True
+            self._reason = ""
+            self._listener.on_ready(message.info)
+        elif isinstance(message, wire.Failed):
+            life.failure = message
+        else:
+            self._listener.on_message(message)
+
+    def _may_restart(self, ending: FastDeployError) -> bool:
+        """A configuration that cannot be served stays so; otherwise a few times in ten minutes."""
+        if isinstance(ending, errors.ConfigError | errors.PluginError) or not self._has_lived:
+            return False
+        now = time.monotonic()
+        self._restarts = [t for t in self._restarts if now - t < RESTART_WINDOW_S]
+        return len(self._restarts) < self._config.watchdog.max_restarts
+
+    def _back_off(self) -> None:
+        wait_s = min(MAX_BACKOFF_S, 0.5 * 2 ** len(self._restarts))
+        self._restarts.append(time.monotonic())
+        logger.warning("the engine is restarted in %.1f s", wait_s)
+        self._reason = f"{self._reason}; being restarted"
+        self._stopping.wait(wait_s)
+
+
+def _as_error(failure: wire.Failed | None, reason: str) -> FastDeployError:
+    """The child's own error class where the caller can act on it."""
+    kind = getattr(errors, failure.error_type, None) if failure is not None else None
+    if isinstance(kind, type) and issubclass(
+        kind, errors.ConfigError | errors.PluginError | errors.ResourceError
+    ):
+        error: FastDeployError = kind(reason)
+        return error
+    return WorkerError(reason)

@@ -1,0 +1,192 @@
+"""Host side of the reference attention: which rows of the pool, and of q, each product needs.
+
+Pure numpy. The pool is a matrix with one row per (slot, kv head), q one with a row per (token,
+head). Letters: R sequences of a group, N tiles, Q query tokens, G query heads per kv head, H kv
+heads, W = widest sequence of a group in whole tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.attention import AttentionBatch
+
+# Keys are read and multiplied in tiles of this many tokens, whatever the block size. Fixed, so that
+# a sequence is cut the same way in every batch.
+TILE = 64
+# Rows with at most this many query tokens run together.
+MAX_SHORT = 8
+# A group is split by length when padding it to its longest would exceed either of these.
+MAX_WASTE = 3
+MAX_SCORES = 1 << 23
+# Scores that a prefill chunk may hold at once.
+MAX_CHUNK_SCORES = 1 << 23
+MAX_CHUNK = 512
+
+
+@dataclass(slots=True)
+class ShortGroup:
+    """Rows with few query tokens, computed together."""
+
+    num_rows: int
+    num_queries: int  # Q, the most query tokens of a row; shorter rows repeat their last
+    num_tiles: int  # N
+    max_tiles: int  # W / TILE
+    kv_rows: np.ndarray  # [N * H * TILE] rows of the pool
+    query_rows: np.ndarray  # [N * H * Q * G] rows of q
+    spread: np.ndarray | None  # [R * H * Q * G * max_tiles] score rows; None: one tile per row
+    collect: np.ndarray | None  # [N * H * Q * G] rows of what spread made
+    row_of_tile: np.ndarray  # [N]
+    limits: np.ndarray  # [R, Q]: the last key position each query sees
+    output_rows: np.ndarray | None  # [R * H * Q * G] rows of the output; None: all of it, in order
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Consecutive query tokens of one sequence."""
+
+    query_rows: np.ndarray  # [H * G * num_queries] rows of q, and of the output
+    num_queries: int
+    num_keys: int  # the last query sees all of them, the one before all but one, and so on
+
+
+@dataclass(slots=True)
+class LongRow:
+    """A sequence with many query tokens."""
+
+    kv_rows: np.ndarray  # [H, num_keys]
+    chunks: list[Chunk]
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Head counts, and how the pool is cut."""
+
+    num_heads: int
+    num_kv_heads: int
+    block_size: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head."""
+        return self.num_heads // self.num_kv_heads
+
+
+def plan_batch(batch: AttentionBatch, heads: Heads) -> tuple[list[ShortGroup], list[LongRow]]:
+    """Divide a step's rows into groups and single sequences."""
+    starts = batch.cu_seqlens_q[:-1].astype(np.int64)
+    lengths = np.diff(batch.cu_seqlens_q).astype(np.int64)
+    decodes = np.flatnonzero(lengths == 1)
+    shorts = np.flatnonzero((lengths > 1) & (lengths <= MAX_SHORT))
+    groups = [
+        _plan_group(batch, heads, starts, lengths, part)
+        for rows in (decodes, shorts)
+        if len(rows)
+        for part in _similar(rows, batch.seq_lens, heads.num_heads)
+    ]
+    longs = [
+        _plan_long(batch, heads, int(starts[row]), int(lengths[row]), int(row))
+        for row in np.flatnonzero(lengths > MAX_SHORT)
+    ]
+    return groups, longs
+
+
+def _similar(rows: np.ndarray, seq_lens: np.ndarray, num_heads: int) -> Iterator[np.ndarray]:
+    """The rows, in parts that waste little when padded to the longest of the part."""
+    tiles = -(-seq_lens[rows].astype(np.int64) // TILE)
+    padded = len(rows) * int(tiles.max())
+    if len(rows) == 1 or (
+        padded <= MAX_WASTE * int(tiles.sum()) and padded * TILE * num_heads <= MAX_SCORES
+    ):
+        yield rows
+        return
+    order = np.argsort(tiles, kind="stable")
+    half = len(rows) // 2
+    yield from _similar(rows[order[:half]], seq_lens, num_heads)
+    yield from _similar(rows[order[half:]], seq_lens, num_heads)
+
+
+def _plan_group(
+    batch: AttentionBatch,
+    heads: Heads,
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    rows: np.ndarray,
+) -> ShortGroup:
+    seq_lens = batch.seq_lens[rows].astype(np.int64)
+    tiles = -(-seq_lens // TILE)
+    num_tiles, widest = int(tiles.sum()), int(tiles.max())
+    num_queries = int(lengths[rows].max())
+    group, kv_heads = heads.group, heads.num_kv_heads
+    per_tile = heads.num_heads * num_queries
+
+    first = np.cumsum(tiles) - tiles
+    row_of_tile = np.repeat(np.arange(len(rows)), tiles)
+    tile_in_row = np.arange(num_tiles) - first[row_of_tile]
+    # Positions past the end repeat the last token: masked, and never memory nobody wrote.
+    positions = np.minimum(
+        tile_in_row[:, None] * TILE + np.arange(TILE), (seq_lens - 1)[row_of_tile][:, None]
+    )
+    slots = _slots(batch.block_tables[rows], row_of_tile[:, None], positions, heads.block_size)
+    kv_rows = slots[:, None, :] * kv_heads + np.arange(kv_heads)[:, None]
+
+    step = np.minimum(np.arange(num_queries), (lengths[rows] - 1)[:, None])  # [R, Q]
+    tokens = starts[rows][:, None] + step
+    head = np.arange(kv_heads)[:, None, None] * group + np.arange(group)  # [H, 1, G]
+    row_queries = (tokens[:, None, :, None] * heads.num_heads + head).reshape(len(rows), per_tile)
+
+    spread = collect = None
+    if widest > 1:
+        tile = first[:, None] + np.minimum(np.arange(widest), (tiles - 1)[:, None])  # [R, widest]
+        score = np.arange(per_tile)[:, None]
+        spread = (tile[:, None, :] * per_tile + score).reshape(-1)
+        row = row_of_tile[:, None] * per_tile + np.arange(per_tile)
+        collect = (row * widest + tile_in_row[:, None]).reshape(-1)
+    alone = len(rows) == batch.num_tokens and num_queries == 1
+    in_order = alone and bool((tokens[:, 0] == np.arange(len(rows))).all())
+    return ShortGroup(
+        num_rows=len(rows),
+        num_queries=num_queries,
+        num_tiles=num_tiles,
+        max_tiles=widest,
+        kv_rows=kv_rows.reshape(-1),
+        query_rows=row_queries[row_of_tile].reshape(-1),
+        spread=spread,
+        collect=collect,
+        row_of_tile=row_of_tile,
+        limits=(seq_lens - lengths[rows])[:, None] + step,
+        output_rows=None if in_order else row_queries.reshape(-1),
+    )
+
+
+def _plan_long(batch: AttentionBatch, heads: Heads, start: int, length: int, row: int) -> LongRow:
+    num_keys = int(batch.seq_lens[row])
+    slots = _slots(batch.block_tables, row, np.arange(num_keys), heads.block_size)
+    kv_heads = np.arange(heads.num_kv_heads)[:, None]
+    chunk = min(MAX_CHUNK, max(1, MAX_CHUNK_SCORES // (num_keys * heads.num_heads)))
+    head = np.arange(heads.num_heads)[:, None]
+    chunks = []
+    for begin in range(0, length, chunk):
+        end = min(begin + chunk, length)
+        tokens = np.arange(start + begin, start + end)
+        chunks.append(
+            Chunk(
+                query_rows=(tokens * heads.num_heads + head).reshape(-1),
+                num_queries=end - begin,
+                num_keys=num_keys - length + end,
+            )
+        )
+    return LongRow(kv_rows=slots * heads.num_kv_heads + kv_heads, chunks=chunks)
+
+
+def _slots(
+    tables: np.ndarray, rows: np.ndarray | int, positions: np.ndarray, block_size: int
+) -> np.ndarray:
+    """Slot of each position of each row."""
+    blocks, offsets = np.divmod(positions, block_size)
+    return tables[rows, blocks].astype(np.int64) * block_size + offsets

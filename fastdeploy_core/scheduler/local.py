@@ -1,0 +1,339 @@
+"""The in-process request scheduler, driver `local`: one bounded, fair queue in front of one engine.
+
+It keeps the promises of contracts/scheduler.py without a network: attempts and leases are real, so
+that what relies on them can be tested here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from fastdeploy_core.config import RequestSchedulerConfig
+from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad, SchedulerCapabilities
+from fastdeploy_core.types import FinishReason, Request, RequestOutputDelta, SequenceDelta
+
+from .fair_queue import FairQueue
+
+logger = logging.getLogger(__name__)
+
+# A request that engines lost this often is not tried again.
+MAX_ATTEMPTS = 3
+# Aborts may overtake their requests; how many, and how long, are remembered.
+MAX_EARLY_ABORTS = 4096
+EARLY_ABORT_S = 60.0
+
+
+class _Entry:
+    """An unfinished request."""
+
+    __slots__ = (
+        "attempt",
+        "finished_indices",
+        "is_queued",
+        "lease_until_s",
+        "position",
+        "queued_s",
+        "request",
+        "waited_s",
+    )
+
+    def __init__(self, request: Request, now: float) -> None:
+        self.request = request
+        self.attempt = request.attempt
+        self.is_queued = True
+        self.queued_s = now
+        self.waited_s = 0.0
+        self.lease_until_s = 0.0
+        self.position = 0  # of the next delta
+        self.finished_indices: set[int] = set()
+
+
+class LocalScheduler:
+    """RequestScheduler of one process."""
+
+    name = "local"
+    contract = (0, 1)
+    capabilities = SchedulerCapabilities(leases=True)
+
+    def __init__(
+        self, config: RequestSchedulerConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._has_requests = threading.Condition(self._lock)
+        self._has_results = threading.Condition(self._lock)
+        self._entries: dict[str, _Entry] = {}
+        self._queue: FairQueue[_Entry] = FairQueue()
+        self._by_age: OrderedDict[str, _Entry] = OrderedDict()  # queued ones, oldest first
+        self._leased: dict[str, _Entry] = {}  # taken ones
+        self._num_queued_tokens = 0
+        self._results: deque[RequestOutputDelta] = deque()
+        self._aborts: list[str] = []
+        self._early_aborts: OrderedDict[str, float] = OrderedDict()
+        self._deadlines: dict[str, float] = {}  # of queued requests that have one
+        self._loads: dict[str, InstanceLoad] = {}
+        self._next_lease_check_s = 0.0
+        self._is_closed = False
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that no engine has taken yet."""
+        return len(self._queue)
+
+    def put_requests(self, requests: Sequence[Request]) -> list[str | None]:
+        """Queue requests; one entry each: None, or why it was refused."""
+        with self._lock:
+            self._sweep()
+            answers = [self._put(request) for request in requests]
+            self._has_requests.notify()
+            return answers
+
+    def get_requests(self, capacity: Capacity, timeout_s: float = 0.0) -> list[Request]:
+        """Take at most what fits, in turn of priority, tenant and arrival; nothing overtakes the
+        first that does not fit."""
+        with self._lock:
+            self._sweep()
+            if not self._queue and timeout_s > 0 and not self._is_closed:
+                self._has_requests.wait(timeout_s)
+                self._sweep()
+            return self._take(capacity)
+
+    def put_results(self, deltas: Sequence[RequestOutputDelta]) -> None:
+        """Publish deltas and renew the leases of their requests; stale attempts and repeats are
+        dropped, a gap fails the request."""
+        with self._lock:
+            now = self._clock()
+            for delta in deltas:
+                self._publish(delta, now)
+            if self._results:
+                self._has_results.notify()
+
+    def get_results(self, timeout_s: float = 0.0) -> list[RequestOutputDelta]:
+        """What is new for the clients."""
+        with self._lock:
+            self._sweep()
+            if not self._results and timeout_s > 0 and not self._is_closed:
+                self._has_results.wait(timeout_s)
+                self._sweep()
+            results = list(self._results)
+            self._results.clear()
+            return results
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Cancel wherever the request is, and answer that; an abort may come before its request."""
+        with self._lock:
+            for request_id in request_ids:
+                entry = self._entries.get(request_id)
+                if entry is None:
+                    self._early_aborts[request_id] = self._clock()
+                    if len(self._early_aborts) > MAX_EARLY_ABORTS:
+                        self._early_aborts.popitem(last=False)
+                    continue
+                if not entry.is_queued:
+                    self._aborts.append(request_id)
+                self._answer(entry, None, "")
+            self._has_requests.notify()  # an idle engine may have aborts to take
+
+    def get_aborts(self) -> list[str]:
+        """Requests the engine has taken and must stop."""
+        if not self._aborts:
+            return []
+        with self._lock:
+            aborts, self._aborts = self._aborts, []
+            return aborts
+
+    def report_load(self, load: InstanceLoad) -> None:
+        """The engine lives: its leases are renewed."""
+        with self._lock:
+            self._loads[load.instance] = load
+            until = self._clock() + self._config.lease_s
+            for entry in self._leased.values():
+                entry.lease_until_s = until
+
+    def loads(self) -> list[InstanceLoad]:
+        """Instances heard of within three leases."""
+        with self._lock:
+            oldest = self._clock() - 3 * self._config.lease_s
+            return [load for load in self._loads.values() if load.reported_at_s >= oldest]
+
+    def close(self) -> None:
+        """Answer whatever is unfinished and wake who waits."""
+        with self._lock:
+            self._is_closed = True
+            for entry in list(self._entries.values()):
+                self._answer(entry, "the server is shutting down", "Aborted")
+            self._has_requests.notify_all()
+            self._has_results.notify_all()
+
+    def _put(self, request: Request) -> str | None:
+        request_id = request.request_id
+        if self._is_closed:
+            return "queue full: the server is shutting down"
+        if request_id in self._entries:
+            return f"duplicate request id: {request_id!r:.80} is unfinished"
+        config, num_tokens = self._config, len(request.prompt_token_ids)
+        if config.max_size and len(self._queue) >= config.max_size:
+            return (
+                f"queue full: {len(self._queue)} requests wait, at most {config.max_size} may; "
+                "try again later"
+            )
+        if config.max_tokens and self._queue:
+            total = self._num_queued_tokens + num_tokens
+            if total > config.max_tokens:
+                return (
+                    f"queue full: with this one {total} prompt tokens would wait, at most "
+                    f"{config.max_tokens} may; try again later"
+                )
+        entry = _Entry(request, self._clock())
+        self._entries[request_id] = entry
+        self._queue.arrive(request.tenant)
+        self._enqueue(entry)
+        if self._early_aborts.pop(request_id, None) is not None:
+            self._answer(entry, None, "")
+        return None
+
+    def _enqueue(self, entry: _Entry) -> None:
+        request = entry.request
+        entry.is_queued = True
+        self._by_age[request.request_id] = entry
+        self._queue.push(entry, request.tenant, request.priority)
+        self._num_queued_tokens += len(request.prompt_token_ids)
+        if request.deadline_s is not None:
+            self._deadlines[request.request_id] = entry.queued_s + request.deadline_s
+
+    def _dequeue(self, entry: _Entry) -> None:
+        request = entry.request
+        entry.is_queued = False
+        self._queue.remove(entry)
+        del self._by_age[request.request_id]
+        self._num_queued_tokens -= len(request.prompt_token_ids)
+        self._deadlines.pop(request.request_id, None)
+
+    def _take(self, capacity: Capacity) -> list[Request]:
+        now = self._clock()
+        num_blocks, num_tokens = capacity.num_free_blocks, capacity.num_tokens
+        taken: list[Request] = []
+        while len(taken) < capacity.num_requests:
+            entry = self._queue.peek()
+            if entry is None:
+                break
+            request = entry.request
+            size = len(request.prompt_token_ids)
+            num_tokens -= size
+            num_blocks -= -(-size // max(1, capacity.block_size))
+            if num_tokens < 0 or num_blocks < 0:
+                break
+            self._dequeue(entry)
+            entry.attempt += 1
+            entry.waited_s = now - entry.queued_s
+            entry.lease_until_s = now + self._config.lease_s
+            self._leased[request.request_id] = entry
+            self._queue.charge(request.tenant, size)
+            left = request.deadline_s
+            if left is not None:
+                left = max(0.0, left - entry.waited_s)
+            taken.append(msgspec.structs.replace(request, attempt=entry.attempt, deadline_s=left))
+        return taken
+
+    def _publish(self, delta: RequestOutputDelta, now: float) -> None:
+        entry = self._entries.get(delta.request_id)
+        if entry is None or entry.is_queued or delta.attempt != entry.attempt:
+            return
+        entry.lease_until_s = now + self._config.lease_s
+        if delta.position < entry.position:
+            return
+        if delta.position > entry.position:
+            self._aborts.append(delta.request_id)
+            self._answer(
+                entry,
+                f"output of this request was lost between deltas {entry.position} and "
+                f"{delta.position}",
+                "FastDeployError",
+            )
+            return
+        entry.position += 1
+        if delta.position == 0 and delta.queue_s is not None:
+            delta.queue_s += entry.waited_s
+        for seq in delta.sequences:
+            if seq.finish_reason is not None:
+                entry.finished_indices.add(seq.index)
+        self._results.append(delta)
+        if delta.finished:
+            self._forget(entry)
+
+    def _answer(self, entry: _Entry, error: str | None, error_type: str) -> None:
+        """The last delta of a request, made here instead of by an engine."""
+        reason = FinishReason.ABORT if error is None else FinishReason.ERROR
+        request = entry.request
+        if entry.is_queued:
+            self._dequeue(entry)
+        self._results.append(
+            RequestOutputDelta(
+                request_id=request.request_id,
+                position=entry.position,
+                attempt=entry.attempt,
+                sequences=[
+                    SequenceDelta(index=index, finish_reason=reason)
+                    for index in range(request.sampling.n)
+                    if index not in entry.finished_indices
+                ],
+                finished=True,
+                error=error,
+                error_type=error_type,
+            )
+        )
+        self._forget(entry)
+        self._has_results.notify()
+
+    def _forget(self, entry: _Entry) -> None:
+        request_id = entry.request.request_id
+        self._leased.pop(request_id, None)
+        del self._entries[request_id]
+        self._queue.depart(entry.request.tenant)
+
+    def _sweep(self) -> None:
+        """Answer what waited too long, take back what an engine lost."""
+        now = self._clock()
+        while self._by_age:
+            entry = next(iter(self._by_age.values()))
+            if now - entry.queued_s < self._config.ttl_s:
+                break
+            self._answer(
+                entry,
+                f"the request waited {now - entry.queued_s:.1f} s, at most "
+                f"{self._config.ttl_s:g} s are allowed; try again later",
+                "RequestTimeout",
+            )
+        for request_id, deadline in list(self._deadlines.items()):
+            if deadline <= now:
+                self._answer(
+                    self._entries[request_id],
+                    "the request did not start within its deadline",
+                    "RequestTimeout",
+                )
+        while self._early_aborts and now - next(iter(self._early_aborts.values())) > EARLY_ABORT_S:
+            self._early_aborts.popitem(last=False)
+        if now >= self._next_lease_check_s:
+            self._next_lease_check_s = now + self._config.lease_s / 8
+            for entry in [e for e in self._leased.values() if e.lease_until_s <= now]:
+                self._take_back(entry)
+
+    def _take_back(self, entry: _Entry) -> None:
+        """The engine that has it was not heard of for a lease."""
+        request_id = entry.request.request_id
+        del self._leased[request_id]
+        if entry.position > 0 or entry.attempt - entry.request.attempt >= MAX_ATTEMPTS:
+            self._aborts.append(request_id)
+            self._answer(entry, "the engine that ran this request was lost", "WorkerError")
+            return
+        logger.warning("the lease of request %s ran out; it is queued again", request_id)
+        self._enqueue(entry)
+        self._by_age.move_to_end(request_id, last=False)
+        self._has_requests.notify()

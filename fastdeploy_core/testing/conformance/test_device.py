@@ -1,0 +1,198 @@
+"""A device backend: tensors there and back, events, memory, collectives, graphs, clear errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastdeploy_core.contracts.device import DeviceLimits, DeviceOptions
+from fastdeploy_core.errors import CapabilityError
+
+from .base import MEBIBYTE, OnDevice, used_bytes, wait_until
+
+
+class DeviceConformance(OnDevice):
+    """Everything about a device that needs no model."""
+
+    kind = "device"
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def device_library(cls, device: Any) -> str:
+        """Name of the tensor library the device runs on."""
+        return str(device.xp.name)
+
+    def test_limits_agree_with_themselves(self, device: Any) -> None:
+        limits = device.limits
+        assert isinstance(limits, DeviceLimits)
+        assert limits.dtypes, "no dtype is declared"
+        for name in limits.dtypes:
+            assert device.xp.dtype_name(device.xp.dtype(name)) == name
+        if limits.block_sizes is not None:
+            assert limits.default_block_size in limits.block_sizes
+        assert limits.default_block_size >= 1 and limits.max_tensor_parallel_size >= 1
+        assert limits.token_buckets is None or sorted(limits.token_buckets) == list(
+            limits.token_buckets
+        )
+
+    def test_memory_is_what_a_machine_can_have(self, device: Any) -> None:
+        info = device.memory()
+        assert 0 <= info.free_bytes <= info.total_bytes
+        assert info.total_bytes > 0
+
+    @pytest.mark.parametrize("shape", [(0,), (1,), (7,), (3, 5), (2, 0, 4), (2, 3, 4)], ids=str)
+    @pytest.mark.parametrize("name", ["float32", "int64", "int32", "uint8", "bool"])
+    def test_arrays_come_back_as_they_went(
+        self, device: Any, shape: tuple[int, ...], name: str
+    ) -> None:
+        array = (np.arange(int(np.prod(shape))) % 2 if name == "bool" else
+                 np.arange(int(np.prod(shape)))).astype(name).reshape(shape)  # fmt: skip
+        x = device.to_device(array.copy())
+        assert device.xp.dtype_name(x.dtype) == name
+        back = device.to_host(x)
+        assert back.dtype == array.dtype and back.shape == array.shape
+        assert np.array_equal(back, array)
+
+    def test_computed_tensors_come_back(self, device: Any, dtype: str) -> None:
+        x = self.to_device(device, np.arange(12, dtype="float32").reshape(3, 4), dtype)
+        y = (x + x).transpose(0, 1)  # not contiguous
+        assert np.array_equal(device.to_host(y.float()), np.arange(12).reshape(3, 4).T * 2)
+
+    def test_tensors_lie_on_the_device(self, device: Any) -> None:
+        xp = device.xp
+        x = device.to_device(np.ones(3, "float32"))
+        made = xp.ones([3], dtype=xp.float32, device=device.device)
+        assert isinstance(x, xp.tensor_type)
+        assert str(x.place if xp.name == "paddle" else x.device) == str(
+            made.place if xp.name == "paddle" else made.device
+        )
+        assert device.to_host((x + made).float()).tolist() == [2, 2, 2]
+
+    def test_event_is_done_after_the_work_before_it(self, device: Any) -> None:
+        x = self.to_device(device, np.ones((64, 64), "float32"))
+        for _ in range(8):
+            x = device.xp.matmul(x, x) * 0.01
+        event = device.record_event()
+        assert wait_until(event.query, 60), "the event was never reached"
+        assert event.query(), "an event that was done is not done any more"
+
+    def test_ordinary_errors_are_neither_oom_nor_lost(self, device: Any) -> None:
+        for error in (ValueError("x"), RuntimeError("shape mismatch"), KeyError("k")):
+            assert not device.is_oom(error)
+            assert not device.is_lost(error)
+
+    def test_too_large_a_tensor_is_recognised_as_oom(self, device: Any) -> None:
+        with pytest.raises(Exception) as caught:
+            # Four pebibytes: more than any address space here, so that it fails without paging.
+            device.to_host(
+                device.xp.zeros([2**50], dtype=device.xp.float32, device=device.device)[:1]
+            )
+        assert device.is_oom(caught.value), f"not recognised: {caught.value!r:.300}"
+        x = self.to_device(device, np.ones(4, "float32"))
+        assert device.to_host(x + x).tolist() == [2, 2, 2, 2], "the device is unusable after OOM"
+
+    @pytest.mark.capability("graph_capture")
+    def test_graph_equals_eager(self, device: Any) -> None:
+        if not device.limits.graph_capture:
+            with pytest.raises(CapabilityError):
+                device.capture(lambda: None)
+            pytest.skip("limits.graph_capture is False")
+        xp = device.xp
+        x = self.to_device(device, np.zeros((4, 8), "float32"))
+        out = xp.zeros([4, 8], dtype=xp.float32, device=device.device)
+
+        def run() -> None:
+            out.copy_(xp.silu(x) + x)
+
+        graph = device.capture(run)
+        for seed in range(3):
+            values = np.random.default_rng(seed).standard_normal((4, 8)).astype("float32")
+            x.copy_(device.to_device(values.copy()))
+            graph.replay()
+            got = np.array(device.to_host(out))
+            run()
+            assert np.array_equal(got, device.to_host(out)), "a replay differs from an eager run"
+
+    @pytest.mark.capability("max_tensor_parallel_size")
+    def test_collectives_between_two_processes(
+        self, device: Any, fd_entry: Any, device_library: str
+    ) -> None:
+        if device.limits.max_tensor_parallel_size < 2:
+            pytest.skip("limits.max_tensor_parallel_size is 1")
+        results = run_ranks(fd_entry.name, device_library, 2)
+        assert results[0] == results[1], "ranks disagree on a result that all must share"
+        for name, passed in results[0].items():
+            assert passed, f"{name} gives a wrong result"
+
+    def test_memory_returns_to_the_baseline_after_100_cycles(self, device: Any) -> None:
+        xp = device.xp
+
+        def cycle() -> None:
+            x = self.to_device(device, np.ones((64, 1024), "float32"))
+            y = xp.matmul(x, x.transpose(0, 1))
+            device.to_host(y)
+            device.record_event()
+
+        for _ in range(20):
+            cycle()
+        before = used_bytes(device)
+        for _ in range(100):
+            cycle()
+        grown = used_bytes(device) - before
+        assert grown <= 24 * MEBIBYTE, f"{grown / MEBIBYTE:.1f} MiB more after 100 cycles"
+
+    def test_second_instance_works_beside_the_first(
+        self, driver: Any, device: Any, device_library: str
+    ) -> None:
+        second = driver(DeviceOptions(tensor_library=device_library, num_threads=1))
+        x = second.to_device(np.ones(3, "float32"))
+        assert second.to_host(x + x).tolist() == [2, 2, 2]
+        second.close()
+        again = device.to_device(np.ones(3, "float32"))
+        assert device.to_host(again).tolist() == [1, 1, 1], "closing one closed the other"
+
+    def test_unknown_tensor_library_is_refused_clearly(self, driver: Any) -> None:
+        from fastdeploy_core.errors import FastDeployError
+
+        with pytest.raises(FastDeployError, match="nosuchlib"):
+            driver(DeviceOptions(tensor_library="nosuchlib"))
+
+
+def run_ranks(name: str, library: str, world_size: int) -> list[dict[str, bool]]:
+    """The collectives of a device in real processes; every rank's verdicts."""
+    with tempfile.TemporaryDirectory(prefix="fastdeploy-check-") as folder:
+        address = Path(folder) / "group"
+        address.mkdir(mode=0o700)
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        processes = [
+            subprocess.Popen(  # noqa: S603 - our own interpreter
+                [sys.executable, "-m", "fastdeploy_core.testing.rank",
+                 name, library, str(rank), str(world_size), str(address)],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True,
+            )
+            for rank in range(world_size)
+        ]  # fmt: skip
+        results = []
+        try:
+            for process in processes:
+                output, errors = process.communicate(timeout=300)
+                assert process.returncode == 0, errors.strip()[-2000:]
+                results.append(json.loads(output.strip().splitlines()[-1]))
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+    return results
+
+
+class TestDevice(DeviceConformance):
+    """Run by `fastdeploy plugins check`."""

@@ -1,0 +1,353 @@
+"""Every operation in a device's kernel table against the numpy oracle, over shapes and dtypes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastdeploy_core.contracts.moe import RoutingSpec
+from fastdeploy_core.contracts.ops import OPERATIONS
+from fastdeploy_core.testing import oracle
+
+from .base import OnDevice
+
+TOKENS = (0, 1, 7, 33)
+ROUTINGS = (
+    RoutingSpec(num_experts=8, top_k=2),
+    RoutingSpec(num_experts=8, top_k=1, renormalize=False),
+    RoutingSpec(num_experts=16, top_k=6, has_correction_bias=True),
+    RoutingSpec(
+        num_experts=16,
+        top_k=4,
+        scoring="sigmoid",
+        scaling_factor=2.5,
+        num_groups=4,
+        top_k_groups=2,
+        has_correction_bias=True,
+    ),
+)
+
+
+def values(seed: int, *shape: int) -> np.ndarray:
+    """Normal float32 numbers."""
+    return np.random.default_rng(seed).standard_normal(shape).astype("float32")
+
+
+class OpsConformance(OnDevice):
+    """One test per operation; what the device lacks comes from the reference and is tested too."""
+
+    kind = "kernels"
+
+    @classmethod
+    def device_name(cls, request: pytest.FixtureRequest) -> str:
+        return cls.driver_name
+
+    def test_every_operation_has_a_kernel(self, kernels: Any) -> None:
+        missing = [name for name in OPERATIONS if name not in kernels]
+        assert not missing, f"no kernel for {', '.join(missing)}"
+        with pytest.raises(KeyError, match="no_such_operation"):
+            kernels["no_such_operation"]
+
+    @pytest.mark.parametrize("tokens", TOKENS)
+    def test_embedding(self, device: Any, kernels: Any, dtype: str, tokens: int) -> None:
+        weight = values(0, 50, 16)
+        ids = np.random.default_rng(1).integers(0, 50, tokens)
+        got = kernels["embedding"](
+            self.to_device(device, ids), self.to_device(device, weight, dtype)
+        )
+        expected = self.rounded(device, weight, dtype)[ids]
+        assert np.array_equal(self.to_host(device, got), expected)
+
+    @pytest.mark.parametrize("tokens", TOKENS)
+    @pytest.mark.parametrize("has_bias", [False, True])
+    def test_linear(
+        self, device: Any, kernels: Any, dtype: str, tokens: int, has_bias: bool
+    ) -> None:
+        x, weight, bias = values(0, tokens, 48), values(1, 24, 48), values(2, 24)
+        got = kernels["linear"](
+            self.to_device(device, x, dtype),
+            self.to_device(device, weight, dtype),
+            self.to_device(device, bias, dtype) if has_bias else None,
+        )
+        expected = self.rounded(device, x, dtype) @ self.rounded(device, weight, dtype).T
+        if has_bias:
+            expected = expected + self.rounded(device, bias, dtype)
+        self.assert_close(device, got, expected, dtype)
+        assert device.xp.dtype_name(got.dtype) == dtype
+
+    @pytest.mark.parametrize("shape", [(0, 32), (1, 32), (7, 32), (3, 4, 16)], ids=str)
+    def test_rms_norm(self, device: Any, kernels: Any, dtype: str, shape: tuple[int, ...]) -> None:
+        x, weight = values(0, *shape) * 3, values(1, shape[-1])
+        got = kernels["rms_norm"](
+            self.to_device(device, x, dtype), self.to_device(device, weight, dtype), 1e-5
+        )
+        expected = oracle.rms_norm(
+            self.rounded(device, x, dtype), self.rounded(device, weight, dtype), 1e-5
+        )
+        self.assert_close(device, got, expected, dtype)
+
+    @pytest.mark.parametrize("tokens", TOKENS)
+    def test_add_rms_norm(self, device: Any, kernels: Any, dtype: str, tokens: int) -> None:
+        x, residual, weight = values(0, tokens, 32), values(1, tokens, 32), values(2, 32)
+        normed, total = kernels["add_rms_norm"](
+            self.to_device(device, x, dtype),
+            self.to_device(device, residual, dtype),
+            self.to_device(device, weight, dtype),
+            1e-6,
+        )
+        added = self.rounded(device, x, dtype) + self.rounded(device, residual, dtype)
+        self.assert_close(device, total, added, dtype)
+        expected = oracle.rms_norm(added, self.rounded(device, weight, dtype), 1e-6)
+        self.assert_close(device, normed, expected, dtype)
+
+    @pytest.mark.parametrize("tokens", TOKENS)
+    def test_silu_and_mul(self, device: Any, kernels: Any, dtype: str, tokens: int) -> None:
+        x = values(0, tokens, 40) * 4
+        got = kernels["silu_and_mul"](self.to_device(device, x, dtype))
+        expected = oracle.silu_and_mul(self.rounded(device, x, dtype))
+        self.assert_close(device, got, expected, dtype)
+
+    @pytest.mark.parametrize("tokens", TOKENS)
+    @pytest.mark.parametrize("interleaved", [False, True])
+    @pytest.mark.parametrize("heads", [(4, 4, 16, 16), (4, 1, 16, 16), (6, 2, 32, 16)], ids=str)
+    def test_rotary_embedding(
+        self,
+        device: Any,
+        kernels: Any,
+        dtype: str,
+        tokens: int,
+        interleaved: bool,
+        heads: tuple[int, int, int, int],
+    ) -> None:
+        num_heads, num_kv_heads, width, rotated = heads
+        q, k = values(0, tokens, num_heads, width), values(1, tokens, num_kv_heads, width)
+        positions = np.random.default_rng(2).integers(0, 64, tokens)
+        angles = np.arange(64)[:, None] / 100.0 ** (np.arange(rotated // 2) * 2 / rotated)
+        cos_sin = np.concatenate([np.cos(angles), np.sin(angles)], -1).astype("float32")
+        got = kernels["rotary_embedding"](
+            self.to_device(device, q, dtype),
+            self.to_device(device, k, dtype),
+            self.to_device(device, positions),
+            self.to_device(device, cos_sin),
+            interleaved,
+        )
+        for result, x in zip(got, (q, k), strict=True):
+            expected = oracle.rotary(
+                self.rounded(device, x, dtype), positions, cos_sin.astype("float64"), interleaved
+            )
+            self.assert_close(device, result, expected, dtype)
+
+    @pytest.mark.parametrize("tokens", TOKENS)
+    def test_kv_write_touches_its_slots_only(
+        self, device: Any, kernels: Any, dtype: str, tokens: int
+    ) -> None:
+        before = [values(0, 12, 4, 2, 8), values(1, 12, 4, 2, 6)]
+        rows = [values(2, tokens, 2, 8), values(3, tokens, 2, 6)]
+        slots = np.random.default_rng(4).permutation(48)[:tokens]
+        slots[::3] = -1
+        cache = tuple(self.to_device(device, c, dtype) for c in before)
+        kernels["kv_write"](
+            tuple(self.to_device(device, r, dtype) for r in rows),
+            cache,
+            self.to_device(device, slots),
+        )
+        for got, old, new in zip(cache, before, rows, strict=True):
+            expected = self.rounded(device, old, dtype).reshape(48, *old.shape[2:])
+            expected[slots[slots >= 0]] = self.rounded(device, new, dtype)[slots >= 0]
+            assert np.array_equal(self.to_host(device, got).reshape(expected.shape), expected)
+
+    @pytest.mark.parametrize("count", [0, 1, 3])
+    def test_blocks_are_copied_read_and_written(
+        self, device: Any, kernels: Any, dtype: str, count: int
+    ) -> None:
+        before = [values(0, 9, 4, 2, 8), values(1, 9, 4, 2, 6)]
+        cache = tuple(self.to_device(device, c, dtype) for c in before)
+        expected = [self.rounded(device, c, dtype) for c in before]
+        source, target = np.array([7, 0, 3])[:count], np.array([1, 8, 5])[:count]
+        kernels["kv_copy_blocks"](
+            cache, self.to_device(device, source), self.to_device(device, target)
+        )
+        for array in expected:
+            array[target] = array[source]
+        for got, array in zip(cache, expected, strict=True):
+            assert np.array_equal(self.to_host(device, got), array)
+        taken = kernels["kv_read_blocks"](cache, self.to_device(device, target))
+        for got, array in zip(taken, expected, strict=True):
+            assert np.array_equal(self.to_host(device, got), array[target])
+        places = np.array([2, 4, 6])[:count]
+        kernels["kv_write_blocks"](cache, self.to_device(device, places), taken)
+        for got, array in zip(cache, expected, strict=True):
+            array[places] = array[target]
+            assert np.array_equal(self.to_host(device, got), array)
+
+    @pytest.mark.parametrize("tokens", TOKENS)
+    @pytest.mark.parametrize(
+        "spec", ROUTINGS, ids=lambda s: f"{s.scoring}-{s.top_k}of{s.num_experts}"
+    )
+    def test_moe_routing(self, device: Any, kernels: Any, tokens: int, spec: RoutingSpec) -> None:
+        logits = values(0, tokens, spec.num_experts) * 2
+        bias = values(1, spec.num_experts) * 0.1 if spec.has_correction_bias else None
+        ids, weights = kernels["moe_routing"](
+            self.to_device(device, logits),
+            None if bias is None else self.to_device(device, bias),
+            spec,
+        )
+        expected_ids, expected_weights = oracle.moe_routing(
+            logits.astype("float64"), None if bias is None else bias.astype("float64"), spec
+        )
+        got_ids = self.to_host(device, ids)
+        got_weights = self.to_host(device, weights)
+        assert got_ids.shape == (tokens, spec.top_k) and got_ids.dtype == np.int64
+        # The order within a row is the kernel's own business.
+        by_id, expected_by_id = np.argsort(got_ids, -1), np.argsort(expected_ids, -1)
+        assert np.array_equal(
+            np.take_along_axis(got_ids, by_id, -1),
+            np.take_along_axis(expected_ids, expected_by_id, -1),
+        )
+        assert np.allclose(
+            np.take_along_axis(got_weights, by_id, -1),
+            np.take_along_axis(expected_weights, expected_by_id, -1),
+            atol=1e-5,
+        )
+
+    @pytest.mark.parametrize("tokens", TOKENS)
+    @pytest.mark.parametrize("crowd", ["spread", "one expert", "same row"])
+    def test_moe_experts(
+        self, device: Any, kernels: Any, dtype: str, tokens: int, crowd: str
+    ) -> None:
+        rng = np.random.default_rng(0)
+        x, gate_up, down = values(1, tokens, 16), values(2, 6, 48, 16), values(3, 6, 16, 24)
+        ids = np.argsort(rng.random((tokens, 6)), -1)[:, :2]
+        if crowd == "one expert":
+            ids[:] = (4, 1)
+        elif crowd == "same row" and tokens:
+            x[:] = x[:1]
+        weights = rng.random((tokens, 2)).astype("float32")
+        got = kernels["moe_experts"](
+            self.to_device(device, x, dtype),
+            self.to_device(device, ids),
+            self.to_device(device, weights),
+            self.to_device(device, gate_up, dtype),
+            self.to_device(device, down, dtype),
+        )
+        expected = oracle.moe_experts(
+            *(self.rounded(device, x, dtype), ids, weights.astype("float64")),
+            self.rounded(device, gate_up, dtype),
+            self.rounded(device, down, dtype),
+        )
+        self.assert_close(device, got, expected, dtype)
+
+    @pytest.mark.parametrize("rows", [0, 1, 5])
+    def test_apply_penalties(self, device: Any, kernels: Any, rows: int) -> None:
+        rng = np.random.default_rng(0)
+        logits = values(1, rows, 50) * 3
+        counts = rng.integers(0, 3, (rows, 50)).astype("int32")
+        seen = rng.random((rows, 50)) < 0.3
+        presence, frequency = values(2, rows), values(3, rows)
+        repetition = (rng.random(rows) + 0.5).astype("float32")
+        got = kernels["apply_penalties"](
+            *(self.to_device(device, a.copy()) for a in (logits, presence, frequency, repetition)),
+            self.to_device(device, counts),
+            self.to_device(device, seen),
+        )
+        expected = oracle.apply_penalties(
+            *(a.astype("float64") for a in (logits, presence, frequency, repetition)), counts, seen
+        )
+        self.assert_close(device, got, expected, "float32")
+
+    @pytest.mark.parametrize("width", [1, 31, 32, 33, 100])
+    def test_apply_bitmask(self, device: Any, kernels: Any, width: int) -> None:
+        possible = np.random.default_rng(width).random((3, width)) < 0.5
+        logits = values(0, 3, width)
+        got = kernels["apply_bitmask"](
+            self.to_device(device, logits.copy()), self.to_device(device, oracle.bitmask(possible))
+        )
+        expected = np.where(possible, logits.astype("float64"), -np.inf)
+        assert np.array_equal(self.to_host(device, got), expected)
+
+    @pytest.mark.parametrize("width", [1, 40, 700])
+    def test_filter_logits_keeps_the_right_set(self, device: Any, kernels: Any, width: int) -> None:
+        settings = [
+            (0, 1.0, 0.0), (1, 1.0, 0.0), (5, 1.0, 0.0), (width, 1.0, 0.0), (10**6, 1.0, 0.0),
+            (0, 0.5, 0.0), (0, 1e-6, 0.0), (0, 1.0, 0.3), (0, 1.0, 1.0), (7, 0.8, 0.01),
+            (3, 0.99, 0.2),
+        ]  # fmt: skip
+        logits = values(width, len(settings), width) * 3
+        top_k = np.array([s[0] for s in settings], "int64")
+        top_p, min_p = (np.array([s[i] for s in settings], "float32") for i in (1, 2))
+        got = kernels["filter_logits"](
+            self.to_device(device, logits.copy()),
+            *(self.to_device(device, a) for a in (top_k, top_p, min_p)),
+        )
+        expected = oracle.filter_logits(
+            logits.astype("float64"), top_k, top_p.astype("float64"), min_p.astype("float64")
+        )
+        kept = np.isfinite(self.to_host(device, got))
+        assert np.array_equal(kept, np.isfinite(expected))
+        assert np.array_equal(self.to_host(device, got)[kept], expected[kept])
+
+    def test_greedy_takes_the_smallest_of_equals(self, device: Any, kernels: Any) -> None:
+        logits = values(0, 6, 50)
+        logits[0, [30, 7]] = 9.0
+        logits[1] = 0.0
+        got = self.to_host(device, kernels["greedy"](self.to_device(device, logits)))
+        assert got.dtype == np.int64
+        assert np.array_equal(got, np.argmax(logits, -1)) and got[0] == 7 and got[1] == 0
+        none = kernels["greedy"](self.to_device(device, logits[:0]))
+        assert self.to_host(device, none).shape == (0,)
+
+    @pytest.mark.parametrize("rows", [0, 1, 5])
+    def test_log_softmax(self, device: Any, kernels: Any, rows: int) -> None:
+        logits = values(0, rows, 200) * 10
+        got = kernels["log_softmax"](self.to_device(device, logits.copy()))
+        self.assert_close(device, got, oracle.log_softmax(logits.astype("float64")), "float32")
+
+    def test_draw_depends_on_seed_position_and_logits_only(self, device: Any, kernels: Any) -> None:
+        logits = values(0, 8, 300)
+        seeds = np.arange(8, dtype="int64") * 2**40 - 5
+        positions = np.array([0, 1, 2, 3, 4, 5, 2**31, 2**33], "int64")
+        crowd = self._draw(device, kernels, logits, seeds, positions)
+        assert np.array_equal(crowd, self._draw(device, kernels, logits, seeds, positions))
+        alone = [
+            self._draw(device, kernels, logits[i : i + 1], seeds[i : i + 1], positions[i : i + 1])
+            for i in range(8)
+        ]
+        assert np.array_equal(crowd, np.concatenate(alone)), "a row's draw depends on the others"
+        order = np.array([3, 1, 7, 0, 5, 2, 6, 4])
+        mixed = self._draw(device, kernels, logits[order], seeds[order], positions[order])
+        assert np.array_equal(crowd[order], mixed), "a row's draw depends on its place"
+        same = np.repeat(logits[:1], 64, 0)
+        by_seed = self._draw(device, kernels, same, np.arange(64), np.zeros(64, "int64"))
+        by_place = self._draw(device, kernels, same, np.zeros(64, "int64"), np.arange(64))
+        assert len(set(by_seed)) > 8 and len(set(by_place)) > 8, "draws hardly vary"
+
+    def test_draws_follow_the_distribution(self, device: Any, kernels: Any) -> None:
+        # Fixed seeds, so the outcome is a constant of the kernel. 40.7 is the 99.99 % point of
+        # chi-square with 12 degrees of freedom.
+        probability = oracle.softmax(values(3, 13) * 1.5)
+        count = 20000
+        logits = np.repeat(np.log(probability)[None].astype("float32"), count, 0)
+        seeds = np.random.default_rng(5).integers(-(2**62), 2**62, count)
+        drawn = self._draw(device, kernels, logits, seeds, np.arange(count) % 97)
+        seen = np.bincount(drawn, minlength=13)
+        chi_square = float(((seen - count * probability) ** 2 / (count * probability)).sum())
+        assert chi_square < 40.7, f"chi-square {chi_square:.1f} for {seen.tolist()}"
+
+    def test_draw_never_takes_what_was_filtered_out(self, device: Any, kernels: Any) -> None:
+        logits = np.full((64, 90), -np.inf, "float32")
+        logits[:, 17] = -50.0
+        logits[::2, 80] = 3.0
+        drawn = self._draw(device, kernels, logits, np.arange(64), np.arange(64))
+        assert set(drawn[1::2]) == {17} and set(drawn[::2]) <= {17, 80}
+
+    def _draw(
+        self, device: Any, kernels: Any, logits: np.ndarray, seeds: np.ndarray, places: np.ndarray
+    ) -> np.ndarray:
+        arrays = (logits.copy(), seeds.astype("int64"), places.astype("int64"))
+        return self.to_host(device, kernels["sample"](*(self.to_device(device, a) for a in arrays)))
+
+
+class TestOps(OpsConformance):
+    """Run by `fastdeploy plugins check`."""

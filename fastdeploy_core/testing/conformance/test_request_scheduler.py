@@ -1,0 +1,379 @@
+"""A request scheduler: nothing lost, nothing doubled, nothing answered twice, whoever dies."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from fastdeploy_core.config import RequestSchedulerConfig
+from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad
+from fastdeploy_core.types import (
+    FinishReason,
+    Request,
+    RequestOutputDelta,
+    SamplingParams,
+    SequenceDelta,
+)
+
+from .base import Conformance
+
+PLENTY = Capacity(num_requests=1000, num_free_blocks=10**6, block_size=64, num_tokens=10**9)
+Maker = Callable[..., Any]
+
+
+def request(name: str, *, tokens: int = 4, priority: int = 0) -> Request:
+    """A small request."""
+    return Request(
+        request_id=name,
+        prompt_token_ids=list(range(tokens)),
+        sampling=SamplingParams(max_tokens=4),
+        arrival_time_s=time.time(),
+        priority=priority,
+    )
+
+
+def delta(taken: Request, position: int, *, finished: bool = False) -> RequestOutputDelta:
+    """One token of a request as its engine would report it."""
+    reason = FinishReason.STOP if finished else None
+    return RequestOutputDelta(
+        request_id=taken.request_id,
+        position=position,
+        attempt=taken.attempt,
+        sequences=[SequenceDelta(token_ids=[position], finish_reason=reason)],
+        finished=finished,
+    )
+
+
+class RequestSchedulerConformance(Conformance):
+    """Front end and engine are threads or further objects of this process."""
+
+    kind = "scheduler"
+    # Seconds; drivers with slow round trips override both.
+    lease_s = 1.0
+    patience_s = 20.0
+
+    @pytest.fixture
+    def make(self, driver: Any, fd_options: dict[str, str]) -> Iterator[Maker]:
+        """make(instance="a", max_size=...) opens a scheduler; all are closed at the end. Objects of
+        one test share a queue where the driver can do that."""
+        opened: list[Any] = []
+        topic = f"check-{random.getrandbits(64):016x}"
+
+        def open_one(**settings: Any) -> Any:
+            values: dict[str, Any] = {
+                "name": driver.name,
+                "lease_s": self.lease_s,
+                "options": {"topic": topic, **fd_options},
+                **settings,
+            }
+            scheduler = driver(RequestSchedulerConfig(**values))
+            opened.append(scheduler)
+            return scheduler
+
+        yield open_one
+        for scheduler in opened:
+            scheduler.close()
+            scheduler.close()  # twice is once
+
+    def take(self, scheduler: Any, count: int, capacity: Capacity = PLENTY) -> list[Request]:
+        """Get until `count` requests came, or patience ends."""
+        taken: list[Request] = []
+        deadline = time.monotonic() + self.patience_s
+        while len(taken) < count and time.monotonic() < deadline:
+            taken += scheduler.get_requests(capacity, 0.05)
+        return taken
+
+    def collect(self, scheduler: Any, count: int) -> list[RequestOutputDelta]:
+        """Get until `count` deltas came, or patience ends."""
+        deltas: list[RequestOutputDelta] = []
+        deadline = time.monotonic() + self.patience_s
+        while len(deltas) < count and time.monotonic() < deadline:
+            deltas += scheduler.get_results(0.05)
+        return deltas
+
+    def assert_quiet(self, scheduler: Any) -> None:
+        """Neither requests nor results arrive."""
+        for _ in range(3):
+            assert scheduler.get_requests(PLENTY, 0.02) == []
+            assert scheduler.get_results(0.02) == []
+
+    def test_empty_scheduler_gives_nothing_within_its_timeout(self, make: Maker) -> None:
+        scheduler = make()
+        started = time.monotonic()
+        assert scheduler.get_requests(PLENTY, 0.0) == []
+        assert scheduler.get_results(0.0) == []
+        assert scheduler.get_requests(PLENTY, 0.1) == []
+        assert scheduler.get_aborts() == []
+        assert time.monotonic() - started < self.patience_s
+
+    def test_requests_come_once_and_in_order(self, make: Maker) -> None:
+        scheduler = make()
+        names = [f"r{i}" for i in range(20)]
+        assert scheduler.put_requests([request(n) for n in names]) == [None] * 20
+        assert [r.request_id for r in self.take(scheduler, 20)] == names
+        self.assert_quiet(scheduler)
+
+    def test_request_arrives_as_it_was_sent(self, make: Maker) -> None:
+        scheduler = make()
+        sent = request("whole", tokens=100)
+        sent.sampling = SamplingParams(temperature=0.5, seed=2**60, stop=["x"], max_tokens=7)
+        sent.cache_salt, sent.grammar, sent.eos_token_ids = "salt", b"\x00\xff", [2, 3]
+        scheduler.put_requests([sent])
+        got = self.take(scheduler, 1)[0]
+        got.attempt = sent.attempt
+        got.instance = sent.instance
+        assert got == sent
+
+    def test_capacity_is_respected(self, make: Maker) -> None:
+        scheduler = make()
+        scheduler.put_requests([request(f"r{i}") for i in range(10)])
+        three = Capacity(3, 10**6, 64, 10**9)
+        first = scheduler.get_requests(three, self.patience_s)
+        assert 1 <= len(first) <= 3
+        assert scheduler.get_requests(Capacity(0, 10**6, 64, 10**9), 0.02) == []
+        rest = self.take(scheduler, 10 - len(first), three)
+        names = [r.request_id for r in [*first, *rest]]
+        assert names == [f"r{i}" for i in range(10)]
+
+    def test_smaller_priority_goes_first(self, make: Maker) -> None:
+        scheduler = make()
+        order = [("late", 5), ("a", 1), ("soon", -3), ("b", 1)]
+        scheduler.put_requests([request(name, priority=p) for name, p in order])
+        taken = [r.request_id for r in self.take(scheduler, 4)]
+        assert taken == ["soon", "a", "b", "late"]
+
+    def test_duplicate_id_is_refused_and_the_first_lives(self, make: Maker) -> None:
+        scheduler = make()
+        answers = scheduler.put_requests([request("same"), request("same"), request("other")])
+        assert answers[0] is None and answers[2] is None
+        assert answers[1] and "duplicate" in answers[1]
+        again = scheduler.put_requests([request("same")])[0]
+        assert again and "duplicate" in again
+        assert sorted(r.request_id for r in self.take(scheduler, 2)) == ["other", "same"]
+        self.assert_quiet(scheduler)
+
+    def test_full_queue_refuses_one_by_one(self, make: Maker) -> None:
+        scheduler = make(max_size=3)
+        answers = scheduler.put_requests([request(f"r{i}") for i in range(5)])
+        assert answers[:3] == [None] * 3
+        assert all(a and "full" in a for a in answers[3:])
+        assert len(self.take(scheduler, 3)) == 3
+        assert scheduler.put_requests([request("r5")]) == [None], "room was made"
+
+    def test_results_come_once_and_in_order(self, make: Maker) -> None:
+        scheduler = make()
+        scheduler.put_requests([request("r")])
+        taken = self.take(scheduler, 1)[0]
+        for position in range(5):
+            scheduler.put_results([delta(taken, position, finished=position == 4)])
+        got = self.collect(scheduler, 5)
+        assert [d.position for d in got] == [0, 1, 2, 3, 4]
+        assert [d.finished for d in got] == [False] * 4 + [True]
+        self.assert_quiet(scheduler)
+
+    def test_repeated_deltas_are_shown_once(self, make: Maker) -> None:
+        scheduler = make()
+        scheduler.put_requests([request("r")])
+        taken = self.take(scheduler, 1)[0]
+        scheduler.put_results([delta(taken, 0), delta(taken, 0)])
+        scheduler.put_results([delta(taken, 0), delta(taken, 1, finished=True)])
+        assert [d.position for d in self.collect(scheduler, 2)] == [0, 1]
+        self.assert_quiet(scheduler)
+
+    def test_nothing_follows_the_last_delta(self, make: Maker) -> None:
+        scheduler = make()
+        scheduler.put_requests([request("r")])
+        taken = self.take(scheduler, 1)[0]
+        scheduler.put_results([delta(taken, 0, finished=True)])
+        scheduler.put_results([delta(taken, 1), delta(taken, 1, finished=True)])
+        assert len(self.collect(scheduler, 1)) == 1
+        self.assert_quiet(scheduler)
+        assert scheduler.put_requests([request("r")]) == [None], "the id is free again"
+
+    def test_deltas_of_unknown_requests_and_attempts_are_dropped(self, make: Maker) -> None:
+        scheduler = make()
+        scheduler.put_results([delta(request("never put"), 0, finished=True)])
+        scheduler.put_requests([request("r")])
+        taken = self.take(scheduler, 1)[0]
+        foreign = delta(taken, 0, finished=True)
+        foreign.attempt = taken.attempt - 1
+        scheduler.put_results([foreign])
+        self.assert_quiet(scheduler)
+        scheduler.put_results([delta(taken, 0, finished=True)])
+        assert len(self.collect(scheduler, 1)) == 1
+
+    def test_abort_of_a_waiting_request_keeps_it_from_running(self, make: Maker) -> None:
+        scheduler = make()
+        scheduler.put_requests([request("gone"), request("stays")])
+        scheduler.abort(["gone", "unknown"])
+        scheduler.abort(["gone"])
+        assert [r.request_id for r in self.take(scheduler, 1)] == ["stays"]
+        assert scheduler.get_requests(PLENTY, 0.05) == []
+
+    def test_abort_of_a_running_request_reaches_its_engine_once(self, make: Maker) -> None:
+        scheduler = make()
+        scheduler.put_requests([request("r"), request("s")])
+        self.take(scheduler, 2)
+        scheduler.abort(["r"])
+        scheduler.abort(["r"])
+        aborts: list[str] = []
+        deadline = time.monotonic() + self.patience_s
+        while not aborts and time.monotonic() < deadline:
+            aborts += scheduler.get_aborts()
+        for _ in range(3):
+            time.sleep(0.01)
+            aborts += scheduler.get_aborts()
+        assert aborts == ["r"]
+
+    def test_abort_before_its_request_cancels_it(self, make: Maker) -> None:
+        scheduler = make()
+        scheduler.abort(["early"])
+        scheduler.put_requests([request("early"), request("other")])
+        assert [r.request_id for r in self.take(scheduler, 1)] == ["other"]
+        assert scheduler.get_requests(PLENTY, 0.05) == []
+
+    def test_request_that_waits_too_long_is_answered(self, make: Maker) -> None:
+        scheduler = make(ttl_s=0.2)
+        scheduler.put_requests([request("old")])
+        time.sleep(0.4)
+        assert scheduler.get_requests(PLENTY, 0.05) == [], "handed out although its time ran out"
+        answer = self.collect(scheduler, 1)
+        assert [d.request_id for d in answer] == ["old"]
+        assert answer[0].finished and answer[0].error
+        assert answer[0].error_type == "RequestTimeout"
+        self.assert_quiet(scheduler)
+
+    def test_threads_lose_and_double_nothing(self, make: Maker) -> None:
+        scheduler = make(max_size=0)
+        total, putters, engines = 200, 4, 3
+        taken: list[str] = []
+        shown: list[tuple[str, int]] = []
+        stop = threading.Event()
+
+        def put(part: int) -> None:
+            for i in range(part, total, putters):
+                assert scheduler.put_requests([request(f"r{i}")]) == [None]
+
+        def engine() -> None:
+            while not stop.is_set():
+                for r in scheduler.get_requests(Capacity(5, 10**6, 64, 10**9), 0.01):
+                    taken.append(r.request_id)
+                    scheduler.put_results([delta(r, 0)])
+                    scheduler.put_results([delta(r, 1, finished=True)])
+
+        def front() -> None:
+            while not stop.is_set():
+                shown.extend((d.request_id, d.position) for d in scheduler.get_results(0.01))
+
+        threads = [threading.Thread(target=put, args=(i,)) for i in range(putters)]
+        threads += [threading.Thread(target=engine) for _ in range(engines)]
+        threads.append(threading.Thread(target=front))
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + 3 * self.patience_s
+        while len(shown) < 2 * total and time.monotonic() < deadline:
+            time.sleep(0.01)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert Counter(taken) == {f"r{i}": 1 for i in range(total)}
+        wanted = set(itertools.product((f"r{i}" for i in range(total)), (0, 1)))
+        assert Counter(shown) == dict.fromkeys(wanted, 1)
+
+    def test_load_reports_are_seen(self, make: Maker) -> None:
+        scheduler = make(instance="a")
+        scheduler.report_load(InstanceLoad("a", 7, num_running=2, reported_at_s=time.monotonic()))
+        loads = scheduler.loads()
+        assert [(x.instance, x.epoch, x.num_running) for x in loads] == [("a", 7, 2)]
+
+    @pytest.mark.capability("leases")
+    def test_what_a_dead_instance_held_is_handed_out_again(self, driver: Any, make: Maker) -> None:
+        front, dead, alive = self._three(driver, make)
+        front.put_requests([request("r")])
+        first = self.take(dead, 1)[0]
+        time.sleep(2 * self.lease_s)  # the dead instance reports nothing any more
+        second = self.take(alive, 1)[0]
+        assert second.request_id == "r" and second.attempt > first.attempt
+        # The zombie wakes up: whatever it says is fenced off.
+        dead.put_results([delta(first, 0), delta(first, 1, finished=True)])
+        alive.put_results([delta(second, 0), delta(second, 1, finished=True)])
+        dead.put_results([delta(first, 2, finished=True)])
+        got = self.collect(front, 2)
+        assert [(d.position, d.attempt) for d in got] == [
+            (0, second.attempt),
+            (1, second.attempt),
+        ]
+        assert front.get_results(0.1) == []
+
+    @pytest.mark.capability("leases")
+    def test_death_in_mid_answer_ends_in_one_answer(self, driver: Any, make: Maker) -> None:
+        front, dead, alive = self._three(driver, make)
+        front.put_requests([request("r")])
+        first = self.take(dead, 1)[0]
+        dead.put_results([delta(first, 0)])
+        shown = self.collect(front, 1)
+        time.sleep(2 * self.lease_s)
+        deadline = time.monotonic() + self.patience_s
+        while not any(d.finished for d in shown) and time.monotonic() < deadline:
+            for again in alive.get_requests(PLENTY, 0.05):
+                alive.put_results([delta(again, p, finished=p == 2) for p in range(3)])
+            shown += front.get_results(0.05)
+        dead.put_results([delta(first, 1), delta(first, 2, finished=True)])
+        shown += front.get_results(0.1)
+        positions = [d.position for d in shown]
+        assert positions == sorted(set(positions)), f"positions {positions} repeat or go back"
+        assert sum(d.finished for d in shown) == 1
+        last = shown[-1]
+        assert last.finished and (last.attempt > first.attempt or last.error_type == "WorkerError")
+
+    def _three(self, driver: Any, make: Maker) -> tuple[Any, Any, Any]:
+        """Front end, an instance that will die, one that lives: one object where none is shared."""
+        if not driver.capabilities.leases:
+            pytest.skip("capabilities.leases is False")
+        front = make(instance="front")
+        if not driver.capabilities.shared_queue:
+            return front, front, front
+        return front, make(instance="dead"), make(instance="alive")
+
+    @pytest.mark.capability("leases")
+    def test_heartbeats_keep_a_lease(self, driver: Any, make: Maker) -> None:
+        if not driver.capabilities.leases:
+            pytest.skip("capabilities.leases is False")
+        scheduler = make(instance="slow")
+        scheduler.put_requests([request("r")])
+        assert len(self.take(scheduler, 1)) == 1
+        until = time.monotonic() + 2.5 * self.lease_s
+        while time.monotonic() < until:
+            scheduler.report_load(InstanceLoad("slow", 1, num_running=1))
+            assert scheduler.get_requests(PLENTY, 0.0) == [], "a lease ended despite heartbeats"
+            time.sleep(self.lease_s / 5)
+
+    @pytest.mark.capability("shared_queue")
+    def test_two_instances_share_one_queue(self, driver: Any, make: Maker) -> None:
+        if not driver.capabilities.shared_queue:
+            pytest.skip("capabilities.shared_queue is False")
+        front = make(instance="front")
+        engines = [make(instance="one"), make(instance="two")]
+        names = [f"r{i}" for i in range(30)]
+        front.put_requests([request(n) for n in names])
+        taken: list[str] = []
+        deadline = time.monotonic() + self.patience_s
+        while len(taken) < len(names) and time.monotonic() < deadline:
+            for engine in engines:
+                for r in engine.get_requests(Capacity(3, 10**6, 64, 10**9), 0.02):
+                    taken.append(r.request_id)
+                    engine.put_results([delta(r, 0, finished=True)])
+        assert Counter(taken) == dict.fromkeys(names, 1)
+        got = self.collect(front, len(names))
+        assert Counter(d.request_id for d in got) == dict.fromkeys(names, 1)
+
+
+class TestRequestScheduler(RequestSchedulerConformance):
+    """Run by `fastdeploy plugins check`."""

@@ -1,0 +1,162 @@
+"""The offline API on the reference device with random weights: what comes out is the model's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdeploy import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from fastdeploy_core.errors import InvalidRequest
+from tests.llm_models import write_model
+
+PROMPTS = ["hello", "The quick brown", "你好", "x " * 40, "def main():"]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory, tensor_library: str) -> Iterator[LLM]:
+    folder: Path = write_model(tmp_path_factory.mktemp("model"))
+    with LLM(
+        folder,
+        device="cpu",
+        tensor_library=tensor_library,
+        load_format="dummy",
+        dtype="float32",
+        max_num_seqs=4,
+        max_num_batched_tokens=48,
+        block_size=16,
+        num_gpu_blocks_override=64,
+    ) as made:
+        yield made
+
+
+def generate(llm: LLM, *args: Any, **kwargs: Any) -> list[RequestOutput]:
+    outputs = llm.generate(*args, use_tqdm=False, **kwargs)
+    assert isinstance(outputs, list)
+    return outputs
+
+
+def test_a_batch_gives_each_prompt_what_it_gets_alone(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    alone = [generate(llm, prompt, params)[0].outputs[0] for prompt in PROMPTS]
+    together = [output.outputs[0] for output in generate(llm, PROMPTS, params)]
+    assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
+    assert [answer.text for answer in together] == [answer.text for answer in alone]
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(llm: LLM) -> None:
+    params = SamplingParams(seed=3, max_tokens=12, ignore_eos=True)
+    alone = generate(llm, "hello", params)[0].outputs[0].token_ids
+    crowd = [params, *[SamplingParams(max_tokens=9, ignore_eos=True)] * 4]
+    assert generate(llm, ["hello", *PROMPTS[1:]], crowd)[0].outputs[0].token_ids == alone
+
+
+def test_streamed_text_equals_the_whole(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    whole = generate(llm, PROMPTS, params)
+    texts = dict.fromkeys(PROMPTS, "")
+    for piece in llm.generate(PROMPTS, params, stream=True):
+        texts[str(piece.prompt)] += "".join(answer.text for answer in piece.outputs)
+    assert texts == {output.prompt: output.outputs[0].text for output in whole}
+
+
+def test_logprobs_are_those_of_a_distribution(llm: LLM) -> None:
+    params = SamplingParams(
+        temperature=0, max_tokens=4, logprobs=5, prompt_logprobs=2, ignore_eos=True
+    )
+    (output,) = generate(llm, "hello world", params)
+    answer = output.outputs[0]
+    assert answer.logprobs is not None
+    for token_id, entry in zip(answer.token_ids, answer.logprobs, strict=True):
+        assert entry[token_id].rank == 1  # greedy takes the most likely
+        values = [logprob.logprob for logprob in entry.values()]
+        assert values == sorted(values, reverse=True)
+        assert all(value <= 0 for value in values)
+    assert answer.cumulative_logprob == pytest.approx(
+        sum(e[t].logprob for t, e in zip(answer.token_ids, answer.logprobs, strict=True))
+    )
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    for token_id, entry in zip(
+        output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True
+    ):
+        assert entry is not None and token_id in entry
+
+
+def test_structured_outputs_follow_their_schema(llm: LLM) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 2]}},
+        "required": ["ok", "n"],
+        "additionalProperties": False,
+    }
+    params = [
+        SamplingParams(
+            max_tokens=40, seed=1, structured_outputs=StructuredOutputsParams(json=schema)
+        ),
+        SamplingParams(
+            max_tokens=9, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])
+        ),
+        SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(regex="[ab]{3}")),
+        SamplingParams(max_tokens=9, ignore_eos=True),
+    ]
+    outputs = [output.outputs[0] for output in generate(llm, ["x"] * 4, params)]
+    value = json.loads(outputs[0].text)
+    assert isinstance(value["ok"], bool) and value["n"] in (1, 2)
+    assert outputs[1].text in ("yes", "no")
+    assert len(outputs[2].text) == 3 and set(outputs[2].text) <= {"a", "b"}
+    assert [answer.finish_reason for answer in outputs] == ["stop", "stop", "stop", "length"]
+
+
+def test_a_hopeless_grammar_leaves_nothing_behind(llm: LLM) -> None:
+    bad = SamplingParams(structured_outputs=StructuredOutputsParams(regex="((("))
+    with pytest.raises(InvalidRequest):
+        generate(llm, ["good", "bad"], [SamplingParams(), bad])
+    assert llm.get_metrics()["num_requests"] == 0
+
+
+def test_bad_words_and_allowed_tokens_hold(llm: LLM) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    first = generate(llm, "hello", greedy)[0].outputs[0]
+    word = llm.get_tokenizer().token_text(first.token_ids[0])
+    if word.strip():
+        banned = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, bad_words=[word])
+        assert word not in generate(llm, "hello", banned)[0].outputs[0].text
+    only = SamplingParams(max_tokens=12, ignore_eos=True, allowed_token_ids=[70, 71])
+    assert set(generate(llm, "hello", only)[0].outputs[0].token_ids) <= {70, 71}
+
+
+def test_chat_with_parsers_splits_thinking_and_calls(tmp_path: Path, tensor_library: str) -> None:
+    # A grammar makes the random model say exactly this.
+    spoken = '<think>\nhm\n</think>\n\nI look.\n<tool_call>{"name":"look","arguments":{"x":1}}</tool_call>'
+    with LLM(
+        write_model(tmp_path),
+        device="cpu",
+        tensor_library=tensor_library,
+        load_format="dummy",
+        dtype="float32",
+        num_gpu_blocks_override=32,
+        reasoning_parser="qwen3",
+        tool_call_parser="hermes",
+    ) as llm:
+        params = SamplingParams(
+            max_tokens=200, structured_outputs=StructuredOutputsParams(choice=[spoken])
+        )
+        tools = [{"type": "function", "function": {"name": "look"}}]
+        talk = [{"role": "user", "content": "look x up"}]
+        (output,) = llm.chat(talk, params, use_tqdm=False, tools=tools)
+        answer = output.outputs[0]
+        assert (answer.text, answer.reasoning_content) == ("I look.", "hm")
+        assert answer.tool_calls is not None
+        assert answer.tool_calls[0]["function"] == {"name": "look", "arguments": '{"x": 1}'}
+        pieces = [p.outputs[0] for p in llm.chat(talk, params, tools=tools, stream=True)]
+        assert "".join(piece.text for piece in pieces) == "I look."
+        assert "".join(piece.reasoning_content or "" for piece in pieces) == "hm"
+        assert sum(len(piece.tool_calls or []) for piece in pieces) == 1
+        # Without tools a call is text.
+        (output,) = llm.chat(talk, params, use_tqdm=False)
+        assert output.outputs[0].tool_calls is None
+        assert "<tool_call>" in output.outputs[0].text

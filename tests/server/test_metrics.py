@@ -1,0 +1,136 @@
+"""/metrics, /load, /version, /plugins: names, kinds and bounded labels."""
+
+from __future__ import annotations
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from fastdeploy_core import __version__
+from fastdeploy_core.tokenizer import Tokenizer
+from tests.server_support import ScriptedEngine, live
+
+COUNTERS = [
+    "requests_number",
+    "request_success",
+    "request_preempted",
+    "prompt_tokens",
+    "generation_tokens",
+    "prefix_cache_token_num",
+    "prefix_gpu_cache_token_num",
+    "prefix_cpu_cache_token_num",
+    "requests_rejected",
+    "requests_aborted",
+    "http_requests",
+]
+GAUGES = [
+    "num_requests_running",
+    "num_requests_waiting",
+    "num_requests_enqueued",
+    "batch_size",
+    "max_batch_size",
+    "available_batch_size",
+    "hit_token_rate",
+    "available_gpu_block_num",
+    "free_gpu_block_num",
+    "max_gpu_block_num",
+    "available_gpu_resource",
+    "gpu_cache_usage_perc",
+    "engine_last_progress_seconds",
+    "engine_ready",
+    "loop_lag_seconds",
+]
+HISTOGRAMS = [
+    "time_to_first_token_seconds",
+    "time_per_output_token_seconds",
+    "inter_token_latency_seconds",
+    "e2e_request_latency_seconds",
+    "request_inference_time_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_params_max_tokens",
+]
+
+
+def scrape(client: httpx.Client) -> dict[str, object]:
+    response = client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    return {family.name: family for family in text_string_to_metric_families(response.text)}
+
+
+def value(families: dict, name: str, sample: str = "") -> float:
+    family = families[f"fastdeploy:{name}"]
+    wanted = family.name + sample
+    return sum(s.value for s in family.samples if s.name == wanted)
+
+
+def test_names_and_kinds_are_the_originals(client: httpx.Client) -> None:
+    client.post("/v1/completions", json={"prompt": "x"})
+    families = scrape(client)
+    for names, kind in ((COUNTERS, "counter"), (GAUGES, "gauge"), (HISTOGRAMS, "histogram")):
+        for name in names:
+            assert families[f"fastdeploy:{name}"].type == kind, name
+
+
+def test_a_request_is_counted_and_timed(client: httpx.Client) -> None:
+    client.post("/v1/completions", json={"prompt": "abc", "n": 2, "max_tokens": 30})
+    body = {"prompt": "abc", "stream": True, "max_tokens": 5}
+    assert client.post("/v1/completions", json=body).status_code == 200
+    families = scrape(client)
+    assert value(families, "requests_number", "_total") == 2
+    assert value(families, "time_to_first_token_seconds", "_count") == 2
+    assert value(families, "e2e_request_latency_seconds", "_count") == 2
+    assert value(families, "request_prompt_tokens", "_sum") == 6
+    generated = 2 * (len("Hello, world!") + 1) + 5
+    assert value(families, "request_generation_tokens", "_sum") == generated
+    by_reason = {
+        s.labels["finished_reason"]: s.value
+        for s in families["fastdeploy:request_success"].samples
+        if s.name.endswith("_total")
+    }
+    assert by_reason == {"stop": 2.0, "length": 1.0, "abort": 0.0, "error": 0.0}
+
+
+def test_what_clients_send_makes_no_new_series(client: httpx.Client) -> None:
+    def series() -> set[str]:
+        samples = [s for family in scrape(client).values() for s in family.samples]
+        return {f"{s.name}{sorted(s.labels.items())}" for s in samples}
+
+    for number in range(3):
+        client.get(f"/nope/{number}")
+        client.get(f"/v1/models/none-{number}")
+        client.get("/metrics")
+        client.post("/v1/completions", json={"prompt": "x", "model": f"m{number}"})
+    before = series()
+    for number in range(40):
+        client.get(f"/other/{number}")
+        client.get(f"/v1/models/other-{number}")
+        client.post("/v1/completions", json={"prompt": "x", "model": f"n{number}", "user": "u"})
+    assert series() == before
+    assert "other-1" not in client.get("/metrics").text
+
+
+def test_two_apps_share_no_counter(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
+    with live(engine, tokenizer) as one, live(engine, tokenizer) as two:
+        httpx.post(one.url + "/v1/completions", json={"prompt": "x"})
+        with httpx.Client(base_url=two.url) as client:
+            assert value(scrape(client), "requests_number", "_total") == 0
+
+
+def test_version_load_and_models(client: httpx.Client) -> None:
+    assert client.get("/version").json() == {"version": __version__}
+    assert client.get("/load").json() == {"server_load": 0}
+    (card,) = client.get("/v1/models").json()["data"]
+    assert card["id"] == "tiny"
+    assert card["owned_by"] == "FastDeploy"
+    assert card["max_model_len"] == 512
+    assert client.get("/v1/models/tiny").json() == card
+
+
+def test_plugins_lists_the_cores_own_drivers(client: httpx.Client) -> None:
+    rows = client.get("/plugins").json()["plugins"]
+    assert {"kind": "device", "name": "null"}.items() <= next(
+        row for row in rows if row["name"] == "null"
+    ).items()

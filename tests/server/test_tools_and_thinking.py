@@ -1,0 +1,297 @@
+"""Tool calls and thinking: found by parsers or forced by a grammar, the same in streams."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from fastdeploy_core.contracts.small import ToolCallDelta
+from fastdeploy_core.grammar.compiler import GrammarCompiler
+from fastdeploy_core.serving import forced_tools
+from fastdeploy_core.serving.answer import Answer
+from fastdeploy_core.tokenizer import Tokenizer
+from tests.server_support import ScriptedEngine, events_of, live
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
+    },
+}
+TIME = {"type": "function", "function": {"name": "get_time"}}
+ASK = {"messages": [{"role": "user", "content": "Hi"}], "tools": [WEATHER, TIME]}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+@pytest.fixture
+def client(engine: ScriptedEngine, tokenizer: Tokenizer) -> Iterator[httpx.Client]:
+    compiler = GrammarCompiler.start(tokenizer.tokenizer_json, vocab_size=len(tokenizer))
+    options = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes", "compiler": compiler}
+    try:
+        with (
+            live(engine, tokenizer, **options) as server,
+            httpx.Client(base_url=server.url, timeout=60) as http,
+        ):
+            yield http
+    finally:
+        compiler.close()
+
+
+def chat(client: httpx.Client, **fields: object) -> dict:
+    response = client.post("/v1/chat/completions", json={**ASK, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]
+
+
+def streamed(client: httpx.Client, **fields: object) -> dict:
+    """A choice put together from its chunks."""
+    body = {**ASK, "stream": True, **fields}
+    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.status_code == 200, response.read()
+        chunks = events_of(response)
+    message: dict = {"role": "assistant", "content": ""}
+    calls: dict[int, dict] = {}
+    reason = None
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        delta = choice["delta"]
+        reason = choice["finish_reason"] or reason
+        message["content"] += delta.get("content", "")
+        for name in ("reasoning", "reasoning_content"):
+            if name in delta:
+                message[name] = message.get(name, "") + delta[name]
+        for part in delta.get("tool_calls", []):
+            if part["index"] not in calls:
+                assert part["id"]
+                assert part["type"] == "function"
+                calls[part["index"]] = {"name": part["function"]["name"], "arguments": ""}
+            calls[part["index"]]["arguments"] += part["function"]["arguments"]
+    if calls:
+        message["tool_calls"] = [calls[index] for index in sorted(calls)]
+    return {"message": message, "finish_reason": reason}
+
+
+def same(whole: dict, parts: dict) -> None:
+    """A whole and a streamed choice say the same."""
+    message = dict(whole["message"])
+    message["content"] = message["content"] or ""
+    if "tool_calls" in message:
+        message["tool_calls"] = [call["function"] for call in message["tool_calls"]]
+    assert parts == {"message": message, "finish_reason": whole["finish_reason"]}
+
+
+def test_a_call_is_found_and_ends_the_answer(engine: ScriptedEngine, client: httpx.Client) -> None:
+    engine.script = lambda prompt, index: CALL
+    choice = chat(client)
+    (call,) = choice["message"]["tool_calls"]
+    assert call["id"]
+    assert call["function"]["name"] == "get_weather"
+    assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+    assert choice["message"]["content"] is None
+    assert choice["finish_reason"] == "tool_calls"
+    same(choice, streamed(client))
+
+
+def test_two_calls_keep_their_order(engine: ScriptedEngine, client: httpx.Client) -> None:
+    engine.script = lambda prompt, index: CALL + "\n" + CALL.replace("Paris", "Rome")
+    choice = chat(client)
+    cities = [
+        json.loads(c["function"]["arguments"])["city"] for c in choice["message"]["tool_calls"]
+    ]
+    assert cities == ["Paris", "Rome"]
+    assert len({call["id"] for call in choice["message"]["tool_calls"]}) == 2
+    same(choice, streamed(client))
+    assert len(chat(client, parallel_tool_calls=False)["message"]["tool_calls"]) == 1
+
+
+def test_thinking_is_told_apart_under_both_names(
+    engine: ScriptedEngine, client: httpx.Client
+) -> None:
+    engine.script = lambda prompt, index: f"<think>hmm, tools</think>\n\nSure. {CALL}"
+    choice = chat(client)
+    assert choice["message"]["reasoning_content"] == "hmm, tools"
+    assert choice["message"]["reasoning"] == "hmm, tools"
+    assert choice["message"]["content"].strip() == "Sure."
+    assert choice["finish_reason"] == "tool_calls"
+    same(choice, streamed(client))
+    assert "reasoning" not in chat(client, include_reasoning=False)["message"]
+
+
+def test_thinking_tokens_are_counted(engine: ScriptedEngine, client: httpx.Client) -> None:
+    engine.script = lambda prompt, index: "<think>12345</think>done"
+    body = client.post("/v1/chat/completions", json=ASK).json()
+    details = body["usage"]["completion_tokens_details"]
+    assert details["reasoning_tokens"] == 5
+
+
+def test_tool_choice_none_hides_the_tools(
+    engine: ScriptedEngine, tokenizer: Tokenizer, client: httpx.Client
+) -> None:
+    engine.script = lambda prompt, index: CALL
+    choice = chat(client, tool_choice="none")
+    assert "tool_calls" not in choice["message"]
+    assert choice["message"]["content"] == CALL
+    assert "get_weather" not in tokenizer.decode(engine.requests[-1].prompt_token_ids)
+
+
+def test_a_named_function_is_forced_by_a_grammar(
+    engine: ScriptedEngine, client: httpx.Client
+) -> None:
+    engine.script = lambda prompt, index: '{"city": "Rome", "days": 2}'
+    choice_of = {"type": "function", "function": {"name": "get_weather"}}
+    choice = chat(client, tool_choice=choice_of)
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Rome", "days": 2}'}
+    assert choice["finish_reason"] == "tool_calls"
+    assert engine.requests[-1].grammar
+    same(choice, streamed(client, tool_choice=choice_of))
+
+
+def test_required_calls_are_forced_by_a_grammar(
+    engine: ScriptedEngine, client: httpx.Client
+) -> None:
+    text = (
+        '[{"name": "get_weather", "parameters": {"city": "a\\"}]{", "days": 1}}, '
+        '{"name":"get_time","parameters":{}}]'
+    )
+    engine.script = lambda prompt, index: text
+    choice = chat(client, tool_choice="required")
+    assert [call["function"] for call in choice["message"]["tool_calls"]] == [
+        {"name": "get_weather", "arguments": '{"city": "a\\"}]{", "days": 1}'},
+        {"name": "get_time", "arguments": "{}"},
+    ]
+    assert choice["finish_reason"] == "tool_calls"
+    assert engine.requests[-1].grammar
+    same(choice, streamed(client, tool_choice="required"))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_forced_calls_do_not_depend_on_how_text_is_cut(size: int) -> None:
+    calls = [
+        {"name": "a", "parameters": {"x": [1, {"y": "}\\\\"}], "name": "not a call"}},
+        {"name": 'q"uote', "parameters": {}},
+    ]
+    text = json.dumps(calls, indent=1)
+    answer = Answer(forced_tools.RequiredCalls())
+    for start in range(0, len(text), size):
+        answer.push(text[start : start + size], 1, start + size >= len(text))
+    found = [call["function"] for call in answer.collected.tool_calls()]
+    assert [call["name"] for call in found] == [call["name"] for call in calls]
+    assert [json.loads(call["arguments"]) for call in found] == [c["parameters"] for c in calls]
+
+
+def test_a_call_that_is_cut_off_keeps_what_there_is() -> None:
+    answer = Answer(forced_tools.RequiredCalls())
+    answer.push('[{"name": "a", "parameters": {"x": 1', 1, True)
+    (call,) = answer.collected.tool_calls()
+    assert call["function"] == {"name": "a", "arguments": '{"x": 1'}
+    assert answer.finish_reason("length") == "length"
+
+
+def test_call_ids_of_a_parser_are_kept() -> None:
+    class Parser:
+        def push(self, text: str) -> object:
+            from fastdeploy_core.contracts.small import ParsedDelta
+
+            return ParsedDelta(tool_calls=[ToolCallDelta(0, id="mine", name="f")])
+
+        def finish(self) -> object:
+            from fastdeploy_core.contracts.small import ParsedDelta
+
+            return ParsedDelta()
+
+    answer = Answer(Parser())  # type: ignore[arg-type]
+    answer.push("x", 1, True)
+    assert answer.collected.tool_calls()[0]["id"] == "mine"
+
+
+def test_tool_messages_go_into_the_prompt(
+    engine: ScriptedEngine, tokenizer: Tokenizer, client: httpx.Client
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}
+    messages = [
+        *ASK["messages"],
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "noon"},
+    ]
+    chat(client, messages=messages)
+    prompt = tokenizer.decode(engine.requests[-1].prompt_token_ids)
+    assert "[call get_time]<|tool|>noon" in prompt
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": {"type": "function", "function": {"name": "nope"}}},
+        {"tool_choice": {"type": "function"}},
+        {"tool_choice": "sometimes"},
+        {"tools": [{"type": "function"}]},
+        {"tools": [{"type": "function", "function": {"name": "bad name"}}]},
+        {"tools": [{"type": "function", "function": {"name": "x", "parameters": 3}}]},
+        {"tools": [WEATHER] * 129},
+        {"tools": "get_weather"},
+        {"tool_choice": "required", "response_format": {"type": "json_object"}},
+    ],
+)
+def test_malformed_tools_are_refused(client: httpx.Client, fields: dict) -> None:
+    response = client.post("/v1/chat/completions", json={**ASK, **fields})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["type"] == "BadRequestError"
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": SCHEMA},
+            }
+        },
+        {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"regex": "[ab]+"}},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"structured_outputs": {"grammar": 'root ::= "yes" | "no"'}},
+        {"guided_json": SCHEMA},
+        {"guided_json": json.dumps(SCHEMA)},
+        {"guided_regex": "a|b"},
+        {"guided_choice": ["yes", "no"]},
+    ],
+)
+def test_each_way_to_constrain_an_answer_makes_a_grammar(
+    engine: ScriptedEngine, client: httpx.Client, fields: dict
+) -> None:
+    chat(client, tools=None, **fields)
+    assert engine.requests[-1].grammar
+    assert engine.requests[-1].grammar_backend
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_regex": "("},
+        {"guided_regex": "a" * 20000},
+        {"structured_outputs": {}},
+        {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+        {"structured_outputs": {"grammar": "root ::= nothing"}},
+        {"guided_json": "not json"},
+    ],
+)
+def test_a_constraint_that_cannot_be_compiled_is_refused(
+    client: httpx.Client, fields: dict
+) -> None:
+    response = client.post("/v1/chat/completions", json={**ASK, "tools": None, **fields})
+    assert response.status_code == 400, response.text

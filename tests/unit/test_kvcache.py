@@ -1,0 +1,317 @@
+"""Blocks, prefix cache, host tier and sizing: the bookkeeping of the KV cache."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdeploy_core.config import BatchConfig, CacheConfig
+from fastdeploy_core.errors import ConfigError, OutOfBlocks
+from fastdeploy_core.kvcache import BlockPool, KVCacheManager, plan_cache
+from fastdeploy_core.types.worker import WorkerInfo
+
+
+def make_manager(num_blocks=8, block_size=4, **options):
+    return KVCacheManager(num_blocks, block_size, model_identity="m", **options)
+
+
+def compute(kv, tokens, salt=""):
+    """A sequence that was matched, started, computed in one step and committed."""
+    table = kv.new_table(salt)
+    match = kv.match(table, tokens)
+    kv.start(table, match, len(tokens))
+    kv.take_copies()
+    kv.commit(table, tokens, len(tokens))
+    return table, match
+
+
+def test_allocate_takes_empty_blocks_before_cached_ones():
+    pool = BlockPool(3)
+    (first,) = pool.allocate(1)
+    pool.mark_cached(first)
+    pool.on_evict = lambda block, is_intact: None
+    pool.release([first])
+    assert first not in pool.allocate(2)
+    assert pool.allocate(1) == [first]
+
+
+def test_allocate_without_room_changes_nothing():
+    pool = BlockPool(2)
+    pool.allocate(1)
+    with pytest.raises(OutOfBlocks, match=r"2 blocks were asked for and 1 of 2"):
+        pool.allocate(2)
+    assert pool.num_available == 1
+
+
+def test_least_recently_released_cached_block_is_evicted_first():
+    pool = BlockPool(3)
+    evicted = []
+    pool.on_evict = lambda block, is_intact: evicted.append(block)
+    blocks = pool.allocate(3)
+    for block in blocks:
+        pool.mark_cached(block)
+    pool.release([blocks[1]])
+    pool.release([blocks[0], blocks[2]])
+    pool.allocate(2)
+    assert evicted == [blocks[1], blocks[0]]
+
+
+def test_double_release_is_noticed():
+    pool = BlockPool(1)
+    blocks = pool.allocate(1)
+    pool.release(blocks)
+    with pytest.raises(AssertionError, match="released twice"):
+        pool.release(blocks)
+
+
+def test_quarantined_block_is_not_reused_before_it_is_released():
+    pool = BlockPool(2)
+    held = pool.allocate(1)
+    pool.quarantine(held)
+    pool.release(held)
+    assert pool.num_available == 1 and pool.num_quarantined == 1
+    assert held[0] not in pool.allocate(1)
+    pool.check()
+    pool.release_quarantine(held)
+    assert pool.allocate(1) == held
+    pool.release_quarantine([0, 1])  # not withheld: ignored
+    pool.check()
+
+
+def test_quarantine_of_a_cached_block_takes_it_out_of_the_cache():
+    kv = make_manager()
+    table, _ = compute(kv, list(range(8)))
+    kv.quarantine([table.blocks[0]])
+    kv.free(table)
+    assert kv.match(kv.new_table(), list(range(8))).num_tokens == 0
+    kv.release_quarantine([0, 1])
+    kv.check()
+    assert kv.pool.num_available == 8
+
+
+def test_prefix_of_an_earlier_sequence_is_shared_while_both_run():
+    kv = make_manager()
+    first, _ = compute(kv, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    second, match = compute(kv, [1, 2, 3, 4, 5, 6, 7, 8, 10, 11])
+    assert match.num_tokens == 8
+    assert second.blocks[:2] == first.blocks[:2] and second.blocks[2] != first.blocks[2]
+    assert kv.pool.references(first.blocks[0]) == 2
+
+
+def test_fully_matched_prompt_recomputes_its_last_block():
+    kv = make_manager()
+    table, _ = compute(kv, list(range(8)))
+    kv.free(table)
+    assert kv.match(kv.new_table(), list(range(8))).num_tokens == 4
+    assert kv.match(kv.new_table(), [*range(8), 99]).num_tokens == 8
+
+
+def test_another_salt_finds_nothing():
+    kv = make_manager()
+    table, _ = compute(kv, list(range(8)), salt="a")
+    kv.free(table)
+    assert kv.match(kv.new_table("b"), [*range(8), 1]).num_tokens == 0
+    assert kv.match(kv.new_table("a"), [*range(8), 1]).num_tokens == 8
+
+
+def test_another_model_has_other_keys():
+    tables = [KVCacheManager(2, 4, model_identity=name).new_table() for name in ("m1", "m2")]
+    assert tables[0].root != tables[1].root
+
+
+def test_identity_and_salt_cannot_be_shifted_into_each_other():
+    first = KVCacheManager(2, 4, model_identity="ab").new_table("c")
+    second = KVCacheManager(2, 4, model_identity="a").new_table("bc")
+    assert first.root != second.root
+
+
+def test_forced_collisions_never_share_a_block():
+    """Every key equal: only the comparison of tokens, salt and parent is left."""
+    kv = make_manager(16, hash_function=lambda data: b"same")
+    first, _ = compute(kv, [1, 2, 3, 4, 5])
+    assert kv.match(kv.new_table(), [1, 2, 3, 9, 5]).num_tokens == 0
+    assert kv.match(kv.new_table("salt"), [1, 2, 3, 4, 5]).num_tokens == 0
+    # The second block has the same key and the same tokens as the first, and another parent.
+    assert kv.match(kv.new_table(), [1, 2, 3, 4, 1, 2, 3, 4, 5]).num_tokens == 4
+    second, _ = compute(kv, [9, 9, 9, 9, 9])
+    assert kv.match(kv.new_table(), [9, 9, 9, 9, 9]).num_tokens == 0
+    assert kv.match(kv.new_table(), [1, 2, 3, 4, 7]).num_tokens == 4
+    kv.free(first)
+    kv.free(second)
+    kv.check()
+
+
+def test_same_tokens_behind_another_prefix_do_not_match():
+    kv = make_manager()
+    compute(kv, [1, 1, 1, 1, 5, 5, 5, 5, 0])
+    assert kv.match(kv.new_table(), [2, 2, 2, 2, 5, 5, 5, 5, 0]).num_tokens == 0
+
+
+def test_two_sequences_computing_the_same_prefix_leave_one_cached_copy():
+    kv = make_manager()
+    tokens = list(range(8))
+    tables = [kv.new_table() for _ in range(2)]
+    for table in tables:
+        kv.start(table, kv.match(table, tokens), 8)
+    for table in tables:
+        kv.commit(table, tokens, 8)
+    for table in tables:
+        kv.free(table)
+    assert kv.pool.num_cached == 2
+    kv.check()
+
+
+def test_commit_after_the_parent_was_replaced_keeps_the_chain_consistent():
+    """The first sequence's blocks stand for both; once they are evicted, the second one's later
+    blocks have no reachable parent and are simply not cached."""
+    kv = make_manager(6)
+    tokens = list(range(12))
+    first, second = kv.new_table(), kv.new_table()
+    for table in (first, second):
+        kv.start(table, kv.match(table, tokens), 4)
+    for table in (first, second):
+        kv.commit(table, tokens, 4)
+    kv.free(first)
+    kv.grow(second, 8)
+    blocks = kv.pool.allocate(kv.pool.num_available)  # evicts the canonical first block
+    kv.commit(second, tokens, 8)
+    assert kv.match(kv.new_table(), tokens).num_tokens == 0
+    kv.pool.release(blocks)
+    kv.free(second)
+    kv.check()
+
+
+def test_evicted_block_comes_back_from_host_memory():
+    kv = make_manager(2, num_host_blocks=4)
+    tokens = list(range(9))
+    table = kv.new_table()
+    kv.start(table, kv.match(table, tokens), 8)
+    kv.commit(table, tokens, 8)
+    old = table.blocks.copy()
+    kv.free(table)
+    blocks = kv.pool.allocate(2)  # evicts both
+    saved = kv.take_copies()
+    assert sorted(source for source, _ in saved.device_to_host) == sorted(old)
+    kv.pool.release(blocks)
+    again = kv.new_table()
+    match = kv.match(again, tokens)
+    assert match.num_tokens == match.num_host_tokens == 8 and match.num_blocks_taken == 2
+    kv.start(again, match, 8)
+    loaded = kv.take_copies()
+    host_of = dict(saved.device_to_host)
+    assert [source for source, _ in loaded.host_to_device] == [host_of[b] for b in old]
+    assert [target for _, target in loaded.host_to_device] == again.blocks
+    kv.free(again)
+    kv.check()
+
+
+def test_block_with_a_host_copy_is_not_saved_again():
+    kv = make_manager(1, num_host_blocks=2)
+    tokens = list(range(5))
+    for expected in (1, 0):
+        table = kv.new_table()
+        match = kv.match(table, tokens)
+        kv.start(table, match, 4)
+        kv.take_copies()
+        kv.commit(table, tokens, 4)
+        kv.free(table)
+        kv.pool.release(kv.pool.allocate(1))
+        assert len(kv.take_copies().device_to_host) == expected
+
+
+def test_host_block_that_is_being_loaded_is_not_overwritten_in_the_same_step():
+    """Saves come before loads: with one host block, the save has to be left out."""
+    kv = make_manager(2, num_host_blocks=1)
+    wanted, other = list(range(5)), [9, 9, 9, 9, 9]
+    compute_and_free(kv, wanted)
+    kv.pool.release(kv.pool.allocate(2))  # wanted goes to the host
+    kv.take_copies()
+    compute_and_free(kv, other)
+    hog = kv.pool.allocate(1)
+    table = kv.new_table()
+    kv.start(table, kv.match(table, wanted), 4)  # evicts other, while wanted is loaded
+    copies = kv.take_copies()
+    assert len(copies.host_to_device) == 1 and not copies.device_to_host
+    kv.pool.release(hog)
+    kv.free(table)
+    kv.check()
+
+
+def compute_and_free(kv, tokens):
+    table, _ = compute(kv, tokens[:4])
+    kv.free(table)
+
+
+def test_fork_shares_full_blocks_and_copies_the_partial_one():
+    kv = make_manager()
+    tokens = list(range(10))
+    leader, _ = compute(kv, tokens)
+    source, partial = kv.hold(leader, 10), leader.blocks[2]
+    follower = kv.new_table()
+    assert kv.fork(source, follower)
+    assert follower.blocks[:2] == leader.blocks[:2] and follower.blocks[2] != leader.blocks[2]
+    assert kv.pool.references(leader.blocks[2]) == 2
+    kv.drop(source)
+    # The partial block is read by this step's copy: it must not be free before that is taken.
+    kv.free(leader)
+    assert kv.pool.references(partial) == 1
+    assert kv.take_copies().device_to_device == [(partial, follower.blocks[2])]
+    assert kv.pool.references(partial) == 0
+    kv.free(follower)
+    kv.check()
+
+
+def test_clear_cache_forgets_device_and_host():
+    kv = make_manager(2, num_host_blocks=2)
+    compute_and_free(kv, list(range(5)))
+    kv.pool.release(kv.pool.allocate(2))
+    compute_and_free(kv, [7, 7, 7, 7, 7])
+    kv.clear_cache()
+    assert not kv.take_copies().device_to_host
+    for tokens in (list(range(5)), [7] * 5):
+        assert kv.match(kv.new_table(), tokens).num_tokens == 0
+    kv.check()
+
+
+def info(available, bytes_per_block=1000, **limits):
+    return WorkerInfo(
+        num_layers=1,
+        vocab_size=8,
+        max_model_len=64,
+        bytes_per_block=bytes_per_block,
+        available_bytes=available,
+        block_size=16,
+        **limits,
+    )
+
+
+def test_pool_is_sized_from_the_tightest_rank():
+    plan = plan_cache([info(9000), info(7999)], CacheConfig(), BatchConfig(), 64)
+    assert plan.num_blocks == 7
+
+
+def test_too_little_memory_is_explained_with_the_arithmetic():
+    with pytest.raises(ConfigError) as caught:
+        plan_cache([info(3999)], CacheConfig(), BatchConfig(), 64)
+    text = str(caught.value)
+    assert "4 blocks of 16 tokens = 4 x 1000 = 4000 bytes; 3999 bytes" in text
+    assert "enough for 3 blocks" in text and "--max-model-len to 48" in text
+
+
+def test_memory_set_by_the_operator_counts_instead_of_the_profile():
+    cache = CacheConfig(kv_cache_memory_bytes=5000)
+    assert plan_cache([info(0)], cache, BatchConfig(), 64).num_blocks == 5
+
+
+def test_override_smaller_than_the_context_is_reported_not_refused():
+    plan = plan_cache([info(0)], CacheConfig(num_blocks_override=2), BatchConfig(), 64)
+    assert plan.num_blocks == 2
+    assert any("at most 32 tokens" in line for line in plan.report)
+
+
+@pytest.mark.parametrize("limit", ["host_tier", "block_sharing"])
+def test_host_tier_that_is_not_possible_is_turned_off_with_a_reason(limit):
+    cache = CacheConfig(swap_space_bytes=10_000)
+    assert plan_cache([info(9000)], cache, BatchConfig(), 64).num_host_blocks == 10
+    plan = plan_cache([info(9000, **{limit: False})], cache, BatchConfig(), 64)
+    assert plan.num_host_blocks == 0
+    assert any("host KV tier off" in line for line in plan.report)

@@ -1,0 +1,311 @@
+"""Reasoning and tool parsers: one result for every way of cutting the text, and none is hostile."""
+
+from __future__ import annotations
+
+import ast
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fastdeploy_core.parsers
+from fastdeploy_core import plugins
+from fastdeploy_core.contracts.small import ParsedDelta, ReasoningParser, ToolParser
+from fastdeploy_core.parsers import AnswerReader
+from fastdeploy_core.parsers.answer import shown_tokens
+from fastdeploy_core.parsers.reasoning import (
+    DeepSeekR1Parser,
+    ErnieThinkingParser,
+    ErnieVLParser,
+    ErnieX1Parser,
+    Qwen3Parser,
+)
+from fastdeploy_core.parsers.tools import DeepSeekToolParser, HermesToolParser
+from fastdeploy_core.parsers.tools.deepseek import SEPARATOR
+
+THINKERS = [Qwen3Parser, DeepSeekR1Parser, ErnieX1Parser, ErnieThinkingParser, ErnieVLParser]
+TOOLS = [HermesToolParser, DeepSeekToolParser]
+BEGIN, END = DeepSeekToolParser.start, DeepSeekToolParser.end
+GROUP, END_GROUP = DeepSeekToolParser.silent
+TRICKY = '{"q": "a </tool_call> \\" } ] 你好 \\\\", "deep": {"x": [1, {"y": {}}]}}'
+PIECES = [
+    "<tool_call>",
+    "</tool_call>",
+    '{"name": "f", "arguments": ' + TRICKY + "}",
+    '{"name":"g"}',
+    "<think>",
+    "</think>",
+    "<response>",
+    "</response>",
+    BEGIN,
+    END,
+    SEPARATOR,
+    GROUP,
+    END_GROUP,
+    "function",
+    "name\n```json\n",
+    "\n```",
+    '{"a": 1}',
+    '"',
+    "\\",
+    "{",
+    "}",
+    "<",
+    "</tool",
+    "\n",
+    "\n\n",
+    " ",
+    "hello",
+    "你好",
+]
+TEXT = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
+Result = tuple[str, str, list[tuple[int, str | None, str]]]
+
+
+def run(parser: ReasoningParser | ToolParser | AnswerReader, pieces: list[str]) -> Result:
+    deltas: list[ParsedDelta] = [*(parser.push(piece) for piece in pieces), parser.finish()]
+    calls = [call for delta in deltas for call in delta.tool_calls]
+    assert len({call.id for call in calls}) == len(calls)
+    return (
+        "".join(delta.content for delta in deltas),
+        "".join(delta.reasoning for delta in deltas),
+        [(call.index, call.name, call.arguments) for call in calls],
+    )
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    edges = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
+    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]  # noqa: RUF007
+
+
+def makers() -> list[Any]:
+    made: list[Any] = [lambda kind=kind: kind([]) for kind in TOOLS]
+    for kind in THINKERS:
+        for prompt in ("", "<think>\n", "<think>\n\n</think>\n\n"):
+            made.append(lambda kind=kind, prompt=prompt: kind(prompt, {}))
+            made.append(
+                lambda kind=kind, prompt=prompt: AnswerReader(
+                    kind, HermesToolParser, prompt_text=prompt, tools=[{}]
+                )
+            )
+    return made
+
+
+@pytest.mark.parametrize("make", makers())
+@settings(max_examples=60, deadline=None)
+@given(text=TEXT, places=st.lists(st.integers(0, 400), max_size=8))
+def test_streaming_equals_non_streaming(make: Any, text: str, places: list[int]) -> None:
+    whole = run(make(), [text])
+    assert run(make(), cut(text, places)) == whole
+    assert run(make(), list(text)) == whole
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=TEXT)
+def test_tool_parsers_lose_no_text_when_nothing_is_a_call(text: str) -> None:
+    text = text.replace("{", "(")  # so that nothing is valid JSON
+    assert run(HermesToolParser([]), [text]) == (text, "", [])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.text(max_size=8), st.text(max_size=20) | st.integers(), max_size=4))
+def test_any_arguments_survive(arguments: dict[str, Any]) -> None:
+    call = json.dumps({"name": "f", "arguments": arguments}, ensure_ascii=False)
+    for text in (call, json.dumps({"name": "f", "arguments": arguments})):
+        _, _, calls = run(HermesToolParser([]), list(f"<tool_call>{text}</tool_call>"))
+        assert [json.loads(given) for _, _, given in calls] == [arguments]
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("no call", "no call", []),
+        (" spaced \n", " spaced \n", []),
+        (
+            'I look.\n<tool_call>\n{"name": "a", "arguments": ' + TRICKY + "}\n</tool_call>",
+            "I look.",
+            [(0, "a", TRICKY)],
+        ),
+        (
+            '<tool_call>{"name":"a"}</tool_call>\n<tool_call>{"name":"b","parameters":{"x":1}}'
+            "</tool_call>\n",
+            "",
+            [(0, "a", "{}"), (1, "b", '{"x": 1}')],
+        ),
+        (
+            '<tool_call>[{"name":"a"},{"name":"b"}]</tool_call>',
+            "",
+            [(0, "a", "{}"), (1, "b", "{}")],
+        ),
+        ('<tool_call>{"name":"a","arguments":"{}"}</tool_call> done', "done", [(0, "a", "{}")]),
+        # A model that stops right behind the JSON.
+        ('<tool_call>{"name":"a","arguments":{}}', "", [(0, "a", "{}")]),
+        # A line break inside a string is no JSON, but models write it.
+        (
+            '<tool_call>{"name":"a","arguments":{"x":"1\n2"}}</tool_call>',
+            "",
+            [(0, "a", '{"x": "1\\n2"}')],
+        ),
+    ],
+)
+def test_hermes_calls(text: str, content: str, calls: list[Any]) -> None:
+    assert run(HermesToolParser([]), [text]) == (content, "", calls)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "",
+        "hello",
+        "{",
+        '{"name": "a", "arguments": [1]}',
+        '{"name": "", "arguments": {}}',
+        '{"name": 3, "arguments": {}}',
+        '{"arguments": {}}',
+        '{"name": "a", "arguments": {"x": NaN}}',
+        '{"name": "a\\u0000", "arguments": {}}',
+        '{"name": "\\ud800", "arguments": {}}',
+        '{"name": "a", "arguments": "{"}',
+        '"just text"',
+        "__import__('os').system('true')",
+    ],
+)
+def test_malformed_calls_are_content(body: str) -> None:
+    text = f"before <tool_call>{body}</tool_call> after"
+    assert run(HermesToolParser([]), [text]) == (text, "", [])
+
+
+def test_a_call_behind_a_malformed_one_is_found() -> None:
+    good = '<tool_call>{"name":"b"}</tool_call>'
+    for bad in ("<tool_call>{</tool_call>", '<tool_call>{"name": "a}</tool_call>'):
+        content, _, calls = run(HermesToolParser([]), list(bad + good))
+        assert (content, calls) == (bad, [(0, "b", "{}")])
+
+
+def test_lone_surrogates_in_arguments_can_be_sent() -> None:
+    text = '<tool_call>{"name":"a","arguments":{"x":"\\ud800"}}</tool_call>'
+    _, _, calls = run(HermesToolParser([]), [text])
+    calls[0][2].encode()
+    assert json.loads(calls[0][2]) == {"x": "\ud800"}
+
+
+def test_both_of_deepseeks_forms() -> None:
+    older = f'{BEGIN}function{SEPARATOR}look\n```json\n{{"q": "```"}}\n```{END}'
+    newer = f'{BEGIN}find{SEPARATOR}{{"q": 2}}{END}'
+    empty = f"{BEGIN}ping{SEPARATOR}{END}"
+    text = f"Let me see.{GROUP}{older}\n{newer}{empty}{END_GROUP}"
+    assert run(DeepSeekToolParser([]), [text]) == (
+        "Let me see.",
+        "",
+        [(0, "look", '{"q": "```"}'), (1, "find", '{"q": 2}'), (2, "ping", "{}")],
+    )
+    broken = f"{BEGIN}find{{}}{END}"
+    assert run(DeepSeekToolParser([]), [broken])[0] == broken
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt", "text", "reasoning", "content"),
+    [
+        (Qwen3Parser, "", "<think>\nabc\n</think>\n\nxyz\n", "abc", "xyz\n"),
+        (Qwen3Parser, "", "\n <think>a", "a", ""),
+        (Qwen3Parser, "", "just an answer", "", "just an answer"),
+        (Qwen3Parser, "", "  spaced", "", "  spaced"),
+        (Qwen3Parser, "", "a </think> b", "", "a </think> b"),
+        (Qwen3Parser, "..<think>\n", "abc\n</think>\n\nxyz", "abc", "xyz"),
+        (Qwen3Parser, "..<think>\n", "cut off", "cut off", ""),
+        (Qwen3Parser, "<think>\n\n</think>\n\n", "x </think> y", "", "x </think> y"),
+        (DeepSeekR1Parser, "", "abc</think>xyz", "abc", "xyz"),
+        (DeepSeekR1Parser, "", "<think>abc</think>xyz", "abc", "xyz"),
+        (DeepSeekR1Parser, "..</think>", "xyz", "", "xyz"),
+        (ErnieVLParser, "", "xyz", "", "xyz"),
+        (ErnieVLParser, "..<think>", "abc</think>xyz", "abc", "xyz"),
+        (ErnieThinkingParser, "", "abc\n</think>\n\nxyz", "abc", "xyz"),
+        (ErnieThinkingParser, "", "a\n\nb\n</think>x<y </think>", "a\n\nb", "x<y </think>"),
+        (
+            ErnieX1Parser,
+            "",
+            "abc\nd\n</think>\n\n<response>\nxy\n\nz\n</response>\n",
+            "abc\nd",
+            "xy\n\nz",
+        ),
+        (ErnieX1Parser, "", "abc</think>\n\n\n<tool_call>{}", "abc", "<tool_call>{}"),
+        (ErnieX1Parser, "", "abc</think>no <response> tags", "abc", "no <response> tags"),
+        (ErnieX1Parser, "", "a</think><response>cut", "a", "cut"),
+    ],
+)
+def test_thinking_styles(kind: Any, prompt: str, text: str, reasoning: str, content: str) -> None:
+    for pieces in ([text], list(text)):
+        assert run(kind(prompt, {}), pieces)[:2] == (content, reasoning)
+
+
+@pytest.mark.parametrize("kind", THINKERS)
+@pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
+def test_with_thinking_switched_off_everything_is_content(kind: Any, switch: str) -> None:
+    text = "\n<think>a</think>\n\nb "
+    assert run(kind("<think>", {switch: False}), [text]) == (text, "", [])
+
+
+def test_calls_are_looked_for_in_the_answer_only() -> None:
+    call = '<tool_call>{"name":"a"}</tool_call>'
+    reader = AnswerReader(Qwen3Parser, HermesToolParser, tools=[{}])
+    content, reasoning, calls = run(reader, list(f"<think>maybe {call}</think>\n\nok {call}"))
+    assert (content, reasoning, calls) == ("ok", f"maybe {call}", [(0, "a", "{}")])
+    assert reader.num_tool_calls == 1
+
+
+def test_an_answer_without_parsers_is_content() -> None:
+    assert run(AnswerReader(None, None), ["<think>", "x"]) == ("<think>x", "", [])
+    assert shown_tokens(None, HermesToolParser) == ("<tool_call>", "</tool_call>")
+
+
+MEGABYTE = 1_000_000
+HOSTILE = {
+    "brackets": "[" * MEGABYTE,
+    "call with brackets": "<tool_call>" + "[" * MEGABYTE,
+    "nested objects": "<tool_call>" + '{"a":' * (MEGABYTE // 5),
+    "empty calls": "<tool_call></tool_call>" * (MEGABYTE // 23),
+    "starts": "<tool_call>" * (MEGABYTE // 11),
+    "unterminated quotes": '<tool_call>"' * (MEGABYTE // 12),
+    "ends in a string": '<tool_call>"' + "</tool_call>" * (MEGABYTE // 12),
+    "half markers": "</tool_cal<thin" * (MEGABYTE // 15),
+    "spaces": " " * MEGABYTE,
+    "line breaks": "\n" * MEGABYTE,
+    "backslashes": '<tool_call>"' + "\\" * MEGABYTE,
+    "thoughts": "<think></think>" * (MEGABYTE // 15),
+    "number": "<tool_call>" + "9" * MEGABYTE + "</tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("kind", [HermesToolParser, DeepSeekToolParser, Qwen3Parser, ErnieX1Parser])
+def test_hostile_text_costs_linear_time(kind: Any, name: str) -> None:
+    text = HOSTILE[name]
+    make = (lambda: kind([])) if kind in TOOLS else (lambda: kind("", {}))
+    started = time.process_time()
+    whole = run(make(), [text])
+    # Quadratic work on a megabyte takes minutes; this is far from both.
+    assert time.process_time() - started < 5
+    pieces = [text[i : i + 50] for i in range(0, len(text), 50)]
+    started = time.process_time()
+    assert run(make(), pieces) == whole
+    assert time.process_time() - started < 5
+
+
+def test_parsers_evaluate_nothing() -> None:
+    root = Path(fastdeploy_core.parsers.__file__).parent
+    for file in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in ("eval", "exec", "compile", "__import__"), file
+            assert not (isinstance(node, ast.Attribute) and node.attr == "literal_eval"), file
+
+
+def test_parsers_are_found_by_name() -> None:
+    for name in ("qwen3", "deepseek-r1", "deepseek", "ernie-x1", "ernie-45-vl-thinking"):
+        assert isinstance(plugins.lookup("reasoning_parser", name)("", {}), ReasoningParser)
+    for name in ("hermes", "qwen3", "deepseek", "ernie-x1"):
+        assert isinstance(plugins.lookup("tool_parser", name)([]), ToolParser)

@@ -1,0 +1,82 @@
+"""The reference's answers at start-up, and its kernel table, without a tensor library."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+
+from fastdeploy_core.contracts.attention import AttentionQuestion, AttentionSpec
+from fastdeploy_core.contracts.base import Accept, Decline
+from fastdeploy_core.contracts.device import DeviceQuestion
+from fastdeploy_core.contracts.moe import MoEQuestion, MoESpec, RoutingSpec
+from fastdeploy_core.contracts.ops import OPERATIONS
+from fastdeploy_core.reference import hooks
+from fastdeploy_core.reference.kernels import TABLE
+
+
+def attention(kv_dtype="auto"):
+    spec = AttentionSpec("gqa", 4, 2, 32, 32, 0.2, "float32")
+    return AttentionQuestion("cpu", "torch", spec, 64, kv_dtype)
+
+
+def test_table_has_every_operation_of_the_contract():
+    assert set(TABLE) == set(OPERATIONS)
+
+
+@pytest.mark.parametrize("operation", sorted(OPERATIONS))
+def test_kernel_has_the_arguments_the_contract_names(operation):
+    module, _, name = TABLE[operation].partition(":")
+    function = getattr(importlib.import_module(module), name)
+    text = OPERATIONS[operation]
+    documented, depth, current = [], 0, ""
+    for char in text[1:]:
+        if char in "([":
+            depth += 1
+        if char in ")]":
+            if depth == 0:
+                break
+            depth -= 1
+        if char == "," and depth == 0:
+            documented.append(current)
+            current = ""
+        else:
+            current += char
+    documented.append(current)
+    assert list(inspect.signature(function).parameters) == [
+        part.split()[0].rstrip(":") for part in documented
+    ]
+
+
+def test_processor_is_offered_with_the_library_asked_for():
+    answer = hooks.fd_device_probe(DeviceQuestion())
+    assert answer.name == "cpu" and isinstance(answer.verdict, Accept)
+    assert answer.details["tensor_library"] in answer.details["installed"]
+
+
+def test_processor_declines_without_a_library(monkeypatch):
+    monkeypatch.setattr(hooks, "available", lambda: [])
+    verdict = hooks.fd_device_probe(DeviceQuestion()).verdict
+    assert isinstance(verdict, Decline) and 'pip install "fastdeploy-core[paddle]"' in verdict.reason
+    verdict = hooks.fd_device_probe(DeviceQuestion(tensor_library="torch")).verdict
+    assert isinstance(verdict, Decline) and "fastdeploy-core[torch]" in verdict.reason
+
+
+def test_processor_declines_an_unknown_library():
+    verdict = hooks.fd_device_probe(DeviceQuestion(tensor_library="jax")).verdict
+    assert isinstance(verdict, Decline)
+    assert "'jax'" in verdict.reason and "pip install" not in verdict.reason
+
+
+def test_attention_declines_a_cache_in_another_dtype():
+    assert isinstance(hooks.fd_attention_backends(attention())[0].verdict, Accept)
+    verdict = hooks.fd_attention_backends(attention("float8_e4m3fn"))[0].verdict
+    assert isinstance(verdict, Decline) and "float8_e4m3fn" in verdict.reason
+
+
+def test_moe_declines_quantized_experts():
+    spec = MoESpec(RoutingSpec(8, 2), 64, 32, "float32")
+    assert isinstance(hooks.fd_moe_backends(MoEQuestion("cpu", "torch", spec))[0].verdict, Accept)
+    verdict = hooks.fd_moe_backends(MoEQuestion("cpu", "torch", spec, "wint2"))[0].verdict
+    assert isinstance(verdict, Decline) and "wint2" in verdict.reason

@@ -1,0 +1,60 @@
+"""Finding a tensor library without importing it, and loading it without noise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from fastdeploy_core import tensor
+from fastdeploy_core.errors import ConfigError
+
+
+def run(program: str, *flags: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", program], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_importing_the_room_imports_no_library():
+    program = (
+        "import sys, fastdeploy_core.tensor as t, fastdeploy_core.reference.hooks, "
+        "fastdeploy_core.reference.kernels, fastdeploy_core.contracts.attention; t.available(); "
+        "print([m for m in ('torch', 'paddle') if m in sys.modules])"
+    )
+    assert run(program).strip() == "[]"
+
+
+@pytest.mark.parametrize("name", tensor.available())
+def test_loading_one_library_is_silent_and_leaves_the_other_alone(name):
+    program = (
+        "import sys; from fastdeploy_core import tensor\n"
+        f"xp = tensor.load({name!r}); assert tensor.load({name!r}) is xp\n"
+        f"assert xp.name == {name!r} and tensor.namespace(xp.zeros([2])) is xp\n"
+        "assert sum(m in sys.modules for m in ('torch', 'paddle')) == 1\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_unknown_library_is_refused_with_the_possible_ones():
+    with pytest.raises(ConfigError, match=r"'jax'.*torch, paddle"):
+        tensor.load("jax")
+
+
+def test_missing_library_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(tensor, "_loaded", {})
+    monkeypatch.setattr(tensor.importlib.util, "find_spec", lambda name: None)
+    assert tensor.available() == []
+    with pytest.raises(ConfigError, match=r'pip install "fastdeploy-core\[paddle\]"'):
+        tensor.load("paddle")
+
+
+def test_namespace_refuses_what_is_no_tensor():
+    with pytest.raises(TypeError, match="list is not a tensor"):
+        tensor.namespace([1.0])
