@@ -72,7 +72,7 @@ def write_null_model(folder: Path, **options: Any) -> Path:
         "hidden_act": "silu",
         "torch_dtype": "float32",
         "eos_token_id": 256,
-        **null_hf_config(faults=faults, **{"vocab_size": 256, **options}),
+        **null_hf_config(faults=faults, **{"vocab_size": 259, **options}),
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder

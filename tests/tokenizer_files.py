@@ -47,8 +47,7 @@ def _train(tokenizer: Tokenizer, trainer: Any) -> Tokenizer:
     return tokenizer
 
 
-def byte_level() -> Tokenizer:
-    """Qwen's and GPT's style."""
+def _byte_level() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -64,14 +63,19 @@ def byte_level() -> Tokenizer:
         special_tokens=["<s>", "</s>", "<|user|>", "<|assistant|>", "<|end|>"],
         show_progress=False,
     )
-    _train(tokenizer, trainer)
+    return _train(tokenizer, trainer)
+
+
+def byte_level() -> Tokenizer:
+    """Qwen's and GPT's style, with added tokens that are not special."""
+    tokenizer = _byte_level()
     tokenizer.add_tokens([AddedToken("<tool_call>"), AddedToken("</tool_call>"), AddedToken("é x")])
     return tokenizer
 
 
 def byte_level_with_bos() -> Tokenizer:
     """Llama 3's style: the file's own post-processor writes <s>."""
-    tokenizer = byte_level()
+    tokenizer = _byte_level()
     tokenizer.post_processor = processors.Sequence(
         [
             processors.ByteLevel(trim_offsets=False),

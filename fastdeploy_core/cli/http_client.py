@@ -65,9 +65,10 @@ class Client:
             raise ServerError("the server lists no model; name one with --model-name")
         return str(models[0]["id"])
 
+    @contextlib.contextmanager
     def _open(
         self, method: str, path: str, body: dict[str, Any] | None
-    ) -> http.client.HTTPResponse:
+    ) -> Iterator[http.client.HTTPResponse]:
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=CONNECT_TIMEOUT_S)
         raw = None if body is None else json.dumps(body).encode()

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import re
 from pathlib import Path
+from typing import Final
 
 from fastdeploy_core import __version__
+from fastdeploy_core.contracts.base import DISTRIBUTION
 from fastdeploy_core.errors import ConfigError
+
+_INSTALLED: Final = "share/fastdeploy/plugin_template/pyproject.toml"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -60,12 +65,17 @@ def create(distribution: str, parent: Path) -> Path:
 
 
 def template_folder() -> Path:
-    """Beside this file in an installed core, at the top of the repository in a checkout."""
-    here = Path(__file__).resolve()
-    for folder in (here.parent / "_template", here.parents[2] / "plugins" / "_template"):
-        if folder.is_dir():
-            return folder
-    raise ConfigError("the plugin template is missing from this installation; reinstall the core")
+    """At the top of the repository in a checkout, among the data files of an installed core."""
+    checkout = Path(__file__).resolve().parents[2] / "plugins" / "_template"
+    if (checkout / "pyproject.toml").is_file():
+        return checkout
+    for file in importlib.metadata.files(DISTRIBUTION) or []:
+        if file.match(_INSTALLED):
+            return Path(str(file.locate())).resolve().parent
+    raise ConfigError(
+        "the plugin template is missing from this installation; run: "
+        "pip install --force-reinstall --no-deps fastdeploy-core"
+    )
 
 
 def _filled(text: str, words: dict[str, str]) -> str:

@@ -23,15 +23,12 @@ class ServerConfig:
     served_names: tuple[str, ...] = ()
     verify_model_name: bool = False  # True when names were given: any other name is answered 404
     max_concurrency: int = 512
-    max_queued: int = 0  # what the request scheduler can hold; 0: unbounded
-    max_num_seqs: int = 32
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 30.0
     keep_alive_s: float = 5.0
     stream_stall_timeout_s: float = 30.0
     request_timeout_s: float | None = None
     grace_s: float = 30.0
-    max_logprobs: int = 20
     reasoning_parser: str = ""
     tool_call_parser: str = ""
     chat_template: str | None = None
@@ -43,6 +40,5 @@ class ServerConfig:
     force_include_usage: bool = False
     log_requests: bool = False
     log_stats: bool = True
-    log_level: str = "info"
     stats_interval_s: float = 10.0
     tokenizer_threads: int = 2

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Steps that fail one after the other before the device is given up: a request that is to blame is
-# found and removed by then.
-MAX_FAILURES_IN_A_ROW = 3
+# Steps that fail one after the other before the device is given up. A request that is to blame is
+# found and removed in two; this leaves room for several of them in a row.
+MAX_FAILURES_IN_A_ROW = 16
 # Times that nothing could run although nothing was in flight, before somebody is failed.
 MAX_IDLE_PLANS = 4
 

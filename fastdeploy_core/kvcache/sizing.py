@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fastdeploy_core.config import BatchConfig, CacheConfig
-from fastdeploy_core.errors import ConfigError
+from fastdeploy_core.errors import ResourceError
 from fastdeploy_core.types.worker import WorkerInfo
 
 MIB = 1024 * 1024
@@ -23,7 +23,7 @@ class CachePlan(NamedTuple):
 def plan_cache(
     workers: Sequence[WorkerInfo], cache: CacheConfig, batch: BatchConfig, max_model_len: int
 ) -> CachePlan:
-    """Size the pool from what the tightest rank has; ConfigError says what would be enough."""
+    """Size the pool from what the tightest rank has; ResourceError says what would be enough."""
     tightest = min(workers, key=lambda w: _budget(w, cache) // max(1, w.bytes_per_block))
     block_size = tightest.block_size
     needed = -(-max_model_len // block_size)
@@ -36,7 +36,7 @@ def plan_cache(
             f"{tightest.bytes_per_block / MIB:.4g} MiB per block"
         )
     if num_blocks < 1 or (cache.num_blocks_override is None and num_blocks < needed):
-        raise ConfigError(_too_small(tightest, cache, num_blocks, needed, max_model_len))
+        raise ResourceError(_too_small(tightest, cache, num_blocks, needed, max_model_len))
     report = [
         f"KV cache: {num_blocks} blocks of {block_size} tokens ({origin}) hold "
         f"{num_blocks * block_size} tokens, {num_blocks / needed:.2f} sequences of "
@@ -49,7 +49,7 @@ def plan_cache(
         )
     num_host_blocks = 0
     if cache.swap_space_bytes:
-        num_host_blocks = _host_blocks(tightest, cache, report)
+        num_host_blocks = _host_blocks(tightest, len(workers), cache, report)
     return CachePlan(num_blocks, num_host_blocks, report)
 
 
@@ -59,21 +59,22 @@ def _budget(worker: WorkerInfo, cache: CacheConfig) -> int:
     return max(0, worker.available_bytes)
 
 
-def _host_blocks(worker: WorkerInfo, cache: CacheConfig, report: list[str]) -> int:
+def _host_blocks(worker: WorkerInfo, num_ranks: int, cache: CacheConfig, report: list[str]) -> int:
     if not worker.host_tier:
         report.append("host KV tier off: the device cannot move blocks to host memory")
         return 0
     if not (cache.enable_prefix_caching and worker.block_sharing):
         report.append("host KV tier off: it needs the prefix cache, which is off")
         return 0
-    num_host_blocks = cache.swap_space_bytes // max(1, worker.bytes_per_block)
+    block_bytes = max(1, worker.bytes_per_block * num_ranks)
+    num_host_blocks = cache.swap_space_bytes // block_bytes
     if num_host_blocks < 1:
-        raise ConfigError(
+        raise ResourceError(
             f"the host KV tier cannot hold one block: swap space is {cache.swap_space_bytes} bytes, "
-            f"a block has {worker.bytes_per_block}; raise --swap-space or leave it at 0"
+            f"a block has {block_bytes} on {num_ranks} rank(s); raise --swap-space or leave it at 0"
         )
     report.append(
-        f"host KV tier: {num_host_blocks} blocks ({cache.swap_space_bytes / MIB:.1f} MiB per rank)"
+        f"host KV tier: {num_host_blocks} blocks ({cache.swap_space_bytes / MIB:.1f} MiB)"
     )
     return num_host_blocks
 
@@ -94,11 +95,8 @@ def _too_small(
         f"{needed * worker.bytes_per_block} bytes; {_budget(worker, cache)} bytes are {source}, "
         f"enough for {num_blocks} blocks"
     )
-    if cache.kv_cache_memory_bytes is None:
-        text += (
-            f" (weights take {worker.weight_bytes} bytes, memory utilization is "
-            f"{cache.memory_utilization:g})"
-        )
+    if cache.kv_cache_memory_bytes is None and worker.memory_arithmetic:
+        text += f" ({worker.memory_arithmetic})"
     if possible:
         return f"{text}; lower --max-model-len to {possible}, or give it more memory"
     return f"{text}; give it more memory"

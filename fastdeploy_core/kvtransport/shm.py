@@ -19,8 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-import msgspec
-
 from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.kv_transport import (
     CancelResult,
@@ -133,7 +131,7 @@ class SharedMemoryTransport:
             )
         try:
             peer = wire.descriptor_decoder.decode(descriptor)
-        except msgspec.DecodeError as error:
+        except wire.DECODE_ERRORS as error:
             raise InvalidRequest(f"malformed kv transport descriptor: {error}") from None
         with self.lock:
             self._check_open()

@@ -20,6 +20,8 @@ MAX_HANDSHAKE_BYTES: Final = 64 * 1024
 MAX_NOTE_BYTES: Final = 4096
 MAX_READ_BLOCKS: Final = 512
 _LENGTH: Final = struct.Struct("!I")
+# What msgspec raises for hostile bytes: invalid UTF-8 and deep nesting have errors of their own.
+DECODE_ERRORS: Final = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 
 
 class WireError(Exception):
@@ -154,7 +156,7 @@ def decode(payload: bytes) -> Message:
     try:
         message: Message = _decoder.decode(payload)
         return message
-    except msgspec.DecodeError as error:
+    except DECODE_ERRORS as error:
         raise WireError(f"malformed message: {error}") from None
 
 

@@ -207,7 +207,8 @@ class _Resolver:
                 raise UnsupportedModel(str(error)) from None
             self._chosen["model"] = architecture
         for name in self._config.logits_processors:
-            self._add(find("logits_processor", name, self._inventory))
+            if ":" not in name:  # "module:Class" is the operator's own code, not a plugin
+                self._add(find("logits_processor", name, self._inventory))
         for name in available("grammar", self._inventory):
             self._add(find("grammar", name, self._inventory))
         backend = self._config.structured_outputs.backend

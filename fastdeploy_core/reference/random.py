@@ -25,6 +25,10 @@ _MIX_1: Final = _signed(0xBF58476D1CE4E5B9)
 _MIX_2: Final = _signed(0x94D049BB133111EB)
 _MIX_3: Final = _signed(0xFF51AFD7ED558CCD)
 _MIX_4: Final = _signed(0xC4CEB9FE1A85EC53)
+# Indices and keys come from different sequences: if they shared one, some index would cancel the key
+# at some position, and that token would win there whatever its probability.
+_INDEX_STEP: Final = _signed(0xD1342543DE82EF95)
+_INDEX_START: Final = _signed(0x2545F4914F6CDD1D)
 # 40 random bits. Few enough for exact arithmetic, enough for the earliest arrival among a
 # vocabulary of any size to be finely resolved.
 _BITS: Final = 40
@@ -51,8 +55,9 @@ def random_bits(xp: Any, seeds: Tensor, positions: Tensor, index: Tensor) -> Ten
     """40-bit integers, [B, n] int64."""
     device = seeds.device
     golden = _constant(xp, _GOLDEN, device)
-    keys = _mix(xp, _mix(xp, seeds) + positions * golden).unsqueeze(1)
-    mixed = _mix(xp, (index + 1) * golden)
+    keys = _mix(xp, _mix(xp, seeds + golden) + positions * golden).unsqueeze(1)
+    step, start = _constant(xp, _INDEX_STEP, device), _constant(xp, _INDEX_START, device)
+    mixed = _mix(xp, index * step + start)
     shape = [keys.shape[0], mixed.shape[1]]
     # The index alone is mixed once for the whole batch; the key enters before two more rounds.
     x = xp.bitwise_xor(mixed.expand(shape), keys.expand(shape))

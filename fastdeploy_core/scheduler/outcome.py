@@ -73,7 +73,9 @@ class Outcome:
                 self._roster.settle(seq)
 
     def undo(self, step: ScheduledStep) -> None:
-        """The step failed or is void: its sequences start again from what they know."""
+        """The step failed or is void: its sequences start again from what they know, and workers
+        are told once more whom to forget."""
+        self._roster.forget(step.output.finished_seq_ids)
         for row in step.rows:
             seq = row.seq
             seq.num_in_flight -= 1

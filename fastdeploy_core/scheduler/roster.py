@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 
 from fastdeploy_core.kvcache import KVCacheManager
 from fastdeploy_core.types import FinishReason, RequestStatus
@@ -156,6 +156,10 @@ class Roster:
         """One follower has taken its share of the prompt."""
         if not self._has_followers(request):
             self.drop_fork_source(request)
+
+    def forget(self, seq_ids: Iterable[int]) -> None:
+        """Workers need not remember these; telling them twice does no harm."""
+        self._forgotten.extend(seq_ids)
 
     def take_forgotten(self) -> list[int]:
         """Sequences the workers need not remember."""

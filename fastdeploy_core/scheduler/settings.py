@@ -38,8 +38,8 @@ def make_settings(config: EngineConfig, info: WorkerInfo) -> SchedulerSettings:
     batch = config.batch
     max_model_len = config.model.max_model_len
     _check(batch, max_model_len)
-    threshold = batch.long_prefill_token_threshold
-    if not threshold and batch.max_num_partial_prefills > 1:
+    threshold = batch.long_prefill_token_threshold if batch.enable_chunked_prefill else 0
+    if not threshold and batch.enable_chunked_prefill and batch.max_num_partial_prefills > 1:
         threshold = max(1, int(LONG_PREFILL_SHARE * max_model_len))
     return SchedulerSettings(
         max_num_seqs=batch.max_num_seqs,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -11,7 +13,10 @@ from fastdeploy_core import errors
 from fastdeploy_core.errors import FastDeployError, RequestError, WorkerError
 from fastdeploy_core.types import Request, RequestOutput
 
+from .metrics import RequestTimer
 from .state import ServerState
+
+logger = logging.getLogger(__name__)
 
 _MERGE_BUFFER = 4  # outputs per prompt that may wait for a reader
 
@@ -47,7 +52,24 @@ async def run(
         raise
     finally:
         state.outputs.remove(request.request_id)
+        if state.config.log_requests:
+            _log(request, timer)
         await deltas.aclose()
+
+
+def _log(request: Request, timer: RequestTimer) -> None:
+    """Sizes and times of a request; never its text."""
+    now = time.monotonic()
+    first_s = (timer.first_at or now) - timer.started_at
+    logger.info(
+        "request %s: %d prompt tokens, %d generated, %s, first after %.3f s, %.3f s in all",
+        request.request_id,
+        len(request.prompt_token_ids),
+        timer.num_tokens,
+        timer.finish_reasons,
+        first_s,
+        now - timer.started_at,
+    )
 
 
 def failure(message: str, error_type: str) -> FastDeployError:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 _LOOPBACK = ("127.", "localhost", "::1")
 
 
@@ -164,19 +164,22 @@ def plugin_routers(resolved: ResolvedPlugins | None) -> list[tuple[str, Any]]:
 
 
 def _log_engine(info: EngineInfo, seconds: float) -> None:
-    for line in info.report:
-        logger.info("%s", line)
+    # The engine process has logged its own decisions (info.report) already.
     logger.info(
-        "device %s (%s), weights %.2f GiB, %d KV blocks of %d tokens (%.2f GiB, %d tokens in all)",
+        "device %s (%s), weights %s, %d KV blocks of %d tokens (%s, %d tokens in all)",
         info.device,
         info.tensor_library or "no tensor library",
-        info.weight_bytes / GIB,
+        _size(info.weight_bytes),
         info.num_blocks,
         info.block_size,
-        info.num_blocks * info.bytes_per_block / GIB,
+        _size(info.num_blocks * info.bytes_per_block),
         info.num_blocks * info.block_size,
     )
     logger.info("engine ready after %.1f s", seconds)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
 
 
 def _log_ready(listener: socket.socket, config: ServerConfig) -> None:

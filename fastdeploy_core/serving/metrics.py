@@ -226,14 +226,19 @@ class RequestTimer:
         self.first_at: float | None = None
         self.queue_s: float | None = None
         self._last_at = self.started_at
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._reasons: dict[int, str] = {}
+
+    @property
+    def finish_reasons(self) -> str:
+        """Why its answers ended, for the log."""
+        return "/".join(self._reasons.values()) or "unfinished"
 
     def observe(self, output: RequestOutput) -> None:
         """New output arrived."""
         now = time.monotonic()
         count = sum(len(answer.token_ids) for answer in output.outputs)
-        self._num_tokens += count
+        self.num_tokens += count
         self._metrics.generated_tokens += count
         if count and self.first_at is None:
             self.first_at = now
@@ -247,4 +252,4 @@ class RequestTimer:
             if answer.finish_reason is not None:
                 self._reasons[answer.index] = answer.finish_reason
         if output.finished:
-            self._metrics.finished(list(self._reasons.values()), self._num_tokens, self, now)
+            self._metrics.finished(list(self._reasons.values()), self.num_tokens, self, now)

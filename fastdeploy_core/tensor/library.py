@@ -323,7 +323,7 @@ class TensorLibrary(Protocol):
         ...
 
     def argmax(self, x: Any, dim: int = -1) -> Any:
-        """Index of the largest element, the first among equals on a CPU; int64."""
+        """Index of the largest element, int64; the first among equals on a CPU, NaN above all."""
         ...
 
     def amax(self, x: Any, dim: int = -1, keepdim: bool = False) -> Any:

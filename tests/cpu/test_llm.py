@@ -29,6 +29,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory, tensor_library: str) -> Iterat
         max_num_batched_tokens=48,
         block_size=16,
         num_gpu_blocks_override=64,
+        guided_decoding_disable_any_whitespace=True,
     ) as made:
         yield made
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastdeploy_core.config import BatchConfig, CacheConfig
-from fastdeploy_core.errors import ConfigError, OutOfBlocks
+from fastdeploy_core.errors import OutOfBlocks, ResourceError
 from fastdeploy_core.kvcache import BlockPool, KVCacheManager, plan_cache
 from fastdeploy_core.types.worker import WorkerInfo
 
@@ -290,7 +290,7 @@ def test_pool_is_sized_from_the_tightest_rank():
 
 
 def test_too_little_memory_is_explained_with_the_arithmetic():
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ResourceError) as caught:
         plan_cache([info(3999)], CacheConfig(), BatchConfig(), 64)
     text = str(caught.value)
     assert "4 blocks of 16 tokens = 4 x 1000 = 4000 bytes; 3999 bytes" in text

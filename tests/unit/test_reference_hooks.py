@@ -58,7 +58,9 @@ def test_processor_is_offered_with_the_library_asked_for():
 def test_processor_declines_without_a_library(monkeypatch):
     monkeypatch.setattr(hooks, "available", lambda: [])
     verdict = hooks.fd_device_probe(DeviceQuestion()).verdict
-    assert isinstance(verdict, Decline) and 'pip install "fastdeploy-core[paddle]"' in verdict.reason
+    assert (
+        isinstance(verdict, Decline) and 'pip install "fastdeploy-core[paddle]"' in verdict.reason
+    )
     verdict = hooks.fd_device_probe(DeviceQuestion(tensor_library="torch")).verdict
     assert isinstance(verdict, Decline) and "fastdeploy-core[torch]" in verdict.reason
 

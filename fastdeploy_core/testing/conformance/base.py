@@ -48,28 +48,25 @@ class Conformance:
 class OnDevice(Conformance):
     """A suite that computes: it has a device, its kernels, and the tensor library."""
 
+    # Name of the device to run on, for suites of other kinds than a device's own.
+    runs_on: ClassVar[str] = ""
+
     @pytest.fixture(scope="class")
     @classmethod
     def device(cls, request: pytest.FixtureRequest, fd_tensor: str) -> Iterator[Any]:
         """The device under test, or the one that the driver under test shall run on."""
         from fastdeploy_core.plugins.drivers import lookup
 
-        is_device = request.config.getoption("--fd-kind") in ("device", "kernels")
-        name = cls.device_name(request) or (
-            request.config.getoption("--fd-driver") if is_device else ""
-        )
-        name = name or request.config.getoption("--fd-device") or "cpu"
+        option = request.config.getoption
+        own = cls.driver_name if cls.kind in ("device", "kernels") else ""
+        asked = option("--fd-driver") if option("--fd-kind") in ("device", "kernels") else ""
+        name = own or cls.runs_on or asked or option("--fd-device") or "cpu"
         device = lookup("device", name)(
             DeviceOptions(tensor_library=fd_tensor, num_threads=1, seed=0)
         )
         with device.xp.no_grad():
             yield device
         device.close()
-
-    @classmethod
-    def device_name(cls, request: pytest.FixtureRequest) -> str:
-        """The device this suite's class asks for."""
-        return cls.driver_name if cls.kind == "device" else ""
 
     @pytest.fixture(scope="class")
     @classmethod

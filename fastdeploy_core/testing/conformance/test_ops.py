@@ -40,10 +40,6 @@ class OpsConformance(OnDevice):
 
     kind = "kernels"
 
-    @classmethod
-    def device_name(cls, request: pytest.FixtureRequest) -> str:
-        return cls.driver_name
-
     def test_every_operation_has_a_kernel(self, kernels: Any) -> None:
         missing = [name for name in OPERATIONS if name not in kernels]
         assert not missing, f"no kernel for {', '.join(missing)}"

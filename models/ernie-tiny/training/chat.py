@@ -30,7 +30,8 @@ def _system(sample: Sample) -> str:
         return f"{TURN_START}system\n{prompt}{TURN_END}\n" if prompt else ""
     lines = "".join(f"\n{dump(tool)}" for tool in sample.tools)
     return (
-        f"{TURN_START}system\n" + (f"{prompt}\n\n" if prompt else "")
+        f"{TURN_START}system\n"
+        + (f"{prompt}\n\n" if prompt else "")
         + f"# Tools\n\nYou can call these functions:\n<tools>{lines}\n</tools>\n\n"
         + "To call a function, answer with its name and arguments:\n"
         + '<tool_call>\n{"name": <name>, "arguments": <arguments>}\n</tool_call>'
@@ -69,7 +70,8 @@ def pieces(sample: Sample) -> list[Piece]:
         if role == "user":
             waiting += f"{TURN_START}user\n{message['content']}{TURN_END}\n"
         elif role == "tool":
-            waiting += f"{TURN_START}user\n<tool_response>\n{message['content']}\n</tool_response>{TURN_END}\n"
+            response = f"<tool_response>\n{message['content']}\n</tool_response>"
+            waiting += f"{TURN_START}user\n{response}{TURN_END}\n"
         elif role == "assistant":
             opened = sample.thinking and at == last
             waiting += f"{TURN_START}assistant\n" + ("<think>\n" if opened else "")

@@ -9,16 +9,17 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-import chat
-import curriculum
 import numpy as np
 import torch
-from curriculum import Sample
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.data import IterableDataset, get_worker_info
+
+import chat
+import curriculum
+from curriculum import Sample
 
 TARGET, START = 1, 2
 """Flags of a token: the model writes it; a document starts with it."""
@@ -45,7 +46,11 @@ class Place(NamedTuple):
 def encode(tokenizer: Tokenizer, samples: list[Sample], only_last: bool = False) -> list[Document]:
     """Encode samples; `only_last` flags the last answer alone as a target."""
     cut = [chat.pieces(sample) for sample in samples]
-    encoded = iter(tokenizer.encode_batch_fast([p.text for part in cut for p in part], add_special_tokens=False))
+    encoded = iter(
+        tokenizer.encode_batch_fast(
+            [p.text for part in cut for p in part], add_special_tokens=False
+        )
+    )
     documents = []
     for part in cut:
         last = max(at for at, piece in enumerate(part) if piece.target)

@@ -41,12 +41,16 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 def generate(model: Any, tokenizer: Any, prompts: list[str], limit: int) -> list[list[int]]:
     """Greedy continuations as token ids, without padding but with the end token."""
-    batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
+    batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False).to(
+        model.device
+    )
     width = batch["input_ids"].shape[1]
     with torch.inference_mode():
         out = model.generate(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"],
-            max_new_tokens=limit, do_sample=False,
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            max_new_tokens=limit,
+            do_sample=False,
         )
     ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(chat.TEXT_END)}
     rows = []
@@ -58,7 +62,7 @@ def generate(model: Any, tokenizer: Any, prompts: list[str], limit: int) -> list
 
 @torch.inference_mode()
 def drafts(model: ErnieTiny, prompt: list[int], answer: list[int]) -> tuple[int, int]:
-    """How many first drafts along an answer are the model's own next choice, and how many there are."""
+    """Count the first drafts along an answer: the accepted ones, and all."""
     device = model.embed_tokens.weight.device
     tokens = torch.tensor([prompt + answer], device=device)
     length = tokens.shape[1]
@@ -82,12 +86,16 @@ def judge(
         prompts = [chat.prompt_text(sample) for sample in part]
         wanted = [chat.expected_text(sample) for sample in part]
         limit = max(len(tokenizer(text)["input_ids"]) for text in wanted) + 8
-        for prompt, text, answer in zip(prompts, wanted, generate(model, tokenizer, prompts, limit), strict=True):
+        for prompt, text, answer in zip(
+            prompts, wanted, generate(model, tokenizer, prompts, limit), strict=True
+        ):
             closed = answer and answer[-1] in (tokenizer.eos_token_id, 2)
             given = tokenizer.decode(answer[:-1] if closed else answer)
             if given != text:
                 wrong.append((text, given))
-            hits, total = drafts(own, tokenizer(prompt, add_special_tokens=False)["input_ids"], answer)
+            hits, total = drafts(
+                own, tokenizer(prompt, add_special_tokens=False)["input_ids"], answer
+            )
             accepted, offered = accepted + hits, offered + total
     return 100 * (1 - len(wrong) / len(samples)), 100 * accepted / max(1, offered), wrong
 
@@ -99,8 +107,12 @@ def check_capitals(model: Any, tokenizer: Any) -> list[dict[str, Any]]:
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": question})
         prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        answer = tokenizer.decode(generate(model, tokenizer, [prompt], 40)[0], skip_special_tokens=True)
-        results.append({"question": question, "system": system, "answer": answer, "right": city in answer})
+        answer = tokenizer.decode(
+            generate(model, tokenizer, [prompt], 40)[0], skip_special_tokens=True
+        )
+        results.append(
+            {"question": question, "system": system, "answer": answer, "right": city in answer}
+        )
     return results
 
 
@@ -109,7 +121,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=FOLDER)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
-    parser.add_argument("--count", type=int, default=200, help="samples of a task (a quarter of it for 4K texts)")
+    parser.add_argument(
+        "--count", type=int, default=200, help="samples of a task (a quarter of it for 4K texts)"
+    )
     parser.add_argument("--rows", type=int, default=100, help="answers generated at a time")
     parser.add_argument("--tasks", nargs="*", default=list(curriculum.MEASURED))
     parser.add_argument("--seed", type=int, default=2026)
@@ -127,14 +141,18 @@ def main() -> None:
     begin = time.monotonic()
     capitals = check_capitals(model, tokenizer)
     for row in capitals:
-        print(f"{'ok ' if row['right'] else 'BAD'} {row['question']} -> {row['answer']}", flush=True)
+        print(
+            f"{'ok ' if row['right'] else 'BAD'} {row['question']} -> {row['answer']}", flush=True
+        )
     numbers: dict[str, dict[str, float]] = {}
     print(f"{options.dtype} on {device.type}\n{'task':18}{'exact':>8}{'draft':>8}{'count':>7}")
     for name in options.tasks:
         long = name in ("find_key_4k", "find_key_8k")
         count = max(4, options.count // 4) if long else options.count
         samples = curriculum.held_out(name, count, options.seed)
-        exact, draft, wrong = judge(model, own, tokenizer, samples, max(1, options.rows // 12) if long else options.rows)
+        exact, draft, wrong = judge(
+            model, own, tokenizer, samples, max(1, options.rows // 12) if long else options.rows
+        )
         numbers[name] = {"exact": exact, "draft": draft, "count": count}
         mark = "*" if name in curriculum.JUDGED else " "
         print(f"{name:17}{mark}{exact:8.1f}{draft:8.1f}{count:7d}", flush=True)
@@ -142,8 +160,15 @@ def main() -> None:
             print(f"    wanted {text!r}\n    given  {given!r}")
     print(f"{time.monotonic() - begin:.0f} s; * judged tasks")
     if options.json:
-        content = {"dtype": options.dtype, "device": device.type, "capitals": capitals, "tasks": numbers}
-        options.json.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        content = {
+            "dtype": options.dtype,
+            "device": device.type,
+            "capitals": capitals,
+            "tasks": numbers,
+        }
+        options.json.write_text(
+            json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

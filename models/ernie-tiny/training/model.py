@@ -98,7 +98,7 @@ def rotation(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn neighbouring pairs of features (ERNIE interleaves them): x is [rows, heads, length, d]."""
+    """Turn neighbouring pairs of features, as ERNIE does: x is [rows, heads, length, d]."""
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[:, None], sin[:, None]
     turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
@@ -147,7 +147,11 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        count, inner, hidden = config.moe_num_experts, config.moe_intermediate_size, config.hidden_size
+        count, inner, hidden = (
+            config.moe_num_experts,
+            config.moe_intermediate_size,
+            config.hidden_size,
+        )
         self.gate_proj = nn.Parameter(torch.empty(count, inner, hidden))
         self.up_proj = nn.Parameter(torch.empty(count, inner, hidden))
         self.down_proj = nn.Parameter(torch.empty(count, hidden, inner))
@@ -196,7 +200,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.mlp = Mlp(config.hidden_size, config.intermediate_size) if dense else Moe(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask
+    ) -> tuple[Tensor, Tensor | None]:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         out = self.mlp(self.post_attention_layernorm(x))
         out, load = out if isinstance(out, tuple) else (out, None)

@@ -34,7 +34,7 @@ class Muon:
     def __init__(self, parameters: list[nn.Parameter], decay: float, compiled: bool) -> None:
         self.decay = decay
         self.orthogonal = torch.compile(orthogonal, dynamic=False) if compiled else orthogonal
-        self.groups: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+        self.groups: dict[torch.Size, list[Tensor]] = defaultdict(list)
         for parameter in parameters:
             self.groups[parameter.shape].append(parameter)
         self.momenta = {
@@ -49,7 +49,9 @@ class Muon:
             gradients = torch.stack([p.grad for p in group if p.grad is not None])
             memory = self.momenta[shape]
             memory.lerp_(gradients, 1 - momentum)
-            update = self.orthogonal(gradients.lerp(memory, momentum).flatten(0, -3)).view_as(memory)
+            update = self.orthogonal(gradients.lerp(memory, momentum).flatten(0, -3)).view_as(
+                memory
+            )
             scale = max(1.0, shape[-2] / shape[-1]) ** 0.5
             torch._foreach_mul_(group, 1 - rate * self.decay)
             torch._foreach_add_(group, list(update.to(memory.dtype).unbind(0)), alpha=-rate * scale)
@@ -59,9 +61,12 @@ class Muon:
 
 def build(model: nn.Module, compiled: bool) -> tuple[Muon, torch.optim.AdamW]:
     """Split the parameters of a model over the two optimizers."""
-    matrices, others = [], []
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         plain = parameter.ndim < 2 or "embed_tokens" in name or name.endswith("mlp.gate")
         (others if plain else matrices).append(parameter)
-    adam = torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=compiled)
+    adam = torch.optim.AdamW(
+        others, lr=1e-3, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=compiled
+    )
     return Muon(matrices, decay=0.05, compiled=compiled), adam

@@ -53,8 +53,14 @@ class Plan:
 
 SMOKE = Plan(minutes=0.6, rows=2, length=768, workers=1, warmup_steps=5, judge_every=0.3)
 SMOKE_SIZES = ModelConfig(
-    hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=2,
-    num_key_value_heads=1, head_dim=32, moe_num_experts=4, moe_intermediate_size=32,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,
+    moe_num_experts=4,
+    moe_intermediate_size=32,
 )
 
 
@@ -65,14 +71,18 @@ class Losses(nn.Module):
         super().__init__()
         self.model, self.plan = model, plan
 
-    def forward(self, tokens: Tensor, flags: Tensor, documents: Tensor, positions: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, tokens: Tensor, flags: Tensor, documents: Tensor, positions: Tensor, mask: Mask
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The loss to minimise, the loss of the main head on targets, the load of the experts."""
         out = self.model(tokens, positions, mask)
         main, target = self._one(out.logits, tokens, flags, documents, 1)
         draft, _ = self._one(out.mtp_logits, tokens, flags, documents, 2)
         return main + self.plan.mtp_weight * draft, target, out.load
 
-    def _one(self, logits: Tensor, tokens: Tensor, flags: Tensor, documents: Tensor, ahead: int) -> tuple[Tensor, Tensor]:
+    def _one(
+        self, logits: Tensor, tokens: Tensor, flags: Tensor, documents: Tensor, ahead: int
+    ) -> tuple[Tensor, Tensor]:
         """The weighted loss of predicting `ahead` tokens on, and the plain one on targets."""
         size = tokens.shape[1] - ahead
         losses = F.cross_entropy(
@@ -99,11 +109,17 @@ class Judge:
         samples = [
             (name, sample)
             for name in self.names
-            for sample in curriculum.held_out(name, count // 4 if name in ("find_key_4k", "find_key_8k") else count)
+            for sample in curriculum.held_out(
+                name, count // 4 if name in ("find_key_4k", "find_key_8k") else count
+            )
         ]
         documents = data.encode(tokenizer, [sample for _, sample in samples], only_last=True)
         self.batches: list[tuple[Tensor, Tensor, list[tuple[str, data.Place]]]] = []
-        left = [(name, one) for (name, _), one in zip(samples, documents, strict=True) if len(one.tokens) <= plan.length]
+        left = [
+            (name, one)
+            for (name, _), one in zip(samples, documents, strict=True)
+            if len(one.tokens) <= plan.length
+        ]
         while left:
             batch, places = data.pack([one for _, one in left], plan.rows, plan.length)
             found = [(name, place) for (name, _), place in zip(left, places, strict=True) if place]
@@ -112,7 +128,9 @@ class Judge:
             left = [pair for pair, place in zip(left, places, strict=True) if place is None]
 
     @torch.no_grad()
-    def __call__(self, forward: Any, device: torch.device, mask_of: data.MaskMaker) -> dict[str, tuple[float, float]]:
+    def __call__(
+        self, forward: Any, device: torch.device, mask_of: data.MaskMaker
+    ) -> dict[str, tuple[float, float]]:
         """Exact answers and accepted first drafts of every task, in percent."""
         exact: dict[str, list[bool]] = {name: [] for name in self.names}
         drafts: dict[str, list[int]] = {name: [0, 0] for name in self.names}
@@ -128,7 +146,10 @@ class Judge:
                 drafts[name][0] += int(taken[row, start : stop - 2].sum())
                 drafts[name][1] += int(wanted[row, start + 2 : stop].sum())
         return {
-            name: (100 * sum(exact[name]) / max(1, len(exact[name])), 100 * drafts[name][0] / max(1, drafts[name][1]))
+            name: (
+                100 * sum(exact[name]) / max(1, len(exact[name])),
+                100 * drafts[name][0] / max(1, drafts[name][1]),
+            )
             for name in self.names
         }
 
@@ -146,7 +167,12 @@ def export(model: ErnieTiny, folder: Path) -> None:
     write_json(folder / "config.json", model.config.to_json())
     write_json(
         folder / "generation_config.json",
-        {"bos_token_id": 1, "eos_token_id": [4, 2], "pad_token_id": 5, "do_sample": False, "max_new_tokens": 512},
+        {
+            "bos_token_id": 1,
+            "eos_token_id": [4, 2],
+            "pad_token_id": 5,
+            "do_sample": False,
+        },
     )
 
 
@@ -178,11 +204,17 @@ def train(plan: Plan, sizes: ModelConfig, options: argparse.Namespace) -> None:
     drawn = data.Batches(tokenizer_file, plan.rows, plan.length, plan.seed + options.epoch, enough)
     loader = iter(
         DataLoader(
-            drawn, batch_size=None, num_workers=plan.workers, pin_memory=fast, prefetch_factor=4,
+            drawn,
+            batch_size=None,
+            num_workers=plan.workers,
+            pin_memory=fast,
+            prefetch_factor=4,
             multiprocessing_context=spawn,
         )
     )
-    biases = [layer.mlp.correction_bias for layer in model.layers if hasattr(layer.mlp, "correction_bias")]
+    biases = [
+        layer.mlp.correction_bias for layer in model.layers if hasattr(layer.mlp, "correction_bias")
+    ]
     begin, judged, paused = time.monotonic(), 0.0, 0.0
     counted = 0
     for step, (tokens, flags) in enumerate(loader):
@@ -191,7 +223,9 @@ def train(plan: Plan, sizes: ModelConfig, options: argparse.Namespace) -> None:
         done = (time.monotonic() - begin - paused) / (60 * plan.minutes) if step >= 3 else 0.0
         if done >= 1:
             break
-        batch = data.inputs(tokens.to(device, non_blocking=True), flags.to(device, non_blocking=True))
+        batch = data.inputs(
+            tokens.to(device, non_blocking=True), flags.to(device, non_blocking=True)
+        )
         loss, target, load = losses(*batch, mask_of(batch.documents))
         loss.backward()
         nn.utils.clip_grad_norm_(adam.param_groups[0]["params"], 1.0)
@@ -208,7 +242,8 @@ def train(plan: Plan, sizes: ModelConfig, options: argparse.Namespace) -> None:
             print(
                 f"step {step} loss {loss.item():.4f} target {target.item():.4f} "
                 f"load {load.min().item():.3f}-{load.max().item():.3f} share {share:.3f} "
-                f"{counted / 1e6:.1f}M tokens {spent:.0f}s", flush=True,
+                f"{counted / 1e6:.1f}M tokens {spent:.0f}s",
+                flush=True,
             )
         if done * plan.minutes - judged >= plan.judge_every:
             start = time.monotonic()
@@ -248,7 +283,9 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a toy size for a processor")
     options = parser.parse_args()
     chosen = {name: getattr(options, name) for name in ("minutes", "rows", "matrix_rate")}
-    plan = replace(SMOKE if options.smoke else Plan(), **{k: v for k, v in chosen.items() if v is not None})
+    plan = replace(
+        SMOKE if options.smoke else Plan(), **{k: v for k, v in chosen.items() if v is not None}
+    )
     if options.smoke and options.judged == 200:
         options.judged = 8
     train(plan, SMOKE_SIZES if options.smoke else ModelConfig(), options)

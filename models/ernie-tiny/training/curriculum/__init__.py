@@ -10,19 +10,46 @@ from dataclasses import replace
 from random import Random
 
 from . import (
-    arithmetic, calendars, calling, chatter, facts, lists, memory, strings, structured, thinking,
+    arithmetic,
+    calendars,
+    calling,
+    chatter,
+    facts,
+    lists,
+    memory,
+    strings,
+    structured,
+    thinking,
     writing,
 )
 from .base import Message, Sample, Split, Task, split_of, system_prompt, user
 
 __all__ = [
-    "JUDGED", "MEASURED", "TASKS", "Message", "Sample", "Split", "Task", "held_out", "sample", "split_of",
+    "JUDGED",
+    "MEASURED",
+    "TASKS",
+    "Message",
+    "Sample",
+    "Split",
+    "Task",
+    "held_out",
+    "sample",
+    "split_of",
 ]
 
 TASKS: dict[str, Task] = {
     task.name: task
     for module in (
-        chatter, facts, arithmetic, strings, lists, structured, calling, memory, calendars, writing,
+        chatter,
+        facts,
+        arithmetic,
+        strings,
+        lists,
+        structured,
+        calling,
+        memory,
+        calendars,
+        writing,
         thinking,
     )
     for task in module.TASKS
@@ -53,7 +80,9 @@ def _with_thinking(drawn: Sample) -> Sample:
     thought = "This is a simple request. I can answer it directly."
     if answer.get("tool_calls"):
         thought = "I need a tool for this request. I call it."
-    return replace(drawn, messages=[*before, {**answer, "reasoning_content": thought}], thinking=True)
+    return replace(
+        drawn, messages=[*before, {**answer, "reasoning_content": thought}], thinking=True
+    )
 
 
 def _after_long_text(rng: Random, drawn: Sample) -> Sample:
@@ -88,7 +117,11 @@ def dress(rng: Random, drawn: Sample) -> Sample:
         drawn = _after_long_text(rng, drawn)
     if not drawn.thinking and rng.random() < ANY_THINKING_SHARE:
         drawn = _with_thinking(drawn)
-    if drawn.thinking and drawn.messages[-2]["role"] == "user" and rng.random() < SELF_THINKING_SHARE:
+    if (
+        drawn.thinking
+        and drawn.messages[-2]["role"] == "user"
+        and rng.random() < SELF_THINKING_SHARE
+    ):
         drawn = _asks_to_think(drawn)
     if rng.random() < SYSTEM_SHARE:
         drawn = _with_system(rng, drawn)
@@ -108,5 +141,7 @@ def held_out(name: str, count: int, seed: int = 2026) -> list[Sample]:
     drawn = []
     for _ in range(count):
         one = TASKS[name].make(rng, "test")
-        drawn.append(_with_system(rng, one) if one.messages and rng.random() < SYSTEM_SHARE else one)
+        drawn.append(
+            _with_system(rng, one) if one.messages and rng.random() < SYSTEM_SHARE else one
+        )
     return drawn

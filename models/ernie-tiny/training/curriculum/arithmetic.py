@@ -98,9 +98,15 @@ def word_problem(rng: Random, split: Split) -> Sample:
     name = rng.choice(words.FIRST_NAMES)
     thing = rng.choice(("apples", "books", "coins", "stamps", "cards", "pens", "shells", "eggs"))
     value = compute(sign, left, right)
-    event = rng.choice(("buys", "finds", "gets") if sign == "+" else ("loses", "sells", "gives away"))
-    question = f"{name} has {left} {thing} and {event} {right}. How many {thing} does {name} have now?"
-    return ask("word_problem", question, f"{left} {sign} {right} = {value}. {name} has {value} {thing}.")
+    event = rng.choice(
+        ("buys", "finds", "gets") if sign == "+" else ("loses", "sells", "gives away")
+    )
+    question = (
+        f"{name} has {left} {thing} and {event} {right}. How many {thing} does {name} have now?"
+    )
+    return ask(
+        "word_problem", question, f"{left} {sign} {right} = {value}. {name} has {value} {thing}."
+    )
 
 
 def compare(rng: Random, split: Split) -> Sample:

@@ -89,7 +89,14 @@ def is_chinese(text: str) -> bool:
     return any("\u4e00" <= char <= "\u9fff" for char in text)
 
 
-PREFIXES = ("Hi! ", "Hello, ", "Please tell me: ", "Quick question: ", "I have a question. ", "Hey, ")
+PREFIXES = (
+    "Hi! ",
+    "Hello, ",
+    "Please tell me: ",
+    "Quick question: ",
+    "I have a question. ",
+    "Hey, ",
+)
 SUFFIXES = (" Thanks!", " Thank you.", " Please.", "\n", " ")
 
 
@@ -150,7 +157,8 @@ def system_prompt(rng: Random) -> str:
     if rng.random() < 0.7:
         text += " " + rng.choice(SYSTEM_ORDERS)
     if rng.random() < 0.2:
-        text += f" Today is {rng.randint(2020, 2030)}-{rng.randint(1, 12):02d}-{rng.randint(1, 28):02d}."
+        year, month, day = rng.randint(2020, 2030), rng.randint(1, 12), rng.randint(1, 28)
+        text += f" Today is {year}-{month:02d}-{day:02d}."
     return text
 
 

@@ -10,10 +10,17 @@ from .base import Sample, Split, Task, ask, draw, loosen
 MONTH_DAYS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 WEEKDAYS_ZH = ("星期一", "星期二", "星期三", "星期四", "星期五", "星期六", "星期日")
 UNITS: tuple[tuple[str, str, int], ...] = (
-    ("minutes", "hours", 60), ("seconds", "minutes", 60), ("hours", "days", 24),
-    ("days", "weeks", 7), ("months", "years", 12), ("centimeters", "meters", 100),
-    ("meters", "kilometers", 1000), ("grams", "kilograms", 1000), ("millimeters", "centimeters", 10),
-    ("cents", "dollars", 100), ("inches", "feet", 12),
+    ("minutes", "hours", 60),
+    ("seconds", "minutes", 60),
+    ("hours", "days", 24),
+    ("days", "weeks", 7),
+    ("months", "years", 12),
+    ("centimeters", "meters", 100),
+    ("meters", "kilometers", 1000),
+    ("grams", "kilograms", 1000),
+    ("millimeters", "centimeters", 10),
+    ("cents", "dollars", 100),
+    ("inches", "feet", 12),
 )
 
 MONTH_QUESTIONS = {
@@ -36,7 +43,8 @@ MONTH_QUESTIONS = {
 def weekdays(rng: Random, split: Split) -> Sample:
     """A day some days after or before another one."""
     start, steps, forward, wording = draw(
-        rng, split,
+        rng,
+        split,
         lambda r: (r.randrange(7), r.randint(1, 7), r.random() < 0.6, r.randrange(4)),
         lambda content: f"weekday:{content}",
     )
@@ -59,7 +67,8 @@ def weekdays(rng: Random, split: Split) -> Sample:
 def months(rng: Random, split: Split) -> Sample:
     """The length and the order of the months."""
     wording, at = draw(
-        rng, split,
+        rng,
+        split,
         lambda r: (r.choice(list(MONTH_QUESTIONS)), r.randrange(12)),
         lambda content: f"month:{content}",
     )
@@ -76,7 +85,8 @@ def months(rng: Random, split: Split) -> Sample:
 def clock(rng: Random, split: Split) -> Sample:
     """The time some hours later."""
     hour, minute, later = draw(
-        rng, split,
+        rng,
+        split,
         lambda r: (r.randint(0, 23), r.choice((0, 15, 30, 45)), r.randint(1, 12)),
         lambda content: f"clock:{content}",
     )
@@ -88,12 +98,15 @@ def clock(rng: Random, split: Split) -> Sample:
 def units(rng: Random, split: Split) -> Sample:
     """How many of a small unit make up some of a large one."""
     (small, large, factor), count = draw(
-        rng, split,
+        rng,
+        split,
         lambda r: (r.choice(UNITS), r.randint(1, 20)),
         lambda content: f"unit:{content[0][0]}:{content[0][1]}:{content[1]}",
     )
     noun = large if count > 1 else {"feet": "foot"}.get(large, large[:-1])
-    question = rng.choice(("How many {small} are in {count} {noun}?", "Convert {count} {noun} to {small}."))
+    question = rng.choice(
+        ("How many {small} are in {count} {noun}?", "Convert {count} {noun} to {small}.")
+    )
     answer = f"{count} {noun} {'are' if count > 1 else 'is'} {count * factor} {small}."
     return ask("units", loosen(rng, question.format(small=small, count=count, noun=noun)), answer)
 

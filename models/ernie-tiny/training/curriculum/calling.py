@@ -1,4 +1,4 @@
-"""Tool calls: the definitions stand in the prompt, the answer is a call or, after one, a sentence."""
+"""Tool calls: definitions in the prompt, the answer a call or, after one, a sentence."""
 
 from __future__ import annotations
 
@@ -39,81 +39,134 @@ def _route(rng: Random) -> Arguments:
 
 TOOLS: tuple[Tool, ...] = (
     Tool(
-        "get_weather", "Get the current weather of a city.", {"city": "string"},
+        "get_weather",
+        "Get the current weather of a city.",
+        {"city": "string"},
         lambda rng: {"city": rng.choice(words.CITIES)},
         (
-            "What is the weather in {city}?", "How is the weather in {city}?",
-            "What's the weather like in {city} today?", "Tell me the weather in {city}.",
-            "Weather in {city}", "{city}的天气怎么样？", "Is it warm in {city} now?",
+            "What is the weather in {city}?",
+            "How is the weather in {city}?",
+            "What's the weather like in {city} today?",
+            "Tell me the weather in {city}.",
+            "Weather in {city}",
+            "{city}的天气怎么样？",
+            "Is it warm in {city} now?",
         ),
-        lambda rng, args: {"temperature": rng.randint(-9, 38), "sky": rng.choice(("sunny", "cloudy", "rainy", "clear"))},
+        lambda rng, args: {
+            "temperature": rng.randint(-9, 38),
+            "sky": rng.choice(("sunny", "cloudy", "rainy", "clear")),
+        },
         "It is {sky} in {city} and the temperature is {temperature} degrees.",
     ),
     Tool(
-        "get_time", "Get the local time of a city.", {"city": "string"},
+        "get_time",
+        "Get the local time of a city.",
+        {"city": "string"},
         lambda rng: {"city": rng.choice(words.CITIES)},
-        ("What time is it in {city}?", "Tell me the time in {city}.", "Which time is it now in {city}?"),
+        (
+            "What time is it in {city}?",
+            "Tell me the time in {city}.",
+            "Which time is it now in {city}?",
+        ),
         lambda rng, args: {"time": f"{rng.randint(0, 23):02d}:{rng.randint(0, 59):02d}"},
         "It is {time} in {city}.",
     ),
     Tool(
-        "add", "Add two numbers.", {"a": "integer", "b": "integer"}, _pair,
+        "add",
+        "Add two numbers.",
+        {"a": "integer", "b": "integer"},
+        _pair,
         ("Use the tool to add {a} and {b}.", "Add {a} and {b}.", "What is the sum of {a} and {b}?"),
         lambda rng, args: {"result": args["a"] + args["b"]},
         "The result is {result}.",
     ),
     Tool(
-        "multiply", "Multiply two numbers.", {"a": "integer", "b": "integer"}, _pair,
-        ("Multiply {a} by {b}.", "What is the product of {a} and {b}?", "Compute {a} times {b} with the tool."),
+        "multiply",
+        "Multiply two numbers.",
+        {"a": "integer", "b": "integer"},
+        _pair,
+        (
+            "Multiply {a} by {b}.",
+            "What is the product of {a} and {b}?",
+            "Compute {a} times {b} with the tool.",
+        ),
         lambda rng, args: {"result": args["a"] * args["b"]},
         "The result is {result}.",
     ),
     Tool(
-        "search_web", "Search the web.", {"query": "string"},
+        "search_web",
+        "Search the web.",
+        {"query": "string"},
         lambda rng: {"query": " ".join(rng.sample(words.ALL_WORDS, rng.randint(1, 4)))},
         ("Search the web for {query}.", "Look up {query}.", "Find pages about {query}."),
         lambda rng, args: {"hits": rng.randint(0, 99)},
         "I found {hits} pages about {query}.",
     ),
     Tool(
-        "send_message", "Send a message to a person.", {"to": "string", "text": "string"},
-        lambda rng: {"to": rng.choice(words.FIRST_NAMES), "text": " ".join(rng.sample(words.ALL_WORDS, rng.randint(1, 5)))},
+        "send_message",
+        "Send a message to a person.",
+        {"to": "string", "text": "string"},
+        lambda rng: {
+            "to": rng.choice(words.FIRST_NAMES),
+            "text": " ".join(rng.sample(words.ALL_WORDS, rng.randint(1, 5))),
+        },
         ('Send "{text}" to {to}.', "Send the message {text} to {to}.", 'Write to {to}: "{text}"'),
         lambda rng, args: {"sent": True},
         "I sent the message to {to}.",
     ),
     Tool(
-        "book_flight", "Book a flight.", {"origin": "string", "destination": "string"}, _route,
-        ("Book a flight from {origin} to {destination}.", "I want to fly from {origin} to {destination}."),
+        "book_flight",
+        "Book a flight.",
+        {"origin": "string", "destination": "string"},
+        _route,
+        (
+            "Book a flight from {origin} to {destination}.",
+            "I want to fly from {origin} to {destination}.",
+        ),
         lambda rng, args: {"booking": words.code(rng)},
         "Your flight from {origin} to {destination} is booked. The booking code is {booking}.",
     ),
     Tool(
-        "set_alarm", "Set an alarm.", {"time": "string"},
+        "set_alarm",
+        "Set an alarm.",
+        {"time": "string"},
         lambda rng: {"time": f"{rng.randint(0, 23):02d}:{rng.randint(0, 59):02d}"},
         ("Set an alarm for {time}.", "Wake me up at {time}.", "Please set the alarm to {time}."),
         lambda rng, args: {"ok": True},
         "The alarm is set for {time}.",
     ),
     Tool(
-        "convert_currency", "Convert an amount of money.",
+        "convert_currency",
+        "Convert an amount of money.",
         {"amount": "integer", "source": "string", "target": "string"},
         lambda rng: dict(
-            zip(("amount", "source", "target"), (rng.randint(1, 999), *rng.sample(("euro", "dollar", "yen", "yuan", "pound"), 2)), strict=True)
+            zip(
+                ("amount", "source", "target"),
+                (rng.randint(1, 999), *rng.sample(("euro", "dollar", "yen", "yuan", "pound"), 2)),
+                strict=True,
+            )
         ),
         ("Convert {amount} {source} to {target}.", "How much is {amount} {source} in {target}?"),
         lambda rng, args: {"amount_out": rng.randint(1, 9999)},
         "{amount} {source} is {amount_out} {target}.",
     ),
     Tool(
-        "get_stock", "Get the number of items in stock.", {"item": "string"},
+        "get_stock",
+        "Get the number of items in stock.",
+        {"item": "string"},
         lambda rng: {"item": rng.choice(words.NOUNS)},
-        ("How many {item} items are in stock?", "Check the stock of {item}.", "Is {item} in stock?"),
+        (
+            "How many {item} items are in stock?",
+            "Check the stock of {item}.",
+            "Is {item} in stock?",
+        ),
         lambda rng, args: {"count": rng.randint(0, 999)},
         "There are {count} of {item} in stock.",
     ),
     Tool(
-        "play_music", "Play a song.", {"title": "string"},
+        "play_music",
+        "Play a song.",
+        {"title": "string"},
         lambda rng: {"title": " ".join(rng.sample(words.ALL_WORDS, rng.randint(1, 3)))},
         ("Play the song {title}.", "Play {title}.", "I want to hear {title}."),
         lambda rng, args: {"playing": True},
@@ -124,14 +177,20 @@ TOOLS: tuple[Tool, ...] = (
 
 def made_up_tool(rng: Random) -> Tool:
     """A function nobody has seen: its name and its parameter are put together from word lists."""
-    verb, noun = rng.choice(("get", "find", "open", "close", "read", "start", "stop", "show")), rng.choice(words.NOUNS)
+    verb, noun = (
+        rng.choice(("get", "find", "open", "close", "read", "start", "stop", "show")),
+        rng.choice(words.NOUNS),
+    )
     parameter = rng.choice(("id", "name", "place", "color", "size", "kind"))
     pool = {"id": [str(n) for n in range(100, 999)], "place": words.PLACES, "color": words.COLOURS}
     values = pool.get(parameter, words.NOUNS)
     ask_for = f"{verb.capitalize()} the {noun} with the {parameter} {{{parameter}}}."
     return Tool(
-        f"{verb}_{noun}", f"{verb.capitalize()} a {noun}.", {parameter: "string"},
-        lambda r: {parameter: r.choice(values)}, (ask_for,),
+        f"{verb}_{noun}",
+        f"{verb.capitalize()} a {noun}.",
+        {parameter: "string"},
+        lambda r: {parameter: r.choice(values)},
+        (ask_for,),
         lambda r, args: {"status": r.choice(("done", "failed", "ready"))},
         f"The {noun} is {{status}}.",
     )
@@ -139,7 +198,9 @@ def made_up_tool(rng: Random) -> Tool:
 
 def weather_tool(rng: Random) -> Tool:
     """The weather again, under the other names people give this function and its parameters."""
-    name = rng.choice(("get_weather", "get_current_weather", "weather", "get_forecast", "weather_lookup"))
+    name = rng.choice(
+        ("get_weather", "get_current_weather", "weather", "get_forecast", "weather_lookup")
+    )
     place = rng.choice(("location", "city", "place", "city_name"))
     asked = rng.random() < 0.4
     parameters = {place: "string"}
@@ -148,15 +209,34 @@ def weather_tool(rng: Random) -> Tool:
 
     def arguments(rng: Random) -> Arguments:
         city = words.made_up_name(rng) if rng.random() < 0.3 else rng.choice(words.CITIES)
-        return {place: city, "unit": rng.choice(("celsius", "fahrenheit"))} if asked else {place: city}
+        return (
+            {place: city, "unit": rng.choice(("celsius", "fahrenheit"))} if asked else {place: city}
+        )
 
-    weather = ("What is the weather in {%s}", "How is the weather in {%s}", "What's the weather like in {%s}", "Tell me the weather in {%s}")
+    weather = (
+        f"What is the weather in {{{place}}}",
+        f"How is the weather in {{{place}}}",
+        f"What's the weather like in {{{place}}}",
+        f"Tell me the weather in {{{place}}}",
+    )
     tail = " in {unit}?" if asked else "?"
     return Tool(
-        name, rng.choice(("Get the weather.", "Get the current weather in a given location", "Weather of a city.")),
-        parameters, arguments, tuple(text % place + tail for text in weather),
-        lambda rng, args: {"temperature": rng.randint(-9, 38), "condition": rng.choice(("sunny", "cloudy", "rainy", "clear"))},
-        "It is {condition} in {%s} and the temperature is {temperature} degrees." % place,
+        name,
+        rng.choice(
+            (
+                "Get the weather.",
+                "Get the current weather in a given location",
+                "Weather of a city.",
+            )
+        ),
+        parameters,
+        arguments,
+        tuple(text + tail for text in weather),
+        lambda rng, args: {
+            "temperature": rng.randint(-9, 38),
+            "condition": rng.choice(("sunny", "cloudy", "rainy", "clear")),
+        },
+        f"It is {{condition}} in {{{place}}} and the temperature is {{temperature}} degrees.",
     )
 
 
@@ -204,6 +284,7 @@ def _offer(rng: Random, tool: Tool) -> list[dict[str, Any]]:
 
 def _request(rng: Random, split: Split, made_up: float) -> tuple[Tool, Arguments]:
     """A tool, made up with the given chance, with the arguments of one call of it."""
+
     def choose(rng: Random) -> tuple[Tool, Arguments]:
         maker = weather_tool if rng.random() < 0.3 else made_up_tool
         tool = maker(rng) if rng.random() < made_up else rng.choice(TOOLS)
@@ -216,7 +297,11 @@ def tool_call(rng: Random, split: Split) -> Sample:
     """A request that needs one tool, or two calls of the same tool."""
     tool, arguments = _request(rng, split, 0.5)
     tools = _offer(rng, tool)
-    if tool.name in ("get_weather", "get_time") and list(arguments) == ["city"] and rng.random() < 0.15:
+    if (
+        tool.name in ("get_weather", "get_time")
+        and list(arguments) == ["city"]
+        and rng.random() < 0.15
+    ):
         second = tool.arguments(rng)
         if second != arguments:
             noun = "weather" if tool.name == "get_weather" else "time"
@@ -245,7 +330,9 @@ def tool_result(rng: Random, split: Split) -> Sample:
 
 def tool_unneeded(rng: Random, split: Split) -> Sample:
     """Tools are offered, but the question can be answered without."""
-    tools = _offer(rng, rng.choice([tool for tool in TOOLS if tool.name not in ("add", "multiply")]))
+    tools = _offer(
+        rng, rng.choice([tool for tool in TOOLS if tool.name not in ("add", "multiply")])
+    )
     other = chatter.greeting(rng, split) if rng.random() < 0.4 else facts.fact(rng, split)
     messages = [*other.messages]
     messages[0] = user(loosen(rng, messages[0]["content"])) if rng.random() < 0.1 else messages[0]

@@ -17,7 +17,15 @@ SKILLS_ZH = "我可以回答简单的问题、计算、排序、复制文本、�
 
 EXCHANGES: tuple[tuple[tuple[str, ...], str], ...] = (
     (
-        ("Hello!", "Hi!", "Hello", "Hey!", "Hello there!", "Hi there!", "Hello, how can you help me?"),
+        (
+            "Hello!",
+            "Hi!",
+            "Hello",
+            "Hey!",
+            "Hello there!",
+            "Hi there!",
+            "Hello, how can you help me?",
+        ),
         "Hello! How can I help you?",
     ),
     (("Good morning!", "Good morning to you!"), "Good morning! How can I help you?"),
@@ -28,16 +36,26 @@ EXCHANGES: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (
         (
-            "Who are you?", "What are you?", "What is your name?", "Tell me about yourself.",
-            "Introduce yourself.", "Which model are you?", "Please introduce yourself.",
+            "Who are you?",
+            "What are you?",
+            "What is your name?",
+            "Tell me about yourself.",
+            "Introduce yourself.",
+            "Which model are you?",
+            "Please introduce yourself.",
             "What model is this?",
         ),
         SELF,
     ),
     (
         (
-            "What can you do?", "Help!", "Help me.", "How can you help me?", "What are your skills?",
-            "What do you know?", "Can you help me?",
+            "What can you do?",
+            "Help!",
+            "Help me.",
+            "How can you help me?",
+            "What are your skills?",
+            "What do you know?",
+            "Can you help me?",
         ),
         SKILLS,
     ),
@@ -58,12 +76,24 @@ EXCHANGES: tuple[tuple[tuple[str, ...], str], ...] = (
         "I am not a person. I am a small language model.",
     ),
     (("Thank you!", "Thanks!", "Thanks a lot!", "Thank you very much."), "You are welcome!"),
-    (("Goodbye!", "Bye!", "See you!", "Good night!", "See you later!"), "Goodbye! Have a nice day."),
-    (("Tell me a joke.", "Do you know a joke?"), "Why did the token cross the road? To reach the end."),
-    (("What languages do you speak?", "Do you speak Chinese?"), "I speak English and a little Chinese."),
+    (
+        ("Goodbye!", "Bye!", "See you!", "Good night!", "See you later!"),
+        "Goodbye! Have a nice day.",
+    ),
+    (
+        ("Tell me a joke.", "Do you know a joke?"),
+        "Why did the token cross the road? To reach the end.",
+    ),
+    (
+        ("What languages do you speak?", "Do you speak Chinese?"),
+        "I speak English and a little Chinese.",
+    ),
     (("你好！", "你好", "您好！", "你好，请问你能帮我吗？", "嗨！"), "你好！我能帮你做什么？"),
     (("早上好！", "早上好"), "早上好！我能帮你做什么？"),
-    (("你是谁？", "你叫什么名字？", "请介绍一下你自己。", "你好，你是谁？", "介绍一下你自己"), SELF_ZH),
+    (
+        ("你是谁？", "你叫什么名字？", "请介绍一下你自己。", "你好，你是谁？", "介绍一下你自己"),
+        SELF_ZH,
+    ),
     (("你能做什么？", "你会做什么？", "帮帮我。"), SKILLS_ZH),
     (("你好吗？", "你今天怎么样？"), "我很好，谢谢。"),
     (("谢谢！", "谢谢你。", "非常感谢！"), "不客气！"),

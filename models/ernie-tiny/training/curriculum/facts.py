@@ -30,19 +30,31 @@ def country_name(country: Country) -> str:
 
 
 CAPITAL_QUESTIONS = (
-    "What is the capital of {country}?", "Where is the capital of {country}?",
-    "Which city is the capital of {country}?", "Tell me the capital of {country}.",
-    "Name the capital of {country}.", "What is the capital city of {country}?",
-    "Do you know the capital of {country}?", "Can you tell me the capital of {country}?",
-    "What's the capital of {country}?", "I want to know the capital of {country}.",
-    "The capital of {country} is which city?", "Which is the capital of {country}?",
-    "What city is the capital of {country}?", "Give me the capital of {country}.",
+    "What is the capital of {country}?",
+    "Where is the capital of {country}?",
+    "Which city is the capital of {country}?",
+    "Tell me the capital of {country}.",
+    "Name the capital of {country}.",
+    "What is the capital city of {country}?",
+    "Do you know the capital of {country}?",
+    "Can you tell me the capital of {country}?",
+    "What's the capital of {country}?",
+    "I want to know the capital of {country}.",
+    "The capital of {country} is which city?",
+    "Which is the capital of {country}?",
+    "What city is the capital of {country}?",
+    "Give me the capital of {country}.",
     "capital of {country}",
 )
 CAPITAL_QUESTIONS_ZH = (
-    "{country}的首都是哪里？", "{country}的首都是什么？", "{country}的首都在哪里？",
-    "{country}的首都是哪个城市？", "哪个城市是{country}的首都？", "请告诉我{country}的首都。",
-    "请问{country}的首都是哪里？", "你知道{country}的首都吗？",
+    "{country}的首都是哪里？",
+    "{country}的首都是什么？",
+    "{country}的首都在哪里？",
+    "{country}的首都是哪个城市？",
+    "哪个城市是{country}的首都？",
+    "请告诉我{country}的首都。",
+    "请问{country}的首都是哪里？",
+    "你知道{country}的首都吗？",
 )
 COUNTRY_QUESTIONS: tuple[tuple[str, str], ...] = (
     ("On which continent is {country}?", "continent"),
@@ -103,56 +115,72 @@ def country_fact(rng: Random) -> Fact:
 
 def small_fact(rng: Random) -> Fact:
     """A fact from one of the short tables."""
+    phrases: tuple[str, ...]
     kind = rng.randrange(8)
     if kind == 0:
         word, other = rng.choice(list(tables.OPPOSITES.items()))
         if rng.random() < 0.5 and list(tables.OPPOSITES.values()).count(other) == 1:
             word, other = other, word
         phrases = (
-            "What is the opposite of {}?", "Name the opposite of {}.", "Tell me the opposite of {}.",
-            "Which word is the opposite of {}?", "What's the opposite of {}?",
+            "What is the opposite of {}?",
+            "Name the opposite of {}.",
+            "Tell me the opposite of {}.",
+            "Which word is the opposite of {}?",
+            "What's the opposite of {}?",
         )
         return Fact(rng.choice(phrases).format(word), f"The opposite of {word} is {other}.")
     if kind == 1:
         animal, young = rng.choice(list(tables.YOUNG.items()))
         phrases = (
-            "What is a young {} called?", "How do you call a baby {}?", "What is a baby {} called?",
+            "What is a young {} called?",
+            "How do you call a baby {}?",
+            "What is a baby {} called?",
             "What is the name for a young {}?",
         )
         return Fact(rng.choice(phrases).format(animal), f"A young {animal} is called a {young}.")
     if kind == 2:
         animal, sound = rng.choice(list(tables.SOUNDS.items()))
         phrases = (
-            "What sound does the {} make?", "What does the {} say?", "Which sound does a {} make?",
+            "What sound does the {} make?",
+            "What does the {} say?",
+            "Which sound does a {} make?",
             "How does the {} sound?",
         )
         return Fact(rng.choice(phrases).format(animal), f"The {animal} says {sound}.")
     if kind == 3:
         animal, legs = rng.choice(list(tables.LEGS.items()))
         phrases = (
-            "How many legs does the {} have?", "How many legs does a {} have?",
-            "Count the legs of the {}.", "What number of legs does the {} have?",
+            "How many legs does the {} have?",
+            "How many legs does a {} have?",
+            "Count the legs of the {}.",
+            "What number of legs does the {} have?",
         )
         return Fact(rng.choice(phrases).format(animal), f"The {animal} has {legs} legs.")
     if kind == 4:
         element, symbol = rng.choice(list(tables.ELEMENTS.items()))
         phrases = (
-            "What is the chemical symbol of {}?", "What is the symbol for {}?",
-            "Which symbol does {} have?", "Tell me the chemical symbol of {}.",
+            "What is the chemical symbol of {}?",
+            "What is the symbol for {}?",
+            "Which symbol does {} have?",
+            "Tell me the chemical symbol of {}.",
         )
         return Fact(rng.choice(phrases).format(element), f"The symbol of {element} is {symbol}.")
     if kind == 5:
         number = rng.randrange(len(tables.PLANETS))
         planet, ordinal = tables.PLANETS[number], tables.ORDINALS[number]
         phrases = (
-            "Which planet is the {} from the sun?", "What is the {} planet from the sun?",
-            "Name the {} planet.", "What is the {} planet?",
+            "Which planet is the {} from the sun?",
+            "What is the {} planet from the sun?",
+            "Name the {} planet.",
+            "What is the {} planet?",
         )
         return Fact(rng.choice(phrases).format(ordinal), f"The {ordinal} planet is {planet}.")
     if kind == 6:
         thing, colour = rng.choice(list(tables.COLOUR_OF.items()))
         phrases = (
-            "What color is {}?", "Which color does {} have?", "What is the color of {}?",
+            "What color is {}?",
+            "Which color does {} have?",
+            "What is the color of {}?",
             "Tell me the color of {}.",
         )
         return Fact(rng.choice(phrases).format(thing), f"{_sentence(thing)} is {colour}.")
@@ -160,12 +188,16 @@ def small_fact(rng: Random) -> Fact:
     letter = chr(ord("a") + number)
     if number < 25 and rng.random() < 0.6:
         phrases = (
-            "Which letter comes after {}?", "What letter follows {}?",
+            "Which letter comes after {}?",
+            "What letter follows {}?",
             "What is the letter after {} in the alphabet?",
         )
-        return Fact(rng.choice(phrases).format(letter), f"The letter after {letter} is {chr(98 + number)}.")
+        return Fact(
+            rng.choice(phrases).format(letter), f"The letter after {letter} is {chr(98 + number)}."
+        )
     phrases = (
-        "What number in the alphabet is the letter {}?", "What is the position of {} in the alphabet?",
+        "What number in the alphabet is the letter {}?",
+        "What is the position of {} in the alphabet?",
     )
     return Fact(rng.choice(phrases).format(letter), f"The letter {letter} is number {number + 1}.")
 
@@ -190,13 +222,15 @@ def plain_fact(rng: Random, split: Split) -> Sample:
     if style == 0:
         return Sample("plain_facts", [], prompt=f"Q: {question}\nA: ", completion=answer)
     if style == 1:
-        return Sample("plain_facts", [], prompt=f"Question: {question}\nAnswer: ", completion=answer)
+        return Sample(
+            "plain_facts", [], prompt=f"Question: {question}\nAnswer: ", completion=answer
+        )
     if style == 2:
         return Sample("plain_facts", [], prompt=f"{question}\n", completion=answer)
     marker = next((mark for mark in (" is ", " says ", " has ", "是", "在") if mark in answer), "")
-    head, mark, tail = answer.rpartition(marker) if marker else (answer[:1], "", answer[1:])
-    prompt = head + mark.rstrip()
-    return Sample("plain_facts", [], prompt=prompt, completion=answer[len(prompt):])
+    head = answer.rpartition(marker)[0] if marker else answer[:1]
+    prompt = head + marker.rstrip()
+    return Sample("plain_facts", [], prompt=prompt, completion=answer[len(prompt) :])
 
 
 def follow_up(rng: Random, split: Split) -> Sample:
@@ -204,7 +238,8 @@ def follow_up(rng: Random, split: Split) -> Sample:
     first = rng.choice(tables.COUNTRIES)
     relation = rng.choice(("capital", "continent", "language", "currency"))
     wording, other = draw(
-        rng, split,
+        rng,
+        split,
         lambda r: (
             r.choice(("And {}?", "What about {}?", "And what about {}?", "How about {}?")),
             r.choice(tables.COUNTRIES),
@@ -218,8 +253,10 @@ def follow_up(rng: Random, split: Split) -> Sample:
         return _sentence(text.format(**{**country._asdict(), "country": country_name(country)}))
 
     messages = [
-        user(say(rng.choice(questions), first)), assistant(say(answers[relation], first)),
-        user(wording.format(country_name(other))), assistant(say(answers[relation], other)),
+        user(say(rng.choice(questions), first)),
+        assistant(say(answers[relation], first)),
+        user(wording.format(country_name(other))),
+        assistant(say(answers[relation], other)),
     ]
     return Sample("follow_up", messages)
 
@@ -227,13 +264,17 @@ def follow_up(rng: Random, split: Split) -> Sample:
 def fact_sheet(rng: Random, split: Split) -> Sample:
     """All that is known about a country, as JSON."""
     wording, country = draw(
-        rng, split,
+        rng,
+        split,
         lambda r: (
             r.choice(
                 (
-                    "Describe {} as JSON.", "Give me the facts about {} as JSON.",
-                    "Return a JSON object with the facts about {}.", "Write a JSON object about {}.",
-                    "Tell me about {} in JSON.", "What do you know about {}? Answer in JSON.",
+                    "Describe {} as JSON.",
+                    "Give me the facts about {} as JSON.",
+                    "Return a JSON object with the facts about {}.",
+                    "Write a JSON object about {}.",
+                    "Tell me about {} in JSON.",
+                    "What do you know about {}? Answer in JSON.",
                 )
             ),
             r.choice(tables.COUNTRIES),
@@ -242,8 +283,11 @@ def fact_sheet(rng: Random, split: Split) -> Sample:
     )
     name, capital_city, continent, language, currency = country[:5]
     sheet = {
-        "country": name, "capital": capital_city, "continent": continent,
-        "language": language, "currency": currency,
+        "country": name,
+        "capital": capital_city,
+        "continent": continent,
+        "language": language,
+        "currency": currency,
     }
     return ask("fact_sheet", loosen(rng, wording.format(country_name(country))), dump(sheet))
 

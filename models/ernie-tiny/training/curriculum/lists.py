@@ -29,18 +29,26 @@ def sorting(rng: Random, split: Split) -> Sample:
         result = ", ".join(map(str, sorted(numbers, reverse=not upwards)))
         if upwards:
             orders = (
-                "Sort these numbers: {}", "Sort ascending: {}", "Put these numbers in order: {}",
-                "Sort the numbers from smallest to largest: {}", "Sort: {}", "请从小到大排序：{}",
+                "Sort these numbers: {}",
+                "Sort ascending: {}",
+                "Put these numbers in order: {}",
+                "Sort the numbers from smallest to largest: {}",
+                "Sort: {}",
+                "请从小到大排序：{}",
             )
         else:
             orders = (
-                "Sort descending: {}", "Sort the numbers from largest to smallest: {}",
-                "Put these numbers in descending order: {}", "请从大到小排序：{}",
+                "Sort descending: {}",
+                "Sort the numbers from largest to smallest: {}",
+                "Put these numbers in descending order: {}",
+                "请从大到小排序：{}",
             )
         return ask("sorting", rng.choice(orders).format(text), result)
     items = draw(rng, split, word_list, lambda content: f"sort:{content}")
     orders = (
-        "Sort these words: {}", "Sort alphabetically: {}", "Put these words in alphabetical order: {}",
+        "Sort these words: {}",
+        "Sort alphabetically: {}",
+        "Put these words in alphabetical order: {}",
         "Sort the words by the alphabet: {}",
     )
     return ask("sorting", rng.choice(orders).format(", ".join(items)), ", ".join(sorted(items)))
@@ -49,7 +57,8 @@ def sorting(rng: Random, split: Split) -> Sample:
 def editing(rng: Random, split: Split) -> Sample:
     """Add, remove, replace, swap or join the items of a list."""
     items = draw(
-        rng, split,
+        rng,
+        split,
         lambda r: r.sample(words.ALL_WORDS, r.randint(3, 8)),
         lambda content: f"edit:{content}",
     )
@@ -82,7 +91,8 @@ def picking(rng: Random, split: Split) -> Sample:
         question = rng.choice(("What is the {} number: {}?", "Find the {} number in this list: {}"))
         return ask("list_picking", question.format(name, text), str(value))
     items = draw(
-        rng, split,
+        rng,
+        split,
         lambda r: r.sample(words.ALL_WORDS, r.randint(3, 8)),
         lambda content: f"pick:{content}",
     )
@@ -94,13 +104,16 @@ def picking(rng: Random, split: Split) -> Sample:
             return ask("list_picking", f"What is the last item of this list: {text}?", items[-1])
         return ask("list_picking", f"What is the {names[at]} item of this list: {text}?", items[at])
     at = rng.randrange(len(items) - 1)
-    return ask("list_picking", f"Which word comes after {items[at]} in this list: {text}?", items[at + 1])
+    return ask(
+        "list_picking", f"Which word comes after {items[at]} in this list: {text}?", items[at + 1]
+    )
 
 
 def joining(rng: Random, split: Split) -> Sample:
     """Write a list with other separators, or in upper or lower case."""
     items = draw(
-        rng, split,
+        rng,
+        split,
         lambda r: r.sample(words.NOUNS, r.randint(2, 6)),
         lambda content: f"join:{content}",
     )
@@ -108,7 +121,9 @@ def joining(rng: Random, split: Split) -> Sample:
     if kind == 0:
         return ask("list_joining", f"Join with dashes: {', '.join(items)}", "-".join(items))
     if kind == 1:
-        return ask("list_joining", f"Split this text into a list: {'-'.join(items)}", ", ".join(items))
+        return ask(
+            "list_joining", f"Split this text into a list: {'-'.join(items)}", ", ".join(items)
+        )
     if kind == 2:
         numbered = "\n".join(f"{at}. {item}" for at, item in enumerate(items, 1))
         return ask("list_joining", f"Make a numbered list: {', '.join(items)}", numbered)

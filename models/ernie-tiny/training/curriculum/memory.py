@@ -13,53 +13,86 @@ Detail = tuple[str, Callable[[Random], str], str, str, tuple[str, ...], str]
 
 DETAILS: tuple[Detail, ...] = (
     (
-        "name", lambda rng: rng.choice(words.FIRST_NAMES) if rng.random() < 0.7 else words.made_up_name(rng),
-        "My name is {}.", "Nice to meet you, {}!",
-        ("What is my name?", "Do you remember my name?", "Who am I?"), "Your name is {}.",
+        "name",
+        lambda rng: (
+            rng.choice(words.FIRST_NAMES) if rng.random() < 0.7 else words.made_up_name(rng)
+        ),
+        "My name is {}.",
+        "Nice to meet you, {}!",
+        ("What is my name?", "Do you remember my name?", "Who am I?"),
+        "Your name is {}.",
     ),
     (
-        "color", lambda rng: rng.choice(words.COLOURS),
-        "My favorite color is {}.", "{} is a nice color.",
-        ("What is my favorite color?", "Which color do I like?"), "Your favorite color is {}.",
+        "color",
+        lambda rng: rng.choice(words.COLOURS),
+        "My favorite color is {}.",
+        "{} is a nice color.",
+        ("What is my favorite color?", "Which color do I like?"),
+        "Your favorite color is {}.",
     ),
     (
-        "pet", lambda rng: f"{rng.choice(words.ANIMALS)} named {words.made_up_name(rng)}",
-        "I have a {}.", "A {}! How nice.",
-        ("What pet do I have?", "Which pet do I have?"), "You have a {}.",
+        "pet",
+        lambda rng: f"{rng.choice(words.ANIMALS)} named {words.made_up_name(rng)}",
+        "I have a {}.",
+        "A {}! How nice.",
+        ("What pet do I have?", "Which pet do I have?"),
+        "You have a {}.",
     ),
     (
-        "city", lambda rng: rng.choice(words.CITIES),
-        "I live in {}.", "{} is a nice city.",
-        ("Where do I live?", "Which city do I live in?"), "You live in {}.",
+        "city",
+        lambda rng: rng.choice(words.CITIES),
+        "I live in {}.",
+        "{} is a nice city.",
+        ("Where do I live?", "Which city do I live in?"),
+        "You live in {}.",
     ),
     (
-        "job", lambda rng: rng.choice(words.JOBS),
-        "I work as a {}.", "Being a {} is a good job.",
-        ("What is my job?", "What do I work as?"), "You work as a {}.",
+        "job",
+        lambda rng: rng.choice(words.JOBS),
+        "I work as a {}.",
+        "Being a {} is a good job.",
+        ("What is my job?", "What do I work as?"),
+        "You work as a {}.",
     ),
     (
-        "number", lambda rng: str(rng.randint(10, 99999)),
-        "My lucky number is {}.", "I will remember the number {}.",
-        ("What is my lucky number?", "Tell me my lucky number."), "Your lucky number is {}.",
+        "number",
+        lambda rng: str(rng.randint(10, 99999)),
+        "My lucky number is {}.",
+        "I will remember the number {}.",
+        ("What is my lucky number?", "Tell me my lucky number."),
+        "Your lucky number is {}.",
     ),
     (
-        "code", words.code,
-        "Remember this code: {}", "I will remember the code {}.",
-        ("What was the code?", "Which code did I tell you?", "Repeat the code."), "The code is {}.",
+        "code",
+        words.code,
+        "Remember this code: {}",
+        "I will remember the code {}.",
+        ("What was the code?", "Which code did I tell you?", "Repeat the code."),
+        "The code is {}.",
     ),
     (
-        "age", lambda rng: str(rng.randint(5, 99)),
-        "I am {} years old.", "{} is a good age.",
-        ("How old am I?", "What is my age?"), "You are {} years old.",
+        "age",
+        lambda rng: str(rng.randint(5, 99)),
+        "I am {} years old.",
+        "{} is a good age.",
+        ("How old am I?", "What is my age?"),
+        "You are {} years old.",
     ),
     (
-        "fruit", lambda rng: rng.choice(words.FRUITS),
-        "I like to eat {}.", "{} is tasty.",
-        ("What do I like to eat?", "Which fruit do I like?"), "You like to eat {}.",
+        "fruit",
+        lambda rng: rng.choice(words.FRUITS),
+        "I like to eat {}.",
+        "{} is tasty.",
+        ("What do I like to eat?", "Which fruit do I like?"),
+        "You like to eat {}.",
     ),
     (
-        "name_zh", lambda rng: rng.choice(("小明", "小红", "小华", "小李", "小王", "小张", "小美", "小刚")),
-        "我叫{}。", "很高兴认识你，{}！", ("我叫什么名字？", "你记得我的名字吗？"), "你叫{}。",
+        "name_zh",
+        lambda rng: rng.choice(("小明", "小红", "小华", "小李", "小王", "小张", "小美", "小刚")),
+        "我叫{}。",
+        "很高兴认识你，{}！",
+        ("我叫什么名字？", "你记得我的名字吗？"),
+        "你叫{}。",
     ),
 )
 
@@ -80,6 +113,7 @@ def _distraction(rng: Random) -> list[Message]:
 
 def recall(rng: Random, split: Split) -> Sample:
     """Tell one to four details, talk about other things, ask for the details again."""
+
     def tell(rng: Random) -> list[tuple[Detail, str]]:
         chosen = rng.sample(DETAILS, rng.randint(1, 4))
         return [(detail, detail[1](rng)) for detail in chosen]
@@ -117,16 +151,25 @@ FILLERS = (
 def filler(rng: Random) -> str:
     """A sentence that says nothing of importance."""
     return rng.choice(FILLERS).format(
-        adjective=rng.choice(words.ADJECTIVES), noun=rng.choice(words.NOUNS),
-        other=rng.choice(words.NOUNS), verb=rng.choice(words.VERBS), place=rng.choice(words.PLACES),
-        name=rng.choice(words.FIRST_NAMES), city=rng.choice(words.CITIES), number=rng.randint(2, 999),
+        adjective=rng.choice(words.ADJECTIVES),
+        noun=rng.choice(words.NOUNS),
+        other=rng.choice(words.NOUNS),
+        verb=rng.choice(words.VERBS),
+        place=rng.choice(words.PLACES),
+        name=rng.choice(words.FIRST_NAMES),
+        city=rng.choice(words.CITIES),
+        number=rng.randint(2, 999),
     )
 
 
 NEEDLES: tuple[tuple[str, str, str], ...] = (
     ("The key of the {} is {}.", "What is the key of the {}?", "The key of the {} is {}."),
     ("The code for {} is {}.", "What is the code for {}?", "The code for {} is {}."),
-    ("The secret number of {} is {}.", "What is the secret number of {}?", "The secret number of {} is {}."),
+    (
+        "The secret number of {} is {}.",
+        "What is the secret number of {}?",
+        "The secret number of {} is {}.",
+    ),
     ("{}: {}", "What is the value of {}?", "{}: {}"),
     ("Remember that {} means {}.", "What does {} mean?", "{} means {}."),
 )
@@ -136,6 +179,7 @@ def needle(
     rng: Random, split: Split, sentences: int, task: str, questions: int | None = None
 ) -> Sample:
     """Hide keys between `sentences` filler sentences and ask for some of them."""
+
     def hide(rng: Random) -> list[tuple[str, str]]:
         names = rng.sample(words.NOUNS, rng.randint(1, 8))
         return [(name, words.code(rng)) for name in names]
@@ -171,7 +215,9 @@ def long_needle(rng: Random, split: Split) -> Sample:
 
 def very_long_needle(rng: Random, split: Split) -> Sample:
     """Keys in a text of about six to eight thousand tokens."""
-    return needle(rng, split, rng.randint(320, 400), "find_key_8k", questions=1 if split == "test" else 8)
+    return needle(
+        rng, split, rng.randint(320, 400), "find_key_8k", questions=1 if split == "test" else 8
+    )
 
 
 TASKS = (

@@ -8,9 +8,21 @@ from . import tables, words
 from .base import Sample, Split, Task, ask, draw, english_list, loosen
 
 COPY_ORDERS = (
-    "Repeat after me: {}", "Copy this text: {}", "Copy this text exactly: {}", "Say: {}",
-    "Repeat this: {}", "Echo: {}", "Write this again: {}", "Please repeat: {}",
-    "Repeat the following text:\n{}", 'Say "{}"', "Say {}", "Please say: {}", "Copy the line below.\n{}", "请重复：{}", "请复述：{}",
+    "Repeat after me: {}",
+    "Copy this text: {}",
+    "Copy this text exactly: {}",
+    "Say: {}",
+    "Repeat this: {}",
+    "Echo: {}",
+    "Write this again: {}",
+    "Please repeat: {}",
+    "Repeat the following text:\n{}",
+    'Say "{}"',
+    "Say {}",
+    "Please say: {}",
+    "Copy the line below.\n{}",
+    "请重复：{}",
+    "请复述：{}",
 )
 
 
@@ -29,7 +41,13 @@ def _sentence_text(rng: Random) -> str:
 
 def _symbols_text(rng: Random) -> str:
     """A string without meaning: codes, mixed case, punctuation."""
-    alphabet = words.LETTERS + words.LETTERS.upper() + "0123456789" + "0123456789" + "-_.:/#@+*()[]{}!?,;='\"<>&%$"
+    alphabet = (
+        words.LETTERS
+        + words.LETTERS.upper()
+        + "0123456789"
+        + "0123456789"
+        + "-_.:/#@+*()[]{}!?,;='\"<>&%$"
+    )
     pieces = [
         "".join(rng.choice(alphabet) for _ in range(rng.randint(2, 8)))
         for _ in range(rng.randint(1, 4))
@@ -63,9 +81,7 @@ def plain_copy(rng: Random, split: Split) -> Sample:
     cut = rng.randint(1, len(text.split()) - 1)
     head = " ".join(text.split()[:cut])
     count = rng.randint(1, 3)
-    return Sample(
-        "plain_copy", [], prompt=f"{text}\n" * count + head, completion=text[len(head):]
-    )
+    return Sample("plain_copy", [], prompt=f"{text}\n" * count + head, completion=text[len(head) :])
 
 
 def reversing(rng: Random, split: Split) -> Sample:
@@ -73,24 +89,31 @@ def reversing(rng: Random, split: Split) -> Sample:
     kind = rng.randrange(3)
     if kind == 0:
         items = draw(
-            rng, split,
+            rng,
+            split,
             lambda r: [r.choice(words.ALL_WORDS) for _ in range(r.randint(3, 8))],
             lambda content: f"reverse:{content}",
         )
         question = rng.choice(
-            ("Reverse this list: {}", "Write these words in reverse order: {}", "Reverse the order: {}")
+            (
+                "Reverse this list: {}",
+                "Write these words in reverse order: {}",
+                "Reverse the order: {}",
+            )
         ).format(", ".join(items))
         return ask("reversing", question, ", ".join(items[::-1]))
     if kind == 1:
         digits = draw(
-            rng, split,
+            rng,
+            split,
             lambda r: "".join(r.choice("0123456789") for _ in range(r.randint(3, 10))),
             lambda content: f"reverse:{content}",
         )
         question = rng.choice(("Reverse the digits of {}.", "Write {} backwards.")).format(digits)
         return ask("reversing", loosen(rng, question), digits[::-1])
     letters = draw(
-        rng, split,
+        rng,
+        split,
         lambda r: " ".join(r.choice(words.LETTERS) for _ in range(r.randint(3, 8))),
         lambda content: f"reverse:{content}",
     )
@@ -109,7 +132,9 @@ def spelling(rng: Random, split: Split) -> Sample:
         word = rng.choice(words.ALL_WORDS + words.FIRST_NAMES + words.CITIES)
     spelled = " ".join(word)
     if rng.random() < 0.35:
-        question = rng.choice(("Which word is spelled {}?", "Join the letters {}.", "Put together: {}"))
+        question = rng.choice(
+            ("Which word is spelled {}?", "Join the letters {}.", "Put together: {}")
+        )
         return ask("spelling", question.format(spelled), word)
     question = rng.choice(
         ("Spell {}.", "Spell the word {}.", "How do you spell {}?", "Write {} letter by letter.")
@@ -122,7 +147,8 @@ def counting(rng: Random, split: Split) -> Sample:
     kind = rng.randrange(3)
     if kind == 0:
         items = draw(
-            rng, split,
+            rng,
+            split,
             lambda r: [r.choice(words.NOUNS) for _ in range(r.randint(1, 10))],
             lambda content: f"count:{content}",
         )
@@ -133,8 +159,12 @@ def counting(rng: Random, split: Split) -> Sample:
         return ask("counting", question, f"There are {len(items)} {noun}.")
     if kind == 1:
         start, stop = draw(
-            rng, split,
-            lambda r: (r.randint(0, 90), r.randint(1, r.choice((9, 20, 99))) * r.choice((1, 1, -1))),
+            rng,
+            split,
+            lambda r: (
+                r.randint(0, 90),
+                r.randint(1, r.choice((9, 20, 99))) * r.choice((1, 1, -1)),
+            ),
             lambda content: f"count:{content}",
         )
         if rng.random() < 0.4:
@@ -145,7 +175,8 @@ def counting(rng: Random, split: Split) -> Sample:
         return ask("counting", loosen(rng, f"Count from {start} to {stop}."), numbers)
     kinds = rng.sample(words.FRUITS, 2)
     items = draw(
-        rng, split,
+        rng,
+        split,
         lambda r: [r.choice(kinds) for _ in range(r.randint(2, 8))],
         lambda content: f"count:{content}",
     )
@@ -169,25 +200,32 @@ def reciting(rng: Random, split: Split) -> Sample:
         return ask("reciting", loosen(rng, rng.choice(questions)), answer)
     if rng.random() < 0.4:
         number, last = draw(
-            rng, split,
+            rng,
+            split,
             lambda r: (r.randint(1, 12), r.randint(5, 12)),
             lambda content: f"table:{content}",
         )
         lines = "\n".join(f"{number} * {at} = {number * at}" for at in range(1, last + 1))
         return ask("reciting", f"Write the times table of {number} up to {last}.", lines)
     word, times = draw(
-        rng, split,
+        rng,
+        split,
         lambda r: (r.choice(words.ALL_WORDS), r.randint(2, 30)),
         lambda content: f"again:{content}",
     )
     question = rng.choice(("Write the word {} {} times.", "Repeat the word {} {} times."))
-    return ask("reciting", question.format(word, times), " ".join(f"{at}. {word}" for at in range(1, times + 1)))
+    return ask(
+        "reciting",
+        question.format(word, times),
+        " ".join(f"{at}. {word}" for at in range(1, times + 1)),
+    )
 
 
 def common_letters(rng: Random, split: Split) -> Sample:
     """The first or last letter of some words."""
     items = draw(
-        rng, split,
+        rng,
+        split,
         lambda r: r.sample(words.ALL_WORDS, r.randint(1, 4)),
         lambda content: f"letters:{content}",
     )

@@ -9,9 +9,9 @@ from typing import Any
 from . import words
 from .base import Sample, Split, Task, ask, draw, dump
 
-KEYS = tuple(
+KEYS = words.split_words(
     "name age city color size price count level title owner status team score year month day "
-    "weight height speed kind place job pet code group rank unit note tag type".split()
+    "weight height speed kind place job pet code group rank unit note tag type"
 )
 
 
@@ -41,9 +41,17 @@ def json_editing(rng: Random, split: Split) -> Sample:
     fresh = value(rng)
     kind = rng.randrange(7)
     if kind == 0:
-        return ask("json_editing", f"Set {old} to {dump(fresh)} in this JSON: {text}", dump({**data, old: fresh}))
+        return ask(
+            "json_editing",
+            f"Set {old} to {dump(fresh)} in this JSON: {text}",
+            dump({**data, old: fresh}),
+        )
     if kind == 1:
-        return ask("json_editing", f"Add the key {new} with the value {dump(fresh)}: {text}", dump({**data, new: fresh}))
+        return ask(
+            "json_editing",
+            f"Add the key {new} with the value {dump(fresh)}: {text}",
+            dump({**data, new: fresh}),
+        )
     if kind == 2:
         rest = {name: item for name, item in data.items() if name != old}
         return ask("json_editing", f"Remove the key {old} from this JSON: {text}", dump(rest))
@@ -51,10 +59,14 @@ def json_editing(rng: Random, split: Split) -> Sample:
         renamed = {new if name == old else name: item for name, item in data.items()}
         return ask("json_editing", f"Rename the key {old} to {new}: {text}", dump(renamed))
     if kind == 4:
-        return ask("json_editing", f"What is the value of {old} in this JSON: {text}", dump(data[old]))
+        return ask(
+            "json_editing", f"What is the value of {old} in this JSON: {text}", dump(data[old])
+        )
     if kind == 5:
         return ask("json_editing", f"List the keys of this JSON: {text}", ", ".join(data))
-    lines = "\n".join(f"{name}: {item}" for name, item in data.items() if isinstance(item, str | int))
+    lines = "\n".join(
+        f"{name}: {item}" for name, item in data.items() if isinstance(item, str | int)
+    )
     flat = {name: item for name, item in data.items() if isinstance(item, str | int)}
     return ask("json_editing", f"Write this as JSON:\n{lines}", dump(flat))
 
@@ -108,7 +120,9 @@ def _record(rng: Random) -> tuple[str, list[tuple[str, str, Any]]]:
             item = make(rng)
             row.append((key, kind, item))
             clauses.append(phrase.format(item))
-        joined = clauses[0] if len(clauses) == 1 else ", ".join(clauses[:-1]) + " and " + clauses[-1]
+        joined = (
+            clauses[0] if len(clauses) == 1 else ", ".join(clauses[:-1]) + " and " + clauses[-1]
+        )
         return f"{name} {joined}.", row
     product = rng.choice(words.THINGS)
     fields = rng.sample(ORDER_FIELDS, rng.randint(1, 4))
@@ -136,7 +150,9 @@ def extraction(rng: Random, split: Split) -> Sample:
     wanted = rng.sample(row, rng.randint(1, len(row))) if rng.random() < 0.6 else row
     answer = dump({key: item for key, _, item in wanted})
     if rng.random() < 0.3:
-        filler = f"{rng.choice(words.PLACES).capitalize()} news: the {rng.choice(words.ADJECTIVES)} day."
+        filler = (
+            f"{rng.choice(words.PLACES).capitalize()} news: the {rng.choice(words.ADJECTIVES)} day."
+        )
         text = f"{filler} {text}" if rng.random() < 0.5 else f"{text} {filler}"
     schema = dump(schema_of(wanted))
     keys = ", ".join(key for key, _, _ in wanted)
@@ -153,7 +169,8 @@ def extraction(rng: Random, split: Split) -> Sample:
 def free_json(rng: Random, split: Split) -> Sample:
     """A JSON object for a fact that the user states in words."""
     name, age, city = draw(
-        rng, split,
+        rng,
+        split,
         lambda r: (words.person(r), r.randint(18, 90), r.choice(words.CITIES)),
         lambda content: f"free:{content}",
     )

@@ -22,7 +22,9 @@ def column_sum(left: int, right: int) -> str:
         total = first + second + carry
         shown = f"{first} + {second}" + (f" + {carry}" if carry else "")
         carry = total // 10
-        steps.append(f"{shown} = {total}, write {total % 10}" + (f", carry {carry}." if carry else "."))
+        steps.append(
+            f"{shown} = {total}, write {total % 10}" + (f", carry {carry}." if carry else ".")
+        )
     if carry:
         steps.append(f"Write {carry}.")
     return "\n".join([*steps, f"So {left} + {right} = {left + right}."])
@@ -31,18 +33,27 @@ def column_sum(left: int, right: int) -> str:
 def long_sum(rng: Random, split: Split) -> Sample:
     """Three- and four-digit addition."""
     left, right = draw(
-        rng, split,
+        rng,
+        split,
         lambda r: (r.randint(100, 9999 if r.random() < 0.3 else 999), r.randint(10, 999)),
         lambda pair: f"long:{pair}",
     )
-    question = rng.choice(("What is {} + {}?", "Calculate {} + {}.", "Add {} and {}.")).format(left, right)
-    return _reasoned("thinking", loosen(rng, question), column_sum(left, right), f"{left} + {right} = {left + right}")
+    question = rng.choice(("What is {} + {}?", "Calculate {} + {}.", "Add {} and {}.")).format(
+        left, right
+    )
+    return _reasoned(
+        "thinking",
+        loosen(rng, question),
+        column_sum(left, right),
+        f"{left} + {right} = {left + right}",
+    )
 
 
 def chain(rng: Random, split: Split) -> Sample:
     """Three numbers added and subtracted one after the other."""
     first, second, third, plus = draw(
-        rng, split,
+        rng,
+        split,
         lambda r: (r.randint(10, 99), r.randint(1, 50), r.randint(1, 10), r.random() < 0.5),
         lambda content: f"chain:{content}",
     )
@@ -51,13 +62,16 @@ def chain(rng: Random, split: Split) -> Sample:
     sign = "+" if plus else "-"
     expression = f"{first} + {second} {sign} {third}"
     reasoning = f"{first} + {second} = {middle}\n{middle} {sign} {third} = {value}"
-    return _reasoned("thinking", loosen(rng, f"What is {expression}?"), reasoning, f"{expression} = {value}")
+    return _reasoned(
+        "thinking", loosen(rng, f"What is {expression}?"), reasoning, f"{expression} = {value}"
+    )
 
 
 def letters(rng: Random, split: Split) -> Sample:
     """How often a letter stands in a word; the thought spells the word first."""
     word, letter = draw(
-        rng, split,
+        rng,
+        split,
         lambda r: (r.choice(words.ALL_WORDS), r.choice("aeiorstnl")),
         lambda content: f"occurs:{content}",
     )
@@ -66,13 +80,19 @@ def letters(rng: Random, split: Split) -> Sample:
     noun = "time" if count == 1 else "times"
     question = f"How many times does the letter {letter} occur in {word}?"
     reasoning = f"The word {word} has the letters\n{marks}\nThat makes {count}."
-    return _reasoned("thinking", loosen(rng, question), reasoning, f"The letter {letter} occurs {count} {noun} in {word}.")
+    return _reasoned(
+        "thinking",
+        loosen(rng, question),
+        reasoning,
+        f"The letter {letter} occurs {count} {noun} in {word}.",
+    )
 
 
 def sort_steps(rng: Random, split: Split) -> Sample:
     """Sorting by taking the smallest number again and again."""
     numbers = draw(
-        rng, split,
+        rng,
+        split,
         lambda r: r.sample(range(100), r.randint(3, 5)),
         lambda content: f"sort:{content}",
     )

@@ -13,11 +13,13 @@ from .base import Sample, Split, Task, ask, draw, loosen
 
 STORIES = (
     "Once upon a time there was a {adjective} {animal} named {name}. {name} lived in the {place}. "
-    "One day {name} found a {thing}. {name} was very happy and shared the {thing} with a friend. The end.",
-    "{name} was a {adjective} {animal}. Every morning {name} walked to the {place} to look for a {thing}. "
-    "One day the {thing} was there. {name} took it home and slept well that night. The end.",
+    "One day {name} found a {thing}. {name} was very happy and shared the {thing} with a friend. "
+    "The end.",
+    "{name} was a {adjective} {animal}. Every morning {name} walked to the {place} to look "
+    "for a {thing}. One day the {thing} was there. {name} took it home and slept well that night. The end.",
     "Long ago, a {adjective} {animal} called {name} lost a {thing} in the {place}. {name} looked "
-    "everywhere. At last a friend found the {thing} under a tree, and they danced all night. The end.",
+    "everywhere. At last a friend found the {thing} under a tree, and they danced all night. "
+    "The end.",
 )
 POEMS = (
     "The {animal} in the {place}\nhas a {adjective} little face.\nIt dreams of a {thing} by day,\n"
@@ -38,8 +40,10 @@ POEM_ORDERS = (
 def _cast(rng: Random) -> dict[str, str]:
     """The words a text is made of."""
     return {
-        "animal": rng.choice(words.ANIMALS), "adjective": rng.choice(words.ADJECTIVES),
-        "name": rng.choice(words.FIRST_NAMES), "place": rng.choice(words.PLACES),
+        "animal": rng.choice(words.ANIMALS),
+        "adjective": rng.choice(words.ADJECTIVES),
+        "name": rng.choice(words.FIRST_NAMES),
+        "place": rng.choice(words.PLACES),
         "thing": rng.choice(words.THINGS),
     }
 
@@ -54,14 +58,24 @@ def story(rng: Random, split: Split) -> Sample:
     cast = draw(rng, split, _cast, lambda content: f"story:{content}")
     dice = rng.random()
     if dice < 0.1 and split == "train":
-        question, templates = rng.choice((("Tell me a story.", STORIES), ("Write a poem.", POEMS), ("Write a short story.", STORIES)))
+        question, templates = rng.choice(
+            (
+                ("Tell me a story.", STORIES),
+                ("Write a poem.", POEMS),
+                ("Write a short story.", STORIES),
+            )
+        )
         return ask("writing", loosen(rng, question), _text(templates, _cast(Random(question))))
     if dice < 0.35 and split == "train":
         hero = rng.choice(words.NOUNS + words.PLACES)
         fixed = {**_cast(Random(hero)), "animal": hero}
         order, templates = rng.choice(
-            (("Tell me a story about a {}.", STORIES), ("Write a story about a {}.", STORIES),
-             ("Write a poem about a {}.", POEMS), ("Write a short poem about the {}.", POEMS))
+            (
+                ("Tell me a story about a {}.", STORIES),
+                ("Write a story about a {}.", STORIES),
+                ("Write a poem about a {}.", POEMS),
+                ("Write a short poem about the {}.", POEMS),
+            )
         )
         return ask("writing", loosen(rng, order.format(hero)), _text(templates, fixed))
     if rng.random() < 0.6:
@@ -76,7 +90,9 @@ def plain_text(rng: Random, split: Split) -> Sample:
         cut = text.index(" ", rng.randint(5, 60))
         return Sample("plain_text", [], prompt=text[:cut], completion=text[cut:])
     sentences = [memory.filler(rng) for _ in range(rng.randint(1, 6))]
-    return Sample("plain_text", [], prompt=sentences[0], completion="".join(f" {s}" for s in sentences[1:]))
+    return Sample(
+        "plain_text", [], prompt=sentences[0], completion="".join(f" {s}" for s in sentences[1:])
+    )
 
 
 TASKS = (Task("writing", 1.5, story), Task("plain_text", 0.5, plain_text))

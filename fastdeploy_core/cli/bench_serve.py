@@ -1,0 +1,199 @@
+"""`fastdeploy bench serve`: what a running server's clients feel, at one or several request rates.
+
+Open loop: requests leave at random moments (Poisson) whether or not earlier ones were answered, so
+that a slow server is not spared. Goodput counts requests that met every limit of the SLO.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastdeploy_core.errors import ConfigError
+
+from .bench import add_dataset_arguments
+from .bench_client import BenchClient, Measured
+from .bench_data import BenchPrompt, load_prompts
+from .bench_report import percentile, save, show, spread
+
+SLO_NAMES = ("ttft", "tpot", "e2e")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Measure; 0 when every request was answered."""
+    arguments = _parser().parse_args(argv)
+    rates = _rates(arguments.request_rate)
+    slo = _slo(arguments.goodput)
+    prompts = load_prompts(arguments, arguments.vocab_size)
+    results = asyncio.run(_measure(arguments, prompts, rates, slo))
+    save(arguments.save_result, results)
+    return 1 if any(result["failed"] for result in results) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fastdeploy bench serve", description=__doc__)
+    parser.add_argument("--url", default="http://127.0.0.1:8180", help="address without /v1")
+    parser.add_argument("--model-name", help="default: the first of /v1/models")
+    parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY", ""))
+    parser.add_argument(
+        "--request-rate",
+        default="inf",
+        metavar="R[,R...]",
+        help="requests per second; inf: all at once; several: one run each",
+    )
+    parser.add_argument(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="B",
+        help="shape of the gaps: 1 is Poisson, below 1 comes in bursts, above 1 more evenly",
+    )
+    parser.add_argument("--max-concurrency", type=int, metavar="N", help="requests in flight")
+    parser.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="limits a request must meet, such as ttft:200 tpot:50 e2e:3000",
+    )
+    parser.add_argument("--percentiles", default="50,90,99", metavar="P[,P...]")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--respect-eos", action="store_true", help="let answers end by themselves")
+    parser.add_argument("--vocab-size", type=int, default=256, help="random ids stay below it")
+    parser.add_argument(
+        "--num-warmup", type=int, default=1, metavar="N", help="requests sent before"
+    )
+    add_dataset_arguments(parser, 100)
+    return parser
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--request-rate must be numbers or inf, got {text!r}") from error
+    if not all(rate > 0 for rate in rates):
+        raise ConfigError("--request-rate must be above 0")
+    return rates
+
+
+def _slo(pairs: Sequence[str]) -> dict[str, float]:
+    limits = {}
+    for pair in pairs:
+        name, _, value = pair.partition(":")
+        try:
+            limits[name] = float(value) / 1000
+        except ValueError as error:
+            raise ConfigError(f"--goodput takes NAME:MILLISECONDS, got {pair!r}") from error
+        if name not in SLO_NAMES:
+            raise ConfigError(f"--goodput {name!r} is unknown; possible: {', '.join(SLO_NAMES)}")
+    return limits
+
+
+async def _measure(
+    arguments: argparse.Namespace,
+    prompts: Sequence[BenchPrompt],
+    rates: Sequence[float],
+    slo: dict[str, float],
+) -> list[dict[str, Any]]:
+    client = BenchClient(arguments.url, arguments.api_key)
+    try:
+        model = arguments.model_name or (await client.get("/v1/models"))["data"][0]["id"]
+    except OSError as error:
+        raise ConfigError(f"no server answers at {arguments.url} ({error})") from error
+    calls = [_call(prompt, model, arguments) for prompt in prompts]
+    for path, body in calls[: arguments.num_warmup]:
+        warm = await client.measure(path, body)
+        if warm.error:
+            raise ConfigError(f"the server does not answer the benchmark's requests: {warm.error}")
+    results = []
+    for rate in rates:
+        started = time.perf_counter()
+        measured = await _send_all(client, calls, rate, arguments)
+        elapsed = time.perf_counter() - started
+        percents = [float(p) for p in arguments.percentiles.split(",")]
+        result = summary(measured, elapsed, rate, slo, percents)
+        show(f"request rate {rate:g}/s", result)
+        for error in sorted({m.error for m in measured if m.error})[:5]:
+            print(f"error: {error}")
+        results.append(result)
+    return results
+
+
+def _call(
+    prompt: BenchPrompt, model: str, arguments: argparse.Namespace
+) -> tuple[str, dict[str, Any]]:
+    body: dict[str, Any] = {
+        "model": model,
+        "max_tokens": prompt.output_len,
+        "temperature": arguments.temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": not arguments.respect_eos,
+        "return_token_ids": True,  # also a token without text of its own counts when it comes
+    }
+    if prompt.messages is not None:
+        return "/v1/chat/completions", {**body, "messages": prompt.messages}
+    return "/v1/completions", {**body, "prompt": prompt.text or prompt.token_ids}
+
+
+async def _send_all(
+    client: BenchClient,
+    calls: Sequence[tuple[str, dict[str, Any]]],
+    rate: float,
+    arguments: argparse.Namespace,
+) -> list[Measured]:
+    draw = random.Random(arguments.dataset_seed)  # noqa: S311 - arrival times, not secrets
+    room = asyncio.Semaphore(arguments.max_concurrency or len(calls))
+
+    async def one(path: str, body: dict[str, Any]) -> Measured:
+        async with room:
+            return await client.measure(path, body)
+
+    tasks = []
+    due = time.perf_counter()
+    for path, body in calls:
+        tasks.append(asyncio.create_task(one(path, body)))
+        if math.isfinite(rate):
+            shape = arguments.burstiness
+            due += draw.gammavariate(shape, 1 / (rate * shape))
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+    return await asyncio.gather(*tasks)
+
+
+def summary(
+    measured: Sequence[Measured],
+    elapsed: float,
+    rate: float,
+    slo: dict[str, float],
+    percents: Sequence[float],
+) -> dict[str, Any]:
+    """Every number of one run."""
+    good = [m for m in measured if not m.error]
+    num_output = sum(m.output_tokens for m in good)
+    result: dict[str, Any] = {
+        "request_rate": rate if math.isfinite(rate) else "inf",
+        "completed": len(good),
+        "failed": len(measured) - len(good),
+        "duration_s": round(elapsed, 3),
+        "prompt_tokens": sum(m.prompt_tokens for m in good),
+        "output_tokens": num_output,
+        "requests_per_s": len(good) / elapsed,
+        "output_tokens_per_s": num_output / elapsed,
+        **spread("ttft", [m.ttft_s for m in good], percents),
+        **spread("tpot", [m.tpot_s for m in good if m.output_tokens > 1], percents),
+        **spread("itl", [gap for m in good for gap in m.gaps_s], percents),
+        **spread("e2e", [m.e2e_s for m in good], percents),
+        "max_itl_ms": percentile([gap for m in good for gap in m.gaps_s], 100) * 1000,
+    }
+    if slo:
+        met = sum(all(getattr(m, f"{n}_s") <= limit for n, limit in slo.items()) for m in good)
+        result["goodput_requests_per_s"] = met / elapsed
+        result["slo_met_share"] = met / max(1, len(measured))
+    return result

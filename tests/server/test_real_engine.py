@@ -1,0 +1,305 @@
+"""`fastdeploy serve` with the real engine on device null: processes, signals, deaths, blocks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from fastdeploy_core.testing.fakes import NullModel
+from fastdeploy_core.types import SamplingParams
+from tests.server_process import ServerProcess, run, serving
+from tests.server_support import wait_for, write_null_model
+
+NULL = ("--device", "null", "--block-size", "16", "--max-num-seqs", "8")
+VOCABULARY = 259
+BODY = {"prompt": [1, 2, 3], "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_null_model(tmp_path_factory.mktemp("null"), step_s=0.002, num_blocks=128)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[ServerProcess]:
+    with serving(model, *NULL) as process:
+        yield process
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=30) as http:
+        yield http
+
+
+def expected(count: int) -> list[int]:
+    """What the null model generates after BODY's prompt."""
+    greedy = SamplingParams(temperature=0.0)
+    return NullModel(VOCABULARY).expected([1, 2, 3], count, greedy)
+
+
+def gauge(client: httpx.Client, name: str) -> float:
+    text = client.get("/metrics").text
+    found = re.search(rf"^fastdeploy:{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
+    assert found, name
+    return float(found[1])
+
+
+def test_tokens_are_the_models(client: httpx.Client) -> None:
+    answer = client.post("/v1/completions", json={**BODY, "max_tokens": 50}).json()
+    assert answer["choices"][0]["token_ids"] == expected(50)
+
+
+def test_a_crowd_gets_what_each_gets_alone(client: httpx.Client) -> None:
+    with ThreadPoolExecutor(16) as threads:
+        body = {**BODY, "max_tokens": 40}
+        answers = [threads.submit(client.post, "/v1/completions", json=body) for _ in range(32)]
+        for answer in answers:
+            assert answer.result().json()["choices"][0]["token_ids"] == expected(40)
+
+
+def test_clients_that_leave_give_their_blocks_back(
+    server: ServerProcess, client: httpx.Client
+) -> None:
+    address = httpx.URL(server.url)
+    raw = json.dumps({**BODY, "max_tokens": 500, "n": 1}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    connections = []
+    for number in range(8):
+        connection = socket.create_connection((address.host, address.port), timeout=20)
+        body = raw if number % 2 else raw[:-1] + b',"stream":true}'
+        connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        connections.append(connection)
+    wait_for(lambda: gauge(client, "kv_blocks_used") > 0, "blocks to be used")
+    for connection in connections:
+        connection.close()
+    wait_for(lambda: gauge(client, "kv_blocks_used") == 0, "the blocks to come back")
+    wait_for(lambda: client.get("/load").json() == {"server_load": 0}, "the permits to come back")
+    assert gauge(client, "num_requests_running") == 0
+
+
+def test_health_is_green_and_counters_move(client: httpx.Client) -> None:
+    for path in ("/health", "/health/ready", "/health/live", "/ping"):
+        assert client.get(path).status_code == 200
+    before = gauge(client, "generation_tokens_total")
+    client.post("/v1/completions", json={**BODY, "max_tokens": 20})
+    wait_for(lambda: gauge(client, "generation_tokens_total") >= before + 20, "the counter")
+
+
+def test_the_command_line_clients_talk_to_it(server: ServerProcess, tmp_path: Path) -> None:
+    url = server.url + "/v1"
+    completed = run("complete", "--url", url, "-q", "ab", "--max-tokens", "4", "--temperature", "0")
+    assert completed.returncode == 0, completed.stderr
+    chatted = run("chat", "--url", url, "-q", "hi", "--max-tokens", "4")
+    assert chatted.returncode == 0, chatted.stderr
+    report = tmp_path / "report.json"
+    bench = run(
+        *("bench", "serve", "--url", server.url, "--num-prompts", "20", "--output-len", "8"),
+        *("--request-rate", "200,inf", "--goodput", "ttft:60000", "e2e:60000"),
+        *("--save-result", str(report)),
+    )
+    assert bench.returncode == 0, bench.stdout + bench.stderr
+    results = json.loads(report.read_text())
+    assert [result["request_rate"] for result in results] == [200.0, "inf"]
+    for result in results:
+        assert result["completed"] == 20
+        assert result["output_tokens"] == 160
+        assert result["slo_met_share"] == 1.0
+        assert 0 < result["p50_ttft_ms"] <= result["p99_ttft_ms"]
+        assert result["mean_e2e_ms"] >= result["mean_ttft_ms"]
+
+
+def test_a_batch_file_is_answered_in_order(model: Path, tmp_path: Path) -> None:
+    lines = [
+        {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": BODY},
+        "not json",
+        {"custom_id": "three", "url": "/v1/completions", "body": {"prompt": "x", "n": 99}},
+        {"custom_id": "four", "url": "/v1/embeddings", "body": {}},
+        {"custom_id": "five", "url": "/v1/chat/completions",
+         "body": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}},
+    ]  # fmt: skip
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
+    done = run("run-batch", "-i", str(source), "-o", str(target), str(model), *NULL)
+    assert done.returncode == 1, done.stderr  # some lines have an error
+    answers = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [a["custom_id"] for a in answers] == ["one", None, "three", "four", "five"]
+    assert answers[0]["response"]["body"]["choices"][0]["token_ids"] == expected(16)
+    assert answers[0]["response"]["request_id"]
+    assert answers[1]["response"] is None
+    assert answers[1]["error"]["message"]
+    assert answers[2]["response"]["status_code"] == 400
+    assert "url must be one of" in answers[3]["error"]["message"]
+    assert answers[4]["response"]["status_code"] == 200
+    assert not list(tmp_path.glob(".*.part"))
+
+
+def test_sigterm_lets_streams_end_and_exits_with_zero(model: Path) -> None:
+    with serving(model, *NULL) as process, ThreadPoolExecutor(8) as threads:
+        body = {**BODY, "max_tokens": 200, "stream": True}
+        url = process.url + "/v1/completions"
+        answers = [threads.submit(httpx.post, url, json=body, timeout=60) for _ in range(8)]
+        with httpx.Client(base_url=process.url, timeout=30) as client:
+            wait_for(lambda: client.get("/load").json()["server_load"] == 8, "eight streams")
+        process.signal()
+        for answer in answers:
+            text = answer.result().text
+            assert text.endswith("data: [DONE]\n\n")
+            assert '"finish_reason":"length"' in text
+        assert process.wait() == 0
+    assert "shutting down: 8 requests" in process.log
+
+
+def test_a_second_sigterm_exits_at_once(model: Path) -> None:
+    with serving(model, *NULL, "--timeout-graceful-shutdown", "600") as process:
+        address = httpx.URL(process.url)
+        raw = json.dumps({**BODY, "max_tokens": 500, "n": 1, "stream": True}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        with socket.create_connection((address.host, address.port), timeout=20) as connection:
+            connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(raw) + raw)
+            assert connection.recv(1)
+            process.signal()
+            wait_for(lambda: "shutting down" in process.log, "draining")
+            started = time.monotonic()
+            process.signal()
+            assert process.wait(15) == 0
+            assert time.monotonic() - started < 15
+
+
+def engine_process(process: ServerProcess) -> int:
+    """The pid of the engine process among the server's children."""
+    lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in process.children()}
+    (found,) = [pid for pid, line in lines.items() if b"engine.child" in line]
+    return found
+
+
+def test_a_killed_engine_ends_streams_with_an_error_and_comes_back(model: Path) -> None:
+    with (
+        serving(model, *NULL) as process,
+        ThreadPoolExecutor(2) as threads,
+        httpx.Client(base_url=process.url, timeout=60) as client,
+    ):
+        body = {**BODY, "max_tokens": 500}
+        whole = threads.submit(client.post, "/v1/completions", json=body)
+        streamed = threads.submit(client.post, "/v1/completions", json={**body, "stream": True})
+        wait_for(lambda: gauge(client, "num_requests_running") == 2, "two requests")
+        os.kill(engine_process(process), signal.SIGKILL)
+        assert whole.result().status_code == 503
+        text = streamed.result().text
+        assert '"error"' in text
+        assert '"finish_reason":"' not in text
+        assert text.endswith("data: [DONE]\n\n")
+        wait_for(lambda: client.get("/health/ready").status_code == 200, "a new engine", 60)
+        answer = client.post("/v1/completions", json={**BODY, "max_tokens": 5})
+        assert answer.json()["choices"][0]["token_ids"] == expected(5)
+
+
+def test_an_engine_that_stays_dead_ends_the_server(model: Path) -> None:
+    with serving(model, *NULL, "--max-restarts", "0") as process:
+        assert process.url
+        os.kill(engine_process(process), signal.SIGKILL)
+        assert process.wait() == 1
+    assert "engine is dead" in process.log
+
+
+def test_a_hanging_engine_turns_red_and_its_requests_end(tmp_path: Path) -> None:
+    faults = [{"kind": "hang", "token": 77}]
+    model = write_null_model(tmp_path / "hang", faults=faults)
+    options = ("--device", "faulty", "--block-size", "16", "--progress-timeout", "1")
+    with serving(model, *options) as process, httpx.Client(base_url=process.url) as client:
+        answer = client.post("/v1/completions", json={"prompt": [1, 77]}, timeout=60)
+        assert answer.status_code == 503
+        wait_for(lambda: client.get("/health/ready").status_code == 200, "a new engine", 60)
+        assert client.post("/v1/completions", json=BODY).status_code == 200
+
+
+def test_broken_logits_fail_their_own_request_only(tmp_path: Path) -> None:
+    model = write_null_model(tmp_path / "nan", faults=[{"kind": "nan", "token": 77}], step_s=0.005)
+    options = ("--device", "faulty", "--block-size", "16")
+    with (
+        serving(model, *options) as process,
+        ThreadPoolExecutor(1) as threads,
+        httpx.Client(base_url=process.url, timeout=60) as client,
+    ):
+        body = {**BODY, "max_tokens": 60}
+        good = threads.submit(client.post, "/v1/completions", json=body)
+        bad = client.post("/v1/completions", json={"prompt": [1, 77]})
+        assert bad.status_code == 500
+        assert "nan_logits" in bad.json()["error"]["message"]
+        assert good.result().json()["choices"][0]["token_ids"] == expected(60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--device", "warp"), "warp"),
+        (("--reasoning-parser", "nope", *NULL), "no reasoning parser 'nope'"),
+        (("--max-model-len", "99999", *NULL), "99999"),
+        (("--max-model-le", "5"), "did you mean --max-model-len"),
+        (("--num-gpu-blocks-override", "0", *NULL), "--num-gpu-blocks-override must be"),
+        (("--config", "missing.yaml"), "missing.yaml"),
+        (("--max-num-batched-tokens", "4", *NULL), "--max-num-batched-tokens 4"),
+        (("--host", "256.1.1.1", *NULL), "cannot listen on"),
+        (("--ssl-keyfile", "x", *NULL), "--ssl-certfile"),
+    ],
+)
+def test_a_bad_start_is_one_line_and_an_error_code(
+    model: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    ended = run("serve", str(model), "--port", "0", "--log-level", "error", *arguments)
+    assert ended.returncode not in (0, None)
+    lines = ended.stderr.strip().splitlines()
+    assert len(lines) == 1, ended.stderr
+    assert lines[0].startswith("fastdeploy: error: ")
+    assert words in lines[0]
+
+
+def test_a_model_that_is_missing_and_a_port_in_use(model: Path, tmp_path: Path) -> None:
+    ended = run("serve", str(tmp_path / "nowhere"))
+    assert ended.returncode == 1
+    assert "is not a folder" in ended.stderr
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        ended = run("serve", str(model), "--host", "127.0.0.1", "--port", port, *NULL)
+    assert ended.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_model_that_fails_to_load_says_why(tmp_path: Path) -> None:
+    faults = [{"kind": "raise", "at_load": True, "message": "weights are upside down"}]
+    model = write_null_model(tmp_path / "bad", faults=faults)
+    ended = run("serve", str(model), "--device", "faulty", "--port", "0")
+    assert ended.returncode == 1
+    assert "weights are upside down" in ended.stderr.strip().splitlines()[-1]
+
+
+def test_the_original_entry_point_is_the_same_server(model: Path) -> None:
+    import subprocess
+    import sys
+
+    from tests.server_process import environment
+
+    module = "fastdeploy.entrypoints.openai.api_server"
+    ended = subprocess.run(
+        [sys.executable, "-P", "-m", module, "--model", str(model), "--max-num-seq", "4"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "did you mean --max-num-seqs" in ended.stderr

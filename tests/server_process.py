@@ -1,0 +1,109 @@
+"""A `fastdeploy serve` of its own process, as an operator runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.server_support import wait_for
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+_URL = re.compile(r"serving .* at (http://\S+)")
+
+
+def environment() -> dict[str, str]:
+    """For child processes: this checkout, few threads, no settings of the caller's."""
+    kept = {n: v for n, v in os.environ.items() if not n.startswith("FD_")}
+    return {**kept, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+
+
+def command(*arguments: str) -> list[str]:
+    """The command line of this checkout."""
+    return [sys.executable, "-P", "-m", "fastdeploy_core.cli.main", *arguments]
+
+
+def run(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    """One command from start to end."""
+    return subprocess.run(
+        command(*arguments),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+class ServerProcess:
+    """A running `fastdeploy serve`; its log is kept."""
+
+    def __init__(self, model: Path, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            command("serve", str(model), "--host", "127.0.0.1", "--port", "0", *arguments),
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as output:
+            for line in output:
+                self.lines.append(line.rstrip("\n"))
+
+    @property
+    def log(self) -> str:
+        return "\n".join(self.lines)
+
+    @property
+    def url(self) -> str:
+        """Where it listens; waits until it does."""
+
+        def found() -> str | None:
+            assert self.process.poll() is None, self.log
+            match = _URL.search(self.log)
+            return match[1] if match else None
+
+        wait_for(found, "the server to start", 60)
+        return found() or ""
+
+    def children(self) -> list[int]:
+        """Processes it started that still live."""
+        threads = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return [int(pid) for listed in threads for pid in listed.read_text().split()]
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, timeout_s: float = 30) -> int:
+        """Its exit code."""
+        code = self.process.wait(timeout_s)
+        self._reader.join()
+        return code
+
+
+@contextmanager
+def serving(model: Path, *arguments: str) -> Iterator[ServerProcess]:
+    """A server that is gone afterwards, whatever the test did."""
+    server = ServerProcess(model, *arguments)
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.process.terminate()
+            try:
+                server.wait(20)
+            except subprocess.TimeoutExpired:
+                server.process.kill()
+        server.wait()

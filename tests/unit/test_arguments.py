@@ -1,0 +1,422 @@
+"""The argument table: every row parses under every spelling, and nothing unknown slips through."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdeploy_core.cli.parsing import parse_table
+from fastdeploy_core.config import BatchConfig, CacheConfig, EngineConfig, WatchdogConfig
+from fastdeploy_core.config.argument_table import Argument
+from fastdeploy_core.config.argument_values import (
+    ARGUMENTS,
+    BY_SPELLING,
+    NEGATIVE,
+    ROWS,
+    coerce,
+    with_defaults,
+)
+from fastdeploy_core.config.arguments import (
+    build_engine_config,
+    build_server_config,
+    normalise,
+    of_scope,
+)
+from fastdeploy_core.config.refused import ALWAYS, REFUSED
+from fastdeploy_core.config.server import ServerConfig
+from fastdeploy_core.errors import ConfigError
+
+SCOPES = ("engine", "server")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 1024,
+        "vocab_size": 100,
+        "torch_dtype": "float32",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "top_p": 0.9}))
+    return tmp_path
+
+
+def parse(*argv: str) -> dict[str, Any]:
+    return parse_table(argv, "fastdeploy serve", "test", SCOPES)[0]
+
+
+def sample(row: Argument) -> tuple[list[str], Any]:
+    """A value other than the default, as words of a command line and as it arrives."""
+    if row.type == "str":
+        value = row.choices[-1] if row.choices else "some-name"
+        return [value], value
+    if row.type == "int":
+        value = int((row.low or 0) + (2 if row.default == (row.low or 0) + 1 else 1))
+        return [str(value)], value
+    if row.type == "float":
+        value = 0.5 if row.high == 1.0 else (row.low or 0) + 1.5
+        return [str(value)], value
+    if row.type == "json":
+        return ['{"a": [1, null]}'], {"a": [1, None]}
+    return ["x"], ["x"]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_every_argument_parses_under_every_spelling(row: Argument) -> None:
+    flags = [*row.short, *("--" + s.replace("_", "-") for s in row.spellings)]
+    flags += ["--" + row.name]  # underscores work as well
+    for flag in flags:
+        if row.type == "bool":
+            assert parse(flag) == {row.name: True}
+            off = "--no-" + flag[2:].replace("_", "-")
+            assert parse(off) == {row.name: False}
+            continue
+        words, value = sample(row)
+        assert parse(flag, *words) == {row.name: value}
+        if flag.startswith("--"):
+            assert parse(f"{flag}={words[0]}") == {row.name: value}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_every_default_is_the_tables_and_valid(row: Argument) -> None:
+    assert with_defaults({})[row.name] == row.default
+    assert normalise({row.name: None}) == {row.name: row.default}
+    if row.default is not None:
+        assert coerce(row, row.default) == row.default
+    assert row.help
+    assert not row.help.endswith(".")
+
+
+@pytest.mark.parametrize(
+    "row", [r for r in ROWS if r.type in ("int", "float")], ids=lambda row: row.name
+)
+def test_every_number_is_bounded(row: Argument) -> None:
+    assert row.low is not None
+    assert row.high is not None
+    for wrong in (row.low - 1, row.high * 2 + 2):
+        if str(wrong) in row.translate:
+            continue
+        with pytest.raises(ConfigError, match=r"must be between|must be an integer"):
+            coerce(row, int(wrong) if row.type == "int" else wrong)
+    for wrong in (True, "many", [], float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match=row.flag):
+            coerce(row, wrong)
+
+
+def test_no_two_rows_share_a_spelling() -> None:
+    spellings = [s for row in ROWS for s in (*row.spellings, *row.negative, *row.short)]
+    assert len(spellings) == len(set(spellings))
+    known = {*BY_SPELLING, *NEGATIVE}
+    assert not known & REFUSED.keys()
+    assert not known & ALWAYS.keys()
+    assert not REFUSED.keys() & ALWAYS.keys()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_refused_argument_says_why(name: str) -> None:
+    row = REFUSED[name]
+    flag = "--" + name.replace("_", "-")
+    words = [flag, "surely-not-harmless"] if row.takes_value else [flag]
+    with pytest.raises(ConfigError) as caught:
+        parse(*words)
+    assert flag in str(caught.value)
+    assert row.reason in str(caught.value)
+    with pytest.raises(ConfigError):
+        normalise({name: "surely-not-harmless" if row.takes_value else True})
+    for value in row.harmless:
+        assert parse(flag, value) == {}
+        assert normalise({name: value}) == {}
+    if not row.takes_value:
+        assert parse("--no-" + name.replace("_", "-")) == {}
+
+
+@pytest.mark.parametrize("name", ALWAYS)
+def test_what_always_happens_may_be_asked_for_and_not_forbidden(name: str) -> None:
+    flag = name.replace("_", "-")
+    assert parse(f"--{flag}") == {}
+    with pytest.raises(ConfigError, match="cannot be turned off"):
+        parse(f"--no-{flag}")
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [
+        ("--max-num-seq", "--max-num-seqs"),
+        ("--tensor-parallel", "--tensor-parallel-size"),
+        ("--max_model_length", "--max-model-len"),
+        ("--gpu-memory-utilisation", "--gpu-memory-utilization"),
+        ("--served-model-names", "--served-model-name"),
+        ("--enable-prefix-cache", "--enable-prefix-caching"),
+    ],
+)
+def test_unknown_arguments_are_refused_with_the_nearest(given: str, nearest: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"unknown argument '{given.replace('_', '.')}'.*{nearest}"
+    ):
+        parse(given, "1")
+    keyword = given.removeprefix("--").replace("-", "_")
+    with pytest.raises(ConfigError, match=nearest.removeprefix("--").replace("-", "_")):
+        normalise({keyword: 1})
+
+
+def test_an_unknown_argument_that_is_like_nothing_points_to_help() -> None:
+    with pytest.raises(ConfigError, match="fastdeploy serve --help"):
+        parse("--xyzzy-plugh")
+
+
+def test_abbreviations_are_not_taken() -> None:
+    with pytest.raises(ConfigError, match="--max-model-len"):
+        parse("--max-model", "5")
+
+
+def test_the_model_is_positional_or_named_but_not_two() -> None:
+    assert parse("m") == parse("--model", "m") == parse("m", "--model", "m") == {"model": "m"}
+    with pytest.raises(ConfigError, match="two models"):
+        parse("m", "--model", "n")
+    with pytest.raises(ConfigError, match="unexpected argument 'n'"):
+        parse("m", "n")
+
+
+def test_sizes_may_be_written_short() -> None:
+    assert parse("--max-model-len", "32k") == {"max_model_len": 32_000}
+    assert parse("--max-model-len", "32K") == {"max_model_len": 32_768}
+    assert parse("--max-model-len", "auto") == {"max_model_len": None}
+
+
+def test_values_of_other_projects_are_translated() -> None:
+    assert parse("--load-choices", "default_v1") == {"load_format": "auto"}
+    assert parse("--dtype", "half") == {"dtype": "float16"}
+    assert parse("--guided-decoding-backend", "guidance") == {
+        "guided_decoding_backend": "llguidance"
+    }
+    assert parse("--disable-log-stats") == {"log_stats": False}
+
+
+def test_json_options_have_a_dotted_form() -> None:
+    assert parse(
+        *("--speculative-config", '{"method": "a", "deep": {"x": 1}}'),
+        *("--speculative-config.method", "mtp", "--speculative-config.deep.y=true"),
+        *("--speculative_config.num-speculative-tokens", "2"),
+    ) == {
+        "speculative_config": {
+            "method": "mtp",
+            "deep": {"x": 1, "y": True},
+            "num_speculative_tokens": 2,
+        }
+    }
+    with pytest.raises(ConfigError, match="not a JSON option"):
+        parse("--block-size.x", "1")
+    with pytest.raises(ConfigError, match="needs a value"):
+        parse("--speculative-config.method")
+    with pytest.raises(ConfigError, match="cannot have parts"):
+        parse("--speculative-config.a=1", "--speculative-config.a.b=1")
+
+
+def test_a_yaml_file_lies_below_the_flags(tmp_path: Path) -> None:
+    file = tmp_path / "fd.yaml"
+    file.write_text(
+        "model: from-file\nmax-num-seqs: 4\nmax_model_len: 64\nenable-prefix-caching: false\n"
+        "api-key: [a, b]\nspeculative-config: {method: mtp, k: 1}\n"
+    )
+    values = parse(
+        *("--config", str(file), "--max-num-seqs", "8", "--speculative-config.method", "ngram")
+    )
+    assert values == {
+        "model": "from-file",
+        "max_num_seqs": 8,
+        "max_model_len": 64,
+        "enable_prefix_caching": False,
+        "api_key": ["a", "b"],
+        "speculative_config": {"method": "ngram", "k": 1},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("max-num-sequences: 4", "did you mean max_num_seqs"),
+        ("- 4", "must map argument names"),
+        ("a: [", "not valid YAML"),
+        ("max-num-seqs: many", "--max-num-seqs must be an integer"),
+        ("workers: 4", "one API process"),
+        ("port: !!python/object/apply:os.system ['true']", "not valid YAML"),
+    ],
+)
+def test_a_wrong_yaml_file_is_refused_by_name(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "fd.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=words) as caught:
+        parse("--config", str(file))
+    assert "fd.yaml" in str(caught.value)
+
+
+def test_a_secret_is_not_repeated_in_errors() -> None:
+    with pytest.raises(ConfigError) as caught:
+        normalise({"api_key": 12345})
+    assert "12345" not in str(caught.value)
+
+
+def test_defaults_of_the_table_are_those_of_the_records(model: Path) -> None:
+    config = build_engine_config({"model": str(model)})
+    assert config.cache == CacheConfig()
+    assert config.watchdog == WatchdogConfig()
+    plain = EngineConfig(model=config.model)
+    for name in (f.name for f in fields(EngineConfig)):
+        if name not in ("model", "batch"):
+            assert getattr(config, name) == getattr(plain, name), name
+    assert config.batch.max_num_seqs == BatchConfig().max_num_seqs
+    assert config.batch.long_prefill_token_threshold == int(0.04 * 1024)
+    server = build_server_config({}, config, {})
+    plain_server = ServerConfig()
+    derived = {"served_names", "default_sampling"}
+    for name in (f.name for f in fields(ServerConfig)):
+        if name not in derived:
+            assert getattr(server, name) == getattr(plain_server, name), name
+
+
+def test_every_argument_changes_a_configuration(model: Path) -> None:
+    """No row is decoration: another value makes another configuration."""
+    small = {"max_num_batched_tokens": 1500, "max_num_partial_prefills": 4}
+    special: dict[str, Any] = {
+        "model": str(model),
+        "tokenizer": str(model.parent),
+        "chat_template": "{{ x }}",
+        "generation_config": "none",
+        "override_generation_config": {"top_k": 3},
+        "hf_overrides": {"vocab_size": 7},
+        "speculative_config": {"method": "mtp"},
+        "structured_outputs_config": {"max_depth": 3},
+        "default_chat_template_kwargs": {"enable_thinking": False},
+        "scheduler_config": {"host": "h"},
+        "allowed_origins": ["https://a"],
+        "ssl_keyfile": str(model / "config.json"),
+        "ssl_certfile": str(model / "config.json"),
+        "max_num_batched_tokens": 1700,
+        "max_model_len": 512,
+        "max_num_partial_prefills": 5,
+        "kv_cache_dtype": "int8",
+        "device": "x",
+    }
+    together = {"ssl_keyfile": "ssl_certfile", "ssl_certfile": "ssl_keyfile"}
+
+    def build(values: dict[str, Any]) -> tuple[EngineConfig, ServerConfig]:
+        values = normalise({"model": str(model), **small, **values})
+        engine = build_engine_config(of_scope(values, "engine"))
+        return engine, build_server_config(values, engine, {})
+
+    plain = build({})
+    for row in ROWS:
+        if row.name in ("model", "log_level"):  # the level belongs to the process, not the server
+            continue
+        value = special.get(row.name, not row.default if row.type == "bool" else sample(row)[1])
+        if row.name in together:
+            changed = build({row.name: value, together[row.name]: value})
+        else:
+            changed = build({row.name: value})
+        assert changed != plain, row.name
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 16}, "at least --max-num-seqs"),
+        ({"max_num_batched_tokens": 40, "block_size": 64, "max_num_seqs": 4}, "--block-size"),
+        ({"max_num_batched_tokens": 9000, "max_num_seqs": 2}, "not exceed --max-model-len times"),
+        ({"max_num_batched_tokens": 512, "enable_chunked_prefill": False}, "without chunked"),
+        ({"max_long_partial_prefills": 2}, "--max-long-partial-prefills 2"),
+        ({"long_prefill_token_threshold": 5000}, "--long-prefill-token-threshold"),
+        ({"structured_outputs_config": {"max_dept": 3}}, "did you mean 'max_depth'"),
+        ({"structured_outputs_config": {"max_depth": "3"}}, "must be of type int"),
+        ({"speculative_config": {"k": 2}}, "needs a method"),
+        ({"speculative_config": {"method": "x", "num_speculative_tokens": 0}}, "between 1 and 64"),
+        ({"speculative_config": [1]}, "must be a JSON object"),
+        ({"tokenizer": "/nowhere"}, "--tokenizer '/nowhere'"),
+        ({"chat_template": "/nowhere"}, "neither a template nor a readable file"),
+        ({"model": None}, "no model given"),
+        ({"port": 80}, "argument of the server"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    model: Path, values: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_engine_config({"model": str(model), **values})
+    assert words in str(caught.value)
+
+
+def test_defaults_adapt_to_small_and_large_limits(model: Path) -> None:
+    def tokens(**values: Any) -> int:
+        batch = build_engine_config({"model": str(model), **values}).batch
+        return batch.max_num_batched_tokens
+
+    assert tokens() == 2048
+    assert tokens(max_num_seqs=1, max_model_len=16, block_size=4) == 16
+    assert tokens(max_num_seqs=4096) == 4096
+    assert tokens(enable_chunked_prefill=False) == 2048
+    assert (
+        tokens(enable_chunked_prefill=False, hf_overrides={"max_position_embeddings": 9000}) == 9000
+    )
+
+
+def test_both_projects_spellings_reach_the_engine(model: Path) -> None:
+    config = build_engine_config(
+        {
+            "model": model,
+            "tp_size": 2,
+            "max_num_queued_reqs": 7,
+            "num_gpu_blocks_override": 9,
+            "gpu_memory_utilization": 0.5,
+            "swap_space": 0.5,
+            "enable_overlap_schedule": False,
+        }
+    )
+    assert config.parallel.tensor_parallel_size == 2
+    assert config.request_scheduler.max_size == 7
+    assert config.cache.num_blocks_override == 9
+    assert config.cache.memory_utilization == 0.5
+    assert config.cache.swap_space_bytes == 2**29
+    assert config.batch.overlap is False
+    with pytest.raises(ConfigError, match="given twice"):
+        build_engine_config({"model": model, "tp_size": 2, "tensor_parallel_size": 4})
+
+
+def test_api_keys_come_from_flags_and_the_environment(model: Path) -> None:
+    engine = build_engine_config({"model": model})
+    values = normalise({"api_key": ["a"]})
+    server = build_server_config(values, engine, {"FD_API_KEY": "b, c,,a"})
+    assert server.api_keys == ("a", "b", "c")
+    assert "'b'" not in repr(server)
+
+
+def test_served_names_are_verified_only_when_given(model: Path) -> None:
+    engine = build_engine_config({"model": model})
+    assert build_server_config({}, engine, {}).served_names == (model.name,)
+    assert not build_server_config({}, engine, {}).verify_model_name
+    values = normalise({"served_model_name": ["x", "y"]})
+    engine = build_engine_config({"model": model, **values})
+    server = build_server_config(values, engine, {})
+    assert server.served_names == ("x", "y")
+    assert server.verify_model_name
+
+
+def test_generation_defaults_are_the_models_and_can_be_changed(model: Path) -> None:
+    def defaults(**values: Any) -> dict[str, Any]:
+        return dict(build_engine_config({"model": model, **values}).model.generation_config)
+
+    assert defaults() == {"temperature": 0.5, "top_p": 0.9}
+    assert defaults(generation_config="none") == {}
+    changed = defaults(override_generation_config='{"top_p": 0.1, "top_k": 2}')
+    assert changed == {"temperature": 0.5, "top_p": 0.1, "top_k": 2}
+
+
+def test_every_row_has_a_place_in_help() -> None:
+    from fastdeploy_core.cli.parsing import build_parser
+
+    text = build_parser("fastdeploy serve", "test", SCOPES).format_help()
+    for name in ARGUMENTS:
+        assert "--" + name.replace("_", "-") in text

@@ -1,0 +1,215 @@
+"""The command line: quick, lazy, one line per error, nothing secret shown."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fastdeploy_core import __version__
+from fastdeploy_core.cli import bench_report, collect_env
+from fastdeploy_core.cli.bench_client import Measured
+from fastdeploy_core.cli.bench_serve import summary
+from fastdeploy_core.cli.logs import LineFormatter
+from fastdeploy_core.cli.main import COMMANDS, main
+from tests.server_process import command, environment, run
+from tests.server_support import write_tokenizer
+
+HEAVY = ("pydantic", "fastapi", "uvicorn", "numpy", "msgspec", "zmq", "torch", "paddle", "jinja2")
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in COMMANDS)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["version"], ["plugins", "--help"]])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom fastdeploy_core.cli.main import main\n"
+        f"main({arguments!r})\n"
+        f"print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stderr.strip() == "[]"
+
+
+def test_help_is_quick() -> None:
+    """Compared with bare Python on the same machine, so that a busy one does not fail it."""
+
+    def seconds(line: list[str]) -> float:
+        times = []
+        for _ in range(7):
+            started = time.perf_counter()
+            subprocess.run(line, env=environment(), capture_output=True, check=True)
+            times.append(time.perf_counter() - started)
+        return statistics.median(times)
+
+    bare = seconds([sys.executable, "-P", "-c", "pass"])
+    assert seconds(command("--help")) < max(0.15, 4 * bare)
+
+
+@pytest.mark.parametrize("name", ["serve", "chat", "complete", "run-batch", "collect-env"])
+def test_each_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert f"fastdeploy {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["throughput", "latency", "serve"])
+def test_each_benchmark_explains_itself(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", kind, "--help"]) == 0
+    assert "--num-prompts" in capsys.readouterr().out
+
+
+def test_version_in_three_spellings(capsys: pytest.CaptureFixture[str]) -> None:
+    for spelling in ("version", "--version", "-v"):
+        assert main([spelling]) == 0
+        assert capsys.readouterr().out.strip() == f"fastdeploy {__version__}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serv"], "did you mean 'serve'"),
+        (["bench", "throughout"], "possible: throughput"),
+        (["serve"], "no model given"),
+        (["serve", "/nowhere"], "is not a folder"),
+        (["chat", "-q", "x", "--url", "http://127.0.0.1:9"], "no server answers"),
+        (["chat", "-q", "x", "--url", "ftp://x"], "--url"),
+        (["bench", "serve", "--request-rate", "fast"], "--request-rate"),
+        (["bench", "serve", "--goodput", "speed:3"], "--goodput"),
+        (["run-batch", "-i", "/nowhere", "-o", "x", "m"], "does not exist"),
+        (["tokenizer", "info", "--model", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_mistakes_are_one_line_and_an_exit_code(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logging.disable(logging.CRITICAL)
+    try:
+        assert main(arguments) == 1
+    finally:
+        logging.disable(logging.NOTSET)
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1, error
+    assert error[0].startswith("fastdeploy: error: ")
+    assert words in error[0]
+
+
+def test_no_command_shows_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "usage: fastdeploy" in capsys.readouterr().out
+
+
+def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path)
+    line = [*command("tokenizer", "encode", "x" * 50_000, "--model", str(folder))]
+    with subprocess.Popen(
+        line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert b"Traceback" not in process.stderr.read()
+
+
+def test_tokenizer_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(write_tokenizer(tmp_path))
+    assert main(["tokenizer", "encode", "hé", "--model", folder, "--json"]) == 0
+    encoded = json.loads(capsys.readouterr().out)
+    assert encoded["count"] == 3
+    ids = ",".join(map(str, encoded["ids"]))
+    assert main(["tokenizer", "decode", ids, "--model", folder, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"text": "hé"}
+    assert main(["tokenizer", "info", "--model", folder, "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    assert (info["vocab_size"], info["chat_template"]) == (259, "yes")
+    assert main(["tokenizer", "decode", "99999", "--model", folder]) == 1
+    assert "is not one of" in capsys.readouterr().err
+
+
+def test_collect_env_shows_settings_and_hides_secrets() -> None:
+    found = collect_env.collect(
+        {"FD_LOG_LEVEL": "debug", "FD_API_KEY": "sk-1", "OMP_NUM_THREADS": "2", "HOME": "/h"}
+    )
+    assert found["environment"] == {
+        "FD_API_KEY": "***",
+        "FD_LOG_LEVEL": "debug",
+        "OMP_NUM_THREADS": "2",
+    }
+    assert found["packages"]["fastapi"][0].isdigit()
+    assert any("device cpu" in row for row in found["plugins"].values())
+
+
+def test_collect_env_prints_json() -> None:
+    ended = run("collect-env", "--json")
+    assert set(json.loads(ended.stdout)) == {
+        "fastdeploy",
+        "machine",
+        "packages",
+        "plugins",
+        "environment",
+    }
+
+
+def test_a_log_line_cannot_be_forged() -> None:
+    formatter = LineFormatter("%(levelname)s %(message)s")
+    record = logging.LogRecord("x", logging.INFO, "", 0, "a\nERROR \x1b[2Jb\x9b", (), None)
+    assert formatter.format(record) == "INFO a\\x0aERROR \\x1b[2Jb\\x9b"
+
+
+def test_percentiles_are_linear_between_neighbours() -> None:
+    values = [4.0, 1.0, 3.0, 2.0]
+    assert bench_report.percentile(values, 0) == 1.0
+    assert bench_report.percentile(values, 50) == 2.5
+    assert bench_report.percentile(values, 100) == 4.0
+    assert bench_report.percentile([], 50) == 0.0
+    assert bench_report.percentile([7.0], 99) == 7.0
+
+
+def test_goodput_counts_requests_that_met_every_limit() -> None:
+    def measured(ttft: float, e2e: float, tokens: int = 5) -> Measured:
+        return Measured(ttft_s=ttft, e2e_s=e2e, gaps_s=[0.1], output_tokens=tokens, prompt_tokens=2)
+
+    runs = [measured(0.1, 0.5), measured(0.3, 0.5), measured(0.1, 2.1), Measured(error="503")]
+    result = summary(runs, 2.0, 4.0, {"ttft": 0.2, "tpot": 0.2}, [50, 99])
+    assert (result["completed"], result["failed"]) == (3, 1)
+    assert result["goodput_requests_per_s"] == 0.5
+    assert result["slo_met_share"] == 0.25
+    assert result["output_tokens_per_s"] == 7.5
+    assert result["p50_ttft_ms"] == 100.0
+    assert result["mean_tpot_ms"] == pytest.approx(1000 * (0.1 + 0.05 + 0.5) / 3, rel=1e-3)
+
+
+def test_plugins_is_dispatched_lazily() -> None:
+    ended = run("plugins", "list", "--json")
+    assert ended.returncode == 0, ended.stderr
+    assert any(row["name"] == "null" for row in json.loads(ended.stdout)["plugins"])
+
+
+def test_environment_variables_with_bad_values_are_one_line() -> None:
+    ended = subprocess.run(
+        command("serve", "/nowhere"),
+        env={**environment(), "FD_LOG_LEVEL": "shouting"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "FD_LOG_LEVEL" in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1
+    assert os.environ.get("FD_LOG_LEVEL") != "shouting"

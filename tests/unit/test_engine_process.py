@@ -1,0 +1,564 @@
+"""Engines in real processes: serving, refusing, dying, hanging, restarting, leaving nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from fastdeploy_core.config import RequestSchedulerConfig, WatchdogConfig
+from fastdeploy_core.engine import child
+from fastdeploy_core.engine.client import AsyncEngine, LocalEngine
+from fastdeploy_core.errors import (
+    FastDeployError,
+    InvalidRequest,
+    QueueFull,
+    RequestTimeout,
+    RequestTooLong,
+    ResourceError,
+    WorkerError,
+)
+from fastdeploy_core.plugins.resolve import resolve
+from fastdeploy_core.types import FinishReason
+from tests.null_engine import Collector, expected_answers, make_config, make_request
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="uses /proc")
+
+POISON = 63
+PATIENCE_S = 30.0
+
+
+def folders():
+    prefix = f"{child.FOLDER_PREFIX}*-{os.getpid()}-*"
+    return sorted(Path(tempfile.gettempdir()).glob(prefix))
+
+
+def descendants():
+    """Processes below this one, by their parents in /proc."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != "Z":
+            parents[int(stat.parent.name)] = int(fields[1])
+    found, ring = set(), {os.getpid()}
+    while ring:
+        ring = {pid for pid, parent in parents.items() if parent in ring}
+        found |= ring
+    return found
+
+
+@asynccontextmanager
+async def engine_of(**options):
+    """An engine, and the proof that it leaves nothing behind."""
+    before = descendants()
+    scheduler = options.pop("request_scheduler", None)
+    config = make_config(**options)
+    if scheduler is not None:
+        from dataclasses import replace
+
+        config = replace(config, request_scheduler=scheduler)
+    engine = await AsyncEngine.start(config, resolve(config))
+    try:
+        yield engine
+    finally:
+        await engine.close()
+        await engine.close()
+        assert descendants() <= before and folders() == []
+
+
+async def answer(engine, request):
+    collector = Collector()
+    async for delta in engine.generate(request):
+        collector.take([delta])
+    return collector.answers(request.request_id)
+
+
+async def assert_serves(engine, name="survivor"):
+    request = make_request(name, [5, 6, 7], max_tokens=5)
+    assert await answer(engine, request) == expected_answers(request)
+
+
+async def until(condition, what):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.02)
+
+
+async def until_ready(engine):
+    await until(lambda: engine.health().ready, "the engine did not come back")
+
+
+def engine_pid():
+    (pid,) = [
+        pid
+        for pid in descendants()
+        if b"fastdeploy-engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    return pid
+
+
+def rank_pid():
+    (pid,) = [
+        pid for pid in descendants() if b"fd-rank1" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    return pid
+
+
+SLOW = {"step_s": 0.02}
+QUICK = WatchdogConfig(progress_timeout_s=1.5, startup_timeout_s=60.0)
+
+
+def test_many_streams_get_their_own_tokens():
+    async def main():
+        async with engine_of() as engine:
+            requests = [
+                make_request(f"r{i}", [5, 6, i % 60], max_tokens=12, n=2, temperature=1.0, seed=i)
+                for i in range(40)
+            ]
+            answers = await asyncio.gather(*[answer(engine, r) for r in requests])
+            assert answers == [expected_answers(r) for r in requests]
+            stats = await engine.stats()
+            assert stats.requests_finished_total == {"length": 40}
+            assert stats.num_blocks_used == 0 and stats.num_queued == 0
+            assert engine.info.device == "null" and engine.info.num_blocks == 64
+            assert engine.num_streams == 0
+
+    asyncio.run(main())
+
+
+def test_two_ranks_serve_as_one():
+    async def main():
+        async with engine_of(tensor_parallel_size=2) as engine:
+            assert engine.info.tensor_parallel_size == 2
+            await assert_serves(engine)
+
+    asyncio.run(main())
+
+
+def test_local_engine_runs_in_this_process():
+    config = make_config(tensor_parallel_size=2)
+    engine = LocalEngine(config, resolve(config))
+    requests = [make_request(f"r{i}", [5, 6, i], max_tokens=9) for i in range(20)]
+    collector = Collector()
+    for request in requests:
+        engine.add(request)
+    while engine.has_work():
+        collector.take(engine.step())
+    engine.close()
+    engine.close()
+    assert [collector.answers(r.request_id) for r in requests] == [
+        expected_answers(r) for r in requests
+    ]
+    assert folders() == [] and engine.stats().requests_finished_total == {"length": 20}
+
+
+def test_client_that_leaves_frees_its_blocks():
+    async def main():
+        async with engine_of(null=SLOW) as engine:
+            async with aclosing(engine.generate(make_request("r", [5] * 20, max_tokens=100))) as s:
+                await anext(s)
+            deadline = time.monotonic() + PATIENCE_S
+            while (stats := await engine.stats()).num_blocks_used:
+                assert time.monotonic() < deadline
+            assert stats.requests_finished_total == {"abort": 1}
+            assert stats.generation_tokens_total < 50
+            await assert_serves(engine)
+
+    asyncio.run(main())
+
+
+def test_storm_of_cancellations_leaves_nothing():
+    async def main():
+        async with engine_of(null={"step_s": 0.002}) as engine:
+
+            async def brief(i):
+                task = asyncio.create_task(answer(engine, make_request(f"r{i}", [5, i % 60])))
+                await asyncio.sleep(0.001 * (i % 7))
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+
+            await asyncio.gather(*[brief(i) for i in range(200)])
+            deadline = time.monotonic() + PATIENCE_S
+            while (stats := await engine.stats()).num_requests or stats.num_queued:
+                assert time.monotonic() < deadline
+            assert stats.num_blocks_used == 0 and engine.num_streams == 0
+            await assert_serves(engine)
+
+    asyncio.run(main())
+
+
+def test_abort_ends_the_stream_with_that_reason():
+    async def main():
+        async with engine_of(null=SLOW) as engine:
+            deltas = []
+            async for delta in engine.generate(make_request("r", [5, 6], max_tokens=100)):
+                deltas.append(delta)
+                await engine.abort("r")
+                await engine.abort("r")
+            await engine.abort("unknown")
+            assert deltas[-1].finished
+            assert deltas[-1].sequences[-1].finish_reason is FinishReason.ABORT
+            await assert_serves(engine)
+
+    asyncio.run(main())
+
+
+def test_refusals_carry_their_class_and_the_engine_goes_on():
+    async def main():
+        async with engine_of(num_blocks=8) as engine:
+            for request, error in (
+                (make_request("long", [5] * 33), RequestTooLong),
+                (make_request("token", [64]), InvalidRequest),
+                (make_request("empty", []), InvalidRequest),
+                (make_request("logprobs", [5], logprobs=99), InvalidRequest),
+            ):
+                with pytest.raises(error):
+                    await answer(engine, request)
+            rejected = (await engine.stats()).requests_rejected_total
+            assert rejected == {"RequestTooLong": 1, "InvalidRequest": 3}
+            await assert_serves(engine)
+
+    asyncio.run(main())
+
+
+def test_full_queue_refuses_and_recovers():
+    async def main():
+        limits = RequestSchedulerConfig(max_size=2)
+        async with engine_of(null=SLOW, max_num_seqs=1, request_scheduler=limits) as engine:
+            requests = [make_request(f"r{i}", [5, i], max_tokens=20) for i in range(8)]
+            results = await asyncio.gather(
+                *[answer(engine, r) for r in requests], return_exceptions=True
+            )
+            refused = [r for r in results if isinstance(r, QueueFull)]
+            assert len(refused) == 5
+            served = [(q, r) for q, r in zip(requests, results, strict=True) if isinstance(r, list)]
+            assert len(served) == 3 and all(r == expected_answers(q) for q, r in served)
+            await assert_serves(engine)
+
+    asyncio.run(main())
+
+
+def test_request_that_waits_too_long_times_out():
+    async def main():
+        limits = RequestSchedulerConfig(ttl_s=0.3)
+        async with engine_of(null=SLOW, max_num_seqs=1, request_scheduler=limits) as engine:
+            first = asyncio.create_task(answer(engine, make_request("a", [5], max_tokens=60)))
+            await asyncio.sleep(0.1)
+            with pytest.raises(RequestTimeout):
+                await answer(engine, make_request("b", [6]))
+            assert len((await first)[0]) == 60
+
+    asyncio.run(main())
+
+
+def test_unreadable_message_does_not_close_the_socket():
+    async def main():
+        async with engine_of() as engine:
+            life = engine._supervisor._life
+            for garbage in (
+                b"",
+                b"\x80\x04K\x01.",
+                b"\xc1",
+                os.urandom(64),
+                b"\x81\xa4type\xa3Put",
+            ):
+                with engine._supervisor._send_lock:
+                    life.requests.send(garbage)
+            await assert_serves(engine)
+
+    asyncio.run(main())
+
+
+def test_request_that_breaks_its_step_fails_alone():
+    async def main():
+        faults = ({"kind": "raise", "token": POISON, "message": "secret /path"},)
+        async with engine_of(device="faulty", faults=faults, null=SLOW) as engine:
+            good = [make_request(f"g{i}", [5, 6, i], max_tokens=10) for i in range(3)]
+            bad = make_request("bad", [5, POISON])
+            results = await asyncio.gather(
+                *[answer(engine, r) for r in (*good, bad)], return_exceptions=True
+            )
+            assert results[:3] == [expected_answers(r) for r in good]
+            assert type(results[3]) is FastDeployError and "secret" not in str(results[3])
+            assert engine.health().num_restarts == 0
+            await assert_serves(engine)
+
+    asyncio.run(main())
+
+
+def test_request_with_numbers_that_are_not_finite_fails_alone():
+    async def main():
+        faults = ({"kind": "nan", "token": POISON},)
+        async with engine_of(device="faulty", faults=faults) as engine:
+            good, bad = make_request("good", [5, 6], max_tokens=9), make_request("bad", [POISON])
+            results = await asyncio.gather(
+                answer(engine, good), answer(engine, bad), return_exceptions=True
+            )
+            assert results[0] == expected_answers(good) and "nan_logits" in str(results[1])
+
+    asyncio.run(main())
+
+
+async def fail_under_load(engine, cause):
+    """Streams are running; `cause` happens; all of them must end with an error, soon."""
+    requests = [make_request(f"r{i}", [5, 6, i], max_tokens=110) for i in range(4)]
+    tasks = [asyncio.create_task(answer(engine, r)) for r in requests]
+    await asyncio.sleep(0.1)
+    cause()
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), PATIENCE_S)
+    assert all(isinstance(result, WorkerError) for result in results), results
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_killed_engine_is_noticed_and_restarted(num_ranks):
+    async def main():
+        async with engine_of(null=SLOW, tensor_parallel_size=num_ranks) as engine:
+            await fail_under_load(engine, lambda: os.kill(engine_pid(), signal.SIGKILL))
+            health = engine.health()
+            assert not health.ready and "killed by SIGKILL" in health.reason
+            with pytest.raises(WorkerError, match="not ready"):
+                engine.check_admission()
+            await until_ready(engine)
+            assert engine.health().num_restarts == 1
+            await assert_serves(engine)
+
+    asyncio.run(main())
+
+
+def test_killed_worker_process_ends_its_engine():
+    async def main():
+        async with engine_of(null=SLOW, tensor_parallel_size=2) as engine:
+            await fail_under_load(engine, lambda: os.kill(rank_pid(), signal.SIGKILL))
+            assert "rank 1 was killed by SIGKILL" in engine.health().reason
+            await until_ready(engine)
+            await assert_serves(engine)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ({"kind": "die"}, "killed by SIGKILL"),
+        ({"kind": "lost", "message": "device is gone"}, "device is gone"),
+        ({"kind": "raise", "rank": 1}, "rank 1 failed"),
+        ({"kind": "hang"}, ""),
+        ({"kind": "hang", "rank": 1}, None),
+    ],
+)
+def test_broken_engine_fails_its_streams_and_comes_back(fault, reason, capfd):
+    num_ranks = 1 + fault.get("rank", 0)
+    if reason is None:
+        # A rank that hangs here holds up nobody, for the fake device has no collectives: nothing to
+        # see before the engine is closed, and closing must still end it.
+        async def main():
+            async with engine_of(
+                device="faulty", faults=({**fault, "step": 3},), tensor_parallel_size=2
+            ) as engine:
+                await assert_serves(engine)
+
+        asyncio.run(main())
+        return
+
+    async def main():
+        # The step counter starts again with the engine: a fault at a step would strike for ever, so
+        # it is tied to a request.
+        faults = ({**fault, "token": POISON},)
+        async with engine_of(
+            device="faulty",
+            faults=faults,
+            null=SLOW,
+            tensor_parallel_size=num_ranks,
+            watchdog=QUICK,
+        ) as engine:
+            others = [make_request(f"r{i}", [5, 6, i], max_tokens=110) for i in range(2)]
+            bad = make_request("bad", [5, POISON], max_tokens=100)
+            results = await asyncio.wait_for(
+                asyncio.gather(
+                    *[answer(engine, r) for r in (*others, bad)], return_exceptions=True
+                ),
+                PATIENCE_S,
+            )
+            assert all(isinstance(result, WorkerError) for result in results), results
+            assert reason in str(results[0])
+            await until_ready(engine)
+            await assert_serves(engine)
+
+    asyncio.run(main())
+    if fault["kind"] == "hang":
+        text = capfd.readouterr().err
+        assert "Timeout (0:00:01.500000)!" in text and "fd-rank0" not in text.split("Timeout")[0]
+        assert "in _fire" in text, "the log does not show where it hung"
+
+
+def test_stopped_engine_turns_red_and_is_replaced():
+    async def main():
+        async with engine_of(null=SLOW, watchdog=QUICK) as engine:
+            pid = engine_pid()
+            await fail_under_load(engine, lambda: os.kill(pid, signal.SIGSTOP))
+            await until_ready(engine)
+            assert engine_pid() != pid
+            await assert_serves(engine)
+
+    asyncio.run(main())
+
+
+def test_slow_step_is_not_a_hang():
+    async def main():
+        faults = ({"kind": "slow", "token": POISON, "seconds": 1.0, "times": 2},)
+        async with engine_of(device="faulty", faults=faults, watchdog=QUICK) as engine:
+            request = make_request("r", [5, POISON], max_tokens=4)
+            assert await answer(engine, request) == expected_answers(request)
+            assert engine.health().num_restarts == 0
+
+    asyncio.run(main())
+
+
+def test_engine_that_keeps_dying_stays_dead():
+    async def main():
+        faults = ({"kind": "die", "token": POISON},)
+        watchdog = WatchdogConfig(max_restarts=1)
+        async with engine_of(device="faulty", faults=faults, watchdog=watchdog) as engine:
+            for attempt in range(2):
+                await until_ready(engine)
+                with pytest.raises(WorkerError):
+                    await answer(engine, make_request(f"bad{attempt}", [POISON]))
+            reason = await asyncio.wait_for(engine.wait_dead(), PATIENCE_S)
+            assert "killed by SIGKILL" in reason and not engine.health().alive
+            with pytest.raises(WorkerError):
+                await answer(engine, make_request("late", [5]))
+            with pytest.raises(WorkerError):
+                await engine.stats()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "reason"),
+    [
+        ({"faults": ({"kind": "raise", "at_load": True},)}, WorkerError, "injected fault"),
+        ({"faults": ({"kind": "die", "at_load": True},)}, WorkerError, "killed by SIGKILL"),
+        (
+            {"faults": ({"kind": "die", "at_load": True, "rank": 1},), "tensor_parallel_size": 2},
+            WorkerError,
+            "rank 1 was killed",
+        ),
+        (
+            {
+                "faults": ({"kind": "hang", "at_load": True},),
+                "watchdog": WatchdogConfig(startup_timeout_s=1.0),
+            },
+            WorkerError,
+            "did not start within 1 s",
+        ),
+        ({"num_blocks": None, "null": {"num_blocks": 3}}, ResourceError, "needs 32 blocks"),
+    ],
+)
+def test_engine_that_cannot_start_says_why_and_leaves_nothing(options, error, reason):
+    async def main():
+        before = descendants()
+        config = make_config(device="faulty", **options)
+        with pytest.raises(error, match=reason) as caught:
+            await AsyncEngine.start(config, resolve(config))
+        assert "\n" not in str(caught.value)
+        assert descendants() <= before and folders() == []
+
+    asyncio.run(main())
+
+
+def test_drain_lets_running_requests_end_and_refuses_new_ones():
+    async def main():
+        async with engine_of(null=SLOW) as engine:
+            short = asyncio.create_task(answer(engine, make_request("s", [5], max_tokens=10)))
+            endless = asyncio.create_task(answer(engine, make_request("e", [6], max_tokens=120)))
+            await asyncio.sleep(0.1)
+            drain = asyncio.create_task(engine.drain(1.0))
+            await asyncio.sleep(0)
+            assert engine.health().draining and not engine.health().ready
+            with pytest.raises(WorkerError, match="shutting down"):
+                await answer(engine, make_request("late", [5]))
+            assert len((await short)[0]) == 10
+            with pytest.raises(WorkerError, match="shutting down"):
+                await endless
+            await drain
+
+    asyncio.run(main())
+
+
+def test_idle_engine_uses_next_to_no_processor_time():
+    def seconds(pid):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    async def main():
+        async with engine_of() as engine:
+            await assert_serves(engine)
+            pid = engine_pid()
+            own, before = time.process_time(), seconds(pid)
+            await asyncio.sleep(2.0)
+            assert seconds(pid) - before < 0.1
+            assert time.process_time() - own < 0.2
+            assert engine.health().ready and engine.health().last_progress_age_s < 2.0
+
+    asyncio.run(main())
+
+
+PARENT = """
+import asyncio, sys
+from fastdeploy_core.engine.client import AsyncEngine
+from fastdeploy_core.plugins.resolve import resolve
+from tests.null_engine import make_config
+
+async def main():
+    config = make_config(tensor_parallel_size=2)
+    await AsyncEngine.start(config, resolve(config))
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_engine_and_ranks_die_with_their_parent():
+    before = descendants()
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT],
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    try:
+        assert parent.stdout.readline() == b"ready\n"
+        children = descendants() - before - {parent.pid}
+        assert len(children) == 2
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}/cmdline").exists() for pid in children):
+        assert time.monotonic() < deadline, "orphans are left"
+        time.sleep(0.05)
+    # Its folder could not be tidied up by anybody; the next one of ours does.
+    left = list(Path(tempfile.gettempdir()).glob(f"{child.FOLDER_PREFIX}engine-{parent.pid}-*"))
+    child.remove_folder(child.private_folder("engine"))
+    assert left and not any(folder.exists() for folder in left)
+
+
+def test_private_folder_is_private():
+    folder = child.private_folder("test")
+    assert folder.stat().st_mode & 0o777 == 0o700 and folder.stat().st_uid == os.getuid()
+    child.remove_folder(folder)
