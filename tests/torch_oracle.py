@@ -1,14 +1,17 @@
-"""Answers of transformers' own modules, as a program: the suite may run on another tensor library.
+"""Answers of transformers' own modules, from a process with torch: the suite may run on paddle.
 
-usage: torch_oracle.py QUESTION INPUT.npz OUTPUT.npz
+usage: torch_oracle.py, then lines "QUESTION INPUT.npz OUTPUT.npz"; each is answered with "done".
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,21 +22,46 @@ Arrays = dict[str, np.ndarray]
 
 
 def ask(question: str, folder: Path, **arrays: np.ndarray) -> Arrays:
-    """Run the question in a process with torch; skips where transformers is not installed."""
+    """The question's answer to these arrays; skips where transformers is not installed."""
     if not all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
         pytest.skip("needs torch and transformers to compare with")
     source, target = folder / f"{question}-in.npz", folder / f"{question}-out.npz"
     np.savez(source, **arrays)
-    done = subprocess.run(
-        [sys.executable, __file__, question, str(source), str(target)],
-        capture_output=True,
+    process, errors = _process()
+    process.stdin.write(f"{question}\t{source}\t{target}\n")
+    process.stdin.flush()
+    answer = process.stdout.readline().strip()
+    if answer != "done":
+        _process.cache_clear()
+        process.kill()
+        process.wait()
+        errors.seek(0)
+        raise RuntimeError(f"{question} failed:\n{errors.read()[-3000:]}")
+    with np.load(target) as result:
+        return dict(result)
+
+
+@functools.cache
+def _process() -> tuple[subprocess.Popen[str], object]:
+    """One process for the whole run: importing transformers takes seconds."""
+    errors = tempfile.TemporaryFile("w+")
+    process = subprocess.Popen(
+        [sys.executable, __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
         text=True,
-        timeout=100,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    with np.load(target) as answer:
-        return dict(answer)
+
+    def stop() -> None:
+        process.stdin.close()
+        process.wait()
+        process.stdout.close()
+        errors.close()
+
+    atexit.register(stop)
+    return process, errors
 
 
 def ernie_router(a: Arrays) -> Arrays:
@@ -148,8 +176,17 @@ QUESTIONS: dict[str, Callable[[Arrays], Arrays]] = {
 }
 
 
-if __name__ == "__main__":
+def main() -> None:
     import torch
 
-    with np.load(sys.argv[2]) as inputs, torch.inference_mode():
-        np.savez(sys.argv[3], **QUESTIONS[sys.argv[1]](dict(inputs)))
+    with torch.inference_mode():
+        for line in sys.stdin:
+            question, source, target = line.rstrip("\n").split("\t")
+            with np.load(source) as inputs:
+                np.savez(target, **QUESTIONS[question](dict(inputs)))
+            sys.stdout.write("done\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

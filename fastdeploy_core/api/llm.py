@@ -128,7 +128,9 @@ class LLM:
             )
             # The template writes the special tokens: adding them again would double <s>.
             prompts.append(Prompt(text, add_special_tokens=False))
-        reader = self._parsers and ChatReader(self._parsers, tools, chat_template_kwargs)
+        reader = None
+        if self._parsers is not None:
+            reader = ChatReader(self._parsers, tools, chat_template_kwargs)
         return self._run(prompts, sampling_params, use_tqdm, stream, priority, reader)
 
     def get_tokenizer(self) -> Tokenizer:

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from fastdeploy_core.errors import ConfigError, PluginNotFound
-from fastdeploy_core.plugins.discovery import OK, Inventory, discover
+from fastdeploy_core.plugins.discovery import HOOKS, OK, Inventory, discover
 from fastdeploy_core.plugins.drivers import find
 
 KIT = "fastdeploy_core.testing.conformance"
@@ -68,9 +68,10 @@ def suites(kind: str) -> list[str]:
 def kind_of(inventory: Inventory, name: str) -> str:
     """The kind of the driver named; ConfigError when the name alone does not say."""
     kinds = list(dict.fromkeys(e.kind for e in inventory.entries if e.name == name))
-    # A device and the table of its kernels share their name and are checked together.
-    if "device" in kinds:
-        kinds = [k for k in kinds if k != "kernels"]
+    # A device, the table of its kernels and its hooks share a name and are checked together.
+    kinds = [k for k in kinds if k != HOOKS]
+    if "device" in kinds and "kernels" in kinds:
+        kinds.remove("kernels")
     if len(kinds) == 1:
         return kinds[0]
     if kinds:

@@ -1,6 +1,6 @@
 """Expert communicators in plain tensor code: one rank alone, and ranks joined by all-gather.
 
-`local` is what a group of one needs. `all_gather` shows every token to every rank and adds up what
+`loopback` is what a group of one needs. `all_gather` shows every token to every rank and adds up what
 their experts made of it, over any device Communicator: exact and simple, not fast.
 """
 
@@ -37,10 +37,10 @@ class _Handle:
     weights: Tensor  # [all_tokens, top_k] float32
 
 
-class LocalExperts:
+class LoopbackExperts:
     """All experts are here: dispatch sorts, combine undoes it. See ExpertCommunicator."""
 
-    name: ClassVar[str] = "local"
+    name: ClassVar[str] = "loopback"
     contract: ClassVar[tuple[int, int]] = CONTRACT
     capabilities: ClassVar[ExpertCommunicatorCapabilities] = ExpertCommunicatorCapabilities(
         deterministic=True, max_ranks=1
@@ -202,7 +202,7 @@ class LocalExperts:
         return summed
 
 
-class AllGatherExperts(LocalExperts):
+class AllGatherExperts(LoopbackExperts):
     """Every rank sees all tokens and adds its experts' share; results are summed over ranks."""
 
     name: ClassVar[str] = "all_gather"

@@ -1,7 +1,7 @@
 """Train ernie-tiny from scratch and write its checkpoint.
 
     python tokenizer.py
-    python train.py --minutes 18
+    python train.py --minutes 8
 
 Needs one GPU; `--smoke` runs the same steps with a toy size on a processor in two minutes. The
 batches are drawn while the model trains, so no text is ever seen twice. The learning rate follows
@@ -36,7 +36,7 @@ from tokenizer import FOLDER, write_json
 class Plan:
     """How long and how hard to train."""
 
-    minutes: float = 18.0
+    minutes: float = 8.0
     rows: int = 16
     length: int = 8192
     workers: int = 14
@@ -276,12 +276,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int)
     parser.add_argument("--matrix-rate", type=float)
     parser.add_argument("--judged", type=int, default=200, help="held-out samples of a task")
-    parser.add_argument("--output", type=Path, default=FOLDER)
+    parser.add_argument("--output", type=Path, help="the model folder, for a smoke run ./smoke")
     parser.add_argument("--state", type=Path, help="where to keep float32 weights to go on from")
     parser.add_argument("--resume", type=Path, help="float32 weights to go on from")
     parser.add_argument("--epoch", type=int, default=0, help="another number draws other samples")
     parser.add_argument("--smoke", action="store_true", help="a toy size for a processor")
     options = parser.parse_args()
+    options.output = options.output or (Path("smoke") if options.smoke else FOLDER)
     chosen = {name: getattr(options, name) for name in ("minutes", "rows", "matrix_rate")}
     plan = replace(
         SMOKE if options.smoke else Plan(), **{k: v for k, v in chosen.items() if v is not None}

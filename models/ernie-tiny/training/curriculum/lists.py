@@ -22,6 +22,7 @@ def word_list(rng: Random) -> list[str]:
 
 def sorting(rng: Random, split: Split) -> Sample:
     """Numbers upwards or downwards, words by the alphabet."""
+    orders: tuple[str, ...]
     if rng.random() < 0.7:
         numbers = draw(rng, split, number_list, lambda content: f"sort:{content}")
         text = ", ".join(map(str, numbers))

@@ -16,7 +16,8 @@ STORIES = (
     "One day {name} found a {thing}. {name} was very happy and shared the {thing} with a friend. "
     "The end.",
     "{name} was a {adjective} {animal}. Every morning {name} walked to the {place} to look "
-    "for a {thing}. One day the {thing} was there. {name} took it home and slept well that night. The end.",
+    "for a {thing}. One day the {thing} was there. {name} took it home and slept well that "
+    "night. The end.",
     "Long ago, a {adjective} {animal} called {name} lost a {thing} in the {place}. {name} looked "
     "everywhere. At last a friend found the {thing} under a tree, and they danced all night. "
     "The end.",
