@@ -44,7 +44,7 @@ def ask(question: str, folder: Path, **arrays: np.ndarray) -> Arrays:
 @functools.cache
 def _process() -> tuple[subprocess.Popen[str], object]:
     """One process for the whole run: importing transformers takes seconds."""
-    errors = tempfile.TemporaryFile("w+")
+    errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed when the run ends
     process = subprocess.Popen(
         [sys.executable, __file__],
         stdin=subprocess.PIPE,

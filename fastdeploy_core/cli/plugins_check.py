@@ -61,6 +61,7 @@ def suites(kind: str) -> list[str]:
         "kernels": ["ops"],
         "speculative": ["drafter"],
         "scheduler": ["request_scheduler"],
+        "kv_transport": ["kv_transport", "kv_transport_faults"],
     }.get(kind, [kind] if kind in KINDS_WITH_SUITE else [])
     return [f"{KIT}.test_{name}" for name in ["hygiene", *names]]
 

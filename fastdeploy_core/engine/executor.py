@@ -33,6 +33,7 @@ _Task = tuple[Future[Any], Callable[[], Any], bool]  # the last: whether it is a
 
 POLL_MS = 100
 CLOSE_GRACE_S = 3.0
+STUCK_GRACE_S = 0.3
 
 
 class Executor:
@@ -95,15 +96,18 @@ class Executor:
             return
         self._is_closed = True
         if self._peers is not None:
-            self._peers.close()
-        if self._worker is not None and self._failure is None:
+            self._peers.stop()
+        is_well = self._failure is None
+        if self._worker is not None and is_well:
             with contextlib.suppress(FastDeployError, TimeoutError):
                 self._submit(self._worker.close).result(CLOSE_GRACE_S)
         self._tasks.put(None)
         self._launched.put(None)
         for thread in (self._thread, self._waiter):
-            if thread is not None and self._failure is None:
-                thread.join(CLOSE_GRACE_S)
+            if thread is not None:
+                thread.join(CLOSE_GRACE_S if is_well else STUCK_GRACE_S)
+        if self._peers is not None:
+            self._peers.tidy()
 
     def _load_own(self, address: str) -> WorkerInfo:
         self._worker = worker_process.make_worker(
@@ -202,7 +206,7 @@ class _Peers:
         on_failure: Callable[[FastDeployError], None],
     ) -> None:
         self._on_failure = on_failure
-        self._is_closing = False
+        self._is_stopping = False
         self.loaded: queue.SimpleQueue[WorkerInfo] = queue.SimpleQueue()
         self.cache_ready: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._folder = child.private_folder("tp")
@@ -217,7 +221,6 @@ class _Peers:
         world_size = config.parallel.tensor_parallel_size
         for rank in range(1, world_size):
             socket = self._context.socket(zmq.PUSH)
-            socket.setsockopt(zmq.SNDTIMEO, 10_000)
             socket.bind(worker_process.command_address(str(self._folder), rank))
             self._commands.append(socket)
             init = wire.WorkerInit(
@@ -244,25 +247,29 @@ class _Peers:
 
     def _send(self, kind: bytes, payload: bytes) -> None:
         for rank, socket in enumerate(self._commands, 1):
-            try:
-                socket.send_multipart([kind, payload])
-            except zmq.Again:
-                raise WorkerError(f"rank {rank} does not take its commands") from None
+            while not socket.poll(POLL_MS, zmq.POLLOUT):
+                if self._is_stopping or self._processes[rank - 1].poll() is not None:
+                    raise WorkerError(f"rank {rank} does not take its commands any more")
+            socket.send_multipart([kind, payload])
 
-    def close(self) -> None:
-        """End the processes, politely first, and leave nothing behind."""
-        self._is_closing = True
-        with contextlib.suppress(WorkerError):
-            self.send_call(wire.Close())
+    def stop(self) -> None:
+        """End the processes, politely first."""
+        self._is_stopping = True
+        for socket in self._commands:
+            with contextlib.suppress(zmq.Again):  # it is gone, or does not listen
+                socket.send_multipart([worker_process.CALL, wire.encode(wire.Close())], zmq.NOBLOCK)
         for process in self._processes:
             child.end(process, CLOSE_GRACE_S)
         self._watcher.join(CLOSE_GRACE_S)
+
+    def tidy(self) -> None:
+        """Leave nothing behind."""
         self._context.destroy(linger=0)
         child.remove_folder(self._folder)
 
     def _watch(self) -> None:
         decode = wire.decoder(wire.FromWorker)
-        while not self._is_closing:
+        while not self._is_stopping:
             if self._status.poll(POLL_MS):
                 try:
                     self._take(decode.decode(self._status.recv()))
@@ -270,7 +277,7 @@ class _Peers:
                     logger.exception("a worker process sent something unreadable; ignored")
                 continue  # what a rank said last is read before its death is noticed
             for rank, process in enumerate(self._processes, 1):
-                if process.poll() is not None and not self._is_closing:
+                if process.poll() is not None and not self._is_stopping:
                     ended = child.describe_exit(process.returncode)
                     self._on_failure(WorkerError(f"the worker process of rank {rank} {ended}"))
                     return

@@ -22,6 +22,7 @@ from fastdeploy_core.contracts.kv_transport import TransferEvent, TransferEventK
 from fastdeploy_core.errors import InvalidRequest
 
 from . import wire
+from .destination import Destination
 from .link import MAX_ACTIVE_TRANSFERS, Link, Terms, peer_name, peer_uid, short_path
 from .source import Source
 from .state import Peer, Transfer
@@ -43,8 +44,9 @@ class Pump:
         self._transport = transport
         self._lock = transport.lock
         self._source = Source(transport)
-        self._peers: dict[str, Peer] = {}
-        self._by_serial: dict[int, Transfer] = {}
+        self._destination = Destination(transport, self)
+        self.peers: dict[str, Peer] = {}
+        self.by_serial: dict[int, Transfer] = {}
         self._serials = 0
         self._links: set[Link] = set()
         self._stopping = False
@@ -69,7 +71,7 @@ class Pump:
     def connect(self, descriptor: wire.Descriptor) -> str:
         """Begin a link to the peer unless there is one; failures show as PEER_DOWN."""
         name = peer_name(descriptor.epoch)
-        peer = self._peers.setdefault(name, Peer(name))
+        peer = self.peers.setdefault(name, Peer(name))
         peer.regions = {r.region_id: r for r in descriptor.regions}
         if peer.outbound is not None and not peer.outbound.closed_reason:
             return name
@@ -89,7 +91,7 @@ class Pump:
 
     def remote_regions(self, peer: str) -> dict[int, wire.RegionInfo]:
         """Regions of a peer we are connected (or connecting) to."""
-        known = self._peers.get(peer)
+        known = self.peers.get(peer)
         if known is None or known.outbound is None or known.outbound.closed_reason:
             raise InvalidRequest(f"no connection to peer {peer!r:.80}; call connect() first")
         return known.regions
@@ -110,33 +112,33 @@ class Pump:
         if not len(plan.source_blocks):
             self._transport.finish(transfer, TransferEventKind.DONE)
             return
-        self._by_serial[transfer.serial] = transfer
+        self.by_serial[transfer.serial] = transfer
         self.wake()
 
     def drop(self, transfer: Transfer) -> None:
         """A transfer was cancelled: tell the source, forget it."""
         transfer.is_over = True
-        self._forget(transfer)
+        self.forget(transfer)
         self.wake()
 
     def disconnect(self, name: str, reason: str) -> None:
         """End both links of a peer without an event: the caller asked for it."""
-        peer = self._peers.pop(name, None)
+        peer = self.peers.pop(name, None)
         for link in (peer.outbound, peer.inbound) if peer else ():
             if link is not None:
                 self._detach(link, reason)
-        for transfer in [t for t in self._by_serial.values() if t.peer == name]:
-            del self._by_serial[transfer.serial]
+        for transfer in [t for t in self.by_serial.values() if t.peer == name]:
+            del self.by_serial[transfer.serial]
         self.wake()
 
     def note(self, name: str, data: bytes) -> bool:
         """Queue a note behind the peer's transfers; False when too many wait."""
-        peer = self._peers.get(name)
+        peer = self.peers.get(name)
         if peer is None or not any((peer.outbound, peer.inbound)):
             raise InvalidRequest(f"no connection to peer {name!r:.80}; call connect() first")
         if len(peer.waiting) >= MAX_NOTES:
             return False
-        before = frozenset(t.serial for t in self._by_serial.values() if t.peer == name)
+        before = frozenset(t.serial for t in self.by_serial.values() if t.peer == name)
         peer.waiting.append((before, data))
         self.wake()
         return True
@@ -183,7 +185,7 @@ class Pump:
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.outgoing else 0)
                 self._selector.modify(link, events)
                 busy |= bool(link.queue and link.free_slots)
-            idle = not self._by_serial and not any(not k.is_open for k in self._links)
+            idle = not self.by_serial and not any(not k.is_open for k in self._links)
         timeout = 0.0 if busy else (None if idle else _TICK_S)
         for key, _ in self._selector.select(timeout):
             if key.fileobj is self._listener:
@@ -228,7 +230,7 @@ class Pump:
 
     def _greet(self, link: Link) -> None:
         """An authenticated peer has connected to us."""
-        peer = self._peers.setdefault(link.peer, Peer(link.peer))
+        peer = self.peers.setdefault(link.peer, Peer(link.peer))
         if peer.inbound is not None:
             self._detach(peer.inbound, "replaced by a newer connection")
         peer.inbound = link
@@ -240,9 +242,9 @@ class Pump:
                 return
             if link.is_open:
                 if link.role == "client":
-                    mine = (t for t in self._by_serial.values() if t.peer == link.peer)
+                    mine = (t for t in self.by_serial.values() if t.peer == link.peer)
                     for transfer in itertools.islice(mine, MAX_ACTIVE_TRANSFERS):
-                        self._request(link, transfer)
+                        self._destination.request(link, transfer)
                 self._send_notes(link.peer)
         if link.is_open and link.role == "server":
             self._source.stage(link)
@@ -250,26 +252,14 @@ class Pump:
             if not link.closed_reason:
                 link.flush()
 
-    def _request(self, link: Link, transfer: Transfer) -> None:
-        """Ask for the next blocks; at most one message's worth is outstanding per transfer."""
-        blocks = transfer.plan.source_blocks
-        if transfer.num_requested > transfer.num_copied or transfer.num_requested == len(blocks):
-            return
-        first = transfer.num_requested
-        part = blocks[first : first + wire.MAX_READ_BLOCKS]
-        link.send(
-            wire.Read(transfer.serial, transfer.plan.region_id, first, [int(b) for b in part])
-        )
-        transfer.num_requested += len(part)
-
     def _send_notes(self, name: str) -> None:
-        peer = self._peers.get(name)
+        peer = self.peers.get(name)
         if peer is None:
             return
         link = next((k for k in (peer.outbound, peer.inbound) if k and k.is_open), None)
         while link is not None and peer.waiting:
             before, data = peer.waiting[0]
-            if not before.isdisjoint(self._by_serial):
+            if not before.isdisjoint(self.by_serial):
                 return
             peer.waiting.popleft()
             link.send(wire.Note(data))
@@ -284,10 +274,10 @@ class Pump:
                     TransferEvent(TransferEventKind.NOTE, link.peer, note=message.data)
                 )
         elif link.role == "client" and isinstance(message, wire.Ready):
-            self._copy(link, message)
+            self._destination.copy(link, message)
         elif link.role == "client" and isinstance(message, wire.Refused):
             with self._lock:
-                transfer = self._by_serial.get(message.serial)
+                transfer = self.by_serial.get(message.serial)
                 if transfer is not None and transfer.peer == link.peer:
                     self._fail(transfer, f"the peer refuses: {message.reason[:200]}")
         elif link.role == "server" and isinstance(message, wire.Read):
@@ -299,48 +289,11 @@ class Pump:
         else:
             raise wire.WireError(f"unexpected {type(message).__name__} from a {link.role}'s peer")
 
-    def _copy(self, link: Link, message: wire.Ready) -> None:
-        """Destination side: the only place that writes a destination block."""
-        for index, slot in message.items:
-            with self._lock:
-                transfer = self._by_serial.get(message.serial)
-                # Cancelled, failed, fenced or another link's: the bytes are not wanted any more.
-                if link.closed_reason or transfer is None or transfer.peer != link.peer:
-                    break
-                if index != transfer.num_copied:
-                    raise wire.WireError(f"block {index} came where {transfer.num_copied} was due")
-                source = link.slot(slot, transfer.block_bytes)
-                start = int(transfer.plan.target_blocks[index]) * transfer.block_bytes
-                transfer.view[start : start + transfer.block_bytes] = source
-                source.release()
-                self._progress(transfer)
-        with self._lock:
-            if not link.closed_reason:
-                link.send(wire.Free([slot for _, slot in message.items]))
-
-    def _progress(self, transfer: Transfer) -> None:
-        total = len(transfer.plan.source_blocks)
-        transfer.num_copied += 1
-        transfer.num_bytes += transfer.block_bytes
-        self._peers[transfer.peer].last_progress = time.monotonic()
-        if transfer.num_copied == total:
-            self._forget(transfer)
-            self._transport.finish(transfer, TransferEventKind.DONE)
-        elif transfer.num_copied * 4 // total != (transfer.num_copied - 1) * 4 // total:
-            self._transport.emit(
-                TransferEvent(
-                    TransferEventKind.PROGRESS,
-                    transfer.peer,
-                    transfer.plan.transfer_id,
-                    transfer.num_bytes,
-                )
-            )
-
     def _check_deadlines(self) -> None:
         now = time.monotonic()
         timeout_s = self._transport.options.progress_timeout_s
-        for transfer in list(self._by_serial.values()):
-            peer = self._peers.get(transfer.peer)
+        for transfer in list(self.by_serial.values()):
+            peer = self.peers.get(transfer.peer)
             # A peer's progress counts for all its transfers, because they wait for one another.
             moved = max(transfer.submitted, peer.last_progress if peer else 0.0)
             if now >= transfer.submitted + transfer.plan.deadline_s:
@@ -352,14 +305,14 @@ class Pump:
                 self._end(link, f"no answer to the handshake within {link.terms.handshake_s:g} s")
 
     def _fail(self, transfer: Transfer, reason: str) -> None:
-        self._forget(transfer)
+        self.forget(transfer)
         self._transport.finish(transfer, TransferEventKind.FAILED, reason)
 
-    def _forget(self, transfer: Transfer) -> None:
+    def forget(self, transfer: Transfer) -> None:
         """Out of the table: from now on no copy for it can start."""
-        if self._by_serial.pop(transfer.serial, None) is None:
+        if self.by_serial.pop(transfer.serial, None) is None:
             return
-        peer = self._peers.get(transfer.peer)
+        peer = self.peers.get(transfer.peer)
         link = peer.outbound if peer else None
         unfinished = transfer.num_copied < transfer.num_requested
         if unfinished and link is not None and link.is_open and not link.closed_reason:
@@ -396,7 +349,7 @@ class Pump:
         if link.closed_reason:
             return
         self._detach(link, reason)
-        peer = self._peers.get(link.peer)
+        peer = self.peers.get(link.peer)
         if peer is None or link not in (peer.outbound, peer.inbound):
             if not link.is_open and link.role == "server":
                 logger.warning("kv transport shm: a connection was refused: %s", reason)
@@ -410,12 +363,12 @@ class Pump:
         self._down(link.peer, reason)
 
     def _down(self, name: str, reason: str) -> None:
-        for transfer in [t for t in self._by_serial.values() if t.peer == name]:
+        for transfer in [t for t in self.by_serial.values() if t.peer == name]:
             self._fail(transfer, f"the peer is down: {reason}")
-        peer = self._peers.get(name)
+        peer = self.peers.get(name)
         if peer is not None and peer.outbound is None and peer.inbound is None:
             peer.waiting.clear()
-            del self._peers[name]
+            del self.peers[name]
         self._transport.emit(
             TransferEvent(TransferEventKind.PEER_DOWN, name, retryable=True, reason=reason)
         )

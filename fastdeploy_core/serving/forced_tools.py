@@ -15,6 +15,7 @@ from fastdeploy_core.contracts.small import ParsedDelta, ToolCallDelta
 from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.types import StructuredOutputsParams
 
+MAX_FORCED_CALLS = 16  # so that a model that cannot stop calling comes to an end
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _SHARED = ("$defs", "definitions")
 
@@ -44,9 +45,8 @@ def constraint(
                 "additionalProperties": False,
             }
         )
-    array: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": items}, **shared}
-    if not many:
-        array["maxItems"] = 1
+    most = MAX_FORCED_CALLS if many else 1
+    array = {"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": items}, **shared}
     return StructuredOutputsParams(json=array)
 
 

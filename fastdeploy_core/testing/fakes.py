@@ -305,7 +305,7 @@ class NullWorker:
         output = SequenceOutput(row.seq_id)
         if state.new.sampling.prompt_logprobs is not None:
             output.prompt_logprobs = self._prompt_logprobs(state, start, row.num_tokens)
-        if row.sample and self.rank == 0:
+        if row.sample:  # every rank: they all come to the same token without being told
             self._sample(state, row, start + num_known, output)
         return output
 

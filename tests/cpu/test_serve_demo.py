@@ -133,6 +133,7 @@ def test_forced_tools_are_called_with_valid_arguments(api: openai.OpenAI, choice
         "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
         "tools": [TOOL],
         "tool_choice": "required" if choice == "required" else named,
+        "parallel_tool_calls": False,
         "temperature": 0,
         "max_tokens": 100,
     }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from fastdeploy_core.errors import ConfigError, InvalidRequest
 from fastdeploy_core.tokenizer import Tokenizer, chat_template, template_process
+from fastdeploy_core.tokenizer import tokenizer as tokenizer_module
 from tests import hf_tokenizer_child, tokenizer_files
 
 PLAIN = tokenizer_files.CHAT_TEMPLATE
@@ -258,8 +260,11 @@ def test_a_requests_template_renders_in_the_child(plain: Tokenizer) -> None:
     ],
 )
 def test_hostile_templates_end_their_own_request(
-    plain: Tokenizer, source: str, reason: str
+    plain: Tokenizer, source: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A busy machine must not change which limit is met first.
+    patient = partial(template_process.render_in_child, wall_limit_s=30)
+    monkeypatch.setattr(tokenizer_module, "render_in_child", patient)
     talk = [{"role": "user", "content": "x"}]
     with pytest.raises(InvalidRequest, match=reason):
         plain.apply_chat_template(talk, chat_template=source)
@@ -274,10 +279,19 @@ def test_a_template_that_takes_too_long_is_killed() -> None:
     assert time.monotonic() - started < template_process.STARTUP_LIMIT_S + 5
 
 
-def test_the_child_knows_no_secrets_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_child_gets_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FD_API_KEY", "secret")
-    assert "FD_API_KEY" in os.environ
-    assert "FD_API_KEY" not in template_process._ENVIRONMENT
+    environments = []
+    real = subprocess.Popen
+
+    def start(*args: Any, **kwargs: Any) -> Any:
+        environments.append(kwargs["env"])
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert template_process.render_in_child("ok", {}, wall_limit_s=30) == "ok"
+    assert len(environments) == 1
+    assert "FD_API_KEY" not in environments[0]
 
 
 def test_time_comes_from_the_clock(plain: Tokenizer) -> None:

@@ -116,7 +116,10 @@ def test_deltas_snapshots_and_finals_agree_for_every_way_of_cutting(
     if stop_reason is None:
         assert shown == text and token_ids == ids
     else:
-        assert shown.endswith(stop_reason) if include else stop_reason not in shown
+        # Within min_tokens a stop string is let through, so it may be in the text then.
+        if min_tokens == 0:
+            assert shown.count(stop_reason) == (1 if include else 0)
+        assert not include or shown.endswith(stop_reason)
         assert text.startswith(shown if include else shown + stop_reason)
 
 
