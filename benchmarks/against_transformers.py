@@ -73,7 +73,7 @@ def main() -> None:
         max_model_len=512,
         max_num_seqs=options.requests,
         enable_prefix_caching=False,
-        cpu_threads=options.threads,
+        num_threads=options.threads,
     )
     parameters = [
         SamplingParams(

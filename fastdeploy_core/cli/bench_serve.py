@@ -120,8 +120,8 @@ async def _measure(
         percents = [float(p) for p in arguments.percentiles.split(",")]
         result = summary(measured, elapsed, rate, slo, percents)
         show(f"request rate {rate:g}/s", result)
-        for error in sorted({m.error for m in measured if m.error})[:5]:
-            print(f"error: {error}")
+        for message in sorted({m.error for m in measured if m.error})[:5]:
+            print(f"error: {message}")
         results.append(result)
     return results
 

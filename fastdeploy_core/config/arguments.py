@@ -217,7 +217,7 @@ def _scheduler_config(v: Mapping[str, Any]) -> RequestSchedulerConfig:
     )
 
 
-def _from_section(section: type, flag: str, given: Mapping[str, Any], start: dict[str, Any]) -> Any:
+def _from_section(section: Any, flag: str, given: Mapping[str, Any], start: dict[str, Any]) -> Any:
     """A frozen section from its defaults and the JSON given, unknown keys refused."""
     known = section.__dataclass_fields__
     for key in given:

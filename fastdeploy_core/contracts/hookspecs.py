@@ -30,103 +30,176 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def fd_device_probe(question: DeviceQuestion) -> Candidate | None:
-    """Is this plugin's hardware here and usable? Called once at start-up, in the parent process.
+    """Is this plugin's hardware here and usable?
 
-    Must return within seconds and must not keep the device open. Added in contract 0.1.
+    Asked once at start-up, also when a device was named. A stranger's answer is made in a child
+    process with a time limit, so opening the hardware here neither holds it nor can take the server
+    down; it must return within seconds all the same. `details["tensor_library"]` of the candidate
+    says which library the device will run on. Not asked in worker processes.
+    Added in contract 0.1.
     """
 
 
 @hookspec
 def fd_attention_backends(question: AttentionQuestion) -> list[Candidate] | None:
-    """Which of this plugin's attention drivers can serve this layer? Added in contract 0.1."""
+    """Which of this plugin's attention drivers can serve this layer?
+
+    Asked at start-up in the parent process, once for each distinct attention shape of the model; one
+    driver must accept all of them. Answer for own drivers only, with a Decline and its reason where
+    it is worth knowing why. Not asked per step or per layer. Added in contract 0.1.
+    """
 
 
 @hookspec
 def fd_moe_backends(question: MoEQuestion) -> list[Candidate] | None:
-    """Which of this plugin's MoE drivers can serve this layer? Added in contract 0.1."""
+    """Which of this plugin's MoE drivers can serve this layer?
+
+    Asked like fd_attention_backends, for models with mixture-of-experts layers only.
+    Added in contract 0.1.
+    """
 
 
 @hookspec(firstresult=True)
 def fd_quantizer_for(question: QuantizationQuestion) -> Candidate | None:
-    """Does this plugin read this quantization? First answer wins. Added in contract 0.1."""
+    """Does this plugin read this quantization? The first answer wins.
+
+    Asked at start-up when a format was named or the checkpoint's config.json has a
+    quantization_config, not for full-precision models. Return None for formats of others, and a
+    Decline for an own format that cannot be served here: it stops start-up with its reason.
+    Added in contract 0.1.
+    """
 
 
 @hookspec(firstresult=True)
 def fd_speculative_requirements(question: SpeculativeQuestion) -> Requirements | None:
-    """What does this plugin's method need of the configuration? Added in contract 0.1."""
+    """What does this plugin's method need of the configuration?
+
+    Asked at start-up when a method was named; return None for methods of others. Any `refusals` stop
+    start-up, `notes` go into its report. Added in contract 0.1.
+    """
 
 
 @hookspec(firstresult=True)
 def fd_scheduler_requirements(question: SchedulerQuestion) -> Requirements | None:
-    """What does this plugin's request scheduler need? Added in contract 0.1."""
+    """What does this plugin's request scheduler need?
+
+    Asked at start-up; `question.config.name` says which scheduler was named: return None for those of
+    others. Refuse settings that cannot work, such as a missing address. Added in contract 0.1.
+    """
 
 
 @hookspec(firstresult=True)
 def fd_kv_transport_for(question: TransportQuestion) -> Candidate | None:
-    """Can this plugin move blocks between these places? First answer wins. Added in contract 0.1."""
+    """Can this plugin move blocks between these places? The first answer wins.
+
+    Asked when two instances are about to exchange KV blocks, not in a deployment of one instance.
+    Added in contract 0.1.
+    """
 
 
 @hookspec
 def fd_register_models() -> Mapping[str, str] | None:
-    """Architecture name to "module:Class", beside group fastdeploy.models. Added in contract 0.1."""
+    """Architecture name to "module:Class", for plugins with many; few fit group fastdeploy.models.
+
+    Asked when an architecture is not found among entry points. A name that is taken is ignored with
+    a warning. Added in contract 0.1.
+    """
 
 
 @hookspec
 def fd_register_reasoning_parsers() -> Mapping[str, str] | None:
-    """Parser name to "module:Class". Added in contract 0.1."""
+    """Parser name to "module:Class", like fd_register_models, beside group
+    fastdeploy.reasoning_parsers. Added in contract 0.1.
+    """
 
 
 @hookspec
 def fd_register_tool_parsers() -> Mapping[str, str] | None:
-    """Parser name to "module:Class". Added in contract 0.1."""
+    """Parser name to "module:Class", like fd_register_models, beside group
+    fastdeploy.tool_parsers. Added in contract 0.1.
+    """
 
 
 @hookspec
 def fd_register_logits_processors() -> Mapping[str, str] | None:
-    """Processor name to "module:Class". Added in contract 0.1."""
+    """Processor name to "module:Class", like fd_register_models, beside group
+    fastdeploy.logits_processors. Added in contract 0.1.
+    """
 
 
 @hookspec
 def fd_register_grammars() -> Mapping[str, str] | None:
-    """Grammar backend name to "module:Class". Added in contract 0.1."""
+    """Grammar backend name to "module:Class", like fd_register_models, beside group
+    fastdeploy.grammars. Added in contract 0.1.
+    """
 
 
 @hookspec
 def fd_configure(config: Any) -> None:
-    """The configuration is final (an EngineConfig, read only). Added in contract 0.1."""
+    """The configuration is final: an EngineConfig, read only.
+
+    Fires once per engine, before any device is opened. It is too late to change anything; raising is
+    logged and ignored. Refuse in the ..._requirements hooks instead. Added in contract 0.1.
+    """
 
 
 @hookspec
 def fd_engine_started(info: Mapping[str, Any]) -> None:
-    """An engine is ready; info: model, device, num_blocks, block_size. Added in contract 0.1."""
+    """An engine is ready to serve; info: model, device, num_blocks, block_size.
+
+    Fires once per engine, after warm-up and before the first request. Added in contract 0.1.
+    """
 
 
 @hookspec
 def fd_request_finished(info: Mapping[str, Any]) -> None:
-    """A request ended; info: request_id, finish_reason, counts and seconds. Added in contract 0.1."""
+    """A request ended; info: request_id, finish_reason, counts and seconds.
+
+    Fires in the serving loop for every request, aborted and failed ones included, so it must not
+    block; after three failures it is not called again. No prompt or output text is in `info`.
+    Added in contract 0.1.
+    """
 
 
 @hookspec
 def fd_step_stats(stats: Mapping[str, float]) -> None:
-    """Sampled about once a second in the engine process. Added in contract 0.1."""
+    """Numbers of the engine, sampled about once a second in the engine process.
+
+    Does not fire per step. It must not block; after three failures it is not called again.
+    Added in contract 0.1.
+    """
 
 
 @hookspec
 def fd_doctor_checks() -> list[tuple[str, bool, str]] | None:
-    """(what was checked, passed, hint) rows for `fastdeploy plugins doctor`. Added in contract 0.1."""
+    """(what was checked, passed, hint) rows for `fastdeploy plugins doctor`.
+
+    Fires in a child process with a time limit, in no other command and never in a server.
+    Added in contract 0.1.
+    """
 
 
 @hookspec
 def fd_cli_commands() -> Mapping[str, str] | None:
-    """Extra commands: name to "module:function" taking the argument list. Added in contract 0.1."""
+    """Extra commands: name to "module:function", a function of the argument list.
+
+    Asked when the command line has a command that the core does not know; names of the core's own
+    commands cannot be taken. Added in contract 0.1.
+    """
 
 
 @hookspec
 def fd_api_routes() -> list[Any] | None:
-    """fastapi.APIRouter objects; mounted under /plugins/<distribution>, behind the same
-    authentication as every route. Added in contract 0.1."""
+    """fastapi.APIRouter objects, mounted under /plugins/<distribution>.
+
+    Asked once when the API server starts. The routes stand behind the same authentication and limits
+    as every other. Added in contract 0.1.
+    """
 
 
 @hookspec
 def fd_shutdown() -> None:
-    """The process is about to end. Added in contract 0.1."""
+    """The process is about to end in good order; give back what is held.
+
+    Does not fire when the process is killed. Added in contract 0.1.
+    """

@@ -123,11 +123,6 @@ class EngineCore:
         self.scheduler.kv.clear_cache()
         return True
 
-    def fail_all(self, message: str, error_type: str) -> list[RequestOutputDelta]:
-        """End every request with an error, and the answers that say so."""
-        self.scheduler.fail_all(message, error_type)
-        return self.scheduler.take_deltas()
-
     def close(self) -> None:
         """End worker processes, give the device back; idempotent."""
         self._executor.close()

@@ -92,8 +92,6 @@ class EngineProcess:
         self._core = EngineCore(config, init.resolved)
         self._observer = Observer(hook_manager(init.resolved))
         self._stopping = threading.Event()
-        self._egress_stopping = threading.Event()
-        self._num_taken = 0
         self._armed_s = 0.0
         self._ingress = threading.Thread(target=self._hear, name="fd-ingress", daemon=True)
         self._egress = threading.Thread(target=self._send, name="fd-egress", daemon=True)
@@ -107,17 +105,17 @@ class EngineProcess:
         self._output.send(wire.encode(wire.Ready(info)))
         self._ingress.start()
         self._egress.start()
-        status = 0
         try:
             while not self._stopping.is_set():
                 self._tick()
         except BaseException as error:
             logger.critical("the engine failed", exc_info=error)
-            status = 1
             self._fail(error)
-        faulthandler.cancel_dump_traceback_later()
+            self._finish()
+            return 1
+        self._scheduler.close()
         self._finish()
-        return status
+        return 0
 
     def _tick(self) -> None:
         """Take what came in, run one step, publish; or wait a moment for something to do."""
@@ -169,27 +167,20 @@ class EngineProcess:
             faulthandler.dump_traceback_later(timeout_s, exit=True)
 
     def _fail(self, error: BaseException) -> None:
-        """The engine is broken: everybody waiting is told, then the process ends."""
-        message = str(error) if isinstance(error, FastDeployError) else "the engine failed"
-        try:
-            self._scheduler.put_results(self._core.fail_all(message, "WorkerError"))
-        except Exception:
-            logger.exception("not every request could be told")
-        self._stopping.set()
-        self._join_egress()
-        self._output.send(wire.encode(_failure(error)))
+        """The engine is broken. The client is told first, so that it ends its streams and sends
+        nothing more; what another instance could take over is not answered here."""
+        last_words = self._context.socket(zmq.PUSH)
+        last_words.connect(output_address(self._folder))
+        last_words.send(wire.encode(_failure(error)))
+        last_words.close(1000)
 
     def _finish(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
         self._stopping.set()
-        self._scheduler.close()
-        self._join_egress()
+        self._egress.join(2.0)
         self._ingress.join(2.0)
         self._observer.shutdown()
         self._core.close()
-
-    def _join_egress(self) -> None:
-        self._egress_stopping.set()
-        self._egress.join(2.0)
 
     def _hear(self) -> None:
         """The ingress thread."""
@@ -264,7 +255,7 @@ class EngineProcess:
     def _send(self) -> None:
         """The egress thread."""
         while True:
-            is_last = self._egress_stopping.is_set()
+            is_last = self._stopping.is_set()
             deltas = self._scheduler.get_results(0.0 if is_last else IDLE_TICK_S)
             if deltas:
                 self._output.send(wire.encode(wire.Deltas(deltas)))

@@ -49,7 +49,8 @@ class Listener:
         """The engine said something."""
 
     def on_down(self, reason: str) -> None:
-        """The engine ended; nothing that was put will be answered any more."""
+        """The engine ended, or is about to; nothing that was put will be answered any more. May
+        come twice for one end."""
 
     def on_dead(self, error: FastDeployError) -> None:
         """No engine runs, and none will be started."""
@@ -235,6 +236,10 @@ class Supervisor:
             self._listener.on_ready(message.info)
         elif isinstance(message, wire.Failed):
             life.failure = message
+            if life.is_ready:
+                life.is_ready = False
+                self._reason = message.message
+                self._listener.on_down(message.message)
         else:
             self._listener.on_message(message)
 

@@ -142,11 +142,6 @@ class BatchScheduler:
         if len(failed.rows) == 1:
             self._outcome.fail(failed.rows[0].seq.request, message, "FastDeployError")
 
-    def fail_all(self, message: str, error_type: str) -> None:
-        """End every request with an error."""
-        for request in list(self._roster.requests.values()):
-            self._outcome.fail(request, message, error_type)
-
     def fail_oldest(self, message: str) -> None:
         """End the request that has waited longest; for states that should not exist."""
         request = next(iter(self._roster.requests.values()), None)

@@ -130,8 +130,8 @@ class CompletionJob:
                     if index not in choices:
                         (choices[index],) = self._new_choices(1)
                         if self._body.echo:
-                            chunk = self._echo_chunk(index, number, output, choices[index])
-                            yield self._with_usage(chunk, usage, continuous)
+                            echo = self._echo_chunk(index, number, output, choices[index])
+                            yield self._with_usage(echo, usage, continuous)
                     chunk = self._chunk(index, number, choices[index], part)
                     if chunk is not None:
                         yield self._with_usage(chunk, usage, continuous)

@@ -84,7 +84,10 @@ class CompletionLogprobs:
         self, positions: Sequence[Position | None], token_ids: Sequence[int]
     ) -> dict[str, Any]:
         """The next tokens; a position without values is the first token of a prompt."""
-        tokens, values, tops, offsets = [], [], [], []
+        tokens: list[str] = []
+        values: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
         for token_id, position in zip(token_ids, positions, strict=True):
             name = self._names(token_id)
             tokens.append(name)

@@ -123,8 +123,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if report.skipped and isinstance(report.longrepr, tuple):
         reason = str(report.longrepr[2]).removeprefix("Skipped: ")
     elif report.failed:
-        reason = str(call.excinfo.value if call.excinfo else "").strip().splitlines()[:1]
-        reason = reason[0] if reason else "failed"
+        lines = str(call.excinfo.value if call.excinfo else "").strip().splitlines()
+        reason = lines[0] if lines else "failed"
     marker = item.get_closest_marker("capability")
     item.config.stash[_OUTCOMES][item.nodeid] = {
         "test": item.name,

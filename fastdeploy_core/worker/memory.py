@@ -1,4 +1,4 @@
-"""How much memory the KV pool may take, and how many blocks that is."""
+"""How much memory the KV pool may take."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
-from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.contracts.device import MemoryInfo
-from fastdeploy_core.errors import ResourceError
-from fastdeploy_core.types.worker import WorkerInfo
 
 GIB = 1024**3
 POLL_S = 0.002
@@ -59,6 +56,7 @@ class MemoryProfile:
     step_bytes: int
     utilization: float
     shared_with: int = 0  # ranks that share this memory with the whole host; 0: device memory
+    most_bytes: int = 0  # all that the batch could ever hold; what is shared gives no more
 
     @property
     def available_bytes(self) -> int:
@@ -67,6 +65,7 @@ class MemoryProfile:
         left = int(self.total_bytes * self.utilization) - used - self.step_bytes
         if self.shared_with:
             left = min(left, int(self.free_bytes * SHARED_FRACTION)) // self.shared_with
+            left = min(left, self.most_bytes)
         return left
 
     def arithmetic(self) -> str:
@@ -80,47 +79,6 @@ class MemoryProfile:
         if self.shared_with:
             text += (
                 f", at most {SHARED_FRACTION:g} of {self.free_bytes / GIB:.2f} GiB free host memory"
-                f" for {self.shared_with} rank(s)"
+                f" for {self.shared_with} rank(s), and {self.most_bytes / GIB:.2f} GiB hold a full batch"
             )
         return f"{text} = {self.available_bytes / GIB:.2f} GiB for the KV cache"
-
-
-@dataclass(frozen=True, slots=True)
-class BlockPlan:
-    """Sizes of both tiers."""
-
-    num_blocks: int
-    num_host_blocks: int
-
-
-def blocks_per_sequence(max_model_len: int, block_size: int) -> int:
-    """Blocks that one sequence of full length takes."""
-    return -(-max_model_len // block_size)
-
-
-def plan_blocks(infos: list[WorkerInfo], config: EngineConfig) -> BlockPlan:
-    """Block counts that every rank can hold, or ResourceError with the arithmetic."""
-    info = min(infos, key=lambda i: i.available_bytes)
-    needed = blocks_per_sequence(info.max_model_len, info.block_size)
-    num_blocks = config.cache.num_blocks_override
-    if num_blocks is None:
-        num_blocks = max(info.available_bytes, 0) // info.bytes_per_block
-    if num_blocks < needed:
-        raise ResourceError(too_little(info, num_blocks, needed))
-    num_host_blocks = 0
-    if config.cache.swap_space_bytes and info.host_tier:
-        num_host_blocks = config.cache.swap_space_bytes // (info.bytes_per_block * len(infos))
-    return BlockPlan(num_blocks, num_host_blocks)
-
-
-def too_little(info: WorkerInfo, num_blocks: int, needed: int) -> str:
-    """What failed, what was asked, what is possible, what to change."""
-    possible = num_blocks * info.block_size
-    return (
-        f"the KV cache is too small: one sequence of --max-model-len {info.max_model_len} needs "
-        f"{needed} blocks of {info.block_size} tokens "
-        f"({needed * info.bytes_per_block / GIB:.2f} GiB); {num_blocks} fit "
-        f"({info.available_bytes / GIB:.2f} GiB; {info.memory_arithmetic or 'as configured'}); "
-        f"lower --max-model-len to {possible} or less, raise --gpu-memory-utilization, or lower "
-        "--max-num-batched-tokens or --max-num-seqs"
-    )

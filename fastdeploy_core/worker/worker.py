@@ -240,7 +240,8 @@ class Worker:
             ) from error
         logits_bytes = PenaltyTables.num_bytes(self.config.batch.max_num_seqs, runner.vocab_size)
         peak = before.free_bytes - water.free_bytes - num_blocks * bytes_per_block
-        limits = device.limits
+        limits, config = device.limits, self.config
+        per_sequence = -(-config.model.max_model_len // config.cache.block_size)
         return MemoryProfile(
             total_bytes=before.total_bytes,
             free_bytes=before.free_bytes,
@@ -248,6 +249,7 @@ class Worker:
             step_bytes=max(0, peak) + logits_bytes,
             utilization=self.config.cache.memory_utilization,
             shared_with=self.world_size if limits.shares_host_memory else 0,
+            most_bytes=config.batch.max_num_seqs * per_sequence * bytes_per_block,
         )
 
 

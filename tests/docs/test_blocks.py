@@ -24,8 +24,6 @@ from fastdeploy_core.config.argument_values import BY_SPELLING, NEGATIVE
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"^( *)```(\w+)([^\n]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# Flags of commands other than `serve`, which have parsers of their own.
-OTHER_FLAGS = re.compile(r"fastdeploy (?!serve)")
 
 
 class Block(NamedTuple):
@@ -86,9 +84,20 @@ def test_json_parses(block: Block) -> None:
     json.loads(block.text)
 
 
+def _command_lines(text: str) -> list[str]:
+    """Lines joined until their quotes close."""
+    lines: list[str] = []
+    for line in text.replace("\\\n", " ").splitlines():
+        if lines and lines[-1].count("'") % 2:
+            lines[-1] += "\n" + line
+        else:
+            lines.append(line)
+    return lines
+
+
 @pytest.mark.parametrize("block", _of("bash"))
 def test_commands_exist(block: Block) -> None:
-    for line in block.text.replace("\\\n", " ").splitlines():
+    for line in _command_lines(block.text):
         words = shlex.split(line, comments=True)
         for at, word in enumerate(words[:-1]):
             if Path(word).name != "fastdeploy":

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,12 +63,8 @@ def descendants():
 async def engine_of(**options):
     """An engine, and the proof that it leaves nothing behind."""
     before = descendants()
-    scheduler = options.pop("request_scheduler", None)
-    config = make_config(**options)
-    if scheduler is not None:
-        from dataclasses import replace
-
-        config = replace(config, request_scheduler=scheduler)
+    limits = options.pop("request_scheduler", RequestSchedulerConfig())
+    config = replace(make_config(**options), request_scheduler=limits)
     engine = await AsyncEngine.start(config, resolve(config))
     try:
         yield engine
@@ -192,9 +189,9 @@ def test_storm_of_cancellations_leaves_nothing():
 
             await asyncio.gather(*[brief(i) for i in range(200)])
             deadline = time.monotonic() + PATIENCE_S
-            while (stats := await engine.stats()).num_requests or stats.num_queued:
+            while (stats := await engine.stats()).num_blocks_used or stats.num_queued:
                 assert time.monotonic() < deadline
-            assert stats.num_blocks_used == 0 and engine.num_streams == 0
+            assert stats.num_requests == 0 and engine.num_streams == 0
             await assert_serves(engine)
 
     asyncio.run(main())
@@ -239,9 +236,11 @@ def test_full_queue_refuses_and_recovers():
         limits = RequestSchedulerConfig(max_size=2)
         async with engine_of(null=SLOW, max_num_seqs=1, request_scheduler=limits) as engine:
             requests = [make_request(f"r{i}", [5, i], max_tokens=20) for i in range(8)]
-            results = await asyncio.gather(
-                *[answer(engine, r) for r in requests], return_exceptions=True
-            )
+            tasks = [asyncio.create_task(answer(engine, requests[0]))]
+            while (await engine.stats()).num_running == 0:
+                pass
+            tasks += [asyncio.create_task(answer(engine, r)) for r in requests[1:]]
+            results = await asyncio.gather(*tasks, return_exceptions=True)
             refused = [r for r in results if isinstance(r, QueueFull)]
             assert len(refused) == 5
             served = [(q, r) for q, r in zip(requests, results, strict=True) if isinstance(r, list)]

@@ -102,9 +102,7 @@ class HygieneConformance(Conformance):
         if any(f.name.endswith(".pth") for f in files):
             pytest.skip("an editable installation; its files lie elsewhere")
         assert any(f.name == "py.typed" for f in files), "py.typed is missing"
-        assert metadata.get_payload() or metadata["Description"], (
-            "the README is not in the metadata"
-        )
+        assert metadata.json.get("description"), "the README is not in the metadata"
 
 
 def load_protocol(kind: str) -> Any:

@@ -349,11 +349,15 @@ class RequestSchedulerConformance(Conformance):
         scheduler = make(instance="slow")
         scheduler.put_requests([request("r")])
         assert len(self.take(scheduler, 1)) == 1
-        until = time.monotonic() + 2.5 * self.lease_s
+        last = time.monotonic()
+        until = last + 2.5 * self.lease_s
         while time.monotonic() < until:
             scheduler.report_load(InstanceLoad("slow", 1, num_running=1))
+            if time.monotonic() - last > self.lease_s / 2:
+                pytest.skip("this machine is too busy to send a heartbeat in time")
+            last = time.monotonic()
             assert scheduler.get_requests(PLENTY, 0.0) == [], "a lease ended despite heartbeats"
-            time.sleep(self.lease_s / 5)
+            time.sleep(self.lease_s / 20)
 
     @pytest.mark.capability("shared_queue")
     def test_two_instances_share_one_queue(self, driver: Any, make: Maker) -> None:

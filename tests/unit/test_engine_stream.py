@@ -1,0 +1,150 @@
+"""Output streams of slow and leaving clients, and what crosses the wire."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.engine import stream as stream_module
+from fastdeploy_core.engine import wire
+from fastdeploy_core.engine.progress import Progress
+from fastdeploy_core.engine.stream import OutputStream
+from fastdeploy_core.errors import FastDeployError, QueueFull, RequestTimeout, WorkerError
+from fastdeploy_core.types import (
+    FinishReason,
+    RequestOutputDelta,
+    SchedulerOutput,
+    SequenceDelta,
+    TokenLogprobs,
+)
+from tests.null_engine import make_config, make_request
+
+
+def delta(position, tokens=(1,), *, index=0, finish=None, **fields):
+    return RequestOutputDelta(
+        request_id="r",
+        position=position,
+        sequences=[SequenceDelta(index=index, token_ids=list(tokens), finish_reason=finish)],
+        **fields,
+    )
+
+
+def collect(stream):
+    async def main():
+        deltas = []
+        while True:
+            deltas.append(await asyncio.wait_for(stream.get(), 5))
+            if deltas[-1].finished:
+                return deltas
+
+    return asyncio.run(main())
+
+
+def test_slow_reader_gets_everything_in_one_delta():
+    stream = OutputStream(make_request("r", [5], n=2, temperature=1.0))
+    logprobs = [TokenLogprobs([7], [-1.0], 1)]
+    first = delta(0, [1], num_cached_tokens=3)
+    second = delta(1, [7], index=1)
+    second.sequences[0].logprobs = logprobs
+    third = delta(2, [9], index=1, finish=FinishReason.STOP)
+    third.sequences[0].logprobs = logprobs
+    for part in (first, second, third, delta(3, [2, 3], finish=FinishReason.LENGTH, finished=True)):
+        assert stream.put(part)
+    (merged,) = collect(stream)
+    assert merged.num_cached_tokens == 3 and merged.position == 0
+    by_index = {seq.index: seq for seq in merged.sequences}
+    assert by_index[0].token_ids == [1, 2, 3] and by_index[0].finish_reason is FinishReason.LENGTH
+    assert by_index[1].token_ids == [7, 9] and by_index[1].logprobs == logprobs * 2
+    assert by_index[1].finish_reason is FinishReason.STOP
+
+
+def test_repeat_is_dropped_and_a_gap_ends_the_stream():
+    stream = OutputStream(make_request("r", [5]))
+    stream.put(delta(0, [1]))
+    stream.put(delta(0, [1]))
+    stream.put(delta(2, [3]))
+    with pytest.raises(WorkerError, match="lost between deltas 1 and 2"):
+        collect(stream)
+
+
+def test_tokens_before_an_error_are_delivered():
+    stream = OutputStream(make_request("r", [5]))
+    stream.put(delta(0, [1, 2]))
+    stream.put(delta(1, [], error="full", error_type="QueueFull", finished=True))
+
+    async def main():
+        assert (await stream.get()).sequences[0].token_ids == [1, 2]
+        with pytest.raises(QueueFull, match="full"):
+            await stream.get()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", ["", "NoSuchError", "TYPE_CHECKING", "annotations"])
+def test_unknown_error_class_is_the_common_one(name):
+    stream = OutputStream(make_request("r", [5]))
+    stream.put(delta(0, [], error="what happened", error_type=name, finished=True))
+    with pytest.raises(FastDeployError, match="what happened"):
+        collect(stream)
+
+
+def test_reader_that_never_reads_loses_its_request_after_a_while(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(stream_module.time, "monotonic", lambda: now[0])
+    stream = OutputStream(make_request("r", [5]))
+    many = list(range(10_000))
+    assert stream.put(delta(0, many))
+    now[0] = 29.0
+    assert stream.put(delta(1, many))
+    now[0] = 31.0
+    assert not stream.put(delta(2, many))
+    with pytest.raises(RequestTimeout, match="did not read"):
+        collect(stream)
+
+
+def test_reader_that_catches_up_is_forgiven(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(stream_module.time, "monotonic", lambda: now[0])
+    stream = OutputStream(make_request("r", [5]))
+    many = list(range(10_000))
+    for position in range(4):
+        now[0] += 20.0
+        assert stream.put(delta(position, many))
+        asyncio.run(stream.get())
+
+
+def test_abort_ends_only_what_is_unfinished():
+    stream = OutputStream(make_request("r", [5], n=2, temperature=1.0))
+    stream.put(delta(0, [1], finish=FinishReason.STOP))
+    stream.abort()
+    stream.put(delta(1, [9], index=1))
+    (last,) = collect(stream)
+    reasons = {seq.index: seq.finish_reason for seq in last.sequences}
+    assert reasons == {0: FinishReason.STOP, 1: FinishReason.ABORT}
+
+
+def test_configuration_survives_the_wire():
+    config = make_config(faults=({"kind": "raise"},), num_drafts=2)
+    sent = wire.encode(config)
+    assert wire.decoder(EngineConfig).decode(sent) == config
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80\x04K\x01.", b"\xc7\x01\x05x", b"\x93\x01\x02\x03"])
+def test_unreadable_bytes_are_a_clean_error(data):
+    for kind in (wire.ToEngine, wire.FromEngine, wire.FromWorker, SchedulerOutput):
+        with pytest.raises(msgspec.MsgspecError):
+            wire.decoder(kind).decode(data)
+
+
+def test_progress_is_seen_from_another_mapping(tmp_path):
+    reader = Progress(tmp_path, create=True)
+    writer = Progress(tmp_path)
+    assert reader.count == 0 and reader.age_s == 0.0
+    writer.mark()
+    writer.mark()
+    assert reader.count == 2 and 0 <= reader.age_s < 60
+    for end in (reader, writer):
+        end.close()

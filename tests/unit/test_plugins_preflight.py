@@ -1,0 +1,91 @@
+"""The pre-flight child: whatever a plugin does at import, the others and this process go on."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdeploy_core.contracts.base import Accept, Candidate, Decline
+from fastdeploy_core.plugins.preflight import Job, decode_candidate, run
+
+from ..plugin_modules import module_writer
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    return module_writer(tmp_path, monkeypatch)
+
+
+def test_outcomes_come_in_order_and_name_what_happened(write):
+    bad = {
+        write("pf_raises", "raise RuntimeError('no driver\\nhere')"): "RuntimeError: no driver here",
+        write("pf_syntax", "def (:"): "SyntaxError",
+        write("pf_absent", "import no_such_library"): "ModuleNotFoundError",
+        write("pf_exits", "import sys; sys.exit(3)"): "SystemExit: 3",
+        write("pf_quits", "import os, sys; print('bye', file=sys.stderr, flush=True); os._exit(4)"):
+            "ended the process with exit code 4 (bye)",
+        write("pf_kills", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"):
+            "was killed by signal SIGKILL",
+        write("pf_hangs", "import time; time.sleep(600)"): "did not finish within 1 s",
+        write("pf_interrupts", "raise KeyboardInterrupt"): "KeyboardInterrupt",
+        "pf_nowhere": "ModuleNotFoundError",
+    }  # fmt: skip
+    good = write("pf_good", "class Driver:\n    contract = (0, 1)\n")
+    jobs = [Job(m, 1.0 if m == "pf_hangs" else 30.0) for m in bad]
+    jobs += [Job(f"{good}:Driver", 30.0), Job(f"{good}:Missing", 30.0)]
+    outcomes = run(jobs)
+    for expected, outcome in zip(bad.values(), outcomes, strict=False):
+        assert expected in outcome.error
+    assert outcomes[-2].error == "" and outcomes[-2].contract == (0, 1)
+    assert "AttributeError" in outcomes[-1].error
+
+
+def test_noise_of_a_plugin_is_not_mistaken_for_an_answer(write):
+    noisy = write(
+        "pf_noisy",
+        """
+        import os, sys
+        print("x" * 200_000)
+        print("y" * 200_000, file=sys.stderr)
+        os.write(int(sys.argv[1]), b'garbage\\n{"id": 0}\\n[1]\\n')
+        """,
+    )
+    outcome = run([Job(noisy, 30.0)])[0]
+    assert outcome.error == ""
+
+
+def test_probe_is_answered_in_the_child(write):
+    hooks = write(
+        "pf_hooks",
+        """
+        import os
+        from fastdeploy_core.contracts import Accept, Candidate, hookimpl
+        @hookimpl
+        def fd_device_probe(question):
+            return Candidate("chip", Accept(150, f"pid {os.getpid()} {question.tensor_library}"),
+                             {"tensor_library": "torch"})
+        """,
+    )
+    job = Job(hooks, 30.0, ("fd_device_probe",), {"tensor_library": "paddle"})
+    candidate = decode_candidate(run([job])[0].answers["fd_device_probe"])
+    assert candidate is not None and candidate.name == "chip"
+    assert isinstance(candidate.verdict, Accept) and candidate.verdict.score == 150
+    assert candidate.verdict.note.endswith("paddle")
+    assert candidate.details == {"tensor_library": "torch"}
+
+
+def test_decline_survives_the_way_back(write):
+    hooks = write(
+        "pf_decline",
+        """
+        from fastdeploy_core.contracts import Candidate, Decline, hookimpl
+        @hookimpl
+        def fd_device_probe():
+            return Candidate("chip", Decline("no chip"))
+        """,
+    )
+    answers = run([Job(hooks, 30.0, ("fd_device_probe",))])[0].answers
+    assert decode_candidate(answers["fd_device_probe"]) == Candidate("chip", Decline("no chip"))
+
+
+def test_no_jobs_need_no_child():
+    assert run([]) == []
