@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import importlib
 import json
 import logging
@@ -36,25 +37,40 @@ PARENT_GONE = 3  # exit status of a child whose parent died
 MAX_SOCKET_PATH = 100  # the operating system allows 107 bytes
 
 
-def private_folder(purpose: str) -> Path:
-    """A new folder that only this user can enter, short enough for socket paths. Folders of
-    processes that were killed before they could tidy up are removed on the way."""
-    prefix = f"{FOLDER_PREFIX}{purpose}-{os.getpid()}-"
-    folder = Path(tempfile.mkdtemp(prefix=prefix))
-    if len(str(folder)) > MAX_SOCKET_PATH - 20:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
-    for other in folder.parent.glob(f"{FOLDER_PREFIX}*-*-*"):
-        pid = other.name.split("-")[-2]
-        with contextlib.suppress(OSError, ValueError):
-            if other.stat().st_uid == os.getuid() and not Path(f"/proc/{int(pid)}").exists():
-                remove_folder(other)
-    return folder
+class PrivateFolder:
+    """A new folder that only this user can enter, with a path short enough for sockets in it.
 
+    It is locked while its owner lives. What owners left behind that were killed before they could
+    tidy up is removed when the next folder is made.
+    """
 
-def remove_folder(folder: Path) -> None:
-    """Delete a private folder with its sockets."""
-    shutil.rmtree(folder, ignore_errors=True)
+    def __init__(self, purpose: str) -> None:
+        prefix = f"{FOLDER_PREFIX}{purpose}-{os.getpid()}-"
+        self.path = Path(tempfile.mkdtemp(prefix=prefix))
+        if len(str(self.path)) > MAX_SOCKET_PATH - 20:
+            self.path.rmdir()
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
+        # Locked before it has its name: a folder with an unlocked lock file is nobody's any more.
+        unnamed = self.path / "lock.new"
+        self._lock = unnamed.open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unnamed.rename(self.path / "lock")
+        self._sweep()
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def remove(self) -> None:
+        """Delete it with everything in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+    def _sweep(self) -> None:
+        for lock in self.path.parent.glob(f"{FOLDER_PREFIX}*/lock"):
+            # The error is what a folder answers that somebody lives in, or that is not ours.
+            with contextlib.suppress(OSError), lock.open("r+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 def spawn(target: str, init: bytes, label: str) -> subprocess.Popen[bytes]:

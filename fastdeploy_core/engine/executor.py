@@ -209,8 +209,8 @@ class _Peers:
         self._is_stopping = False
         self.loaded: queue.SimpleQueue[WorkerInfo] = queue.SimpleQueue()
         self.cache_ready: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._folder = child.private_folder("tp")
-        address_folder = self._folder / "group"
+        self._folder = child.PrivateFolder("tp")
+        address_folder = self._folder.path / "group"
         address_folder.mkdir(mode=0o700)
         self.address = str(address_folder)
         self._context = zmq.Context()
@@ -265,7 +265,7 @@ class _Peers:
     def tidy(self) -> None:
         """Leave nothing behind."""
         self._context.destroy(linger=0)
-        child.remove_folder(self._folder)
+        self._folder.remove()
 
     def _watch(self) -> None:
         decode = wire.decoder(wire.FromWorker)

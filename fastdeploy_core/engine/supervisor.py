@@ -60,8 +60,8 @@ class _Life:
     """One engine process with its folder and sockets."""
 
     def __init__(self, config: EngineConfig, resolved: ResolvedPlugins) -> None:
-        self.folder = child.private_folder("engine")
-        self.progress = Progress(self.folder, create=True)
+        self.folder = child.PrivateFolder("engine")
+        self.progress = Progress(self.folder.path, create=True)
         self.context = zmq.Context()
         self.output = self.context.socket(zmq.PULL)
         self.output.setsockopt(zmq.RCVHWM, 0)
@@ -85,7 +85,7 @@ class _Life:
         child.end(self.process, grace_s)
         self.context.destroy(linger=0)
         self.progress.close()
-        child.remove_folder(self.folder)
+        self.folder.remove()
 
     def kill(self) -> None:
         """Ask for stacks, then end it whatever state it is in."""

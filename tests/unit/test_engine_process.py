@@ -543,6 +543,13 @@ def test_engine_and_ranks_die_with_their_parent():
         assert parent.stdout.readline() == b"ready\n"
         children = descendants() - before - {parent.pid}
         assert len(children) == 2
+        temporary = Path(tempfile.gettempdir())
+        left = [
+            folder
+            for pid in (parent.pid, *children)
+            for folder in temporary.glob(f"{child.FOLDER_PREFIX}*-{pid}-*")
+        ]
+        assert len(left) == 2
     finally:
         parent.kill()
         parent.wait()
@@ -551,13 +558,15 @@ def test_engine_and_ranks_die_with_their_parent():
     while any(Path(f"/proc/{pid}/cmdline").exists() for pid in children):
         assert time.monotonic() < deadline, "orphans are left"
         time.sleep(0.05)
-    # Its folder could not be tidied up by anybody; the next one of ours does.
-    left = list(Path(tempfile.gettempdir()).glob(f"{child.FOLDER_PREFIX}engine-{parent.pid}-*"))
-    child.remove_folder(child.private_folder("engine"))
-    assert left and not any(folder.exists() for folder in left)
+    # Their folders could not be tidied up by anybody; the next one to make a folder does.
+    child.PrivateFolder("engine").remove()
+    assert not any(folder.exists() for folder in left)
 
 
-def test_private_folder_is_private():
-    folder = child.private_folder("test")
-    assert folder.stat().st_mode & 0o777 == 0o700 and folder.stat().st_uid == os.getuid()
-    child.remove_folder(folder)
+def test_private_folder_is_private_and_safe_while_its_owner_lives():
+    folder = child.PrivateFolder("test")
+    child.PrivateFolder("test").remove()
+    status = folder.path.stat()
+    assert status.st_mode & 0o777 == 0o700 and status.st_uid == os.getuid()
+    folder.remove()
+    assert not folder.path.exists()

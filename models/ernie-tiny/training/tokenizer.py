@@ -85,7 +85,10 @@ def write_json(path: Path, content: object) -> None:
 def save(tokenizer: Tokenizer, folder: Path) -> None:
     """Write tokenizer.json and the files transformers reads beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    content = json.loads(tokenizer.to_str())
+    for token in content["added_tokens"]:  # the trainer calls every token it was given special
+        token["special"] = token["content"] in SPECIAL
+    write_json(folder / "tokenizer.json", content)
     named = {
         "bos_token": "<s>",
         "eos_token": "<|im_end|>",
