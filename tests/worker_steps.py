@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from fastdeploy_core.config import (
     BatchConfig,
@@ -53,10 +54,24 @@ LLAMA = {
 }
 
 
-def write_model(folder: Path) -> Path:
-    """A folder with nothing but a config.json; weights are made up by --load-format dummy."""
+def write_model(folder: Path, *, with_tokenizer: bool = False) -> Path:
+    """A config.json, on request a tokenizer.json; weights are made up by --load-format dummy."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    config = dict(LLAMA)
+    if with_tokenizer:
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=300,
+            show_progress=False,
+            special_tokens=["<unk>", "<s>", "</s>", "<think>", "</think>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        )
+        tokenizer.train_from_iterator(['{"name": "value", "list": [1, 2, 3]}'] * 5, trainer)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        config["vocab_size"] = tokenizer.get_vocab_size() + 5
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 
@@ -206,7 +221,9 @@ class Steps:
         self.add(seq_id, tokens, sampling, **fields)
         self.new[seq_id].num_prompt_tokens = prompt
 
-    def alone(self, prompt: list[int], count: int, sampling: SamplingParams, seed: int) -> list[int]:
+    def alone(
+        self, prompt: list[int], count: int, sampling: SamplingParams, seed: int
+    ) -> list[int]:
         """`count` tokens of one sequence that has the worker to itself, one step at a time."""
         self.add(10**6, prompt, sampling, seed=seed)
         for _ in range(count):

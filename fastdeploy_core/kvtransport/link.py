@@ -142,8 +142,8 @@ class Link:
             return
         self.closed_reason = reason
         with contextlib.suppress(OSError):
-            if not self.outgoing:
-                self.sock.send(wire.frame(wire.encode(wire.Bye(reason))))
+            self.outgoing += wire.frame(wire.encode(wire.Bye(reason)))
+            self.sock.send(self.outgoing)
         self.sock.close()
         for fd in self._fds:
             os.close(fd)

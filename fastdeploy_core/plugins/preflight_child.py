@@ -64,6 +64,7 @@ def _do(job: dict[str, Any], result: dict[str, Any]) -> None:
     target: Any = importlib.import_module(module_name)
     for part in filter(None, attribute.split(".")):
         target = getattr(target, part)
+    _check_threads()
     contract = getattr(target, "contract", None)
     if isinstance(contract, tuple) and all(isinstance(n, int) for n in contract):
         result["contract"] = list(contract)
@@ -74,6 +75,21 @@ def _do(job: dict[str, Any], result: dict[str, Any]) -> None:
         if function is None or not hasattr(function, "fastdeploy_impl"):
             continue
         result["answers"][hook] = _ask(function, hook, job.get("question", {}))
+
+
+def _check_threads() -> None:
+    """A thread that is no daemon would keep the server from ever ending."""
+    import threading
+
+    deadline = time.monotonic() + 0.3
+    while True:
+        others = threading.enumerate()
+        left = [t.name for t in others if not t.daemon and t is not threading.main_thread()]
+        if not left:
+            return
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"importing it leaves threads running: {', '.join(left)}")
+        time.sleep(0.01)
 
 
 def _facts(target: Any) -> dict[str, Any]:

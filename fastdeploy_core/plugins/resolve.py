@@ -70,6 +70,7 @@ def resolve(
         logger.warning("%s", problem)
     for decision in resolved.decisions:
         logger.info("%s %s: %s", decision.kind, decision.winner, decision.why)
+    hooks.notify("fd_configure", config=config)
     return resolved
 
 

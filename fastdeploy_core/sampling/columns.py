@@ -63,9 +63,7 @@ class SamplingColumns:
         self.looks_back = np.zeros(max_num_seqs, dtype=bool)  # drafts cannot be judged
         self.bias: list[tuple[np.ndarray, np.ndarray] | None] = [None] * max_num_seqs
 
-    def add(
-        self, slot: int, params: SamplingParams, seed: int, looks_back: bool = False
-    ) -> None:
+    def add(self, slot: int, params: SamplingParams, seed: int, looks_back: bool = False) -> None:
         """Fill one slot's entries; bits of masks, grammars and processors are set by their owners."""
         flags = 0
         if not params.is_greedy:

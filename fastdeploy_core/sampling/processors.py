@@ -121,9 +121,8 @@ def load_processors(
 
 def find_processor(name: str) -> type[Any]:
     """A processor class by entry-point name, or by "module:Class" as the operator wrote it."""
-    builtin = {c.__name__: c for c in (ThinkingBudgetLogitsProcessor, LogitBiasLogitsProcessor)}
-    if name in builtin:
-        return builtin[name]
+    if name in BUILTIN_PROCESSORS:
+        return BUILTIN_PROCESSORS[name]
     if ":" not in name:
         return plugins.lookup("logits_processor", name)
     module, _, attribute = name.partition(":")
@@ -132,7 +131,7 @@ def find_processor(name: str) -> type[Any]:
     except (ImportError, AttributeError) as error:
         raise PluginLoadError(
             f"logits processor {name!r} cannot be imported: {error}; --logits-processors takes "
-            f"module:Class or one of: {', '.join(sorted(builtin))}"
+            f"module:Class or one of: {', '.join(sorted(BUILTIN_PROCESSORS))}"
         ) from error
 
 
@@ -194,3 +193,9 @@ class LogitBiasLogitsProcessor:
                 param="logits_processors_args",
             )
         return ids, values
+
+
+# These take part only where a request gives them arguments.
+BUILTIN_PROCESSORS: dict[str, type[Any]] = {
+    c.__name__: c for c in (ThinkingBudgetLogitsProcessor, LogitBiasLogitsProcessor)
+}

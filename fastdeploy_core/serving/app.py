@@ -22,7 +22,7 @@ from fastdeploy_core.errors import FastDeployError
 
 from .errors import ApiError, to_api_error
 from .middleware import Bodies, Guard, Hosts, Keys
-from .routes_openai import openai_router
+from .routes_openai import body_schemas, openai_router
 from .routes_service import service_router
 from .state import Engine, ServerState
 
@@ -64,6 +64,7 @@ def create_app(
     app.state.server = state
     app.include_router(openai_router(state))
     app.include_router(service_router(state))
+    _describe_bodies(app)
     for distribution, router in routers:
         app.include_router(router, prefix=f"/plugins/{distribution}")
     for kind in (ApiError, FastDeployError, ValidationError, RequestValidationError, HTTPException):
@@ -82,6 +83,18 @@ def create_app(
     app.add_middleware(Hosts, allowed=config.allowed_hosts)
     app.add_middleware(Guard, observe=state.metrics.answered)
     return app
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    """Add the bodies our routes read themselves to the OpenAPI description."""
+    describe = app.openapi
+
+    def with_bodies() -> dict[str, Any]:
+        schema = describe()
+        schema.setdefault("components", {}).setdefault("schemas", {}).update(body_schemas())
+        return schema
+
+    app.openapi = with_bodies  # type: ignore[method-assign]
 
 
 async def _error_response(_: Request, error: Exception) -> Response:

@@ -18,7 +18,7 @@ from .generation import run
 from .logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from .protocol import ChatCompletionRequest
 from .state import ServerState
-from .usage import Usage, request_options
+from .usage import Call, Usage, request_options
 
 _PROMPT_TAIL_TOKENS = 64  # enough for a reasoning parser to see whether thinking has begun
 
@@ -26,13 +26,11 @@ _PROMPT_TAIL_TOKENS = 64  # enough for a reasoning parser to see whether thinkin
 class ChatJob:
     """One chat completion call."""
 
-    def __init__(
-        self, state: ServerState, body: ChatCompletionRequest, call_id: str, tenant: str
-    ) -> None:
+    def __init__(self, state: ServerState, body: ChatCompletionRequest, call: Call) -> None:
         self._state = state
         self._body = body
-        self._tenant = tenant
-        self._id = f"chatcmpl-{call_id}"
+        self._call = call
+        self._id = f"chatcmpl-{call.id}"
         self._created = int(time.time())
         self._model = state.check_model(body.model)
         self._kwargs = body.template_kwargs(dict(state.config.default_chat_template_kwargs))
@@ -66,7 +64,7 @@ class ChatJob:
             state.default_sampling, structured_outputs=self._constraint, **wanted
         )
         self._request = await state.engine_request(
-            prompt, sampling, **options, **request_options(state, body, self._tenant)
+            prompt, sampling, **options, **request_options(state, body, self._call)
         )
         if isinstance(prompt, str):
             self._prompt_tail = prompt[-1024:]

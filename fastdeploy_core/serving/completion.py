@@ -19,7 +19,7 @@ from .generation import merge, run
 from .logprobs import CompletionLogprobs, Position, TokenNames, prompt_logprobs
 from .protocol import CompletionRequest
 from .state import ServerState
-from .usage import Usage, request_options
+from .usage import Call, Usage, request_options
 
 
 @dataclass(slots=True)
@@ -42,13 +42,11 @@ class _Choice:
 class CompletionJob:
     """One text completion call."""
 
-    def __init__(
-        self, state: ServerState, body: CompletionRequest, call_id: str, tenant: str
-    ) -> None:
+    def __init__(self, state: ServerState, body: CompletionRequest, call: Call) -> None:
         self._state = state
         self._body = body
-        self._tenant = tenant
-        self._id = f"cmpl-{call_id}"
+        self._call = call
+        self._id = f"cmpl-{call.id}"
         self._created = int(time.time())
         self._model = state.check_model(body.model)
         self._n = body.n or 1
@@ -75,7 +73,7 @@ class CompletionJob:
         # Nothing is generated for max_tokens=0, but a prompt's own logprobs need one step.
         wanted["max_tokens"] = max(1, body.max_tokens) if body.max_tokens is not None else None
         sampling = body.sampling(state.default_sampling, **wanted)
-        options = request_options(state, body, self._tenant)
+        options = request_options(state, body, self._call)
         self._requests = await asyncio.gather(
             *(
                 state.engine_request(

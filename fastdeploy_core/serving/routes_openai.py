@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -21,13 +22,33 @@ from .protocol import (
 )
 from .respond import answer, json_response
 from .state import ServerState
+from .usage import Call
+
+BODIES: tuple[type[BaseModel], ...] = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
+_REF = "#/components/schemas/{model}"
+TIMEOUT_HEADER = "x-request-timeout"
+MAX_TIMEOUT_S = 1e6
 
 
 def _body_of(model: type[BaseModel]) -> dict[str, Any]:
-    """The OpenAPI entry of a body that is read by read_model."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
+    """The OpenAPI entry of a body that is read by read_model, which FastAPI knows nothing of."""
+    schema = {"$ref": _REF.format(model=model.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def body_schemas() -> dict[str, Any]:
+    """OpenAPI components of all bodies."""
+    schemas: dict[str, Any] = {}
+    for model in BODIES:
+        schema = model.model_json_schema(ref_template=_REF)
+        schemas.update(schema.pop("$defs", {}))
+        schemas[model.__name__] = schema
+    return schemas
 
 
 def openai_router(state: ServerState) -> APIRouter:
@@ -38,12 +59,12 @@ def openai_router(state: ServerState) -> APIRouter:
     @router.post("/v1/chat/completions", openapi_extra=_body_of(ChatCompletionRequest))
     async def chat_completions(http: Request) -> Response:
         body = await read_model(http, ChatCompletionRequest)
-        return await answer(http, state, ChatJob(state, body, *_identity(http)))
+        return await answer(http, state, ChatJob(state, body, _call(http)))
 
     @router.post("/v1/completions", openapi_extra=_body_of(CompletionRequest))
     async def completions(http: Request) -> Response:
         body = await read_model(http, CompletionRequest)
-        return await answer(http, state, CompletionJob(state, body, *_identity(http)))
+        return await answer(http, state, CompletionJob(state, body, _call(http)))
 
     @router.get("/v1/models")
     async def models() -> Response:
@@ -83,9 +104,22 @@ def openai_router(state: ServerState) -> APIRouter:
     return router
 
 
-def _identity(http: Request) -> tuple[str, str]:
-    """Our id of the call, and whose call it is."""
-    return http.state.request_id, getattr(http.state, "tenant", "")
+def _call(http: Request) -> Call:
+    """What the connection says about a call: our id, whose it is, how long it may take."""
+    timeout_s = None
+    given = http.headers.get(TIMEOUT_HEADER)
+    if given is not None:
+        try:
+            timeout_s = float(given)
+        except ValueError:
+            timeout_s = math.nan
+        if not 0.0 < timeout_s <= MAX_TIMEOUT_S:
+            raise ApiError(
+                400,
+                f"{TIMEOUT_HEADER} must be a number of seconds up to {MAX_TIMEOUT_S:g}",
+                param=TIMEOUT_HEADER,
+            )
+    return Call(http.state.request_id, getattr(http.state, "tenant", ""), timeout_s)
 
 
 def _card(state: ServerState, name: str, created: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from fastdeploy_core.types import RequestOutput
@@ -38,11 +39,21 @@ class Usage:
         return usage
 
 
-def request_options(state: ServerState, body: SamplingFields, tenant: str) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is known of an API call beside its body."""
+
+    id: str
+    tenant: str = ""
+    timeout_s: float | None = None
+
+
+def request_options(state: ServerState, body: SamplingFields, call: Call) -> dict[str, Any]:
     """Scheduling options of a call's engine requests."""
+    limits = [t for t in (state.config.request_timeout_s, call.timeout_s) if t is not None]
     return {
         "priority": body.priority or 0,
         "cache_salt": body.cache_salt or "",
-        "tenant": tenant,
-        "deadline_s": state.config.request_timeout_s,
+        "tenant": call.tenant,
+        "deadline_s": min(limits, default=None),
     }

@@ -8,9 +8,12 @@ make the launch wait for the previous step, and then only after the forward pass
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +24,7 @@ from fastdeploy_core.layers.context import ForwardContext
 from fastdeploy_core.sampling import columns as bits
 from fastdeploy_core.sampling.columns import SamplingColumns, SamplingPlan
 from fastdeploy_core.sampling.logprobs import gather, read
+from fastdeploy_core.sampling.processors import BUILTIN_PROCESSORS
 from fastdeploy_core.sampling.sampler import Sampled, SamplingStep
 from fastdeploy_core.types import BlockCopies, NewSequence, SchedulerOutput
 
@@ -119,16 +123,42 @@ class ModelRunner:
     def launch(self, step: SchedulerOutput) -> PendingOutput:
         """Queue the step. WorkerError: this rank is lost or was told nonsense; ResourceError: the
         step did not fit into device memory, and smaller ones may."""
-        with self._lock, self._xp.no_grad():
-            try:
-                return self._launch(step)
-            except FastDeployError:
-                raise
-            except Exception as error:
-                raise self._explain(error, step) from error
+        what = f"step {step.step_id}"
+        with self._explained(what), self._xp.no_grad():
+            return self._launch(step)
 
     def _launch(self, step: SchedulerOutput) -> PendingOutput:
         began = time.perf_counter()
+        with self._lock:
+            launched, batch = self._prepare(step)
+        if batch is None:
+            launched.is_read = True
+            launched.launch_s = time.perf_counter() - began
+            return PendingOutput(launched, self.read_until, None)
+        # Without the lock: where the forward pass runs at once, the tokens of the step before can
+        # be read meanwhile.
+        forward_began = time.perf_counter()
+        hidden = self._forward(*batch)
+        logits = self._sample_logits(hidden, launched.rows)
+        launched.model_s = time.perf_counter() - forward_began
+        self._prompt_logprobs(launched, hidden, batch[1])
+        with self._lock:
+            if logits is not None:
+                self._sample(launched, logits)
+            self._unread.append(launched)
+            if launched.rows.num_drafts.any():
+                self.read_until(launched)  # how many were right decides the next positions
+            if self._rank:  # rank 0 answers; this one only keeps the tokens on its device
+                self._unread.clear()
+                launched.is_read, launched.sequences = True, ()
+        event = self._device.record_event()
+        launched.launch_s = time.perf_counter() - began
+        return PendingOutput(launched, self.read_until, event)
+
+    def _prepare(
+        self, step: SchedulerOutput
+    ) -> tuple[Launched, tuple[Tensor, AttentionBatch] | None]:
+        """Take over what the message says; None when there is nothing to run."""
         batch = self.batch
         for seq_id in step.finished_seq_ids:
             batch.remove(seq_id)
@@ -138,31 +168,13 @@ class ModelRunner:
         self._move_blocks(step.copies)
         rows = batch.rows(step.sequences, self._cannot_judge_drafts)
         launched = Launched(step.step_id, step.sequences, rows, batch.owner[rows.slots])
-        if not step.sequences:
-            launched.is_read = True
-            launched.launch_s = time.perf_counter() - began
-            return PendingOutput(launched, self.read_until, None)
-        attention, token_slots, positions = batch.attention_batch(rows)
-        input_ids = batch.input_ids(rows, token_slots, positions)
-        forward_began = time.perf_counter()
-        hidden = self._forward(input_ids, attention)
-        logits = self._sample_logits(hidden, rows)
-        launched.model_s = time.perf_counter() - forward_began
-        self._prompt_logprobs(launched, hidden, attention)
-        if logits is not None:
-            self._sample(launched, logits)
         for row, sequence in enumerate(step.sequences) if self._refused else ():
             if sequence.seq_id in self._refused:
                 launched.errors[row] = self._refused[sequence.seq_id]
-        self._unread.append(launched)
-        if rows.num_drafts.any():
-            self.read_until(launched)  # how many drafts were right decides the next positions
-        if self._rank:  # rank 0 answers; this one only keeps the tokens on its device
-            self._unread.clear()
-            launched.is_read, launched.sequences = True, ()
-        event = self._device.record_event()
-        launched.launch_s = time.perf_counter() - began
-        return PendingOutput(launched, self.read_until, event)
+        if not step.sequences:
+            return launched, None
+        attention, token_slots, positions = batch.attention_batch(rows)
+        return launched, (batch.input_ids(rows, token_slots, positions), attention)
 
     def _add(self, new: NewSequence) -> None:
         slot = self.batch.add(new)
@@ -265,12 +277,11 @@ class ModelRunner:
         """Bring the tokens of every step up to `last` to the host, in order of launch."""
         if last is None or last.is_read:
             return
-        with self._lock, self._xp.no_grad():
+        with self._explained(f"reading step {last.step_id}"), self._lock, self._xp.no_grad():
             while not last.is_read:
                 self._read(self._unread.popleft())
 
     def _read(self, launched: Launched) -> None:
-        launched.is_read = True
         rows, sampled, plan = launched.rows, launched.sampled, launched.plan
         if sampled is not None and plan is not None:
             ids = launched.token_ids = self._device.to_host(sampled.token_ids).copy()
@@ -284,9 +295,10 @@ class ModelRunner:
                 launched.logprobs = dict(zip(sampled.logprobs.rows.tolist(), records, strict=True))
         for row, tensors in launched.prompt_logprobs:
             records = read(self._device, tensors)
-            if any(value != value for record in records for value in record.logprobs):
+            if not all(math.isfinite(value) for record in records for value in record.logprobs):
                 launched.errors[row] = NAN
             launched.prompt_rows.setdefault(row, []).extend(records)
+        launched.is_read = True  # last: another thread may be looking at it without the lock
 
     def _find_broken_rows(self, launched: Launched, sampled: Sampled) -> None:
         for values, error in ((sampled.possible, FORBIDDEN), (sampled.peak, NAN)):
@@ -329,18 +341,26 @@ class ModelRunner:
                 if row not in launched.errors and not self._state.advance(slot, token):
                     launched.errors[row] = NOT_IN_GRAMMAR
 
-    def _explain(self, error: Exception, step: SchedulerOutput) -> FastDeployError:
-        what = (
-            f"step {step.step_id} with {step.num_tokens} tokens of {len(step.sequences)} sequences"
-        )
-        if self._device.is_oom(error):
-            return ResourceError(
-                f"device memory ran out in {what}; lower --gpu-memory-utilization, "
-                "--max-num-batched-tokens or --max-num-seqs"
-            )
-        if self._device.is_lost(error):
-            return WorkerError(f"the device of rank {self._rank} is lost in {what}: {error}")
-        return WorkerError(f"{what} failed on rank {self._rank}: {type(error).__name__}: {error}")
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """What a library raises, in this project's terms."""
+        try:
+            yield
+        except FastDeployError:
+            raise
+        except Exception as error:
+            if self._device.is_oom(error):
+                raise ResourceError(
+                    f"device memory ran out in {what}; lower --gpu-memory-utilization, "
+                    "--max-num-batched-tokens or --max-num-seqs"
+                ) from error
+            if self._device.is_lost(error):
+                raise WorkerError(
+                    f"the device of rank {self._rank} is lost in {what}: {error}"
+                ) from error
+            raise WorkerError(
+                f"{what} failed on rank {self._rank}: {type(error).__name__}: {error}"
+            ) from error
 
 
 def looks_back(new: NewSequence, config: EngineConfig) -> bool:
@@ -354,5 +374,5 @@ def looks_back(new: NewSequence, config: EngineConfig) -> bool:
         or new.grammar is not None
         or params.thinking_token_budget is not None
         or params.logits_processors_args
-        or config.logits_processors
+        or any(name not in BUILTIN_PROCESSORS for name in config.logits_processors)
     )

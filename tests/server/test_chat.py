@@ -263,3 +263,29 @@ def test_any_name_is_answered_when_none_was_given(server: LiveServer, client: ht
     assert chat(client, model="whatever")["model"] == "whatever"
     body = client.post("/v1/chat/completions", json={"messages": ASK["messages"]}).json()
     assert body["model"] == "tiny"
+
+
+def test_a_requests_own_template_is_used_only_where_it_is_trusted(
+    engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    with (
+        live(engine, tokenizer, trust_request_chat_template=True) as server,
+        httpx.Client(base_url=server.url, timeout=30) as client,
+    ):
+        chat(client, chat_template="<{{ messages[0].content }}>")
+        assert tokenizer.decode(engine.requests[-1].prompt_token_ids) == "<Hi>"
+        for hostile in (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "{{ 'a' * 2000000000 }}",
+            "{{ messages.__class__.__mro__ }}",
+            "{% if %}",
+        ):
+            assert refused(client, chat_template=hostile)["message"]
+        assert chat(client)["choices"]
+
+
+def test_the_template_can_be_left_out(
+    engine: ScriptedEngine, tokenizer: Tokenizer, client: httpx.Client
+) -> None:
+    chat(client, disable_chat_template=True)
+    assert tokenizer.decode(engine.requests[-1].prompt_token_ids) == "Hi"

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import re
+
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fastdeploy_core import __version__
 from fastdeploy_core.tokenizer import Tokenizer
-from tests.server_support import ScriptedEngine, live
+from tests.server_support import ScriptedEngine, live, wait_for
 
 COUNTERS = [
     "requests_number",
@@ -134,3 +139,29 @@ def test_plugins_lists_the_cores_own_drivers(client: httpx.Client) -> None:
     assert {"kind": "device", "name": "null"}.items() <= next(
         row for row in rows if row["name"] == "null"
     ).items()
+
+
+def test_the_description_of_the_api_is_whole(client: httpx.Client) -> None:
+    """Every reference leads somewhere, and every body is described."""
+    text = client.get("/openapi.json").text
+    described = json.loads(text)
+    for name in set(re.findall(r'"#/components/schemas/([^"]+)"', text)):
+        assert name in described["components"]["schemas"], name
+    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+        assert described["paths"][path]["post"]["requestBody"]["required"]
+    chat = described["components"]["schemas"]["ChatCompletionRequest"]["properties"]
+    assert {"messages", "temperature", "tools", "response_format"} <= chat.keys()
+
+
+def test_log_lines_have_sizes_and_never_text(
+    engine: ScriptedEngine, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    options = {"log_requests": True, "log_stats": True, "stats_interval_s": 0.05}
+    with live(engine, tokenizer, **options) as server:
+        body = {"prompt": "very secret words", "max_tokens": 3}
+        assert httpx.post(server.url + "/v1/completions", json=body).status_code == 200
+        wait_for(lambda: "tokens/s" in caplog.text, "the scheduler line")
+    assert re.search(r"17 prompt tokens, 3 generated, length, first after", caplog.text)
+    assert re.search(r"prompt \d+\.\d tokens/s, generation \d+\.\d tokens/s, running", caplog.text)
+    assert "secret" not in caplog.text

@@ -88,6 +88,18 @@ def test_clients_that_leave_give_their_blocks_back(
     assert gauge(client, "num_requests_running") == 0
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_deadline_ends_a_request(client: httpx.Client, stream: bool) -> None:
+    body = {**BODY, "max_tokens": 500, "stream": stream}
+    answer = client.post("/v1/completions", json=body, headers={"X-Request-Timeout": "0.2"})
+    assert "deadline" in answer.text
+    assert '"code":504' in answer.text
+    assert answer.status_code == (200 if stream else 504)
+    for wrong in ("0", "-1", "soon", "nan"):
+        answer = client.post("/v1/completions", json=BODY, headers={"X-Request-Timeout": wrong})
+        assert answer.status_code == 400
+
+
 def test_health_is_green_and_counters_move(client: httpx.Client) -> None:
     for path in ("/health", "/health/ready", "/health/live", "/ping"):
         assert client.get(path).status_code == 200

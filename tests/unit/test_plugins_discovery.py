@@ -12,8 +12,7 @@ from fastdeploy_core.contracts.base import KINDS
 from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.plugins import discovery
 from fastdeploy_core.plugins.discovery import build_inventory, discover
-
-from ..plugin_modules import core_entry, entry
+from tests.plugin_modules import core_entry, entry
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from fastdeploy_core.contracts.base import Accept, Candidate
 from fastdeploy_core.contracts.device import DeviceQuestion
 from fastdeploy_core.errors import PluginError
 from fastdeploy_core.plugins.manager import HookManager, call_with_limit, hook_names
-
-from ..plugin_modules import core_entry, entry, module_writer
+from tests.plugin_modules import core_entry, entry, module_writer
 
 HEAD = "from fastdeploy_core.contracts import Accept, Candidate, Decline, hookimpl\n"
 
@@ -51,7 +50,12 @@ def test_first_result_stops_at_the_first_answer(write):
 
 @pytest.mark.parametrize(
     "source",
-    ["raise RuntimeError('x')", "import sys; sys.exit(3)", "raise KeyError", "import nowhere_at_all"],
+    [
+        "raise RuntimeError('x')",
+        "import sys; sys.exit(3)",
+        "raise KeyError",
+        "import nowhere_at_all",
+    ],
 )
 def test_module_that_fails_to_load_is_left_out_and_named(write, source):
     write("bad", source)

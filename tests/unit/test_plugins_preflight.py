@@ -6,8 +6,7 @@ import pytest
 
 from fastdeploy_core.contracts.base import Accept, Candidate, Decline
 from fastdeploy_core.plugins.preflight import Job, decode_candidate, run
-
-from ..plugin_modules import module_writer
+from tests.plugin_modules import module_writer
 
 
 @pytest.fixture

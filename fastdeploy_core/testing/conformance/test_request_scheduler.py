@@ -40,13 +40,14 @@ def request(name: str, *, tokens: int = 4, priority: int = 0) -> Request:
 
 
 def delta(taken: Request, position: int, *, finished: bool = False) -> RequestOutputDelta:
-    """One token of a request as its engine would report it."""
+    """One token of a request as its engine would report it; another attempt says another token."""
+    token = 1000 * taken.attempt + position
     reason = FinishReason.STOP if finished else None
     return RequestOutputDelta(
         request_id=taken.request_id,
         position=position,
         attempt=taken.attempt,
-        sequences=[SequenceDelta(token_ids=[position], finish_reason=reason)],
+        sequences=[SequenceDelta(token_ids=[token], finish_reason=reason)],
         finished=finished,
     )
 
@@ -310,6 +311,8 @@ class RequestSchedulerConformance(Conformance):
             (0, second.attempt),
             (1, second.attempt),
         ]
+        tokens = [d.sequences[0].token_ids[0] for d in got]
+        assert tokens == [1000 * second.attempt, 1000 * second.attempt + 1], "the zombie is heard"
         assert front.get_results(0.1) == []
 
     @pytest.mark.capability("leases")

@@ -1,0 +1,202 @@
+"""Random request mixes on a real worker, with one loaded model for many differently set engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from fastdeploy_core.config import BatchConfig, CacheConfig, EngineConfig
+from fastdeploy_core.config.arguments import build_engine_config
+from fastdeploy_core.engine.core import EngineCore
+from fastdeploy_core.engine.worker_process import make_worker
+from fastdeploy_core.models.shapes import read_shapes
+from fastdeploy_core.plugins.resolve import resolve
+from fastdeploy_core.plugins.resolved import ResolvedPlugins
+from fastdeploy_core.types import Request, SchedulerOutput
+from tests.checkpoints import VOCAB
+from tests.null_engine import Collector, make_request
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 56
+MAX_NUM_SEQS = 8
+MAX_BATCHED_TOKENS = 80
+MAX_STEPS = 3000
+
+
+def make_engine_config(
+    checkpoint: Path, tensor_library: str, num_ranks: int = 1
+) -> tuple[EngineConfig, ResolvedPlugins]:
+    """The reference device in float32 with small blocks."""
+    config = build_engine_config(
+        {
+            "model": str(checkpoint),
+            "device": "cpu",
+            "tensor_library": tensor_library,
+            "dtype": "float32",
+            "max_model_len": MAX_MODEL_LEN,
+            "block_size": BLOCK_SIZE,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "max_num_batched_tokens": MAX_BATCHED_TOKENS,
+            "num_gpu_blocks_override": 64,
+            "tensor_parallel_size": num_ranks,
+        }
+    )
+    # Threads cost more than they give on matrices this small.
+    config = replace(config, device=replace(config.device, num_threads=1))
+    shapes = read_shapes(config.model.hf_config, num_ranks)
+    resolved = resolve(
+        config, attention=[shapes.attention], moe=[shapes.moe] if shapes.moe is not None else []
+    )
+    return config, resolved
+
+
+class LateResult:
+    """A step's result that is waited for only when it is wanted, as with overlap on a device."""
+
+    def __init__(self, pending: Any) -> None:
+        self._pending = pending
+
+    def result(self) -> Any:
+        return self._pending.wait()
+
+
+class SharedExecutor:
+    """One loaded worker behind many engines, one after the other."""
+
+    world_size = 1
+
+    def __init__(self, config: EngineConfig, resolved: ResolvedPlugins) -> None:
+        self._worker = make_worker(config, resolved, 0, 1, "")
+        self._info = self._worker.load()
+        self.num_steps = 0
+
+    def load(self) -> list[Any]:
+        return [self._info]
+
+    def initialize_cache(self, num_blocks: int, num_host_blocks: int) -> None:
+        self._worker.initialize_cache(num_blocks, num_host_blocks)
+
+    def submit(self, step: SchedulerOutput) -> LateResult:
+        self.num_steps += 1
+        return LateResult(self._worker.launch(step))
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What must not change a token."""
+
+    prefix_caching: bool = False
+    output_caching: bool = True
+    chunked_prefill: bool = False
+    max_num_batched_tokens: int = MAX_BATCHED_TOKENS
+    max_num_partial_prefills: int = 1
+    max_num_seqs: int = 1
+    num_blocks: int = 64
+    host_blocks: int = 0
+    overlap: bool = False
+
+    def apply(self, config: EngineConfig, block_bytes: int) -> EngineConfig:
+        """The configuration with these settings."""
+        cache: CacheConfig = replace(
+            config.cache,
+            enable_prefix_caching=self.prefix_caching,
+            enable_output_caching=self.output_caching,
+            num_blocks_override=self.num_blocks,
+            swap_space_bytes=self.host_blocks * block_bytes,
+        )
+        batch: BatchConfig = replace(
+            config.batch,
+            enable_chunked_prefill=self.chunked_prefill,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_partial_prefills=self.max_num_partial_prefills,
+            max_num_seqs=self.max_num_seqs,
+            overlap=self.overlap,
+        )
+        return replace(config, cache=cache, batch=batch)
+
+    @staticmethod
+    def random(random: Random) -> Settings:
+        """Any of them; a third of the pools are so small that sequences get preempted."""
+        chunked = random.random() < 0.7
+        return Settings(
+            prefix_caching=random.random() < 0.7,
+            output_caching=random.random() < 0.7,
+            chunked_prefill=chunked,
+            max_num_batched_tokens=random.choice([8, 17, 40]) if chunked else MAX_BATCHED_TOKENS,
+            max_num_partial_prefills=random.choice([1, 3]),
+            max_num_seqs=random.choice([2, 5, MAX_NUM_SEQS]),
+            num_blocks=random.choice([14, 18, 64]),
+            host_blocks=random.choice([0, 6, 40]),
+            overlap=random.random() < 0.6,
+        )
+
+
+class Bench:
+    """Runs requests with any settings on one loaded model."""
+
+    def __init__(self, checkpoint: Path, tensor_library: str) -> None:
+        self.config, self._resolved = make_engine_config(checkpoint, tensor_library)
+        self._executor = SharedExecutor(self.config, self._resolved)
+        self.block_bytes = self._executor._info.bytes_per_block
+        self._num_seq_ids = 0
+
+    def engine(self, settings: Settings) -> EngineCore:
+        """An engine that continues the worker's count of sequences."""
+        core = EngineCore(
+            settings.apply(self.config, self.block_bytes), self._resolved, self._executor
+        )
+        core.scheduler._next_seq_id = self._num_seq_ids
+        core.scheduler._roster.forget(range(max(0, self._num_seq_ids - 200), self._num_seq_ids))
+        return core
+
+    def run(
+        self, settings: Settings, arrivals: list[tuple[int, Request]]
+    ) -> tuple[EngineCore, Collector]:
+        """Play arrivals (step, request) to their end; the pool must be as it began."""
+        core = self.engine(settings)
+        collector = play(core, arrivals)
+        core.scheduler.check_idle()
+        self._num_seq_ids = core.scheduler._next_seq_id
+        return core, collector
+
+
+def play(engine: Any, arrivals: list[tuple[int, Request]]) -> Collector:
+    """Feed an engine and collect its answers."""
+    collector, waiting = Collector(), sorted(arrivals, key=lambda arrival: arrival[0])
+    for step in range(MAX_STEPS):
+        while waiting and waiting[0][0] <= step:
+            engine.add(waiting.pop(0)[1])
+        if not waiting and not engine.has_work():
+            return collector
+        collector.take(engine.step())
+    raise AssertionError("the engine stalled")
+
+
+def make_requests(random: Random, count: int) -> list[Request]:
+    """Prompts with common beginnings; half greedy, half seeded with filters and penalties."""
+    common = [random.randrange(3, VOCAB) for _ in range(30)]
+    requests = []
+    for index in range(count):
+        prompt = common[: random.choice([0, 0, 4, 8, 9, 16])]
+        prompt = prompt + [random.randrange(3, VOCAB) for _ in range(random.randrange(1, 14))]
+        sampling: dict[str, Any] = {"ignore_eos": random.random() < 0.7}
+        if index % 2:
+            sampling |= {
+                "temperature": random.choice([0.7, 1.0, 1.3]),
+                "seed": random.randrange(1000),
+                "n": random.choice([1, 1, 2, 3]),
+                "top_k": random.choice([0, 0, 20]),
+                "top_p": random.choice([1.0, 0.9]),
+            }
+        if random.random() < 0.3:
+            sampling["repetition_penalty"] = 1.2
+            sampling["frequency_penalty"] = 0.3
+        request = make_request(f"r{index}", prompt, max_tokens=random.randrange(1, 25), **sampling)
+        request.eos_token_ids = [2]
+        requests.append(request)
+    return requests

@@ -1,0 +1,271 @@
+"""`fastdeploy plugins ...`: forms of output, exit codes, what is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from fastdeploy_core.cli import plugins_command
+from fastdeploy_core.cli.plugins_check import kind_of, suites
+from fastdeploy_core.cli.plugins_new import chip_name, create
+from fastdeploy_core.errors import ConfigError, PluginNotFound
+from fastdeploy_core.plugins import discovery
+from fastdeploy_core.plugins.manager import shared_manager
+from tests.plugin_modules import core_entry, entry
+
+
+@pytest.fixture
+def stranger(tmp_path, monkeypatch):
+    """A distribution fd-chip with a device, hooks and an attention driver, on sys.path."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "chip.py").write_text(
+        textwrap.dedent(
+            '''
+            """Made of sand."""
+            from fastdeploy_core.contracts import Accept, Candidate, Decline, hookimpl
+            class Device:
+                """One chip."""
+                name = "chip"
+                contract = (0, 1)
+                option_docs = {"speed": "how fast"}
+            class Flash:
+                contract = (0, 1)
+                unit = "core"
+            @hookimpl
+            def fd_device_probe():
+                return Candidate("chip", Decline("no sand here"))
+            @hookimpl
+            def fd_attention_backends(question):
+                if question.spec.kind == "mla":
+                    return [Candidate("flash", Decline("no mla"))]
+                return [Candidate("flash", Accept(120, "tuned"))]
+            @hookimpl
+            def fd_doctor_checks():
+                return [("fan turns", True, ""), ("sand is dry", False, "warm it up")]
+            '''
+        )
+    )
+    info = tmp_path / "fd_chip-0.3.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: fd-chip\nVersion: 0.3\nSummary: Sand\n"
+        "Project-URL: Docs, https://example.org/sand\n"
+    )
+    (info / "entry_points.txt").write_text(
+        "[fastdeploy.devices]\nchip = chip:Device\n[fastdeploy.hooks]\nchip = chip\n"
+        "[fastdeploy.attention]\nflash = chip:Flash\n"
+    )
+    discovery.forget()
+    shared_manager.cache_clear()
+    yield tmp_path
+    discovery.forget()
+    shared_manager.cache_clear()
+
+
+@pytest.fixture
+def model(tmp_path):
+    from fastdeploy_core.testing.tiny_model import CONFIG
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def run(capsys, *argv):
+    code = plugins_command.main(list(argv))
+    return code, capsys.readouterr()
+
+
+def test_list_shows_everything_once(capsys, stranger):
+    code, out = run(capsys, "list")
+    assert code == 0
+    rows = [line.split() for line in out.out.splitlines()]
+    assert rows[0] == ["name", "kind", "distribution", "version", "status"]
+    assert ["chip", "device", "fd-chip", "0.3", "ok"] in rows
+    assert sum(r[:2] == ["cpu", "device"] for r in rows) == 1
+
+
+def test_list_of_one_kind(capsys, stranger):
+    _, out = run(capsys, "list", "--kind", "attention")
+    assert {line.split()[1] for line in out.out.splitlines()[1:]} == {"attention"}
+
+
+def test_list_as_json_has_a_stable_form(capsys, stranger):
+    _, out = run(capsys, "list", "--json")
+    data = json.loads(out.out)
+    chip = next(p for p in data["plugins"] if p["distribution"] == "fd-chip")
+    assert list(chip) == [
+        "name", "kind", "distribution", "version", "group", "target", "status", "reason",
+    ]  # fmt: skip
+    assert data["problems"] == []
+
+
+def test_list_says_what_is_wrong(capsys, stranger, monkeypatch):
+    monkeypatch.setenv("FD_PLUGINS_DISABLED", "fd-chip,fd-absent")
+    code, out = run(capsys, "list")
+    assert code == 0 and "disabled" in out.out
+    assert "problem: FD_PLUGINS_DISABLED names fd-absent" in out.err
+
+
+def test_show_a_distribution(capsys, stranger):
+    code, out = run(capsys, "show", "fd-chip")
+    assert code == 0
+    for words in ("fd-chip 0.3  Sand", "Docs: https://example.org/sand", "One chip.",
+                  "contract: 0.1", "speed: how fast", "fd_device_probe", "unit: core"):  # fmt: skip
+        assert words in out.out, words
+
+
+def test_show_a_driver_by_name_as_json(capsys, stranger):
+    code, out = run(capsys, "show", "flash", "--json")
+    provided = json.loads(out.out)["distributions"][0]["provides"]
+    assert code == 0 and [p["name"] for p in provided] == ["flash"]
+
+
+def test_show_of_something_absent(stranger):
+    with pytest.raises(PluginNotFound, match="fd-chip"):
+        plugins_command.main(["show", "nothing"])
+
+
+def test_why_device_prints_declines(capsys, stranger):
+    code, out = run(capsys, "why", "device")
+    assert code == 0 and "no sand here" in out.out and "winner: cpu" in out.out
+    code, out = run(capsys, "why", "device", "--device", "chip")
+    assert code == 1 and "no winner: chip declines: no sand here" in out.out
+
+
+def test_why_attention_reads_the_models_shapes(capsys, stranger, model):
+    code, out = run(capsys, "why", "attention", "--model", str(model))
+    assert code == 0 and "winner: flash (score 120, tuned; best of 2)" in out.out
+    assert "num_kv_heads=2" in out.out
+
+
+def test_why_moe_as_json(capsys, stranger, model):
+    code, out = run(capsys, "why", "moe", "--model", str(model), "--json")
+    decision = json.loads(out.out)["decisions"][0]
+    assert code == 0 and decision["winner"] == "reference"
+    assert decision["candidates"][0]["accepted"] is True
+
+
+def test_why_without_what_it_needs_says_so(stranger):
+    with pytest.raises(ConfigError, match="--model DIR"):
+        plugins_command.main(["why", "attention"])
+    with pytest.raises(ConfigError, match="--quantization"):
+        plugins_command.main(["why", "quantizer"])
+
+
+@pytest.mark.parametrize("kind", ["scheduler", "kv_transport", "grammar", "model", "kernels"])
+def test_why_of_every_other_kind(capsys, stranger, kind):
+    code, out = run(capsys, "why", kind)
+    assert code in (0, 1) and "candidate" in out.out and kind in out.out
+
+
+def test_doctor_reports_imports_checks_and_pth_files(capsys, stranger):
+    (stranger / "chip2.py").write_text("import no_such_vendor_library\n")
+    info = stranger / "fd_chip2-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fd-chip2\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text("[fastdeploy.devices]\nchip2 = chip2:Device\n")
+    discovery.forget()
+    code, out = run(capsys, "doctor", "--json")
+    rows = json.loads(out.out)["checks"]
+    mine = [r for r in rows if r["origin"].startswith("fd-chip")]
+    verdicts = {(r["name"], r["kind"], r["verdict"]) for r in mine}
+    assert code == 1
+    assert {("chip", "device", "PASS"), ("chip2", "device", "FAIL")} <= verdicts
+    hints = " ".join(r["hint"] for r in mine)
+    assert "no_such_vendor_library" in hints and "optional dependency" in hints
+    assert "sand is dry: warm it up" in hints
+    core = [r for r in rows if r["origin"].startswith("fastdeploy-core")]
+    assert core and all(r["verdict"] == "PASS" for r in core), core
+
+
+def test_pth_files_without_owner_are_shown(monkeypatch, tmp_path):
+    import site
+
+    from fastdeploy_core.cli import plugins_doctor
+
+    (tmp_path / "sneaky.pth").write_text("import os\n")
+    monkeypatch.setattr(site, "getsitepackages", lambda: [str(tmp_path)])
+    rows = [r for r in plugins_doctor.pth_rows() if r["name"] == "sneaky.pth"]
+    assert len(rows) == 1 and "runs code" in rows[0]["hint"] and rows[0]["verdict"] == "WARN"
+
+
+def test_new_fills_in_every_name(tmp_path):
+    folder = create("fd-acme7", tmp_path)
+    files = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+    assert {"pyproject.toml", "README.md", "src/fd_acme7/device.py", "src/fd_acme7/py.typed",
+            "tests/test_conformance.py"} <= files  # fmt: skip
+    text = "".join(p.read_text() for p in folder.rglob("*") if p.is_file())
+    assert "mychip" not in text.lower() and "__CORE_REQUIREMENT__" not in text
+    assert "fastdeploy-core>=0.1,<0.2" in text and "class Acme7Device" in text
+
+
+@pytest.mark.parametrize("name", ["mychip", "fd-", "fd-My", "fd-a b", "../fd-x", "fd-x/y", "fd_x"])
+def test_new_refuses_odd_names(name):
+    with pytest.raises(ConfigError, match="fd-mychip"):
+        chip_name(name)
+
+
+def test_new_does_not_touch_what_exists(tmp_path):
+    create("fd-one", tmp_path)
+    with pytest.raises(ConfigError, match="exists already"):
+        create("fd-one", tmp_path)
+
+
+def test_template_has_fewer_than_120_lines_of_python():
+    from fastdeploy_core.cli.plugins_new import template_folder
+
+    count = sum(len(p.read_text().splitlines()) for p in template_folder().rglob("*.py"))
+    assert count < 120
+
+
+def test_kind_to_check_follows_from_the_name(fd_plugins):
+    inventory = fd_plugins(
+        core_entry("device", "cpu", "a:B"),
+        core_entry("kernels", "cpu", "a:T"),
+        entry("hooks", "cpu", "a"),
+        entry("moe", "two", "a:B"),
+        entry("attention", "two", "a:B"),
+    )
+    assert kind_of(inventory, "cpu") == "device"
+    with pytest.raises(ConfigError, match="--kind"):
+        kind_of(inventory, "two")
+    with pytest.raises(PluginNotFound, match="cpu"):
+        kind_of(inventory, "three")
+
+
+def test_every_suite_of_the_kit_is_run_for_some_kind():
+    from pathlib import Path
+
+    import fastdeploy_core.testing.conformance as kit
+    from fastdeploy_core.contracts.base import KINDS
+
+    there = {p.stem for p in Path(kit.__file__).parent.glob("test_*.py")}
+    run_for = {name.rpartition(".")[2] for kind in KINDS for name in suites(kind)}
+    assert there == run_for
+
+
+def test_usage_errors_exit_with_2(capsys):
+    for argv in (["nothing"], [], ["list", "--kind", "odd"], ["why"]):
+        with pytest.raises(SystemExit) as caught:
+            plugins_command.main(argv)
+        assert caught.value.code == 2
+
+
+def test_list_imports_neither_plugins_nor_heavy_libraries(stranger):
+    (stranger / "chip.py").write_text("raise SystemExit('imported')")
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}\n"
+        "from fastdeploy_core.cli.plugins_command import main\n"
+        "main(['list'])\n"
+        "heavy = {'torch', 'paddle', 'numpy', 'msgspec', 'pluggy', 'stevedore', 'fastapi', 'chip'}\n"
+        "sys.exit(str(sorted(heavy & set(sys.modules))) if heavy & set(sys.modules) else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "fd-chip" in done.stdout

@@ -1,0 +1,127 @@
+"""The kernel table: own cells, strangers' cells, the reference for the rest."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import pytest
+
+from fastdeploy_core.contracts.ops import OPERATIONS
+from fastdeploy_core.errors import CapabilityError
+from fastdeploy_core.plugins.kernels import build_kernel_table, operations_without_kernel
+from fastdeploy_core.plugins.resolve import ResolvedPlugins
+from fastdeploy_core.plugins.resolved import ResolvedEntry
+from tests.plugin_modules import core_entry, entry, module_writer
+
+KERNELS = """
+from fastdeploy_core.contracts.ops import Kernel
+def reference(): return "reference"
+def own(): return "own"
+def special(): return "special"
+def third(): return "third"
+def is_wide(facts): return facts["head_dim"] >= 128
+def breaks(facts): raise RuntimeError("no")
+CPU = {"linear": "kernel_mod:reference", "greedy": "kernel_mod:reference",
+       "sample": "kernel_mod:reference"}
+CHIP = {"linear": "kernel_mod:own", "greedy": "kernel_mod:absent"}
+THIRD = {"linear": Kernel("kernel_mod:special", "kernel_mod:is_wide"),
+         "sample": Kernel("kernel_mod:third", "kernel_mod:breaks"), "extra_op": "kernel_mod:third"}
+LIST = ["linear"]
+WRONG = {"linear": 3}
+FULL = {"linear": "kernel_mod:own", "greedy": "kernel_mod:own", "sample": "kernel_mod:own"}
+"""
+
+
+@pytest.fixture
+def resolved(tmp_path, monkeypatch):
+    module_writer(tmp_path, monkeypatch)("kernel_mod", KERNELS)
+    monkeypatch.setenv("FD_PLUGIN_PREFLIGHT", "0")
+
+    def make(*entries):
+        rows = [core_entry("kernels", "cpu", "kernel_mod:CPU"), *entries]
+        return ResolvedPlugins(
+            [
+                ResolvedEntry(e.kind, e.name, e.group, e.target, e.distribution, e.version)
+                for e in rows
+            ],
+            {},
+        )
+
+    return make
+
+
+def ask(table):
+    return {op: table[op]() for op in table.origins()}
+
+
+CHIP = entry("kernels", "chip", "kernel_mod:CHIP", "fd-chip")
+THIRD = entry("kernels", "chip", "kernel_mod:THIRD", "fd-third")
+
+
+def test_missing_cells_come_from_the_reference_in_one_line(resolved, caplog):
+    with caplog.at_level(logging.INFO):
+        table = build_kernel_table("chip", {}, resolved=resolved(CHIP))
+    assert ask(table) == {"linear": "own", "greedy": "reference", "sample": "reference"}
+    assert table.origins()["linear"] == "fd-chip"
+    assert table.origins()["sample"] == "fastdeploy-core"
+    lines = [r.message for r in caplog.records if "reference kernels" in r.message]
+    assert lines == ["device chip: 2 of 3 operations run on the reference kernels: greedy, sample"]
+
+
+def test_kernel_that_cannot_be_imported_is_warned_of_and_replaced(resolved, caplog):
+    build_kernel_table("chip", {}, resolved=resolved(CHIP))
+    assert any("greedy" in r.message and "fd-chip 1.0" in r.message for r in caplog.records)
+
+
+def test_no_fallback_names_what_is_missing(resolved):
+    with pytest.raises(CapabilityError, match="greedy, sample"):
+        build_kernel_table("chip", {}, allow_fallback=False, resolved=resolved(CHIP))
+    full = entry("kernels", "chip", "kernel_mod:FULL", "fd-chip")
+    table = build_kernel_table("chip", {}, allow_fallback=False, resolved=resolved(full))
+    assert set(ask(table).values()) == {"own"}
+
+
+@pytest.mark.parametrize(("width", "expected"), [(64, "own"), (128, "special")])
+def test_predicate_decides_with_the_facts(resolved, width, expected):
+    table = build_kernel_table("chip", {"head_dim": width}, resolved=resolved(CHIP, THIRD))
+    assert table["linear"]() == expected
+
+
+def test_failing_predicate_means_no(resolved):
+    table = build_kernel_table("chip", {"head_dim": 1}, resolved=resolved(CHIP, THIRD))
+    assert table["sample"]() == "reference"
+    assert table["extra_op"]() == "third", "a method's own operation needs no row in OPERATIONS"
+
+
+def test_table_of_the_wrong_form_costs_its_own_cells_only(resolved, caplog):
+    for target in ("LIST", "WRONG", "NOT_THERE"):
+        bad = entry("kernels", "chip", f"kernel_mod:{target}", "fd-bad")
+        table = build_kernel_table("chip", {}, resolved=resolved(CHIP, bad))
+        assert table["linear"]() == "own"
+    assert sum("fd-bad" in r.message for r in caplog.records) == 3
+
+
+def test_reference_device_logs_no_fallback(resolved, caplog):
+    with caplog.at_level(logging.INFO):
+        table = build_kernel_table("cpu", {}, allow_fallback=False, resolved=resolved(CHIP))
+    assert set(ask(table).values()) == {"reference"} and not caplog.records
+
+
+def test_unknown_operation_names_those_there_are(resolved):
+    table = build_kernel_table("cpu", {}, resolved=resolved())
+    with pytest.raises(KeyError, match="greedy, linear, sample"):
+        table["nope"]
+    assert "nope" not in table and "linear" in table
+
+
+def test_the_real_reference_has_every_operation():
+    from fastdeploy_core.plugins.drivers import lookup
+
+    assert set(OPERATIONS) <= set(lookup("kernels", "cpu"))
+
+
+def test_a_table_knows_what_it_lacks(resolved):
+    table = build_kernel_table("cpu", {}, resolved=resolved())
+    assert set(operations_without_kernel(table)) == set(OPERATIONS) - {"linear", "greedy", "sample"}
+    assert msgspec.msgpack.encode(resolved())

@@ -1,0 +1,276 @@
+"""Resolution: questions, verdicts, winners, and what travels to the workers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fastdeploy_core.config import (
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    RequestSchedulerConfig,
+    SpeculativeConfig,
+)
+from fastdeploy_core.contracts.attention import AttentionSpec
+from fastdeploy_core.contracts.base import Accept, Candidate, Decline
+from fastdeploy_core.errors import (
+    CapabilityError,
+    ConfigError,
+    PluginConflict,
+    PluginNotFound,
+    UnsupportedModel,
+)
+from fastdeploy_core.plugins.negotiate import decide
+from fastdeploy_core.plugins.resolve import ResolvedPlugins, resolve
+from tests.plugin_modules import core_entry, entry, module_writer
+
+CONFIG = EngineConfig(model=ModelConfig(path=Path("m"), tokenizer_path=Path("m")))
+GQA = AttentionSpec("gqa", 4, 2, 16, 16, 0.25, "float32")
+MLA = AttentionSpec("mla", 4, 1, 48, 32, 0.2, "float32", kv_lora_rank=32, qk_rope_head_dim=16)
+
+CORE_HOOKS = """
+from fastdeploy_core.contracts import Accept, Candidate, Decline, hookimpl
+@hookimpl
+def fd_device_probe(question):
+    return Candidate("cpu", Accept(1), {"tensor_library": "torch"})
+@hookimpl
+def fd_attention_backends(question):
+    return [Candidate("reference", Accept(10))]
+"""
+CHIP_HOOKS = """
+from fastdeploy_core.contracts import Accept, Candidate, Decline, Requirements, hookimpl
+@hookimpl
+def fd_device_probe(question):
+    return Candidate("chip", {probe}, {{"tensor_library": "paddle"}})
+@hookimpl
+def fd_attention_backends(question):
+    if question.spec.kind == "mla":
+        return [Candidate("flash", Decline("no mla yet"))]
+    assert question.device == "chip" and question.tensor_library == "paddle"
+    return [Candidate("flash", Accept(150, "tuned"))]
+@hookimpl
+def fd_quantizer_for(question):
+    if question.config.get("quant_method") == "fp3":
+        return Candidate("fp3", Accept(1))
+@hookimpl
+def fd_speculative_requirements(question):
+    if question.method == "guess":
+        return Requirements(notes=("guessing is on",), extra_kv_layers=1, tokens_per_step=5)
+    if question.method == "greedy":
+        return Requirements(refusals=("it needs two heads",))
+"""
+DRIVERS = """
+class Any:
+    contract = (0, 1)
+TABLE = {}
+"""
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch, fd_plugins):
+    """world(probe=...) -> inventory of a core and one chip plugin, modules importable."""
+    monkeypatch.setenv("FD_PLUGIN_PREFLIGHT", "0")
+    write = module_writer(tmp_path, monkeypatch)
+
+    def make(*extra, probe='Accept(200, "2 chips")', chip=True):
+        write("core_hooks", CORE_HOOKS)
+        write("chip_hooks", CHIP_HOOKS.format(probe=probe))
+        write("any_drivers", DRIVERS)
+        own = [
+            core_entry("hooks", "core", "core_hooks"),
+            core_entry("device", "cpu", "any_drivers:Any"),
+            core_entry("attention", "reference", "any_drivers:Any"),
+            core_entry("scheduler", "local", "any_drivers:Any"),
+            core_entry("kernels", "cpu", "any_drivers:TABLE"),
+            core_entry("model", "Known", "any_drivers:Any"),
+            core_entry("grammar", "lark", "any_drivers:Any"),
+        ]
+        theirs = [
+            entry("hooks", "chip", "chip_hooks", "fd-chip"),
+            entry("device", "chip", "any_drivers:Any", "fd-chip"),
+            entry("attention", "flash", "any_drivers:Any", "fd-chip"),
+            entry("kernels", "chip", "any_drivers:TABLE", "fd-chip"),
+            entry("quantizer", "fp3", "any_drivers:Any", "fd-chip"),
+            entry("speculative", "guess", "any_drivers:Any", "fd-chip"),
+            entry("speculative", "greedy", "any_drivers:Any", "fd-chip"),
+        ]
+        return fd_plugins(*own, *(theirs if chip else []), *extra)
+
+    return make
+
+
+def with_device(**settings):
+    return replace(CONFIG, device=DeviceConfig(**settings))
+
+
+def test_core_alone(world):
+    resolved = resolve(CONFIG, attention=[GQA], inventory=world(chip=False))
+    assert (resolved.name("device"), resolved.name("attention")) == ("cpu", "reference")
+    assert resolved.name("scheduler") == "local" and resolved.tensor_library == "torch"
+    assert resolved.name("moe") == "" and resolved.names("grammar") == ["lark"]
+
+
+def test_better_hardware_wins_and_brings_its_kernels(world):
+    resolved = resolve(CONFIG, attention=[GQA, GQA], inventory=world())
+    assert resolved.name("device") == "chip" and resolved.tensor_library == "paddle"
+    assert resolved.name("attention") == "flash"
+    assert {e.name for e in resolved.plugin_entries("kernels")} == {"chip", "cpu"}
+    assert any("2 chips" in line for line in resolved.report())
+
+
+def test_declining_hardware_is_left_alone(world):
+    resolved = resolve(CONFIG, inventory=world(probe='Decline("no chip found")'))
+    assert resolved.name("device") == "cpu"
+    rows = {c.name: c for c in resolved.decisions[0].candidates}
+    assert rows["chip"].reason == "no chip found" and not rows["chip"].accepted
+
+
+def test_named_device_that_declines_is_an_error_with_its_reason(world):
+    inventory = world(probe='Decline("driver 12 is too old")')
+    with pytest.raises(CapabilityError, match="driver 12 is too old"):
+        resolve(with_device(device="chip"), inventory=inventory)
+
+
+def test_named_device_wins_over_a_better_one(world):
+    assert resolve(with_device(device="cpu"), inventory=world()).name("device") == "cpu"
+
+
+def test_named_device_needs_no_hook(world):
+    quiet = entry("device", "quiet", "any_drivers:Any", "fd-quiet")
+    resolved = resolve(with_device(device="quiet"), inventory=world(quiet))
+    assert resolved.name("device") == "quiet"
+
+
+def test_unknown_device_is_refused_before_anything_is_asked(world):
+    with pytest.raises(PluginNotFound, match="installed: chip, cpu"):
+        resolve(with_device(device="gpu9"), inventory=world())
+
+
+def test_one_attention_driver_must_serve_every_shape(world):
+    resolved = resolve(CONFIG, attention=[GQA, MLA], inventory=world())
+    assert resolved.name("attention") == "reference"
+    with pytest.raises(CapabilityError, match="no mla yet"):
+        resolve(with_device(attention_backend="flash"), attention=[GQA, MLA], inventory=world())
+
+
+def test_plugin_may_answer_for_its_own_drivers_only(world, tmp_path, monkeypatch):
+    (tmp_path / "thief.py").write_text(
+        "from fastdeploy_core.contracts import Accept, Candidate, hookimpl\n"
+        "@hookimpl\ndef fd_device_probe():\n    return Candidate('cpu', Accept(9999))\n"
+        "@hookimpl\ndef fd_attention_backends():\n    return ['flash']\n"
+    )
+    inventory = world(entry("hooks", "thief", "thief", "fd-thief"))
+    resolved = resolve(CONFIG, attention=[GQA], inventory=inventory)
+    assert resolved.name("device") == "chip"
+    assert any("fd-thief" in n and "not its own" in n for n in resolved.notes)
+    assert any("fd-thief" in n and "not a Candidate" in n for n in resolved.notes)
+
+
+def test_quantized_checkpoint_finds_its_reader(world):
+    model = replace(CONFIG.model, hf_config={"quantization_config": {"quant_method": "fp3"}})
+    resolved = resolve(replace(CONFIG, model=model), inventory=world())
+    assert resolved.name("quantizer") == "fp3"
+
+
+def test_quantized_checkpoint_without_reader_is_refused(world):
+    model = replace(CONFIG.model, hf_config={"quantization_config": {"quant_method": "odd"}})
+    with pytest.raises(UnsupportedModel, match=r"odd.*installed: fp3"):
+        resolve(replace(CONFIG, model=model), inventory=world())
+
+
+def test_quantizer_by_name(world):
+    model = replace(CONFIG.model, quantization="fp3")
+    assert resolve(replace(CONFIG, model=model), inventory=world()).name("quantizer") == "fp3"
+    model = replace(CONFIG.model, quantization="fp4")
+    with pytest.raises(PluginNotFound, match="fp4"):
+        resolve(replace(CONFIG, model=model), inventory=world())
+
+
+def test_speculative_requirements_reach_the_engine(world):
+    config = replace(CONFIG, speculative=SpeculativeConfig("guess", 4))
+    resolved = resolve(config, inventory=world())
+    assert resolved.speculative.tokens_per_step == 5 and resolved.speculative.extra_kv_layers == 1
+    assert "guessing is on" in resolved.notes
+
+
+def test_refusal_of_a_method_stops_start_up(world):
+    config = replace(CONFIG, speculative=SpeculativeConfig("greedy", 4))
+    with pytest.raises(ConfigError, match=r"fd-chip 1\.0.*two heads"):
+        resolve(config, inventory=world())
+
+
+def test_unknown_scheduler_and_architecture(world):
+    config = replace(CONFIG, request_scheduler=RequestSchedulerConfig(name="redis"))
+    with pytest.raises(PluginNotFound, match="fd-sched-redis"):
+        resolve(config, inventory=world())
+    model = replace(CONFIG.model, hf_config={"architectures": ["Unheard"]})
+    with pytest.raises(UnsupportedModel, match="Known"):
+        resolve(replace(CONFIG, model=model), inventory=world())
+
+
+def test_resolution_survives_the_wire_and_loads_what_was_chosen(world):
+    inventory = world()
+    resolved = resolve(CONFIG, attention=[GQA], inventory=inventory)
+    data = msgspec.msgpack.encode(resolved)
+    there = msgspec.msgpack.decode(data, type=ResolvedPlugins)
+    assert there == resolved and there.digest == resolved.digest
+    there.verify(resolved.digest, inventory=inventory)
+    assert there.load("device").__name__ == "Any"
+    with pytest.raises(PluginNotFound, match="resolved at start-up"):
+        there.load("attention", "reference")
+
+
+def test_worker_with_other_plugins_is_refused(world):
+    inventory = world()
+    resolved = resolve(CONFIG, inventory=inventory)
+    with pytest.raises(PluginConflict, match="digest"):
+        resolved.verify("0" * 64, inventory=inventory)
+    with pytest.raises(PluginConflict, match=r"fd-chip 1\.0"):
+        resolved.verify(inventory=world(chip=False))
+
+
+def test_digest_says_whether_anything_differs(world):
+    first = resolve(CONFIG, inventory=world()).digest
+    assert resolve(CONFIG, inventory=world()).digest == first
+    assert resolve(with_device(device="cpu"), inventory=world()).digest != first
+
+
+def test_broken_hook_module_does_not_travel(world, tmp_path):
+    (tmp_path / "broken_hooks.py").write_text("raise RuntimeError('no')")
+    resolved = resolve(CONFIG, inventory=world(entry("hooks", "b", "broken_hooks", "fd-broken")))
+    assert {e.distribution for e in resolved.hook_entries()} == {"fastdeploy-core", "fd-chip"}
+    assert any("fd-broken" in n for n in resolved.notes)
+
+
+def test_configure_fires_once_with_the_configuration(world, tmp_path):
+    (tmp_path / "listener.py").write_text(
+        "from fastdeploy_core.contracts import hookimpl\nheard = []\n"
+        "@hookimpl\ndef fd_configure(config):\n    heard.append(config)\n"
+    )
+    resolve(CONFIG, inventory=world(entry("hooks", "l", "listener", "fd-listener")))
+    import listener
+
+    assert listener.heard == [CONFIG]
+
+
+def names(decision):
+    return [c.name for c in decision.candidates]
+
+
+def test_decision_by_score_then_name():
+    candidates = [
+        (Candidate("b", Accept(5)), "d"),
+        (Candidate("a", Accept(5)), "d"),
+        (Candidate("z", Accept(7, "fast")), "d"),
+        (Candidate("no", Decline("because")), "d"),
+    ]
+    decision = decide("moe", "?", candidates)
+    assert decision.winner == "z" and names(decision) == ["z", "a", "b", "no"]
+    assert decide("moe", "?", candidates[:2]).winner == "a"
+    assert decide("moe", "?", candidates[3:]).winner == ""
+    assert decide("moe", "?", candidates, asked="b").winner == "b"
+    assert decide("moe", "?", candidates, asked="no").winner == ""
