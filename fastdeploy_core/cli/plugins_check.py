@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         # An empty folder as root: no conftest or setting of the current directory takes part.
         (Path(folder) / "pytest.ini").write_text("[pytest]\n", "utf-8")
         command = [
-            sys.executable, "-m", "pytest", "--rootdir", folder, "-c", f"{folder}/pytest.ini",
+            sys.executable, "-P", "-m", "pytest", "--rootdir", folder, "-c", f"{folder}/pytest.ini",
             "--import-mode=importlib", "-p", "no:cacheprovider", "-p", "no:asyncio",
             "-p", "fastdeploy_core.testing.pytest_plugin",
             "--pyargs", *suites(kind), "--fd-driver", arguments.name, "--fd-kind", kind,

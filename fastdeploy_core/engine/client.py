@@ -19,7 +19,7 @@ from . import wire
 from .core import EngineCore
 from .observer import Observer
 from .stream import OutputStream
-from .supervisor import Listener, Supervisor
+from .supervisor import NOT_READY, Listener, Supervisor
 
 if TYPE_CHECKING:
     from fastdeploy_core.plugins.resolved import ResolvedPlugins
@@ -76,9 +76,8 @@ class AsyncEngine:
         can be asked before anything is tokenized. num_tokens: of prompts known so far."""
         if self._is_draining or self._is_closed:
             raise WorkerError("the server is shutting down")
-        health = self._supervisor.health()
-        if not health.ready:
-            raise WorkerError(f"the engine is not ready: {health.reason}")
+        if not self._supervisor.health().ready:
+            raise WorkerError(NOT_READY)
         limits = self._config.request_scheduler
         possible = limits.max_size + self._config.batch.max_num_seqs
         if limits.max_size and len(self._streams) >= possible:
@@ -201,8 +200,9 @@ class AsyncEngine:
             logger.warning("clients do not read their output: %s", ", ".join(stalled))
             self._abort_in_engine(stalled)
 
-    def _on_down(self, reason: str) -> None:
-        error = WorkerError(f"the engine stopped: {reason}")
+    def _on_down(self) -> None:
+        # The reason is for the operator: it stands in the log and in `health`.
+        error = WorkerError("the engine stopped while it was answering this request")
         for stream in self._streams.values():
             if not stream.is_ended:
                 stream.fail(error)
@@ -234,16 +234,16 @@ class _ToLoop(Listener):
 
     def on_down(self, reason: str) -> None:
         """The engine ended."""
-        self._call(self._engine._on_down, reason)
+        self._call(self._engine._on_down)
 
     def on_dead(self, error: FastDeployError) -> None:
         """No engine will be started any more."""
         self._call(self._engine._on_dead, error)
 
-    def _call(self, function: Callable[[Any], None], argument: Any) -> None:
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         # The loop may be closed already, when its owner forgot to close the engine.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function, argument)
+            self._loop.call_soon_threadsafe(function, *arguments)
 
 
 class LocalEngine:

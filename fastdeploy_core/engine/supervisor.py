@@ -37,6 +37,8 @@ DUMP_S = 0.5
 RESTART_WINDOW_S = 600.0
 MAX_BACKOFF_S = 30.0
 MAX_UNSENT = 100_000
+# Clients are told this much; why it is so stands in the log and in `health`.
+NOT_READY = "the engine is not ready; try again later"
 
 
 class Listener:
@@ -95,11 +97,14 @@ class _Life:
                 self.process.wait(DUMP_S)
             self.process.kill()
 
-    def ending(self) -> str:
+    def ending(self, progress_timeout_s: float) -> str:
         """Why the process ended, in words."""
         if self.failure is not None:
             return self.failure.message
-        return f"the engine process {child.describe_exit(self.process.poll())}"
+        ended = child.describe_exit(self.process.poll())
+        if 0 < progress_timeout_s <= self.progress.age_s:
+            return f"the engine made no progress for {self.progress.age_s:.1f} s and {ended}"
+        return f"the engine process {ended}"
 
 
 class Supervisor:
@@ -129,7 +134,7 @@ class Supervisor:
         with self._send_lock:
             life = self._life
             if life is None or not life.is_ready:
-                raise WorkerError(f"the engine is not ready: {self._reason}")
+                raise WorkerError(NOT_READY)
             try:
                 life.requests.send(data, zmq.NOBLOCK)
             except zmq.Again:
@@ -190,7 +195,7 @@ class Supervisor:
         try:
             reason = self._attend(life)
         finally:
-            self._reason = reason or life.ending()
+            self._reason = reason or life.ending(self._config.watchdog.progress_timeout_s)
             with self._send_lock:
                 self._life = None
             life.tidy(STOP_GRACE_S if self._stopping.is_set() else 0.5)

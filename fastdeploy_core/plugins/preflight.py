@@ -1,8 +1,8 @@
 """Import third-party plugins in a child process with a time limit before this process does.
 
-One child does all jobs; when one hangs or kills it, that job has failed and a new child does the
-rest. So a plugin that hangs, calls os._exit or crashes the interpreter costs a warning, not the
-server. What passed here is then imported normally; a plugin is trusted code all the same.
+One child does all jobs until one fails, hangs or kills it; a new child does the rest. So a plugin
+that hangs, calls os._exit or crashes the interpreter costs a warning, not the server. What passed
+here is then imported normally; a plugin is trusted code all the same.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def decode_candidate(value: Any) -> Candidate | None:
 
 
 def _run_child(jobs: Sequence[Job], indices: Sequence[int]) -> dict[int, Outcome]:
-    """Run jobs until all are done or one takes the child down; at least one outcome returns."""
+    """Run jobs until all are done or one fails; at least one outcome returns."""
     order = {
         "sys_path": sys.path,
         "jobs": [
@@ -113,7 +113,8 @@ def _run_child(jobs: Sequence[Job], indices: Sequence[int]) -> dict[int, Outcome
             else:
                 outcomes[message["id"]] = _outcome(message)
                 clock.restart(_START_LIMIT_S)
-        if len(outcomes) < len(indices):
+        failed = current in outcomes and outcomes[current].error
+        if len(outcomes) < len(indices) and not failed:
             outcomes[current] = Outcome(_death(child, errors), clock.elapsed_s * 1000)
     return outcomes
 

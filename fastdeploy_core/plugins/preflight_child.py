@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from typing import Any
 
@@ -44,6 +45,8 @@ def main() -> None:
             result["error"] = describe(error)
         result["ms"] = (time.perf_counter() - started) * 1000
         tell(result)
+        if result["error"]:
+            break  # what it left behind in this process must not be blamed on the next one
     # Threads that a plugin left behind must not keep this process alive.
     os._exit(0)
 
@@ -61,10 +64,11 @@ def _do(job: dict[str, Any], result: dict[str, Any]) -> None:
     import importlib
 
     module_name, _, attribute = job["target"].partition(":")
+    threads = set(threading.enumerate())
     target: Any = importlib.import_module(module_name)
+    _check_threads(threads)
     for part in filter(None, attribute.split(".")):
         target = getattr(target, part)
-    _check_threads()
     contract = getattr(target, "contract", None)
     if isinstance(contract, tuple) and all(isinstance(n, int) for n in contract):
         result["contract"] = list(contract)
@@ -77,14 +81,11 @@ def _do(job: dict[str, Any], result: dict[str, Any]) -> None:
         result["answers"][hook] = _ask(function, hook, job.get("question", {}))
 
 
-def _check_threads() -> None:
-    """A thread that is no daemon would keep the server from ever ending."""
-    import threading
-
+def _check_threads(before: set[threading.Thread]) -> None:
+    """A new thread that is no daemon would keep the server from ever ending."""
     deadline = time.monotonic() + 0.3
     while True:
-        others = threading.enumerate()
-        left = [t.name for t in others if not t.daemon and t is not threading.main_thread()]
+        left = [t.name for t in threading.enumerate() if not t.daemon and t not in before]
         if not left:
             return
         if time.monotonic() > deadline:

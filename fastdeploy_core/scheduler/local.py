@@ -60,6 +60,7 @@ class LocalScheduler:
     name = "local"
     contract = (0, 1)
     capabilities = SchedulerCapabilities(leases=True)
+    capabilities = SchedulerCapabilities(leases=True)
 
     def __init__(
         self, config: RequestSchedulerConfig, clock: Callable[[], float] = time.monotonic

@@ -21,6 +21,7 @@ from .planner import Row, ScheduledStep
 from .roster import Roster
 from .sequence import RequestState, Sequence
 
+REFUSED = "invalid_request: "
 NAN_MESSAGE = "the model produced numbers that are not finite for this request (nan_logits)"
 
 
@@ -104,8 +105,7 @@ class Outcome:
         seq = row.seq
         request = seq.request
         if result.error is not None:
-            is_nan = result.error == "nan_logits"
-            self.fail(request, NAN_MESSAGE if is_nan else result.error, "FastDeployError")
+            self._fail_row(request, result.error)
             return
         tokens = result.token_ids
         if row.sample and not tokens:
@@ -141,6 +141,13 @@ class Outcome:
             self._delta_of(request).sequences.append(delta)
         else:
             self._end(seq, delta, reason, stop_reason)
+
+    def _fail_row(self, request: RequestState, code: str) -> None:
+        """A worker found that one request cannot go on; codes are worker/model_runner.py's."""
+        if code.startswith(REFUSED):
+            self.fail(request, code.removeprefix(REFUSED), "InvalidRequest")
+        else:
+            self.fail(request, NAN_MESSAGE if code == "nan_logits" else code, "FastDeployError")
 
     def _append(
         self, seq: Sequence, tokens: list[int]

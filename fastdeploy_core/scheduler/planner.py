@@ -320,6 +320,7 @@ class StepPlanner:
                 eos_token_ids=request.eos_token_ids,
                 grammar=request.grammar,
                 grammar_backend=request.grammar_backend,
+                grammar_start=request.grammar_start,
             )
         )
         self._put(seq, num_tokens, [])

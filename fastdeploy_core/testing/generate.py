@@ -22,13 +22,13 @@ def greedy_tokens(
     """{"together": ..., "alone": ...}; a fresh process, because one process has one library."""
     order = {
         "model": str(model),
-        "args": {"num_threads": 1} | engine_args,
+        "args": {"num_threads": 1, "num_gpu_blocks_override": 128} | engine_args,
         "prompts": prompts,
         "max_tokens": max_tokens,
     }
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     result = subprocess.run(
-        [sys.executable, "-m", "fastdeploy_core.testing.generate"],
+        [sys.executable, "-P", "-m", "fastdeploy_core.testing.generate"],
         input=json.dumps(order),
         capture_output=True,
         text=True,
@@ -56,7 +56,7 @@ def main() -> int:
         prompts = order["prompts"]
         together = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, False)]
         alone = [
-            list(llm.generate([prompt], params, False)[0].outputs[0].token_ids)
+            next(list(o.outputs[0].token_ids) for o in llm.generate([prompt], params, False))
             for prompt in prompts
         ]
     finally:

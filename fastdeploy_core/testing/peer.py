@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -41,9 +42,11 @@ class RemotePeer:
         region_id: int = 1,
         seed: int = 1,
     ) -> None:
+        # A process that is killed cannot remove its folder, so it gets one that we remove.
+        self._folder = tempfile.TemporaryDirectory(prefix="fastdeploy-peer-")
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         self.process = subprocess.Popen(  # noqa: S603 - our own interpreter
-            [sys.executable, "-m", "fastdeploy_core.testing.peer", driver],
+            [sys.executable, "-P", "-m", "fastdeploy_core.testing.peer", driver],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -51,6 +54,7 @@ class RemotePeer:
         )
         started = self.ask(
             secret=options.secret.hex(),
+            folder=self._folder.name,
             model_revision=options.model_revision,
             progress_timeout_s=options.progress_timeout_s,
             num_blocks=num_blocks,
@@ -100,6 +104,7 @@ class RemotePeer:
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
+        self._folder.cleanup()
 
 
 def main() -> int:
@@ -111,10 +116,11 @@ def main() -> int:
         secret=bytes.fromhex(order["secret"]),
         model_revision=order["model_revision"],
         progress_timeout_s=order["progress_timeout_s"],
+        folder=order["folder"],
     )
     memory = pattern(order["seed"], order["num_blocks"], order["block_bytes"])
     transport = lookup("kv_transport", sys.argv[1])(options)
-    view = memoryview(memory.reshape(-1))
+    view = memory.reshape(-1).data
     transport.register(
         [Region(order["region_id"], view, order["block_bytes"], order["layout_hash"])]
     )

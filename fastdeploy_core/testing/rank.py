@@ -65,7 +65,7 @@ def collectives(device: Any, group: Any) -> dict[str, Any]:
                 return device.to_device(np.ascontiguousarray(array)).to(kind)
 
             x = tensor(everyone[rank])
-            check("all_reduce", group.all_reduce(x), sum(everyone))
+            check("all_reduce", group.all_reduce(x), np.sum(everyone, axis=0))
             for dim in range(-1, len(shape)):
                 x = tensor(everyone[rank])
                 check("all_gather", group.all_gather(x, dim=dim), np.concatenate(everyone, dim))

@@ -9,6 +9,7 @@ from .request import FinishReason, Request, RequestOutputDelta, RequestStatus, S
 from .sampling import SamplingParams, StructuredOutputsParams
 from .step import (
     BlockCopies,
+    GrammarStart,
     ModelRunnerOutput,
     NewSequence,
     ScheduledSequence,
@@ -21,6 +22,7 @@ __all__ = [
     "BlockCopies",
     "CompletionOutput",
     "FinishReason",
+    "GrammarStart",
     "Logprob",
     "ModelRunnerOutput",
     "NewSequence",

@@ -7,7 +7,7 @@ import enum
 import msgspec
 
 from .sampling import SamplingParams
-from .step import TokenLogprobs
+from .step import GrammarStart, TokenLogprobs
 
 
 class RequestStatus(enum.Enum):
@@ -48,6 +48,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
         None  # compiled constraint, made by the grammar backend of the front end
     )
     grammar_backend: str = ""
+    grammar_start: GrammarStart | None = None  # None: the grammar binds from the first token
     attempt: int = 0  # fencing number: only results of the newest attempt are delivered
     instance: str = ""  # instance a request scheduler routed it to; empty: any
 

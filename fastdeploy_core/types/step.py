@@ -19,6 +19,14 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     rank: int  # rank of the chosen token, 1 = most likely
 
 
+class GrammarStart(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A grammar that binds only behind thinking: both are token ids."""
+
+    end: int  # the token that ends thinking
+    # The token that begins it, where the model may answer at once; None: the text begins in thinking.
+    begin: int | None = None
+
+
 class NewSequence(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Everything a worker must know of a sequence it has not seen, or that was preempted."""
 
@@ -31,6 +39,7 @@ class NewSequence(msgspec.Struct, kw_only=True, omit_defaults=True):
     eos_token_ids: list[int] = []
     grammar: bytes | None = None
     grammar_backend: str = ""
+    grammar_start: GrammarStart | None = None  # None: it binds from the first token
 
 
 class ScheduledSequence(msgspec.Struct, omit_defaults=True):

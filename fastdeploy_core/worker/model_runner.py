@@ -122,7 +122,7 @@ class ModelRunner:
 
     def launch(self, step: SchedulerOutput) -> PendingOutput:
         """Queue the step. WorkerError: this rank is lost or was told nonsense; ResourceError: the
-        step did not fit into device memory, and smaller ones may."""
+        step did not fit into device memory, and smaller ones may; anything else: as it came."""
         what = f"step {step.step_id}"
         with self._explained(what), self._xp.no_grad():
             return self._launch(step)
@@ -358,9 +358,9 @@ class ModelRunner:
                 raise WorkerError(
                     f"the device of rank {self._rank} is lost in {what}: {error}"
                 ) from error
-            raise WorkerError(
-                f"{what} failed on rank {self._rank}: {type(error).__name__}: {error}"
-            ) from error
+            # Perhaps one request's fault: the engine tries the others again (engine/core.py).
+            logger.warning("%s failed on rank %s", what, self._rank)
+            raise
 
 
 def looks_back(new: NewSequence, config: EngineConfig) -> bool:

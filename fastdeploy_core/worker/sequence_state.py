@@ -10,6 +10,7 @@ from fastdeploy_core import plugins
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.contracts.small import GrammarBackend, ProcessorContext
 from fastdeploy_core.errors import InvalidRequest
+from fastdeploy_core.grammar.thinking import MatcherAfterThinking
 from fastdeploy_core.sampling import columns as bits
 from fastdeploy_core.sampling.columns import SamplingColumns
 from fastdeploy_core.sampling.masks import TokenMasks
@@ -65,6 +66,8 @@ class SequenceState:
         self._processors.add(slot, new.seq_id, new.sampling, prompt)
         if new.grammar is not None:
             matcher = self._backend(new).matcher(new.grammar)
+            if new.grammar_start is not None:
+                matcher = MatcherAfterThinking(matcher, new.grammar_start)
             if output.size and matcher.accept(output.tolist()) != output.size:
                 raise InvalidRequest("the text so far does not fit the grammar")
             self._masks.add_matcher(slot, matcher)

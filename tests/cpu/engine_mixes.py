@@ -55,11 +55,21 @@ def make_engine_config(
 class LateResult:
     """A step's result that is waited for only when it is wanted, as with overlap on a device."""
 
-    def __init__(self, pending: Any) -> None:
+    def __init__(self, pending: Any, error: Exception | None = None) -> None:
         self._pending = pending
+        self._error = error
 
     def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
         return self._pending.wait()
+
+    def exception(self) -> Exception | None:
+        try:
+            self.result()
+        except Exception as error:
+            return error
+        return None
 
 
 class SharedExecutor:
@@ -80,7 +90,10 @@ class SharedExecutor:
 
     def submit(self, step: SchedulerOutput) -> LateResult:
         self.num_steps += 1
-        return LateResult(self._worker.launch(step))
+        try:
+            return LateResult(self._worker.launch(step))
+        except Exception as error:
+            return LateResult(None, error)
 
     def close(self) -> None:
         pass
@@ -144,6 +157,11 @@ class Bench:
         self._executor = SharedExecutor(self.config, self._resolved)
         self.block_bytes = self._executor._info.bytes_per_block
         self._num_seq_ids = 0
+
+    @property
+    def worker(self) -> Any:
+        """The one worker."""
+        return self._executor._worker
 
     def engine(self, settings: Settings) -> EngineCore:
         """An engine that continues the worker's count of sequences."""

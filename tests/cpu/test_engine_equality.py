@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from fastdeploy_core.engine.client import LocalEngine
-from tests.checkpoints import build
+from tests.checkpoints import VOCAB, build
 from tests.cpu.engine_mixes import Bench, Settings, make_engine_config, make_requests, play
-from tests.null_engine import Collector
+from tests.null_engine import Collector, make_request
 
 VARIANTS = ("ernie-moe", "qwen3")
 NUM_MIXES = 110  # per model
@@ -94,6 +95,33 @@ def test_sampled_answers_differ_between_seeds_and_branches(bench: Bench) -> None
         _, collector = bench.run(Settings(max_num_seqs=4), [(0, request)])
         answers += collector.answers(request.request_id)
     assert len({tuple(tokens) for tokens in answers}) == 6
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_request_that_breaks_a_step_fails_alone(
+    bench: Bench, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model raises whenever one prompt's last token is fed; the others do not notice."""
+    requests = make_requests(Random(9), 6)
+    alone = answers_alone(bench, requests)
+    used = {t for r in requests for t in r.prompt_token_ids}
+    used |= {t for answers in alone.values() for tokens in answers for t in tokens}
+    poison = next(t for t in range(3, VOCAB) if t not in used)
+    model = bench.worker._runner._model
+    forward = model.forward
+
+    def fragile(input_ids: Any, positions: Any, context: Any) -> Any:
+        if poison in input_ids.tolist():
+            raise ValueError("poisoned")
+        return forward(input_ids, positions, context)
+
+    monkeypatch.setattr(model, "forward", fragile)
+    bad = make_request("bad", [5, 6, poison], max_tokens=5)
+    settings = Settings(max_num_seqs=8, overlap=overlap, prefix_caching=True, host_blocks=8)
+    arrivals = [(0, r) for r in requests[:3]] + [(2, bad)] + [(2, r) for r in requests[3:]]
+    _, collector = bench.run(settings, arrivals)
+    assert collector.errors == {"bad": "FastDeployError"}
+    check(collector, requests, alone)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

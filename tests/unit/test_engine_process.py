@@ -354,7 +354,7 @@ def test_killed_worker_process_ends_its_engine():
         ({"kind": "die"}, "killed by SIGKILL"),
         ({"kind": "lost", "message": "device is gone"}, "device is gone"),
         ({"kind": "raise", "rank": 1}, "rank 1 failed"),
-        ({"kind": "hang"}, ""),
+        ({"kind": "hang"}, "made no progress for"),
         ({"kind": "hang", "rank": 1}, None),
     ],
 )
@@ -392,7 +392,7 @@ def test_broken_engine_fails_its_streams_and_comes_back(fault, reason, capfd):
                 PATIENCE_S,
             )
             assert all(isinstance(result, WorkerError) for result in results), results
-            assert reason in str(results[0])
+            assert reason in engine.health().reason
             await until_ready(engine)
             await assert_serves(engine)
 

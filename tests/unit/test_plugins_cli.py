@@ -158,6 +158,11 @@ def test_why_without_what_it_needs_says_so(stranger):
         plugins_command.main(["why", "quantizer"])
 
 
+def test_why_kv_transport_names_the_one_for_this_host(capsys, stranger):
+    code, out = run(capsys, "why", "kv_transport")
+    assert code == 0 and "winner: shm" in out.out and "same_host=True" in out.out
+
+
 @pytest.mark.parametrize("kind", ["scheduler", "kv_transport", "grammar", "model", "kernels"])
 def test_why_of_every_other_kind(capsys, stranger, kind):
     code, out = run(capsys, "why", kind)

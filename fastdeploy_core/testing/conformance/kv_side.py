@@ -29,22 +29,17 @@ CANARY = 0xA5
 class Side:
     """This process's transport with its region, all canary at first."""
 
-    def __init__(self, driver: Any, options: TransportOptions, **region: Any) -> None:
-        settings = {"num_blocks": NUM_BLOCKS, "block_bytes": BLOCK_BYTES, "layout_hash": "layout"}
-        settings |= region
-        shape = (settings["num_blocks"], settings["block_bytes"])
-        self.memory = np.full(shape, CANARY, np.uint8)
+    def __init__(
+        self,
+        driver: Any,
+        options: TransportOptions,
+        num_blocks: int = NUM_BLOCKS,
+        block_bytes: int = BLOCK_BYTES,
+        layout_hash: str = "layout",
+    ) -> None:
+        self.memory = np.full((num_blocks, block_bytes), CANARY, np.uint8)
         self.transport = driver(options)
-        self.transport.register(
-            [
-                Region(
-                    1,
-                    memoryview(self.memory.reshape(-1)),
-                    settings["block_bytes"],
-                    settings["layout_hash"],
-                )
-            ]
-        )
+        self.transport.register([Region(1, self.memory.reshape(-1).data, block_bytes, layout_hash)])
 
     def wait(
         self, done: Callable[[list[TransferEvent]], bool], limit_s: float = 30.0

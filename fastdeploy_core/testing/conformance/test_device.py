@@ -43,6 +43,10 @@ class DeviceConformance(OnDevice):
             limits.token_buckets
         )
 
+    def test_worker_is_declared_by_the_class(self, driver: Any) -> None:
+        # The engine reads it before it makes an instance.
+        assert isinstance(driver.worker, str) and (not driver.worker or ":" in driver.worker)
+
     def test_memory_is_what_a_machine_can_have(self, device: Any) -> None:
         info = device.memory()
         assert 0 <= info.free_bytes <= info.total_bytes
@@ -174,7 +178,7 @@ def run_ranks(name: str, library: str, world_size: int) -> list[dict[str, bool]]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         processes = [
             subprocess.Popen(  # noqa: S603 - our own interpreter
-                [sys.executable, "-m", "fastdeploy_core.testing.rank",
+                [sys.executable, "-P", "-m", "fastdeploy_core.testing.rank",
                  name, library, str(rank), str(world_size), str(address)],
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True,
             )

@@ -133,7 +133,7 @@ class ExpertCommunicatorConformance(OnDevice):
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
             ranks = [
                 subprocess.Popen(  # noqa: S603 - our own interpreter
-                    [sys.executable, "-m", "fastdeploy_core.testing.rank", device.name,
+                    [sys.executable, "-P", "-m", "fastdeploy_core.testing.rank", device.name,
                      device.xp.name, str(rank), "2", str(address), fd_entry.name],
                     stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True,
                 )

@@ -61,7 +61,7 @@ class KVTransportConformance(KVTransportSuite):
     def test_odd_block_sizes(
         self, driver: Any, options: TransportOptions, block_bytes: int
     ) -> None:
-        size = {"num_blocks": 5, "block_bytes": block_bytes}
+        size: dict[str, Any] = {"num_blocks": 5, "block_bytes": block_bytes}
         here = Side(driver, options, **size)
         remote = RemotePeer(driver.name, options, num_blocks=5, block_bytes=max(4, block_bytes))
         try:
@@ -78,7 +78,7 @@ class KVTransportConformance(KVTransportSuite):
             here.transport.close()
 
     def test_many_blocks_in_one_transfer(self, driver: Any, options: TransportOptions) -> None:
-        size = {"num_blocks": 20000, "block_bytes": 64}
+        size: dict[str, Any] = {"num_blocks": 20000, "block_bytes": 64}
         here = Side(driver, options, **size)
         remote = RemotePeer(driver.name, options, **size)
         try:

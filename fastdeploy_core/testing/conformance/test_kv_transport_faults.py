@@ -31,7 +31,7 @@ class KVTransportFaultsConformance(KVTransportSuite):
     def test_cancelled_transfer_lands_nothing_more(
         self, driver: Any, options: TransportOptions
     ) -> None:
-        size = {"num_blocks": 64, "block_bytes": MEBIBYTE}
+        size: dict[str, Any] = {"num_blocks": 64, "block_bytes": MEBIBYTE}
         here, remote = Side(driver, options, **size), RemotePeer(driver.name, options, **size)
         try:
             name = here.transport.connect(remote.descriptor)
@@ -143,7 +143,10 @@ class KVTransportFaultsConformance(KVTransportSuite):
     def test_unlike_peers_are_refused(
         self, driver: Any, options: TransportOptions, peer: RemotePeer, what: str
     ) -> None:
-        region = {"layout": {"layout_hash": "other"}, "block size": {"block_bytes": 4096}}
+        region: dict[str, dict[str, Any]] = {
+            "layout": {"layout_hash": "other"},
+            "block size": {"block_bytes": 4096},
+        }
         own = options
         if what == "model revision":
             own = TransportOptions(secret=options.secret, model_revision="r2")

@@ -249,7 +249,12 @@ class OpsConformance(OnDevice):
             self.to_device(device, seen),
         )
         expected = oracle.apply_penalties(
-            *(a.astype("float64") for a in (logits, presence, frequency, repetition)), counts, seen
+            logits.astype("float64"),
+            presence.astype("float64"),
+            frequency.astype("float64"),
+            repetition.astype("float64"),
+            counts,
+            seen,
         )
         self.assert_close(device, got, expected, "float32")
 

@@ -37,7 +37,7 @@ class MyChipDevice:
     def __init__(self, options: DeviceOptions) -> None:
         self.xp = load(options.tensor_library or LIBRARY or available()[0])
         self.device = DEVICE
-        self.limits = DeviceLimits(dtypes=("float32",))
+        self.limits = DeviceLimits(dtypes=("float32",), shares_host_memory=DEVICE == "cpu")
         if options.num_threads:
             self.xp.set_num_threads(options.num_threads)
 

@@ -1,0 +1,280 @@
+"""The worker of the fake devices: a language model that is a hash, over a KV cache of numbers.
+
+It keeps a cache and reads every block through the block tables, so that a wrong block, a missing
+copy or a stale position changes the tokens. Tests predict these with `NullModel.expected`.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.types import (
+    ModelRunnerOutput,
+    NewSequence,
+    SamplingParams,
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceOutput,
+    TokenLogprobs,
+)
+from fastdeploy_core.types.worker import WorkerInfo
+
+if TYPE_CHECKING:
+    from fastdeploy_core.plugins.resolved import ResolvedPlugins
+
+_MASK = 2**64 - 1
+_EMPTY = 0  # what an unwritten slot holds
+_FIRST = 0x243F6A8885A308D3  # stands before the first token
+
+
+def _mix(value: int) -> int:
+    value = (value * 0x9E3779B97F4A7C15 + 0x7F4A7C15) & _MASK
+    value ^= value >> 29
+    value = (value * 0xBF58476D1CE4E5B9) & _MASK
+    return value ^ (value >> 32)
+
+
+class NullOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Section "null" of config.json: what the fake device and model are like."""
+
+    vocab_size: int = 256
+    step_s: float = 0.0  # how long a step takes
+    num_blocks: int = 1024  # what its memory holds
+    block_size: int = 0  # 0: the configuration's
+    block_sharing: bool = True
+    mixed_batches: bool = True
+    max_prefills_per_step: int | None = None
+    overlap: bool = True
+    host_tier: bool = True
+    logprobs: bool = True
+    draft_accuracy: float = 0.6  # share of drafts that are right, with speculation configured
+
+
+class NullModel:
+    """The fake language model: the next token is a fixed hash of all tokens before it."""
+
+    def __init__(self, vocab_size: int = 256) -> None:
+        self.vocab_size = vocab_size
+
+    @staticmethod
+    def state(before: int, token: int) -> int:
+        """What the cache holds for a token: a number that depends on the whole prefix."""
+        return _mix(before ^ (token + 1)) | 1
+
+    def next_token(self, states: array[int], sampling: SamplingParams, seed: int) -> int:
+        """The token after these cached states; with a temperature it depends on the seed, too."""
+        value = zlib.crc32(states.tobytes())
+        if not sampling.is_greedy:
+            value ^= _mix(seed ^ len(states))
+        return _mix(value) % self.vocab_size
+
+    def expected(
+        self, prompt: Sequence[int], num_tokens: int, sampling: SamplingParams, seed: int = 0
+    ) -> list[int]:
+        """The num_tokens tokens that follow the prompt, whatever ran beside it; stops are not
+        looked at."""
+        states: array[int] = array("Q")
+        for token in prompt:
+            states.append(self.state(states[-1] if states else _FIRST, token))
+        tokens: list[int] = []
+        for _ in range(num_tokens):
+            tokens.append(self.next_token(states, sampling, seed))
+            states.append(self.state(states[-1], tokens[-1]))
+        return tokens
+
+
+class _State:
+    """A sequence as the worker remembers it."""
+
+    __slots__ = ("blocks", "new", "tokens")
+
+    def __init__(self, new: NewSequence) -> None:
+        self.new = new
+        self.tokens = list(new.token_ids)
+        self.blocks = list(new.block_ids)
+
+
+class NullPending:
+    """A step that has been done already."""
+
+    def __init__(self, output: ModelRunnerOutput) -> None:
+        self._output = output
+
+    def wait(self) -> ModelRunnerOutput:
+        """What it produced."""
+        return self._output
+
+
+class NullWorker:
+    """Runs steps on a cache of plain numbers."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        resolved: ResolvedPlugins | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        address: str = "",
+    ) -> None:
+        self.config = config
+        self.rank = rank
+        self.options = msgspec.convert(config.model.hf_config.get("null", {}), NullOptions)
+        self.model = NullModel(self.options.vocab_size)
+        self.block_size = self.options.block_size or config.cache.block_size
+        self.num_steps = 0
+        self._num_drafts = 0
+        if config.speculative is not None:
+            self._num_drafts = config.speculative.num_speculative_tokens
+        self._sequences: dict[int, _State] = {}
+        self._cache: list[array[int]] = []
+        self._host: list[array[int]] = []
+
+    def load(self) -> WorkerInfo:
+        """No weights, no memory; limits as the options say."""
+        options = self.options
+        return WorkerInfo(
+            num_layers=1,
+            vocab_size=options.vocab_size,
+            max_model_len=self.config.model.max_model_len,
+            bytes_per_block=self.block_size * 8,
+            available_bytes=options.num_blocks * self.block_size * 8,
+            block_size=self.block_size,
+            block_sharing=options.block_sharing,
+            mixed_batches=options.mixed_batches,
+            max_prefills_per_step=options.max_prefills_per_step,
+            overlap=options.overlap,
+            host_tier=options.host_tier,
+            logprobs=options.logprobs,
+            device="null",
+            tensor_library="none",
+            report=[f"rank {self.rank}: a fake device, no model is run"],
+        )
+
+    def initialize_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """Empty slots."""
+        empty = [_EMPTY] * self.block_size
+        self._cache = [array("Q", empty) for _ in range(num_blocks)]
+        self._host = [array("Q", empty) for _ in range(num_host_blocks)]
+
+    def launch(self, step: SchedulerOutput) -> NullPending:
+        """Do the step."""
+        started = time.perf_counter()
+        for seq_id in step.finished_seq_ids:
+            self._sequences.pop(seq_id, None)
+        for new in step.new_sequences:
+            if new.seq_id in self._sequences:
+                raise RuntimeError(f"sequence {new.seq_id} is new twice")
+            self._sequences[new.seq_id] = _State(new)
+        self._copy(step)
+        outputs = [self._run(row) for row in step.sequences]
+        if self.options.step_s:
+            time.sleep(self.options.step_s)
+        self.num_steps += 1
+        elapsed = time.perf_counter() - started
+        return NullPending(
+            ModelRunnerOutput(
+                step_id=step.step_id, sequences=outputs, model_s=elapsed, execute_s=elapsed
+            )
+        )
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._sequences.clear()
+        self._cache = []
+        self._host = []
+
+    def _copy(self, step: SchedulerOutput) -> None:
+        for source, target in step.copies.device_to_host:
+            self._host[target] = self._cache[source][:]
+        for source, target in step.copies.host_to_device:
+            self._cache[target] = self._host[source][:]
+        for source, target in step.copies.device_to_device:
+            self._cache[target] = self._cache[source][:]
+
+    def _run(self, row: ScheduledSequence) -> SequenceOutput:
+        state = self._sequences[row.seq_id]
+        state.blocks.extend(row.new_block_ids)
+        start, num_drafts = row.num_computed_tokens, len(row.draft_token_ids)
+        num_known = row.num_tokens - num_drafts
+        fed = state.tokens[start : start + num_known] + row.draft_token_ids
+        if len(fed) != row.num_tokens:
+            raise RuntimeError(
+                f"sequence {row.seq_id}: tokens {start} to {start + row.num_tokens} are to be fed, "
+                f"{len(state.tokens)} are known"
+            )
+        self._write(state, start, fed)
+        output = SequenceOutput(row.seq_id)
+        if state.new.sampling.prompt_logprobs is not None:
+            output.prompt_logprobs = self._prompt_logprobs(state, start, row.num_tokens)
+        if row.sample:  # every rank: they all come to the same token without being told
+            self._sample(state, row, start + num_known, output)
+        return output
+
+    def _write(self, state: _State, start: int, fed: list[int]) -> None:
+        size, blocks, cache = self.block_size, state.blocks, self._cache
+        before = _FIRST
+        if start:
+            before = cache[blocks[(start - 1) // size]][(start - 1) % size]
+        for position, token in enumerate(fed, start):
+            before = self.model.state(before, token)
+            cache[blocks[position // size]][position % size] = before
+
+    def _read(self, state: _State, num_tokens: int) -> array[int]:
+        """All slots of the first num_tokens tokens, through the block table."""
+        states: array[int] = array("Q")
+        for block in state.blocks[: -(-num_tokens // self.block_size)]:
+            states.extend(self._cache[block])
+        return states[:num_tokens]
+
+    def _sample(
+        self, state: _State, row: ScheduledSequence, num_known: int, output: SequenceOutput
+    ) -> None:
+        sampling, drafts = state.new.sampling, row.draft_token_ids
+        # Rows may be fed again after the engine dropped tokens it did not want.
+        del state.tokens[num_known:]
+        for index in range(len(drafts) + 1):
+            token = self._next(state, num_known + index)
+            output.token_ids.append(token)
+            state.tokens.append(token)
+            if index == len(drafts) or drafts[index] != token:
+                break
+        output.num_accepted_drafts = len(output.token_ids) - 1
+        if sampling.logprobs is not None:
+            output.logprobs = [self._logprobs(t, sampling.logprobs) for t in output.token_ids]
+        if self._num_drafts:
+            output.next_draft_token_ids = self._draft(state)
+
+    def _next(self, state: _State, num_tokens: int) -> int:
+        """Stop tokens give way to their neighbours while min_tokens is not reached."""
+        sampling = state.new.sampling
+        token = self.model.next_token(self._read(state, num_tokens), sampling, state.new.seed)
+        if num_tokens - state.new.num_prompt_tokens < sampling.min_tokens:
+            stops = {*state.new.eos_token_ids, *(sampling.stop_token_ids or ())}
+            while token in stops:
+                token = (token + 1) % self.model.vocab_size
+        return token
+
+    def _draft(self, state: _State) -> list[int]:
+        right = self.model.expected(
+            state.tokens, self._num_drafts, state.new.sampling, state.new.seed
+        )
+        limit = int(self.options.draft_accuracy * 100)
+        size = self.model.vocab_size
+        return [t if _mix(len(state.tokens) + t) % 100 < limit else (t + 1) % size for t in right]
+
+    def _logprobs(self, token: int, count: int) -> TokenLogprobs:
+        size = self.model.vocab_size
+        others = [(token + 1 + i) % size for i in range(count if count >= 0 else size - 1)]
+        return TokenLogprobs([token, *others], [-0.5 - i for i in range(len(others) + 1)], 1)
+
+    def _prompt_logprobs(self, state: _State, start: int, count: int) -> list[TokenLogprobs]:
+        end = min(start + count, state.new.num_prompt_tokens - 1)
+        number = state.new.sampling.prompt_logprobs or 0
+        return [self._logprobs(state.tokens[p + 1], number) for p in range(start, end)]

@@ -1,0 +1,124 @@
+"""The plugin template, as a stranger meets it: wheels, a separate environment, the kit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.plugins.wheels import REPOSITORY
+
+
+def run(
+    *command: str | Path, cwd: Path | None = None, timeout_s: float = 110
+) -> subprocess.CompletedProcess[str]:
+    """One command without this checkout on its path."""
+    kept = {n: v for n, v in os.environ.items() if not n.startswith(("FD_", "PYTHON"))}
+    return subprocess.run(
+        [str(c) for c in command], cwd=cwd, env={**kept, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=timeout_s, check=False,
+    )  # fmt: skip
+
+
+def build(project: Path, folder: Path) -> Path:
+    """The project's wheel, made by its own build backend."""
+    pytest.importorskip("hatchling", reason="building wheels needs hatchling")
+    before = set(folder.glob("*.whl"))
+    done = run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder, cwd=project)
+    assert done.returncode == 0, done.stderr
+    return (set(folder.glob("*.whl")) - before).pop()
+
+
+class Stranger:
+    """A virtual environment with wheels of its own; third-party libraries come from this one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bin = folder / "bin"
+        made = run(sys.executable, "-m", "venv", "--without-pip", folder)
+        assert made.returncode == 0, made.stderr
+        site = next(folder.glob("lib*/python*/site-packages"))
+        (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    def install(self, *wheels: Path) -> None:
+        done = run(
+            sys.executable, "-m", "pip", "--python", self.bin / "python", "install", "-q",
+            "--no-deps", "--no-index", "--disable-pip-version-check", *wheels,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+
+    def fastdeploy(
+        self, *arguments: str | Path, **settings: float
+    ) -> subprocess.CompletedProcess[str]:
+        return run(self.bin / "fastdeploy", *arguments, **settings)
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Stranger:
+    """An environment with the core and a plugin made by `plugins new`, both from wheels."""
+    folder = tmp_path_factory.mktemp("stranger")
+    wheels = folder / "wheels"
+    wheels.mkdir()
+    environment = Stranger(folder / "venv")
+    environment.install(build(REPOSITORY, wheels))
+    made = environment.fastdeploy("plugins", "new", "fd-wonder", "--dir", folder)
+    assert made.returncode == 0, made.stderr
+    environment.install(build(folder / "fd-wonder", wheels))
+    return environment
+
+
+def test_core_comes_from_its_wheel(stranger: Stranger) -> None:
+    where = run(
+        stranger.bin / "python", "-P", "-c", "import fastdeploy_core as f; print(f.__file__)"
+    )
+    assert where.stdout.startswith(str(stranger.bin.parent)), where.stdout
+
+
+def test_new_plugin_is_found_and_explained(stranger: Stranger) -> None:
+    listed = json.loads(stranger.fastdeploy("plugins", "list", "--json").stdout)
+    mine = {p["kind"]: p for p in listed["plugins"] if p["distribution"] == "fd-wonder"}
+    assert set(mine) == {"device", "kernels", "hooks"}
+    assert all(p["status"] == "ok" and p["version"] == "0.1.0" for p in mine.values())
+    assert not listed["problems"]
+    why = stranger.fastdeploy("plugins", "why", "device")
+    assert "wonder" in why.stdout and "winner: cpu" in why.stdout
+    shown = stranger.fastdeploy("plugins", "show", "fd-wonder")
+    assert shown.returncode == 0 and "contract: 0.1" in shown.stdout
+
+
+def test_doctor_passes(stranger: Stranger) -> None:
+    done = stranger.fastdeploy("plugins", "doctor", "--json")
+    rows = json.loads(done.stdout)["checks"]
+    mine = [r for r in rows if r["origin"] == "fd-wonder 0.1.0"]
+    assert len(mine) == 3 and all(r["verdict"] == "PASS" for r in mine), mine
+
+
+@pytest.mark.timeout(600)
+def test_new_plugin_passes_the_kit(stranger: Stranger, tensor_library: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    done = stranger.fastdeploy(
+        "plugins", "check", "wonder", "--tensor", tensor_library, "--report", report, timeout_s=580
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr
+    assert "capabilities of wonder" in done.stdout
+    tests = json.loads(report.read_text())["tests"]
+    suites = {t["suite"] for t in tests if t["outcome"] == "passed"}
+    assert suites == {
+        "TestHygiene", "TestDevice", "TestOps", "TestAttention", "TestMoE", "TestEndToEnd",
+    }  # fmt: skip
+    skipped = [t for t in tests if t["outcome"] == "skipped"]
+    assert skipped and all(t["reason"] for t in skipped), "a skip without a reason"
+
+
+def test_its_own_tests_run_the_kit(stranger: Stranger, tensor_library: str) -> None:
+    project = stranger.bin.parent.parent / "fd-wonder"
+    done = run(
+        stranger.bin / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider",
+        "--fd-tensor", tensor_library, "-k", "float32 or limits or memory", cwd=project,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    assert " passed" in done.stdout
