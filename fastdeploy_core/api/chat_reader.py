@@ -8,7 +8,7 @@ from typing import Any
 
 from fastdeploy_core import plugins
 from fastdeploy_core.contracts.small import ParsedDelta, ReasoningParser, ToolParser
-from fastdeploy_core.parsers.answer import AnswerReader, shown_tokens
+from fastdeploy_core.parsers.answer import AnswerReader, Thinking, shown_tokens, thinking_ahead
 from fastdeploy_core.types import CompletionOutput, RequestOutput
 
 
@@ -46,6 +46,10 @@ class ChatReader:
         # Without tools nothing is a tool call.
         self._tool_parser = parsers.tool if tools else None
         self.visible_tokens = shown_tokens(parsers.reasoning, self._tool_parser)
+
+    def thinking_ahead(self, prompt_text: str) -> Thinking | None:
+        """Whether the answer to this prompt may begin with thinking."""
+        return thinking_ahead(self._parsers.reasoning, prompt_text, self._kwargs)
 
     def read(self, output: RequestOutput) -> RequestOutput:
         """The output with thinking and tool calls taken out of its texts."""

@@ -9,17 +9,20 @@ from types import TracebackType
 from typing import Any, Self
 
 from fastdeploy_core import errors
-from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.config.arguments import build_engine_config
 from fastdeploy_core.engine.client import LocalEngine
-from fastdeploy_core.engine.input import RequestLimits, build_request, default_sampling_values
+from fastdeploy_core.engine.input import (
+    RequestLimits,
+    build_request,
+    default_sampling_values,
+    grammar_start,
+)
 from fastdeploy_core.engine.output import OutputKind, OutputProcessor
+from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.errors import ConfigError, InvalidRequest, WorkerError
 from fastdeploy_core.grammar.compiler import GrammarCompiler
-from fastdeploy_core.models.shapes import read_shapes
-from fastdeploy_core.plugins.resolve import ResolvedPlugins, resolve
 from fastdeploy_core.tokenizer import Tokenizer
-from fastdeploy_core.types import Request, RequestOutput, SamplingParams
+from fastdeploy_core.types import GrammarStart, Request, RequestOutput, SamplingParams
 
 from .chat_reader import ChatParsers, ChatReader
 from .inputs import Prompt, Prompts, conversations, normalise_prompts, one_each
@@ -75,7 +78,7 @@ class LLM:
         self._processor = OutputProcessor(self._tokenizer)
         self._batches: dict[str, _Batch] = {}  # request id to the call it belongs to
         self._compiler: GrammarCompiler | None = None
-        self._engine: LocalEngine | None = LocalEngine(self.config, _resolve(self.config))
+        self._engine: LocalEngine | None = LocalEngine(self.config, resolve_plugins(self.config))
         self._limits = RequestLimits.of(self.config, self._tokenizer, self._engine.info)
 
     def generate(
@@ -188,7 +191,7 @@ class LLM:
         priorities = one_each("priority", priority, len(prompts))
         # Every request is checked before the first one is handed to the engine.
         requests = [
-            self._build(prompt, default if param is None else param, rank or 0)
+            self._build(prompt, default if param is None else param, rank or 0, reader)
             for prompt, param, rank in zip(prompts, params, priorities, strict=True)
         ]
         texts = [prompt.text for prompt in prompts]
@@ -196,7 +199,9 @@ class LLM:
             return self._stream(requests, texts, reader)
         return self._collect(requests, texts, use_tqdm, reader)
 
-    def _build(self, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
+    def _build(
+        self, prompt: Prompt, params: SamplingParams, priority: int, reader: ChatReader | None
+    ) -> Request:
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(
                 f"sampling_params must be SamplingParams, got {type(params).__name__}",
@@ -222,7 +227,15 @@ class LLM:
             add_special_tokens=prompt.add_special_tokens,
             priority=priority,
             cache_salt=prompt.cache_salt,
+            start=self._grammar_start(prompt, params, reader),
         )
+
+    def _grammar_start(
+        self, prompt: Prompt, params: SamplingParams, reader: ChatReader | None
+    ) -> GrammarStart | None:
+        if reader is None or params.structured_outputs is None or self._tokenizer is None:
+            return None
+        return grammar_start(reader.thinking_ahead(prompt.text or ""), self._tokenizer)
 
     def _collect(
         self,
@@ -311,12 +324,3 @@ def _raise_refusal(output: RequestOutput) -> None:
     if isinstance(kind, type) and issubclass(kind, InvalidRequest):
         raise kind(output.error)
     logger.warning("request %s failed: %s", output.request_id, output.error)
-
-
-def _resolve(config: EngineConfig) -> ResolvedPlugins:
-    shapes = read_shapes(config.model.hf_config, config.parallel.tensor_parallel_size)
-    return resolve(
-        config,
-        attention=(shapes.attention,),
-        moe=() if shapes.moe is None else (shapes.moe,),
-    )

@@ -20,10 +20,11 @@ from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.errors import InvalidRequest, RequestTooLong
 from fastdeploy_core.tokenizer import Tokenizer
 from fastdeploy_core.tokenizer.files import as_id_list
-from fastdeploy_core.types import Request, SamplingParams
+from fastdeploy_core.types import GrammarStart, Request, SamplingParams
 
 if TYPE_CHECKING:
     from fastdeploy_core.grammar.compiler import GrammarCompiler
+    from fastdeploy_core.parsers.answer import Thinking
     from fastdeploy_core.types.engine import EngineInfo
 
 MAX_SALT_CHARS = 128
@@ -60,6 +61,42 @@ class RequestLimits:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """How a prompt that is too long is cut, after it was tokenized."""
+
+    max_tokens: int  # -1: what the context holds beside the answer
+    side: str = "left"  # which end is cut off: "left" keeps the last tokens
+
+    def cut(self, ids: list[int], limits: RequestLimits, max_answer: int | None) -> list[int]:
+        """The tokens that are kept; InvalidRequest when the prompt could never be served."""
+        longest = limits.max_model_len
+        if self.max_tokens > longest:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens must be at most {longest}, the context length of this "
+                f"model, got {self.max_tokens}",
+                param="truncate_prompt_tokens",
+            )
+        room = self.max_tokens
+        if room < 0:
+            room = max(1, longest - max(1, max_answer or 1))
+        if len(ids) <= room:
+            return ids
+        return ids[:room] if self.side == "right" else ids[-room:]
+
+
+def grammar_start(thinking: Thinking | None, tokenizer: Tokenizer) -> GrammarStart | None:
+    """Where a grammar begins to bind; None (from the first token) for a model that does not think,
+    or that spells the marks of thinking in several tokens."""
+    if thinking is None:
+        return None
+    end = tokenizer.token_to_id(thinking.end)
+    if thinking.begin is None:
+        return None if end is None else GrammarStart(end)
+    begin = tokenizer.token_to_id(thinking.begin)
+    return None if end is None or begin is None else GrammarStart(end, begin)
+
+
 def default_sampling_values(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """SamplingParams fields that a model's generation_config.json sets.
 
@@ -87,17 +124,21 @@ def build_request(
     deadline_s: float | None = None,
     cache_salt: str = "",
     tenant: str = "",
+    truncation: Truncation | None = None,
+    start: GrammarStart | None = None,
 ) -> Request:
     """Check and complete one request; raises InvalidRequest or RequestTooLong.
 
-    The caller's `sampling` is not changed. Blocks while a grammar compiles.
+    The caller's `sampling` is not changed. `start`: where a grammar begins to bind. Blocks while a
+    grammar compiles.
     """
     request = _without_grammar(
-        prompt, sampling, tokenizer, limits, add_special_tokens, priority, cache_salt
+        prompt, sampling, tokenizer, limits, add_special_tokens, priority, cache_salt, truncation
     )
     request.deadline_s, request.tenant = deadline_s, tenant
     if sampling.structured_outputs is not None:
-        _attach(request, _need(compiler).compile(sampling.structured_outputs), _need(compiler))
+        compiled = _need(compiler).compile(sampling.structured_outputs)
+        _attach(request, compiled, _need(compiler), start)
     return request
 
 
@@ -113,9 +154,14 @@ async def build_request_async(
     deadline_s: float | None = None,
     cache_salt: str = "",
     tenant: str = "",
+    truncation: Truncation | None = None,
+    start: GrammarStart | None = None,
 ) -> Request:
     """The same for an event loop: long prompts are tokenized in a thread, grammars elsewhere."""
-    args = (prompt, sampling, tokenizer, limits, add_special_tokens, priority, cache_salt)
+    args = (
+        *(prompt, sampling, tokenizer, limits),
+        *(add_special_tokens, priority, cache_salt, truncation),
+    )
     if isinstance(prompt, str) and len(prompt) > 4096:
         request = await asyncio.to_thread(_without_grammar, *args)
     else:
@@ -123,7 +169,7 @@ async def build_request_async(
     request.deadline_s, request.tenant = deadline_s, tenant
     if sampling.structured_outputs is not None:
         compiled = await _need(compiler).compile_async(sampling.structured_outputs)
-        _attach(request, compiled, _need(compiler))
+        _attach(request, compiled, _need(compiler), start)
     return request
 
 
@@ -135,9 +181,12 @@ def _without_grammar(
     add_special_tokens: bool,
     priority: int,
     cache_salt: str,
+    truncation: Truncation | None,
 ) -> Request:
     _check_salt(cache_salt)
     token_ids = _token_ids(prompt, tokenizer, limits, add_special_tokens)
+    if truncation is not None:
+        token_ids = truncation.cut(token_ids, limits, sampling.max_tokens)
     return Request(
         request_id=uuid.uuid4().hex,
         prompt_token_ids=token_ids,
@@ -247,5 +296,8 @@ def _need(compiler: GrammarCompiler | None) -> GrammarCompiler:
     return compiler
 
 
-def _attach(request: Request, compiled: bytes, compiler: GrammarCompiler) -> None:
+def _attach(
+    request: Request, compiled: bytes, compiler: GrammarCompiler, start: GrammarStart | None
+) -> None:
     request.grammar, request.grammar_backend = compiled, compiler.backend
+    request.grammar_start = start

@@ -2,10 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from fastdeploy_core.contracts.small import ParsedDelta, ReasoningParser, ToolParser
+from fastdeploy_core.contracts.small import ParsedDelta, ReasoningParser
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """How the thinking of an answer that is about to begin shows in its text."""
+
+    end: str
+    begin: str | None = None  # None: the text begins in the thinking; else it may begin so
+
+
+class TextParser(Protocol):
+    """What splits text into parts: an AnswerReader, or a scanner of forced tool calls."""
+
+    def push(self, text: str) -> ParsedDelta:
+        """New text."""
+        ...
+
+    def finish(self) -> ParsedDelta:
+        """The text has ended."""
+        ...
+
+
+def thinking_ahead(
+    parser: type[ReasoningParser] | None,
+    prompt_text: str,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> Thinking | None:
+    """Whether an answer to this prompt may begin with thinking. Parsers say so by an attribute
+    `thinking`; one that has none never delays a grammar."""
+    if parser is None:
+        return None
+    reader = parser(prompt_text, dict(chat_template_kwargs or {}))  # type: ignore[call-arg]
+    return getattr(reader, "thinking", None)
 
 
 class AnswerReader:
@@ -14,7 +48,7 @@ class AnswerReader:
     def __init__(
         self,
         reasoning: type[ReasoningParser] | None,
-        tool: type[ToolParser] | None,
+        tool: Callable[[list[Any]], TextParser] | None,
         *,
         prompt_text: str = "",
         chat_template_kwargs: Mapping[str, Any] | None = None,

@@ -2,8 +2,9 @@
 
 Whatever order keys, values and queries are needed in, they are gathered by row numbers that
 prepare() computes once per step, so no layer transposes anything. Rows with few query tokens
-(decodes, speculation) run together over tiles of keys; a row reads only its own tiles, so its result
-does not depend on who shares the batch beyond rounding. Longer rows (prefill) run one by one.
+(decodes, speculation) run together: over lists of pool rows where the tensor library can attend to
+those, else over tiles of keys. A row reads only its own keys, so its result does not depend on who
+shares the batch beyond rounding. Longer rows (prefill) run one by one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ import numpy as np
 
 from fastdeploy_core.contracts.base import CONTRACT
 
-from .attention_plan import MAX_CHUNK, TILE, Heads, ShortGroup, plan_batch
+from .attention_plan import (
+    MAX_CHUNK,
+    TILE,
+    Heads,
+    ShortGroup,
+    plan_longs,
+    plan_ragged,
+    plan_tiles,
+)
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
@@ -25,6 +34,8 @@ if TYPE_CHECKING:
 
 # A mask up to this size is stored for every head: adding equal shapes is several times faster.
 _MAX_FULL_MASK = 1 << 22
+# Beyond this many query heads per kv head, products over tiles read the keys fewer times.
+_MAX_RAGGED_GROUP = 8
 
 
 @dataclass(slots=True)
@@ -56,6 +67,7 @@ class _Metadata:
     """What prepare() makes for every layer of one spec."""
 
     num_tokens: int
+    ragged: tuple[Any, Tensor | None] | None  # pattern, rows of q and of the output
     groups: list[_Group]
     longs: list[tuple[Tensor, list[_Chunk]]]
 
@@ -82,6 +94,12 @@ class ReferenceAttention:
         xp = device.xp
         hidden = np.triu(np.full((MAX_CHUNK, MAX_CHUNK), -np.inf, dtype=np.float32), 1)
         self._triangle = device.to_device(hidden)
+        self._uses_lists = (
+            xp.has_ragged_attention
+            and device.device == "cpu"
+            and spec.dtype == "float32"
+            and self._heads.group <= _MAX_RAGGED_GROUP
+        )
         self._narrow = xp.dtype(spec.dtype) if spec.dtype != "float32" else None
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
@@ -94,11 +112,16 @@ class ReferenceAttention:
 
     def prepare(self, batch: AttentionBatch) -> _Metadata:
         """Row numbers and masks of this step, for every layer of this spec."""
-        groups, longs = plan_batch(batch, self._heads)
         to_device = self._device.to_device
+        ragged, groups = None, []
+        if self._uses_lists:
+            ragged = self._plan_lists(batch)
+        else:
+            groups = [self._upload(group) for group in plan_tiles(batch, self._heads)]
         return _Metadata(
             num_tokens=batch.num_tokens,
-            groups=[self._upload(group) for group in groups],
+            ragged=ragged,
+            groups=groups,
             longs=[
                 (
                     to_device(long.kv_rows),
@@ -107,9 +130,17 @@ class ReferenceAttention:
                         for c in long.chunks
                     ],
                 )
-                for long in longs
+                for long in plan_longs(batch, self._heads)
             ],
         )
+
+    def _plan_lists(self, batch: AttentionBatch) -> tuple[Any, Tensor | None] | None:
+        plan = plan_ragged(batch, self._heads)
+        if plan is None:
+            return None
+        pattern = self._device.xp.ragged_pattern(plan.offsets, plan.pool_rows)
+        rows = None if plan.output_rows is None else self._device.to_device(plan.output_rows)
+        return pattern, rows
 
     def _upload(self, group: ShortGroup) -> _Group:
         def upload(rows: np.ndarray | None) -> Tensor | None:
@@ -156,16 +187,29 @@ class ReferenceAttention:
         values = keys if spec.kind == "mla" else cache[1].view([-1, spec.v_head_dim])
         queries = (self._wide(q) * spec.scale).reshape([shape[0], spec.head_dim])
 
+        if metadata.ragged is not None and metadata.ragged[1] is None:
+            return self._lists(xp, metadata.ragged[0], queries, keys, values).reshape(whole)
         groups = metadata.groups
         if len(groups) == 1 and groups[0].output_rows is None:
             return self._short(xp, groups[0], queries, keys, values).reshape(whole).to(q.dtype)
         out = xp.zeros(shape, dtype=xp.float32, device=q.device)
+        if metadata.ragged is not None:
+            pattern, own_rows = metadata.ragged
+            own = xp.index_select(queries, 0, own_rows)
+            xp.index_copy_(out, 0, own_rows, self._lists(xp, pattern, own, keys, values))
         for group in groups:
             rows = self._short(xp, group, queries, keys, values).reshape([-1, self._value_dim])
             xp.index_copy_(out, 0, group.output_rows, rows)
         for kv_rows, chunks in metadata.longs:
             self._long(xp, kv_rows, chunks, queries, keys, values, out)
         return out.view(whole).to(q.dtype)
+
+    def _lists(
+        self, xp: Any, pattern: Any, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """[rows of queries, value_dim], float32."""
+        out = xp.attend_ragged(queries, keys, values, pattern)
+        return out[:, : self._value_dim] if values is keys else out
 
     def _short(
         self, xp: Any, group: _Group, queries: Tensor, keys: Tensor, values: Tensor

@@ -63,6 +63,15 @@ class LongRow:
     chunks: list[Chunk]
 
 
+@dataclass(slots=True)
+class RaggedGroup:
+    """Rows with few query tokens, each (token, head) with its own list of pool rows; no padding."""
+
+    offsets: np.ndarray  # [tokens * num_heads + 1] int64: where each list starts
+    pool_rows: np.ndarray  # [offsets[-1]] int64
+    output_rows: np.ndarray | None  # [tokens * num_heads] rows of q and output; None: all, in order
+
+
 @dataclass(frozen=True, slots=True)
 class Heads:
     """Head counts, and how the pool is cut."""
@@ -77,23 +86,62 @@ class Heads:
         return self.num_heads // self.num_kv_heads
 
 
-def plan_batch(batch: AttentionBatch, heads: Heads) -> tuple[list[ShortGroup], list[LongRow]]:
-    """Divide a step's rows into groups and single sequences."""
-    starts = batch.cu_seqlens_q[:-1].astype(np.int64)
-    lengths = np.diff(batch.cu_seqlens_q).astype(np.int64)
+def plan_longs(batch: AttentionBatch, heads: Heads) -> list[LongRow]:
+    """The sequences that run one by one."""
+    starts, lengths = _extents(batch)
+    return [
+        _plan_long(batch, heads, int(starts[row]), int(lengths[row]), int(row))
+        for row in np.flatnonzero(lengths > MAX_SHORT)
+    ]
+
+
+def plan_ragged(batch: AttentionBatch, heads: Heads) -> RaggedGroup | None:
+    """All other sequences, as lists of the pool rows that each query reads."""
+    starts, lengths = _extents(batch)
+    rows = np.flatnonzero((lengths > 0) & (lengths <= MAX_SHORT))
+    if not len(rows):
+        return None
+    # One entry per query token, then per position it sees.
+    row = np.repeat(rows, lengths[rows])
+    step = np.arange(len(row)) - np.repeat(np.cumsum(lengths[rows]) - lengths[rows], lengths[rows])
+    seen = batch.seq_lens[row].astype(np.int64) - lengths[row] + step + 1
+    start = np.cumsum(seen) - seen
+    positions = np.arange(int(seen.sum())) - np.repeat(start, seen)
+    slots = _slots(batch.block_tables, np.repeat(row, seen), positions, heads.block_size)
+    # The same for every head: its lists lie one behind the other, so heads of a group find the keys
+    # that the one before them read still in the processor's cache.
+    counts = np.repeat(seen, heads.num_heads)
+    offsets = np.concatenate(([0], np.cumsum(counts)))
+    where = np.repeat(np.repeat(start, heads.num_heads) - offsets[:-1], counts)
+    where += np.arange(int(offsets[-1]))
+    kv_head = np.tile(np.arange(heads.num_heads) // heads.group, len(row))
+    pool_rows = (slots * heads.num_kv_heads)[where] + np.repeat(kv_head, counts)
+    tokens = starts[row] + step
+    output_rows = None
+    if len(row) != batch.num_tokens:
+        output_rows = (tokens[:, None] * heads.num_heads + np.arange(heads.num_heads)).reshape(-1)
+    return RaggedGroup(offsets=offsets, pool_rows=pool_rows, output_rows=output_rows)
+
+
+def plan_tiles(batch: AttentionBatch, heads: Heads) -> list[ShortGroup]:
+    """All other sequences, as tiles of keys."""
+    starts, lengths = _extents(batch)
     decodes = np.flatnonzero(lengths == 1)
     shorts = np.flatnonzero((lengths > 1) & (lengths <= MAX_SHORT))
-    groups = [
+    return [
         _plan_group(batch, heads, starts, lengths, part)
         for rows in (decodes, shorts)
         if len(rows)
         for part in _similar(rows, batch.seq_lens, heads.num_heads)
     ]
-    longs = [
-        _plan_long(batch, heads, int(starts[row]), int(lengths[row]), int(row))
-        for row in np.flatnonzero(lengths > MAX_SHORT)
-    ]
-    return groups, longs
+
+
+def _extents(batch: AttentionBatch) -> tuple[np.ndarray, np.ndarray]:
+    """First query token and number of query tokens of each row."""
+    return (
+        batch.cu_seqlens_q[:-1].astype(np.int64),
+        np.diff(batch.cu_seqlens_q).astype(np.int64),
+    )
 
 
 def _similar(rows: np.ndarray, seq_lens: np.ndarray, num_heads: int) -> Iterator[np.ndarray]:

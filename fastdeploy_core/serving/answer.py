@@ -9,21 +9,10 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from fastdeploy_core.contracts.small import ParsedDelta, ToolCallDelta
-
-
-class TextParser(Protocol):
-    """What splits text into parts: an AnswerReader, or a scanner of forced tool calls."""
-
-    def push(self, text: str) -> ParsedDelta:
-        """New text."""
-        ...
-
-    def finish(self) -> ParsedDelta:
-        """The text has ended."""
-        ...
+from fastdeploy_core.parsers.answer import TextParser
 
 
 class Answer:

@@ -7,18 +7,25 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+from fastdeploy_core.engine.input import grammar_start
 from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.parsers import AnswerReader
-from fastdeploy_core.parsers.answer import shown_tokens
-from fastdeploy_core.types import CompletionOutput, Request, RequestOutput, StructuredOutputsParams
+from fastdeploy_core.parsers.answer import TextParser, shown_tokens, thinking_ahead
+from fastdeploy_core.types import (
+    CompletionOutput,
+    GrammarStart,
+    Request,
+    RequestOutput,
+    StructuredOutputsParams,
+)
 
 from . import forced_tools
-from .answer import Answer, TextParser, tool_call_deltas
-from .generation import run
+from .answer import Answer, tool_call_deltas
+from .generation import in_chunks, run
 from .logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from .protocol import ChatCompletionRequest
 from .state import ServerState
-from .usage import Call, Usage, request_options
+from .usage import Call, Usage, answer_id, request_options
 
 _PROMPT_TAIL_TOKENS = 64  # enough for a reasoning parser to see whether thinking has begun
 
@@ -30,7 +37,7 @@ class ChatJob:
         self._state = state
         self._body = body
         self._call = call
-        self._id = f"chatcmpl-{call.id}"
+        self._id = answer_id("chatcmpl", body, call)
         self._created = int(time.time())
         self._model = state.check_model(body.model)
         self._kwargs = body.template_kwargs(dict(state.config.default_chat_template_kwargs))
@@ -64,12 +71,27 @@ class ChatJob:
             state.default_sampling, structured_outputs=self._constraint, **wanted
         )
         self._request = await state.engine_request(
-            prompt, sampling, **options, **request_options(state, body, self._call)
+            prompt,
+            sampling,
+            start=self._grammar_start(prompt),
+            **options,
+            **request_options(state, body, self._call),
         )
+
+    def _grammar_start(self, prompt: str | list[int]) -> GrammarStart | None:
+        """Look at the prompt's end: may the answer begin with thinking, and from where on does the
+        grammar bind?"""
+        state = self._state
+        if state.reasoning_parser is None:
+            return None
         if isinstance(prompt, str):
             self._prompt_tail = prompt[-1024:]
-        elif state.reasoning_parser is not None:
+        else:
             self._prompt_tail = state.tokenizer.decode(prompt[-_PROMPT_TAIL_TOKENS:])
+        if self._constraint is None:
+            return None
+        thinking = thinking_ahead(state.reasoning_parser, self._prompt_tail, self._kwargs)
+        return grammar_start(thinking, state.tokenizer)
 
     def render(self) -> str:
         """The conversation as a prompt."""
@@ -148,15 +170,16 @@ class ChatJob:
 
     def _parser(self) -> TextParser:
         body, state = self._body, self._state
-        if (named := body.named_tool()) is not None:
-            return forced_tools.NamedCall(named)
-        if body.tool_choice == "required":
-            return forced_tools.RequiredCalls()
-        if self._constraint is not None:  # the grammar leaves no room for thinking or tool tags
-            return AnswerReader(None, None)
+        reasoning, tool = state.reasoning_parser, state.tool_parser
+        if self._constraint is not None:  # the grammar leaves no room for tool tags
+            tool = forced_tools.reader(body.named_tool(), body.tool_choice == "required")
+            if self._engine_request().grammar_start is None:  # nor for thinking
+                reasoning = None
+        elif not body.wants_tools():
+            tool = None
         return AnswerReader(
-            state.reasoning_parser,
-            state.tool_parser if body.wants_tools() else None,
+            reasoning,
+            tool,
             prompt_text=self._prompt_tail,
             chat_template_kwargs=self._kwargs,
             tools=body.tools,
@@ -180,7 +203,9 @@ class ChatJob:
     def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
         state = self._state
         visible = shown_tokens(state.reasoning_parser, state.tool_parser)
-        return run(state, self._engine_request(), visible)
+        outputs = run(state, self._engine_request(), visible)
+        size = self._body.chunk_tokens() if self.stream else 1
+        return in_chunks(outputs, size) if size > 1 else outputs
 
     def _engine_request(self) -> Request:
         if self._request is None:

@@ -15,11 +15,11 @@ from typing import Any
 
 from fastdeploy_core.types import CompletionOutput, Request, RequestOutput, StructuredOutputsParams
 
-from .generation import merge, run
+from .generation import in_chunks, merge, run
 from .logprobs import CompletionLogprobs, Position, TokenNames, prompt_logprobs
 from .protocol import CompletionRequest
 from .state import ServerState
-from .usage import Call, Usage, request_options
+from .usage import Call, Usage, answer_id, request_options
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class CompletionJob:
         self._state = state
         self._body = body
         self._call = call
-        self._id = f"cmpl-{call.id}"
+        self._id = answer_id("cmpl", body, call)
         self._created = int(time.time())
         self._model = state.check_model(body.model)
         self._n = body.n or 1
@@ -84,8 +84,10 @@ class CompletionJob:
         )
         if body.echo:
             self._prompt_texts = [
-                prompt if isinstance(prompt, str) else state.tokenizer.decode(prompt)
-                for prompt in self._prompts
+                prompt
+                if isinstance(prompt, str) and body.truncate_prompt_tokens is None
+                else state.tokenizer.decode(request.prompt_token_ids)
+                for prompt, request in zip(self._prompts, self._requests, strict=True)
             ]
 
     async def complete(self) -> dict[str, Any]:
@@ -141,7 +143,10 @@ class CompletionJob:
             yield final
 
     def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        return merge([run(self._state, request) for request in self._requests])
+        streams = [run(self._state, request) for request in self._requests]
+        if self.stream and (size := self._body.chunk_tokens()) > 1:
+            streams = [in_chunks(stream, size) for stream in streams]
+        return merge(streams)
 
     def _usage(self) -> Usage:
         return Usage(sum(len(request.prompt_token_ids) for request in self._requests))

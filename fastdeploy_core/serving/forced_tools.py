@@ -8,11 +8,12 @@ they are written and ends with exactly the same text as a whole answer.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastdeploy_core.contracts.small import ParsedDelta, ToolCallDelta
 from fastdeploy_core.errors import InvalidRequest
+from fastdeploy_core.parsers.answer import TextParser
 from fastdeploy_core.types import StructuredOutputsParams
 
 MAX_FORCED_CALLS = 16  # so that a model that cannot stop calling comes to an end
@@ -52,6 +53,13 @@ def constraint(
 
 def _parameters(tool: dict[str, Any]) -> dict[str, Any]:
     return tool["function"].get("parameters") or _ANY_OBJECT
+
+
+def reader(name: str | None, required: bool) -> Callable[[list[Any]], TextParser] | None:
+    """What reads the answer to a forced choice; None where no choice is forced."""
+    if name is not None:
+        return lambda tools: NamedCall(name)
+    return (lambda tools: RequiredCalls()) if required else None
 
 
 class NamedCall:

@@ -34,15 +34,22 @@ async def read_model(request: Request, model: type[Model]) -> Model:
         )
     raw = await request.body()
     if len(raw) > BIG_BODY_BYTES:
-        return await asyncio.to_thread(_to_model, raw, model)
-    return _to_model(raw, model)
+        body, unknown = await asyncio.to_thread(_to_model, raw, model)
+    else:
+        body, unknown = _to_model(raw, model)
+    if unknown:
+        request.state.ignored_fields = unknown  # Guard says so in a header
+    return body
 
 
-def _to_model(raw: bytes, model: type[Model]) -> Model:
+def _to_model(raw: bytes, model: type[Model]) -> tuple[Model, list[str]]:
+    """The body, and names of fields in it that mean nothing here."""
     value = parse_json(raw)
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, got {_kind(value)}")
-    return model.model_validate(value)
+    known = model.model_fields.keys() | getattr(model, "also_known", frozenset())
+    unknown = sorted(name for name in value if name not in known)
+    return model.model_validate(value), unknown
 
 
 def _kind(value: Any) -> str:

@@ -26,6 +26,7 @@ from fastdeploy_core.config.arguments import (
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.client import AsyncEngine
 from fastdeploy_core.engine.input import RequestLimits
+from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.grammar.compiler import GrammarCompiler
 from fastdeploy_core.tokenizer import Tokenizer
 
@@ -137,19 +138,6 @@ async def running_app(
         )
         _log_engine(engine.info, time.monotonic() - started_at)
         yield app, engine
-
-
-def resolve_plugins(config: EngineConfig) -> ResolvedPlugins:
-    """Ask the installed plugins who serves this model's layers."""
-    from fastdeploy_core.models.shapes import read_shapes
-    from fastdeploy_core.plugins.resolve import resolve
-
-    shapes = read_shapes(config.model.hf_config, config.parallel.tensor_parallel_size)
-    return resolve(
-        config,
-        attention=[shapes.attention],
-        moe=[shapes.moe] if shapes.moe is not None else [],
-    )
 
 
 def plugin_routers(resolved: ResolvedPlugins | None) -> list[tuple[str, Any]]:

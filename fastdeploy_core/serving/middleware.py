@@ -26,11 +26,21 @@ OPEN_PATHS = frozenset({"/health/live", "/health/ready"})
 MAX_HEADERS = 100  # their bytes are bounded by the HTTP parser
 _CLIENT_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
+IGNORED_HEADER = b"x-ignored-fields"
+MAX_NAMES_SHOWN = 16
+_FIELD_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+
 Observer = Callable[[str, int, float], None]  # path template, status, seconds
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
+
+
+def _name_list(names: Sequence[str]) -> bytes:
+    """Names of fields a client sent, as far as they are fit for a header."""
+    shown = [n if _FIELD_NAME.fullmatch(n) else "?" for n in names[:MAX_NAMES_SHOWN]]
+    return ", ".join(shown).encode("ascii")
 
 
 class Guard:
@@ -63,6 +73,8 @@ class Guard:
                     *message.get("headers", []),
                     (b"x-request-id", shown.encode("ascii")),
                 ]
+                if ignored := scope["state"].get("ignored_fields"):
+                    message["headers"].append((IGNORED_HEADER, _name_list(ignored)))
             await send(message)
 
         try:

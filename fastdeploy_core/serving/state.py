@@ -149,7 +149,8 @@ class ServerState:
         self, prompt: str | list[int], sampling: SamplingParams, **options: Any
     ) -> Request:
         """A checked engine request; a text that cannot fit is refused before it is tokenized."""
-        if isinstance(prompt, str) and len(prompt) > self._most_chars:
+        cut = options.get("truncation") is not None
+        if isinstance(prompt, str) and len(prompt) > self._most_chars and not cut:
             raise RequestTooLong(
                 f"This model's maximum context length is {self.limits.max_model_len} tokens. "
                 f"However, your prompt has {len(prompt)} characters, which are more tokens than "

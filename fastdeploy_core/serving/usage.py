@@ -48,6 +48,12 @@ class Call:
     timeout_s: float | None = None
 
 
+def answer_id(kind: str, body: SamplingFields, call: Call) -> str:
+    """The id clients see: made of the id they gave, or of ours. The engine only ever uses ours."""
+    prefix = f"{kind}-"
+    return prefix + (body.request_id or call.id).removeprefix(prefix)
+
+
 def request_options(state: ServerState, body: SamplingFields, call: Call) -> dict[str, Any]:
     """Scheduling options of a call's engine requests."""
     limits = [t for t in (state.config.request_timeout_s, call.timeout_s) if t is not None]
@@ -55,5 +61,6 @@ def request_options(state: ServerState, body: SamplingFields, call: Call) -> dic
         "priority": body.priority or 0,
         "cache_salt": body.cache_salt or "",
         "tenant": call.tenant,
+        "truncation": body.truncation(),
         "deadline_s": min(limits, default=None),
     }

@@ -70,11 +70,10 @@ def load(name: str) -> TensorLibrary:
     with _lock:
         if name not in _loaded:
             with warnings.catch_warnings():
-                # Start-up advice about compilers (ccache) and deprecated imports inside the library:
-                # nothing an operator of a server can act on.
+                # Start-up advice about compilers (ccache), deprecated imports inside the library, young
+                # features: nothing an operator of a server can act on.
                 warnings.simplefilter("ignore")
-                module = importlib.import_module(f"{__name__}._{name}")
-            _loaded[name] = module.library()
+                _loaded[name] = importlib.import_module(f"{__name__}._{name}").library()
     return _loaded[name]
 
 

@@ -32,6 +32,7 @@ class PaddleLibrary:
     default_device = "cpu"
     tensor_type = paddle.Tensor
     cpu_matmul_dtypes = ("float32",)
+    has_ragged_attention = False
 
     float64 = paddle.float64
     float32 = paddle.float32
@@ -272,6 +273,12 @@ class PaddleLibrary:
             scores = scores.view([heads, group * tokens, k.shape[1]])
         out = paddle.matmul(F.softmax(scores, -1), v)
         return out.view([heads, group, tokens, v.shape[2]])
+
+    def ragged_pattern(self, offsets: np.ndarray, rows: np.ndarray) -> Any:
+        raise NotImplementedError("has_ragged_attention is False: paddle lacks sparse CPU products")
+
+    def attend_ragged(self, q: Any, keys: Any, values: Any, pattern: Any) -> Any:
+        raise NotImplementedError("has_ragged_attention is False: paddle lacks sparse CPU products")
 
     def tune_allocator(self) -> None:
         tune_malloc()

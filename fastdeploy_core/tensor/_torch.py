@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,16 @@ from ._bits import BIT_CARRIERS, as_carrier, tune_malloc
 from .library import DTYPE_BYTES
 
 
+@dataclass(slots=True)
+class _Ragged:
+    """Rows of each query, as both kernels want them."""
+
+    starts: torch.Tensor  # [n + 1] int32
+    wide_starts: torch.Tensor  # the same, int64
+    rows: torch.Tensor  # [starts[n]] int32
+    queries: torch.Tensor  # [starts[n]] int32: whose
+
+
 class TorchLibrary:
     """Mostly torch's own functions; they are attributes of the class, so a call costs nothing more."""
 
@@ -24,6 +35,7 @@ class TorchLibrary:
     default_device = "cpu"
     tensor_type = torch.Tensor
     cpu_matmul_dtypes = ("float32", "bfloat16")
+    has_ragged_attention = True
 
     float64 = torch.float64
     float32 = torch.float32
@@ -213,10 +225,43 @@ class TorchLibrary:
         values = v.unsqueeze(1).expand(heads, group, *v.shape[1:])
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
 
+    def ragged_pattern(self, offsets: np.ndarray, rows: np.ndarray) -> _Ragged:
+        queries = np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets))
+        return _Ragged(
+            starts=torch.from_numpy(offsets.astype(np.int32)),
+            wide_starts=torch.from_numpy(offsets),
+            rows=torch.from_numpy(rows.astype(np.int32)),
+            queries=torch.from_numpy(queries),
+        )
+
+    def attend_ragged(self, q: Any, keys: Any, values: Any, pattern: _Ragged) -> Any:
+        # Scores are a product of which only the pattern's elements are computed, the mean of the
+        # values is a weighted bag of embeddings: two kernels that read rows in place.
+        shape = (q.shape[0], keys.shape[0])
+        empty = torch.empty_like(pattern.rows, dtype=q.dtype)
+        mask = torch.sparse_csr_tensor(pattern.starts, pattern.rows, empty, size=shape)
+        scores = torch.sparse.sampled_addmm(mask, q, keys.t(), beta=0.0).values()
+        peaks = torch.segment_reduce(scores, "max", offsets=pattern.wide_starts)
+        weights = scores.sub_(torch.index_select(peaks, 0, pattern.queries)).exp_()
+        totals = torch.segment_reduce(weights, "sum", offsets=pattern.wide_starts)
+        sums = F.embedding_bag(
+            pattern.rows,
+            values,
+            pattern.starts,
+            mode="sum",
+            per_sample_weights=weights,
+            include_last_offset=True,
+        )
+        return sums.div_(totals.unsqueeze(1))
+
     def tune_allocator(self) -> None:
         tune_malloc()
 
 
 def library() -> TorchLibrary:
     """The one instance of this process."""
+    # torch warns once per process that compressed sparse tensors are young. Now is the time: `load`
+    # silences warnings.
+    starts = torch.tensor([0, 1])
+    torch.sparse_csr_tensor(starts, starts[:1], starts[1:].float(), size=(1, 1))
     return TorchLibrary()

@@ -6,6 +6,7 @@ are the library's own objects (`xp.float32`, `xp.dtype("float32")`), devices are
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
@@ -39,6 +40,8 @@ class TensorLibrary(Protocol):
     default_device: str  # "cpu"
     # The library's own class, for isinstance.
     tensor_type: type
+    # Whether ragged_pattern and attend_ragged exist: fast on a CPU, float32 only.
+    has_ragged_attention: builtins.bool
     # What its CPU kernels can multiply; the reference device offers no other dtype.
     cpu_matmul_dtypes: tuple[str, ...]
 
@@ -372,6 +375,17 @@ class TensorLibrary(Protocol):
 
         q [kv_heads, group, tokens, dim], k [kv_heads, keys, dim], v [kv_heads, keys, v_dim], mask
         [tokens, keys] in q's dtype or None: [kv_heads, group, tokens, v_dim].
+        """
+        ...
+
+    def ragged_pattern(self, offsets: np.ndarray, rows: np.ndarray) -> Any:
+        """Which key rows each query of attend_ragged reads: rows[offsets[i]:offsets[i + 1]]."""
+        ...
+
+    def attend_ragged(self, q: Any, keys: Any, values: Any, pattern: Any) -> Any:
+        """softmax(q_i . keys_j) values_j over the pattern's rows j of each query i, unscaled.
+
+        q [n, dim], keys [rows, dim], values [rows, v_dim]: [n, v_dim]. Nothing is copied or padded.
         """
         ...
 

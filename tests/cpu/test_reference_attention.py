@@ -14,9 +14,28 @@ from fastdeploy_core.reference.attention import ReferenceAttention
 from fastdeploy_core.reference.device import CpuDevice
 
 
-@pytest.fixture(scope="module")
-def device(tensor_library):
-    return CpuDevice(DeviceOptions(tensor_library=tensor_library, num_threads=1))
+@pytest.fixture(scope="module", params=["tiles", "lists"])
+def device(request, tensor_library):
+    """Both ways of reading keys; the second where the library can attend to lists of rows."""
+    device = CpuDevice(DeviceOptions(tensor_library=tensor_library, num_threads=1))
+    if request.param == "lists":
+        if not device.xp.has_ragged_attention:
+            pytest.skip(f"{tensor_library} has no ragged attention")
+        return device
+    device.xp = TilesOnly(device.xp)
+    return device
+
+
+class TilesOnly:
+    """The same library without ragged attention."""
+
+    has_ragged_attention = False
+
+    def __init__(self, xp):
+        self._xp = xp
+
+    def __getattr__(self, name):
+        return getattr(self._xp, name)
 
 
 def gqa(num_heads, num_kv_heads, head_dim=12, v_head_dim=12):
@@ -192,7 +211,7 @@ def test_chunks_of_a_prompt_equal_the_whole(device):
 def test_large_prompts_are_cut_to_bound_memory(device, monkeypatch):
     monkeypatch.setattr(attention_plan, "MAX_CHUNK_SCORES", 4 * 200 * 16)
     case = Case(gqa(4, 2), 16, [200, 90], [200, 50])
-    _, longs = attention_plan.plan_batch(
+    longs = attention_plan.plan_longs(
         AttentionBatch(
             2, 250, case.starts, np.array([200, 90]), case.tables, None, None, None, None, None
         ),

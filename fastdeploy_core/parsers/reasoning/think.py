@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from fastdeploy_core.contracts.small import ParsedDelta
+from fastdeploy_core.parsers.answer import Thinking
 from fastdeploy_core.parsers.scan import MarkerScanner, chunks, merge
 
 THINK, END_THINK = "<think>", "</think>"
@@ -74,6 +75,15 @@ class ThinkParser:
         # An answer that never was thinking is passed on as it is.
         self._answer: _Trimmer | None = None
         self._passes_all = self._where is _Where.ANSWER
+
+    @property
+    def thinking(self) -> Thinking | None:
+        """What a grammar has to wait for, asked before any text has come."""
+        if self._where is _Where.ANSWER:
+            return None
+        if self._where is _Where.THINKING or self.begins_thinking:
+            return Thinking(END_THINK)
+        return Thinking(END_THINK, THINK)
 
     def push(self, text: str) -> ParsedDelta:
         """Newly generated text; what is ambiguous is held back."""

@@ -1,18 +1,21 @@
 """Fields that chat and text completion share, in OpenAI's, vLLM's and the original's spellings.
 
-Unknown fields are ignored, as clients of all three expect; known fields that cannot be honoured are
-refused with a reason. Ranges are checked by SamplingParams, limits on size here, before any work.
+Unknown fields are ignored, as clients of all three expect, and named in a response header; known
+fields that cannot be honoured are refused with a reason (unsupported.py). Ranges are checked by SamplingParams, limits on size here, before any work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from fastdeploy_core.engine.input import Truncation
 from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.types import SamplingParams, StructuredOutputsParams
+
+from .unsupported import NO_EFFECT, REFUSED, refuse_unsupported
 
 MAX_PROMPTS = 64
 MAX_TOKEN_IDS = 2**20
@@ -20,22 +23,8 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_ALLOWED_TOKEN_IDS = 2**18
 MAX_NAME_CHARS = 256
 MAX_CACHE_SALT_CHARS = 128
+MAX_STREAM_INTERVAL = 4096
 
-# Fields that belong between servers or would run a client's code: never taken on the public port.
-_REFUSED: dict[str, str] = {
-    "kv_transfer_params": "is for servers talking to each other and is not taken from clients",
-    "disaggregate_info": "is for servers talking to each other and is not taken from clients",
-    "prompt_embeds": "is not supported; send text or token ids",
-    "use_beam_search": "is not supported; sample with n > 1",
-    "logits_processors": "cannot be sent; the server loads them with --logits-processors",
-    "logprob_token_ids": "is not supported; use logprobs with top_logprobs",
-    "include_draft_logprobs": "is not supported",
-    "mm_processor_kwargs": "is not supported; only text models are served",
-    "media_io_kwargs": "is not supported; only text models are served",
-    "guided_decoding_backend": "is chosen by the server's --guided-decoding-backend",
-    "response_max_tokens": "is not supported; use max_completion_tokens",
-}
-_HARMLESS: tuple[Any, ...] = (None, False, [], {})
 _SAME_NAME = (
     "temperature",
     "top_p",
@@ -71,6 +60,9 @@ class ApiModel(BaseModel):
 class StreamOptions(ApiModel):
     """What a stream carries beside text."""
 
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    include_obfuscation: Literal[False] | None = None  # OpenAI's padding of chunks: never done
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -96,6 +88,8 @@ class ResponseFormat(ApiModel):
 class StructuredOutputs(ApiModel):
     """vLLM's way to ask for structured output; exactly one constraint."""
 
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
@@ -107,7 +101,8 @@ class StructuredOutputs(ApiModel):
 class SamplingFields(ApiModel):
     """Everything that chat and text completion requests have in common."""
 
-    refused: ClassVar[Mapping[str, str]] = _REFUSED
+    # Fields that are known and have no attribute here.
+    also_known: ClassVar[frozenset[str]] = frozenset({*REFUSED, *NO_EFFECT})
 
     model: str | None = Field(default=None, max_length=MAX_NAME_CHARS)
     stream: bool | None = None
@@ -157,14 +152,17 @@ class SamplingFields(ApiModel):
     prompt_token_ids: list[int] | None = Field(default=None, max_length=MAX_TOKEN_IDS)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    truncation_side: Literal["left", "right"] | None = None
+    stream_interval: int | None = Field(default=None, ge=1, le=MAX_STREAM_INTERVAL)
+    max_streaming_response_tokens: int | None = Field(default=None, ge=1, le=MAX_STREAM_INTERVAL)
+    request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]{1,128}$")
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_known(cls, data: Any) -> Any:
         if isinstance(data, dict):
-            for name in data.keys() & cls.refused.keys():
-                if data[name] not in _HARMLESS:
-                    raise InvalidRequest(f"{name} {cls.refused[name]}", param=name)
+            refuse_unsupported(data)
         return data
 
     @field_validator("prompt_token_ids", "stop_token_ids", "allowed_token_ids")
@@ -179,6 +177,23 @@ class SamplingFields(ApiModel):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream=true", param="stream_options")
         return self
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _keeps_something(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("0 would leave nothing of the prompt; use -1 or 1 and up")
+        return value
+
+    def truncation(self) -> Truncation | None:
+        """How to cut the prompt, if it may be cut."""
+        if self.truncate_prompt_tokens is None:
+            return None
+        return Truncation(self.truncate_prompt_tokens, self.truncation_side or "left")
+
+    def chunk_tokens(self) -> int:
+        """New tokens that a chunk of a stream waits for (vLLM's or the original's spelling)."""
+        return max(self.stream_interval or 1, self.max_streaming_response_tokens or 1)
 
     def include_usage(self, forced: bool) -> tuple[bool, bool]:
         """Whether the stream ends with a usage chunk, and whether each chunk carries usage."""
