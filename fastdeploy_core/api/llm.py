@@ -22,7 +22,7 @@ from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.errors import ConfigError, InvalidRequest, WorkerError
 from fastdeploy_core.grammar.compiler import GrammarCompiler
 from fastdeploy_core.tokenizer import Tokenizer
-from fastdeploy_core.types import GrammarStart, Request, RequestOutput, SamplingParams
+from fastdeploy_core.types import Request, RequestOutput, SamplingParams
 
 from .chat_reader import ChatParsers, ChatReader
 from .inputs import Prompt, Prompts, conversations, normalise_prompts, one_each
@@ -218,7 +218,7 @@ class LLM:
                 eos_token_ids=self._limits.eos_token_ids,
                 config=self.config.structured_outputs,
             )
-        return build_request(
+        request = build_request(
             prompt.token_ids if prompt.token_ids is not None else prompt.text or "",
             params,
             tokenizer=self._tokenizer,
@@ -227,15 +227,11 @@ class LLM:
             add_special_tokens=prompt.add_special_tokens,
             priority=priority,
             cache_salt=prompt.cache_salt,
-            start=self._grammar_start(prompt, params, reader),
         )
-
-    def _grammar_start(
-        self, prompt: Prompt, params: SamplingParams, reader: ChatReader | None
-    ) -> GrammarStart | None:
-        if reader is None or params.structured_outputs is None or self._tokenizer is None:
-            return None
-        return grammar_start(reader.thinking_ahead(prompt.text or ""), self._tokenizer)
+        if request.grammar is not None and reader is not None:
+            thinking = reader.thinking_ahead(prompt.text or "")
+            request.grammar_start = grammar_start(thinking, self.get_tokenizer())
+        return request
 
     def _collect(
         self,

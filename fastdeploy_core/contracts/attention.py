@@ -56,7 +56,8 @@ class AttentionBatch:
     """One step's rows. Host arrays are numpy; `*_dev` fields are the same on the device.
 
     Row i feeds tokens cu_seqlens_q[i]:cu_seqlens_q[i+1]; these are the last ones of its
-    seq_lens[i] tokens. Keys of this step are already counted in seq_lens.
+    seq_lens[i] tokens. Keys of this step are already counted in seq_lens. Slots that no sequence has
+    written may hold anything, NaN included: a driver must not let them into a result.
     """
 
     num_seqs: int
@@ -90,7 +91,11 @@ class AttentionBackend(Protocol):
     ) -> None: ...
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of one layer's cache tensors; dimension 0 is the block. gqa: (k, v); mla: (latent,)."""
+        """Shapes of one layer's cache tensors; dimension 0 is the block. gqa: (k, v); mla: (latent,).
+
+        Unit "core": [num_blocks, block_size, num_kv_heads, dim] each, because kernel kv_write fills
+        them. A driver that wants another layout claims "rope_kv" and writes its own.
+        """
         ...
 
     def prepare(self, batch: AttentionBatch) -> AttentionMetadata:
@@ -113,6 +118,7 @@ class AttentionBackend(Protocol):
         rotated. Unit "rope_kv": the driver rotates q and k with `rotary` ([max_positions, rotary_dim],
         cos then sin) and writes k and v at batch.slot_mapping. kind "mla": q is
         [num_tokens, num_heads, kv_lora_rank + qk_rope_head_dim], k the latent row, v its first
-        kv_lora_rank values, and the result is [num_tokens, num_heads * kv_lora_rank].
+        kv_lora_rank values, and the result is [num_tokens, num_heads * kv_lora_rank]. q, k and v may
+        be slices of a larger tensor (not contiguous) and must not be changed.
         """
         ...

@@ -19,9 +19,9 @@ class DeviceLimits:
     dtypes: tuple[str, ...] = ("float32",)
     block_sizes: tuple[int, ...] | None = None  # None: any
     default_block_size: int = 64
-    kv_layout: Literal["NHD", "HND"] = (
-        "NHD"  # [block, token, head, dim] or [block, head, token, dim]
-    )
+    # [block, token, head, dim] or [block, head, token, dim]; what transports tell the other side.
+    # Kernel kv_write is NHD: with HND, the device's attention drivers claim "rope_kv".
+    kv_layout: Literal["NHD", "HND"] = "NHD"
     block_sharing: bool = True  # False: every sequence owns its blocks, no prefix cache
     mixed_batches: bool = True  # prefill chunks and decodes in one forward pass
     max_prefills_per_step: int | None = None

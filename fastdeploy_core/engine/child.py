@@ -25,6 +25,7 @@ import threading
 from pathlib import Path
 
 from fastdeploy_core import envs
+from fastdeploy_core.engine.log_format import LineFormatter
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -124,10 +125,9 @@ def run_child(target: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    level = envs.read("FD_LOG_LEVEL").upper()
-    logging.basicConfig(
-        level=level, format=f"%(asctime)s %(levelname)s {sys.argv[3]} %(name)s: %(message)s"
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter(process=sys.argv[3]))
+    logging.basicConfig(level=envs.read("FD_LOG_LEVEL").upper(), handlers=[handler])
     (length,) = _HEADER.unpack(_read(pipe, _HEADER.size))
     init = _read(pipe, length)
     threading.Thread(target=_watch_parent, args=(pipe,), name="fd-parent", daemon=True).start()

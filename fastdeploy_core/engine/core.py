@@ -236,7 +236,8 @@ class EngineCore:
         startup_s: float,
     ) -> EngineInfo:
         config, worker = self.config, infos[0]
-        report = [line for info in infos for line in info.report] + plan.report
+        # Every rank reports; what they all say is said once.
+        report = list(dict.fromkeys(line for info in infos for line in info.report)) + plan.report
         if config.cache.enable_prefix_caching and not caching:
             report.append("prefix cache off: the device cannot share blocks between sequences")
         if config.batch.overlap and not overlap:

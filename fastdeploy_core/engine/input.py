@@ -125,12 +125,10 @@ def build_request(
     cache_salt: str = "",
     tenant: str = "",
     truncation: Truncation | None = None,
-    start: GrammarStart | None = None,
 ) -> Request:
     """Check and complete one request; raises InvalidRequest or RequestTooLong.
 
-    The caller's `sampling` is not changed. `start`: where a grammar begins to bind. Blocks while a
-    grammar compiles.
+    The caller's `sampling` is not changed. Blocks while a grammar compiles.
     """
     request = _without_grammar(
         prompt, sampling, tokenizer, limits, add_special_tokens, priority, cache_salt, truncation
@@ -138,7 +136,7 @@ def build_request(
     request.deadline_s, request.tenant = deadline_s, tenant
     if sampling.structured_outputs is not None:
         compiled = _need(compiler).compile(sampling.structured_outputs)
-        _attach(request, compiled, _need(compiler), start)
+        _attach(request, compiled, _need(compiler))
     return request
 
 
@@ -155,7 +153,6 @@ async def build_request_async(
     cache_salt: str = "",
     tenant: str = "",
     truncation: Truncation | None = None,
-    start: GrammarStart | None = None,
 ) -> Request:
     """The same for an event loop: long prompts are tokenized in a thread, grammars elsewhere."""
     args = (
@@ -169,7 +166,7 @@ async def build_request_async(
     request.deadline_s, request.tenant = deadline_s, tenant
     if sampling.structured_outputs is not None:
         compiled = await _need(compiler).compile_async(sampling.structured_outputs)
-        _attach(request, compiled, _need(compiler), start)
+        _attach(request, compiled, _need(compiler))
     return request
 
 
@@ -296,8 +293,5 @@ def _need(compiler: GrammarCompiler | None) -> GrammarCompiler:
     return compiler
 
 
-def _attach(
-    request: Request, compiled: bytes, compiler: GrammarCompiler, start: GrammarStart | None
-) -> None:
+def _attach(request: Request, compiled: bytes, compiler: GrammarCompiler) -> None:
     request.grammar, request.grammar_backend = compiled, compiler.backend
-    request.grammar_start = start

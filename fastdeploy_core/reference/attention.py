@@ -148,7 +148,8 @@ class ReferenceAttention:
 
         width = group.max_tiles * TILE
         seen = np.arange(width) <= group.limits[:, :, None]
-        mask = upload(np.where(seen, np.float32(0), np.float32(-np.inf))[:, None, :, None, :])
+        penalty = np.where(seen, np.float32(0), np.float32(-np.inf))
+        mask = self._device.to_device(penalty[:, None, :, None, :])
         heads = self._heads
         shape = [group.num_rows, heads.num_kv_heads, group.num_queries, heads.group, width]
         if int(np.prod(shape)) <= _MAX_FULL_MASK:

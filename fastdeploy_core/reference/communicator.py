@@ -319,7 +319,7 @@ def _shared_file(folder: Path) -> int:
 
 
 def _bytes(array: np.ndarray) -> memoryview:
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _describe(header: tuple[Any, ...]) -> str:

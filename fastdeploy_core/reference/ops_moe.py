@@ -18,7 +18,7 @@ _SIGMOID_FLOOR = 1e-20
 # One batched product beats a product per expert while experts get few rows each (a decode step),
 # as long as padding them to the busiest one's does not multiply the work.
 _MAX_TOGETHER = 64
-_MAX_PADDING = 4
+_MAX_PADDING = 2
 
 
 def moe_routing(

@@ -134,6 +134,7 @@ class SamplingPlan:
         self.row_flags = columns.flags[slots]
         self.flags = int(np.bitwise_or.reduce(self.row_flags)) if slots.size else 0
         self.num_rows = int(slots.size)
+        self.is_plain = not self.flags & ~PROMPT_LOGPROBS  # the likeliest token and nothing else
         self.slots_dev = device.to_device(slots)
         self.min_tokens = columns.min_tokens[slots]
         self.num_logprobs = columns.num_logprobs[slots]
@@ -143,11 +144,13 @@ class SamplingPlan:
 
     def matches(self, columns: SamplingColumns, slots: np.ndarray) -> bool:
         """Whether this plan still describes these rows."""
-        return (
-            self.version == columns.version
-            and slots.size == self.num_rows
-            and bool((slots == self.slots).all())
-        )
+        if self.version != columns.version:
+            return False
+        if slots is not self.slots:
+            if not np.array_equal(slots, self.slots):
+                return False
+            self.slots = slots
+        return True
 
     def rows(self, flag: int) -> np.ndarray:
         """Numbers of the rows that have the flag."""

@@ -69,13 +69,15 @@ class Sampler:
         self._apply_bitmask, self._filter = kernels["apply_bitmask"], kernels["filter_logits"]
         self._log_softmax = kernels["log_softmax"]
 
+    def greedy(self, logits: Tensor) -> Sampled:
+        """The likeliest tokens, for rows that need nothing else (plan.is_plain)."""
+        token_ids = self._greedy(logits)
+        # NaN counts as the largest, so the chosen logit tells whether the row holds one.
+        return Sampled(token_ids, self._xp.gather(logits, 1, token_ids.unsqueeze(1)))
+
     def sample(self, logits: Tensor, plan: SamplingPlan, step: SamplingStep) -> Sampled:
         """logits: [rows, vocabulary] float32, consumed. Rows are those of the plan."""
         xp, flags = self._xp, plan.flags & ~bits.PROMPT_LOGPROBS
-        if not flags:
-            token_ids = self._greedy(logits)
-            # NaN counts as the largest, so the chosen logit tells whether the row holds one.
-            return Sampled(token_ids, xp.gather(logits, 1, token_ids.unsqueeze(1)))
         sampled = Sampled(logits, xp.amax(logits, -1))
         values = None
         if flags & bits.LOGPROBS and self._mode.startswith("raw"):

@@ -13,7 +13,6 @@ from fastdeploy_core.parsers import AnswerReader
 from fastdeploy_core.parsers.answer import TextParser, shown_tokens, thinking_ahead
 from fastdeploy_core.types import (
     CompletionOutput,
-    GrammarStart,
     Request,
     RequestOutput,
     StructuredOutputsParams,
@@ -70,28 +69,16 @@ class ChatJob:
         sampling = body.sampling(
             state.default_sampling, structured_outputs=self._constraint, **wanted
         )
-        self._request = await state.engine_request(
-            prompt,
-            sampling,
-            start=self._grammar_start(prompt),
-            **options,
-            **request_options(state, body, self._call),
+        request = await state.engine_request(
+            prompt, sampling, **options, **request_options(state, body, self._call)
         )
-
-    def _grammar_start(self, prompt: str | list[int]) -> GrammarStart | None:
-        """Look at the prompt's end: may the answer begin with thinking, and from where on does the
-        grammar bind?"""
-        state = self._state
-        if state.reasoning_parser is None:
-            return None
-        if isinstance(prompt, str):
-            self._prompt_tail = prompt[-1024:]
-        else:
-            self._prompt_tail = state.tokenizer.decode(prompt[-_PROMPT_TAIL_TOKENS:])
-        if self._constraint is None:
-            return None
-        thinking = thinking_ahead(state.reasoning_parser, self._prompt_tail, self._kwargs)
-        return grammar_start(thinking, state.tokenizer)
+        if state.reasoning_parser is not None:
+            end = request.prompt_token_ids[-_PROMPT_TAIL_TOKENS:]
+            self._prompt_tail = state.tokenizer.decode(end)
+            if request.grammar is not None:
+                thinking = thinking_ahead(state.reasoning_parser, self._prompt_tail, self._kwargs)
+                request.grammar_start = grammar_start(thinking, state.tokenizer)
+        self._request = request
 
     def render(self) -> str:
         """The conversation as a prompt."""

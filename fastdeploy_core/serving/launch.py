@@ -154,16 +154,11 @@ def plugin_routers(resolved: ResolvedPlugins | None) -> list[tuple[str, Any]]:
 def _log_engine(info: EngineInfo, seconds: float) -> None:
     # The engine process has logged its own decisions (info.report) already.
     logger.info(
-        "device %s (%s), weights %s, %d KV blocks of %d tokens (%s, %d tokens in all)",
-        info.device,
-        info.tensor_library or "no tensor library",
+        "engine ready after %.1f s: weights %s, KV cache %s",
+        seconds,
         _size(info.weight_bytes),
-        info.num_blocks,
-        info.block_size,
         _size(info.num_blocks * info.bytes_per_block),
-        info.num_blocks * info.block_size,
     )
-    logger.info("engine ready after %.1f s", seconds)
 
 
 def _size(num_bytes: int) -> str:

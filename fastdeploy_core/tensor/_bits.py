@@ -30,7 +30,8 @@ def as_carrier(array: np.ndarray, dtype: str) -> tuple[np.ndarray, bool]:
 
     uint16 comes back as int16: both libraries accept that.
     """
-    carries = BIT_CARRIERS.get(dtype) == array.dtype.name
+    # numpy takes microseconds to spell a dtype's name, so it is asked only where it matters.
+    carries = dtype in BIT_CARRIERS and BIT_CARRIERS[dtype] == array.dtype.name
     if not (array.flags.writeable and array.flags.c_contiguous):
         array = array.copy(order="C")
     if carries and array.dtype == np.uint16:

@@ -25,6 +25,7 @@ class _Ragged:
     wide_starts: torch.Tensor  # the same, int64
     rows: torch.Tensor  # [starts[n]] int32
     queries: torch.Tensor  # [starts[n]] int32: whose
+    mask: torch.Tensor | None = None  # the pattern as a sparse matrix, made by the first layer
 
 
 class TorchLibrary:
@@ -237,10 +238,12 @@ class TorchLibrary:
     def attend_ragged(self, q: Any, keys: Any, values: Any, pattern: _Ragged) -> Any:
         # Scores are a product of which only the pattern's elements are computed, the mean of the
         # values is a weighted bag of embeddings: two kernels that read rows in place.
-        shape = (q.shape[0], keys.shape[0])
-        empty = torch.empty_like(pattern.rows, dtype=q.dtype)
-        mask = torch.sparse_csr_tensor(pattern.starts, pattern.rows, empty, size=shape)
-        scores = torch.sparse.sampled_addmm(mask, q, keys.t(), beta=0.0).values()
+        if pattern.mask is None:
+            # Zeros, not whatever the memory holds: beta = 0 still multiplies them.
+            zeros = torch.zeros(pattern.rows.shape[0], dtype=q.dtype)
+            shape = (q.shape[0], keys.shape[0])
+            pattern.mask = torch.sparse_csr_tensor(pattern.starts, pattern.rows, zeros, size=shape)
+        scores = torch.sparse.sampled_addmm(pattern.mask, q, keys.t(), beta=0.0).values()
         peaks = torch.segment_reduce(scores, "max", offsets=pattern.wide_starts)
         weights = scores.sub_(torch.index_select(peaks, 0, pattern.queries)).exp_()
         totals = torch.segment_reduce(weights, "sum", offsets=pattern.wide_starts)

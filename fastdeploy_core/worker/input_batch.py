@@ -68,6 +68,7 @@ class InputBatch:
             block_size,
         )
         self._parts = tuple(parts)
+        self._block_size = np.int64(block_size)  # so that int32 block numbers do not overflow
         max_blocks = -(-max_model_len // block_size) + 1
         # Host buffers, one row per slot. Zeroed pages cost nothing until they are written.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
@@ -86,6 +87,9 @@ class InputBatch:
         )
         self._tables: tuple[np.ndarray, int, np.ndarray, Tensor] | None = None
         self._decode_cu: dict[int, tuple[np.ndarray, Tensor]] = {}
+        self._same: dict[int, tuple[np.ndarray, ...]] = {}
+        # The array is kept while the rows stay, so that others see at a glance that they did.
+        self._last_slots: tuple[list[int], np.ndarray] = ([], np.zeros(0, dtype=np.int64))
 
     # -- sequences --------------------------------------------------------------------------------
 
@@ -147,35 +151,57 @@ class InputBatch:
 
         `unjudged` tells for slots whether their drafts cannot be judged; those are all refused.
         """
-        slot_of = self.slot_of
+        slot_of, slots, starts, is_decode = self.slot_of, [], [], True
         try:
-            flat = np.array(
-                [
-                    value
-                    for s in sequences
-                    for value in (slot_of[s.seq_id], s.num_computed_tokens, s.num_tokens, s.sample)
-                ],
-                dtype=np.int64,
-            ).reshape(-1, 4)
+            for sequence in sequences:
+                slots.append(slot_of[sequence.seq_id])
+                starts.append(sequence.num_computed_tokens)
+                if sequence.new_block_ids:
+                    self._append_blocks(slots[-1], sequence.new_block_ids)
+                if sequence.num_tokens != 1 or sequence.draft_token_ids or not sequence.sample:
+                    is_decode = False
         except KeyError as error:
             raise WorkerError(
                 f"a step names sequence {error}, which this worker was never given"
             ) from None
-        slots, starts, counts = (np.ascontiguousarray(flat[:, i]) for i in range(3))
-        samples, seq_lens = flat[:, 3] != 0, starts + counts
-        for sequence in sequences:
-            if sequence.new_block_ids:
-                self._append_blocks(slot_of[sequence.seq_id], sequence.new_block_ids)
-        num_drafts = np.zeros_like(slots)
-        if any(s.draft_token_ids for s in sequences):
-            num_drafts[:] = [len(s.draft_token_ids) for s in sequences]
-        self._check(slots, counts, seq_lens, num_drafts)
-        if not num_drafts.any() and bool((counts == 1).all()) and bool(samples.all()):
-            every = np.arange(slots.size)
+        if len(set(slots)) != len(slots):
+            raise WorkerError(f"a step is inconsistent: it names a sequence twice, slots {slots}")
+        if slots != self._last_slots[0]:
+            self._last_slots = (slots, np.array(slots, dtype=np.int64))
+        slots_array, starts_array = self._last_slots[1], np.array(starts, dtype=np.int64)
+        if is_decode:
+            counts, none, samples, every = self._decode_rows(len(slots))
+            seq_lens = starts_array + 1
+            self._check(slots_array, seq_lens)
             return StepRows(
-                *(slots, starts, counts, seq_lens, num_drafts, num_drafts, samples, True),
+                *(slots_array, starts_array, counts, seq_lens, none, none, samples, True),
                 *(every, every, seq_lens),
             )
+        return self._mixed_rows(sequences, slots_array, starts_array, unjudged)
+
+    def _decode_rows(self, num_seqs: int) -> tuple[np.ndarray, ...]:
+        """Arrays that are the same for every decode step of this size: ones, zeros, true, 0, 1, ..."""
+        if num_seqs not in self._same:
+            zeros = np.zeros(num_seqs, dtype=np.int64)
+            self._same[num_seqs] = (zeros + 1, zeros, zeros == 0, np.arange(num_seqs))
+        return self._same[num_seqs]
+
+    def _mixed_rows(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        slots: np.ndarray,
+        starts: np.ndarray,
+        unjudged: Callable[[np.ndarray], np.ndarray] | None,
+    ) -> StepRows:
+        """Rows of different lengths, some of which may not sample, or sample behind drafts."""
+        counts = np.array([s.num_tokens for s in sequences], dtype=np.int64)
+        num_drafts = np.array([len(s.draft_token_ids) for s in sequences], dtype=np.int64)
+        samples, seq_lens = np.array([s.sample for s in sequences], dtype=bool), starts + counts
+        if bool((counts <= num_drafts).any()):
+            raise WorkerError(
+                f"a step is inconsistent: {counts.tolist()} tokens with {num_drafts.tolist()} drafts"
+            )
+        self._check(slots, seq_lens)
         num_judged = num_drafts
         if num_drafts.any():
             for sequence, slot, end in zip(sequences, slots, seq_lens, strict=True):
@@ -207,17 +233,10 @@ class InputBatch:
         self.num_blocks[slot] = last
         self._tables = None
 
-    def _check(
-        self, slots: np.ndarray, counts: np.ndarray, seq_lens: np.ndarray, drafts: np.ndarray
-    ) -> None:
+    def _check(self, slots: np.ndarray, seq_lens: np.ndarray) -> None:
         """A wrong message must not read or write another sequence's blocks."""
-        needed = -(-seq_lens // self.block_size)
-        if (
-            bool((needed > self.num_blocks[slots]).any())
-            or bool((counts <= drafts).any())
-            or int(seq_lens.max(initial=0)) > self.max_model_len
-            or len(set(slots.tolist())) != slots.size
-        ):
+        longest = np.minimum(self.num_blocks[slots] * self.block_size, self.max_model_len)
+        if (seq_lens > longest).any():
             raise WorkerError(
                 f"a step is inconsistent: lengths {seq_lens.tolist()}, "
                 f"blocks {self.num_blocks[slots].tolist()} of {self.block_size}, "
@@ -237,8 +256,8 @@ class InputBatch:
             offsets = rows.starts - cu_seqlens[:-1]
             positions = np.arange(token_slots.size) + np.repeat(offsets, rows.counts)
             cu_seqlens_dev = to_device(cu_seqlens)
-        blocks = self.block_tables[token_slots, positions // self.block_size]
-        slot_mapping = blocks.astype(np.int64) * self.block_size + positions % self.block_size
+        block, offset = np.divmod(positions, self.block_size)
+        slot_mapping = self.block_tables[token_slots, block] * self._block_size + offset
         block_tables, block_tables_dev = self._block_tables(rows)
         seq_lens = rows.seq_lens.astype(np.int32)
         batch = AttentionBatch(
@@ -259,13 +278,15 @@ class InputBatch:
         """[T] int64: from the host where it knows the token, else the newest one on the device."""
         xp, to_device = self._xp, self._device.to_device
         behind = positions >= self.num_known[token_slots]
+        if not behind.any():
+            return to_device(self.token_ids[token_slots, positions].astype(np.int64))
         unknown = behind & (positions == self.newest[token_slots])
         if int(behind.sum()) != int(unknown.sum()) + int(rows.num_drafts.sum()):
             raise WorkerError(
                 f"a step feeds tokens nobody knows: starts {rows.starts.tolist()}, "
                 f"lengths {rows.seq_lens.tolist()}, known {self.num_known[rows.slots].tolist()}"
             )
-        if behind.size and unknown.all():
+        if unknown.all():
             return xp.index_select(self.newest_dev, 0, to_device(token_slots))
         input_ids = to_device(self.token_ids[token_slots, positions].astype(np.int64))
         if unknown.any():
@@ -284,7 +305,7 @@ class InputBatch:
     def learn(self, slots: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> None:
         """The host learns the token at each slot's position."""
         self.token_ids[slots, positions] = token_ids
-        self.num_known[slots] = np.maximum(self.num_known[slots], positions + 1)
+        self.num_known[slots] = positions + 1
 
     def _decode_offsets(self, num_seqs: int) -> tuple[np.ndarray, Tensor]:
         """0, 1, ... num_seqs: the same for every decode step of this size."""
@@ -297,7 +318,7 @@ class InputBatch:
         """Tables of the rows, no wider than the longest; kept while neither rows nor blocks change."""
         width = max(1, -(-int(rows.seq_lens.max(initial=1)) // self.block_size))
         kept = self._tables
-        if kept is not None and kept[1] == width and np.array_equal(kept[0], rows.slots):
+        if kept is not None and kept[1] == width and kept[0] is rows.slots:
             return kept[2], kept[3]
         host = self.block_tables[rows.slots, :width]
         self._tables = (rows.slots, width, host, self._device.to_device(host))

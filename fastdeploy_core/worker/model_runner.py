@@ -12,8 +12,6 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -123,9 +121,13 @@ class ModelRunner:
     def launch(self, step: SchedulerOutput) -> PendingOutput:
         """Queue the step. WorkerError: this rank is lost or was told nonsense; ResourceError: the
         step did not fit into device memory, and smaller ones may; anything else: as it came."""
-        what = f"step {step.step_id}"
-        with self._explained(what), self._xp.no_grad():
-            return self._launch(step)
+        try:
+            with self._xp.no_grad():
+                return self._launch(step)
+        except FastDeployError:
+            raise
+        except Exception as error:
+            raise self._explain(error, step.step_id) from error
 
     def _launch(self, step: SchedulerOutput) -> PendingOutput:
         began = time.perf_counter()
@@ -138,7 +140,8 @@ class ModelRunner:
         # Without the lock: where the forward pass runs at once, the tokens of the step before can
         # be read meanwhile.
         forward_began = time.perf_counter()
-        hidden = self._forward(*batch)
+        context = self._context(batch[1])  # an attention driver's preparation is part of attending
+        hidden = self._model.forward(batch[0], batch[1].positions, context)
         logits = self._sample_logits(hidden, launched.rows)
         launched.model_s = time.perf_counter() - forward_began
         self._prompt_logprobs(launched, hidden, batch[1])
@@ -197,12 +200,11 @@ class ModelRunner:
                 raise WorkerError("a step copies blocks before the cache was allocated")
             self._mover.apply(copies)
 
-    def _forward(self, input_ids: Tensor, attention: AttentionBatch) -> Tensor:
+    def _context(self, attention: AttentionBatch) -> ForwardContext:
         metadata = {
             spec: backend.prepare(attention) for spec, backend in self._loaded.attention.items()
         }
-        context = ForwardContext(attention, metadata, self._caches)
-        return self._model.forward(input_ids, attention.positions, context)
+        return ForwardContext(attention, metadata, self._caches)
 
     def _sample_logits(self, hidden: Tensor, rows: StepRows) -> Tensor | None:
         """Logits of the sampled positions; None when this step samples nothing."""
@@ -220,7 +222,9 @@ class ModelRunner:
         if plan is None or not plan.matches(self._columns, slots):
             plan = self._plan = SamplingPlan(self._columns, slots, self._device)
         launched.plan = plan
-        if self._state is not None:
+        if self._state is not None and plan.is_plain:
+            sampled = self._state.sampler.greedy(logits)
+        elif self._state is not None:
             if plan.flags & bits.HOST:
                 self.read_until(self._unread[-1] if self._unread else None)
             num_output = rows.sample_positions - batch.num_prompt[slots]
@@ -242,9 +246,9 @@ class ModelRunner:
     ) -> None:
         """For rows that want them: every prompt token that this chunk predicts."""
         rows, batch = launched.rows, self.batch
-        wanted = self._columns.flags[rows.slots] & bits.PROMPT_LOGPROBS
-        if not wanted.any():
+        if rows.is_decode:
             return
+        wanted = self._columns.flags[rows.slots] & bits.PROMPT_LOGPROBS
         for row in np.flatnonzero(wanted).tolist():
             slot, start = int(rows.slots[row]), int(rows.starts[row])
             end = min(int(rows.seq_lens[row]), int(batch.num_prompt[slot]) - 1)
@@ -277,9 +281,14 @@ class ModelRunner:
         """Bring the tokens of every step up to `last` to the host, in order of launch."""
         if last is None or last.is_read:
             return
-        with self._explained(f"reading step {last.step_id}"), self._lock, self._xp.no_grad():
-            while not last.is_read:
-                self._read(self._unread.popleft())
+        try:
+            with self._lock:
+                while not last.is_read:
+                    self._read(self._unread.popleft())
+        except FastDeployError:
+            raise
+        except Exception as error:
+            raise self._explain(error, last.step_id) from error
 
     def _read(self, launched: Launched) -> None:
         rows, sampled, plan = launched.rows, launched.sampled, launched.plan
@@ -326,7 +335,9 @@ class ModelRunner:
         batch, rows = self.batch, launched.rows
         slots, positions = plan.slots, rows.sample_positions
         # A slot may have changed hands since the launch.
-        kept = (batch.owner[rows.slots] == launched.owners)[rows.sample_rows]
+        kept = batch.owner[rows.slots] == launched.owners
+        if not rows.is_decode:
+            kept = kept[rows.sample_rows]
         if launched.num_accepted is not None:
             nth = positions - (rows.seq_lens - rows.num_drafts)[rows.sample_rows]
             kept &= nth <= launched.num_accepted[rows.sample_rows]
@@ -341,26 +352,17 @@ class ModelRunner:
                 if row not in launched.errors and not self._state.advance(slot, token):
                     launched.errors[row] = NOT_IN_GRAMMAR
 
-    @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        """What a library raises, in this project's terms."""
-        try:
-            yield
-        except FastDeployError:
-            raise
-        except Exception as error:
-            if self._device.is_oom(error):
-                raise ResourceError(
-                    f"device memory ran out in {what}; lower --gpu-memory-utilization, "
-                    "--max-num-batched-tokens or --max-num-seqs"
-                ) from error
-            if self._device.is_lost(error):
-                raise WorkerError(
-                    f"the device of rank {self._rank} is lost in {what}: {error}"
-                ) from error
-            # Perhaps one request's fault: the engine tries the others again (engine/core.py).
-            logger.warning("%s failed on rank %s", what, self._rank)
-            raise
+    def _explain(self, error: Exception, step_id: int) -> FastDeployError:
+        """What a library raised, in this project's terms."""
+        if self._device.is_oom(error):
+            return ResourceError(
+                f"device memory ran out in step {step_id}; lower --gpu-memory-utilization, "
+                "--max-num-batched-tokens or --max-num-seqs"
+            )
+        what = f"{type(error).__name__}: {error}"
+        if self._device.is_lost(error):
+            return WorkerError(f"the device of rank {self._rank} is lost in step {step_id}: {what}")
+        return WorkerError(f"step {step_id} failed on rank {self._rank}: {what}")
 
 
 def looks_back(new: NewSequence, config: EngineConfig) -> bool:

@@ -7,7 +7,6 @@ Called by engine/executor.py only. What a step does is model_runner.py's.
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import os
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from fastdeploy_core.plugins.kernels import ChosenKernels
     from fastdeploy_core.plugins.resolve import ResolvedPlugins
 
-logger = logging.getLogger(__name__)
 
 
 class Worker:
@@ -83,11 +81,7 @@ class Worker:
         self._runner = ModelRunner(
             self.config, device, kernels, loaded, self.rank, self._communicator
         )
-        info = self._info(device, loaded, kernels, weight_bytes)
-        if self.rank == 0:
-            for line in info.report:
-                logger.info("%s", line)
-        return info
+        return self._info(device, loaded, kernels, weight_bytes)
 
     def initialize_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Allocate the KV pool, and the host tier when num_host_blocks is above 0."""

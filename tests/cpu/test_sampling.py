@@ -79,10 +79,11 @@ class Bench:
             lambda slot: np.asarray(self.tokens[slot][self.num_prompt[slot] :], dtype=np.int32),
         )
         plan = SamplingPlan(self.columns, where, self.device)
+        rows = self.device.to_device(np.array(logits, dtype=np.float32))
         with self.device.xp.no_grad():
-            return self.state.sampler.sample(
-                self.device.to_device(np.array(logits, dtype=np.float32)), plan, step
-            )
+            if plan.is_plain:
+                return self.state.sampler.greedy(rows)
+            return self.state.sampler.sample(rows, plan, step)
 
     def ids(self, logits: np.ndarray, slots: list[int], positions: Any = None) -> list[int]:
         sampled = self.sample(logits, slots, positions)

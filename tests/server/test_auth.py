@@ -65,6 +65,18 @@ def test_every_route_but_the_probes_needs_a_key(guarded: LiveServer) -> None:
                 assert response.headers["www-authenticate"] == "Bearer"
 
 
+@pytest.mark.parametrize(
+    "path", ["/nope", "/plugins/nope", "/plugins/fd-example/nope", "/", "/v2/x"]
+)
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "OPTIONS"])
+def test_what_is_not_there_needs_a_key_too(guarded: LiveServer, method: str, path: str) -> None:
+    """Without a key nobody learns which routes exist."""
+    with httpx.Client(base_url=guarded.url) as client:
+        assert client.request(method, path).status_code == 401
+        headers = {"Authorization": f"Bearer {KEY}"}
+        assert client.request(method, path, headers=headers).status_code == 404
+
+
 def test_both_keys_open_every_route(guarded: LiveServer) -> None:
     with httpx.Client(base_url=guarded.url) as client:
         for method, path in all_routes(guarded):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
+from shutil import copy
 
 import httpx
 import pytest
+from tokenizers import Tokenizer as Backend
 
 from fastdeploy_core.contracts.small import ToolCallDelta
 from fastdeploy_core.grammar.compiler import GrammarCompiler
 from fastdeploy_core.serving import forced_tools
 from fastdeploy_core.serving.answer import Answer
 from fastdeploy_core.tokenizer import Tokenizer
+from fastdeploy_core.types import GrammarStart
 from tests.server_support import ScriptedEngine, events_of, live
 
 WEATHER = {
@@ -295,3 +299,50 @@ def test_a_constraint_that_cannot_be_compiled_is_refused(
 ) -> None:
     response = client.post("/v1/chat/completions", json={**ASK, "tools": None, **fields})
     assert response.status_code == 400, response.text
+
+
+@pytest.fixture
+def thinking_folder(tokenizer_folder: Path, tmp_path: Path) -> Path:
+    """The tokenizer, with the marks of thinking as tokens of their own."""
+    backend = Backend.from_file(str(tokenizer_folder / "tokenizer.json"))
+    backend.add_special_tokens(["<think>", "</think>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    copy(tokenizer_folder / "tokenizer_config.json", tmp_path)
+    return tmp_path
+
+
+def test_a_grammar_waits_for_the_end_of_thinking(thinking_folder: Path) -> None:
+    thinker = Tokenizer.load(thinking_folder)
+    marks = [thinker.token_to_id(mark) for mark in ("<think>", "</think>")]
+    engine = ScriptedEngine(thinker, lambda prompt, index: '<think>hm</think>{"a": 1}')
+    compiler = GrammarCompiler.start(thinker.tokenizer_json, vocab_size=len(thinker))
+    forced = {
+        "tools": [WEATHER, TIME],
+        "tool_choice": {"type": "function", "function": TIME["function"]},
+    }
+    ask = {"response_format": {"type": "json_object"}, "tools": None}
+    try:
+        with (
+            live(engine, thinker, reasoning_parser="qwen3", compiler=compiler) as server,
+            httpx.Client(base_url=server.url, timeout=60) as client,
+        ):
+            choice = chat(client, **ask)
+            assert choice["message"]["reasoning"] == "hm"
+            assert choice["message"]["content"] == '{"a": 1}'
+            assert engine.requests[-1].grammar_start == GrammarStart(marks[1], marks[0])
+            same(choice, streamed(client, **ask))
+            thinks = {**ask, "chat_template_kwargs": {"enable_thinking": True}}
+            engine.script = lambda prompt, index: 'hm</think>{"a": 1}'
+            choice = chat(client, **thinks)
+            assert choice["message"]["reasoning"] == "hm"
+            assert engine.requests[-1].grammar_start == GrammarStart(marks[1])
+            call = chat(client, **forced, chat_template_kwargs={"enable_thinking": True})
+            assert call["message"]["reasoning"] == "hm"
+            assert call["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+            engine.script = lambda prompt, index: '{"a": "<think>"}'
+            never = {**ask, "chat_template_kwargs": {"enable_thinking": False}}
+            choice = chat(client, **never)
+            assert choice["message"]["content"] == '{"a": "<think>"}'
+            assert engine.requests[-1].grammar_start is None
+    finally:
+        compiler.close()
