@@ -26,7 +26,7 @@ class NeverTwice:
         if not isinstance((params.logits_processors_args or {}).get("never_twice", False), bool):
             raise InvalidRequest("never_twice is true or false", param="logits_processors_args")
 
-    def add(self, seq_id: int, params: SamplingParams, prompt_token_ids: Sequence[int]) -> bool:
+    def add(self, seq_id: int, params: SamplingParams, prompt_token_ids: np.ndarray) -> bool:
         """Whether this processor has anything to do with the sequence."""
         return bool((params.logits_processors_args or {}).get("never_twice"))
 

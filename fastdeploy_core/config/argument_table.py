@@ -213,7 +213,8 @@ _BATCH = group(
         "long_prefill_token_threshold",
         "int",
         0,
-        "a prompt above this length is long; 0: 4 %% of --max-model-len",
+        "a prompt above this length is long, and cut into chunks of at most this size; 0: 4 %% of "
+        "--max-model-len when several prompts may be cut at a time, else none is",
         low=0,
         high=2**24,
     ),

@@ -43,7 +43,6 @@ __all__ = [
 ]
 
 DEFAULT_BATCHED_TOKENS = 2048
-LONG_PREFILL_SHARE = 0.04  # of max_model_len, the original's rule for "long"
 
 
 def build_engine_config(values: Mapping[str, Any]) -> EngineConfig:
@@ -199,7 +198,7 @@ def _batch_config(v: Mapping[str, Any], max_model_len: int) -> BatchConfig:
         enable_chunked_prefill=chunked,
         max_num_partial_prefills=v["max_num_partial_prefills"],
         max_long_partial_prefills=v["max_long_partial_prefills"],
-        long_prefill_token_threshold=threshold or int(LONG_PREFILL_SHARE * max_model_len),
+        long_prefill_token_threshold=threshold,
         policy=v["scheduling_policy"],
         overlap=v["async_scheduling"],
     )
@@ -240,7 +239,9 @@ def _structured_config(v: Mapping[str, Any]) -> StructuredOutputsConfig:
         "disable_any_whitespace": v["guided_decoding_disable_any_whitespace"],
     }
     given = _mapping(v, "structured_outputs_config")
-    return _from_section(StructuredOutputsConfig, "--structured-outputs-config", given, start)
+    flag = "--structured-outputs-config"
+    section: StructuredOutputsConfig = _from_section(StructuredOutputsConfig, flag, given, start)
+    return section
 
 
 def _speculative_config(v: Mapping[str, Any]) -> SpeculativeConfig | None:

@@ -108,7 +108,7 @@ class LogitsProcessor(Protocol):
         """Raise InvalidRequest if logits_processors_args is wrong for this processor."""
         ...
 
-    def add(self, seq_id: int, params: SamplingParams, prompt_token_ids: Sequence[int]) -> bool:
+    def add(self, seq_id: int, params: SamplingParams, prompt_token_ids: np.ndarray) -> bool:
         """A sequence arrives; False: this processor has nothing to do with it."""
         ...
 
@@ -117,7 +117,7 @@ class LogitsProcessor(Protocol):
         ...
 
     def apply(
-        self, logits: Tensor, seq_ids: Sequence[int], output_token_ids: Sequence[Sequence[int]]
+        self, logits: Tensor, seq_ids: Sequence[int], output_token_ids: Sequence[np.ndarray]
     ) -> Tensor:
         """logits: [len(seq_ids), vocab_size] float32, rows of the sequences it accepted."""
         ...

@@ -56,7 +56,7 @@ class AnswerReader:
     ) -> None:
         kwargs = dict(chat_template_kwargs or {})
         self._reasoning = reasoning(prompt_text, kwargs) if reasoning else None  # type: ignore[call-arg]
-        self._tool = tool(list(tools or [])) if tool else None  # type: ignore[call-arg]
+        self._tool = tool(list(tools or [])) if tool else None
         self.num_tool_calls = 0
 
     def push(self, text: str) -> ParsedDelta:

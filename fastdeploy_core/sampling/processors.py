@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from fastdeploy_core import plugins
 from fastdeploy_core.contracts.small import LogitsProcessor, ProcessorContext
 from fastdeploy_core.errors import FastDeployError, InvalidRequest, PluginLoadError
 from fastdeploy_core.types import SamplingParams
+from fastdeploy_core.types.sampling import MAX_LOGIT_BIAS
 
 from .columns import PROCESSOR, SamplingColumns, SamplingPlan
 from .masks import OutputTokens
@@ -146,7 +147,7 @@ class LogitBiasLogitsProcessor:
         """Token ids within the vocabulary, finite numbers."""
         self._read(params)
 
-    def add(self, seq_id: int, params: SamplingParams, prompt_token_ids: Sequence[int]) -> bool:
+    def add(self, seq_id: int, params: SamplingParams, prompt_token_ids: np.ndarray) -> bool:
         """Only sequences that gave the argument."""
         bias = self._read(params)
         if bias is None:
@@ -159,7 +160,7 @@ class LogitBiasLogitsProcessor:
         self._bias.pop(seq_id, None)
 
     def apply(
-        self, logits: Tensor, seq_ids: Sequence[int], output_token_ids: Sequence[Sequence[int]]
+        self, logits: Tensor, seq_ids: Sequence[int], output_token_ids: Sequence[np.ndarray]
     ) -> Tensor:
         """Add each sequence's bias."""
         xp, vocab_size = self._context.xp, self._context.vocab_size
@@ -179,6 +180,11 @@ class LogitBiasLogitsProcessor:
         given = (params.logits_processors_args or {}).get("logit_bias")
         if given is None:
             return None
+        if not isinstance(given, Mapping) or len(given) > MAX_LOGIT_BIAS:
+            raise InvalidRequest(
+                f"logits_processors_args.logit_bias must be a map of at most {MAX_LOGIT_BIAS} entries",
+                param="logits_processors_args",
+            )
         try:
             ids = np.asarray([int(token) for token in given], dtype=np.int64)
             values = np.asarray([float(given[token]) for token in given], dtype=np.float32)

@@ -62,7 +62,7 @@ class ThinkingBudgetLogitsProcessor:
                 param="logits_processors_args",
             )
 
-    def add(self, seq_id: int, params: SamplingParams, prompt_token_ids: Sequence[int]) -> bool:
+    def add(self, seq_id: int, params: SamplingParams, prompt_token_ids: np.ndarray) -> bool:
         """Only sequences with a budget."""
         args = params.logits_processors_args or {}
         budget = params.thinking_token_budget
@@ -85,7 +85,7 @@ class ThinkingBudgetLogitsProcessor:
         self._states.pop(seq_id, None)
 
     def apply(
-        self, logits: Tensor, seq_ids: Sequence[int], output_token_ids: Sequence[Sequence[int]]
+        self, logits: Tensor, seq_ids: Sequence[int], output_token_ids: Sequence[np.ndarray]
     ) -> Tensor:
         """Leave one token possible where the budget is spent."""
         for row, (seq_id, output) in enumerate(zip(seq_ids, output_token_ids, strict=True)):

@@ -154,9 +154,8 @@ def plugin_routers(resolved: ResolvedPlugins | None) -> list[tuple[str, Any]]:
 def _log_engine(info: EngineInfo, seconds: float) -> None:
     # The engine process has logged its own decisions (info.report) already.
     logger.info(
-        "engine ready after %.1f s: weights %s, KV cache %s",
+        "engine ready after %.1f s, KV cache %s",
         seconds,
-        _size(info.weight_bytes),
         _size(info.num_blocks * info.bytes_per_block),
     )
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from fastdeploy_core.plugins.resolve import ResolvedPlugins
 
 
-
 class Worker:
     """A rank of a tensor-parallel group."""
 
@@ -121,7 +120,9 @@ class Worker:
         num_threads = config.num_threads
         if not num_threads and self.world_size > 1:
             # Ranks of one host share its cores; each taking all of them would make them wait.
-            num_threads = max(1, len(os.sched_getaffinity(0)) // self.world_size)
+            has_affinity = hasattr(os, "sched_getaffinity")
+            cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+            num_threads = max(1, cores // self.world_size)
         options = DeviceOptions(
             index=self.rank,
             tensor_library=self.resolved.tensor_library or config.tensor_library,
@@ -273,7 +274,8 @@ def largest_steps(config: EngineConfig) -> tuple[list[SchedulerOutput], int]:
             step_id=step_id, new_sequences=new, sequences=rows, finished_seq_ids=finished
         )
 
-    left, lengths = batch.max_num_batched_tokens, []
+    left = batch.max_num_batched_tokens
+    lengths: list[int] = []
     while left > 0 and len(lengths) < batch.max_num_seqs:
         lengths.append(min(left, longest))
         left -= lengths[-1]

@@ -270,7 +270,7 @@ def test_defaults_of_the_table_are_those_of_the_records(model: Path) -> None:
         if name not in ("model", "batch"):
             assert getattr(config, name) == getattr(plain, name), name
     assert config.batch.max_num_seqs == BatchConfig().max_num_seqs
-    assert config.batch.long_prefill_token_threshold == int(0.04 * 1024)
+    assert config.batch.long_prefill_token_threshold == 0, "the batch scheduler knows the rule"
     server = build_server_config({}, config, {})
     plain_server = ServerConfig()
     derived = {"served_names", "default_sampling"}

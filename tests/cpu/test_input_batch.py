@@ -1,0 +1,264 @@
+"""The input batch against a slow book-keeper, and slots that are truly empty when they are given back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastdeploy_core.contracts.device import DeviceOptions
+from fastdeploy_core.errors import WorkerError
+from fastdeploy_core.plugins.kernels import build_kernel_table
+from fastdeploy_core.reference.device import CpuDevice
+from fastdeploy_core.sampling.columns import SamplingColumns
+from fastdeploy_core.types import NewSequence, SamplingParams, ScheduledSequence
+from fastdeploy_core.worker.input_batch import InputBatch
+from fastdeploy_core.worker.sequence_state import SequenceState
+from tests.worker_steps import engine_config, write_model
+
+SLOTS, LENGTH, BLOCK = 5, 40, 4
+
+
+@pytest.fixture
+def device(tensor_library: str) -> CpuDevice:
+    return CpuDevice(DeviceOptions(tensor_library=tensor_library, num_threads=1))
+
+
+def new_sequence(seq_id: int, tokens: list[int], blocks: list[int]) -> NewSequence:
+    return NewSequence(
+        seq_id=seq_id,
+        token_ids=tokens,
+        num_prompt_tokens=len(tokens),
+        block_ids=blocks,
+        sampling=SamplingParams(),
+        seed=0,
+    )
+
+
+class Book:
+    """What a batch must look like, kept one token at a time."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.blocks: dict[int, list[int]] = {}
+        self.computed: dict[int, int] = {}
+        self.unread: dict[int, int] = {}  # the newest token, known to the device only
+
+    def token(self, seq_id: int, position: int, drafts: list[int]) -> int:
+        known = self.tokens[seq_id]
+        if position < len(known):
+            return known[position]
+        if seq_id in self.unread:
+            if position == len(known):
+                return self.unread[seq_id]
+            return drafts[position - len(known) - 1]
+        return drafts[position - len(known)]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_step_is_what_the_book_keeper_says(device: CpuDevice, seed: int) -> None:
+    rng, book, next_id, next_block = np.random.default_rng(seed), Book(), 0, 1
+    batch = InputBatch(device, SLOTS, LENGTH, BLOCK)
+    for _ in range(150):
+        for seq_id in list(book.tokens):
+            if rng.random() < 0.1 or book.computed[seq_id] > LENGTH - 6:
+                batch.remove(seq_id)
+                for part in (book.tokens, book.blocks, book.computed, book.unread):
+                    part.pop(seq_id, None)
+        while len(book.tokens) < SLOTS and rng.random() < 0.5:
+            tokens = rng.integers(1, 100, int(rng.integers(1, 12))).tolist()
+            book.tokens[next_id], book.blocks[next_id], book.computed[next_id] = tokens, [], 0
+            batch.add(new_sequence(next_id, tokens, []))
+            next_id += 1
+        chosen = [n for n in rng.permutation(list(book.tokens)).tolist() if rng.random() < 0.8]
+        rows, plan = [], []
+        for seq_id in chosen:
+            start, known = book.computed[seq_id], len(book.tokens[seq_id])
+            count = max(1, min(int(rng.integers(1, 8)), known - start))
+            last = start + count >= known
+            drafts = rng.integers(1, 100, int(rng.integers(0, 3))).tolist() if last else []
+            if known - start > 1 or seq_id in book.unread:
+                drafts = []
+            end = start + count + len(drafts)
+            needed = -(-end // BLOCK) - len(book.blocks[seq_id])
+            blocks = list(range(next_block, next_block + needed))
+            next_block += needed
+            book.blocks[seq_id] += blocks
+            rows.append(ScheduledSequence(seq_id, start, end - start, blocks, drafts, last))
+            plan.append((seq_id, start, end, drafts, last))
+        if not rows:
+            continue
+        made = batch.rows(rows)
+        attention, token_slots, positions = batch.attention_batch(made)
+        input_ids = device.to_host(batch.input_ids(made, token_slots, positions)).tolist()
+        expected_ids, expected_slots, sampled = [], [], []
+        for seq_id, start, end, drafts, last in plan:
+            for position in range(start, end):
+                expected_ids.append(book.token(seq_id, position, drafts))
+                block = book.blocks[seq_id][position // BLOCK]
+                expected_slots.append(block * BLOCK + position % BLOCK)
+            if last:
+                first = end - len(drafts)
+                sampled += [
+                    (seq_id, p, len(expected_ids) - (end - p) - 1) for p in range(first, end + 1)
+                ]
+        assert input_ids == expected_ids
+        assert device.to_host(attention.slot_mapping).tolist() == expected_slots
+        assert attention.seq_lens.tolist() == [end for _, _, end, _, _ in plan]
+        assert device.to_host(attention.seq_lens_dev).tolist() == attention.seq_lens.tolist()
+        offsets = np.cumsum([0] + [end - start for _, start, end, _, _ in plan]).tolist()
+        assert attention.cu_seqlens_q.tolist() == offsets
+        assert device.to_host(attention.cu_seqlens_q_dev).tolist() == offsets
+        width = attention.block_tables.shape[1]
+        for row, (seq_id, _, end, _, _) in enumerate(plan):
+            table = (book.blocks[seq_id] + [0] * width)[:width]
+            assert attention.block_tables[row].tolist() == table
+            assert width * BLOCK >= end
+        assert (device.to_host(attention.block_tables_dev) == attention.block_tables).all()
+        assert [
+            (int(batch.seq_ids[made.slots[r]]), p, t)
+            for r, p, t in zip(
+                made.sample_rows.tolist(),
+                made.sample_positions.tolist(),
+                made.sample_tokens.tolist(),
+                strict=True,
+            )
+        ] == [(s, p, t + 0) for s, p, t in sampled]
+        settle(batch, book, device, plan, made, rng)
+
+
+def settle(
+    batch: InputBatch, book: Book, device: CpuDevice, plan: Any, made: Any, rng: np.random.Generator
+) -> None:
+    """Draw tokens: read by the host at once, or left on the device for the next step."""
+    drafted = any(drafts for _, _, _, drafts, _ in plan)
+    for seq_id, start, end, drafts, last in plan:
+        book.computed[seq_id] = end - len(drafts) if last else end
+        if start >= len(book.tokens[seq_id]) and seq_id in book.unread:
+            book.tokens[seq_id].append(book.unread.pop(seq_id))  # it has been fed by now
+    drawn = {seq_id: int(rng.integers(1, 100)) for seq_id, _, _, _, last in plan if last}
+    if not drawn:
+        return
+    slots = np.array([batch.slot_of[s] for s in drawn], dtype=np.int64)
+    positions = np.array([len(book.tokens[s]) for s in drawn], dtype=np.int64)
+    ids = np.array(list(drawn.values()), dtype=np.int64)
+    batch.sampled(slots, device.to_device(slots), positions, device.to_device(ids))
+    reads = drafted or rng.random() < 0.5
+    for seq_id, token in drawn.items():
+        if reads:
+            book.tokens[seq_id].append(token)
+        else:
+            book.unread[seq_id] = token
+    if reads:
+        batch.learn(slots, positions, ids)
+
+
+def test_blocks_far_into_a_large_pool_do_not_overflow(device: CpuDevice) -> None:
+    batch = InputBatch(device, 1, 8, 4)
+    far = 2**30
+    batch.add(new_sequence(1, [5, 6], [far]))
+    rows = batch.rows([ScheduledSequence(1, 0, 2)])
+    attention, _, _ = batch.attention_batch(rows)
+    assert device.to_host(attention.slot_mapping).tolist() == [far * 4, far * 4 + 1]
+
+
+def test_a_sequence_that_cannot_fit_is_refused(device: CpuDevice) -> None:
+    batch = InputBatch(device, 2, 8, 4)
+    with pytest.raises(WorkerError, match="9 tokens"):
+        batch.add(new_sequence(1, [1] * 9, []))
+    batch.add(new_sequence(1, [1], [0]))
+    batch.add(new_sequence(2, [1], [1]))
+    with pytest.raises(WorkerError, match="2 slots"):
+        batch.add(new_sequence(3, [1], [2]))
+    batch.remove(77)  # unknown ids are nobody's business
+    batch.remove(1)
+    batch.add(new_sequence(3, [1], [2]))
+
+
+# -- S-20: nothing survives in a slot -------------------------------------------------------------
+
+
+def contents(thing: Any, device: CpuDevice, slot: int) -> dict[str, Any]:
+    """Everything an object holds for one slot: rows of arrays and tensors, entries of lists, dicts
+    and sets."""
+    found: dict[str, Any] = {}
+    for name, value in vars(thing).items():
+        if isinstance(value, device.xp.tensor_type):
+            value = np.array(device.to_host(value))
+        if name in ("owner", "newest_dev", "_last_slots"):
+            continue  # a counter that must grow; a token that nobody reads once newest is -1
+        if isinstance(value, np.ndarray) and value.ndim and value.shape[0] == SLOTS:
+            found[name] = value[slot].tolist()
+        elif isinstance(value, list) and len(value) == SLOTS:
+            found[name] = repr(value[slot])
+        elif isinstance(value, dict | set) and name not in ("_decode_cu", "_same"):
+            found[name] = slot in value or slot in getattr(value, "values", list)()
+    return found
+
+
+EVERYTHING = {
+    "temperature": 0.7,
+    "top_p": 0.5,
+    "top_k": 3,
+    "min_p": 0.1,
+    "presence_penalty": 1.0,
+    "frequency_penalty": 1.0,
+    "repetition_penalty": 1.5,
+    "min_tokens": 5,
+    "max_tokens": 9,
+    "stop_token_ids": [3],
+    "allowed_token_ids": [5, 6, 7],
+    "bad_words_token_ids": [[5], [6, 7]],
+    "logit_bias": {6: 1.0},
+    "logprobs": 2,
+    "prompt_logprobs": 3,
+    "logits_processors_args": {"logit_bias": {"5": 1.0}},
+    "thinking_token_budget": 3,
+}
+
+
+def test_a_slot_given_back_holds_nothing(
+    device: CpuDevice, tensor_library: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = write_model(tmp_path_factory.mktemp("model"), with_tokenizer=True)
+    names = ("LogitBiasLogitsProcessor",)
+    config = engine_config(folder, tensor_library, max_num_seqs=SLOTS, logits_processors=names)
+    columns = SamplingColumns(SLOTS, 310)
+    state = SequenceState(config, device, build_kernel_table("cpu"), columns)
+    parts = [columns, *state.parts]
+    members = [member for part in state.parts for member in getattr(part, "_members", [])]
+    batch = InputBatch(device, SLOTS, LENGTH, BLOCK, parts)
+
+    def everything(slot: int) -> list[dict[str, Any]]:
+        processors = [vars_of_member(m) for m in members]
+        return [contents(t, device, slot) for t in [batch, *parts]] + [
+            {str(i): slot in m["slots"] or 42 in m["state"]} for i, m in enumerate(processors)
+        ]
+
+    def vars_of_member(member: Any) -> dict[str, Any]:
+        inner = vars(member.processor)
+        return {
+            "slots": member.seq_ids,
+            "state": {k for v in inner.values() if isinstance(v, dict) for k in v},
+        }
+
+    def arrive(seq_id: int, **fields: Any) -> int:
+        new = new_sequence(seq_id, [1, 2, 3, 5, 6], [7, 8])
+        new.num_prompt_tokens, new.sampling = 3, SamplingParams(**fields)
+        slot = batch.add(new)
+        columns.add(slot, new.sampling, 99, looks_back=True)
+        state.add(slot, new)
+        batch.newest[slot] = 5
+        return slot
+
+    arrive(41, presence_penalty=1.0)  # makes the penalty tables, in slot 0
+    clean = everything(1)
+    slot = arrive(42, **EVERYTHING)
+    assert slot == 1
+    used = everything(1)
+    for before, after in zip(clean[:2], used[:2], strict=True):
+        untouched = {name for name in before if before[name] == after[name]}
+        assert untouched <= {"_free"}, f"the test fills everything but {untouched}"
+    batch.remove(42)
+    assert everything(1) == clean

@@ -1,0 +1,322 @@
+"""The worker as a whole: start-up, memory arithmetic, refusals, tensor parallel ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from fastdeploy_core.config import BatchConfig
+from fastdeploy_core.contracts.device import DeviceLimits, MemoryInfo
+from fastdeploy_core.errors import CapabilityError, FastDeployError, ResourceError, WorkerError
+from fastdeploy_core.reference.device import CpuDevice
+from fastdeploy_core.types import BlockCopies, SamplingParams, SchedulerOutput
+from fastdeploy_core.worker.memory import LowWater, MemoryProfile
+from fastdeploy_core.worker.worker import Worker, largest_steps
+from tests.worker_steps import BLOCK_SIZE, Steps, engine_config, make_worker, sharpen, write_model
+
+GIB = 1024**3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("llama"))
+
+
+def test_load_tells_what_the_scheduler_needs(folder: Path, tensor_library: str) -> None:
+    config = engine_config(folder, tensor_library, cache={"num_blocks_override": None})
+    worker = make_worker(config)
+    info = worker.load()
+    # 2 layers, keys and values, 2 heads of 8 numbers of 4 bytes
+    assert info.bytes_per_block == 2 * 2 * BLOCK_SIZE * 2 * 8 * 4
+    assert (info.num_layers, info.vocab_size, info.max_model_len) == (2, 131, 96)
+    assert info.available_bytes >= info.bytes_per_block * 8 * -(-96 // BLOCK_SIZE)
+    assert info.tensor_library == tensor_library and info.device == "cpu"
+    assert info.overlap and info.host_tier and info.block_sharing
+    assert any("memory:" in line for line in info.report)
+    assert worker._runner.batch.slot_of == {}, "the profile leaves no sequence behind"
+    copies = BlockCopies(device_to_device=[(0, 1)])
+    with pytest.raises(WorkerError, match="before the cache"):
+        worker.launch(SchedulerOutput(step_id=1, copies=copies))
+    worker.close()
+    with pytest.raises(WorkerError, match="load"):
+        worker.launch(SchedulerOutput(step_id=2))
+
+
+def test_memory_can_be_set_instead_of_measured(folder: Path, tensor_library: str) -> None:
+    cache = {"num_blocks_override": None, "kv_cache_memory_bytes": 123456}
+    worker = make_worker(engine_config(folder, tensor_library, cache=cache))
+    info = worker.load()
+    assert info.available_bytes == 123456
+    assert "kv-cache-memory" in info.memory_arithmetic
+    worker.close()
+
+
+def test_the_profile_runs_the_largest_prefill_and_the_widest_batch(
+    folder: Path, tensor_library: str
+) -> None:
+    config = engine_config(folder, tensor_library, cache={"block_size": 16})
+    config = dataclasses.replace(
+        config, batch=BatchConfig(max_num_seqs=7, max_num_batched_tokens=250)
+    )
+    steps, num_blocks = largest_steps(config)
+    assert [s.num_tokens for s in steps[0].sequences] == [96, 96, 58]
+    assert [s.num_tokens for s in steps[1].sequences] == [1] * 7
+    assert steps[1].finished_seq_ids == [s.seq_id for s in steps[0].sequences]
+    assert num_blocks == 6 + 6 + 4
+    for step in steps:
+        blocks = [b for new in step.new_sequences for b in new.block_ids]
+        assert sorted(blocks) == list(range(len(blocks)))
+
+
+def test_the_arithmetic_of_device_memory() -> None:
+    profile = MemoryProfile(
+        total_bytes=80 * GIB,
+        free_bytes=50 * GIB,
+        weight_bytes=20 * GIB,
+        step_bytes=6 * GIB,
+        utilization=0.9,
+    )
+    assert profile.available_bytes == int(80 * GIB * 0.9) - 30 * GIB - 6 * GIB
+    text = profile.arithmetic()
+    for part in ("80.00 GiB x 0.9", "30.00 GiB in use", "weights 20.00", "6.00 GiB", "= 36.00 GiB"):
+        assert part in text
+
+
+def test_host_memory_is_left_to_others_and_divided_among_ranks() -> None:
+    profile = MemoryProfile(
+        total_bytes=64 * GIB,
+        free_bytes=40 * GIB,
+        weight_bytes=0,
+        step_bytes=0,
+        utilization=0.9,
+        shared_with=2,
+        most_bytes=100 * GIB,
+    )
+    assert profile.available_bytes == 10 * GIB
+    small = dataclasses.replace(profile, most_bytes=3 * GIB)
+    assert small.available_bytes == 3 * GIB
+
+
+def test_low_water_sees_what_was_only_taken_for_a_moment() -> None:
+    levels = iter([100, 90, 40, 95])
+    seen: list[int] = []
+    below = threading.Event()
+
+    def memory() -> MemoryInfo:
+        level = next(levels, 95)
+        seen.append(level)
+        if level == 40:
+            below.set()
+        return MemoryInfo(total_bytes=100, free_bytes=level)
+
+    with LowWater(memory) as water:
+        assert below.wait(10)
+    assert water.free_bytes == 40
+    assert seen[0] == 100
+
+
+class Cramped(CpuDevice):
+    """A processor with limits of its own; its memory is where the test says."""
+
+    limits_change: ClassVar[dict[str, Any]] = {}
+    oom_after: ClassVar[int | None] = None
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self.limits: DeviceLimits = dataclasses.replace(self.limits, **self.limits_change)
+        self._calls = 0
+
+    def to_device(self, array: np.ndarray) -> Any:
+        self._calls += 1
+        if self.oom_after is not None and self._calls > self.oom_after:
+            raise MemoryError("no more")
+        return super().to_device(array)
+
+    def is_lost(self, error: BaseException) -> bool:
+        return "gone" in str(error)
+
+
+def cramped(config: Any, monkeypatch: pytest.MonkeyPatch, **attributes: Any) -> Worker:
+    for name, value in attributes.items():
+        monkeypatch.setattr(Cramped, name, value)
+    worker = make_worker(config)
+    load = worker.resolved.load
+
+    class Resolved:
+        tensor_library = worker.resolved.tensor_library
+        plugin_entries = staticmethod(worker.resolved.plugin_entries)
+
+        @staticmethod
+        def load(kind: str, name: str = "") -> Any:
+            return Cramped if kind == "device" else load(kind, name)
+
+    worker.resolved = Resolved()
+    return worker
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"block_sizes": (16, 32)}, "--block-size 16 | 32"),
+        ({"max_tensor_parallel_size": 1}, "tensor-parallel-size is 2"),
+    ],
+)
+def test_what_the_device_cannot_do_is_refused_before_weights_are_read(
+    folder: Path,
+    tensor_library: str,
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, Any],
+    word: str,
+) -> None:
+    config = engine_config(folder, tensor_library)
+    worker = cramped(config, monkeypatch, limits_change=change)
+    if "max_tensor_parallel_size" in change:
+        worker.world_size = 2
+    with pytest.raises(CapabilityError, match=word.replace("|", r"\|")):
+        worker.load()
+
+
+def test_what_was_turned_off_is_said(
+    folder: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = engine_config(folder, tensor_library, cache={"swap_space_bytes": GIB})
+    change = {"overlap": False, "host_tier": False, "block_sharing": False}
+    worker = cramped(config, monkeypatch, limits_change=change)
+    info = worker.load()
+    lines = [line for line in info.report if line.startswith("turned off")]
+    assert len(lines) == 3 and not info.overlap and not info.host_tier
+    worker.close()
+
+
+def test_running_out_of_memory_in_a_step_is_told_as_such(
+    folder: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = cramped(engine_config(folder, tensor_library), monkeypatch)
+    worker.load()
+    sharpen(worker)
+    steps = Steps(worker)
+    truth = steps.alone([5, 6, 7], 3, SamplingParams(temperature=0), 1)
+    steps.add(1, [5, 6, 7])
+    steps.step([steps.row(1)])
+    saved = {key: list(value) for key, value in steps.blocks.items()}, dict(steps.computed)
+    monkeypatch.setattr(Cramped, "oom_after", 0)
+    with pytest.raises(ResourceError, match="max-num-batched-tokens"):
+        steps.launch([steps.row(1)])
+    monkeypatch.setattr(Cramped, "oom_after", None)
+    steps.blocks, steps.computed = saved  # the engine tries the same step again
+    for _ in range(2):
+        steps.step([steps.row(1)])
+    assert steps.tokens[1][3:] == truth
+    worker.close()
+
+
+def test_a_lost_device_is_a_worker_error(
+    folder: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = cramped(engine_config(folder, tensor_library), monkeypatch)
+    worker.load()
+    steps = Steps(worker)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(worker._runner._model, "forward", fail)
+    steps.add(1, [5, 6, 7])
+    with pytest.raises(WorkerError, match="lost"):
+        steps.launch([steps.row(1)])
+    worker.close()
+
+
+def test_a_cache_that_does_not_fit_is_explained(
+    folder: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = cramped(engine_config(folder, tensor_library), monkeypatch)
+    worker.load()
+
+    def zeros(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    library = worker.device.xp
+    monkeypatch.setattr(type(library), "zeros", staticmethod(zeros))
+    with pytest.raises(ResourceError, match="does not fit"):
+        worker.initialize_cache(1000, 0)
+
+
+def test_two_ranks_give_the_tokens_of_one(
+    folder: Path, tensor_library: str, tmp_path: Path
+) -> None:
+    """Both ranks in threads of this process, with the device's own collectives between them."""
+    prompts = {1: [5, 6, 7, 8], 2: [40, 41], 3: [99, 3, 8]}
+    kinds = {
+        1: SamplingParams(temperature=0),
+        2: SamplingParams(temperature=0.7, repetition_penalty=1.1, prompt_logprobs=1),
+        3: SamplingParams(min_tokens=5, stop_token_ids=[9]),
+    }
+    single = make_worker(engine_config(folder, tensor_library))
+    single.load()
+    steps = Steps(single)
+    truth = {n: steps.alone(prompts[n], 8, kinds[n], 50 + n) for n in prompts}
+    single.close()
+
+    address = tmp_path / "ranks"
+    address.mkdir(mode=0o700)
+    config = engine_config(folder, tensor_library, tp=2)
+    ranks = [make_worker(config, rank=r, world_size=2, address=str(address)) for r in range(2)]
+    barrier = threading.Barrier(2, timeout=60)
+    messages: list[SchedulerOutput] = []
+    failures: list[BaseException] = []
+    leader = Steps.__new__(Steps)
+
+    def follow() -> None:
+        try:
+            ranks[1].load()
+            barrier.wait()
+            ranks[1].initialize_cache(256, 0)
+            while True:
+                barrier.wait()
+                if not messages:
+                    return
+                pending = ranks[1].launch(messages[-1])
+                barrier.wait()
+                assert pending.wait().sequences == []
+        except BaseException as error:
+            failures.append(error)
+            barrier.abort()
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    try:
+        ranks[0].load()
+        barrier.wait()
+        leader.__init__(ranks[0])  # type: ignore[misc]
+        for number, prompt in prompts.items():
+            leader.add(number, prompt, kinds[number], seed=50 + number)
+        for step in range(8):
+            drafts = {1: truth[1][step : step + 2]} if 0 < step < 3 else {}
+            rows = [leader.row(n, drafts=drafts.get(n)) for n in prompts]
+            messages.append(leader.message(rows))
+            barrier.wait()
+            pending = ranks[0].launch(messages[-1])
+            barrier.wait()
+            leader.take(pending.wait())
+        messages.clear()
+        barrier.wait()
+    finally:
+        thread.join(60)
+    assert not failures
+    for number, prompt in prompts.items():
+        tokens = leader.tokens[number][len(prompt) :]
+        assert tokens[:8] == truth[number][: len(tokens)][:8]
+    for rank in ranks:
+        rank.close()
+
+
+def test_errors_of_the_worker_are_of_this_project(folder: Path, tensor_library: str) -> None:
+    worker = make_worker(engine_config(folder, tensor_library))
+    with pytest.raises(FastDeployError, match="load"):
+        worker.initialize_cache(1, 0)
