@@ -17,6 +17,7 @@ class DeviceLimits:
     """What the scheduler and the model runner must respect. Unknown means unsupported."""
 
     dtypes: tuple[str, ...] = ("float32",)
+    preferred_dtype: str = ""  # what an automatic dtype becomes; empty: the checkpoint's own
     block_sizes: tuple[int, ...] | None = None  # None: any
     default_block_size: int = 64
     # [block, token, head, dim] or [block, head, token, dim]; what transports tell the other side.

@@ -46,6 +46,7 @@ class CpuDevice:
         self.device = "cpu"
         self.limits = DeviceLimits(
             dtypes=self.xp.cpu_matmul_dtypes,
+            preferred_dtype="float32",  # small products in bfloat16 take several times as long
             max_tensor_parallel_size=_MAX_TENSOR_PARALLEL,
             shares_host_memory=True,
         )

@@ -57,7 +57,9 @@ def load_model(
 ) -> LoadedModel:
     """Build and load. `load_driver(kind, name)` gives driver classes; an empty name means: the one
     that negotiation chose. ConfigError, UnsupportedModel or WeightError say what is wrong."""
-    model_config, report = fit_dtype(config.model, device.limits.dtypes)
+    model_config, report = fit_dtype(
+        config.model, device.limits.dtypes, device.limits.preferred_dtype
+    )
     hf_config = model_config.hf_config
     family = load_driver("model", model_config.architecture)
     shapes = family.shapes(hf_config, tp_size, model_config.dtype)

@@ -131,6 +131,10 @@ def test_an_automatic_dtype_gives_way_to_the_device(folder: Path) -> None:
     ]
     kept, nothing = fit_dtype(read_model_config(folder), ("float32", "bfloat16"))
     assert (kept.dtype, nothing) == ("bfloat16", [])
+    faster, why = fit_dtype(read_model_config(folder), ("float32", "bfloat16"), "float32")
+    assert faster.dtype == "float32" and "--dtype bfloat16" in why[0]
+    asked = read_model_config(folder, {"dtype": "bfloat16"})
+    assert fit_dtype(asked, ("float32", "bfloat16"), "float32") == (asked, [])
 
 
 def test_a_dtype_that_was_asked_for_does_not_give_way(folder: Path) -> None:
