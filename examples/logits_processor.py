@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fastdeploy import LLM, SamplingParams
 from fastdeploy_core.contracts.small import ProcessorContext
 from fastdeploy_core.errors import InvalidRequest
@@ -33,7 +35,7 @@ class NeverTwice:
     def remove(self, seq_id: int) -> None:
         """The sequence has ended; nothing was kept for it."""
 
-    def apply(self, logits: Any, seq_ids: Sequence[int], output: Sequence[Sequence[int]]) -> Any:
+    def apply(self, logits: Any, seq_ids: Sequence[int], output: Sequence[np.ndarray]) -> Any:
         """logits: one row for each sequence that was accepted."""
         for row, tokens in enumerate(output):
             for token in set(tokens):

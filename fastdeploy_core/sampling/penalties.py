@@ -20,8 +20,7 @@ class PenaltyTables:
     def __init__(self, device: DeviceBackend, max_num_seqs: int, vocab_size: int) -> None:
         self._device, self._xp = device, device.xp
         self._shape = (max_num_seqs, vocab_size)
-        self._counts: Tensor | None = None
-        self._seen: Tensor | None = None
+        self._tables: tuple[Tensor, Tensor] | None = None
         self._used: set[int] = set()
 
     @staticmethod
@@ -31,31 +30,40 @@ class PenaltyTables:
 
     def add(self, slot: int, prompt: np.ndarray, output: np.ndarray) -> None:
         """A sequence with penalties arrives; `output` is not empty when it was preempted."""
-        xp, vocab_size = self._xp, self._shape[1]
-        if self._counts is None:
-            self._counts = xp.zeros(self._shape, dtype=xp.int32, device=self._device.device)
-            self._seen = xp.zeros(self._shape, dtype=xp.bool, device=self._device.device)
+        vocab_size = self._shape[1]
         counts = np.bincount(output, minlength=vocab_size)[:vocab_size].astype(np.int32)
         seen = np.zeros(vocab_size, dtype=bool)
         seen[prompt[prompt < vocab_size]] = True
-        self._counts[slot : slot + 1] = self._device.to_device(counts[None])
-        self._seen[slot : slot + 1] = self._device.to_device(seen[None])
+        output_counts, prompt_seen = self.tables()
+        output_counts[slot : slot + 1] = self._device.to_device(counts[None])
+        prompt_seen[slot : slot + 1] = self._device.to_device(seen[None])
         self._used.add(slot)
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """(output_counts, prompt_seen) of all slots; made at the first call."""
+        if self._tables is None:
+            xp, device = self._xp, self._device.device
+            self._tables = (
+                xp.zeros(self._shape, dtype=xp.int32, device=device),
+                xp.zeros(self._shape, dtype=xp.bool, device=device),
+            )
+        return self._tables
 
     def rows(self, slots_dev: Tensor) -> tuple[Tensor, Tensor]:
         """(output_counts, prompt_seen) of these slots."""
+        output_counts, prompt_seen = self.tables()
         select = self._xp.index_select
-        return select(self._counts, 0, slots_dev), select(self._seen, 0, slots_dev)
+        return select(output_counts, 0, slots_dev), select(prompt_seen, 0, slots_dev)
 
     def count(self, first_flat: Tensor, token_ids: Tensor) -> None:
         """One more of each row's token. first_flat: [rows] int64, slot * vocabulary size."""
         xp = self._xp
         ones = xp.ones(token_ids.shape, dtype=xp.int32, device=self._device.device)
-        xp.index_add_(self._counts.view(-1), 0, first_flat + token_ids, ones)
+        xp.index_add_(self.tables()[0].view(-1), 0, first_flat + token_ids, ones)
 
     def reset(self, slot: int) -> None:
         """Back to what an unused slot holds."""
         if slot in self._used:
-            self._counts[slot : slot + 1] = 0
-            self._seen[slot : slot + 1] = False
+            for table in self.tables():
+                table[slot : slot + 1] = 0
             self._used.discard(slot)

@@ -48,7 +48,7 @@ class ProcessorSet:
         self._device, self._columns = device, columns
         self._members = list(members)
 
-    def add(self, slot: int, seq_id: int, params: SamplingParams, prompt: Sequence[int]) -> None:
+    def add(self, slot: int, seq_id: int, params: SamplingParams, prompt: np.ndarray) -> None:
         """Offer a sequence to every processor; InvalidRequest when its arguments are wrong."""
         for member in self._members:
             member.processor.validate(params)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from fastdeploy_core.contracts.small import ProcessorContext
 from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.types import SamplingParams
@@ -95,7 +97,7 @@ class ThinkingBudgetLogitsProcessor:
                 logits[row : row + 1, token : token + 1] = 0.0
         return logits
 
-    def _next_forced(self, state: _State, output: Sequence[int]) -> int | None:
+    def _next_forced(self, state: _State, output: np.ndarray) -> int | None:
         for end in range(state.num_seen + 1, len(output) + 1):
             self._observe(state, output, end)
         state.num_seen = len(output)
@@ -103,7 +105,7 @@ class ThinkingBudgetLogitsProcessor:
             return None
         return state.forced[state.num_forced]
 
-    def _observe(self, state: _State, output: Sequence[int], end: int) -> None:
+    def _observe(self, state: _State, output: np.ndarray, end: int) -> None:
         """Take note of token end - 1."""
         if state.done:
             return
@@ -132,7 +134,7 @@ class ThinkingBudgetLogitsProcessor:
         return self._tokenizer
 
 
-def _ends_with(tokens: Sequence[int], end: int, part: list[int]) -> bool:
+def _ends_with(tokens: np.ndarray, end: int, part: list[int]) -> bool:
     """Whether tokens[:end] ends with part."""
     start = end - len(part)
     return start >= 0 and all(tokens[start + i] == token for i, token in enumerate(part))

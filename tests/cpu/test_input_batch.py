@@ -183,7 +183,10 @@ def contents(thing: Any, device: CpuDevice, slot: int) -> dict[str, Any]:
     """Everything an object holds for one slot: rows of arrays and tensors, entries of lists, dicts
     and sets."""
     found: dict[str, Any] = {}
-    for name, value in vars(thing).items():
+    entries = dict(vars(thing))
+    for number, table in enumerate(entries.get("_tables") or ()):
+        entries[f"table {number}"] = table  # penalties keep their tensors in a tuple
+    for name, value in entries.items():
         if isinstance(value, device.xp.tensor_type):
             value = np.array(device.to_host(value))
         if name in ("owner", "newest_dev", "_last_slots"):

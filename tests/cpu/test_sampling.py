@@ -128,7 +128,8 @@ def draw(library: str, logits: np.ndarray, params: SamplingParams, **known: Any)
     for slot in slots:
         bench.add(slot, params, seed=slot * 7919 + 13, **known)
     counts, rows = np.zeros(VOCAB), np.tile(logits, (NUM_SEEDS, 1))
-    table = bench.state._penalties._counts
+    tables = bench.state._penalties._tables
+    table = None if tables is None else tables[0]
     start = None if table is None else table.clone()
     for position in range(5, 5 + NUM_POSITIONS):
         np.add.at(counts, bench.ids(rows, slots, np.full(NUM_SEEDS, position)), 1)
