@@ -130,7 +130,9 @@ def hooks() -> str:
     ]
     for name, function in inspect.getmembers(hookspecs, inspect.isfunction):
         if name.startswith("fd_"):
-            parts.append(f"\n## {name}\n\n```python\n{name}{inspect.signature(function)}\n```\n")
+            parts.append(
+                f"\n## {name}\n\n```python\ndef {name}{inspect.signature(function)}: ...\n```\n"
+            )
             parts.append(inspect.getdoc(function) or "")
     return "\n".join(parts)
 

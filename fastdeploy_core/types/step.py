@@ -12,7 +12,8 @@ from .sampling import SamplingParams
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities at one position: the chosen token first, then alternatives, best first."""
+    """Log-probabilities at one position: the chosen token first, then the most likely tokens, best
+    first, among which the chosen one may be again. What is impossible has -9999."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -95,5 +96,5 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     step_id: int
     sequences: list[SequenceOutput] = []
-    model_s: float = 0.0  # seconds in the model's forward pass
+    model_s: float = 0.0  # seconds in the forward pass, attention's preparation and logits included
     execute_s: float = 0.0  # seconds in the worker, the forward pass included

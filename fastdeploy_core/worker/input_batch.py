@@ -260,9 +260,14 @@ class InputBatch:
         slot_mapping = self.block_tables[token_slots, block] * self._block_size + offset
         block_tables, block_tables_dev = self._block_tables(rows)
         seq_lens = rows.seq_lens.astype(np.int32)
+        num_padding = self._num_padding(positions.size)
+        padded = positions
+        if num_padding:  # tokens of no row: they write nothing, and nobody reads their output
+            slot_mapping = np.pad(slot_mapping, (0, num_padding), constant_values=-1)
+            padded = np.pad(positions, (0, num_padding))
         batch = AttentionBatch(
             num_seqs=num_seqs,
-            num_tokens=int(positions.size),
+            num_tokens=int(padded.size),
             cu_seqlens_q=cu_seqlens,
             seq_lens=seq_lens,
             block_tables=block_tables,
@@ -270,7 +275,7 @@ class InputBatch:
             seq_lens_dev=to_device(seq_lens),
             block_tables_dev=block_tables_dev,
             slot_mapping=to_device(slot_mapping),
-            positions=to_device(positions),
+            positions=to_device(padded),
         )
         return batch, token_slots, positions
 
@@ -278,8 +283,10 @@ class InputBatch:
         """[T] int64: from the host where it knows the token, else the newest one on the device."""
         xp, to_device = self._xp, self._device.to_device
         behind = positions >= self.num_known[token_slots]
+        num_padding = self._num_padding(positions.size)
         if not behind.any():
-            return to_device(self.token_ids[token_slots, positions].astype(np.int64))
+            known = self.token_ids[token_slots, positions].astype(np.int64)
+            return to_device(np.pad(known, (0, num_padding)) if num_padding else known)
         unknown = behind & (positions == self.newest[token_slots])
         if int(behind.sum()) != int(unknown.sum()) + int(rows.num_drafts.sum()):
             raise WorkerError(
@@ -287,13 +294,27 @@ class InputBatch:
                 f"lengths {rows.seq_lens.tolist()}, known {self.num_known[rows.slots].tolist()}"
             )
         if unknown.all():
-            return xp.index_select(self.newest_dev, 0, to_device(token_slots))
-        input_ids = to_device(self.token_ids[token_slots, positions].astype(np.int64))
+            slots = np.pad(token_slots, (0, num_padding)) if num_padding else token_slots
+            return xp.index_select(self.newest_dev, 0, to_device(slots))
+        known = self.token_ids[token_slots, positions].astype(np.int64)
+        input_ids = to_device(np.pad(known, (0, num_padding)))
         if unknown.any():
             where = np.flatnonzero(unknown)
             newest = xp.index_select(self.newest_dev, 0, to_device(token_slots[where]))
             xp.index_copy_(input_ids, 0, to_device(where), newest)
         return input_ids
+
+    def _num_padding(self, num_tokens: int) -> int:
+        """Tokens to add where the device only knows batches of certain sizes."""
+        buckets = self._device.limits.token_buckets
+        if buckets is None:
+            return 0
+        fitting = [bucket for bucket in buckets if bucket >= num_tokens]
+        if not fitting:
+            raise WorkerError(
+                f"a step has {num_tokens} tokens; the device takes at most {max(buckets)}"
+            )
+        return min(fitting) - num_tokens
 
     def sampled(
         self, slots: np.ndarray, slots_dev: Tensor, positions: np.ndarray, ids: Tensor

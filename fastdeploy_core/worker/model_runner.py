@@ -210,7 +210,7 @@ class ModelRunner:
         """Logits of the sampled positions; None when this step samples nothing."""
         if not rows.sample_tokens.size:
             return None
-        if not rows.is_decode:
+        if not rows.is_decode or hidden.shape[0] != rows.slots.size:
             index = self._device.to_device(rows.sample_tokens)
             hidden = self._xp.index_select(hidden, 0, index)
         return self._model.compute_logits(hidden)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import queue
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -326,6 +328,8 @@ def test_a_row_with_nan_fails_alone(steps: Steps, temperature: float) -> None:
         run_row(steps, 1, 2)
         assert steps.tokens[1][3:] == truth
     clear(steps)
+    # Blocks that hold NaN are given out again; what lies behind a sequence's end must not matter.
+    assert steps.alone([5, 6, 7], 4, params, 5) == truth
 
 
 def test_nan_in_prompt_logprobs_is_an_error_and_not_a_number(steps: Steps) -> None:
@@ -413,4 +417,40 @@ def test_a_finished_sequence_with_a_step_in_flight_leaves_no_trace(steps: Steps)
     steps.take(third.wait())
     run_row(steps, 2, 3)
     assert steps.tokens[2][3:] == truth
+    clear(steps)
+
+
+def test_one_thread_launches_while_another_waits(steps: Steps) -> None:
+    """As the executor does it; no token is lost or mixed up, however far launching is ahead."""
+    kinds = [
+        SamplingParams(temperature=0),
+        SamplingParams(),
+        SamplingParams(temperature=0, repetition_penalty=1.2),
+        SamplingParams(temperature=0, bad_words_token_ids=[[51, 130], [10, 51]]),
+        SamplingParams(logprobs=1),
+        SamplingParams(temperature=0, logits_processors_args={"logit_bias": {"5": 1.0}}),
+    ]
+    prompts = [[number + 5, number + 9, 7] for number in range(6)]
+    truth = [steps.alone(prompts[n], 60, kinds[n], 300 + n) for n in range(6)]
+    for number in range(6):
+        steps.add(number, prompts[number], kinds[number], seed=300 + number)
+    launched: queue.Queue[Any] = queue.Queue(maxsize=3)
+    failures: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            while (pending := launched.get()) is not None:
+                steps.take(pending.wait())
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    for _ in range(60):
+        launched.put(steps.launch([steps.row(n) for n in range(6)]), timeout=60)
+    launched.put(None)
+    thread.join(60)
+    assert not failures
+    for number in range(6):
+        assert steps.tokens[number][3:] == truth[number], kinds[number]
     clear(steps)

@@ -141,9 +141,25 @@ class Cramped(CpuDevice):
         return "gone" in str(error)
 
 
-def cramped(config: Any, monkeypatch: pytest.MonkeyPatch, **attributes: Any) -> Worker:
+class Recording(CpuDevice):
+    """Copies every upload and remembers what it was: the contract lets a device copy later, so the
+    host must never change an array it handed over."""
+
+    uploads: ClassVar[list[tuple[np.ndarray, np.ndarray]]] = []
+
+    def to_device(self, array: np.ndarray) -> Any:
+        self.uploads.append((array, array.copy()))
+        return super().to_device(array.copy())
+
+
+def cramped(
+    config: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[CpuDevice] = Cramped,
+    **attributes: Any,
+) -> Worker:
     for name, value in attributes.items():
-        monkeypatch.setattr(Cramped, name, value)
+        monkeypatch.setattr(kind, name, value)
     worker = make_worker(config)
     load = worker.resolved.load
 
@@ -152,8 +168,8 @@ def cramped(config: Any, monkeypatch: pytest.MonkeyPatch, **attributes: Any) -> 
         plugin_entries = staticmethod(worker.resolved.plugin_entries)
 
         @staticmethod
-        def load(kind: str, name: str = "") -> Any:
-            return Cramped if kind == "device" else load(kind, name)
+        def load(driver: str, name: str = "") -> Any:
+            return kind if driver == "device" else load(driver, name)
 
     worker.resolved = Resolved()
     return worker
@@ -179,6 +195,89 @@ def test_what_the_device_cannot_do_is_refused_before_weights_are_read(
         worker.world_size = 2
     with pytest.raises(CapabilityError, match=word.replace("|", r"\|")):
         worker.load()
+
+
+def test_batches_are_padded_where_the_device_wants_certain_sizes(
+    folder: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = engine_config(folder, tensor_library)
+    free = make_worker(config)
+    padded = cramped(config, monkeypatch, limits_change={"token_buckets": (5, 16, 64)})
+    sizes, tokens = [], []
+    for worker in (free, padded):
+        worker.load()
+        sharpen(worker)
+        forward = worker._runner._model.forward
+
+        def record(ids: Any, positions: Any, context: Any, run: Any = forward) -> Any:
+            sizes.append((ids.shape[0], positions.shape[0], context.batch.num_tokens))
+            return run(ids, positions, context)
+
+        monkeypatch.setattr(worker._runner._model, "forward", record)
+        steps = Steps(worker)
+        steps.add(1, [5, 6, 7, 8])
+        steps.add(2, [9, 10, 11], SamplingParams())
+        steps.step([steps.row(1), steps.row(2, 2)])
+        steps.step([steps.row(1), steps.row(2)])
+        ahead = steps.launch([steps.row(1), steps.row(2)])
+        later = steps.launch([steps.row(1), steps.row(2)])  # from the device, all of it
+        steps.take(ahead.wait())
+        steps.take(later.wait())
+        ahead = steps.launch([steps.row(1)])
+        steps.add(3, [12, 13])
+        later = steps.launch([steps.row(1), steps.row(3)])  # some from the device
+        steps.take(ahead.wait())
+        steps.take(later.wait())
+        tokens.append({number: list(known) for number, known in steps.tokens.items()})
+        for length in (17, 60):
+            steps.add(length, list(range(3, 3 + length)))
+            steps.step([steps.row(length)])
+            tokens[-1][length] = steps.finish(length)
+        if worker is padded:
+            steps.add(4, list(range(3, 70)))
+            with pytest.raises(WorkerError, match="67 tokens; the device takes at most 64"):
+                steps.launch([steps.row(4)])
+        worker.close()
+    assert tokens[0] == tokens[1]
+    assert len(tokens[0][1]) == 10
+    assert set(sizes[len(sizes) // 2 :]) == {(16,) * 3, (5,) * 3, (64,) * 3}
+
+
+def test_arrays_handed_to_the_device_are_never_changed(
+    folder: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads: list[tuple[np.ndarray, np.ndarray]] = []
+    names = ("LogitBiasLogitsProcessor",)
+    config = engine_config(folder, tensor_library, logits_processors=names)
+    worker = cramped(config, monkeypatch, Recording, uploads=uploads)
+    worker.load()
+    steps = Steps(worker, num_host_blocks=8)
+    kinds = [
+        SamplingParams(temperature=0),
+        SamplingParams(top_p=0.9, logprobs=2, prompt_logprobs=1),
+        SamplingParams(frequency_penalty=0.5, bad_words_token_ids=[[1, 2], [3]], min_tokens=9),
+        SamplingParams(allowed_token_ids=[5, 6, 7], logit_bias={5: 1.0}),
+        SamplingParams(logits_processors_args={"logit_bias": {"5": 1.0}}),
+    ]
+    pending: list[Any] = []
+    for number in range(40):
+        for seq_id, params in enumerate(kinds):
+            if seq_id not in steps.tokens:
+                steps.add(seq_id, [seq_id + 5, 6, 7, 8, 9], params)
+        rows = [steps.row(n, 2 if number % 3 else None) for n in range(5) if (n + number) % 4]
+        copies = BlockCopies(device_to_host=[(0, 1)], host_to_device=[(1, 0)])
+        pending.append(steps.launch(rows, copies if number % 5 == 0 else None))
+        if len(pending) > 2:
+            steps.take(pending.pop(0).wait())
+        if number % 7 == 6 and not pending:
+            steps.finish(number % 5)
+        if number % 7 == 5:
+            while pending:
+                steps.take(pending.pop(0).wait())
+    assert len(uploads) > 300
+    for array, before in uploads:
+        assert array.tobytes() == before.tobytes()
+    worker.close()
 
 
 def test_what_was_turned_off_is_said(

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -127,22 +128,33 @@ def test_a_compilation_gone_wrong_is_refused_and_the_next_one_works(
         assert not Path(f"/proc/{first}").exists() or os.getpid() == first
 
 
-def test_another_request_compiles_while_one_hangs(hostile: GrammarCompiler) -> None:
-    hostile.compile(regex("warm"))
+def test_another_request_compiles_while_one_hangs(
+    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hostile_grammar.py").write_text(HOSTILE, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    made = GrammarCompiler.start(
+        tokenizer_folder,
+        config=StructuredOutputsConfig(compile_timeout_s=60.0),
+        target="hostile_grammar:Backend",
+    )
+    made.compile(regex("warm"))
     errors: list[Exception] = []
 
     def hang() -> None:
         try:
-            hostile.compile(regex("hang"))
+            made.compile(regex("hang"))
         except InvalidRequest as error:
             errors.append(error)
 
     thread = threading.Thread(target=hang)
     thread.start()
-    time.sleep(0.2)
-    assert hostile.compile(regex("meanwhile")).startswith(b"meanwhile")
-    assert thread.is_alive(), "the other one must still be within its time limit"
-    thread.join()
+    while made._idle.qsize() == module.NUM_CHILDREN:
+        time.sleep(0.01)
+    assert made.compile(regex("meanwhile")).startswith(b"meanwhile")
+    assert thread.is_alive(), "the other one is still within its time limit"
+    made.close()
+    thread.join(30)
     assert len(errors) == 1
 
 
@@ -215,3 +227,96 @@ def test_no_process_survives_close(hostile: GrammarCompiler) -> None:
     assert not Path(f"/proc/{child}").exists()
     with pytest.raises(InvalidRequest, match="closed"):
         hostile.compile(regex("other"))
+
+
+def nested(depth: int) -> dict:
+    schema: dict = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+ADVERSARIAL = [
+    regex("(a+)+b"),
+    regex("(a{1,1000}){1,100}"),
+    regex("((a{1,100}){1,100}){1,100}"),
+    regex("((a|b|c|ab|bc)*d(.|\\n)*){200}"),
+    regex("(.*a.{200}).*(b.{200})"),
+    regex("(" * 60 + "a" + ")*" * 60),
+    regex("(\\p{L}{1,500}\\w{1,200}){1,1}"),
+    regex("(?:" * 64 + ")" * 64),
+    regex("[" * 5000),
+    regex("a{0,9999}" * 100),
+    regex("|".join(f"{i}x*" for i in range(1000))),
+    regex("(x+x+)+y" * 50),
+    StructuredOutputsParams(json=nested(60)),
+    StructuredOutputsParams(json={"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}),
+    StructuredOutputsParams(
+        json={
+            "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}},
+            "$ref": "#/$defs/n",
+        }
+    ),
+    StructuredOutputsParams(
+        json={"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(400)}}
+    ),
+    StructuredOutputsParams(
+        json={"anyOf": [{"properties": {f"k{j}": {} for j in range(9)}} for i in range(150)]}
+    ),
+    StructuredOutputsParams(json={"type": "string", "minLength": 100000, "maxLength": 200000}),
+    StructuredOutputsParams(json={"type": "array", "minItems": 100000, "items": {"type": "null"}}),
+    StructuredOutputsParams(
+        json={
+            "allOf": [
+                {"anyOf": [{"properties": {f"a{i}{j}": {}}} for j in range(4)]} for i in range(9)
+            ]
+        }
+    ),
+    StructuredOutputsParams(json={"type": "string", "pattern": "^(([a-z])+.)+[A-Z]([a-z])+$"}),
+    StructuredOutputsParams(
+        json={"patternProperties": {"^(a|b)*c{1,1000}": {}, "^.*d": {}}, "type": "object"}
+    ),
+    StructuredOutputsParams(json={"type": "integer", "multipleOf": 999999937, "minimum": 10**17}),
+    StructuredOutputsParams(grammar='start: a\na: a a | "x" | a a a\n'),
+    StructuredOutputsParams(grammar='start: start start | ""\n'),
+    StructuredOutputsParams(grammar='start: (x{0,9000}){0,9000}\nx: "a" | "b"\n'),
+    StructuredOutputsParams(grammar="start: a\n" + "".join(f"a: b{i}\n" for i in range(500))),
+    StructuredOutputsParams(grammar="root ::= root | root root"),
+    StructuredOutputsParams(choice=[f"{'x' * (i % 50)}{i}" for i in range(400)]),
+]
+
+
+def test_hostile_constraints_compile_or_are_refused_and_never_hurt_the_next(
+    tokenizer_folder: Path,
+) -> None:
+    """Whatever the compiler accepts, a worker can walk: a mask, or the end of that request."""
+    made = GrammarCompiler.start(tokenizer_folder, vocab_size=300, eos_token_ids=[1])
+    worker = LLGuidanceBackend(str(tokenizer_folder / "tokenizer.json"), 300, [1])
+    good = StructuredOutputsParams(choice=["fine"])
+    refused = 0
+    try:
+        for number, params in enumerate(ADVERSARIAL):
+            try:
+                walk(worker, made.compile(params), number)
+            except InvalidRequest as error:
+                refused += 1
+                assert len(str(error)) < 1000
+            fresh = StructuredOutputsParams(choice=["fine", str(number)])
+            assert made.compile(fresh), "the next constraint compiles"
+        assert made.compile(good)
+    finally:
+        made.close()
+    assert refused >= 8
+
+
+def walk(worker: LLGuidanceBackend, compiled: bytes, seed: int) -> None:
+    rng, matcher = np.random.default_rng(seed), worker.matcher(compiled)
+    mask = np.zeros(10, dtype=np.int32)
+    for _ in range(20):
+        matcher.fill_mask(mask)
+        possible = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        assert possible.size
+        token = int(rng.choice(possible))
+        assert matcher.accept([token]) == 1
+        if token == 1:
+            return
