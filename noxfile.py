@@ -19,6 +19,7 @@ TEST_TOOLS = (
     "pytest>=8.3",
     "pytest-timeout>=2.3",
     "pytest-asyncio>=1.0",
+    "pytest-xdist>=3.6",
     "hypothesis>=6.120",
     "httpx>=0.28",
     "jsonschema>=4.23",

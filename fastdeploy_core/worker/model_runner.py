@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastdeploy_core.config import EngineConfig
-from fastdeploy_core.errors import FastDeployError, RequestError, ResourceError, WorkerError
+from fastdeploy_core.errors import RequestError, ResourceError, WorkerError
 from fastdeploy_core.layers.context import ForwardContext
 from fastdeploy_core.sampling import columns as bits
 from fastdeploy_core.sampling.columns import SamplingColumns, SamplingPlan
@@ -124,10 +124,9 @@ class ModelRunner:
         try:
             with self._xp.no_grad():
                 return self._launch(step)
-        except FastDeployError:
-            raise
         except Exception as error:
-            raise self._explain(error, step.step_id) from error
+            self._raise_if_device_failed(error, step.step_id)
+            raise
 
     def _launch(self, step: SchedulerOutput) -> PendingOutput:
         began = time.perf_counter()
@@ -285,10 +284,9 @@ class ModelRunner:
             with self._lock:
                 while not last.is_read:
                     self._read(self._unread.popleft())
-        except FastDeployError:
-            raise
         except Exception as error:
-            raise self._explain(error, last.step_id) from error
+            self._raise_if_device_failed(error, last.step_id)
+            raise
 
     def _read(self, launched: Launched) -> None:
         rows, sampled, plan = launched.rows, launched.sampled, launched.plan
@@ -352,17 +350,18 @@ class ModelRunner:
                 if row not in launched.errors and not self._state.advance(slot, token):
                     launched.errors[row] = NOT_IN_GRAMMAR
 
-    def _explain(self, error: Exception, step_id: int) -> FastDeployError:
-        """What a library raised, in this project's terms."""
+    def _raise_if_device_failed(self, error: Exception, step_id: int) -> None:
+        """What the device's library raised, in this project's terms; anything else is the step's."""
         if self._device.is_oom(error):
-            return ResourceError(
+            raise ResourceError(
                 f"device memory ran out in step {step_id}; lower --gpu-memory-utilization, "
                 "--max-num-batched-tokens or --max-num-seqs"
-            )
-        what = f"{type(error).__name__}: {error}"
+            ) from error
         if self._device.is_lost(error):
-            return WorkerError(f"the device of rank {self._rank} is lost in step {step_id}: {what}")
-        return WorkerError(f"step {step_id} failed on rank {self._rank}: {what}")
+            what = f"{type(error).__name__}: {error}"
+            raise WorkerError(
+                f"the device of rank {self._rank} is lost in step {step_id}: {what}"
+            ) from error
 
 
 def looks_back(new: NewSequence, config: EngineConfig) -> bool:
