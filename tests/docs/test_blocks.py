@@ -91,6 +91,20 @@ def _command_lines(text: str) -> list[str]:
     return lines
 
 
+def _assert_flags_are_in_help(words: list[str]) -> None:
+    """Each flag of `fastdeploy COMMAND [SUBCOMMAND] ...` is one that its --help names."""
+    flags = [w.split("=")[0].split(".")[0] for w in words if w.startswith("--")]
+    if not flags:
+        return
+    path = words[:2] if words[0] in ("bench", "plugins", "tokenizer") else words[:1]
+    done = subprocess.run(
+        [sys.executable, "-m", "fastdeploy_core.cli.main", *path, "--help"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    for flag in flags:
+        assert flag in done.stdout, f"fastdeploy {' '.join(path)} has no {flag}"
+
+
 @pytest.mark.parametrize("block", _of("bash"))
 def test_commands_exist(block: Block) -> None:
     for line in _command_lines(block.text):
@@ -104,6 +118,8 @@ def test_commands_exist(block: Block) -> None:
                     name = flag.removeprefix("--").split("=")[0].split(".")[0].replace("-", "_")
                     known = {*BY_SPELLING, *NEGATIVE, "config"}
                     assert name in known or name.removeprefix("no_") in known, flag
+            else:
+                _assert_flags_are_in_help(words[at + 1 :])
         for word in words:
             if word.endswith(".py") and "/" in word:
                 assert (ROOT / word).exists(), f"{block.page}: no file {word}"
