@@ -68,10 +68,12 @@ def tests(session: nox.Session) -> None:
             "-q",
             "-m",
             "not slow",
+            "--numprocesses=2",
+            "--dist=loadfile",
             "--tensor",
             library,
             *arguments,
-            env={"OMP_NUM_THREADS": "2"},
+            env={"OMP_NUM_THREADS": "1"},
         )
 
 
