@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from fastdeploy_core.errors import ConfigError, UnsupportedModel, WeightError
-from fastdeploy_core.worker import loader
 from fastdeploy_core.worker.weights import INDEX_NAME, dummy_tensors
 from tests.checkpoints import build, paddle_copy, reference, to_bfloat16, write_safetensors
 from tests.paged import PagedModel
@@ -234,9 +235,9 @@ def test_no_weights_at_all_suggests_dummy(
 
 
 def test_loading_takes_little_more_memory_than_the_weights(
-    tensor_library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tensor_library: str, tmp_path: Path
 ) -> None:
-    """Anonymous memory (file pages can be dropped) at every tensor, for a checkpoint of 96 MiB."""
+    """Anonymous memory (file pages can be dropped) at every tensor, for a checkpoint of 128 MiB."""
     status = Path("/proc/self/status")
     if not status.exists() or "RssAnon" not in status.read_text():
         pytest.skip("this system does not tell anonymous memory apart")
@@ -268,20 +269,16 @@ def test_loading_takes_little_more_memory_than_the_weights(
     total = sum(w.nbytes for w in weights.values())
     del weights
 
-    def anonymous() -> int:
-        line = next(x for x in status.read_text().splitlines() if x.startswith("RssAnon"))
-        return int(line.split()[1]) * 1024
-
-    seen = []
-    take = loader._Checkpoint._tensors
-
-    def watched(self: Any) -> Any:
-        for item in take(self):
-            yield item
-            seen.append(anonymous())
-
-    monkeypatch.setattr(loader._Checkpoint, "_tensors", watched)
-    before = anonymous()
-    model = PagedModel(tmp_path, tensor_library)
-    assert total <= model.loaded.weight_bytes < 1.01 * total
-    assert max(seen) - before < 1.25 * total
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.load_memory", str(tmp_path), tensor_library],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    taken = json.loads(done.stdout)
+    assert total <= taken["weights"] < 1.01 * total
+    # Weights, one tensor on its way, and what the library starts at its first use; never two copies.
+    assert taken["peak"] < 1.5 * total
