@@ -17,7 +17,7 @@ from tests.null_engine import Collector, make_request
 
 VARIANTS = ("ernie-moe", "qwen3")
 NUM_MIXES = 110  # per model
-NUM_RANK_MIXES = 6
+NUM_RANK_MIXES = (6, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(900)]))
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +124,10 @@ def test_request_that_breaks_a_step_fails_alone(
     check(collector, requests, alone)
 
 
+@pytest.mark.parametrize("num_mixes", NUM_RANK_MIXES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_two_ranks_give_the_tokens_of_one(
-    checkpoints: Path, variant: str, tensor_library: str
+    checkpoints: Path, variant: str, tensor_library: str, num_mixes: int
 ) -> None:
     bench = Bench(checkpoints / variant, tensor_library)
     requests = make_requests(Random(7), 12)
@@ -143,7 +144,7 @@ def test_two_ranks_give_the_tokens_of_one(
     )
     engine = LocalEngine(settings.apply(config, bench.block_bytes), resolved)
     try:
-        for seed in range(NUM_RANK_MIXES):
+        for seed in range(num_mixes):
             random = Random(seed)
             chosen = random.sample(requests, random.randrange(3, 7))
             collector = play(engine, [(random.randrange(8), r) for r in chosen])
