@@ -5,12 +5,14 @@ Every session installs what it needs from PyPI; nothing is expected of the machi
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import nox
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "tests"]
+nox.options.sessions = ["lint", "tests", "plugins"]
 
 # The CPU build of torch where an index serves one; parity tests compare with transformers on it.
 TORCH = "torch==2.13.0"
@@ -28,11 +30,13 @@ TEST_TOOLS = (
     "scipy>=1.14",
     "transformers>=5,<6",
 )
+PLUGINS = sorted(str(path.parent) for path in Path("plugins").glob("fd-*/pyproject.toml"))
 
 
 def _install_tests(session: nox.Session) -> None:
     session.install(TORCH)  # first and pinned, so that nothing below pulls another build
     session.install(PADDLE, *TEST_TOOLS, "-e", ".")
+    session.install("--no-deps", *(word for folder in PLUGINS for word in ("-e", folder)))
 
 
 def _libraries(session: nox.Session) -> tuple[list[str], list[str]]:
@@ -75,6 +79,17 @@ def tests(session: nox.Session) -> None:
             *arguments,
             env={"OMP_NUM_THREADS": "1"},
         )
+
+
+@nox.session
+def plugins(session: nox.Session) -> None:
+    """The plugins' own tests, on each tensor library; what needs hardware is skipped."""
+    _install_tests(session)
+    libraries, arguments = _libraries(session)
+    for folder in PLUGINS:
+        for library in libraries:
+            with session.chdir(folder):
+                session.run("pytest", "-q", "--fd-tensor", library, *arguments)
 
 
 @nox.session(default=False)
