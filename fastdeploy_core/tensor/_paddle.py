@@ -308,6 +308,27 @@ class PaddleLibrary:
         return constant
 
 
+_paddle_copy = paddle.Tensor.copy_
+
+
+def _queued_copy(target: Any, source: Any, blocking: bool | None = None) -> Any:
+    """Tensor.copy_ as torch's: within a device it is queued, where paddle's waits for the whole device
+    (which also makes it impossible in a graph)."""
+    if blocking is None:
+        blocking = target.place != source.place
+    return _paddle_copy(target, source, blocking)
+
+
+def _device_name(x: Any) -> Any:
+    """Tensor.device; paddle 3.3's own fails on every custom device."""
+    place = x.place
+    if place.is_custom_place():
+        return f"{place.custom_device_type()}:{place.custom_device_id()}"
+    return paddle.device(place)
+
+
 def library() -> PaddleLibrary:
     """The one instance of this process."""
+    paddle.Tensor.copy_ = _queued_copy
+    paddle.Tensor.device = property(_device_name)
     return PaddleLibrary()

@@ -1,0 +1,2 @@
+"""x"""
+TABLE: dict[str, str] = {}
