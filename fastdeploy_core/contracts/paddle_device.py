@@ -21,7 +21,7 @@ import site
 import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -60,9 +60,11 @@ class PaddleFacts:
     name: str  # of the driver and its entry points
     type_name: str  # of a custom device, as in set_device("<type_name>:0")
     limits: DeviceLimits
-    # A place built into the vendor's PaddlePaddle: paddle's function that says so, and its type name.
+    # A place built into the vendor's PaddlePaddle: paddle's function that says so, its type name, and
+    # its module of paddle.device.
     builtin_check: str = ""
     builtin_type: str = ""
+    builtin_module: str = ""
     packages: tuple[str, ...] = ()  # distributions that bring the runtime
     # (paddlepaddle, first of `packages`): pairs of versions known to belong together.
     tested_versions: tuple[tuple[str, str], ...] = ()
@@ -87,10 +89,10 @@ def probe(facts: PaddleFacts, question: DeviceQuestion) -> Candidate:
     from fastdeploy_core.tensor import paddle_place
 
     _prepare_environment(facts)
-    builtin, type_name = _door(facts)
+    type_name, module = _door(facts)
     if not type_name:
         return Candidate(facts.name, Decline(_unregistered(facts)))
-    chips = paddle_place.count(type_name, builtin=builtin)
+    chips = paddle_place.count(type_name, module)
     if not chips:
         return Candidate(facts.name, Decline("its runtime is installed but finds no chip"))
     details = {"tensor_library": "paddle", "chips": str(chips), "versions": versions(facts)}
@@ -127,13 +129,13 @@ def _installed(distribution: str) -> str:
         return ""
 
 
-def _door(facts: PaddleFacts) -> tuple[bool, str]:
-    """(whether the place is built in, its type name); an empty name when there is neither."""
+def _door(facts: PaddleFacts) -> tuple[str, str]:
+    """(type name, module of a built-in place); no type name when PaddlePaddle does not know the chip."""
     from fastdeploy_core.tensor import paddle_place
 
     if facts.builtin_check and paddle_place.is_builtin(facts.builtin_check):
-        return True, facts.builtin_type or facts.type_name
-    return False, facts.type_name if facts.type_name in paddle_place.custom_types() else ""
+        return facts.builtin_type or facts.type_name, facts.builtin_module
+    return (facts.type_name if facts.type_name in paddle_place.custom_types() else ""), ""
 
 
 def _unregistered(facts: PaddleFacts) -> str:
@@ -183,18 +185,20 @@ class PaddleDevice:
 
         self.xp: TensorLibrary = paddle_place.PADDLE
         self._index, self._paddle = options.index, paddle_place
-        self._builtin, type_name = _door(self.facts)
+        type_name, self._module = _door(self.facts)
         if not type_name:
             raise PluginLoadError(f"device {self.name!r} cannot be opened: {_unregistered(self.facts)}")
-        chips = paddle_place.count(type_name, builtin=self._builtin)
+        chips = paddle_place.count(type_name, self._module)
         if options.index >= chips:
             raise ConfigError(
                 f"device {self.name!r} has no chip {options.index}: {chips} visible"
                 f"{self._visibility()}; lower --tensor-parallel-size or show it more"
             )
-        self._place = paddle_place.Place(type_name, options.index, builtin=self._builtin)
+        self._place = paddle_place.Place(type_name, options.index, self._module)
         self.device = self._place.device
         self.limits = self.facts.limits
+        if by_hand := self._kv_memory_bytes():
+            self.limits = replace(self.limits, kv_memory_bytes=by_hand)
         if options.num_threads:
             self.xp.set_num_threads(options.num_threads)
 
@@ -213,7 +217,7 @@ class PaddleDevice:
             known = (max(0, total - self._place.reserved_bytes()), total)
         return MemoryInfo(total_bytes=known[1], free_bytes=known[0])
 
-    def kv_memory_bytes(self) -> int:
+    def _kv_memory_bytes(self) -> int:
         """What the operator, or the plugin, sets aside for the KV pool by hand; 0: it is measured."""
         gib = os.environ.get(self.facts.kv_memory_env, "") if self.facts.kv_memory_env else ""
         try:
@@ -291,7 +295,7 @@ class PaddleDevice:
             numbers = [part.strip() for part in text.split(",") if part.strip()]
             if numbers and all(n.isdecimal() for n in numbers):
                 return [int(n) for n in numbers]
-        return list(range(self._paddle.count(self._place.type_name, builtin=self._builtin)))
+        return list(range(self._paddle.count(self._place.type_name, self._module)))
 
     def communicator(self, rank: int, world_size: int, address: str) -> Communicator:
         """Join the group of this host's ranks, on chips that are wired together."""
@@ -309,7 +313,7 @@ class PaddleDevice:
                 f"{','.join(map(str, used))}; set {self.facts.visible_env[0]}"
             )
         environment = dict(self.facts.collective_environment)
-        if not self._builtin:
+        if not self._module:
             environment |= {
                 "PADDLE_DISTRI_BACKEND": "xccl",
                 "PADDLE_XCCL_BACKEND": self._place.type_name,

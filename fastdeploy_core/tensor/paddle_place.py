@@ -41,11 +41,10 @@ def custom_types() -> list[str]:
     return list(paddle.device.get_all_custom_device_type() or [])
 
 
-def count(type_name: str, *, builtin: bool) -> int:
-    """Chips of that type this process may use."""
-    if builtin:
-        module = "cuda" if type_name == "gpu" else type_name
-        return int(getattr(paddle.device, module).device_count())
+def count(type_name: str, builtin_module: str = "") -> int:
+    """Chips of that type this process may use; a built-in place has a module of paddle.device."""
+    if builtin_module:
+        return int(getattr(paddle.device, builtin_module).device_count())
     devices = paddle.device.get_available_custom_device() or []
     return sum(name.partition(":")[0] == type_name for name in devices)
 
@@ -53,10 +52,10 @@ def count(type_name: str, *, builtin: bool) -> int:
 class Place:
     """The chip `type:index`, current in this process from now on."""
 
-    def __init__(self, type_name: str, index: int, *, builtin: bool) -> None:
+    def __init__(self, type_name: str, index: int, builtin_module: str = "") -> None:
         self.type_name, self.index = type_name, index
         self.device = f"{type_name}:{index}"
-        self._builtin = builtin
+        self._module = getattr(paddle.device, builtin_module) if builtin_module else None
         self._graphs: list[Graph] = []
         paddle.set_device(self.device)
 
@@ -66,9 +65,10 @@ class Place:
 
     def driver_memory(self) -> tuple[int, int] | None:
         """(free, total) bytes where PaddlePaddle can ask the driver, else None."""
-        if not self._builtin or self.type_name != "gpu":
+        ask = getattr(self._module, "mem_get_info", None)
+        if ask is None:
             return None
-        free, total = paddle.device.cuda.mem_get_info(self.index)
+        free, total = ask(self.index)
         return int(free), int(total)
 
     def upload(self, array: np.ndarray) -> Any:

@@ -51,6 +51,8 @@ class NullOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     block_sharing: bool = True
     mixed_batches: bool = True
     max_prefills_per_step: int | None = None
+    chunked_prefill: bool = True
+    token_buckets: tuple[int, ...] | None = None
     overlap: bool = True
     host_tier: bool = True
     logprobs: bool = True
@@ -149,6 +151,8 @@ class NullWorker:
             block_sharing=options.block_sharing,
             mixed_batches=options.mixed_batches,
             max_prefills_per_step=options.max_prefills_per_step,
+            chunked_prefill=options.chunked_prefill,
+            token_buckets=options.token_buckets,
             overlap=options.overlap,
             host_tier=options.host_tier,
             logprobs=options.logprobs,

@@ -1,4 +1,6 @@
 // The operators that the simulated device runs itself; all else falls back to the CPU, as on a chip.
+#include <cmath>
+
 #include "native.h"
 #include "paddle/phi/kernels/activation_kernel.h"
 #include "paddle/phi/kernels/arange_kernel.h"
@@ -40,6 +42,7 @@
 #include "paddle/phi/kernels/repeat_interleave_kernel.h"
 #include "paddle/phi/kernels/scale_kernel.h"
 #include "paddle/phi/kernels/scatter_kernel.h"
+#include "paddle/phi/kernels/set_value_kernel.h"
 #include "paddle/phi/kernels/softmax_kernel.h"
 #include "paddle/phi/kernels/stack_kernel.h"
 #include "paddle/phi/kernels/strided_copy_kernel.h"
@@ -50,6 +53,48 @@
 #include "paddle/phi/kernels/where_kernel.h"
 
 namespace sim {
+namespace {
+
+double scalar_at(const DenseTensor& x) {
+  const void* data = host(x.data());
+  return x.dtype() == DataType::INT64 ? *(const int64_t*)data : x.dtype() == DataType::INT32 ? *(const int32_t*)data
+       : x.dtype() == DataType::FLOAT64 ? *(const double*)data : *(const float*)data;
+}
+
+// Its result's size depends on values, so no CPU kernel can be queued for it. Bounds are on the host.
+template <typename T>
+void arange_tensor(const phi::CustomContext& ctx, const DenseTensor& start, const DenseTensor& end,
+                   const DenseTensor& step, DenseTensor* out) {
+  if (start.place().GetType() != phi::AllocationType::CPU) drain_device(ctx.GetPlace().GetDeviceId());
+  double first = scalar_at(start), by = scalar_at(step);
+  int64_t count = std::max<int64_t>(0, std::ceil((scalar_at(end) - first) / by));
+  out->Resize(phi::make_ddim({count}));
+  T* target = (T*)host(ctx.Alloc<T>(out));
+  launch_kernel(ctx, "arange_tensor", [=] {
+    for (int64_t i = 0; i < count; ++i) target[i] = T(first + by * i);
+  });
+}
+
+template <typename T>
+void register_arange(DataType type) {
+  phi::KernelRegistrar(
+      phi::RegType::OUTER, "arange_tensor", device_type().c_str(), phi::DataLayout::ALL_LAYOUT, type,
+      phi::KernelArgsParseFunctor<decltype(&arange_tensor<T>)>::Parse,
+      [](const phi::KernelKey&, phi::Kernel* kernel) {
+        for (int i = 0; i < 3; ++i) kernel->InputAt(i).SetBackend(phi::Backend::ALL_BACKEND);
+      },
+      [](phi::KernelContext*) { PADDLE_THROW(common::errors::Unimplemented("static graphs")); },
+      (void*)&arange_tensor<T>);
+}
+
+const bool arange_is_registered = [] {
+  register_arange<int32_t>(DataType::INT32);
+  register_arange<int64_t>(DataType::INT64);
+  register_arange<float>(DataType::FLOAT32);
+  return true;
+}();
+
+}  // namespace
 
 // Moving data
 SIM_KERNEL(contiguous, ContiguousKernel, kFirst)
@@ -70,6 +115,8 @@ SIM_KERNEL(index_add, IndexAddKernel, kFirst)
 SIM_KERNEL(put_along_axis, PutAlongAxisKernel, kFirst)
 SIM_KERNEL(masked_fill, MaskedFillKernel, kFirst)
 SIM_KERNEL(where, WhereKernel, kSecond)
+SIM_KERNEL(set_value, SetValueKernel, kFirst)
+SIM_KERNEL(set_value_with_tensor, SetTensorValueKernel, kFirst)
 SIM_KERNEL(tril, TrilKernel, kFirst)
 SIM_KERNEL(triu, TriuKernel, kFirst)
 // Making data

@@ -42,18 +42,23 @@ void* panel_memory(size_t size) {
   return memory;
 }
 
+// What the environment says counts; else what another process or an earlier one left in the panel.
+void set_knob(Cell& cell, const char* name, long otherwise, bool is_fresh) {
+  if (is_fresh || setting_text(name)) cell.value = setting(name, otherwise);
+}
+
 Panel* make_panel() {
   auto* made = (Panel*)panel_memory(sizeof(Panel));
-  if (made->delay_us.name[0]) return made;  // prepared by a test, or shared with another rank
+  bool is_fresh = !made->delay_us.name[0];
 #define SIM_NAME(cell) strcpy(made->cell.name, #cell);
   SIM_KNOBS(SIM_NAME) SIM_COUNTERS(SIM_NAME)
 #undef SIM_NAME
-  made->delay_us.value = setting("DELAY_US", 0);
-  made->random_delay.value = setting("RANDOM_DELAY", 1);
-  made->async.value = setting("ASYNC", 1);
-  made->late_h2d.value = setting("LATE_H2D", 0);
-  made->strict_copy.value = setting("STRICT_COPY", 0);
-  made->ccl_timeout_ms.value = setting("CCL_TIMEOUT_MS", 30000);
+  set_knob(made->delay_us, "DELAY_US", 0, is_fresh);
+  set_knob(made->random_delay, "RANDOM_DELAY", 1, is_fresh);
+  set_knob(made->async, "ASYNC", 1, is_fresh);
+  set_knob(made->late_h2d, "LATE_H2D", 0, is_fresh);
+  set_knob(made->strict_copy, "STRICT_COPY", 0, is_fresh);
+  set_knob(made->ccl_timeout_ms, "CCL_TIMEOUT_MS", 30000, is_fresh);
   return made;
 }
 
