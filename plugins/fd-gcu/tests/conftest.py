@@ -1,3 +1,7 @@
-"""Fixtures and options of the conformance kit."""
+"""The simulated device under the vendor's type name, and the conformance kit's fixtures."""
 
-pytest_plugins = ["fastdeploy_core.testing.pytest_plugin"]
+from fd_simdevice.pytest_plugin import simulate
+
+simulate("gcu")
+
+pytest_plugins = ["fastdeploy_core.testing.pytest_plugin", "fd_simdevice.pytest_plugin"]

@@ -1,8 +1,11 @@
-"""The core's conformance kit, for this device."""
+"""The core's conformance kit on a simulated device of this vendor's type name."""
 
+import pytest
 from fastdeploy_core.testing.conformance.test_attention import AttentionConformance
 from fastdeploy_core.testing.conformance.test_device import DeviceConformance
 from fastdeploy_core.testing.conformance.test_ops import OpsConformance
+
+pytestmark = pytest.mark.usefixtures("simulated")
 
 
 class TestGcu(DeviceConformance):
@@ -13,5 +16,6 @@ class TestGcuKernels(OpsConformance):
     driver_name = "gcu"
 
 
-class TestGcuAttention(AttentionConformance):
+class TestGcuWithReferenceAttention(AttentionConformance):
+    driver_name = "reference"
     runs_on = "gcu"
