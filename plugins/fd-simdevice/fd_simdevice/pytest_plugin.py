@@ -41,12 +41,17 @@ def simulate(*types: str) -> None:
     os.environ.setdefault("SIM_DELAY_US", DELAY_US)
 
 
-@pytest.fixture(scope="session")
-def simulated() -> Path:
+def panel_folder() -> Path:
     """Folder of the devices' panels; skips where nothing is simulated."""
     if "reason" in _state or "folder" not in _state:
         pytest.skip(_state.get("reason", "conftest.py simulates no device"))
     return Path(_state["folder"]) / "panel"
+
+
+@pytest.fixture(scope="session")
+def simulated() -> Path:
+    """Folder of the devices' panels; skips where nothing is simulated."""
+    return panel_folder()
 
 
 @pytest.fixture
