@@ -21,6 +21,8 @@ with hidden_module("tvm_ffi"):
     import paddle
     import paddle.nn.functional as F
 
+# Paddle keeps its eager mode in the importing thread: when that ends, so would the mode, for everybody.
+_eager_mode = paddle.base.framework.global_var._functional_dygraph_context_manager
 _fused_rms_norm = paddle.incubate.nn.functional.fused_rms_norm
 
 
