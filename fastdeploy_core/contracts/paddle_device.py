@@ -68,7 +68,9 @@ class PaddleFacts:
     packages: tuple[str, ...] = ()  # distributions that bring the runtime
     # (paddlepaddle, first of `packages`): pairs of versions known to belong together.
     tested_versions: tuple[tuple[str, str], ...] = ()
-    visible_env: tuple[str, ...] = ()  # variables that choose among the host's chips, first set wins
+    visible_env: tuple[
+        str, ...
+    ] = ()  # variables that choose among the host's chips, first set wins
     groups: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()  # (ranks, chips that may join)
     environment: tuple[tuple[str, str], ...] = ()  # set before PaddlePaddle is imported, unless set
     collective_environment: tuple[tuple[str, str], ...] = ()
@@ -78,7 +80,9 @@ class PaddleFacts:
     kv_memory_env: str = ""
     kv_memory_gib: float = 0.0  # without that variable
     install: str = ""  # what to run when the runtime is missing
-    exercised_on: str = "stand-in"  # real chip | simulated device | stand-in; for the support matrix
+    exercised_on: str = (
+        "stand-in"  # real chip | simulated device | stand-in; for the support matrix
+    )
 
 
 def probe(facts: PaddleFacts, question: DeviceQuestion) -> Candidate:
@@ -187,7 +191,9 @@ class PaddleDevice:
         self._index, self._paddle = options.index, paddle_place
         type_name, self._module = _door(self.facts)
         if not type_name:
-            raise PluginLoadError(f"device {self.name!r} cannot be opened: {_unregistered(self.facts)}")
+            raise PluginLoadError(
+                f"device {self.name!r} cannot be opened: {_unregistered(self.facts)}"
+            )
         chips = paddle_place.count(type_name, self._module)
         if options.index >= chips:
             raise ConfigError(
@@ -276,7 +282,9 @@ class PaddleDevice:
         event: DeviceEvent = self._place.event()
         return event
 
-    def capture(self, run: Callable[[], None], beside: CapturedGraph | None = None) -> CapturedGraph:
+    def capture(
+        self, run: Callable[[], None], beside: CapturedGraph | None = None
+    ) -> CapturedGraph:
         """Record `run`, where limits.graph_capture."""
         if not self.limits.graph_capture:
             raise CapabilityError(

@@ -94,7 +94,9 @@ def operations(device: DeviceBackend) -> list[Row]:
         else:
             num_native += 1
         rows += _compare(device, chosen, reference, name, arguments[name])
-    rows.insert(0, ("operations", True, f"{num_native} of {len(OPERATIONS)} run on the device alone"))
+    rows.insert(
+        0, ("operations", True, f"{num_native} of {len(OPERATIONS)} run on the device alone")
+    )
     return rows
 
 

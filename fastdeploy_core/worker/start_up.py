@@ -53,9 +53,7 @@ def warm_up(
     began = time.perf_counter()
     longest = min(config.model.max_model_len, num_blocks * config.cache.block_size)
     most_rows = min(config.batch.max_num_seqs, num_blocks)
-    largest = next(
-        (b for b in buckets if b >= config.batch.max_num_batched_tokens), max(buckets)
-    )
+    largest = next((b for b in buckets if b >= config.batch.max_num_batched_tokens), max(buckets))
     step_id, finished = 0, list[int]()
     reached = 0
     for bucket in buckets:

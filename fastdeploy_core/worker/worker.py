@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.contracts.device import DeviceBackend, DeviceOptions

@@ -94,7 +94,16 @@ def test_nothing_waits_holding_the_interpreter_lock() -> None:
     """PaddlePaddle's synchronize() calls and Tensor.item() freeze every thread while a device hangs, the
     watchdog's heartbeat included. Poll an event's query(), and read with to_host()."""
     sources = sorted((ROOT / "plugins").glob("fd-*/fd_*/**/*.py"))
-    rooms = ("worker", "models", "layers", "sampling", "reference", "tensor", "contracts", "testing")
+    rooms = (
+        "worker",
+        "models",
+        "layers",
+        "sampling",
+        "reference",
+        "tensor",
+        "contracts",
+        "testing",
+    )
     sources += [p for room in rooms for p in (ROOT / "fastdeploy_core" / room).rglob("*.py")]
     found = [
         f"{_relative(path)}:{node.lineno} {node.func.attr}()"

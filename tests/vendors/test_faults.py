@@ -50,6 +50,11 @@ class Load:
                 self.errors.append(status)
                 time.sleep(0.05)
 
+    def wait(self, count: int) -> None:
+        """Until so many more answers have come."""
+        wanted = len(self.answers) + count
+        wait_for(lambda: len(self.answers) >= wanted, f"{count} answers", 60)
+
     def stop(self) -> None:
         """Every client must come back."""
         self._stop.set()
@@ -125,11 +130,11 @@ def test_one_failed_call_costs_no_wrong_answer(panels: Path, panel: Any, fault: 
         expected = truth(server)
         load = Load(server)
         for _ in range(4):
-            time.sleep(0.5)
+            load.wait(2)
             panel.set(**{fault: 20})
         # An allocator that holds enough memory never asks for more.
         fired = fault == "fail_alloc_at" or wait_zero(panel, fault)
-        time.sleep(1)
+        load.wait(NUM_CLIENTS)
         load.stop()
         assert fired and is_healthy(server.url)
         check_answers(load, expected)
@@ -148,7 +153,7 @@ def until_red(server: ServerProcess, limit_s: float) -> None:
 
 def check_recovery(server: ServerProcess, load: Load, expected: dict[int, list[int]]) -> None:
     wait_for(lambda: is_healthy(server.url), "the engine to come back", 90)
-    time.sleep(1)
+    load.wait(NUM_CLIENTS)
     load.stop()
     check_answers(load, expected)
     assert load.errors and set(load.errors) <= {500, 502, 503}, load.errors
@@ -160,7 +165,7 @@ def test_late_kernel_fault_is_a_lost_device(panels: Path, panel: Any) -> None:
     with server_on(panels, "gcu") as server:
         expected = truth(server)
         load = Load(server)
-        time.sleep(1)
+        load.wait(NUM_CLIENTS)
         panel.set(fail_kernel_at=50)
         until_red(server, 20)
         check_recovery(server, load, expected)
@@ -171,7 +176,7 @@ def test_lost_device_comes_back_with_a_restart(panels: Path, panel: Any) -> None
     with server_on(panels, "gcu") as server:
         expected = truth(server)
         load = Load(server)
-        time.sleep(1)
+        load.wait(NUM_CLIENTS)
         panel.set(lost=1)
         until_red(server, 20)
         panel.set(lost=0)
@@ -183,13 +188,13 @@ def test_hang_is_seen_from_outside(panels: Path, panel: Any) -> None:
     with server_on(panels, "gcu") as server:
         expected = truth(server)
         load = Load(server)
-        time.sleep(1)
+        load.wait(NUM_CLIENTS)
         began = time.monotonic()
         panel.set(hang_at=30)
         until_red(server, PROGRESS_TIMEOUT_S + 10)
         assert time.monotonic() - began < PROGRESS_TIMEOUT_S + 10
         check_recovery(server, load, expected)
-        assert "made no progress" in server.log
+        assert "made no progress for" in server.log
 
 
 def test_dead_peer_ends_the_group_at_once(panels: Path, panel: Any) -> None:
@@ -197,7 +202,7 @@ def test_dead_peer_ends_the_group_at_once(panels: Path, panel: Any) -> None:
     with server_on(panels, "gcu", "--tensor-parallel-size", "2", **one_type) as server:
         expected = truth(server)
         load = Load(server)
-        time.sleep(1)
+        load.wait(NUM_CLIENTS)
         os.kill(rank_process(server), signal.SIGKILL)
         until_red(server, 20)
         check_recovery(server, load, expected)

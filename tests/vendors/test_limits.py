@@ -137,8 +137,9 @@ def test_gaudi_sees_no_new_shape_after_warm_up(
 
 
 def test_iluvatar_refuses_blocks_of_64(panels: Path, model: Path) -> None:
-    with pytest.raises(CapabilityError, match="--block-size 16"), engine(
-        model, "iluvatar", block_size=64
+    with (
+        pytest.raises(CapabilityError, match="--block-size 16"),
+        engine(model, "iluvatar", block_size=64),
     ):
         pass
 

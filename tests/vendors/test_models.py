@@ -31,8 +31,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_64_greedy_tokens_equal_transformers(
     panels: Path, checkpoints: Path, tmp_path: Path, device: str, model: str
 ) -> None:
-    from fastdeploy_core.tensor import paddle_place
     from fd_simdevice.panel import Panel
+
+    from fastdeploy_core.tensor import paddle_place
 
     if model == "demo":
         folder, answers = DEMO, ask(DEMO, tmp_path)

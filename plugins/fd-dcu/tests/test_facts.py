@@ -3,8 +3,9 @@
 import json
 
 import pytest
-from fastdeploy_core.contracts.device import DeviceOptions
 from fd_dcu.device import FACTS, DcuDevice
+
+from fastdeploy_core.contracts.device import DeviceOptions
 
 pytestmark = pytest.mark.usefixtures("simulated")
 

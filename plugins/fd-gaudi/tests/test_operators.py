@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
-from fastdeploy_core.contracts.device import DeviceOptions
-from fastdeploy_core.errors import ConfigError
-from fastdeploy_core.plugins.kernels import build_kernel_table
 from fd_gaudi.device import GaudiDevice, token_buckets
 from fd_gaudi.operators import OPERATORS
 from fd_simdevice.stand_in import StandIn, check, read, standing_in, write
+
+from fastdeploy_core.contracts.device import DeviceOptions
+from fastdeploy_core.errors import ConfigError
+from fastdeploy_core.plugins.kernels import build_kernel_table
 
 pytestmark = pytest.mark.usefixtures("simulated")
 

@@ -2,16 +2,17 @@
 
 import numpy as np
 import pytest
+from fd_gcu.attention import GcuAttention
+from fd_gcu.device import GcuDevice
+from fd_gcu.operators import OPERATORS, TILES, answer_attention
+from fd_simdevice.stand_in import StandIn, attend, check, like, read, rotate, standing_in, write
+
 from fastdeploy_core.contracts.attention import AttentionQuestion, AttentionSpec
 from fastdeploy_core.contracts.base import Accept, Decline
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.testing import oracle
 from fastdeploy_core.testing.attention_case import AttentionCase
-from fd_gcu.attention import GcuAttention
-from fd_gcu.device import GcuDevice
-from fd_gcu.operators import OPERATORS, TILES, answer_attention
-from fd_simdevice.stand_in import StandIn, attend, check, like, read, rotate, standing_in, write
 
 pytestmark = pytest.mark.usefixtures("simulated")
 
@@ -63,7 +64,9 @@ class Operators(StandIn):
         out = np.zeros_like(q)
         for row in range(rows):
             part = slice(starts[row], starts[row + 1])
-            own = [x[tables[row]].reshape(-1, KV_HEADS, DIM)[: lengths[row]] for x in (keys, values)]
+            own = [
+                x[tables[row]].reshape(-1, KV_HEADS, DIM)[: lengths[row]] for x in (keys, values)
+            ]
             out[part] = attend(q[part], *own, softmax_scale)
         return like(query, out)
 
@@ -139,10 +142,14 @@ def test_partly_rotated_heads_use_the_tables_kernel(device):
 
 
 def test_cells_are_filled_where_the_operators_are_installed(device):
-    assert build_kernel_table("gcu", {"dtype": "bfloat16"}).origins()["rms_norm"] == "fastdeploy-core"
+    assert (
+        build_kernel_table("gcu", {"dtype": "bfloat16"}).origins()["rms_norm"] == "fastdeploy-core"
+    )
     with standing_in(OPERATORS, Operators()) as operators:
         table = build_kernel_table("gcu", {"dtype": "bfloat16"})
-        assert {table.origins()[o] for o in ("rms_norm", "add_rms_norm", "moe_experts")} == {"fd-gcu"}
+        assert {table.origins()[o] for o in ("rms_norm", "add_rms_norm", "moe_experts")} == {
+            "fd-gcu"
+        }
         assert build_kernel_table("gcu", {"dtype": "float32"}).origins()["moe_experts"] != "fd-gcu"
         rng = np.random.default_rng(0)
 

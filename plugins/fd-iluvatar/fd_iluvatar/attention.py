@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+
 from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.errors import CapabilityError
 
@@ -102,7 +103,9 @@ class IluvatarAttention:
         """[num_tokens, num_heads * head_dim]."""
         spec, xp = self.spec, self._xp
         width = spec.num_heads * spec.head_dim
-        qkv = xp.cat((q, k, v), 1).reshape([q.shape[0], width + 2 * spec.num_kv_heads * spec.head_dim])
+        qkv = xp.cat((q, k, v), 1).reshape(
+            [q.shape[0], width + 2 * spec.num_kv_heads * spec.head_dim]
+        )
         out = xp.zeros([q.shape[0], width], dtype=q.dtype, device=q.device)
         for part, attend in ((metadata.prompts, self._prompts), (metadata.decodes, self._decodes)):
             if part is None:

@@ -1,6 +1,7 @@
 """The core's conformance kit on a simulated device of this vendor's type name."""
 
 import pytest
+
 from fastdeploy_core.testing.conformance.test_attention import AttentionConformance
 from fastdeploy_core.testing.conformance.test_device import DeviceConformance
 from fastdeploy_core.testing.conformance.test_ops import OpsConformance

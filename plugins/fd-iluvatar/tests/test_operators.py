@@ -2,15 +2,16 @@
 
 import numpy as np
 import pytest
+from fd_iluvatar.attention import BLOCK_SIZE, IluvatarAttention
+from fd_iluvatar.device import IluvatarDevice
+from fd_iluvatar.operators import OPERATORS
+from fd_simdevice.stand_in import StandIn, attend, check, like, read, rotate, standing_in, write
+
 from fastdeploy_core.contracts.attention import AttentionSpec
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.errors import CapabilityError, ConfigError
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.testing.attention_case import AttentionCase
-from fd_iluvatar.attention import BLOCK_SIZE, IluvatarAttention
-from fd_iluvatar.device import IluvatarDevice
-from fd_iluvatar.operators import OPERATORS
-from fd_simdevice.stand_in import StandIn, attend, check, like, read, rotate, standing_in, write
 
 pytestmark = pytest.mark.usefixtures("simulated")
 
@@ -40,13 +41,13 @@ class Operators(StandIn):
         out = np.zeros((qkv.shape[0], HEADS, DIM))
         for row, (first, fed, total) in enumerate(rows):
             own, where = joined[first : first + fed], np.arange(total - fed, total)
-            turned = rotate(own[:, : HEADS + KV_HEADS], *(a[where] for a in angles), not interleaved)
+            turned = rotate(
+                own[:, : HEADS + KV_HEADS], *(a[where] for a in angles), not interleaved
+            )
             blocks = read(tables)[row][where // BLOCK_SIZE]
             pools[0][blocks, where % BLOCK_SIZE] = turned[:, HEADS:]
             pools[1][blocks, where % BLOCK_SIZE] = own[:, HEADS + KV_HEADS :]
-            keys, values = (
-                p[read(tables)[row]].reshape(-1, KV_HEADS, DIM)[:total] for p in pools
-            )
+            keys, values = (p[read(tables)[row]].reshape(-1, KV_HEADS, DIM)[:total] for p in pools)
             out[first : first + fed] = attend(turned[:, :HEADS], keys, values, shape["scale"])
         for cache, pool in zip((k_cache, v_cache), pools, strict=True):
             write(cache, pool.transpose(0, 2, 1, 3))
@@ -102,7 +103,10 @@ def test_prompts_decodes_and_both_in_one_step(device, interleaved):
 def test_continuing_a_prompt_is_refused(device):
     case = AttentionCase(device, spec(), BLOCK_SIZE, 1)
     driver = IluvatarAttention(case.spec, BLOCK_SIZE, device, build_kernel_table("iluvatar"))
-    with standing_in(OPERATORS, Operators()), pytest.raises(CapabilityError, match="chunked_prefill"):
+    with (
+        standing_in(OPERATORS, Operators()),
+        pytest.raises(CapabilityError, match="chunked_prefill"),
+    ):
         case.check(driver, [[(0, 5)], [(0, 3)]], 0.05)
 
 

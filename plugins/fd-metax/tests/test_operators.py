@@ -2,14 +2,15 @@
 
 import numpy as np
 import pytest
+from fd_metax.attention import MetaxAttention
+from fd_metax.device import MetaxDevice
+from fd_metax.operators import OPERATORS
+from fd_simdevice.stand_in import StandIn, attend, check, read, rotate, standing_in, write
+
 from fastdeploy_core.contracts.attention import AttentionSpec
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.testing.attention_case import AttentionCase
-from fd_metax.attention import MetaxAttention
-from fd_metax.device import MetaxDevice
-from fd_metax.operators import OPERATORS
-from fd_simdevice.stand_in import StandIn, attend, check, like, read, rotate, standing_in, write
 
 pytestmark = pytest.mark.usefixtures("simulated")
 

@@ -1,6 +1,6 @@
 """Print the environment in which PaddlePaddle finds simulated devices.
 
-    eval "$(python -m fd_simdevice acme)"
+eval "$(python -m fd_simdevice acme)"
 """
 
 from __future__ import annotations

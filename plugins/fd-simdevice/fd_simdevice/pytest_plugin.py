@@ -27,7 +27,9 @@ def simulate(*types: str) -> None:
     """Put devices of these types in this process and its children: asynchronous, with random delays,
     memory that the host cannot read."""
     if "paddle" in sys.modules:
-        _state.setdefault("reason", "PaddlePaddle was imported before the device could be simulated")
+        _state.setdefault(
+            "reason", "PaddlePaddle was imported before the device could be simulated"
+        )
         return
     if "folder" not in _state:
         _state["folder"] = tempfile.mkdtemp(prefix="fd-simulated-")

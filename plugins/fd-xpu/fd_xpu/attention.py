@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+
 from fastdeploy_core.contracts.base import CONTRACT
 
 from .operators import OPERATORS

@@ -2,15 +2,16 @@
 
 import numpy as np
 import pytest
+from fd_simdevice.stand_in import StandIn, attend, check, like, read, rotate, standing_in, write
+from fd_xpu.attention import NUM_UNUSED, PARAMETERS, PASSED, XpuAttention
+from fd_xpu.device import XpuDevice
+from fd_xpu.operators import OPERATORS
+
 from fastdeploy_core.contracts.attention import AttentionSpec
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.errors import CapabilityError
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.testing.attention_case import AttentionCase
-from fd_simdevice.stand_in import StandIn, attend, check, like, read, rotate, standing_in, write
-from fd_xpu.attention import NUM_UNUSED, PARAMETERS, PASSED, XpuAttention
-from fd_xpu.device import XpuDevice
-from fd_xpu.operators import OPERATORS
 
 pytestmark = pytest.mark.usefixtures("simulated")
 
@@ -81,7 +82,13 @@ def test_prompts_go_first_and_results_come_back_in_order(interleaved):
 
 @pytest.mark.parametrize(
     ("visible", "allowed"),
-    [("0,1,2,3", True), ("4,5,6,7", True), ("7,6,5,4", True), ("2,3,4,5", False), ("0,1,2,7", False)],
+    [
+        ("0,1,2,3", True),
+        ("4,5,6,7", True),
+        ("7,6,5,4", True),
+        ("2,3,4,5", False),
+        ("0,1,2,7", False),
+    ],
 )
 def test_four_cards_work_together_only_where_they_are_wired(
     monkeypatch, tmp_path, visible, allowed
