@@ -10,7 +10,7 @@ import nox
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "tests"]
+nox.options.sessions = ["lint", "tests", "vendors"]
 
 # The CPU build of torch where an index serves one; parity tests compare with transformers on it.
 TORCH = "torch==2.13.0"
@@ -75,6 +75,21 @@ def tests(session: nox.Session) -> None:
             *arguments,
             env={"OMP_NUM_THREADS": "1"},
         )
+
+
+@nox.session
+def vendors(session: nox.Session) -> None:
+    """Vendor devices on simulated ones, each in a process of its own (needs g++); `-- --slow` for all of
+    it: every model on every device, faults under load, the how-to page word for word."""
+    _install_tests(session)
+    plugins = ("simdevice", "gcu", "iluvatar", "metax", "gaudi", "xpu", "dcu")
+    session.install("--no-deps", *(f"-eplugins/fd-{name}" for name in plugins))
+    arguments = list(session.posargs)
+    markers = "slow or not slow" if "--slow" in arguments else "not slow"
+    arguments = [a for a in arguments if a != "--slow"]
+    for suite in (*(f"plugins/fd-{name}/tests" for name in plugins), "tests/vendors"):
+        session.run("pytest", suite, "-q", "-m", markers, "-n2", "--dist=loadscope", *arguments,
+                    env={"OMP_NUM_THREADS": "1"})  # fmt: skip
 
 
 @nox.session(default=False)

@@ -74,7 +74,8 @@ class Place:
     def upload(self, array: np.ndarray) -> Any:
         """A tensor of the array's values on the chip."""
         if not array.size:
-            return paddle.zeros(array.shape, dtype=array.dtype.name, device=self.device)
+            dtype = PADDLE.dtype(array.dtype.name)
+            return paddle.zeros(array.shape, dtype=dtype, device=self.device)
         # Copied before this returns as far as the host can tell: the array may be changed afterwards.
         return PADDLE.to_device(PADDLE.from_numpy(array), self.device)
 
@@ -239,8 +240,8 @@ class Collectives:
 def _meeting_point(rank: int, address: str) -> tuple[str, int]:
     """Host and port of rank 0. In a private folder rank 0 leaves the port it found."""
     if not Path(address).is_dir():
-        host, _, port = address.rpartition(":")
-        return host, int(port)
+        host, _, chosen = address.rpartition(":")
+        return host, int(chosen)
     note = Path(address) / "paddle_port"
     if rank == 0:
         with socket.socket() as probe:

@@ -142,7 +142,8 @@ def _values(device: DeviceBackend, tree: Any) -> list[np.ndarray]:
     if isinstance(tree, tuple | list):
         return [v for part in tree for v in _values(device, part)]
     if isinstance(tree, device.xp.tensor_type):
-        values = np.array(device.to_host(tree.float()), dtype=np.float64)
+        tensor: Any = tree
+        values = np.array(device.to_host(tensor.float()), dtype=np.float64)
         return [np.nan_to_num(values, nan=1e30, posinf=1e20, neginf=-1e20)]
     return []
 

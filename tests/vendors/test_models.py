@@ -42,9 +42,12 @@ def test_64_greedy_tokens_equal_transformers(
     prompts = [answer["prompt"].tolist() for answer in answers]
     panel = Panel(panels, DEVICES[device])
     panel.set(delay_us=200, random_delay=1)
-    with engine(folder, device) as running, paddle_place.without_fallback():
-        with panel.counting() as counted:
-            tokens = greedy(running, prompts, NUM_GREEDY)
+    with (
+        engine(folder, device) as running,
+        paddle_place.without_fallback(),
+        panel.counting() as counted,
+    ):
+        tokens = greedy(running, prompts, NUM_GREEDY)
     assert tokens == [answer["greedy"].tolist() for answer in answers]
     assert counted["launches"] > 20 * NUM_GREEDY and "kernel_errors" not in counted
     # What waits holding the interpreter lock is never used.

@@ -1,5 +1,7 @@
 """The vendor's operators are called with what they want; recorded by a stand-in in numpy."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from fd_iluvatar.attention import BLOCK_SIZE, IluvatarAttention
@@ -61,7 +63,7 @@ class Operators(StandIn):
         check(cu_seqlens_qkv, "int32", block_tables.shape[0] + 1)
         assert q_rope and k_rope and not v_rope and max_seq_len > 0
         starts = read(cu_seqlens_qkv)
-        rows = [(int(a), int(b - a), int(b - a)) for a, b in zip(starts, starts[1:], strict=False)]
+        rows = [(int(a), int(b - a), int(b - a)) for a, b in pairwise(starts)]
         return self._run(qkv, k_cache, v_cache, block_tables, rows, rope_cos, rope_sin, shape)
 
     def paged_attention(
