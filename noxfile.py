@@ -12,7 +12,7 @@ import nox
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "tests", "plugins"]
+nox.options.sessions = ["lint", "tests", "plugins", "vendors"]
 
 # The CPU build of torch where an index serves one; parity tests compare with transformers on it.
 TORCH = "torch==2.13.0"
@@ -31,6 +31,8 @@ TEST_TOOLS = (
     "transformers>=5,<6",
 )
 PLUGINS = sorted(str(path.parent) for path in Path("plugins").glob("fd-*/pyproject.toml"))
+# Tested by session `vendors`, on simulated devices.
+SIMULATED = ("simdevice", "gcu", "iluvatar", "metax", "gaudi", "xpu", "dcu")
 
 
 def _install_tests(session: nox.Session) -> None:
@@ -87,9 +89,26 @@ def plugins(session: nox.Session) -> None:
     _install_tests(session)
     libraries, arguments = _libraries(session)
     for folder in PLUGINS:
+        if folder.removeprefix("plugins/fd-") in SIMULATED:
+            continue
         for library in libraries:
             with session.chdir(folder):
                 session.run("pytest", "-q", "--fd-tensor", library, *arguments)
+
+
+@nox.session
+def vendors(session: nox.Session) -> None:
+    """Vendor devices on simulated ones, each in a process of its own (needs g++); `-- --slow` for all of
+    it: every model on every device, faults under load, the how-to page word for word."""
+    _install_tests(session)
+    arguments = list(session.posargs)
+    markers = "slow or not slow" if "--slow" in arguments else "not slow"
+    arguments = [a for a in arguments if a != "--slow"]
+    for suite in (*(f"plugins/fd-{name}/tests" for name in SIMULATED), "tests/vendors"):
+        session.run(
+            *("pytest", suite, "-q", "-m", markers, "-n2", "--dist=loadscope", *arguments),
+            env={"OMP_NUM_THREADS": "1"},
+        )
 
 
 @nox.session(default=False)

@@ -146,7 +146,16 @@ def operations() -> str:
     )
 
 
+def devices() -> str:
+    """Vendor devices and what each can do."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    from devices_page import devices as page
+
+    return page(table)
+
+
 PAGES: dict[str, Callable[[], str]] = {
+    "devices.md": devices,
     "cli.md": cli,
     "names.md": names,
     "environment.md": environment,

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,10 +44,12 @@ def run(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[s
 class ServerProcess:
     """A running `fastdeploy serve`; its log is kept."""
 
-    def __init__(self, model: Path, *arguments: str) -> None:
+    def __init__(
+        self, model: Path, *arguments: str, extra: Mapping[str, str] | None = None
+    ) -> None:
         self.process = subprocess.Popen(
             command("serve", str(model), "--host", "127.0.0.1", "--port", "0", *arguments),
-            env=environment(),
+            env=environment() | dict(extra or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -94,9 +96,11 @@ class ServerProcess:
 
 
 @contextmanager
-def serving(model: Path, *arguments: str) -> Iterator[ServerProcess]:
-    """A server that is gone afterwards, whatever the test did."""
-    server = ServerProcess(model, *arguments)
+def serving(
+    model: Path, *arguments: str, extra: Mapping[str, str] | None = None
+) -> Iterator[ServerProcess]:
+    """A server that is gone afterwards, whatever the test did; `extra` goes into its environment."""
+    server = ServerProcess(model, *arguments, extra=extra)
     try:
         yield server
     finally:

@@ -5,27 +5,35 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import site
+import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 from typing import Any
 
 from fastdeploy_core.contracts.base import KINDS
+from fastdeploy_core.contracts.device import DeviceQuestion
 from fastdeploy_core.errors import ContractMismatch
 from fastdeploy_core.plugins.discovery import DISABLED, HOOKS, OK, Inventory, PluginEntry, discover
 from fastdeploy_core.plugins.drivers import check_contract
+from fastdeploy_core.plugins.manager import hook_manager
+from fastdeploy_core.plugins.negotiate import ask_candidates
 from fastdeploy_core.plugins.preflight import Job, Outcome
 from fastdeploy_core.plugins.preflight import run as preflight
 from fastdeploy_core.plugins.report import table
 
 PASS, FAIL, WARN, SKIP = "PASS", "FAIL", "WARN", "SKIP"
+DEVICE_LIMIT_S = 300.0
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the rows; exit code 1 if any says FAIL."""
     inventory = discover()
-    rows = plugin_rows(inventory, arguments.timeout) + pth_rows()
+    rows = plugin_rows(inventory, arguments.timeout)
+    rows += device_rows(inventory) + pth_rows()
     rows += [
         {"name": "", "kind": "problem", "origin": "", "contract": "", "verdict": WARN, "ms": 0.0,
          "hint": p}
@@ -76,6 +84,39 @@ def plugin_rows(inventory: Inventory, timeout_s: float) -> list[dict[str, Any]]:
                 _row(entry, PASS if passed else FAIL, hint=f"{what}: {hint}" if hint else str(what))
             )
     return rows
+
+
+def device_rows(inventory: Inventory) -> list[dict[str, Any]]:
+    """Strangers' devices whose hardware is here: what they really do, each in a process of its own."""
+    hooks = hook_manager(inventory=inventory)
+    decision, _ = ask_candidates(hooks, inventory, "device", "fd_device_probe", DeviceQuestion())
+    rows = []
+    for entry in inventory.of("device"):
+        if entry.is_core or entry.name not in {c.name for c in decision.candidates if c.accepted}:
+            continue
+        started = time.perf_counter()
+        for what, passed, words in _examine(entry.name):
+            row = _row(entry, PASS if passed else FAIL, hint=f"{what}: {words}")
+            row["ms"] = round((time.perf_counter() - started) * 1000, 1)
+            rows.append(row)
+    return rows
+
+
+def _examine(name: str) -> list[tuple[str, bool, str]]:
+    command = [sys.executable, "-P", "-m", "fastdeploy_core.testing.device_report", name]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    try:
+        done = subprocess.run(  # noqa: S603 - our own interpreter
+            command, capture_output=True, text=True, timeout=DEVICE_LIMIT_S, env=environment,
+            check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return [("device", False, f"did not answer within {DEVICE_LIMIT_S:g} s")]
+    try:
+        return [tuple(row) for row in json.loads(done.stdout.strip().splitlines()[-1])]
+    except (IndexError, ValueError):
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return [("device", False, last[:300])]
 
 
 def pth_rows() -> list[dict[str, Any]]:

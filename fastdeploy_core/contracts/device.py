@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
@@ -26,9 +27,9 @@ class DeviceLimits:
     block_sharing: bool = True  # False: every sequence owns its blocks, no prefix cache
     mixed_batches: bool = True  # prefill chunks and decodes in one forward pass
     max_prefills_per_step: int | None = None
-    token_buckets: tuple[int, ...] | None = (
-        None  # None: any number of tokens; else padded up to one
-    )
+    chunked_prefill: bool = True  # False: a prompt runs in one step, whole
+    # None: any number of tokens; else padded up to one of these, all of which run once at start-up.
+    token_buckets: tuple[int, ...] | None = None
     graph_capture: bool = False
     graph_collectives: bool = False  # a captured graph may hold the communicator's collectives
     overlap: bool = True  # a step may be queued before the previous one's tokens reached the host
@@ -38,6 +39,8 @@ class DeviceLimits:
     host_tier: bool = True  # blocks can move to host memory and back
     max_tensor_parallel_size: int = 1
     shares_host_memory: bool = False  # memory() is the host's: leave room for everybody else
+    # Memory of the KV pool where the device cannot measure what a step needs; 0: it is measured.
+    kv_memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,28 @@ class CapturedGraph(Protocol):
 
     def replay(self) -> None:
         """Queue the recorded work again; it reads the buffers' current contents."""
+        ...
+
+
+@runtime_checkable
+class ReportingDevice(Protocol):
+    """A device with more to say in the start-up table, such as its versions."""
+
+    def report(self) -> list[str]:
+        """One line each."""
+        ...
+
+
+@runtime_checkable
+class FallbackDevice(Protocol):
+    """A device whose library detours over the CPU where it has no kernel, and can be told not to."""
+
+    def without_fallback(self) -> AbstractContextManager[None]:
+        """Inside, such an operation is an error."""
+        ...
+
+    def missing_kernel(self, error: BaseException) -> str:
+        """Name of the kernel whose absence the error reports; empty for any other error."""
         ...
 
 

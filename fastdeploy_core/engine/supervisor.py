@@ -36,6 +36,7 @@ STOP_GRACE_S = 8.0
 # The engine ends itself after progress_timeout_s; if it cannot, its parent does, this much later.
 KILL_AFTER_S = 2.0
 DUMP_S = 0.5
+TIMER_SHARE = 0.7
 RESTART_WINDOW_S = 600.0
 MAX_BACKOFF_S = 30.0
 # Clients are told this much; why it is so stands in the log and in `health`.
@@ -107,7 +108,9 @@ class _Life:
         if self.failure is not None:
             return self.failure.message
         ended = child.describe_exit(self.process.poll())
-        if 0 < progress_timeout_s <= self.progress.age_s:
+        # Its own timer ends a stuck engine; it may have been set up to a quarter of the time before the
+        # last mark of progress.
+        if 0 < TIMER_SHARE * progress_timeout_s <= self.progress.age_s:
             return f"the engine made no progress for {self.progress.age_s:.1f} s and {ended}"
         return f"the engine process {ended}"
 

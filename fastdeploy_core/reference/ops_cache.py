@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.tensor import namespace
 
@@ -19,6 +19,9 @@ def kv_write(rows: tuple[Tensor, ...], cache: tuple[Tensor, ...], slot_mapping: 
     if slot_mapping.shape[0] == 0:
         return
     xp = namespace(slot_mapping)
+    if str(slot_mapping.device) != "cpu":
+        _write_without_waiting(xp, rows, cache, slot_mapping)
+        return
     padded = int(slot_mapping.min()) < 0
     if padded:
         kept = xp.nonzero(slot_mapping >= 0).flatten()
@@ -27,6 +30,22 @@ def kv_write(rows: tuple[Tensor, ...], cache: tuple[Tensor, ...], slot_mapping: 
         data = xp.index_select(row, 0, kept) if padded else row
         slots = pool.view([pool.shape[0] * pool.shape[1], *pool.shape[2:]])
         xp.index_copy_(slots, 0, slot_mapping, data)
+
+
+def _write_without_waiting(
+    xp: Any, rows: tuple[Tensor, ...], cache: tuple[Tensor, ...], slot_mapping: Tensor
+) -> None:
+    """kv_write where asking whether there is padding would mean waiting for the accelerator: padding
+    stores the first real token once more; without a real one it stores what slot 0 holds."""
+    is_real = slot_mapping >= 0
+    places = xp.arange(slot_mapping.shape[0], device=slot_mapping.device)
+    source = xp.where(is_real, places, xp.argmax(is_real.to(xp.int32), 0))
+    slots = xp.clamp(xp.index_select(slot_mapping, 0, source), 0)
+    has_real = is_real.any().reshape([1, 1, 1])
+    for row, pool in zip(rows, cache, strict=True):
+        flat = pool.view([pool.shape[0] * pool.shape[1], *pool.shape[2:]])
+        stored = xp.index_select(flat, 0, slots)
+        xp.index_copy_(flat, 0, slots, xp.where(has_real, xp.index_select(row, 0, source), stored))
 
 
 def kv_copy_blocks(cache: tuple[Tensor, ...], source: Tensor, target: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fastdeploy_core.config import BatchConfig, EngineConfig
@@ -45,7 +45,7 @@ def make_settings(
     """Combine what is wanted with what the device can do; ConfigError where that is impossible.
     `needs`: of the speculative method."""
     needs, speculative = needs or Requirements(), config.speculative
-    batch = config.batch
+    batch = _within(config.batch, info)
     max_model_len = config.model.max_model_len
     _check(batch, max_model_len)
     threshold = batch.long_prefill_token_threshold if batch.enable_chunked_prefill else 0
@@ -72,6 +72,15 @@ def make_settings(
     )
 
 
+def _within(batch: BatchConfig, info: WorkerInfo) -> BatchConfig:
+    """What was asked for, cut to what the device takes in one step."""
+    tokens = batch.max_num_batched_tokens
+    if info.token_buckets:
+        tokens = min(tokens, max(info.token_buckets))
+    chunked = batch.enable_chunked_prefill and info.chunked_prefill
+    return replace(batch, max_num_batched_tokens=tokens, enable_chunked_prefill=chunked)
+
+
 def _check(batch: BatchConfig, max_model_len: int) -> None:
     if batch.max_num_seqs < 1:
         raise ConfigError(f"max_num_seqs must be at least 1, got {batch.max_num_seqs}")
@@ -83,8 +92,8 @@ def _check(batch: BatchConfig, max_model_len: int) -> None:
     if not batch.enable_chunked_prefill and batch.max_num_batched_tokens < max_model_len:
         raise ConfigError(
             f"without chunked prefill a prompt runs in one step, and max_num_batched_tokens "
-            f"({batch.max_num_batched_tokens}) is smaller than max_model_len ({max_model_len}); "
-            "raise the former, lower the latter or enable chunked prefill"
+            f"({batch.max_num_batched_tokens}) is smaller than max_model_len ({max_model_len}); raise "
+            "the former, lower the latter, or enable chunked prefill where the device can do it"
         )
     if not 1 <= batch.max_long_partial_prefills <= batch.max_num_partial_prefills:
         raise ConfigError(

@@ -10,7 +10,7 @@ What data-plane code may use, because both libraries agree on it:
   flatten contiguous clone`, `float() long() int() to(dtype)`, `sum mean amax all any` with `dim=`
   and `keepdim=`, `cumsum(dim=)`, `argmax(dim=)`, `exp log sqrt rsqrt abs sigmoid clamp`,
   `copy_ fill_ zero_ add_(tensor) sub_(tensor) mul_(tensor) div_(tensor) exp_`, `masked_fill`,
-  `tolist item data_ptr element_size is_contiguous shape ndim dtype`;
+  `tolist data_ptr element_size is_contiguous shape ndim dtype`;
 * `+ - * / // % **` and comparisons with tensors and scalars, `x[i:j]`, `x[:, i:j]`, reading with an
   integer or boolean tensor, writing to slices.
 

@@ -21,6 +21,8 @@ with hidden_module("tvm_ffi"):
     import paddle
     import paddle.nn.functional as F
 
+# Paddle keeps its eager mode in the importing thread: when that ends, so would the mode, for everybody.
+_eager_mode = paddle.base.framework.global_var._functional_dygraph_context_manager
 _fused_rms_norm = paddle.incubate.nn.functional.fused_rms_norm
 
 
@@ -314,6 +316,27 @@ class PaddleLibrary:
         return constant
 
 
+_paddle_copy = paddle.Tensor.copy_
+
+
+def _queued_copy(target: Any, source: Any, blocking: bool | None = None) -> Any:
+    """Tensor.copy_ as torch's: within a device it is queued, where paddle's waits for the whole device
+    (which also makes it impossible in a graph)."""
+    if blocking is None:
+        blocking = target.place != source.place
+    return _paddle_copy(target, source, blocking)
+
+
+def _device_name(x: Any) -> Any:
+    """Tensor.device; paddle 3.3's own fails on every custom device."""
+    place = x.place
+    if place.is_custom_place():
+        return f"{place.custom_device_type()}:{place.custom_device_id()}"
+    return paddle.device(place)
+
+
 def library() -> PaddleLibrary:
     """The one instance of this process."""
+    paddle.Tensor.copy_ = _queued_copy
+    paddle.Tensor.device = property(_device_name)
     return PaddleLibrary()

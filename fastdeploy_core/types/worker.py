@@ -22,6 +22,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     block_sharing: bool = True  # False: no prefix cache
     mixed_batches: bool = True  # False: a step has prefills or decodes, never both
     max_prefills_per_step: int | None = None
+    chunked_prefill: bool = True  # False: a prompt runs in one step
     token_buckets: tuple[int, ...] | None = None
     overlap: bool = True  # a step may be launched before the tokens of the one before are known
     asynchronous: bool = False  # launching a step only queues its work

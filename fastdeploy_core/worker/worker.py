@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.contracts.device import DeviceBackend, DeviceOptions
@@ -17,7 +17,7 @@ from fastdeploy_core.errors import CapabilityError, ResourceError, WorkerError
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.sampling.penalties import PenaltyTables
 from fastdeploy_core.tensor import DTYPE_BYTES
-from fastdeploy_core.types import BatchRows, NewSequence, SamplingParams, SchedulerOutput
+from fastdeploy_core.types import SchedulerOutput
 from fastdeploy_core.types.worker import WorkerInfo
 
 from .drafters import DrafterMaker
@@ -25,6 +25,7 @@ from .loader import LoadedModel, load_model
 from .memory import LowWater, MemoryProfile
 from .model_runner import ModelRunner
 from .pending import PendingOutput
+from .start_up import device_lines, dummy_step, warm_up
 from .step_graphs import graph_sizes
 
 if TYPE_CHECKING:
@@ -107,6 +108,8 @@ class Worker:
                 "lower --gpu-memory-utilization or --num-gpu-blocks-override"
             ) from error
         runner.record_graphs()
+        if device.limits.token_buckets:
+            warm_up(runner, self.config, device.limits.token_buckets, num_blocks)
 
     def launch(self, step: SchedulerOutput) -> PendingOutput:
         """Queue one step's work on the device; the result is fetched with PendingOutput.wait()."""
@@ -175,11 +178,13 @@ class Worker:
             about_graphs,
             *loaded.report,
         ]
+        report += device_lines(device)
         asked = (
             (config.batch.overlap, limits.overlap, "overlap of scheduling and execution"),
             (config.cache.swap_space_bytes > 0, limits.host_tier, "the host-memory KV tier"),
             (config.cache.enable_prefix_caching, limits.block_sharing, "prefix caching"),
             (config.batch.enable_chunked_prefill, limits.mixed_batches, "prefill beside decode"),
+            (config.batch.enable_chunked_prefill, limits.chunked_prefill, "chunked prefill"),
         )
         report += [
             f"turned off: {what}; device {device.name} cannot do it"
@@ -198,6 +203,7 @@ class Worker:
             block_sharing=limits.block_sharing,
             mixed_batches=limits.mixed_batches,
             max_prefills_per_step=limits.max_prefills_per_step,
+            chunked_prefill=limits.chunked_prefill,
             token_buckets=limits.token_buckets,
             overlap=limits.overlap and config.batch.overlap,
             asynchronous=limits.asynchronous,
@@ -229,6 +235,8 @@ class Worker:
             return size, f"{cache.num_blocks_override} blocks as set by --num-gpu-blocks-override"
         if cache.kv_cache_memory_bytes is not None:
             return cache.kv_cache_memory_bytes, "as set by --kv-cache-memory-bytes"
+        if by_hand := self._ready()[1].limits.kv_memory_bytes:
+            return by_hand, "as the device's plugin or its variable sets it"
         profile = self._profile(weight_bytes, bytes_per_block)
         return profile.available_bytes, profile.arithmetic()
 
@@ -268,37 +276,14 @@ class Worker:
 
 def largest_steps(config: EngineConfig) -> tuple[list[SchedulerOutput], int]:
     """The step with most tokens in fewest rows, the step with most rows; and blocks for them."""
-    block_size, longest = config.cache.block_size, config.model.max_model_len
-    batch, params = config.batch, SamplingParams(top_p=0.9, top_k=50, seed=0, logprobs=1)
-
-    def step(step_id: int, lengths: list[int], finished: list[int]) -> SchedulerOutput:
-        new: list[Any] = []
-        first_block = 0
-        for number, length in enumerate(lengths):
-            num_blocks = -(-length // block_size)
-            new.append(
-                NewSequence(
-                    seq_id=step_id * batch.max_num_seqs + number,
-                    token_ids=[0] * length,
-                    num_prompt_tokens=length,
-                    block_ids=list(range(first_block, first_block + num_blocks)),
-                    sampling=params,
-                    seed=number,
-                )
-            )
-            first_block += num_blocks
-        rows = BatchRows.of([n.seq_id for n in new], [0] * len(new), lengths)
-        return SchedulerOutput(
-            step_id=step_id, new_sequences=new, rows=rows, finished_seq_ids=finished
-        )
-
+    longest, batch = config.model.max_model_len, config.batch
     left = batch.max_num_batched_tokens
     lengths: list[int] = []
     while left > 0 and len(lengths) < batch.max_num_seqs:
         lengths.append(min(left, longest))
         left -= lengths[-1]
-    steps = [step(0, lengths, [])]
+    steps = [dummy_step(config, 0, lengths, [])]
     ids = [new.seq_id for new in steps[0].new_sequences]
-    steps.append(step(1, [1] * batch.max_num_seqs, ids))
+    steps.append(dummy_step(config, 1, [1] * batch.max_num_seqs, ids))
     num_blocks = max(sum(len(n.block_ids) for n in s.new_sequences) for s in steps)
     return steps, num_blocks

@@ -86,6 +86,37 @@ def test_no_vendor_name_in_core() -> None:
     assert not found, found
 
 
+# Files whose library is torch, whose waits release the lock.
+MAY_WAIT = {"plugins/fd-cuda/fd_cuda/torch_device.py"}
+
+
+def test_nothing_waits_holding_the_interpreter_lock() -> None:
+    """PaddlePaddle's synchronize() calls and Tensor.item() freeze every thread while a device hangs, the
+    watchdog's heartbeat included. Poll an event's query(), and read with to_host()."""
+    sources = sorted((ROOT / "plugins").glob("fd-*/fd_*/**/*.py"))
+    rooms = (
+        "worker",
+        "models",
+        "layers",
+        "sampling",
+        "reference",
+        "tensor",
+        "contracts",
+        "testing",
+    )
+    sources += [p for room in rooms for p in (ROOT / "fastdeploy_core" / room).rglob("*.py")]
+    found = [
+        f"{_relative(path)}:{node.lineno} {node.func.attr}()"
+        for path in sources
+        if _relative(path) not in MAY_WAIT
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and (node.func.attr == "synchronize" or (node.func.attr == "item" and not node.args))
+    ]
+    assert not found
+
+
 def test_nothing_unpickles_or_evaluates() -> None:
     """Reliability S-01 and S-14: data that crossed a process is never turned into code."""
     found: list[str] = []

@@ -249,6 +249,8 @@ class AttentionConformance(OnDevice):
         shared_blocks: int = 0,
     ) -> None:
         mixes = device.limits.mixed_batches
+        if not device.limits.chunked_prefill:
+            rows = [(new, total) for new, total in rows if new in (1, total)]
         groups = (
             [rows] if mixes else [[r for r in rows if r[0] == 1], [r for r in rows if r[0] > 1]]
         )

@@ -48,6 +48,7 @@ class EndToEndConformance(OnDevice):
             max_tokens=MAX_TOKENS,
             device=device.name,
             tensor_library=device.xp.name,
+            block_size=device.limits.default_block_size,
             dtype="float32" if "float32" in device.limits.dtypes else device.limits.dtypes[0],
         )
 
@@ -81,6 +82,7 @@ class EndToEndConformance(OnDevice):
             max_tokens=MAX_TOKENS,
             device=device.name,
             tensor_library=device.xp.name,
+            block_size=device.limits.default_block_size,
             dtype="float32",
             tensor_parallel_size=2,
         )

@@ -1,0 +1,73 @@
+"""The support matrix: vendor devices and their limits records, read from the plugins' own facts."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PLUGINS = Path(__file__).resolve().parents[1] / "plugins"
+Cell = Callable[[Any], str]
+
+
+def _yes(value: object) -> str:
+    return "yes" if value else "no"
+
+
+# Column title -> the cell of a facts record.
+COLUMNS: dict[str, Cell] = {
+    "device": lambda f: f"[`{f.name}`](../devices/{f.name}.md)",
+    "exercised on": lambda f: f.exercised_on,
+    "PaddlePaddle's type": lambda f: (
+        f"`{f.builtin_type or f.type_name}`" + (" (built in)" if f.builtin_check else "")
+    ),
+    "dtypes": lambda f: ", ".join(f.limits.dtypes),
+    "KV blocks": lambda f: (
+        ", ".join(map(str, f.limits.block_sizes))
+        if f.limits.block_sizes
+        else f"any, {f.limits.default_block_size} by default"
+    ),
+    "blocks shared": lambda f: _yes(f.limits.block_sharing),
+    "mixed batches": lambda f: _yes(f.limits.mixed_batches),
+    "prompts in parts": lambda f: _yes(f.limits.chunked_prefill),
+    "prompts per step": lambda f: str(f.limits.max_prefills_per_step or "any"),
+    "padded to": lambda f: (
+        f"{len(f.limits.token_buckets)} buckets" if f.limits.token_buckets else "no"
+    ),
+    "graphs": lambda f: _yes(f.limits.graph_capture),
+    "ranks": lambda f: str(f.limits.max_tensor_parallel_size),
+    "visible by": lambda f: ", ".join(f"`{v}`" for v in f.visible_env),
+}
+
+
+def facts() -> list[Any]:
+    """The facts record of every plugin in this repository that has one."""
+    found = []
+    for folder in sorted(PLUGINS.glob("fd-*")):
+        package = folder / folder.name.replace("-", "_")
+        if (
+            not (package / "device.py").is_file()
+            or "FACTS" not in (package / "device.py").read_text()
+        ):
+            continue
+        sys.path.insert(0, str(folder))
+        try:
+            found.append(importlib.import_module(f"{package.name}.device").FACTS)
+        finally:
+            sys.path.remove(str(folder))
+    return found
+
+
+def devices(table: Callable[..., str]) -> str:
+    """The whole page."""
+    rows = [tuple(cell(record) for cell in COLUMNS.values()) for record in facts()]
+    return (
+        "# Devices on PaddlePaddle\n\nFrom the facts that each plugin states; the scheduler obeys the same record. "
+        "*simulated device*: loaded, served and conformance-tested on a simulated device behind PaddlePaddle's "
+        "custom-device interface with the vendor's type name (asynchronous streams, protected memory, limits, faults, "
+        "two-rank collectives, graph capture). *stand-in*: the same under another name; the vendor's built-in place "
+        "has not been exercised. No vendor kernel, no vendor collective, no performance and no numeric behaviour of "
+        "any of these chips has been tested.\n\n" + table(tuple(COLUMNS), rows)
+    )

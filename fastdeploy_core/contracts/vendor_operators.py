@@ -1,0 +1,87 @@
+"""Operators that a vendor's own packages bring: found by name when they are installed, never copied."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fastdeploy_core.errors import PluginLoadError
+
+from .base import Accept, Candidate, Decline
+
+if TYPE_CHECKING:
+    from .attention import AttentionQuestion
+
+SCORE = 150  # tuned for its device
+
+
+class VendorOperators:
+    """Looks for operators in these modules, in this order; imports them when first asked."""
+
+    def __init__(self, *modules: str, aliases: Mapping[str, str] | None = None) -> None:
+        self._names = modules
+        self._aliases = aliases or {}  # an operator's other name
+        self._modules: list[Any] | None = None
+
+    def has(self, *names: str) -> bool:
+        """Whether every one of them is installed."""
+        return all(self._find(name) is not None for name in names)
+
+    def missing(self, *names: str) -> str:
+        """Those that are not installed, for a message; empty when all are."""
+        return ", ".join(name for name in names if self._find(name) is None)
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        """The operator; PluginLoadError says where it was looked for."""
+        found = self._find(name)
+        if found is None:
+            raise PluginLoadError(
+                f"vendor operator {name!r} is not installed; looked in {', '.join(self._names)}; "
+                "install the vendor's operator package"
+            )
+        return found
+
+    def use(self, *modules: Any) -> None:
+        """Look in these objects from now on, or again in the named modules; for tests."""
+        self._modules = list(modules) or None
+
+    def _find(self, name: str) -> Callable[..., Any] | None:
+        if self._modules is None:
+            self._modules = [m for m in map(_import, self._names) if m is not None]
+        for module in self._modules:
+            for spelling in (name, self._aliases.get(name, name)):
+                found: Callable[..., Any] | None = getattr(module, spelling, None)
+                if found is not None:
+                    return found
+        return None
+
+
+def answer_attention(
+    question: AttentionQuestion,
+    *,
+    driver: str,
+    device: str,
+    operators: VendorOperators,
+    needed: tuple[str, ...],
+    dtypes: tuple[str, ...],
+) -> Candidate:
+    """The answer to fd_attention_backends of a driver made of these operators, for plain attention."""
+    spec, reason = question.spec, ""
+    if question.device != device:
+        reason = f"runs on device {device!r} only"
+    elif spec.kind != "gqa" or spec.head_dim != spec.v_head_dim:
+        reason = f"kind {spec.kind!r} with values of {spec.v_head_dim}; possible: gqa, equal widths"
+    elif spec.dtype not in dtypes or question.kv_dtype not in ("auto", spec.dtype):
+        reason = f"{spec.dtype} with cache {question.kv_dtype}; possible: {', '.join(dtypes)}"
+    elif missing := operators.missing(*needed):
+        reason = f"the vendor's operators are not installed: {missing}"
+    return Candidate(driver, Decline(reason) if reason else Accept(SCORE, "the vendor's operators"))
+
+
+def _import(name: str) -> Any:
+    """The module; None when it is not installed or cannot be loaded here."""
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError):
+        return None

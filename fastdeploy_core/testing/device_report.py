@@ -1,0 +1,186 @@
+"""What a device really does, on this machine: each operation, one collective, versions. For `doctor`.
+
+    python -m fastdeploy_core.testing.device_report DEVICE
+
+The last line printed is a JSON list of [what, passed, words]. An operation is native when it runs with
+the library's detour over the CPU switched off; kernels of plugins are compared with the reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from fastdeploy_core.contracts.device import DeviceOptions, FallbackDevice, ReportingDevice
+from fastdeploy_core.contracts.moe import RoutingSpec
+from fastdeploy_core.contracts.ops import OPERATIONS
+from fastdeploy_core.errors import FastDeployError
+from fastdeploy_core.plugins.drivers import lookup
+from fastdeploy_core.plugins.kernels import REFERENCE, build_kernel_table
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.plugins.kernels import ChosenKernels
+
+Row = tuple[str, bool, str]
+TOLERANCE: Final = 1e-3  # absolute, of values around 1 in float32
+
+
+def sample_arguments(device: DeviceBackend) -> dict[str, Callable[[], tuple[Any, ...]]]:
+    """For every operation a maker of small arguments; fresh ones, since some change them in place."""
+    xp, put = device.xp, device.to_device
+
+    def floats(*shape: int, seed: int = 0) -> Any:
+        return put(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+
+    def ids(*values: int, dtype: str = "int64") -> Any:
+        return put(np.array(values, dtype=dtype))
+
+    def cache() -> tuple[Any, Any]:
+        return floats(4, 4, 2, 8, seed=8), floats(4, 4, 2, 8, seed=9)
+
+    def column(value: float) -> Any:
+        return put(np.full(2, value, dtype=np.float32))
+
+    mask = xp.zeros([2, 1], dtype=xp.int32, device=device.device) + 7
+    routing = RoutingSpec(num_experts=4, top_k=2)
+    return {
+        "embedding": lambda: (ids(1, 3), floats(8, 16)),
+        "linear": lambda: (floats(3, 16), floats(8, 16, seed=1), floats(8, seed=2)),
+        "rms_norm": lambda: (floats(3, 16), floats(16, seed=1), 1e-6),
+        "add_rms_norm": lambda: (floats(3, 16), floats(3, 16, seed=1), floats(16, seed=2), 1e-6),
+        "silu_and_mul": lambda: (floats(3, 16),),
+        "rotary_embedding": lambda: (
+            *(floats(3, 4, 8), floats(3, 2, 8, seed=1), ids(0, 1, 5), floats(8, 8, seed=2), False),
+        ),
+        "kv_write": lambda: ((floats(2, 2, 8), floats(2, 2, 8, seed=1)), cache(), ids(5, 6)),
+        "kv_copy_blocks": lambda: (cache(), ids(0), ids(2)),
+        "kv_read_blocks": lambda: (cache(), ids(1, 3)),
+        "kv_write_blocks": lambda: (cache(), ids(1), (floats(1, 4, 2, 8), floats(1, 4, 2, 8))),
+        "moe_routing": lambda: (floats(3, 4), None, routing),
+        "moe_experts": lambda: (
+            *(floats(2, 8), put(np.array([[0, 2], [1, 3]])), floats(2, 2, seed=1)),
+            *(floats(4, 12, 8, seed=2), floats(4, 8, 6, seed=3)),
+        ),
+        "apply_penalties": lambda: (
+            *(floats(2, 32), column(0.5), column(0.5), column(1.5)),
+            xp.zeros([2, 32], dtype=xp.int32, device=device.device),
+            xp.zeros([2, 32], dtype=xp.bool, device=device.device),
+        ),
+        "apply_bitmask": lambda: (floats(2, 32), mask),
+        "filter_logits": lambda: (floats(2, 32), ids(5, 0), column(0.9), column(0.0)),
+        "sample": lambda: (floats(2, 32), ids(1, 2), ids(3, 4)),
+        "greedy": lambda: (floats(2, 32),),
+        "log_softmax": lambda: (floats(2, 32),),
+    }
+
+
+def operations(device: DeviceBackend) -> list[Row]:
+    """One row for what runs on the device, one for each operation that does not, or not rightly."""
+    chosen, reference = build_kernel_table(device.name), build_kernel_table(REFERENCE)
+    arguments, rows, num_native = sample_arguments(device), list[Row](), 0
+    for name in OPERATIONS:
+        if name not in arguments:
+            rows.append((name, True, "not examined"))
+            continue
+        missing = _missing_kernel(device, chosen[name], arguments[name])
+        if missing:
+            rows.append((name, True, f"runs over the CPU: the device has no kernel {missing}"))
+        else:
+            num_native += 1
+        rows += _compare(device, chosen, reference, name, arguments[name])
+    rows.insert(
+        0, ("operations", True, f"{num_native} of {len(OPERATIONS)} run on the device alone")
+    )
+    return rows
+
+
+def _missing_kernel(
+    device: DeviceBackend, kernel: Callable[..., Any], make: Callable[[], tuple[Any, ...]]
+) -> str:
+    if not isinstance(device, FallbackDevice):
+        return ""
+    arguments = make()
+    try:
+        with device.without_fallback():
+            kernel(*arguments)
+    except Exception as error:
+        return device.missing_kernel(error)  # any other error shows in the comparison
+    return ""
+
+
+def _compare(
+    device: DeviceBackend,
+    chosen: ChosenKernels,
+    reference: ChosenKernels,
+    name: str,
+    make: Callable[[], tuple[Any, ...]],
+) -> list[Row]:
+    """Rows only for what is wrong."""
+    results = []
+    for table in (chosen, reference):
+        arguments = make()
+        try:
+            results.append(_values(device, (table[name](*arguments), arguments)))
+        except Exception as error:
+            return [(name, False, f"fails: {type(error).__name__}: {error}"[:300])]
+    worst = max(
+        (float(np.max(np.abs(a - b))) for a, b in zip(*results, strict=True) if a.size), default=0.0
+    )
+    if worst > TOLERANCE:
+        return [(name, False, f"differs from the reference by {worst:.3g}")]
+    return []
+
+
+def _values(device: DeviceBackend, tree: Any) -> list[np.ndarray]:
+    """All tensors in nested tuples, as float64; infinities become numbers that can be compared."""
+    if isinstance(tree, tuple | list):
+        return [v for part in tree for v in _values(device, part)]
+    if isinstance(tree, device.xp.tensor_type):
+        tensor: Any = tree
+        values = np.array(device.to_host(tensor.float()), dtype=np.float64)
+        return [np.nan_to_num(values, nan=1e30, posinf=1e20, neginf=-1e20)]
+    return []
+
+
+def collective(name: str, library: str, device: DeviceBackend) -> Row:
+    """Two ranks on two chips."""
+    from .conformance.test_device import run_ranks
+
+    if device.limits.max_tensor_parallel_size < 2:
+        return ("collective", True, "the device runs alone")
+    with contextlib.suppress(FastDeployError):
+        lookup("device", name)(DeviceOptions(index=1, num_threads=1)).close()
+        try:
+            first, second = run_ranks(name, library, 2)
+        except AssertionError as error:
+            return ("collective", False, str(error).strip().splitlines()[-1][:300])
+        wrong = [check for check, passed in first.items() if not passed]
+        if wrong or first != second:
+            return ("collective", False, f"wrong: {', '.join(wrong) or 'ranks disagree'}")
+        return ("collective", True, "two ranks agree")
+    return ("collective", True, "not tried: only one chip is here")
+
+
+def main() -> int:
+    """Examine one device and print."""
+    name = sys.argv[1]
+    device: DeviceBackend = lookup("device", name)(DeviceOptions(num_threads=1))
+    rows = [("device", True, line) for line in device.report()] if isinstance(
+        device, ReportingDevice
+    ) else []  # fmt: skip
+    with device.xp.no_grad():
+        rows += operations(device)
+    rows.append(collective(name, device.xp.name, device))
+    device.close()
+    sys.stdout.write("\n" + json.dumps(rows) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""FastDeploy on Hygon K100AI (DCU)."""

@@ -1,0 +1,39 @@
+"""What is particular about Hygon K100AI: a ROCm build of PaddlePaddle that calls itself `gpu`."""
+
+from __future__ import annotations
+
+import json
+
+from fastdeploy_core.contracts.device import DeviceLimits
+from fastdeploy_core.contracts.paddle_device import PaddleDevice, PaddleFacts
+
+FACTS = PaddleFacts(
+    name="dcu",
+    type_name="dcu_stand_in",  # PaddlePaddle takes no custom device called dcu
+    builtin_check="is_compiled_with_rocm",
+    builtin_type="gpu",
+    builtin_module="cuda",  # its module of paddle.device keeps that name
+    limits=DeviceLimits(
+        dtypes=("bfloat16", "float16", "float32"),
+        default_block_size=64,
+        max_tensor_parallel_size=8,
+    ),
+    packages=("paddlepaddle-dcu", "paddlepaddle-rocm"),
+    tested_versions=(("3.1.0", "3.1.0"),),
+    visible_env=("HIP_VISIBLE_DEVICES",),
+    memory_command="rocm-smi --showmeminfo vram --json -d {index}",
+    install="pip install paddlepaddle-dcu==3.1.0",
+)
+
+
+class DcuDevice(PaddleDevice):
+    """One K100AI."""
+
+    name, facts = FACTS.name, FACTS
+
+    @staticmethod
+    def parse_memory(output: str) -> tuple[int, int]:
+        """rocm-smi's JSON: bytes as text, by card."""
+        card = next(iter(json.loads(output).values()))
+        total = int(card["VRAM Total Memory (B)"])
+        return total - int(card["VRAM Total Used Memory (B)"]), total

@@ -1,0 +1,15 @@
+"""Answers at start-up. Light: PaddlePaddle is imported only when a runtime is installed."""
+
+from __future__ import annotations
+
+from fastdeploy_core.contracts import Candidate, hookimpl
+from fastdeploy_core.contracts.device import DeviceQuestion
+from fastdeploy_core.contracts.paddle_device import probe
+
+from .device import FACTS
+
+
+@hookimpl
+def fd_device_probe(question: DeviceQuestion) -> Candidate:
+    """Is a chip here, and does PaddlePaddle see it?"""
+    return probe(FACTS, question)

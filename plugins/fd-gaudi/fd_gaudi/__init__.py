@@ -1,0 +1,1 @@
+"""FastDeploy on Intel Gaudi2."""

@@ -1,0 +1,48 @@
+"""Cells of the kernel table that the vendor's operators fill.
+
+The vendor's fused attention includes the projections around it, which is more than the contract's
+units; what is used here is the cache write, without which every write would copy the whole pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fastdeploy_core.contracts.vendor_operators import VendorOperators
+from fastdeploy_core.tensor import namespace
+
+if TYPE_CHECKING:
+    from fastdeploy_core.tensor import Tensor
+
+OPERATORS = VendorOperators("paddlenlp_ops", "fastdeploy_ops")
+
+
+def has_index_copy(facts: Mapping[str, Any]) -> bool:
+    """The vendor's scatter along the first dimension."""
+    return OPERATORS.has("index_copy_")
+
+
+def kv_write(rows: tuple[Tensor, ...], cache: tuple[Tensor, ...], slot_mapping: Tensor) -> None:
+    """Store each token's rows in its slot. Padding (slot -1) stores the first real token once more, or
+    what slot 0 holds: shapes must not depend on how much of a step is padding."""
+    if slot_mapping.shape[0] == 0:
+        return
+    xp = namespace(slot_mapping)
+    is_real = slot_mapping >= 0
+    first = xp.argmax(is_real.to(xp.int32), 0)
+    places = xp.arange(slot_mapping.shape[0], dtype=xp.int64, device=slot_mapping.device)
+    source = xp.where(is_real, places, first)
+    slots = xp.clamp(xp.index_select(slot_mapping, 0, source), 0)
+    has_real = is_real.any().reshape([1, 1, 1])
+    for row, pool in zip(rows, cache, strict=True):
+        flat = pool.view([pool.shape[0] * pool.shape[1], *pool.shape[2:]])
+        stored = xp.index_select(flat, 0, slots)
+        data = xp.where(has_real, xp.index_select(row, 0, source), stored)
+        OPERATORS["index_copy_"](flat, slots, data, 0)
+
+
+def kv_write_blocks(cache: tuple[Tensor, ...], blocks: Tensor, data: tuple[Tensor, ...]) -> None:
+    """Overwrite whole blocks."""
+    for pool, part in zip(cache, data, strict=True):
+        OPERATORS["index_copy_"](pool, blocks, part, 0)

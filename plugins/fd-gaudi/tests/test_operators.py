@@ -1,0 +1,71 @@
+"""Buckets, and the one operator of the vendor's that is used; recorded by a stand-in in numpy."""
+
+import numpy as np
+import pytest
+from fd_gaudi.device import GaudiDevice, token_buckets
+from fd_gaudi.operators import OPERATORS
+from fd_simdevice.stand_in import StandIn, check, read, standing_in, write
+
+from fastdeploy_core.contracts.device import DeviceOptions
+from fastdeploy_core.errors import ConfigError
+from fastdeploy_core.plugins.kernels import build_kernel_table
+
+pytestmark = pytest.mark.usefixtures("simulated")
+
+
+class Operators(StandIn):
+    """index_copy_(target, index, source, dimension), in place."""
+
+    def index_copy_(self, target, index, source, dimension):
+        self.count("copy")
+        check(index, "int64", source.shape[0])
+        check(source, str(target.dtype).rpartition(".")[2], None, *target.shape[1:])
+        assert dimension == 0 and (read(index) >= 0).all()
+        self.shapes = [*getattr(self, "shapes", []), tuple(source.shape)]
+        values = read(target)
+        values[read(index)] = read(source)
+        write(target, values)
+
+
+@pytest.fixture
+def device():
+    device = GaudiDevice(DeviceOptions())
+    with device.xp.no_grad():
+        yield device
+    device.close()
+
+
+@pytest.mark.parametrize("slots", [[5, 0, 130], [-1, 7, -1], [3, -1, -1], [-1, -1, -1]])
+def test_cache_write_has_the_same_shape_whatever_is_padding(device, slots):
+    rng = np.random.default_rng(0)
+    pools = [rng.standard_normal((3, 128, 2, 8)).astype("float32") for _ in range(2)]
+    rows = [rng.standard_normal((3, 2, 8)).astype("float32") for _ in range(2)]
+    with standing_in(OPERATORS, Operators()) as operators:
+        table = build_kernel_table("gaudi")
+        assert table.origins()["kv_write"] == "fd-gaudi"
+        cache = tuple(device.to_device(p.copy()) for p in pools)
+        rows_dev = tuple(device.to_device(r.copy()) for r in rows)
+        table["kv_write"](rows_dev, cache, device.to_device(np.array(slots)))
+    assert operators.shapes == [(3, 2, 8)] * 2
+    for pool, row, got in zip(pools, rows, cache, strict=True):
+        expected = pool.reshape(-1, 2, 8).copy()
+        for token, slot in enumerate(slots):
+            if slot >= 0:
+                expected[slot] = row[token]
+        assert np.array_equal(read(got).reshape(-1, 2, 8), expected)
+
+
+def test_buckets_follow_the_operators_variables(monkeypatch):
+    assert token_buckets()[:4] == (1, 4, 8, 12) and token_buckets()[-2:] == (2048, 4096)
+    monkeypatch.setenv("HPU_WARMUP_MODEL_LEN", "300")
+    monkeypatch.setenv("BATCH_STEP_DECODE", "32")
+    assert token_buckets() == (1, 32, 64, 128, 256, 300)
+    monkeypatch.setenv("SEQUENCE_STEP_PREFILL", "many")
+    with pytest.raises(ConfigError, match="SEQUENCE_STEP_PREFILL"):
+        token_buckets()
+
+
+def test_memory_tool_is_read():
+    assert GaudiDevice.parse_memory("97000, 98304\n") == (97000 * 2**20, 98304 * 2**20)
+    with pytest.raises(ValueError):
+        GaudiDevice.parse_memory("no devices were found")

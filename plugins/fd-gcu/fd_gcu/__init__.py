@@ -1,0 +1,1 @@
+"""FastDeploy on Enflame S60 (GCU)."""

@@ -1,0 +1,13 @@
+"""Cells of the kernel table: filled where the vendor's operators are installed."""
+
+from __future__ import annotations
+
+from fastdeploy_core.contracts.ops import Kernel
+
+_OPERATORS = "fd_gcu.operators"
+
+TABLE = {
+    "rms_norm": Kernel(f"{_OPERATORS}:rms_norm", f"{_OPERATORS}:has_norms"),
+    "add_rms_norm": Kernel(f"{_OPERATORS}:add_rms_norm", f"{_OPERATORS}:has_norms"),
+    "moe_experts": Kernel(f"{_OPERATORS}:moe_experts", f"{_OPERATORS}:has_moe"),
+}

@@ -1,0 +1,22 @@
+"""The core's conformance kit on a simulated device of this vendor's type name."""
+
+import pytest
+
+from fastdeploy_core.testing.conformance.test_attention import AttentionConformance
+from fastdeploy_core.testing.conformance.test_device import DeviceConformance
+from fastdeploy_core.testing.conformance.test_ops import OpsConformance
+
+pytestmark = pytest.mark.usefixtures("simulated")
+
+
+class TestGcu(DeviceConformance):
+    driver_name = "gcu"
+
+
+class TestGcuKernels(OpsConformance):
+    driver_name = "gcu"
+
+
+class TestGcuWithReferenceAttention(AttentionConformance):
+    driver_name = "reference"
+    runs_on = "gcu"

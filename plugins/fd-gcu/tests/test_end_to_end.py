@@ -1,0 +1,11 @@
+"""A whole engine on the simulated device, alone and with two ranks."""
+
+import pytest
+
+from fastdeploy_core.testing.conformance.test_end_to_end import EndToEndConformance
+
+pytestmark = [pytest.mark.usefixtures("simulated"), pytest.mark.slow]
+
+
+class TestGcuEndToEnd(EndToEndConformance):
+    driver_name = "gcu"

@@ -1,0 +1,1 @@
+"""FastDeploy on Iluvatar BI-V150."""

@@ -1,0 +1,1 @@
+"""A simulated accelerator that PaddlePaddle takes for a real one, under any device type name."""

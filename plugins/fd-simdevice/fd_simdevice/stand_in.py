@@ -1,0 +1,82 @@
+"""Stand-ins for vendors' operators: numpy on device tensors, strict about what they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+
+class StandIn:
+    """Base of a fake operator module. Subclasses define operators as methods; `calls` counts them."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, int] = {}
+
+    def count(self, name: str) -> None:
+        """To be called by every operator."""
+        self.calls[name] = self.calls.get(name, 0) + 1
+
+
+@contextmanager
+def standing_in(operators: Any, module: StandIn) -> Iterator[StandIn]:
+    """Inside, `operators` (a VendorOperators) finds the stand-in's."""
+    operators.use(module)
+    try:
+        yield module
+    finally:
+        operators.use()
+
+
+def check(x: Any, dtype: str, *shape: int | None) -> None:
+    """A tensor of that dtype and shape (None: any size), contiguous."""
+    name = str(x.dtype).rpartition(".")[2]
+    assert name == dtype, f"dtype {name}, expected {dtype}"
+    got = tuple(x.shape)
+    assert len(got) == len(shape), f"shape {got}, expected {shape}"
+    assert all(want in (None, have) for have, want in zip(got, shape, strict=True)), (got, shape)
+    assert x.is_contiguous(), "not contiguous"
+
+
+def read(x: Any) -> np.ndarray:
+    """Values, floats as float64."""
+    if "float" in str(x.dtype):
+        return np.array(x.astype("float32").numpy(), "float64")
+    return np.array(x.numpy())
+
+
+def write(x: Any, values: np.ndarray) -> None:
+    """Overwrite a device tensor."""
+    x.copy_(like(x, values))
+
+
+def like(x: Any, values: np.ndarray) -> Any:
+    """A new tensor with x's dtype and place."""
+    import paddle
+
+    return paddle.to_tensor(np.asarray(values, "float32"), place=x.place).astype(x.dtype)
+
+
+def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
+    """Causal attention of the last len(q) of len(k) tokens, [tokens, heads, dim]."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = np.repeat(k, group, 1), np.repeat(v, group, 1)
+    scores = np.einsum("qhd,khd->hqk", q, keys) * scale
+    seen = np.arange(len(k))[None] <= np.arange(len(k) - len(q), len(k))[:, None]
+    scores = np.where(seen[None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("hqk,khd->qhd", weights, values)
+
+
+def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, neox: bool) -> np.ndarray:
+    """x [tokens, heads, dim]; cos, sin [tokens, dim / 2]. neox: pairs (i, i + dim / 2)."""
+    half, out = x.shape[-1] // 2, x.copy()
+    first, second = (
+        (slice(0, half), slice(half, None)) if neox else (slice(0, None, 2), slice(1, None, 2))
+    )
+    a, b, c, s = x[..., first], x[..., second], cos[:, None], sin[:, None]
+    out[..., first], out[..., second] = a * c - b * s, b * c + a * s
+    return out

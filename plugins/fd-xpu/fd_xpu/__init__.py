@@ -1,0 +1,1 @@
+"""FastDeploy on Kunlunxin P800 (XPU)."""

@@ -1,0 +1,27 @@
+"""The vendor's fused operators."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastdeploy_core.contracts import vendor_operators
+from fastdeploy_core.contracts.vendor_operators import VendorOperators
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts import Candidate
+    from fastdeploy_core.contracts.attention import AttentionQuestion
+
+OPERATORS = VendorOperators("fastdeploy_ops")
+ATTENTION = ("get_infer_param", "block_attn")
+
+
+def answer_attention(question: AttentionQuestion) -> Candidate:
+    """Whether driver `xpu_block` can serve the layer."""
+    return vendor_operators.answer_attention(
+        question,
+        driver="xpu_block",
+        device="xpu",
+        operators=OPERATORS,
+        needed=ATTENTION,
+        dtypes=("bfloat16", "float16"),
+    )

@@ -1,0 +1,7 @@
+"""The simulated device under the vendor's type name, and the conformance kit's fixtures."""
+
+from fd_simdevice.pytest_plugin import simulate
+
+simulate("xpu_stand_in")
+
+pytest_plugins = ["fastdeploy_core.testing.pytest_plugin", "fd_simdevice.pytest_plugin"]

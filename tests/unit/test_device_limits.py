@@ -1,0 +1,36 @@
+"""Limits of a device that the batch scheduler has to keep, on the fake device."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdeploy_core.errors import ConfigError
+from tests.null_engine import expected_answers, make_core, make_request, run
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    return [(7 * i + 11 * seed) % 60 + 4 for i in range(num_tokens)]
+
+
+def test_device_that_cannot_continue_prompts_gets_them_whole() -> None:
+    core = make_core(
+        null={"chunked_prefill": False}, max_num_batched_tokens=40, max_model_len=40, overlap=False
+    )
+    requests = [make_request(f"r{i}", prompt(25, i), max_tokens=2) for i in range(3)]
+    collector = run(core, requests)
+    rows = [row for step in core._executor.steps for row in step.sequences]
+    assert [row.num_tokens for row in rows if row.num_computed_tokens == 0] == [25] * 3
+    assert all(collector.answers(r.request_id) == expected_answers(r, 40) for r in requests)
+
+
+def test_device_that_cannot_continue_prompts_needs_steps_as_long_as_one() -> None:
+    with pytest.raises(ConfigError, match="where the device can do it"):
+        make_core(null={"chunked_prefill": False}, max_num_batched_tokens=32, max_model_len=128)
+
+
+def test_steps_fit_into_the_largest_bucket() -> None:
+    core = make_core(null={"token_buckets": [4, 12]}, max_num_batched_tokens=32, overlap=False)
+    request = make_request("r", prompt(30), max_tokens=3)
+    collector = run(core, [request])
+    fed = [sum(row.num_tokens for row in step.sequences) for step in core._executor.steps]
+    assert max(fed) == 12 and collector.answers("r") == expected_answers(request)

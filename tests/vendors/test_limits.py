@@ -1,0 +1,190 @@
+"""The limits bite: each test fails when the core ignores the limit. Whole engines on simulated devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdeploy_core.errors import CapabilityError
+from fastdeploy_core.testing.tiny_model import VOCAB, write_tiny_model
+from fastdeploy_core.types import SchedulerOutput
+from tests.null_engine import Collector, make_request
+from tests.vendors.engines import engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [3 + (7 * i + 5 * seed) % (VOCAB - 3) for i in range(length)]
+
+
+class Watch:
+    """Sees the step messages and the shapes that reach the model."""
+
+    def __init__(self, running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[SchedulerOutput] = []
+        self.shapes: set[int] = set()
+        self.known: dict[int, int] = {}
+        worker = running._core._executor._worker
+        launch, forward = worker.launch, worker._runner._model.forward
+
+        def launch_and_note(step: SchedulerOutput) -> Any:
+            self.steps.append(step)
+            return launch(step)
+
+        def forward_and_note(input_ids: Any, positions: Any, context: Any) -> Any:
+            self.shapes.add(int(input_ids.shape[0]))
+            return forward(input_ids, positions, context)
+
+        monkeypatch.setattr(worker, "launch", launch_and_note)
+        monkeypatch.setattr(worker._runner._model, "forward", forward_and_note)
+
+    def prefills(self) -> list[list[bool]]:
+        """For each step and row, whether it feeds prompt tokens."""
+        found = []
+        for step in self.steps:
+            self.known |= {n.seq_id: n.num_prompt_tokens for n in step.new_sequences}
+            found.append([s.num_computed_tokens < self.known[s.seq_id] for s in step.sequences])
+        return found
+
+
+def run(running: Any, requests: list[Any], late: list[Any] = ()) -> Collector:
+    collector, waiting = Collector(), list(late)
+    for request in requests:
+        running.add(request)
+    while running.has_work() or waiting:
+        if waiting and len(collector.order) >= 1:
+            running.add(waiting.pop())
+        collector.take(running.step())
+    assert not collector.errors, collector.errors
+    return collector
+
+
+def test_gcu_never_shares_a_block(
+    panels: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three requests with the same 70-token prompt, and one with three branches."""
+    with engine(model, "gcu") as running:
+        watch = Watch(running, monkeypatch)
+        same = [make_request(f"r{i}", prompt(70), max_tokens=6) for i in range(2)]
+        branches = make_request("n", prompt(70), max_tokens=6, n=3, temperature=1.0, seed=1)
+        run(running, same, late=[branches])
+        owner: dict[int, int] = {}
+        for step in watch.steps:
+            for seq in step.finished_seq_ids:
+                owner = {block: who for block, who in owner.items() if who != seq}
+            for new in step.new_sequences:
+                assert not set(new.block_ids) & set(owner), "a block has two owners"
+                owner |= dict.fromkeys(new.block_ids, new.seq_id)
+            for row in step.sequences:
+                assert not set(row.new_block_ids) & set(owner)
+                owner |= dict.fromkeys(row.new_block_ids, row.seq_id)
+            assert not step.copies.device_to_device
+        assert running.stats().prefix_hit_tokens_total == 0
+        assert any("no KV block belongs to two" in line for line in running.info.report)
+
+
+def test_gaudi_never_mixes_prompts_and_decodes(
+    panels: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(model, "gaudi") as running:
+        watch = Watch(running, monkeypatch)
+        run(
+            running,
+            [make_request("a", prompt(9), max_tokens=12)],
+            late=[make_request(f"late{i}", prompt(20 + i, i), max_tokens=3) for i in range(3)],
+        )
+        assert all(len(set(rows)) == 1 for rows in watch.prefills() if rows)
+        assert any(rows and rows[0] for rows in watch.prefills()[2:]), "nothing arrived later"
+        assert any("prompts or decodes" in line for line in running.info.report)
+
+
+def test_gaudi_sees_no_new_shape_after_warm_up(
+    panels: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastdeploy_core.worker.model_runner import ModelRunner
+
+    warm: set[int] = set()
+    launch = ModelRunner.launch
+
+    def note(self: Any, step: SchedulerOutput) -> Any:
+        forward = self._model.forward
+
+        def watched(input_ids: Any, *rest: Any) -> Any:
+            warm.add(int(input_ids.shape[0]))
+            return forward(input_ids, *rest)
+
+        monkeypatch.setattr(self._model, "forward", watched, raising=False)
+        return launch(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "launch", note)
+        started = engine(model, "gaudi")
+        running = started.__enter__()
+    try:
+        watch = Watch(running, monkeypatch)
+        requests = [make_request(f"r{i}", prompt(3 + 13 * i, i), max_tokens=5) for i in range(6)]
+        run(running, requests, late=[make_request("late", prompt(77), max_tokens=4)])
+        assert watch.shapes <= warm, f"compiled while serving: {sorted(watch.shapes - warm)}"
+        assert {1, 4} & watch.shapes and 128 in watch.shapes
+    finally:
+        started.__exit__(None, None, None)
+
+
+def test_iluvatar_refuses_blocks_of_64(panels: Path, model: Path) -> None:
+    with (
+        pytest.raises(CapabilityError, match="--block-size 16"),
+        engine(model, "iluvatar", block_size=64),
+    ):
+        pass
+
+
+def test_iluvatar_runs_every_prompt_whole(
+    panels: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(model, "iluvatar") as running:
+        watch = Watch(running, monkeypatch)
+        requests = [make_request(f"r{i}", prompt(90, i), max_tokens=3) for i in range(3)]
+        run(running, requests)
+        fed = [
+            (s.num_computed_tokens, s.num_tokens)
+            for step in watch.steps
+            for s in step.sequences
+            if s.num_tokens > 1
+        ]
+        assert fed == [(0, 90)] * 3
+        assert any("turned off: chunked prefill" in line for line in running.info.report)
+
+
+def test_iluvatar_kv_memory_is_what_the_operator_says(
+    panels: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FD_ILUVATAR_KVCACHE_MEM", "0.001")
+    with engine(model, "iluvatar", num_gpu_blocks_override=None) as running:
+        per_block = running.info.bytes_per_block
+        assert running.info.num_blocks == int(0.001 * 1024**3) // per_block
+        assert any("the device's plugin or its variable" in x for x in running.info.report)
+
+
+def test_xpu_starts_one_prompt_per_step(
+    panels: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(model, "xpu") as running:
+        watch = Watch(running, monkeypatch)
+        run(running, [make_request(f"r{i}", prompt(6, i), max_tokens=4) for i in range(4)])
+        assert max(sum(rows) for rows in watch.prefills()) == 1
+        assert any(sum(rows) and not all(rows) for rows in watch.prefills()), "nothing was mixed"
+
+
+def test_several_ranks_than_a_device_has_chips_are_refused(panels: Path, model: Path) -> None:
+    from fastdeploy_core.contracts.device import DeviceOptions
+    from fastdeploy_core.errors import ConfigError
+    from fastdeploy_core.plugins.drivers import lookup
+
+    with pytest.raises(ConfigError, match="no chip 2: 2 visible"):
+        lookup("device", "metax")(DeviceOptions(index=2))

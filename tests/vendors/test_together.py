@@ -1,0 +1,111 @@
+"""All vendor distributions installed together on a machine that has none of the chips."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastdeploy_core.testing.generate import greedy_tokens
+from fastdeploy_core.testing.tiny_model import write_tiny_model
+from tests.vendors.conftest import DEVICES
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("panels")
+
+
+def environment(**more: str) -> dict[str, str]:
+    """No simulated devices, and of the plugins only these."""
+    dropped = ("FD_", "SIM_", "CUSTOM_DEVICE_ROOT")
+    kept = {n: v for n, v in os.environ.items() if not n.startswith(dropped)}
+    names = ",".join(f"fd-{device}" for device in DEVICES)
+    return kept | {"FD_PLUGINS": names, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | more
+
+
+def fastdeploy(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fastdeploy_core.cli.main", *arguments],
+        env=environment(**more), capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+
+
+def test_list_names_all_of_them() -> None:
+    done = fastdeploy("plugins", "list", "--kind", "device", "--json")
+    rows = {row["name"]: row for row in json.loads(done.stdout)["plugins"]}
+    assert {f"fd-{device}" for device in DEVICES} == {
+        rows[device]["distribution"] for device in DEVICES
+    }
+
+
+def test_why_device_gives_each_ones_reason() -> None:
+    done = fastdeploy("plugins", "why", "device", "--json")
+    assert done.returncode == 0, done.stderr
+    decision = json.loads(done.stdout)["decisions"][0]
+    assert decision["winner"] == "cpu"
+    reasons = {c["name"]: c["reason"] for c in decision["candidates"] if not c["accepted"]}
+    for device in DEVICES:
+        assert "no runtime of it is installed" in reasons[device], reasons[device]
+        assert "paddle" in reasons[device].lower()  # what to install
+
+
+def test_doctor_passes() -> None:
+    done = fastdeploy("plugins", "doctor", "--json")
+    checks = json.loads(done.stdout)["checks"]
+    ours = [c for c in checks if c["origin"].split()[0] in {f"fd-{d}" for d in DEVICES}]
+    assert len([c for c in ours if c["kind"] == "device"]) == len(DEVICES)
+    assert {c["verdict"] for c in ours} == {"PASS"}, ours
+
+
+def test_asking_for_a_chip_that_is_not_there_says_so() -> None:
+    done = fastdeploy("plugins", "why", "device", "--device", "gcu")
+    assert done.returncode == 1
+    assert "gcu declines" in done.stdout and "paddle-custom-gcu" in done.stdout
+
+
+def test_cpu_serves_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    for name in list(os.environ):
+        if name.startswith(("FD_", "SIM_", "CUSTOM_DEVICE_ROOT")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("FD_PLUGINS", environment()["FD_PLUGINS"])
+    tokens = greedy_tokens(model, [[5, 9, 11]], max_tokens=4, dtype="float32")
+    assert len(tokens["together"][0]) == 4
+
+
+def test_a_broken_one_breaks_nothing(tmp_path: Path) -> None:
+    """One vendor's package raises when it is imported; the others and the CPU do not notice."""
+    broken = tmp_path / "fd_gcu"
+    broken.mkdir()
+    (broken / "__init__.py").write_text(
+        "raise OSError('libtopsrt.so: cannot open shared object file')\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = fastdeploy("plugins", "why", "device", "--json", PYTHONPATH=path)
+    assert done.returncode == 0
+    answer = json.loads(done.stdout)
+    assert answer["decisions"][0]["winner"] == "cpu"
+    names = {c["name"] for c in answer["decisions"][0]["candidates"]}
+    assert names >= set(DEVICES) - {"gcu"}
+    doctor = fastdeploy("plugins", "doctor", "--json", PYTHONPATH=path)
+    failed = [c for c in json.loads(doctor.stdout)["checks"] if c["verdict"] == "FAIL"]
+    assert failed and {c["origin"].split()[0] for c in failed} == {"fd-gcu"}
+    assert any("runtime installed" in c["hint"] for c in failed)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_plugins_stay_small(device: str) -> None:
+    """Facts, a table, adapters: at most 250 lines of code, and no word of another vendor."""
+    package = ROOT / "plugins" / f"fd-{device}" / f"fd_{device}"
+    files = sorted(package.glob("*.py"))
+    lines = [
+        line for f in files for line in f.read_text("utf-8").splitlines()
+        if line.strip() and not line.lstrip().startswith("#")
+    ]  # fmt: skip
+    assert len(lines) <= 250, f"{len(lines)} lines"
+    others = set(DEVICES) - {device}
+    text = "\n".join(lines).lower()
+    assert not [other for other in others if other in text]
