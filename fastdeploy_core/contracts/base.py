@@ -7,7 +7,7 @@ from typing import Final
 
 # (major, minor). It stays 0.x until two unlike devices and two unlike request schedulers have
 # passed the conformance kit. Under major 0 a plugin works when its minor is not newer than ours.
-CONTRACT: Final[tuple[int, int]] = (0, 1)
+CONTRACT: Final[tuple[int, int]] = (0, 2)
 
 # The distribution that owns this contract; its own drivers are always enabled.
 DISTRIBUTION: Final = "fastdeploy-core"
@@ -149,8 +149,9 @@ Verdict = Accept | Decline
 class Candidate:
     """One driver's answer to one question. `name` is its entry-point name.
 
-    `details` are facts for the start-up report. Those of a device candidate also travel into later
-    questions: `tensor_library` names the library the driver will run on.
+    `details` are facts for the start-up report. Some also travel into later questions: of a device
+    `tensor_library`, the library the driver will run on; of a quantizer `experts`, the internal
+    formats of the experts (MoEQuestion.quantization).
     """
 
     name: str

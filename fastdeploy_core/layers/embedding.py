@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .linear import Linear, LinearPart
 from .weight_map import Placement
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Embedding:
     def __init__(self, build: ModelBuilder, name: str, vocab_size: int, hidden: int) -> None:
         self.share = VocabShare(build, vocab_size)
         self.weight = self.share.place(build, f"{name}.weight", (hidden,))
+        build.leave_unquantized(name)
         self._lookup = build.kernels["embedding"]
         self._build = build
 
@@ -75,17 +77,28 @@ class LMHead:
         bias: bool = False,
     ) -> None:
         self._build, self._share = build, VocabShare(build, vocab_size)
+        self._linear: Linear | None = None
+        if tied is None and build.quantizer is not None and vocab_size % build.tp_size == 0:
+            part = LinearPart(name, vocab_size, build.piece)
+            self._linear = Linear(
+                build, name, [part], hidden, parallel="column", bias=bias, role="lm_head"
+            )
+            return
         if tied is None:
             self._weight = self._share.place(build, f"{name}.weight", (hidden,), is_linear=True)
         else:
             self._weight = tied.weight
             build.weights.ignore(f"{name}.weight")
+            build.leave_unquantized(name)
         self._bias = self._share.place(build, f"{name}.bias", ()) if bias else None
         self._product = build.kernels["linear"]
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """The full logits."""
-        logits = self._product(hidden, self._weight, self._bias)
+        if self._linear is not None:
+            logits = self._linear(hidden)
+        else:
+            logits = self._product(hidden, self._weight, self._bias)
         if self._build.tp_size > 1:
             logits = self._build.all_gather(logits)
             if logits.shape[-1] != self._share.size:

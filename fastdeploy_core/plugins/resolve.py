@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from fastdeploy_core.config.quantization import quantization_of
 from fastdeploy_core.contracts.base import Candidate, Requirements
 from fastdeploy_core.contracts.device import DeviceQuestion
 from fastdeploy_core.errors import (
@@ -59,9 +60,9 @@ def resolve(
     hooks = hook_manager(inventory=inventory) if hooks is None else hooks
     resolver = _Resolver(config, inventory, hooks)
     resolver.device()
+    resolver.quantizer()
     resolver.attention(attention)
     resolver.moe(moe)
-    resolver.quantizer()
     resolver.speculative()
     resolver.scheduler()
     resolver.by_name()
@@ -87,6 +88,8 @@ class _Resolver:
         self._notes: list[str] = []
         self._tensor_library = config.device.tensor_library
         self._requirements = Requirements()
+        self._quantization = quantization_of(config)
+        self._expert_formats = ""
 
     def device(self) -> None:
         """The accelerator: asked for by name, or the best one whose hardware is here."""
@@ -115,7 +118,7 @@ class _Resolver:
                 tensor_library=self._tensor_library,
                 spec=spec,
                 block_size=self._config.cache.block_size,
-                kv_dtype=self._config.cache.kv_dtype,
+                kv_dtype=self._quantization.kv_format or "auto",
             )
             for spec in dict.fromkeys(specs)
         ]
@@ -132,7 +135,7 @@ class _Resolver:
                 device=self._chosen["device"],
                 tensor_library=self._tensor_library,
                 spec=spec,
-                quantization=self._config.model.quantization,
+                quantization=self._expert_formats,
             )
             for spec in dict.fromkeys(specs)
         ]
@@ -142,30 +145,29 @@ class _Resolver:
         """Who reads the checkpoint's quantization_config, or the format named."""
         from fastdeploy_core.contracts.quantizer import QuantizationQuestion
 
-        name = self._config.model.quantization
-        checkpoint = self._config.model.hf_config.get("quantization_config") or {}
-        if not name and not checkpoint:
+        name, config = self._quantization.method, self._quantization.config
+        if not name:
             return
         question = QuantizationQuestion(
             name=name,
-            config=checkpoint,
+            config=config,
             device=self._chosen["device"],
             tensor_library=self._tensor_library,
         )
         answer = self._hooks.first("fd_quantizer_for", question=question)
-        candidates = []
         if answer is not None and isinstance(answer.value, Candidate):
-            candidates.append((answer.value, answer.plugin.distribution))
-        asked = name if name and not candidates else ""
-        if not candidates and not asked:
+            candidate: Candidate = answer.value
+            self._expert_formats = candidate.details.get("experts", "")
+            self._take(decide("quantizer", name, [(candidate, answer.plugin.distribution)]))
+            return
+        if config.get("is_quantized"):
             raise UnsupportedModel(
-                f"the checkpoint is quantized with {dict(checkpoint)!r:.200} and no installed "
+                f"the checkpoint is quantized with {dict(config)!r:.200} and no installed "
                 f"quantizer reads that; installed: "
                 f"{', '.join(available('quantizer', self._inventory)) or 'none'}; "
                 "see: fastdeploy plugins list --kind quantizer"
             )
-        shown = name or str(checkpoint.get("quant_method", checkpoint.get("quantization", "?")))
-        self._take(decide("quantizer", shown, candidates, asked=asked))
+        self._take(decide("quantizer", name, [], asked=name))
 
     def speculative(self) -> None:
         """The drafting method, and what it needs of the rest."""

@@ -79,13 +79,19 @@ class IdentityQuantizer:
     """Keeps full precision; shows the shape of a quantizer with the fewest lines."""
 
     name = "identity"
-    contract = (0, 1)
+    contract = (0, 2)
 
     def __init__(self, config: Mapping[str, Any], device: Any, kernels: Any) -> None:
         self._linear = kernels["linear"]
 
     def supports(self, layer: LayerSpec) -> bool:
         return layer.role == "linear"
+
+    def joins(self, layer: LayerSpec) -> bool:
+        return True
+
+    def is_stored(self, layer: LayerSpec) -> bool:
+        return False
 
     def parameters(self, layer: LayerSpec) -> dict[str, ParameterSpec]:
         shape = (layer.out_features, layer.in_features)
@@ -99,6 +105,9 @@ class IdentityQuantizer:
 
     def apply(self, layer: LayerSpec, prepared: Any, x: Any, bias: Any) -> Any:
         return self._linear(x, prepared, bias)
+
+    def dequantize(self, layer: LayerSpec, tensors: dict[str, Any]) -> Any:
+        return tensors["weight"].float()
 
 
 class TestIdentityQuantizer(QuantizerConformance):
