@@ -7,9 +7,12 @@ only `apply` runs per step.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
@@ -67,6 +70,7 @@ class LayerSpec:
     has_bias: bool = False
     parallel: Literal["none", "column", "row"] = "none"
     parts: tuple[LayerPart, ...] = ()  # empty: one checkpoint matrix, of this name
+    shards: int = 1  # ranks that divide it
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,41 @@ class Quantizer(Protocol):
         (the up-projection of latent attention), and for reports of the rounding error.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Calibration:
+    """What calibration text says about the inputs of one matrix (of one expert)."""
+
+    num_tokens: int
+    peak: float  # largest magnitude of an input
+    hessian: np.ndarray | None = None  # [K, K] float32, the mean of x x^T over tokens
+
+
+@runtime_checkable
+class CalibratedQuantizer(Protocol):
+    """A Quantizer that rounds better, or only, with calibration; `fastdeploy quantize` asks it."""
+
+    def calibration(self, layer: LayerSpec) -> Literal["none", "peak", "hessian"]:
+        """What quantize_calibrated() needs to know for this layer."""
+        ...
+
+    def quantize_calibrated(
+        self, layer: LayerSpec, weight: Tensor, calibration: Calibration
+    ) -> dict[str, Tensor]:
+        """As quantize(), with what is known about the layer's inputs."""
+        ...
+
+    def checkpoint_config(self) -> dict[str, Any]:
+        """quantization_config of a checkpoint that holds what this quantizer makes."""
+        ...
+
+
+def find_quantizer(name: str) -> type[Quantizer]:
+    """Another installed quantizer's class, for methods that are made of several."""
+    module = importlib.import_module("fastdeploy_core.plugins")
+    found: type[Quantizer] = module.lookup("quantizer", name)
+    return found
 
 
 def packed_bytes(weight: PackedWeight) -> int:

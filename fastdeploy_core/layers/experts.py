@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 Accept = Callable[[int, int | None, "Tensor"], None]
 
 
-def expert_specs(prefix: str, spec: MoESpec, expert: int = 0) -> tuple[LayerSpec, LayerSpec]:
+def expert_specs(
+    prefix: str, spec: MoESpec, expert: int = 0, shards: int = 1
+) -> tuple[LayerSpec, LayerSpec]:
     """What a quantizer is asked about one expert's two matrices; `prefix` ends in .experts."""
     hidden, width, name = spec.hidden_size, spec.intermediate_size, f"{prefix}.{expert}"
     parts = (LayerPart(f"{name}.gate_proj", width), LayerPart(f"{name}.up_proj", width))
@@ -35,6 +37,7 @@ def expert_specs(prefix: str, spec: MoESpec, expert: int = 0) -> tuple[LayerSpec
         dtype=spec.dtype,
         parallel="column",
         parts=parts,
+        shards=shards,
     )
     down = replace(
         gate_up,
@@ -53,7 +56,7 @@ def make_experts(
     """In the model's dtype, or quantized where the quantizer takes both matrices."""
     quantizer = build.quantizer
     if quantizer is not None:
-        taken = [quantizer.supports(own) for own in expert_specs(prefix, spec)]
+        taken = [quantizer.supports(own) for own in expert_specs(prefix, spec, 0, build.tp_size)]
         if all(taken):
             return PackedExperts(build, prefix, spec, intermediate, driver, quantizer)
         build.leave_unquantized(prefix)
@@ -114,19 +117,22 @@ class PackedExperts:
         self._dtypes: dict[str, Any] = {}
         # Full-precision matrices on their way: (expert, which) -> (tensor, parts still to come)
         self._staged: dict[tuple[int, int], tuple[Tensor, int]] = {}
-        if not build.is_stored(expert_specs(prefix, spec)[0]):
+        if not build.is_stored(expert_specs(prefix, spec, 0, build.tp_size)[0]):
             _place(build, prefix, spec, intermediate, self._accept)
             return
         for expert in range(self._count):
-            for which, own in enumerate(expert_specs(prefix, spec, expert)):
+            for which, own in enumerate(expert_specs(prefix, spec, expert, build.tp_size)):
                 parts = [StoredPart(p.name, p.out_features, build.piece) for p in own.parts]
                 done = partial(self._store, expert, which)
                 names = joined_names(f"{prefix}.{expert}.gate_up_proj")
                 StoredLayer(build, quantizer, own, parts, done, names)
 
+    def _specs(self, expert: int) -> tuple[LayerSpec, LayerSpec]:
+        return expert_specs(self._prefix, self._spec, expert, self._build.tp_size)
+
     def _accept(self, expert: int, start: int | None, tensor: Tensor) -> None:
         which = 1 if start is None else 0
-        own = expert_specs(self._prefix, self._spec, expert)[which]
+        own = self._specs(expert)[which]
         dtype = self._build.xp.dtype(self._spec.dtype)
         staged = self._staged.pop((expert, which), None)
         if staged is None:
@@ -155,7 +161,7 @@ class PackedExperts:
 
     def _prepare(self) -> None:
         xp, packed = self._build.xp, []
-        specs = expert_specs(self._prefix, self._spec)
+        specs = self._specs(0)
         for own, buffers in zip(specs, self._buffers, strict=True):
             tensors = {
                 suffix: tensor.view(self._dtypes[suffix])

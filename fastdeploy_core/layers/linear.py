@@ -77,6 +77,7 @@ class Linear:
             has_bias=bias,
             parallel=parallel,
             parts=tuple(LayerPart(part.name, part.rows) for part in self._parts),
+            shards=1 if parallel == "none" else build.tp_size,
         )
         quantizer = build.quantizer_for(self.spec) if quantize else None
         self._quantizer = quantizer

@@ -133,7 +133,7 @@ class _UpProjection:
         build.leave_unquantized(name)
         out = shape.num_heads * (self._nope + self._v)
         spec = LayerSpec(name, "linear", self._rank, out // build.tp_size, dtype=build.dtype)
-        spec = replace(spec, parallel="column")
+        spec = replace(spec, parallel="column", shards=build.tp_size)
         quantizer = build.quantizer
         if quantizer is not None and quantizer.supports(spec) and quantizer.is_stored(spec):
             # The checkpoint has it in few bits; absorbed, it is computed in the model's dtype.

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.quantizer import LayerSpec, ParameterSpec
     from fastdeploy_core.tensor import Tensor
 
+# Set by `fastdeploy quantize` only: scales of activations are about to be measured.
+CALIBRATING = "is_calibrating"
 _IGNORE_KEYS = ("modules_to_not_convert", "ignored_layers")
 
 

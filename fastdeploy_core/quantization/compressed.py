@@ -71,6 +71,11 @@ class CompressedTensors(PackedQuantizer):
                 f"{layer.name}: experts with actorder group are not supported; possible: actorder "
                 "weight or none"
             )
+        if scheme.is_scattered and layer.parallel == "row" and layer.shards > 1:
+            raise ConfigError(
+                f"{self.name}: {layer.name} has its inputs in an order of its own (actorder group) and "
+                "cannot be divided; possible: --tensor-parallel-size 1"
+            )
         if scheme.strategy == "block":
             sizes = [part.out_features for part in layer.parts[:-1]]
             if layer.parallel == "row":

@@ -8,13 +8,16 @@ checkpoints also one per tensor, which is spread: weight, weight_scale, input_sc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from fastdeploy_core.contracts.quant_formats import FORMATS, FP8_BLOCK, PackedWeight
-from fastdeploy_core.contracts.quantizer import ParameterSpec
+from fastdeploy_core.contracts.quantizer import Calibration, ParameterSpec
 from fastdeploy_core.errors import ConfigError
 
-from .base import PackedQuantizer
+from .base import CALIBRATING, PackedQuantizer
+from .formats import FP8_BOUND, TINY
 from .integer import largest_scale
 from .rounding import quantize_block_fp8, quantize_fp8
 
@@ -82,6 +85,24 @@ class BlockFp8(PackedQuantizer):
         numbers, scale = quantize_block_fp8(weight)
         return {"weight": numbers, "weight_scale_inv": scale}
 
+    def calibration(self, layer: LayerSpec) -> Literal["none", "peak", "hessian"]:
+        """Scales of activations are computed at run time."""
+        return "none"
+
+    def quantize_calibrated(
+        self, layer: LayerSpec, weight: Tensor, calibration: Calibration
+    ) -> dict[str, Tensor]:
+        """As quantize()."""
+        return self.quantize(layer, weight)
+
+    def checkpoint_config(self) -> dict[str, Any]:
+        """As transformers writes it, so that others read it too."""
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+        }
+
     def pack(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight:
         """The checkpoint's layout is the internal one."""
         packed = {"weight": tensors["weight"], "scale": tensors["weight_scale_inv"].float()}
@@ -105,7 +126,7 @@ class WFp8AFp8(PackedQuantizer):
                 f"{self.name}: activation_scheme {scheme!r} is unknown; possible: dynamic, static"
             )
         self.is_static = scheme == "static"
-        if self.is_static and not self._stored:
+        if self.is_static and not (self._stored or config.get(CALIBRATING)):
             raise ConfigError(
                 f"{self.name}: static activation scales come from calibration; run: fastdeploy quantize "
                 f"MODEL --method {self.name} --calibration FILE --output DIR, or use "
@@ -137,6 +158,29 @@ class WFp8AFp8(PackedQuantizer):
         """By the largest magnitude of each output."""
         numbers, scale = quantize_fp8(weight)
         return {"weight": numbers, "weight_scale": scale}
+
+    def calibration(self, layer: LayerSpec) -> Literal["none", "peak", "hessian"]:
+        """Static activations need their largest magnitude."""
+        return "peak" if self.is_static else "none"
+
+    def quantize_calibrated(
+        self, layer: LayerSpec, weight: Tensor, calibration: Calibration
+    ) -> dict[str, Tensor]:
+        """As quantize(), with the scale of the inputs."""
+        found = self.quantize(layer, weight)
+        if self.is_static:
+            peak = max(calibration.peak, TINY) / FP8_BOUND
+            found["input_scale"] = self.device.to_device(np.array([peak], np.float32))
+        return found
+
+    def checkpoint_config(self) -> dict[str, Any]:
+        """What config.json says about a checkpoint of ours."""
+        return {
+            "quantization": self.name,
+            "is_quantized": True,
+            "weight_scheme": "channel",
+            "activation_scheme": "static" if self.is_static else "dynamic",
+        }
 
     def pack(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight:
         """Scales of whole tensors are spread over their outputs."""

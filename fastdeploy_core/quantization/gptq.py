@@ -80,7 +80,11 @@ class WordQuantizer(PackedQuantizer):
                 f"outputs on this rank; expected multiples of {self.per_word}, the integers in a word; "
                 "use fewer tensor-parallel ranks"
             )
+        self._check_cut(layer)
         return True
+
+    def _check_cut(self, layer: LayerSpec) -> None:
+        """For layers whose inputs cannot be divided among ranks."""
 
     def _groups(self, layer: LayerSpec) -> int:
         return layer.in_features // self.group_size if self.group_size else 1
@@ -145,6 +149,13 @@ class Gptq(WordQuantizer):
         self._is_symmetric = bool(config.get("sym", True))
         self._is_scattered = bool(config.get("desc_act", False))
         self._zero_offset = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+
+    def _check_cut(self, layer: LayerSpec) -> None:
+        if self._is_scattered and layer.parallel == "row" and layer.shards > 1:
+            raise ConfigError(
+                f"{self.name}: {layer.name} has its inputs in the order of act-order (desc_act) and "
+                "cannot be divided; possible: --tensor-parallel-size 1"
+            )
 
     def joins(self, layer: LayerSpec) -> bool:
         """Each part has its own order of inputs."""

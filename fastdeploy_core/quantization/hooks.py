@@ -103,7 +103,4 @@ def _experts(name: str, config: Mapping[str, Any]) -> str:
     if name == "block_wise_fp8":
         return "block_fp8"
     is_static = config.get("activation_scheme") == "static"
-    if name == "w4a8" and config.get("quantization") == "mix_quant":
-        is_static = bool(config.get("is_quantized") or config.get("is_moe_quantized"))
-        is_static = config.get("activation_scheme", "static" if is_static else "") == "static"
     return f"{name}_static" if is_static and name in ("w8a8", "w4a8", "wfp8afp8") else name

@@ -1,31 +1,26 @@
 """Driver mix_quant: one method for experts, one for everything else (FastDeploy 2.x's keys).
 
-{"quantization": "mix_quant", "dense_quant_type": "wint8", "moe_quant_type": "w4a8"}
+    {"quantization": "mix_quant", "dense_quant_type": "wint8", "moe_quant_type": "w4a8"}
+
+Either may be any installed quantizer; "" or "none" is full precision.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastdeploy_core.contracts.base import CONTRACT
+from fastdeploy_core.contracts.quantizer import CalibratedQuantizer, Quantizer, find_quantizer
 from fastdeploy_core.errors import ConfigError
-
-from .fp8 import BlockFp8, WFp8AFp8
-from .integer import W4A8, W8A8, WInt4, WInt8
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
-    from fastdeploy_core.contracts.quantizer import LayerSpec, ParameterSpec
+    from fastdeploy_core.contracts.quantizer import Calibration, LayerSpec, ParameterSpec
     from fastdeploy_core.tensor import Tensor
 
-    from .base import PackedQuantizer
-
-METHODS: dict[str, type[PackedQuantizer]] = {
-    driver.name: driver for driver in (WInt8, WInt4, W8A8, W4A8, BlockFp8, WFp8AFp8)
-}
-"""What may stand behind dense_quant_type and moe_quant_type; "" is full precision."""
+_KEYS = ("dense_quant_type", "moe_quant_type")
 
 
 class MixedQuantizer:
@@ -39,10 +34,11 @@ class MixedQuantizer:
     ) -> None:
         stored = bool(config.get("is_quantized", False))
         moe_stored = stored or bool(config.get("is_moe_quantized", False))
+        self._config = config
         self._dense = _driver("dense_quant_type", config, stored, device, kernels)
         self._moe = _driver("moe_quant_type", config, moe_stored, device, kernels)
 
-    def _of(self, layer: LayerSpec) -> PackedQuantizer:
+    def _of(self, layer: LayerSpec) -> Quantizer:
         driver = self._moe if layer.role == "experts" else self._dense
         if driver is None:
             raise ConfigError(f"mix_quant: {layer.name} stays in full precision")
@@ -81,20 +77,39 @@ class MixedQuantizer:
         """As the part's driver."""
         return self._of(layer).dequantize(layer, tensors)
 
+    def calibration(self, layer: LayerSpec) -> Literal["none", "peak", "hessian"]:
+        """As the part's driver."""
+        driver = self._of(layer)
+        return driver.calibration(layer) if isinstance(driver, CalibratedQuantizer) else "none"
+
+    def quantize_calibrated(
+        self, layer: LayerSpec, weight: Tensor, calibration: Calibration
+    ) -> dict[str, Tensor]:
+        """As the part's driver."""
+        driver = self._of(layer)
+        if not isinstance(driver, CalibratedQuantizer):
+            return driver.quantize(layer, weight)
+        return driver.quantize_calibrated(layer, weight, calibration)
+
+    def checkpoint_config(self) -> dict[str, Any]:
+        """The parts' own settings, under the names they share."""
+        found: dict[str, Any] = {}
+        for driver in (self._dense, self._moe):
+            if isinstance(driver, CalibratedQuantizer):
+                found.update(driver.checkpoint_config())
+        found.pop("quant_method", None)
+        kept = {key: self._config.get(key) or "none" for key in _KEYS}
+        scheme = {"activation_scheme": self._config.get("activation_scheme", "dynamic")}
+        return {**found, **scheme, **kept, "quantization": self.name, "is_quantized": True}
+
 
 def _driver(
     key: str, config: Mapping[str, Any], stored: bool, device: DeviceBackend, kernels: KernelTable
-) -> PackedQuantizer | None:
+) -> Quantizer | None:
     method = config.get(key)
     if method in (None, "", "none"):
         return None
-    if method not in METHODS:
-        raise ConfigError(
-            f"mix_quant: {key} {method!r} is unknown; possible: {', '.join(METHODS)}, none"
-        )
+    if method == MixedQuantizer.name:
+        raise ConfigError(f"mix_quant: {key} is mix_quant itself; name a method, such as wint8")
     own = {**config, "quantization": method, "is_quantized": stored}
-    own.pop("quant_method", None)
-    if method in ("w8a8", "w4a8", "wfp8afp8"):
-        # Scales of activations are in checkpoints of this kind unless they say otherwise.
-        own.setdefault("activation_scheme", "static" if stored and method == "w4a8" else "dynamic")
-    return METHODS[method](own, device, kernels)
+    return find_quantizer(str(method))(own, device, kernels)
