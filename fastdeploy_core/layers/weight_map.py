@@ -156,7 +156,7 @@ class WeightMap:
         """Take every known tensor; return the unknown names."""
         unknown = []
         for given, stored in tensors:
-            name = self._canonical(given)
+            name = self.canonical(given)
             if name in self.placements:
                 self._take(self.placements[name], stored)
             elif name in self._fused:
@@ -177,11 +177,18 @@ class WeightMap:
             call()
         self._finishers.clear()
 
+    def parts_of(self, name: str) -> list[str]:
+        """Placements that a checkpoint tensor (by its canonical name) fills; none if it is unknown."""
+        if name in self.placements:
+            return [name]
+        return [part.name for part in self._fused[name][1]] if name in self._fused else []
+
     def missing(self) -> list[str]:
         """Names of required tensors that have not come yet."""
         return [p.name for p in self.placements.values() if p.required and not p.done]
 
-    def _canonical(self, name: str) -> str:
+    def canonical(self, name: str) -> str:
+        """A checkpoint's name as this model spells it."""
         for old, new in self._renames:
             name = name.replace(old, new)
         return name

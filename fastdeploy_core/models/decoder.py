@@ -32,13 +32,25 @@ class DecoderLayer:
     post_attention_norm: RMSNorm
     feed_forward: FeedForward
 
+    def __call__(
+        self, residual: Tensor, update: Tensor | None, positions: Tensor, context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """(residual, update) before the block to those behind it; their sum is the hidden state, and
+        sums before norms are fused with them."""
+        if update is None:
+            x = self.input_norm(residual)
+        else:
+            x, residual = self.input_norm.add(update, residual)
+        update = self.attention(x, positions, context)
+        x, residual = self.post_attention_norm.add(update, residual)
+        return residual, self.feed_forward(x)
+
 
 class DecoderLM:
     """Embedding, blocks, final norm and lm head under the usual checkpoint names.
 
     `attention` and `feed_forward` make the parts of one block from its checkpoint prefix; the second
     also gets the number of the block. `tied` is the family's default where config.json does not say.
-    Sums before norms are fused with them.
     """
 
     def __init__(
@@ -82,13 +94,7 @@ class DecoderLM:
         residual = self.embedding(input_ids)
         update: Tensor | None = None
         for layer in self.layers:
-            if update is None:
-                x = layer.input_norm(residual)
-            else:
-                x, residual = layer.input_norm.add(update, residual)
-            update = layer.attention(x, positions, context)
-            x, residual = layer.post_attention_norm.add(update, residual)
-            update = layer.feed_forward(x)
+            residual, update = layer(residual, update, positions, context)
         return self.norm.add(update, residual)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -30,15 +30,15 @@ def inverse_factor(hessian: np.ndarray) -> np.ndarray:
 
 
 def clipped_scale(groups: np.ndarray) -> np.ndarray:
-    """Scales [N] of one group of inputs [N, g]: the clip with the least squared error."""
-    peak = np.abs(groups).max(axis=1)
+    """Scales [N] of one group of inputs [g, N]: the clip with the least squared error."""
+    peak = np.abs(groups).max(axis=0)
     peak[peak < 1e-12] = INT4_BOUND
-    best = np.full(len(groups), np.inf)
-    scale = np.empty(len(groups))
+    best = np.full(groups.shape[1], np.inf)
+    scale = np.empty(groups.shape[1])
     for clip in CLIPS:
         tried = peak * (clip / INT4_BOUND)
-        rounded = np.clip(np.round(groups / tried[:, None]), -INT4_OFFSET, INT4_BOUND)
-        error = ((rounded * tried[:, None] - groups) ** 2).sum(axis=1)
+        rounded = np.clip(np.round(groups / tried), -INT4_OFFSET, INT4_BOUND)
+        error = ((rounded * tried - groups) ** 2).sum(axis=0)
         better = error < best
         best[better], scale[better] = error[better], tried[better]
     return scale
@@ -48,25 +48,26 @@ def quantize_int4_with_feedback(
     weight: np.ndarray, hessian: np.ndarray, group_size: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """([N, K] uint8 offset by 8, scales [N, G] float32) of weight [N, K]."""
-    w = np.array(weight, np.float64)
-    rows, count = w.shape
+    # Inputs run down: what one of them changes then lies together.
+    w = np.array(weight.T, np.float64, order="C")
+    count, rows = w.shape
     group = group_size or count
     factor = inverse_factor(hessian)
-    numbers = np.empty((rows, count), np.uint8)
-    scales = np.empty((rows, -(-count // group)))
+    numbers = np.empty((count, rows), np.uint8)
+    scales = np.empty((-(-count // group), rows))
     if not group_size:
-        scales[:, 0] = clipped_scale(w)
+        scales[0] = clipped_scale(w)
     for start in range(0, count, _BLOCK):
         stop = min(start + _BLOCK, count)
-        errors = np.zeros((rows, stop - start))
+        errors = np.empty((stop - start, rows))
         for column in range(start, stop):
             if group_size and column % group == 0:
-                scales[:, column // group] = clipped_scale(w[:, column : column + group])
-            scale = scales[:, column // group]
-            value = np.clip(np.round(w[:, column] / scale), -INT4_OFFSET, INT4_BOUND)
-            numbers[:, column] = (value + INT4_OFFSET).astype(np.uint8)
-            error = (w[:, column] - value * scale) / factor[column, column]
-            w[:, column:stop] -= np.outer(error, factor[column, column:stop])
-            errors[:, column - start] = error
-        w[:, stop:] -= errors @ factor[start:stop, stop:]
-    return numbers, scales.astype(np.float32)
+                scales[column // group] = clipped_scale(w[column : column + group])
+            scale = scales[column // group]
+            value = np.clip(np.round(w[column] / scale), -INT4_OFFSET, INT4_BOUND)
+            numbers[column] = (value + INT4_OFFSET).astype(np.uint8)
+            error = (w[column] - value * scale) / factor[column, column]
+            w[column:stop] -= np.outer(factor[column, column:stop], error)
+            errors[column - start] = error
+        w[stop:] -= factor[start:stop, stop:].T @ errors
+    return np.ascontiguousarray(numbers.T), np.ascontiguousarray(scales.T).astype(np.float32)

@@ -156,6 +156,10 @@ class SafetensorsTensor:
         """Bytes of the whole tensor."""
         return self._entry.stop - self._entry.start
 
+    def bits(self) -> np.ndarray:
+        """The whole tensor's bits on the host, over the mapping."""
+        return self._file.array(self._entry)
+
     def read(self, *region: slice | int) -> Tensor:
         """The region on the device, in the stored dtype."""
         part = np.ascontiguousarray(self._file.array(self._entry)[region])

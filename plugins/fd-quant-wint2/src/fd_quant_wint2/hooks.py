@@ -19,8 +19,8 @@ def fd_quantizer_for(question: QuantizationQuestion) -> Candidate | None:
     is_stored = bool(config.get("is_quantized", False))
     note = "from the checkpoint" if is_stored else "while loading"
     if question.name == "wint2":
-        is_published = is_stored and config.get("moe_quant_type", "w4w2") == "w4w2"
-        experts = "wint4,ccq2" if is_published else "tet2"
+        kind = str(config.get("moe_quant_type") or ("w4w2" if is_stored else "tet2"))
+        experts = "wint4,ccq2" if kind == "w4w2" else kind
         return Candidate("wint2", Accept(_SCORE, note), {"experts": experts})
     if question.name in _TET:
         return Candidate(question.name, Accept(_SCORE, note), {"experts": question.name})

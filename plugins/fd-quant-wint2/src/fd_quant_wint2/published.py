@@ -2,7 +2,8 @@
 
 From a checkpoint: experts of layers up to moe_w4_quant_config.quant_end_layer in wint4, those after
 it in CCQ (ccq.py), everything else in wint8, all under FastDeploy 2.x's tensor names. From a model in
-full precision: experts in our own code tet2, everything else in wint8.
+full precision: experts in our own code tet2, everything else in wint8; "moe_quant_type": "ccq2" makes
+experts in CCQ, slowly and for comparison.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
 
 from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.quant_formats import PackedWeight
@@ -22,7 +25,7 @@ from fastdeploy_core.contracts.quantizer import (
 )
 from fastdeploy_core.errors import ConfigError, UnsupportedModel, WeightError
 
-from .ccq import GROUP, TOGETHER
+from .ccq import GROUP, TOGETHER, encode
 from .formats import CCQ
 from .trellis import Tet2
 
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
 
+# What experts may be in: the published mix, our own code, or CCQ alone.
+KINDS: Final = ("w4w2", "tet2", "ccq2")
 _SCALE_ROWS: Final = 2 * GROUP  # inputs whose local scales share a byte
 _LAYER: Final = re.compile(r"\.layers\.(\d+)\.")
 _DUMMY_SCALE: Final = 0.02 / 18.5 / 8
@@ -62,6 +67,15 @@ class CcqQuantizer:
             "code_scale": ParameterSpec((rows,), "float32", whole, 120.0),
             "code_zp": ParameterSpec((rows,), "float32", whole, 0.0),
         }
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        """Encode a weight [out, in] by trying."""
+        xp = self.xp
+        found = encode(np.array(xp.to_numpy(weight.float()), np.float32))
+        tensors = {k: xp.to_device(xp.from_numpy(v), weight.device) for k, v in found.items()}
+        tensors["quant_weight"] = tensors.pop("weight")
+        tensors["super_scales"] = tensors["super_scales"].to(xp.bfloat16)
+        return tensors
 
     def pack(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight:
         """The published layout is the internal one."""
@@ -96,9 +110,16 @@ class Wint2:
     ) -> None:
         self._stored = bool(config.get("is_quantized", False))
         moe = config.get("moe_quant_config") or {}
-        self._is_published = self._stored and config.get("moe_quant_type", "w4w2") == "w4w2"
+        kind = str(config.get("moe_quant_type") or ("w4w2" if self._stored else "tet2"))
+        if kind not in KINDS or (kind == "w4w2" and not self._stored):
+            raise ConfigError(
+                f"wint2: moe_quant_type {kind!r} is not possible "
+                f"{'in a checkpoint' if self._stored else 'while loading'}; possible: tet2, ccq2"
+                + (", w4w2" if self._stored else "")
+            )
+        self._kind = kind
         self._last_w4 = -1
-        if self._is_published:
+        if kind == "w4w2":
             self._last_w4 = _last_layer(moe.get("moe_w4_quant_config") or {})
         # The documented key is dense_quant_type; FastDeploy 2.x reads another and has this default.
         dense = str(config.get("dense_quant_type") or "wint8")
@@ -114,8 +135,10 @@ class Wint2:
         """The driver of a layer; None for CCQ, which has no driver of its own."""
         if layer.role != "experts":
             return self._dense
-        if not self._is_published:
+        if self._kind == "tet2":
             return self._tet
+        if self._kind == "ccq2":
+            return None
         found = _LAYER.search(f".{layer.name}")
         if found is None:
             raise UnsupportedModel(
@@ -146,30 +169,28 @@ class Wint2:
         return self._ccq.parameters(layer) if driver is None else driver.parameters(layer)
 
     def quantize(self, layer: LayerSpec, weight: Tensor) -> dict[str, Tensor]:
-        """Full precision becomes wint8 and tet2."""
+        """Full precision becomes wint8 and tet2, or CCQ."""
         driver = self._of(layer)
-        if driver is None:
-            raise ConfigError("wint2: CCQ is read from checkpoints; experts are made in tet2")
-        return driver.quantize(layer, weight)
+        return self._ccq.quantize(weight) if driver is None else driver.quantize(layer, weight)
 
     def calibration(self, layer: LayerSpec) -> Literal["none", "peak", "hessian"]:
         """As tet2 for experts."""
-        return self._tet.calibration(layer) if layer.role == "experts" else "none"
+        return self._tet.calibration(layer) if self._of(layer) is self._tet else "none"
 
     def quantize_calibrated(
         self, layer: LayerSpec, weight: Tensor, calibration: Calibration
     ) -> dict[str, Tensor]:
         """As tet2 for experts."""
-        if layer.role == "experts":
+        if self._of(layer) is self._tet:
             return self._tet.quantize_calibrated(layer, weight, calibration)
-        return self._dense.quantize(layer, weight)
+        return self.quantize(layer, weight)
 
     def checkpoint_config(self) -> dict[str, Any]:
         """What config.json says about a checkpoint of ours."""
         return {
             "quantization": self.name,
             "is_quantized": True,
-            "moe_quant_type": "tet2",
+            "moe_quant_type": self._kind,
             "dense_quant_type": self._dense_name,
             "tensor_layout": "plain",
         }

@@ -45,6 +45,7 @@ class TrellisQuantizer:
         self._kernels = kernels
         self._stored = bool(config.get("is_quantized", False))
         self._takes_dense = bool(config.get("dense", False))
+        self._ignored = tuple(str(name) for name in config.get("modules_to_not_convert") or ())
         self._seed = _whole_number(config, "seed", 0)
         self._most = _whole_number(config, "hadamard_block_size", 0)
         if self._most and (self._most < MIN_BLOCK or self._most & (self._most - 1)):
@@ -58,6 +59,9 @@ class TrellisQuantizer:
         if layer.role not in ("experts", "linear"):
             return False
         if layer.role == "linear" and not self._takes_dense:
+            return False
+        names = [part.name for part in layer.parts] or [layer.name]
+        if any(f".{left}." in f".{name}." for left in self._ignored for name in names):
             return False
         if layer.in_features % MIN_BLOCK:
             return False
