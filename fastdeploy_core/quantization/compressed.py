@@ -78,9 +78,11 @@ class CompressedTensors(PackedQuantizer):
             )
         if scheme.strategy == "block":
             sizes = [part.out_features for part in layer.parts[:-1]]
-            if layer.parallel == "row":
+            if layer.parallel == "row" and layer.shards > 1:
                 sizes.append(layer.in_features)
-            if layer.role == "experts" and any(size % FP8_BLOCK for size in sizes):
+            if (layer.role == "experts" or layer.shards > 1) and any(
+                size % FP8_BLOCK for size in sizes
+            ):
                 raise ConfigError(
                     f"compressed-tensors: {layer.name} is cut inside a block of {FP8_BLOCK}; use fewer "
                     "tensor-parallel ranks"

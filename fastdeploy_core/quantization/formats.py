@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.quant_formats import PackedWeight
     from fastdeploy_core.tensor import Tensor
 
+_INT4_FORMATS = frozenset(("wint4", "wint4_zp", "w4a8", "w4a8_static"))
 INT4_OFFSET = 8
 INT8_BOUND = 127.0
 FP8_BOUND = 448.0
@@ -34,11 +35,10 @@ def spread(scale: Tensor, count: int, group_size: int) -> Tensor:
 
 def dequantize_integer(weight: PackedWeight) -> Tensor:
     """Formats wint8, wint4 (also with zero points) and the int8-activation formats."""
-    xp = namespace(weight.tensors["weight"])
     stored, scale = weight.tensors["weight"], weight.tensors["scale"].float()
     count = weight.in_features
     zero = weight.tensors.get("zero")
-    if stored.dtype == xp.uint8 and stored.shape[-1] != count:
+    if weight.format.name in _INT4_FORMATS:
         numbers = unpack_int4(stored, count).float()
         offset = INT4_OFFSET
     else:

@@ -56,7 +56,7 @@ class BlockFp8(PackedQuantizer):
         """Layers that ranks or joined experts would cut inside a block are refused by name."""
         if not super().supports(layer):
             return False
-        cut = layer.in_features if layer.parallel == "row" else 0
+        cut = layer.in_features if layer.parallel == "row" and layer.shards > 1 else 0
         if layer.role == "experts" and len(layer.parts) > 1:
             cut = layer.parts[0].out_features
         if cut % FP8_BLOCK:

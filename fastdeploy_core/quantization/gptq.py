@@ -202,15 +202,16 @@ class Gptq(WordQuantizer):
         index, xp = tensors.get("g_idx"), self.xp
         if index is None or not self.group_size or not self._is_scattered:
             return None
-        flat = index.reshape([-1])[: layer.in_features]
-        plain = xp.arange(layer.in_features, dtype=xp.int64, device=flat.device) // self.group_size
-        if bool((flat == plain.to(flat.dtype)).all()):
+        rows = index.reshape([-1, layer.in_features])  # joined experts: one of gate, one of up
+        plain = xp.arange(layer.in_features, dtype=xp.int64, device=rows.device) // self.group_size
+        if bool((rows == plain.to(rows.dtype).unsqueeze(0)).all()):
             return None
         if layer.role == "experts":
             raise UnsupportedModel(
                 f"{layer.name}: GPTQ experts with act-order (desc_act) are not supported; possible: "
                 "desc_act=false"
             )
+        flat = rows[0]
         counts = xp.to_numpy(xp.bincount(flat.to(xp.int64)))
         if (counts != self.group_size).any():
             raise WeightError(
