@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from fastdeploy_core.config.quantization import quantization_of
 from fastdeploy_core.contracts.base import Candidate, Requirements
 from fastdeploy_core.contracts.device import DeviceQuestion
+from fastdeploy_core.contracts.kv_formats import kv_format
 from fastdeploy_core.errors import (
     CapabilityError,
     ConfigError,
@@ -112,13 +114,15 @@ class _Resolver:
         """One driver that accepts every attention shape of the model."""
         from fastdeploy_core.contracts.attention import AttentionQuestion
 
+        kind = kv_format(self._quantization.kv_format)
+        cache = {"kv_format": kind.name if kind else "", "kv_static": self._quantization.kv_static}
         questions = [
             AttentionQuestion(
                 device=self._chosen["device"],
                 tensor_library=self._tensor_library,
-                spec=spec,
+                spec=replace(spec, **cache),
                 block_size=self._config.cache.block_size,
-                kv_dtype=self._quantization.kv_format or "auto",
+                kv_dtype=kind.name if kind else "auto",
             )
             for spec in dict.fromkeys(specs)
         ]

@@ -20,12 +20,14 @@ from fastdeploy_core.testing.conformance.test_expert_communicator import (
     ExpertCommunicatorConformance,
 )
 from fastdeploy_core.testing.conformance.test_hygiene import HygieneConformance
+from fastdeploy_core.testing.conformance.test_kv_formats import KVFormatConformance
 from fastdeploy_core.testing.conformance.test_kv_transport import KVTransportConformance
 from fastdeploy_core.testing.conformance.test_kv_transport_faults import (
     KVTransportFaultsConformance,
 )
 from fastdeploy_core.testing.conformance.test_moe import MoEConformance
 from fastdeploy_core.testing.conformance.test_ops import OpsConformance
+from fastdeploy_core.testing.conformance.test_quantized_ops import QuantizedOpsConformance
 from fastdeploy_core.testing.conformance.test_quantizer import QuantizerConformance
 from fastdeploy_core.testing.conformance.test_request_scheduler import RequestSchedulerConformance
 
@@ -49,6 +51,14 @@ class TestCpuEndToEnd(EndToEndConformance):
 
 class TestReferenceAttention(AttentionConformance):
     driver_name = "reference"
+
+
+class TestReferenceKVFormats(KVFormatConformance):
+    driver_name = "reference"
+
+
+class TestCpuQuantizedKernels(QuantizedOpsConformance):
+    driver_name = "cpu"
 
 
 class TestReferenceMoE(MoEConformance):
@@ -121,11 +131,51 @@ class TestIdentityQuantizer(QuantizerConformance):
         return 1e-5
 
 
+class TestWInt8(QuantizerConformance):
+    driver_name = "wint8"
+
+    @pytest.fixture
+    def max_relative_error(self) -> float:
+        return 0.02
+
+
+class TestWInt4(QuantizerConformance):
+    driver_name = "wint4"
+
+
+class TestW8A8(QuantizerConformance):
+    driver_name = "w8a8"
+
+    @pytest.fixture
+    def max_relative_error(self) -> float:
+        return 0.03
+
+
+class TestW4A8(QuantizerConformance):
+    driver_name = "w4a8"
+
+
+class TestBlockFp8(QuantizerConformance):
+    driver_name = "block_wise_fp8"
+
+    @pytest.fixture
+    def max_relative_error(self) -> float:
+        return 0.08
+
+
+class TestWFp8AFp8(QuantizerConformance):
+    driver_name = "wfp8afp8"
+
+    @pytest.fixture
+    def max_relative_error(self) -> float:
+        return 0.08
+
+
 class RepeatDrafter:
     """Proposes that the last token goes on."""
 
     name = "repeat"
-    contract = (0, 1)
+    contract = (0, 2)
 
     def __init__(self, context: DrafterContext) -> None:
         self.seen: dict[int, int] = {}
