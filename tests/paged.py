@@ -13,10 +13,11 @@ import numpy as np
 
 from fastdeploy_core.config import CacheConfig, EngineConfig, ParallelConfig
 from fastdeploy_core.config.model import read_model_config
-from fastdeploy_core.contracts.attention import AttentionBatch
+from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec, cache_dtypes
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.layers import ForwardContext
 from fastdeploy_core.models.shapes import model_class
+from fastdeploy_core.plugins import lookup
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.attention import ReferenceAttention
 from fastdeploy_core.reference.device import CpuDevice
@@ -34,6 +35,13 @@ def load_driver(kind: str, name: str) -> Any:
     return {"attention": ReferenceAttention, "moe": ReferenceMoE}[kind]
 
 
+def with_quantizer(name: str) -> Any:
+    """The same, and the installed quantizer of that name."""
+    return lambda kind, asked: (
+        lookup("quantizer", name) if kind == "quantizer" else load_driver(kind, asked)
+    )
+
+
 class PagedModel:
     """One rank of a model with its cache."""
 
@@ -46,13 +54,14 @@ class PagedModel:
         tp_size: int = 1,
         address: str = "",
         drivers: Any = load_driver,
+        kv_dtype: str = "auto",
         **overrides: Any,
     ) -> None:
         self.device = CpuDevice(DeviceOptions(tensor_library=library, num_threads=1))
         self.xp = self.device.xp
         config = EngineConfig(
             model=read_model_config(folder, overrides),
-            cache=CacheConfig(block_size=BLOCK_SIZE),
+            cache=CacheConfig(block_size=BLOCK_SIZE, kv_dtype=kv_dtype),
             parallel=ParallelConfig(tensor_parallel_size=tp_size),
         )
         self.communicator = None
@@ -67,17 +76,17 @@ class PagedModel:
             self.communicator,
             drivers,
         )
-        dtype = self.xp.dtype(self.loaded.dtype)
-        self.caches = [
-            tuple(
-                self.xp.zeros(shape, dtype=dtype, device=self.device.device)
-                for shape in self.loaded.attention[spec].cache_shapes(NUM_BLOCKS)
-            )
-            for spec in self.loaded.kv_layers
-        ]
+        self.caches = [self._cache(spec) for spec in self.loaded.kv_layers]
         self._free = list(np.random.default_rng(3).permutation(NUM_BLOCKS))
         self._blocks: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
+
+    def _cache(self, spec: AttentionSpec) -> tuple[Any, ...]:
+        shapes = self.loaded.attention[spec].cache_shapes(NUM_BLOCKS)
+        return tuple(
+            self.xp.zeros(shape, dtype=self.xp.dtype(dtype), device=self.device.device)
+            for shape, dtype in zip(shapes, cache_dtypes(spec, len(shapes)), strict=True)
+        )
 
     def step(self, rows: list[tuple[str, list[int]]]) -> list[np.ndarray]:
         """Feed tokens to sequences, all in one batch; returns each row's logits [tokens, vocab]."""

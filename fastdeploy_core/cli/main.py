@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "complete": ("chat", "complete text with a running server"),
     "bench": ("bench", "measure: throughput, latency, serve"),
     "run-batch": ("run_batch", "answer the requests of an OpenAI batch file"),
+    "quantize": ("quantize", "write a checkpoint in fewer bits"),
     "tokenizer": ("tokenizer_command", "encode, decode and inspect a tokenizer"),
     "plugins": ("plugins_command", "list, show, why, doctor, check, new"),
     "collect-env": ("collect_env", "describe this machine for a bug report"),

@@ -61,8 +61,17 @@ def run(arguments: argparse.Namespace) -> int:
 def suites(kind: str) -> list[str]:
     """Test modules for one kind; a device is checked with everything that runs on it."""
     names = {
-        "device": ["device", "ops", "attention", "moe", "end_to_end"],
-        "kernels": ["ops"],
+        "device": [
+            "device",
+            "ops",
+            "quantized_ops",
+            "attention",
+            "kv_formats",
+            "moe",
+            "end_to_end",
+        ],
+        "attention": ["attention", "kv_formats"],
+        "kernels": ["ops", "quantized_ops"],
         "speculative": ["drafter"],
         "scheduler": ["request_scheduler"],
         "kv_transport": ["kv_transport", "kv_transport_faults"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.contracts.base import Accept, Candidate, Decline
 from fastdeploy_core.contracts.device import DeviceQuestion
@@ -15,6 +15,9 @@ from fastdeploy_core.plugins.discovery import Inventory, discover
 from fastdeploy_core.plugins.manager import HookManager, hook_manager
 from fastdeploy_core.plugins.negotiate import Decision, ask_candidates, decide
 from fastdeploy_core.plugins.report import decision_data, decision_table
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.quantizer import QuantizationQuestion
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -97,31 +100,53 @@ def _moe(arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager
         device=device,
         tensor_library=library,
         spec=shapes.moe,
-        quantization=arguments.quantization,
+        quantization=_expert_formats(arguments, inventory, hooks),
     )
     return [ask_candidates(hooks, inventory, "moe", "fd_moe_backends", question)[0]]
+
+
+def _quantization_question(
+    arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager
+) -> QuantizationQuestion | None:
+    """What the engine would ask; None where the model is in full precision."""
+    from fastdeploy_core.config.quantization import parse_quantization, read_quantization
+    from fastdeploy_core.contracts.quantizer import QuantizationQuestion
+
+    if arguments.model:
+        from fastdeploy_core.config.model import read_model_config
+
+        asked = {"dtype": arguments.dtype, "quantization": arguments.quantization}
+        settings = read_quantization(read_model_config(arguments.model, asked))
+        method, config = settings.method, settings.config
+    else:
+        config = parse_quantization(arguments.quantization)
+        method = str(config.get("quantization", ""))
+    if not method:
+        return None
+    device, library = _place(arguments, inventory, hooks)
+    return QuantizationQuestion(name=method, config=config, device=device, tensor_library=library)
+
+
+def _expert_formats(arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager) -> str:
+    """Internal formats of the experts, as the quantizer that would be chosen says."""
+    question = _quantization_question(arguments, inventory, hooks)
+    if question is None:
+        return ""
+    answer = hooks.first("fd_quantizer_for", question=question)
+    if answer is None or not isinstance(answer.value, Candidate):
+        return ""
+    return answer.value.details.get("experts", "")
 
 
 def _quantizer(
     arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager
 ) -> list[Decision]:
-    from fastdeploy_core.contracts.quantizer import QuantizationQuestion
-
-    checkpoint: dict[str, Any] = {}
-    if arguments.model:
-        from fastdeploy_core.config.model import read_model_config
-
-        hf_config = read_model_config(arguments.model, {"dtype": arguments.dtype}).hf_config
-        checkpoint = dict(hf_config.get("quantization_config") or {})
-    if not checkpoint and not arguments.quantization:
+    question = _quantization_question(arguments, inventory, hooks)
+    if question is None:
         raise ConfigError(
             "nothing asks for a quantizer: add --quantization NAME, or --model DIR of a checkpoint "
             "whose config.json has a quantization_config"
         )
-    device, library = _place(arguments, inventory, hooks)
-    question = QuantizationQuestion(
-        name=arguments.quantization, config=checkpoint, device=device, tensor_library=library
-    )
     return [_all_answers("quantizer", "fd_quantizer_for", question, inventory, hooks)]
 
 

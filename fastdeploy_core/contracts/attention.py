@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from .kv_formats import kv_format
+
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
@@ -38,6 +40,30 @@ class AttentionSpec:
     kv_lora_rank: int = 0
     qk_rope_head_dim: int = 0
     rotary_interleaved: bool = False
+    kv_format: str = ""  # a name of contracts/kv_formats.py; empty: the cache holds `dtype`
+    kv_static: bool = False  # scales come with the layer instead of lying in the cache
+
+
+def cache_dtypes(spec: AttentionSpec, count: int) -> tuple[str, ...]:
+    """Dtypes of the `count` tensors that a driver's cache_shapes() lists."""
+    kind = kv_format(spec.kv_format)
+    if kind is None:
+        return (spec.dtype,) * count
+    if spec.kv_static:
+        return (kind.dtype,) * count
+    return (kind.dtype,) * (count // 2) + (kind.scale_dtype,) * (count - count // 2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVScales:
+    """Static scales of one layer's cache, one entry for each cache tensor (k, v).
+
+    Each is [num_kv_heads, dim] float32, dim as wide as a row; `minimum` is empty for formats without
+    a zero point.
+    """
+
+    scale: tuple[Tensor, ...]
+    minimum: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +74,7 @@ class AttentionQuestion:
     tensor_library: str
     spec: AttentionSpec
     block_size: int
-    kv_dtype: str
+    kv_dtype: str  # "auto", or the cache format, as in spec.kv_format
 
 
 @dataclass(slots=True)
@@ -103,7 +129,8 @@ class AttentionBackend(Protocol):
         """Shapes of one layer's cache tensors; dimension 0 is the block. gqa: (k, v); mla: (latent,).
 
         Unit "core": [num_blocks, block_size, num_kv_heads, dim] each, because kernel kv_write fills
-        them. A driver that wants another layout claims "rope_kv" and writes its own.
+        them. A driver that wants another layout claims "rope_kv" and writes its own. With
+        spec.kv_format the tensors are those that contracts/kv_formats.py names, scales behind numbers.
         """
         ...
 
@@ -126,6 +153,7 @@ class AttentionBackend(Protocol):
         cache: tuple[Tensor, ...],
         metadata: AttentionMetadata,
         rotary: Tensor | None = None,
+        scales: KVScales | None = None,
     ) -> Tensor:
         """Attend and return [num_tokens, num_heads * v_head_dim], model dtype.
 
@@ -135,6 +163,7 @@ class AttentionBackend(Protocol):
         cos then sin) and writes k and v at batch.slot_mapping. kind "mla": q is
         [num_tokens, num_heads, kv_lora_rank + qk_rope_head_dim], k the latent row, v its first
         kv_lora_rank values, and the result is [num_tokens, num_heads * kv_lora_rank]. q, k and v may
-        be slices of a larger tensor (not contiguous) and must not be changed.
+        be slices of a larger tensor (not contiguous) and must not be changed. `scales` are given
+        exactly where spec.kv_static.
         """
         ...

@@ -150,8 +150,9 @@ Verdict = Accept | Decline
 class Candidate:
     """One driver's answer to one question. `name` is its entry-point name.
 
-    `details` are facts for the start-up report. Those of a device candidate also travel into later
-    questions: `tensor_library` names the library the driver will run on.
+    `details` are facts for the start-up report. Some also travel into later questions: of a device
+    `tensor_library`, the library the driver will run on; of a quantizer `experts`, the internal
+    formats of the experts (MoEQuestion.quantization).
     """
 
     name: str

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from .device import Communicator, DeviceBackend, DeviceEvent
     from .ops import KernelTable
+    from .quant_formats import PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class MoEQuestion:
     device: str
     tensor_library: str
     spec: MoESpec
-    quantization: str = ""
+    quantization: str = ""  # internal format of the experts (quant_formats.py); several: "a,b"
 
 
 @runtime_checkable
@@ -61,11 +62,13 @@ class MoEBackend(Protocol):
 
     def __init__(self, spec: MoESpec, device: DeviceBackend, kernels: KernelTable) -> None: ...
 
-    def prepare_weights(self, gate_up: Tensor, down: Tensor) -> Any:
+    def prepare_weights(self, gate_up: Tensor | PackedWeight, down: Tensor | PackedWeight) -> Any:
         """Lay the weights out once after loading.
 
         gate_up: [num_experts, 2 * intermediate, hidden], gate rows first; down:
-        [num_experts, hidden, intermediate]. The result is passed to forward().
+        [num_experts, hidden, intermediate]. Either both are tensors or both are PackedWeights of one
+        internal format, one of those that the driver accepted in MoEQuestion.quantization; layers
+        of one model may differ. The result is passed to forward().
         """
         ...
 

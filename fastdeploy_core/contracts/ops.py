@@ -17,6 +17,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from .kv_formats import KV_OPERATIONS
+from .quant_formats import FORMAT_OPERATIONS
+
 OPERATIONS: Final[dict[str, str]] = {
     # Model body
     "embedding": "(input_ids [T] int64, weight [V,H]) -> [T,H]",
@@ -79,15 +82,25 @@ OPERATIONS: Final[dict[str, str]] = {
     "log_softmax": "(logits) -> [B,V] float32",
 }
 
+# Operations that only quantized models need (quant_formats.py, kv_formats.py). A device that lacks one
+# falls back when a layer asks for it, not before.
+QUANTIZED_OPERATIONS: Final[dict[str, str]] = {**FORMAT_OPERATIONS, **KV_OPERATIONS}
+
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A table cell with a condition: used only where `predicate` ("module:function", taking a mapping
-    of model facts) returns True. With `composes`, the target is called once with the finished table and
-    returns the kernel: it combines others, whoever they come from."""
+    """A table cell that says more than its target.
+
+    `predicate` ("module:function", taking a mapping of model facts): the cell is used only where it
+    returns True. `prepare` ("module:function", PackedWeight -> anything): lays a weight out for this
+    very cell, once after loading; the operation is then handed the result in the weight's place. With
+    `composes` the target is called once with the finished table and returns the kernel: it combines
+    others, whoever they come from.
+    """
 
     target: str
     predicate: str = ""
+    prepare: str = ""
     composes: bool = False
 
 
@@ -98,6 +111,14 @@ class KernelTable(Protocol):
 
     def __getitem__(self, operation: str) -> Callable[..., Any]:
         """The kernel for the operation; KeyError names the operations there are."""
+        ...
+
+    def __contains__(self, operation: object) -> bool:
+        """Whether there is a kernel for the operation."""
+        ...
+
+    def prepare(self, operation: str, weight: Any) -> Any:
+        """The weight as the chosen cell of that operation wants it; itself where the cell has no wish."""
         ...
 
     def origins(self) -> Mapping[str, str]:

@@ -1,25 +1,49 @@
-"""A number format: which tensors a layer needs, how they are filled, and how a product is taken."""
+"""A number format: which tensors a layer needs, how they are filled, and how a product is taken.
+
+A quantizer reads one kind of checkpoint, or makes its tensors from full-precision weights, and ends
+in an internal format (quant_formats.py). Its methods are called while a model is built and loaded;
+only `apply` runs per step.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
     from .device import DeviceBackend
     from .ops import KernelTable
+    from .quant_formats import PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """One tensor of a layer; shape as this rank holds it; shard_dim None means every rank holds it all."""
+    """One tensor of a layer; shape as this rank holds it; shard_dim None means every rank holds it all.
+
+    `dtype` is what the checkpoint must hold; a floating one stands for all of float32, float16 and
+    bfloat16. `dummy` is what `--load-format dummy` fills it with; None: random bits (integers, fp8).
+    An optional tensor may be missing in the checkpoint; prepare() then finds no entry.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     shard_dim: int | None = None
+    dummy: float | None = None
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPart:
+    """One checkpoint matrix of a joined layer: its prefix and its outputs on this rank."""
+
+    name: str
+    out_features: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +53,12 @@ class LayerSpec:
 
     Sizes are this rank's. `parallel` says which side is divided among ranks: "column" the outputs,
     "row" the inputs. Layers that are multiplied together (q, k and v; gate and up) are asked about
-    one by one for their checkpoint tensors, then as one layer, their tensors concatenated along
-    shard_dim, or stacked along a new first dimension where shard_dim is None.
+    one by one for their checkpoint tensors, then as one layer whose `parts` name them, their tensors
+    concatenated along shard_dim, or stacked along a new first dimension where shard_dim is None.
+
+    Role "experts": asked about one expert's matrix (num_experts 0) for its checkpoint tensors and for
+    quantize(), then with num_experts about all of them, their tensors stacked along a new first
+    dimension. `name` is then ....experts.gate_up_proj or ....experts.down_proj.
     """
 
     name: str
@@ -41,21 +69,26 @@ class LayerSpec:
     dtype: str = "float32"
     has_bias: bool = False
     parallel: Literal["none", "column", "row"] = "none"
+    parts: tuple[LayerPart, ...] = ()  # empty: one checkpoint matrix, of this name
+    shards: int = 1  # ranks that divide it
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationQuestion:
     """Asked of `fd_quantizer_for`: who reads this checkpoint's quantization_config, or this name?"""
 
-    name: str  # from --quantization, may be empty
-    config: Mapping[str, Any]  # quantization_config of config.json, may be empty
+    name: str  # the method asked for: of config (quantization, quant_method) or of --quantization
+    config: Mapping[str, Any]  # quantization_config of config.json, or what --quantization says
     device: str
     tensor_library: str
 
 
 @runtime_checkable
 class Quantizer(Protocol):
-    """Constructed as `Driver(config, device, kernels)` once per model. All tensors are xp tensors."""
+    """Constructed as `Driver(config, device, kernels)` once per model. All tensors are xp tensors.
+
+    `config` is the question's. Its key `is_quantized` says whether the checkpoint is quantized.
+    """
 
     name: str
     contract: tuple[int, int]
@@ -65,7 +98,19 @@ class Quantizer(Protocol):
     ) -> None: ...
 
     def supports(self, layer: LayerSpec) -> bool:
-        """False leaves the layer in the model's dtype (and the start-up report says so)."""
+        """False leaves the layer in the model's dtype (and the start-up report says so). A layer that
+        the format cannot hold although the configuration wants it to is a ConfigError naming it.
+
+        Of experts both matrices are asked about; one that stays keeps the other in full precision.
+        """
+        ...
+
+    def joins(self, layer: LayerSpec) -> bool:
+        """Whether the layer's parts can be one tensor. If not, each is loaded and multiplied alone."""
+        ...
+
+    def is_stored(self, layer: LayerSpec) -> bool:
+        """Whether the checkpoint holds this layer's parameters(), or a full-precision weight."""
         ...
 
     def parameters(self, layer: LayerSpec) -> dict[str, ParameterSpec]:
@@ -73,13 +118,67 @@ class Quantizer(Protocol):
         ...
 
     def quantize(self, layer: LayerSpec, weight: Tensor) -> dict[str, Tensor]:
-        """Online: full-precision weight [out, in] (or [experts, out, in]) to the tensors stored."""
+        """Online: full-precision weight [out, in] to the tensors stored, as parameters() has them."""
         ...
 
     def prepare(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Any:
-        """After loading: lay tensors out for the kernel; the result is passed to apply()."""
+        """After loading: check the tensors (WeightError names a bad one) and lay them out.
+
+        The result is passed to apply(); of role "experts" it is a PackedWeight, which the MoE driver
+        gets.
+        """
         ...
 
     def apply(self, layer: LayerSpec, prepared: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [num_tokens, in_features] to [num_tokens, out_features]."""
         ...
+
+    def dequantize(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor:
+        """The full-precision weight [out, in] (float32) that the stored tensors stand for.
+
+        For layers that are computed in the model's dtype although the checkpoint has them quantized
+        (the up-projection of latent attention), and for reports of the rounding error.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Calibration:
+    """What calibration text says about the inputs of one matrix (of one expert)."""
+
+    num_tokens: int
+    peak: float  # largest magnitude of an input
+    hessian: np.ndarray | None = None  # [K, K] float32, the mean of x x^T over tokens
+
+
+@runtime_checkable
+class CalibratedQuantizer(Protocol):
+    """A Quantizer that rounds better, or only, with calibration; `fastdeploy quantize` asks it."""
+
+    def calibration(self, layer: LayerSpec) -> Literal["none", "peak", "hessian"]:
+        """What quantize_calibrated() needs to know for this layer."""
+        ...
+
+    def quantize_calibrated(
+        self, layer: LayerSpec, weight: Tensor, calibration: Calibration
+    ) -> dict[str, Tensor]:
+        """As quantize(), with what is known about the layer's inputs."""
+        ...
+
+    def checkpoint_config(self) -> dict[str, Any]:
+        """quantization_config of a checkpoint that holds what this quantizer makes."""
+        ...
+
+
+def find_quantizer(name: str) -> type[Quantizer]:
+    """Another installed quantizer's class, for methods that are made of several."""
+    module = importlib.import_module("fastdeploy_core.plugins")
+    found: type[Quantizer] = module.lookup("quantizer", name)
+    return found
+
+
+def packed_bytes(weight: PackedWeight) -> int:
+    """Bytes of all tensors of a packed weight."""
+    from fastdeploy_core.tensor import namespace
+
+    return sum(namespace(tensor).nbytes(tensor) for tensor in weight.tensors.values())

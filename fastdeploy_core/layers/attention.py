@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fastdeploy_core.contracts.attention import AttentionSpec
+from fastdeploy_core.contracts.kv_formats import kv_format
 
+from .cache_scales import CacheScales
 from .context import ForwardContext
-from .linear import Linear, LinearPart, Piece
+from .linear import Linear, LinearPart
 from .norm import RMSNorm
+from .stored import WHOLE, Piece
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
@@ -25,13 +28,27 @@ if TYPE_CHECKING:
 class PagedAttention:
     """The part between projections, for either unit a driver claims; "gqa" and "mla" share it."""
 
-    def __init__(self, build: ModelBuilder, spec: AttentionSpec, rotary: RotarySpec) -> None:
+    def __init__(
+        self,
+        build: ModelBuilder,
+        prefix: str,
+        spec: AttentionSpec,
+        rotary: RotarySpec,
+        kv_piece: Piece = WHOLE,
+    ) -> None:
+        spec = build.cache_spec(spec)
         self.spec, self.index = spec, build.add_kv_layer(spec)
         self.backend = build.attention(spec)
         self.cos_sin = build.cos_sin(rotary)
-        self._rotary, self._write = build.kernels["rotary_embedding"], build.kernels["kv_write"]
+        self._rotary = build.kernels["rotary_embedding"]
         self._interleaved = rotary.interleaved
         self.rotates = self.backend.unit == "rope_kv"
+        kind = kv_format(spec.kv_format)
+        self._is_quantized = kind is not None
+        # A driver that writes the cache itself needs no kernel for it.
+        if not self.rotates:
+            self._write = build.kernels["kv_write" if kind is None else kind.write]
+        self._scales = CacheScales(build, prefix, spec, kv_piece) if spec.kv_static else None
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """q: [num_tokens, heads, dim], k: [num_tokens, kv_heads, dim]."""
@@ -42,10 +59,15 @@ class PagedAttention:
     ) -> Tensor:
         """Write `rows` to the cache and attend; see AttentionBackend.forward for the shapes."""
         cache, metadata = context.caches[self.index], context.metadata[self.spec]
-        if self.rotates:
-            return self.backend.forward(q, k, v, cache, metadata, self.cos_sin)
-        self._write(rows, cache, context.batch.slot_mapping)
-        return self.backend.forward(q, k, v, cache, metadata)
+        rotary = self.cos_sin if self.rotates else None
+        if self._is_quantized:
+            scales = None if self._scales is None else self._scales.value
+            if not self.rotates:
+                self._write(rows, cache, context.batch.slot_mapping, scales)
+            return self.backend.forward(q, k, v, cache, metadata, rotary, scales)
+        if not self.rotates:
+            self._write(rows, cache, context.batch.slot_mapping)
+        return self.backend.forward(q, k, v, cache, metadata, rotary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +123,7 @@ class Attention:
         if norm_eps is not None:
             self.q_norm = RMSNorm(build, f"{prefix}.q_norm", dim, norm_eps)
             self.k_norm = RMSNorm(build, f"{prefix}.k_norm", dim, norm_eps)
-        self.paged = PagedAttention(build, spec, rotary)
+        self.paged = PagedAttention(build, prefix, spec, rotary, kv_piece)
         self._heads, self._kv_heads, self._dim = spec.num_heads, spec.num_kv_heads, dim
         self._k_end = spec.num_heads + spec.num_kv_heads
 

@@ -7,7 +7,8 @@ attention layers in cache order (`kv_layers`) and lines for the start-up report.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
@@ -49,28 +50,31 @@ class ModelBuilder:
         tp_size: int = 1,
         communicator: Communicator | None = None,
         quantizer: Quantizer | None = None,
-        quantize_online: bool = False,
+        is_dummy: bool = False,
+        kv_format: str = "",
+        kv_static: bool = False,
     ) -> None:
         self.device, self.kernels, self.xp = device, kernels, device.xp
         self.dtype, self.max_positions = dtype, max_positions
         self.tp_rank, self.tp_size, self.communicator = tp_rank, tp_size, communicator
         self.piece = Piece(tp_rank, tp_size)
-        self.quantizer, self.quantize_online = quantizer, quantize_online
+        self.quantizer, self._is_dummy = quantizer, is_dummy
+        self.kv_format, self.kv_static = kv_format, kv_static
         self.weights = WeightMap()
         self.kv_layers: list[AttentionSpec] = []
         self.attention_drivers: dict[AttentionSpec, AttentionBackend] = {}
         self.moe_drivers: dict[MoESpec, MoEBackend] = {}
         self.unquantized: list[str] = []
-        self.weight_bytes = 0  # held by layers; what a quantizer holds is its own affair
+        self.weight_bytes = 0  # held by layers, in the checkpoint's layout where it is quantized
         self._attention_factory, self._moe_factory = attention_factory, moe_factory
         self._tables: dict[tuple[int, float, str, int], list[tuple[RotarySpec, Tensor]]] = {}
 
-    def extension(self, quantizer: Quantizer | None, *, quantize_online: bool) -> ModelBuilder:
+    def extension(self, quantizer: Quantizer | None) -> ModelBuilder:
         """A builder of layers beside this model's, such as a drafter's: the same ranks, kernels,
         drivers, cache order and checkpoint dialect; weights and number format of its own."""
         other = copy.copy(self)
         other.weights = self.weights.same_dialect()
-        other.quantizer, other.quantize_online = quantizer, quantize_online
+        other.quantizer = quantizer
         other.unquantized, other.weight_bytes = [], 0
         return other
 
@@ -88,6 +92,10 @@ class ModelBuilder:
         """The weight gives its memory back (a quantizer has taken it over)."""
         self.weight_bytes -= self.xp.nbytes(weight)
 
+    def hold(self, tensors: Mapping[str, Tensor]) -> None:
+        """Quantized tensors of a layer that stay."""
+        self.weight_bytes += sum(self.xp.nbytes(tensor) for tensor in tensors.values())
+
     def _count(self, weight: Tensor) -> Tensor:
         self.weight_bytes += self.xp.nbytes(weight)
         return weight
@@ -99,6 +107,10 @@ class ModelBuilder:
     def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's x along the last dimension, in rank order."""
         return x if self.communicator is None else self.communicator.all_gather(x, -1)
+
+    def cache_spec(self, spec: AttentionSpec) -> AttentionSpec:
+        """The attention shape with this model's cache format."""
+        return replace(spec, kv_format=self.kv_format, kv_static=self.kv_static)
 
     def add_kv_layer(self, spec: AttentionSpec) -> int:
         """Count one more attention layer; returns its place in ForwardContext.caches."""
@@ -135,6 +147,14 @@ class ModelBuilder:
             return self.quantizer
         self.unquantized.append(layer.name)
         return None
+
+    def is_stored(self, layer: LayerSpec) -> bool:
+        """Whether the layer's quantized tensors are read, or made from a full-precision weight.
+
+        Dummy weights are made quantized: what would be rounded is noise, and a model that only fits
+        in few bits could not be loaded otherwise.
+        """
+        return self._is_dummy or (self.quantizer is not None and self.quantizer.is_stored(layer))
 
     def leave_unquantized(self, name: str) -> None:
         """A layer that no quantizer is asked about: named in the start-up report if there is one."""

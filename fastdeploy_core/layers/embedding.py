@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from .linear import Linear, LinearPart
 from .weight_map import Placement
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class Embedding:
         else:
             self.weight = like.weight
             self.share.borrow(build, f"{name}.weight", self.weight, self._replace)
+        build.leave_unquantized(name)
         self._lookup = build.kernels["embedding"]
         self._build = build
 
@@ -130,15 +132,27 @@ class LMHead:
         self._build, self._share = build, VocabShare(build, vocab_size)
         self._product, self._greedy = build.kernels["linear"], build.kernels["greedy"]
         self._greedy_product = build.kernels["greedy_linear"]
+        self._linear: Linear | None = None  # quantized
         if like is not None:
-            self.weight, self.bias = like.weight, like.bias
-            self._share.borrow(build, f"{name}.weight", self.weight, self._replace, is_linear=True)
+            self._linear, self.weight, self.bias = like._linear, like.weight, like.bias
+            if self._linear is None:
+                self._share.borrow(
+                    build, f"{name}.weight", self.weight, self._replace, is_linear=True
+                )
+            return
+        if tied is None and build.quantizer is not None and vocab_size % build.tp_size == 0:
+            self.weight = self.bias = None
+            part = LinearPart(name, vocab_size, build.piece)
+            self._linear = Linear(
+                build, name, [part], hidden, parallel="column", bias=bias, role="lm_head"
+            )
             return
         if tied is None:
             self.weight = self._share.place(build, f"{name}.weight", (hidden,), is_linear=True)
         else:
             self.weight = tied.weight
             build.weights.ignore(f"{name}.weight")
+            build.leave_unquantized(name)
         self.bias = self._share.place(build, f"{name}.bias", ()) if bias else None
 
     def _replace(self, weight: Tensor) -> None:
@@ -146,7 +160,10 @@ class LMHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """The full logits."""
-        logits = self._product(hidden, self.weight, self.bias)
+        if self._linear is not None:
+            logits = self._linear(hidden)
+        else:
+            logits = self._product(hidden, self.weight, self.bias)
         if self._build.tp_size > 1:
             logits = self._build.all_gather(logits)
             if logits.shape[-1] != self._share.size:
@@ -157,7 +174,8 @@ class LMHead:
         """The likeliest token of each row ([num_rows] int64, the smallest id among equals) and its logit
         ([num_rows] float32, NaN if the row has one); the logits are never held as a whole."""
         build, share, xp = self._build, self._share, self._build.xp
-        if share.rows * build.tp_size != share.size:  # padded rows would win over negative logits
+        is_padded = share.rows * build.tp_size != share.size  # these rows win over negative logits
+        if is_padded or self._linear is not None:
             logits = self(hidden)
             ids = self._greedy(logits)
             return ids, xp.gather(logits, 1, ids.unsqueeze(1)).squeeze(1)

@@ -11,31 +11,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastdeploy_core.contracts.quantizer import LayerSpec, Quantizer
+from fastdeploy_core.contracts.quantizer import LayerPart, LayerSpec, Quantizer
 
-from .weight_map import FusedPart, Placement, Region
+from .stored import WHOLE, Piece, StoredLayer, StoredPart
+from .weight_map import FusedPart, Placement
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
     from .builder import ModelBuilder
     from .norm import RMSNorm
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """This rank's share of a dimension: the index-th of `count` equal pieces."""
-
-    index: int = 0
-    count: int = 1
-
-    def of(self, size: int) -> slice:
-        """The share of a dimension of that size."""
-        width = size // self.count
-        return slice(self.index * width, (self.index + 1) * width)
-
-
-WHOLE = Piece()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,29 +86,44 @@ class Linear:
             dtype=dtype or build.dtype,
             has_bias=bias,
             parallel=parallel,
+            parts=tuple(LayerPart(part.name, part.rows) for part in self._parts),
+            shards=1 if parallel == "none" else build.tp_size,
         )
         quantizer = build.quantizer_for(self.spec) if quantize else None
         self._quantizer = quantizer
-        self._stored: dict[str, Tensor] = {}  # quantized tensors by suffix, until prepared
-        self._prepared: Any = None
+        # One quantized product, or one for each part where the format cannot join them.
+        self._products: list[tuple[LayerSpec, Any]] = []
         self._outstanding = 0
-        if quantizer is not None and not build.quantize_online:
-            self._place_quantized(quantizer)
-        else:
+        if quantizer is None:
             self._place_weight()
+        else:
+            self._joins = quantizer.joins(self.spec)
+            self._products = [(spec, None) for spec in self._product_specs()]
+            if build.is_stored(self.spec):
+                self._place_stored(quantizer)
+            else:
+                self._place_weight()
         if bias:
             self._place_bias()
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, in_features of this rank] to [num_tokens, out_features of this rank]."""
         if self._quantizer is not None:
-            y = self._quantizer.apply(self.spec, self._prepared, x, self.bias)
+            y = self._quantized(self._quantizer, x)
             y = self._activation(y) if self._gated else y
         elif self._gated:
             y = self._gated_product(x, None, 0.0, self.weight, self.bias)
         else:
             y = self._product(x, self.weight, self.bias)
         return y if self._reduce is None else self._reduce(y)
+
+    def _quantized(self, quantizer: Quantizer, x: Tensor) -> Tensor:
+        if len(self._products) == 1:
+            spec, prepared = self._products[0]
+            return quantizer.apply(spec, prepared, x, self.bias)
+        xp = self._build.xp
+        y = xp.cat([quantizer.apply(s, prepared, x, None) for s, prepared in self._products], -1)
+        return y if self.bias is None else y + self.bias
 
     def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(y of norm(x + residual), x + residual). None: nothing is to be added."""
@@ -139,6 +139,14 @@ class Linear:
         if self._quantizer is None and self._reduce is None and not self._gated:
             return self._add_product(x, self.weight, self.bias, total), None
         return self(x), total
+
+    def _product_specs(self) -> list[LayerSpec]:
+        if self._joins:
+            return [self.spec]
+        return [
+            replace(self.spec, name=part.name, out_features=part.rows, parts=())
+            for part in self._parts
+        ]
 
     def _offsets(self) -> list[int]:
         starts = [0]
@@ -168,10 +176,19 @@ class Linear:
         self.weight[start : start + tensor.shape[0]] = tensor.to(self._dtype)
         self._outstanding -= 1
         if self._outstanding == 0 and self._quantizer is not None:
-            stored = self._quantizer.quantize(self.spec, self.weight)
-            self._prepared = self._quantizer.prepare(self.spec, stored)
+            first = 0
+            for number, (spec, _) in enumerate(self._products):
+                rows = self.weight[first : first + spec.out_features]
+                self._take(self._quantizer, number, self._quantizer.quantize(spec, rows))
+                first += spec.out_features
             self._build.release(self.weight)
             self.weight = None
+
+    def _take(self, quantizer: Quantizer, number: int, tensors: dict[str, Tensor]) -> None:
+        """Quantized tensors of one product are whole."""
+        spec, _ = self._products[number]
+        self._build.hold(tensors)
+        self._products[number] = (spec, quantizer.prepare(spec, tensors))
 
     def _place_bias(self) -> None:
         # Only one rank may add the bias of a row layer: the results are summed, here or by the caller.
@@ -203,61 +220,25 @@ class Linear:
         for part in self._parts:
             fused.append(FusedPart(f"{part.name}.{suffix}", offset))
             offset += part.out_features
-        names = [self.spec.name]
-        if self.spec.name.endswith("gate_up_proj"):
-            names.append(self.spec.name.removesuffix("gate_up_proj") + "up_gate_proj")
-        for name in names:
+        for name in joined_names(self.spec.name):
             self._build.weights.add_fused(f"{name}.{suffix}", (offset, *rest), fused)
 
-    def _place_quantized(self, quantizer: Quantizer) -> None:
-        """The checkpoint already holds the quantizer's own tensors, part by part."""
-        arrived: dict[str, list[Tensor | None]] = {}
-        for number, part in enumerate(self._parts):
-            part_spec = replace(self.spec, name=part.name, out_features=part.rows)
-            piece = self._in_piece if self.spec.parallel == "row" else part.piece
-            for suffix, parameter in quantizer.parameters(part_spec).items():
-                arrived.setdefault(suffix, [None] * len(self._parts))
-                full, region = _whole(parameter.shape, parameter.shard_dim, piece)
-                self._outstanding += 1
-                self._build.weights.add(
-                    Placement(
-                        name=f"{part.name}.{suffix}",
-                        shape=full,
-                        region=region,
-                        accept=partial(
-                            self._accept_quantized, arrived, suffix, number, parameter.shard_dim
-                        ),
-                    )
-                )
-
-    def _accept_quantized(
-        self,
-        arrived: dict[str, list[Tensor | None]],
-        suffix: str,
-        number: int,
-        shard_dim: int | None,
-        tensor: Tensor,
-    ) -> None:
-        arrived[suffix][number] = tensor
-        self._outstanding -= 1
-        if all(piece is not None for piece in arrived[suffix]):
-            pieces = arrived.pop(suffix)
-            xp = self._build.xp
-            if len(pieces) == 1:
-                self._stored[suffix] = pieces[0]
-            elif shard_dim is None:
-                self._stored[suffix] = xp.stack(pieces)
-            else:
-                self._stored[suffix] = xp.cat(pieces, shard_dim)
-        if self._outstanding == 0 and self._quantizer is not None:
-            self._prepared = self._quantizer.prepare(self.spec, self._stored)
-            self._stored = {}
+    def _place_stored(self, quantizer: Quantizer) -> None:
+        """The checkpoint already holds the quantizer's own tensors."""
+        is_row = self.spec.parallel == "row"
+        parts = [
+            StoredPart(part.name, part.rows, self._in_piece if is_row else part.piece)
+            for part in self._parts
+        ]
+        groups = [parts] if self._joins else [[part] for part in parts]
+        names = joined_names(self.spec.name) if len(groups) == 1 else []
+        for number, group in enumerate(groups):
+            done = partial(self._take, quantizer, number)
+            StoredLayer(self._build, quantizer, self._products[number][0], group, done, names)
 
 
-def _whole(shape: tuple[int, ...], dim: int | None, piece: Piece) -> tuple[tuple[int, ...], Region]:
-    """The whole tensor's shape and this rank's region of it, from the rank's own shape."""
-    full, region = list(shape), [slice(0, size) for size in shape]
-    if dim is not None:
-        full[dim] *= piece.count
-        region[dim] = piece.of(full[dim])
-    return tuple(full), tuple(region)
+def joined_names(name: str) -> list[str]:
+    """Prefixes under which a checkpoint may hold the joined parts (Paddle says up_gate_proj)."""
+    if not name.endswith("gate_up_proj"):
+        return [name]
+    return [name, name.removesuffix("gate_up_proj") + "up_gate_proj"]

@@ -7,18 +7,22 @@ output side: q_nope (W_uk c) = (q_nope W_uk) c, and sum of p (W_uv c) = W_uv (su
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fastdeploy_core.contracts.attention import AttentionSpec
+from fastdeploy_core.contracts.quantizer import LayerSpec
 
 from .attention import PagedAttention
 from .context import ForwardContext
 from .linear import Linear, LinearPart
 from .norm import RMSNorm
+from .stored import StoredLayer, StoredPart
 from .weight_map import Placement
 
 if TYPE_CHECKING:
+    from fastdeploy_core.contracts.quantizer import Quantizer
     from fastdeploy_core.tensor import Tensor
 
     from .builder import ModelBuilder
@@ -89,7 +93,7 @@ class LatentAttention:
             parallel="row",
             bias=bias,
         )
-        self._paged = PagedAttention(build, spec, rotary)
+        self._paged = PagedAttention(build, prefix, spec, rotary)
         self._xp = build.xp
 
     def __call__(self, x: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
@@ -143,6 +147,14 @@ class _UpProjection:
         self._value = build.zeros((heads, self._rank, self._v), self._dtype)
         build.leave_unquantized(name)
         out = shape.num_heads * (self._nope + self._v)
+        spec = LayerSpec(name, "linear", self._rank, out // build.tp_size, dtype=build.dtype)
+        spec = replace(spec, parallel="column", shards=build.tp_size)
+        quantizer = build.quantizer
+        if quantizer is not None and quantizer.supports(spec) and quantizer.is_stored(spec):
+            # The checkpoint has it in few bits; absorbed, it is computed in the model's dtype.
+            part = StoredPart(name, spec.out_features, build.piece)
+            StoredLayer(build, quantizer, spec, [part], partial(self._widen, quantizer, spec))
+            return
         build.weights.add(
             Placement(
                 name=f"{name}.weight",
@@ -152,6 +164,9 @@ class _UpProjection:
                 is_linear=True,
             )
         )
+
+    def _widen(self, quantizer: Quantizer, spec: LayerSpec, tensors: dict[str, Tensor]) -> None:
+        self._accept(quantizer.dequantize(spec, tensors))
 
     def _accept(self, tensor: Tensor) -> None:
         per_head = tensor.to(self._dtype).reshape(self._heads, self._nope + self._v, self._rank)

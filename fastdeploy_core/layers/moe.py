@@ -6,14 +6,14 @@ shared parts are added before the one sum over ranks.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastdeploy_core.contracts.moe import MoESpec
 
+from .experts import make_experts
 from .linear import Linear, LinearPart
 from .mlp import GatedMLP
-from .weight_map import FusedPart, Placement
+from .weight_map import Placement
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
@@ -56,8 +56,7 @@ class MoEBlock:
         if bias_name:
             self._place_bias(build, bias_name, bias_shape or (routing.num_experts,))
         self._driver = build.moe(spec)
-        build.leave_unquantized(f"{prefix}.experts")
-        self._experts = _Experts(build, f"{prefix}.experts", spec, intermediate, self._driver)
+        self._experts = make_experts(build, f"{prefix}.experts", spec, intermediate, self._driver)
         self._route = None
         if self._driver.unit == "experts":
             self._route = build.kernels["moe_routing"]
@@ -71,7 +70,7 @@ class MoEBlock:
 
         self._bias = bias
         region = tuple(slice(0, size) for size in shape)
-        build.weights.add(Placement(name, shape, region, accept, fill="zeros"))
+        build.weights.add(Placement(name, shape, region, accept, fill=0.0))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, hidden], model dtype."""
@@ -89,78 +88,3 @@ class MoEBlock:
         """Two addends of the sum t = x + residual and of the block's result for norm(t)."""
         normed, total = norm.add(x, residual)
         return self(normed), total
-
-
-class _Experts:
-    """Weights of all experts: gate_up [E, 2I, H] and down [E, H, I], handed to the driver when whole."""
-
-    def __init__(
-        self, build: ModelBuilder, prefix: str, spec: MoESpec, intermediate: int, driver: Any
-    ) -> None:
-        self._build, self._driver, self._spec = build, driver, spec
-        self._gate_up: Tensor | None = None
-        self._down: Tensor | None = None
-        self.prepared: Any = None
-        count, hidden, width = spec.routing.num_experts, spec.hidden_size, spec.intermediate_size
-        self._shapes = ((count, 2 * width, hidden), (count, hidden, width))
-        self._outstanding = 3 * count
-        mine, whole = build.piece.of(intermediate), slice(0, hidden)
-        for expert in range(count):
-            name = f"{prefix}.{expert}"
-            wide, tall = (intermediate, hidden), (hidden, intermediate)
-            self._place(f"{name}.gate_proj.weight", wide, (mine, whole), expert, 0)
-            self._place(f"{name}.up_proj.weight", wide, (mine, whole), expert, width)
-            self._place(f"{name}.down_proj.weight", tall, (whole, mine), expert, None)
-            parts = [
-                FusedPart(f"{name}.gate_proj.weight", 0),
-                FusedPart(f"{name}.up_proj.weight", intermediate),
-            ]
-            for fused in ("gate_up_proj", "up_gate_proj"):
-                fused_shape = (2 * intermediate, hidden)
-                build.weights.add_fused(f"{name}.{fused}.weight", fused_shape, parts)
-        self._offer_stacked(prefix, intermediate)
-
-    def _place(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        region: tuple[slice, slice],
-        expert: int,
-        start: int | None,
-    ) -> None:
-        self._build.weights.add(
-            Placement(
-                name=name,
-                shape=shape,
-                region=region,
-                accept=partial(self._accept, expert, start),
-                is_linear=True,
-            )
-        )
-
-    def _offer_stacked(self, prefix: str, intermediate: int) -> None:
-        """All experts in one tensor, as some tools save them."""
-        count, _, hidden = self._shapes[0]
-        gate_up = [
-            FusedPart(f"{prefix}.{e}.{half}_proj.weight", offset, e)
-            for e in range(count)
-            for half, offset in (("gate", 0), ("up", intermediate))
-        ]
-        down = [FusedPart(f"{prefix}.{e}.down_proj.weight", 0, e) for e in range(count)]
-        weights = self._build.weights
-        weights.add_fused(f"{prefix}.gate_up_proj", (count, 2 * intermediate, hidden), gate_up)
-        weights.add_fused(f"{prefix}.down_proj", (count, hidden, intermediate), down)
-
-    def _accept(self, expert: int, start: int | None, tensor: Tensor) -> None:
-        dtype = self._build.xp.dtype(self._spec.dtype)
-        if self._gate_up is None or self._down is None:
-            self._gate_up = self._build.empty(self._shapes[0], dtype)
-            self._down = self._build.empty(self._shapes[1], dtype)
-        if start is None:
-            self._down[expert] = tensor.to(dtype)
-        else:
-            self._gate_up[expert, start : start + tensor.shape[0]] = tensor.to(dtype)
-        self._outstanding -= 1
-        if self._outstanding == 0:
-            self.prepared = self._driver.prepare_weights(self._gate_up, self._down)
-            self._gate_up = self._down = None

@@ -20,7 +20,7 @@ class RMSNorm:
         self.eps = eps
         self._norm, self._add_norm = build.kernels["rms_norm"], build.kernels["add_rms_norm"]
         build.weights.add(
-            Placement(f"{name}.weight", (size,), (slice(0, size),), self._accept, fill="ones")
+            Placement(f"{name}.weight", (size,), (slice(0, size),), self._accept, fill=1.0)
         )
 
     def _accept(self, tensor: Tensor) -> None:

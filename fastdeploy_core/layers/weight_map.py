@@ -7,6 +7,7 @@ prefixes) are announced beside them, so that no model file handles checkpoint di
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
 Region = tuple[slice, ...]
-Fill = Literal["normal", "ones", "zeros"]
+# What `--load-format dummy` makes: noise, random bits of the stored dtype, or a number everywhere.
+Fill = Literal["normal", "bits"] | float
+_FLOATS = ("float32", "float16", "bfloat16")
 
 
 @dataclass(slots=True)
@@ -30,13 +33,18 @@ class Placement:
     region: Region  # of it, what this rank holds
     accept: Callable[[Tensor], None]  # takes the region, in any dtype
     is_linear: bool = False  # Paddle layout stores it with its last two dimensions swapped
-    fill: Fill = "normal"  # what `--load-format dummy` makes of it
+    fill: Fill = "normal"
     required: bool = True
+    dtype: str = (
+        ""  # what the checkpoint must hold; empty: the layer takes any; floats stand for each other
+    )
     done: bool = False
 
     def take(self, stored: StoredTensor) -> None:
         """Read this rank's part and hand it to the layer."""
-        if tuple(stored.shape) != self.shape:
+        # One number is stored as [], [1] or [1, 1], as tools like it.
+        is_number = math.prod(stored.shape) == math.prod(self.shape) == 1
+        if tuple(stored.shape) != self.shape and not is_number:
             raise WeightError(
                 f"weight {self.name} has shape {list(stored.shape)}; config.json asks for "
                 f"{list(self.shape)}; the checkpoint does not belong to this config.json"
@@ -46,17 +54,32 @@ class Placement:
                 f"weight {self.name} comes twice in the checkpoint; expected it once, alone or joined "
                 "with others"
             )
-        self.accept(stored.read(*self.region))
+        if not self._holds(stored.dtype):
+            raise WeightError(
+                f"weight {self.name} is stored as {stored.dtype}; quantization_config of config.json "
+                f"asks for {self.dtype}; the checkpoint does not belong to this config.json"
+            )
+        if is_number:
+            self.accept(stored.read().reshape(list(self.shape)))
+        else:
+            self.accept(stored.read(*self.region))
         self.done = True
+
+    def _holds(self, dtype: str) -> bool:
+        if not self.dtype or dtype == self.dtype:
+            return True
+        return dtype in _FLOATS and self.dtype in _FLOATS
 
 
 @dataclass(frozen=True, slots=True)
 class FusedPart:
-    """One placement inside a tensor that holds several: at `index` (if any), from row `offset` on."""
+    """One placement inside a tensor that holds several: at `index` (if any), from `offset` on along
+    `dim` of what is there; without a dim the parts share the whole."""
 
     name: str
     offset: int
     index: int | None = None
+    dim: int | None = 0
 
 
 class _Swapped:
@@ -81,15 +104,17 @@ class _Part:
         self.dtype = stored.dtype
 
     def read(self, *region: slice | int) -> Tensor:
-        rows = region[0] if region else slice(None)
-        offset = self._part.offset
-        if isinstance(rows, slice):
-            start, stop, _ = rows.indices(self.shape[0])
-            moved: slice | int = slice(start + offset, stop + offset)
-        else:
-            moved = rows + offset
-        lead = () if self._part.index is None else (self._part.index,)
-        return self._stored.read(*lead, moved, *region[1:])
+        part, full = self._part, [*region]
+        full += [slice(None)] * (len(self.shape) - len(full))
+        if part.dim is not None:
+            asked = full[part.dim]
+            if isinstance(asked, slice):
+                start, stop, _ = asked.indices(self.shape[part.dim])
+                full[part.dim] = slice(start + part.offset, stop + part.offset)
+            else:
+                full[part.dim] = asked + part.offset
+        lead = () if part.index is None else (part.index,)
+        return self._stored.read(*lead, *full)
 
 
 class WeightMap:
@@ -103,6 +128,7 @@ class WeightMap:
         self._renames: list[tuple[str, str]] = []
         self._ignored: list[str] = []
         self._kept_prefixes: list[str] = []
+        self._finishers: list[Callable[[], None]] = []
 
     def same_dialect(self) -> WeightMap:
         """An empty map that understands the same spellings."""
@@ -147,6 +173,22 @@ class WeightMap:
             elif not any(text in name for text in self._ignored):
                 unknown.append(given)
         return unknown
+
+    def when_loaded(self, call: Callable[[], None]) -> None:
+        """Called by finish(): for layers that cannot know whether an optional tensor still comes."""
+        self._finishers.append(call)
+
+    def finish(self) -> None:
+        """Every tensor has come."""
+        for call in self._finishers:
+            call()
+        self._finishers.clear()
+
+    def parts_of(self, name: str) -> list[str]:
+        """Placements that a checkpoint tensor (by its canonical name) fills; none if it is unknown."""
+        if name in self.placements:
+            return [name]
+        return [part.name for part in self._fused[name][1]] if name in self._fused else []
 
     def missing(self) -> list[str]:
         """Names of required tensors that have not come yet."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from fastdeploy_core.contracts.ops import OPERATIONS, Kernel
@@ -34,18 +34,39 @@ class _Cell:
     entry: PluginEntry
 
 
+@dataclass(slots=True)
+class _Chosen:
+    """Operations with their functions, where these come from, and how their weights are laid out."""
+
+    functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    prepare: dict[str, Callable[..., Any]] = field(default_factory=dict)
+
+
 class ChosenKernels:
-    """A KernelTable: operations by name, already chosen and imported."""
+    """A KernelTable: operations by name, already chosen and imported.
+
+    `late` are operations that only the reference has and that few models need: the first layer that
+    asks for one causes the line about falling back, or the refusal.
+    """
 
     def __init__(
-        self, device: str, functions: dict[str, Callable[..., Any]], origins: dict[str, str]
+        self,
+        device: str,
+        chosen: _Chosen,
+        late: Iterable[str] = (),
+        allow_fallback: bool = True,
     ) -> None:
         self.device = device
-        self.functions = functions
-        self._origins = origins
+        self.functions, self._origins = chosen.functions, chosen.origins
+        self._prepare = chosen.prepare
+        self._late, self._allow_fallback = set(late), allow_fallback
+        self.fallbacks: list[str] = []  # late operations that layers did ask for
 
     def __getitem__(self, operation: str) -> Callable[..., Any]:
         """The kernel for the operation; KeyError names the operations there are."""
+        if operation in self._late:
+            self._fall_back(operation)
         try:
             return self.functions[operation]
         except KeyError:
@@ -53,6 +74,30 @@ class ChosenKernels:
                 f"device {self.device!r} has no kernel for {operation!r}; "
                 f"there are: {', '.join(sorted(self.functions))}"
             ) from None
+
+    def _fall_back(self, operation: str) -> None:
+        if not self._allow_fallback:
+            raise CapabilityError(
+                f"device {self.device!r} has no kernel {operation} and fallback is switched off; "
+                "allow the reference (drop --no-fallback), choose another --quantization or "
+                "--kv-cache-dtype, or install a plugin that provides the kernel"
+            )
+        self._late.discard(operation)
+        self.fallbacks.append(operation)
+        logger.info(
+            "device %s has no kernel %s: the reference serves it (it dequantizes at every step)",
+            self.device,
+            operation,
+        )
+
+    def add(self, operation: str, function: Callable[..., Any], distribution: str) -> None:
+        """One more, made of the others."""
+        self.functions[operation], self._origins[operation] = function, distribution
+
+    def prepare(self, operation: str, weight: Any) -> Any:
+        """The weight as the chosen cell wants it; itself where the cell has no wish."""
+        prepare = self._prepare.get(operation)
+        return weight if prepare is None else prepare(weight)
 
     def __contains__(self, operation: object) -> bool:
         """Whether there is a kernel for the operation."""
@@ -81,13 +126,16 @@ def build_kernel_table(
     reference = (
         [] if device_name == REFERENCE else _cells([e for e in entries if e.name == REFERENCE])
     )
-    functions, origins = _choose([c for c in own if not c.kernel.composes], facts)
+    chosen = _choose([c for c in own if not c.kernel.composes], facts)
     composing = [c for c in (*own, *reference) if c.kernel.composes]
-    missing = [c for c in reference if c.operation not in functions and not c.kernel.composes]
-    fallback, fallback_origins = _choose(missing, facts)
+    missing = [c for c in reference if c.operation not in chosen.functions]
+    rest = _choose([c for c in missing if not c.kernel.composes], facts)
+    late = rest.functions.keys() - OPERATIONS.keys()
+    fallback = rest.functions.keys() & OPERATIONS.keys()
+    total = len((chosen.functions.keys() | fallback) & OPERATIONS.keys())
     if fallback and not allow_fallback:
         raise CapabilityError(
-            f"device {device_name!r} lacks {len(fallback)} of {len(functions) + len(fallback)} "
+            f"device {device_name!r} lacks {len(fallback)} of {total} "
             f"kernels and fallback is switched off: {', '.join(sorted(fallback))}; "
             "allow the reference (drop --no-fallback) or install a plugin that provides them"
         )
@@ -96,11 +144,15 @@ def build_kernel_table(
             "device %s: %d of %d operations run on the reference kernels: %s",
             device_name,
             len(fallback),
-            len(functions) + len(fallback),
+            total,
             ", ".join(sorted(fallback)),
         )
-    table = ChosenKernels(device_name, functions | fallback, origins | fallback_origins)
-    return _compose(table, composing, facts)
+    both = _Chosen(
+        chosen.functions | rest.functions,
+        chosen.origins | rest.origins,
+        chosen.prepare | rest.prepare,
+    )
+    return _compose(ChosenKernels(device_name, both, late, allow_fallback), composing, facts)
 
 
 def operations_without_kernel(table: ChosenKernels) -> list[str]:
@@ -112,15 +164,12 @@ def _compose(
     table: ChosenKernels, cells: Iterable[_Cell], facts: Mapping[str, Any]
 ) -> ChosenKernels:
     """Add the operations that nobody has a kernel of its own for, made of the table's others."""
-    functions, origins = dict(table.functions), dict(table.origins())
     for cell in cells:
-        if cell.operation in functions:
+        if cell.operation in table:
             continue
-        makers, _ = _choose([cell], facts)
         try:
-            for operation, make in makers.items():
-                functions[operation] = make(table)
-                origins[operation] = cell.entry.distribution
+            for operation, make in _choose([cell], facts).functions.items():
+                table.add(operation, make(table), cell.entry.distribution)
         except Exception as error:
             logger.warning(
                 "kernel %s of %s is left out: %s",
@@ -128,7 +177,7 @@ def _compose(
                 cell.entry.origin,
                 describe(error),
             )
-    return ChosenKernels(table.device, functions, origins)
+    return table
 
 
 def _cells(entries: Iterable[PluginEntry]) -> list[_Cell]:
@@ -151,30 +200,30 @@ def _cells(entries: Iterable[PluginEntry]) -> list[_Cell]:
     return cells
 
 
-def _choose(
-    cells: Iterable[_Cell], facts: Mapping[str, Any]
-) -> tuple[dict[str, Callable[..., Any]], dict[str, str]]:
+def _choose(cells: Iterable[_Cell], facts: Mapping[str, Any]) -> _Chosen:
     """One importable cell per operation: those with a predicate first (they claim a special case),
     then in the order of distribution names; a core's cell comes last."""
-    functions: dict[str, Callable[..., Any]] = {}
-    origins: dict[str, str] = {}
+    chosen = _Chosen()
     order = sorted(
         cells, key=lambda c: (not c.kernel.predicate, c.entry.is_core, c.entry.distribution)
     )
     for cell in order:
-        if cell.operation in functions:
+        if cell.operation in chosen.functions:
             logger.info(
                 "kernel %s: %s is used, that of %s is not",
                 cell.operation,
-                origins[cell.operation],
+                chosen.origins[cell.operation],
                 cell.entry.distribution,
             )
             continue
         try:
             if cell.kernel.predicate and not _import(cell.kernel.predicate)(facts):
                 continue
-            functions[cell.operation] = _import(cell.kernel.target)
-            origins[cell.operation] = cell.entry.distribution
+            prepare = _import(cell.kernel.prepare) if cell.kernel.prepare else None
+            chosen.functions[cell.operation] = _import(cell.kernel.target)
+            chosen.origins[cell.operation] = cell.entry.distribution
+            if prepare is not None:
+                chosen.prepare[cell.operation] = prepare
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -184,7 +233,7 @@ def _choose(
                 cell.entry.origin,
                 describe(error),
             )
-    return functions, origins
+    return chosen
 
 
 def _import(target: str) -> Callable[..., Any]:

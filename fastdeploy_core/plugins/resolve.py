@@ -7,13 +7,20 @@ those and compares digests.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from fastdeploy_core.config.model import read_json
+from fastdeploy_core.config.quantization import (
+    QuantizationSettings,
+    quantization_of,
+    read_quantization,
+)
 from fastdeploy_core.contracts.base import Candidate, Requirements
 from fastdeploy_core.contracts.device import DeviceQuestion
+from fastdeploy_core.contracts.kv_formats import kv_format
 from fastdeploy_core.errors import (
     CapabilityError,
     ConfigError,
@@ -63,9 +70,9 @@ def resolve(
     hooks = hook_manager(inventory=inventory) if hooks is None else hooks
     resolver = _Resolver(config, inventory, hooks)
     resolver.device()
+    resolver.quantizer()
     resolver.attention(attention)
     resolver.moe(moe)
-    resolver.quantizer()
     resolver.speculative()
     resolver.scheduler()
     resolver.by_name()
@@ -91,6 +98,8 @@ class _Resolver:
         self._notes: list[str] = []
         self._tensor_library = config.device.tensor_library
         self._requirements = Requirements()
+        self._quantization = quantization_of(config)
+        self._expert_formats = ""
 
     def device(self) -> None:
         """The accelerator: asked for by name, or the best one whose hardware is here."""
@@ -113,13 +122,15 @@ class _Resolver:
         """One driver that accepts every attention shape of the model."""
         from fastdeploy_core.contracts.attention import AttentionQuestion
 
+        kind = kv_format(self._quantization.kv_format)
+        cache = {"kv_format": kind.name if kind else "", "kv_static": self._quantization.kv_static}
         questions = [
             AttentionQuestion(
                 device=self._chosen["device"],
                 tensor_library=self._tensor_library,
-                spec=spec,
+                spec=replace(spec, **cache),
                 block_size=self._config.cache.block_size,
-                kv_dtype=self._config.cache.kv_dtype,
+                kv_dtype=kind.name if kind else "auto",
             )
             for spec in dict.fromkeys(specs)
         ]
@@ -136,7 +147,7 @@ class _Resolver:
                 device=self._chosen["device"],
                 tensor_library=self._tensor_library,
                 spec=spec,
-                quantization=self._config.model.quantization,
+                quantization=self._expert_formats,
             )
             for spec in dict.fromkeys(specs)
         ]
@@ -144,36 +155,37 @@ class _Resolver:
 
     def quantizer(self) -> None:
         """Who reads the checkpoint's quantization_config, or the format named."""
-        model = self._config.model
-        stored = model.hf_config.get("quantization_config") or {}
-        self._quantizer(model.quantization, stored, "quantizer")
+        self._expert_formats = self._quantizer(self._quantization, "quantizer")
 
-    def _quantizer(self, name: str, stored: Mapping[str, Any], place: str) -> None:
-        """Choose one, to be found as `place` among the chosen; nothing is chosen without a format."""
+    def _quantizer(self, settings: QuantizationSettings, place: str) -> str:
+        """Choose one, to be found as `place` among the chosen; nothing is chosen without a format.
+        Returns the formats in which it hands experts to their driver."""
         from fastdeploy_core.contracts.quantizer import QuantizationQuestion
 
-        if not name and not stored:
-            return
+        name, config = settings.method, settings.config
+        if not name:
+            return ""
         question = QuantizationQuestion(
             name=name,
-            config=stored,
+            config=config,
             device=self._chosen["device"],
             tensor_library=self._tensor_library,
         )
         answer = self._hooks.first("fd_quantizer_for", question=question)
-        candidates = []
         if answer is not None and isinstance(answer.value, Candidate):
-            candidates.append((answer.value, answer.plugin.distribution))
-        asked = name if name and not candidates else ""
-        if not candidates and not asked:
+            candidate: Candidate = answer.value
+            candidates = [(candidate, answer.plugin.distribution)]
+            self._take(decide("quantizer", name, candidates), place)
+            return candidate.details.get("experts", "")
+        if config.get("is_quantized"):
             raise UnsupportedModel(
-                f"the checkpoint is quantized with {dict(stored)!r:.200} and no installed "
+                f"the checkpoint is quantized with {dict(config)!r:.200} and no installed "
                 f"quantizer reads that; installed: "
                 f"{', '.join(available('quantizer', self._inventory)) or 'none'}; "
                 "see: fastdeploy plugins list --kind quantizer"
             )
-        shown = name or str(stored.get("quant_method", stored.get("quantization", "?")))
-        self._take(decide("quantizer", shown, candidates, asked=asked), place)
+        self._take(decide("quantizer", name, [], asked=name), place)
+        return ""
 
     def speculative(self) -> None:
         """The drafting method, and what it needs of the rest."""
@@ -202,12 +214,14 @@ class _Resolver:
         needs = self._requirements
         if needs.continued_by:
             self._add(find("speculative", needs.continued_by, self._inventory))
-        stored: Mapping[str, Any] = {}
+        draft: dict[str, Any] = {}
         if needs.draft_model:
             draft = read_json(Path(needs.draft_model) / "config.json")
-            stored = draft.get("quantization_config") or {}
             self._add_family(str((draft.get("architectures") or [""])[0]))
-        self._quantizer(needs.draft_quantization, stored, DRAFT_QUANTIZER)
+        settings = read_quantization(
+            replace(self._config.model, hf_config=draft, quantization=needs.draft_quantization)
+        )
+        self._quantizer(settings, DRAFT_QUANTIZER)
 
     def scheduler(self) -> None:
         """The request scheduler by name."""

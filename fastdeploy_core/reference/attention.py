@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fastdeploy_core.contracts.base import CONTRACT
+from fastdeploy_core.contracts.kv_formats import kv_format
 
 from .attention_plan import (
     MAX_CHUNK,
@@ -25,9 +26,10 @@ from .attention_plan import (
     plan_ragged,
     plan_tiles,
 )
+from .ops_kv import QuantizedRows
 
 if TYPE_CHECKING:
-    from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
+    from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec, KVScales
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
@@ -99,16 +101,21 @@ class ReferenceAttention:
             and device.device == "cpu"
             and spec.dtype == "float32"
             and self._heads.group <= _MAX_RAGGED_GROUP
+            and not spec.kv_format
         )
+        self._kv = kv_format(spec.kv_format)
         self._narrow = xp.dtype(spec.dtype) if spec.dtype != "float32" else None
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
-        """gqa: keys and values [num_blocks, block_size, num_kv_heads, dim]; mla: latent rows."""
-        spec = self.spec
+        """gqa: keys and values [num_blocks, block_size, num_kv_heads, dim]; mla: latent rows. Behind
+        them, where the cache is quantized dynamically, their scales."""
+        spec, kind = self.spec, self._kv
         shape = (num_blocks, self.block_size, spec.num_kv_heads)
-        if spec.kind == "mla":
-            return ((*shape, spec.head_dim),)
-        return (*shape, spec.head_dim), (*shape, spec.v_head_dim)
+        dims = (spec.head_dim,) if spec.kind == "mla" else (spec.head_dim, spec.v_head_dim)
+        if kind is None:
+            return tuple((*shape, dim) for dim in dims)
+        numbers = tuple((*shape, kind.width(dim)) for dim in dims)
+        return numbers if spec.kv_static else numbers + ((*shape, kind.scale_width),) * len(dims)
 
     def prepare(self, batch: AttentionBatch) -> _Metadata:
         """Row numbers and masks of this step, for every layer of this spec."""
@@ -176,6 +183,7 @@ class ReferenceAttention:
         cache: tuple[Tensor, ...],
         metadata: _Metadata,
         rotary: Tensor | None = None,
+        scales: KVScales | None = None,
     ) -> Tensor:
         """[num_tokens, num_heads * value_dim]; k and v are read from the cache."""
         xp = self._device.xp
@@ -184,8 +192,8 @@ class ReferenceAttention:
         whole = [metadata.num_tokens, spec.num_heads * self._value_dim]
         if metadata.num_tokens == 0:
             return xp.zeros(whole, dtype=q.dtype, device=q.device)
-        keys = cache[0].view([-1, spec.head_dim])
-        values = keys if spec.kind == "mla" else cache[1].view([-1, spec.v_head_dim])
+        keys = self._pool(cache, 0, spec.head_dim, scales)
+        values = keys if spec.kind == "mla" else self._pool(cache, 1, spec.v_head_dim, scales)
         queries = (self._wide(q) * spec.scale).reshape([shape[0], spec.head_dim])
 
         if metadata.ragged is not None and metadata.ragged[1] is None:
@@ -204,6 +212,19 @@ class ReferenceAttention:
         for kv_rows, chunks in metadata.longs:
             self._long(xp, kv_rows, chunks, queries, keys, values, out)
         return out.view(whole).to(q.dtype)
+
+    def _pool(
+        self, cache: tuple[Tensor, ...], index: int, dim: int, scales: KVScales | None
+    ) -> Tensor | QuantizedRows:
+        """One row for each (slot, head)."""
+        if self._kv is None:
+            return cache[index].view([-1, dim])
+        heads = self.spec.num_kv_heads
+        if scales is None:
+            behind = cache[len(cache) // 2 + index]
+            return QuantizedRows(self._kv, heads, dim, cache[index], behind)
+        tables = (scales.scale[index], scales.minimum[index] if scales.minimum else None)
+        return QuantizedRows(self._kv, heads, dim, cache[index], None, tables)
 
     def _lists(
         self, xp: Any, pattern: Any, queries: Tensor, keys: Tensor, values: Tensor
@@ -281,7 +302,9 @@ class ReferenceAttention:
         before = xp.zeros([count, num_keys - count], dtype=xp.float32, device=triangle.device)
         return xp.cat((before, triangle), 1)
 
-    def _rows(self, xp: Any, pool: Tensor, rows: Tensor) -> Tensor:
+    def _rows(self, xp: Any, pool: Tensor | QuantizedRows, rows: Tensor) -> Tensor:
+        if self._kv is not None:
+            return pool.take(rows)
         return self._wide(xp.index_select(pool, 0, rows))
 
     def _wide(self, x: Tensor) -> Tensor:

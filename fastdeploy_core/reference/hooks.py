@@ -6,6 +6,7 @@ from fastdeploy_core.contracts.attention import AttentionQuestion
 from fastdeploy_core.contracts.base import Accept, Candidate, Decline
 from fastdeploy_core.contracts.device import DeviceQuestion
 from fastdeploy_core.contracts.hookspecs import hookimpl
+from fastdeploy_core.contracts.kv_formats import KV_ALIASES, KV_FORMATS
 from fastdeploy_core.contracts.moe import MoEQuestion
 from fastdeploy_core.tensor import LIBRARIES, available
 
@@ -41,24 +42,15 @@ def fd_attention_backends(question: AttentionQuestion) -> list[Candidate]:
     spec = question.spec
     if spec.kind not in ("gqa", "mla"):
         return [Candidate("reference", Decline(f"kind {spec.kind!r}; possible: gqa, mla"))]
-    if question.kv_dtype not in ("auto", spec.dtype):
-        return [
-            Candidate(
-                "reference",
-                Decline(f"cache dtype {question.kv_dtype!r}; possible: auto, {spec.dtype}"),
-            )
-        ]
+    wanted = question.kv_dtype
+    if wanted not in ("auto", spec.dtype, *KV_FORMATS, *KV_ALIASES):
+        possible = ", ".join(("auto", spec.dtype, *KV_FORMATS))
+        return [Candidate("reference", Decline(f"cache format {wanted!r}; possible: {possible}"))]
     return [Candidate("reference", Accept(_BACKEND_SCORE, "plain tensor code"))]
 
 
 @hookimpl
 def fd_moe_backends(question: MoEQuestion) -> list[Candidate]:
-    """The reference serves every unquantized mixture of experts."""
-    if question.quantization:
-        return [
-            Candidate(
-                "reference",
-                Decline(f"quantization {question.quantization!r}; possible: none"),
-            )
-        ]
-    return [Candidate("reference", Accept(_BACKEND_SCORE, "plain tensor code"))]
+    """The reference serves every mixture of experts: of formats without a kernel it dequantizes."""
+    note = f"experts in {question.quantization}" if question.quantization else "plain tensor code"
+    return [Candidate("reference", Accept(_BACKEND_SCORE, note))]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
+from fastdeploy_core.contracts.kv_formats import KV_FORMATS
 from fastdeploy_core.contracts.ops import Kernel
+from fastdeploy_core.contracts.quant_formats import FORMATS
 
 _BODY = "fastdeploy_core.reference.ops_body"
 _FUSED = "fastdeploy_core.reference.ops_fused"
 _CACHE = "fastdeploy_core.reference.ops_cache"
 _MOE = "fastdeploy_core.reference.ops_moe"
+_QUANTIZED = "fastdeploy_core.reference.ops_quantized"
 _SAMPLING = "fastdeploy_core.reference.ops_sampling"
 _STEP = "fastdeploy_core.reference.ops_step"
 
@@ -46,4 +49,8 @@ TABLE: Final[dict[str, str | Kernel]] = {
     "greedy": f"{_SAMPLING}:greedy",
     "mark_broken": f"{_STEP}:mark_broken",
     "log_softmax": f"{_SAMPLING}:log_softmax",
+    # One definition serves every format: it is the format that knows how to dequantize.
+    **{f.linear: f"{_QUANTIZED}:linear_packed" for f in FORMATS.values()},
+    **{f.experts: f"{_QUANTIZED}:moe_experts_packed" for f in FORMATS.values()},
+    **{f.write: f"fastdeploy_core.reference.ops_kv:{f.write}" for f in KV_FORMATS.values()},
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastdeploy_core.contracts.base import CONTRACT
+from fastdeploy_core.contracts.quant_formats import PackedWeight
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
@@ -23,11 +24,14 @@ class ReferenceMoE:
     def __init__(self, spec: MoESpec, device: DeviceBackend, kernels: KernelTable) -> None:
         self.spec = spec
         self._route = kernels["moe_routing"]
-        self._experts = kernels["moe_experts"]
+        self._kernels = kernels
 
-    def prepare_weights(self, gate_up: Tensor, down: Tensor) -> Any:
-        """Keeps them as they are: the kernels read the checkpoint's layout."""
-        return gate_up, down
+    def prepare_weights(self, gate_up: Tensor | PackedWeight, down: Tensor | PackedWeight) -> Any:
+        """With the kernel of their format, laid out as that kernel wants them."""
+        if isinstance(gate_up, PackedWeight):
+            name, kernels = gate_up.format.experts, self._kernels
+            return kernels[name], kernels.prepare(name, gate_up), kernels.prepare(name, down)
+        return self._kernels["moe_experts"], gate_up, down
 
     def forward(
         self,
@@ -41,4 +45,6 @@ class ReferenceMoE:
         """[num_tokens, hidden]; routes by spec.routing unless the routing is given."""
         if topk_ids is None or topk_weights is None:
             topk_ids, topk_weights = self._route(router_logits, correction_bias, self.spec.routing)
-        return self._experts(x, topk_ids, topk_weights, *weights)
+        experts, gate_up, down = weights
+        y: Tensor = experts(x, topk_ids, topk_weights, gate_up, down)
+        return y

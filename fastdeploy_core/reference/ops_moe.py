@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ _SIGMOID_FLOOR = 1e-20
 # as long as padding them to the busiest one's does not multiply the work.
 _MAX_TOGETHER = 64
 _MAX_PADDING = 2
+Compute = Callable[[Any, np.ndarray, np.ndarray, np.ndarray], tuple["Tensor", np.ndarray]]
 
 
 def moe_routing(
@@ -70,6 +72,30 @@ def moe_experts(
     x [T, H], topk_ids [T, k] int64, topk_weights [T, k] float32, gate_up [E, 2I, H] (gate rows
     first), down [E, H, I]: [T, H] in x's dtype.
     """
+
+    def compute(
+        xp: Any, order: np.ndarray, ids: np.ndarray, counts: np.ndarray
+    ) -> tuple[Tensor, np.ndarray]:
+        if _is_even(counts, len(ids)):
+            return _together(xp, x, order, ids, counts, gate_up, down)
+
+        def expert(index: int, rows: Tensor) -> Tensor:
+            hidden = xp.silu_and_mul(xp.linear(rows, gate_up[index]))
+            return xp.linear(hidden, down[index])
+
+        return one_by_one(xp, x, order, counts, expert), np.arange(len(order))
+
+    return through_experts(x, topk_ids, topk_weights, gate_up.shape[0], compute)
+
+
+def through_experts(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, num_experts: int, compute: Compute
+) -> Tensor:
+    """Sort (token, expert) pairs by expert, compute their rows, bring them home and add them up.
+
+    compute(xp, tokens, experts, counts): tokens and experts of each pair in the order of experts,
+    how many pairs each expert has; returns (rows, where each pair's row is).
+    """
     xp = namespace(x)
     tokens, width = x.shape
     if tokens == 0:
@@ -77,9 +103,8 @@ def moe_experts(
     top_k = topk_ids.shape[1]
     ids = xp.to_numpy(topk_ids).reshape(-1)
     order = np.argsort(ids, kind="stable")
-    counts = np.bincount(ids, minlength=gate_up.shape[0])
-    compute = _together if _is_even(counts, len(ids)) else _one_by_one
-    y, places = compute(xp, x, order // top_k, ids[order], counts, gate_up, down)
+    counts = np.bincount(ids, minlength=num_experts)
+    y, places = compute(xp, order // top_k, ids[order], counts)
     back = np.empty_like(order)
     back[order] = places
     chosen = xp.index_select(y, 0, _upload(xp, back, x)).view([tokens, top_k, width])
@@ -118,25 +143,22 @@ def _together(
     return xp.matmul_nt(hidden, down).view([len(rows), x.shape[1]]), places
 
 
-def _one_by_one(
+def one_by_one(
     xp: Any,
     x: Tensor,
     tokens: np.ndarray,
-    experts: np.ndarray,
     counts: np.ndarray,
-    gate_up: Tensor,
-    down: Tensor,
-) -> tuple[Tensor, np.ndarray]:
-    """As _together, but a product per expert that has tokens."""
+    expert: Callable[[int, Tensor], Tensor],
+) -> Tensor:
+    """expert(index, rows) for every expert that has tokens, joined in the order of `tokens`."""
     rows = xp.index_select(x, 0, _upload(xp, tokens, x))
     results = []
     start = 0
-    for expert, count in enumerate(counts.tolist()):
+    for index, count in enumerate(counts.tolist()):
         if count:
-            hidden = xp.silu_and_mul(xp.linear(rows[start : start + count], gate_up[expert]))
-            results.append(xp.linear(hidden, down[expert]))
+            results.append(expert(index, rows[start : start + count]))
             start += count
-    return xp.cat(results, 0), np.arange(len(tokens))
+    return xp.cat(results, 0)
 
 
 def _upload(xp: Any, rows: np.ndarray, like: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -23,6 +24,30 @@ with hidden_module("tvm_ffi"):
 
 # Paddle keeps its eager mode in the importing thread: when that ends, so would the mode, for everybody.
 _eager_mode = paddle.base.framework.global_var._functional_dygraph_context_manager
+# Paddle's CPU kernels that pick and place rows do not know these; their bits are moved instead.
+_NARROW = {
+    paddle.int8: np.int8,
+    paddle.uint8: np.uint8,
+    paddle.float8_e4m3fn: np.uint8,
+    paddle.float8_e5m2: np.uint8,
+    paddle.float16: np.int16,
+    paddle.bfloat16: np.int16,
+}
+
+
+def _bits_of(x: Any) -> np.ndarray:
+    """The memory of a contiguous CPU tensor as an array of integers, valid as long as the tensor.
+
+    DLPack would hand out the same memory, but only to read.
+    """
+    carrier = np.dtype(_NARROW[x.dtype])
+    size = int(x.size)
+    if not size:
+        return np.empty(x.shape, carrier)
+    memory = (ctypes.c_uint8 * (size * carrier.itemsize)).from_address(x.data_ptr())
+    return np.frombuffer(memory, carrier, size).reshape(x.shape)
+
+
 _fused_rms_norm = paddle.incubate.nn.functional.fused_rms_norm
 
 
@@ -157,6 +182,9 @@ class PaddleLibrary:
         return self.from_numpy(array, self.dtype(dtype))
 
     def index_select(self, x: Any, dim: int, index: Any) -> Any:
+        if x.dtype in _NARROW and x.place.is_cpu_place():
+            whole = x.contiguous()
+            return self.from_numpy(np.take(_bits_of(whole), index.numpy(), dim)).view(x.dtype)
         # Three to eight times as fast where it applies.
         return paddle.gather(x, index, 0) if dim == 0 else paddle.index_select(x, index, dim)
 
@@ -169,6 +197,10 @@ class PaddleLibrary:
     def index_copy_(self, x: Any, dim: int, index: Any, source: Any) -> Any:
         if dim != 0:
             raise ValueError(f"index_copy_ works along dimension 0 only, got {dim}")
+        if x.dtype in _NARROW and x.place.is_cpu_place():
+            source = source.contiguous()
+            _bits_of(x)[index.numpy()] = _bits_of(source)
+            return x
         return paddle.scatter_(x, index, source)
 
     def index_add_(self, x: Any, dim: int, index: Any, source: Any) -> Any:

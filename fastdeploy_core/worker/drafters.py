@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastdeploy_core import envs
 from fastdeploy_core.config import EngineConfig, SpeculativeConfig
 from fastdeploy_core.config.model import checkpoint_layout, read_json
+from fastdeploy_core.config.quantization import read_quantization
 from fastdeploy_core.contracts.base import Requirements
 from fastdeploy_core.contracts.speculative import Drafter, DrafterContext
 from fastdeploy_core.errors import CapabilityError, ConfigError, FastDeployError, PluginLoadError
@@ -126,8 +127,7 @@ class DrafterMaker:
 
     def _device_context(self, needs: Requirements) -> DrafterContext:
         options, loaded = self._speculative.options, self._loaded
-        quantizer, online = self._quantizer(needs, {})
-        extension = loaded.builder.extension(quantizer, quantize_online=online)
+        extension = loaded.builder.extension(self._quantizer(needs, {}))
         folder = str(options.get("model") or "")
         return self._context(
             options,
@@ -137,18 +137,20 @@ class DrafterMaker:
             load_weights=partial(load_draft_weights, extension, loaded.model, self._config, folder),
         )
 
-    def _quantizer(
-        self, needs: Requirements, stored: Mapping[str, Any]
-    ) -> tuple[Quantizer | None, bool]:
-        """The draft's own, else the target's; and whether weights are quantized while they load."""
+    def _quantizer(self, needs: Requirements, hf_config: Mapping[str, Any]) -> Quantizer | None:
+        """The draft's own, else the target's."""
         name = self._resolved.name(DRAFT_QUANTIZER)
         if name:
+            settings = read_quantization(
+                replace(
+                    self._config.model,
+                    hf_config=hf_config,
+                    quantization=needs.draft_quantization,
+                )
+            )
             driver = self._resolved.load("quantizer", name)
-            return driver(stored, self._device, self._kernels), not stored
-        if needs.draft_model:
-            return None, False
-        build = self._loaded.builder
-        return build.quantizer, build.quantize_online
+            return driver(settings.config, self._device, self._kernels)  # type: ignore[no-any-return]
+        return None if needs.draft_model else self._loaded.builder.quantizer
 
     def _load_model(
         self, build: ModelBuilder, needs: Requirements, folder: str, quantization: str
@@ -160,9 +162,7 @@ class DrafterMaker:
                 f"(draft_model {needs.draft_model!r}); name it in fd_speculative_requirements"
             )
         hf_config = read_json(Path(folder) / "config.json")
-        stored = hf_config.get("quantization_config") or {}
-        quantizer, online = self._quantizer(needs, stored)
-        extension = build.extension(quantizer, quantize_online=online)
+        extension = build.extension(self._quantizer(needs, hf_config))
         extension.weights = type(extension.weights)()  # another checkpoint, other spellings
         architecture = str((hf_config.get("architectures") or [""])[0])
         model = self._resolved.load("model", architecture)(hf_config, extension)

@@ -14,18 +14,20 @@ from tqdm import tqdm
 from fastdeploy_core import envs
 from fastdeploy_core.config import EngineConfig, ModelConfig
 from fastdeploy_core.config.model import checkpoint_layout, fit_dtype
+from fastdeploy_core.config.quantization import quantization_of
 from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
+from fastdeploy_core.contracts.kv_formats import kv_format
 from fastdeploy_core.contracts.model import ModelShapes
 from fastdeploy_core.contracts.small import CausalLM
 from fastdeploy_core.errors import WeightError
 from fastdeploy_core.layers import ModelBuilder
+from fastdeploy_core.layers.cache_scales import CACHE_SCALE_NAMES
 
 from .weights import DummyTensor, SafetensorsFile, SafetensorsTensor, dummy_tensors, find_files
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
-    from fastdeploy_core.contracts.quantizer import Quantizer
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +68,12 @@ def load_model(
     shapes = family.shapes(hf_config, tp_size, model_config.dtype)
     block_size = config.cache.block_size
     attention_class = load_driver("attention", "")
-    quantizer, online = _quantizer(config, device, kernels, load_driver)
+    settings = quantization_of(config)
+    report += settings.notes
+    quantizer = None
+    if settings.method:
+        quantizer = load_driver("quantizer", "")(settings.config, device, kernels)
+    kind = kv_format(settings.kv_format)
     build = ModelBuilder(
         device,
         kernels,
@@ -78,8 +85,13 @@ def load_model(
         tp_size=tp_size,
         communicator=communicator,
         quantizer=quantizer,
-        quantize_online=online,
+        is_dummy=model_config.load_format == "dummy",
+        kv_format="" if kind is None else kind.name,
+        kv_static=settings.kv_static,
     )
+    if settings.kv_unused:
+        for text in CACHE_SCALE_NAMES:
+            build.weights.ignore(text)
     with device.xp.no_grad():
         model = family(hf_config, build)
         layout: Literal["torch", "paddle"] = "torch"
@@ -89,9 +101,10 @@ def load_model(
             model, build, model_config.path, layout, model_config.architecture, model_config
         )
     if build.unquantized:
+        kinds = dict.fromkeys(name.rpartition(".")[2] for name in build.unquantized)
         report.append(
-            f"{len(build.unquantized)} layers stay in {model_config.dtype}: the quantizer leaves them "
-            f"alone, such as {build.unquantized[0]}"
+            f"{len(build.unquantized)} layers stay in {model_config.dtype}, the quantizer leaves them "
+            f"alone: {', '.join(kinds)}"
         )
     return LoadedModel(
         model=model,
@@ -103,16 +116,6 @@ def load_model(
         weight_bytes=build.weight_bytes,
         report=report,
     )
-
-
-def _quantizer(
-    config: EngineConfig, device: DeviceBackend, kernels: KernelTable, load_driver: LoadDriver
-) -> tuple[Quantizer | None, bool]:
-    """The quantizer, and whether it quantizes full-precision weights while they are loaded."""
-    stored = config.model.hf_config.get("quantization_config") or {}
-    if not config.model.quantization and not stored:
-        return None, False
-    return load_driver("quantizer", "")(stored, device, kernels), not stored
 
 
 def fill_from_folder(
@@ -148,6 +151,7 @@ def fill_from_folder(
             f"{source} lacks {len(missing)} weights that {architecture} needs: "
             f"{some_names(missing)}; finish the download or correct config.json"
         )
+    build.weights.finish()
 
 
 def some_names(names: list[str]) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.contracts.attention import cache_dtypes
 from fastdeploy_core.errors import RequestError, ResourceError, WorkerError
 from fastdeploy_core.layers.context import ForwardContext
 from fastdeploy_core.sampling.columns import SamplingColumns, SamplingPlan
@@ -135,24 +136,21 @@ class ModelRunner:
 
     # -- cache ------------------------------------------------------------------------------------
 
-    def cache_shapes(self, num_blocks: int) -> list[tuple[tuple[tuple[int, ...], ...], str]]:
-        """(shapes, dtype) of each layer's cache."""
-        kv_dtype = self._config.cache.kv_dtype
-        return [
-            (
-                self._loaded.attention[spec].cache_shapes(num_blocks),
-                spec.dtype if kv_dtype == "auto" else kv_dtype,
-            )
-            for spec in self._loaded.kv_layers
-        ]
+    def cache_shapes(self, num_blocks: int) -> list[list[tuple[tuple[int, ...], str]]]:
+        """(shape, dtype) of each tensor of each layer's cache."""
+        layers = []
+        for spec in self._loaded.kv_layers:
+            shapes = self._loaded.attention[spec].cache_shapes(num_blocks)
+            layers.append(list(zip(shapes, cache_dtypes(spec, len(shapes)), strict=True)))
+        return layers
 
     def allocate_cache(self, num_blocks: int, num_host_blocks: int) -> None:
         """Zeroed caches of every layer; what was there before is dropped first."""
         xp, device = self._xp, self._device
         self._drop_cache()
         self._caches = [
-            tuple(xp.zeros(s, dtype=xp.dtype(dtype), device=device.device) for s in shapes)
-            for shapes, dtype in self.cache_shapes(num_blocks)
+            tuple(xp.zeros(s, dtype=xp.dtype(dtype), device=device.device) for s, dtype in layer)
+            for layer in self.cache_shapes(num_blocks)
         ]
         self._mover = BlockMover(device, self._kernels, self._caches, num_host_blocks)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from fastdeploy_core.errors import WeightError
+from fastdeploy_core.tensor import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
@@ -155,6 +156,10 @@ class SafetensorsTensor:
         """Bytes of the whole tensor."""
         return self._entry.stop - self._entry.start
 
+    def bits(self) -> np.ndarray:
+        """The whole tensor's bits on the host, over the mapping."""
+        return self._file.array(self._entry)
+
     def read(self, *region: slice | int) -> Tensor:
         """The region on the device, in the stored dtype."""
         part = np.ascontiguousarray(self._file.array(self._entry)[region])
@@ -209,28 +214,40 @@ def _entry(name: str, value: Any) -> _Entry:
 class DummyTensor:
     """Seeded random numbers that look like a stored tensor; equal for any number of ranks."""
 
-    dtype = "float32"
-
     def __init__(self, placement: Placement, seed: int, device: DeviceBackend) -> None:
         self._placement, self._seed, self._device = placement, seed, device
         self.shape = placement.shape
+        self.dtype = placement.dtype or "float32"
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
-        return 4 * int(np.prod(self.shape, dtype=np.int64))
+        return DTYPE_BYTES[self.dtype] * int(np.prod(self.shape, dtype=np.int64))
 
     def read(self, *region: slice | int) -> Tensor:
-        """The region of N(0, 0.02), or of ones or zeros where noise would silence the model."""
-        fill = self._placement.fill
+        """The region of N(0, 0.02), of random bits, or of a number where noise would be wrong."""
+        fill, xp = self._placement.fill, self._device.xp
+        stream = np.random.default_rng([self._seed, zlib.crc32(self._placement.name.encode())])
+        if fill == "bits":
+            return self._bits(stream, region)
         if fill == "normal":
-            stream = np.random.default_rng([self._seed, zlib.crc32(self._placement.name.encode())])
             whole = stream.standard_normal(self.shape, dtype=np.float32)
             whole *= np.float32(0.02)
         else:
-            whole = np.full(self.shape, 1.0 if fill == "ones" else 0.0, dtype=np.float32)
+            whole = np.full(self.shape, fill, dtype=np.float32)
         part = np.ascontiguousarray(whole[region])
-        return self._device.xp.to_device(self._device.xp.from_numpy(part), self._device.device)
+        return xp.to_device(xp.from_numpy(part), self._device.device)
+
+    def _bits(self, stream: np.random.Generator, region: tuple[slice | int, ...]) -> Tensor:
+        xp, width = self._device.xp, DTYPE_BYTES[self.dtype]
+        raw = np.frombuffer(stream.bytes(self.nbytes), np.uint8)
+        if self.dtype.startswith("float8"):
+            raw = raw & np.uint8(0xBF)  # magnitudes below 2, no NaN
+            whole = raw.reshape(self.shape)
+        else:
+            whole = raw.view(f"{'u' if self.dtype == 'uint8' else 'i'}{width}").reshape(self.shape)
+        part = np.array(whole[region], order="C")
+        return xp.to_device(xp.from_numpy(part, xp.dtype(self.dtype)), self._device.device)
 
 
 def dummy_tensors(

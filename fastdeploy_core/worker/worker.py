@@ -179,6 +179,11 @@ class Worker:
             *loaded.report,
         ]
         report += device_lines(device)
+        if kernels.fallbacks:
+            report.append(
+                f"no kernel of {device.name}, the reference dequantizes at every step: "
+                f"{', '.join(kernels.fallbacks)}"
+            )
         asked = (
             (config.batch.overlap, limits.overlap, "overlap of scheduling and execution"),
             (config.cache.swap_space_bytes > 0, limits.host_tier, "the host-memory KV tier"),
@@ -223,8 +228,8 @@ class Worker:
     def _bytes_per_block(runner: ModelRunner) -> int:
         return sum(
             math.prod(shape) * DTYPE_BYTES[dtype]
-            for shapes, dtype in runner.cache_shapes(1)
-            for shape in shapes
+            for layer in runner.cache_shapes(1)
+            for shape, dtype in layer
         )
 
     def _available(self, weight_bytes: int, bytes_per_block: int) -> tuple[int, str]:

@@ -20,12 +20,14 @@ from fastdeploy_core.testing.conformance.test_expert_communicator import (
     ExpertCommunicatorConformance,
 )
 from fastdeploy_core.testing.conformance.test_hygiene import HygieneConformance
+from fastdeploy_core.testing.conformance.test_kv_formats import KVFormatConformance
 from fastdeploy_core.testing.conformance.test_kv_transport import KVTransportConformance
 from fastdeploy_core.testing.conformance.test_kv_transport_faults import (
     KVTransportFaultsConformance,
 )
 from fastdeploy_core.testing.conformance.test_moe import MoEConformance
 from fastdeploy_core.testing.conformance.test_ops import OpsConformance
+from fastdeploy_core.testing.conformance.test_quantized_ops import QuantizedOpsConformance
 from fastdeploy_core.testing.conformance.test_quantizer import QuantizerConformance
 from fastdeploy_core.testing.conformance.test_request_scheduler import RequestSchedulerConformance
 
@@ -49,6 +51,14 @@ class TestCpuEndToEnd(EndToEndConformance):
 
 class TestReferenceAttention(AttentionConformance):
     driver_name = "reference"
+
+
+class TestReferenceKVFormats(KVFormatConformance):
+    driver_name = "reference"
+
+
+class TestCpuQuantizedKernels(QuantizedOpsConformance):
+    driver_name = "cpu"
 
 
 class TestReferenceMoE(MoEConformance):
@@ -79,13 +89,19 @@ class IdentityQuantizer:
     """Keeps full precision; shows the shape of a quantizer with the fewest lines."""
 
     name = "identity"
-    contract = (0, 1)
+    contract = (0, 2)
 
     def __init__(self, config: Mapping[str, Any], device: Any, kernels: Any) -> None:
         self._linear = kernels["linear"]
 
     def supports(self, layer: LayerSpec) -> bool:
         return layer.role == "linear"
+
+    def joins(self, layer: LayerSpec) -> bool:
+        return True
+
+    def is_stored(self, layer: LayerSpec) -> bool:
+        return False
 
     def parameters(self, layer: LayerSpec) -> dict[str, ParameterSpec]:
         shape = (layer.out_features, layer.in_features)
@@ -100,6 +116,9 @@ class IdentityQuantizer:
     def apply(self, layer: LayerSpec, prepared: Any, x: Any, bias: Any) -> Any:
         return self._linear(x, prepared, bias)
 
+    def dequantize(self, layer: LayerSpec, tensors: dict[str, Any]) -> Any:
+        return tensors["weight"].float()
+
 
 class TestIdentityQuantizer(QuantizerConformance):
     @pytest.fixture(scope="class")
@@ -110,6 +129,46 @@ class TestIdentityQuantizer(QuantizerConformance):
     @pytest.fixture
     def max_relative_error(self) -> float:
         return 1e-5
+
+
+class TestWInt8(QuantizerConformance):
+    driver_name = "wint8"
+
+    @pytest.fixture
+    def max_relative_error(self) -> float:
+        return 0.02
+
+
+class TestWInt4(QuantizerConformance):
+    driver_name = "wint4"
+
+
+class TestW8A8(QuantizerConformance):
+    driver_name = "w8a8"
+
+    @pytest.fixture
+    def max_relative_error(self) -> float:
+        return 0.03
+
+
+class TestW4A8(QuantizerConformance):
+    driver_name = "w4a8"
+
+
+class TestBlockFp8(QuantizerConformance):
+    driver_name = "block_wise_fp8"
+
+    @pytest.fixture
+    def max_relative_error(self) -> float:
+        return 0.08
+
+
+class TestWFp8AFp8(QuantizerConformance):
+    driver_name = "wfp8afp8"
+
+    @pytest.fixture
+    def max_relative_error(self) -> float:
+        return 0.08
 
 
 class TestNgram(DrafterConformance):

@@ -20,17 +20,24 @@ class Int8:
     """Eight bits per weight, one scale for each output."""
 
     name = "int8"
-    contract = (0, 1)
+    contract = (0, 2)
     asked: list[LayerSpec]
 
     def __init__(self, config: Mapping[str, Any], device: Any, kernels: Any) -> None:
         self.xp, self.linear = device.xp, kernels["linear"]
         self.asked = []
+        self.stored = config["is_quantized"]
         Int8.last = self
 
     def supports(self, layer: LayerSpec) -> bool:
         self.asked.append(layer)
-        return not layer.name.endswith("o_proj")
+        return layer.role == "linear" and not layer.name.endswith("o_proj")
+
+    def joins(self, layer: LayerSpec) -> bool:
+        return not layer.name.endswith("gate_up_proj")
+
+    def is_stored(self, layer: LayerSpec) -> bool:
+        return self.stored
 
     def parameters(self, layer: LayerSpec) -> dict[str, ParameterSpec]:
         weight, scale = (layer.out_features, layer.in_features), (layer.out_features,)
@@ -51,6 +58,9 @@ class Int8:
 
     def apply(self, layer: LayerSpec, prepared: Any, x: Any, bias: Any) -> Any:
         return self.linear(x, prepared, bias)
+
+    def dequantize(self, layer: LayerSpec, tensors: dict[str, Any]) -> Any:
+        return self.prepare(layer, tensors)
 
 
 def int8(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -116,4 +126,8 @@ def test_a_quantized_checkpoint_gives_the_same_logits(
     np.testing.assert_array_equal(online.step([("a", prompt)])[0], offline.step([("a", prompt)])[0])
     kinds = {(spec.name.rsplit(".", 1)[-1], spec.parallel) for spec in Int8.last.asked}
     assert ("qkv_proj", "column") in kinds
+    assert any(
+        [part.name.rpartition(".")[2] for part in spec.parts] == ["q_proj", "k_proj", "v_proj"]
+        for spec in Int8.last.asked
+    )
     assert ("down_proj", "row") in kinds

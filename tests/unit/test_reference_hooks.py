@@ -11,7 +11,7 @@ from fastdeploy_core.contracts.attention import AttentionQuestion, AttentionSpec
 from fastdeploy_core.contracts.base import Accept, Decline
 from fastdeploy_core.contracts.device import DeviceQuestion
 from fastdeploy_core.contracts.moe import MoEQuestion, MoESpec, RoutingSpec
-from fastdeploy_core.contracts.ops import OPERATIONS
+from fastdeploy_core.contracts.ops import OPERATIONS, QUANTIZED_OPERATIONS
 from fastdeploy_core.reference import hooks
 from fastdeploy_core.reference.kernels import TABLE
 
@@ -22,7 +22,7 @@ def attention(kv_dtype="auto"):
 
 
 def test_table_has_every_operation_of_the_contract():
-    assert set(TABLE) == set(OPERATIONS)
+    assert set(TABLE) == set(OPERATIONS) | set(QUANTIZED_OPERATIONS)
 
 
 @pytest.mark.parametrize("operation", sorted(OPERATIONS))
@@ -73,12 +73,14 @@ def test_processor_declines_an_unknown_library():
 
 def test_attention_declines_a_cache_in_another_dtype():
     assert isinstance(hooks.fd_attention_backends(attention())[0].verdict, Accept)
-    verdict = hooks.fd_attention_backends(attention("float8_e4m3fn"))[0].verdict
-    assert isinstance(verdict, Decline) and "float8_e4m3fn" in verdict.reason
+    for name in ("float8_e4m3fn", "fp8", "int8", "int4_zp"):
+        assert isinstance(hooks.fd_attention_backends(attention(name))[0].verdict, Accept)
+    verdict = hooks.fd_attention_backends(attention("turbo3"))[0].verdict
+    assert isinstance(verdict, Decline) and "turbo3" in verdict.reason
 
 
-def test_moe_declines_quantized_experts():
+def test_moe_serves_experts_of_any_format():
     spec = MoESpec(RoutingSpec(8, 2), 64, 32, "float32")
     assert isinstance(hooks.fd_moe_backends(MoEQuestion("cpu", "torch", spec))[0].verdict, Accept)
     verdict = hooks.fd_moe_backends(MoEQuestion("cpu", "torch", spec, "wint2"))[0].verdict
-    assert isinstance(verdict, Decline) and "wint2" in verdict.reason
+    assert isinstance(verdict, Accept) and "wint2" in verdict.note

@@ -125,7 +125,7 @@ class AttentionConformance(OnDevice):
         backend = self._backend(request, device, kernels, spec, self._block_size(device))
         if not (device.limits.graph_capture and backend.can_capture_decode):
             pytest.skip("limits.graph_capture and can_capture_decode are not both True")
-        world = _World(self, device, kernels, spec, self._block_size(device), BATCHES["decodes"])
+        world = World(self, device, kernels, spec, self._block_size(device), BATCHES["decodes"])
         inputs = world.write(backend.cache_shapes(world.num_blocks))
         batch = world.batch()
         exact = backend.forward(*inputs, world.cache, backend.prepare(batch))
@@ -170,7 +170,7 @@ class AttentionConformance(OnDevice):
         spec = gqa_spec("gqa 4:2", device.limits.dtypes[0])
         size = self._block_size(device)
         backend = self._backend(request, device, kernels, spec, size)
-        world = _World(self, device, kernels, spec, size, BATCHES["mixed"])
+        world = World(self, device, kernels, spec, size, BATCHES["mixed"])
         inputs = world.write(backend.cache_shapes(world.num_blocks))
 
         def cycle() -> None:
@@ -226,7 +226,7 @@ class AttentionConformance(OnDevice):
         """Results per row, after checking the canaries."""
         size = block_size or self._block_size(device)
         backend = self._backend(request, device, kernels, spec, size)
-        world = _World(self, device, kernels, spec, size, rows, shared_blocks, first_seed)
+        world = World(self, device, kernels, spec, size, rows, shared_blocks, first_seed)
         inputs = world.write(backend.cache_shapes(world.num_blocks))
         got = backend.forward(*inputs, world.cache, backend.prepare(world.batch()))
         width = spec.num_heads * (spec.kv_lora_rank if spec.kind == "mla" else spec.v_head_dim)
@@ -257,7 +257,7 @@ class AttentionConformance(OnDevice):
         for group in groups:
             results = self._run(request, device, kernels, spec, group, block_size, shared_blocks)
             size = block_size or self._block_size(device)
-            world = _World(self, device, kernels, spec, size, group, shared_blocks)
+            world = World(self, device, kernels, spec, size, group, shared_blocks)
             relative, absolute = self.tolerance(dtype)
             for index, (got, row) in enumerate(zip(results, world.rows, strict=True)):
                 q, k, v = (self.rounded(device, a, dtype) for a in (row.q, row.k, row.v))
@@ -270,7 +270,7 @@ class AttentionConformance(OnDevice):
                 )
 
 
-class _World:
+class World:
     """A cache of NaN canaries in which only the rows' own blocks (and block 0) hold numbers."""
 
     def __init__(
@@ -302,7 +302,7 @@ class _World:
             count = own if row is not self.rows[0] else own + shared_blocks
             row.blocks += [int(free.pop()) for _ in range(count)]
         self.cache: tuple[Any, ...] = ()
-        self._before: list[np.ndarray] = []
+        self.before: list[np.ndarray] = []
 
     def _row(self, seed: int, num_new: int, total: int) -> Row:
         rng, spec = np.random.default_rng(100 + seed), self.spec
@@ -315,13 +315,13 @@ class _World:
 
     def write(self, shapes: tuple[tuple[int, ...], ...]) -> tuple[Any, Any, Any]:
         """Fill the cache through the device's own kernel; returns (q, k, v) of the step."""
-        device, spec, suite = self.device, self.spec, self._suite
+        device, spec = self.device, self.spec
         arrays = [np.full(shape, np.nan, "float32") for shape in shapes]
         owned = sorted({b for row in self.rows for b in row.blocks})
         for array in arrays:
             # What may be loaded and masked away is finite garbage; what may not be touched is NaN.
             array[[0, *owned]] = GARBAGE
-        self.cache = tuple(suite.to_device(device, a, spec.dtype) for a in arrays)
+        self.cache = tuple(self.put(a) for a in arrays)
         slots = [
             row.blocks[t // self.block_size] * self.block_size + t % self.block_size
             for row in self.rows
@@ -332,11 +332,20 @@ class _World:
             stacked.append(np.concatenate([r.v for r in self.rows]))
         if self.rows:
             self.kernels["kv_write"](
-                tuple(suite.to_device(device, a, spec.dtype) for a in stacked),
+                tuple(self.put(a) for a in stacked),
                 self.cache,
-                suite.to_device(device, np.array(slots, "int64")),
+                device.to_device(np.array(slots, "int64")),
             )
-        self._before = [np.array(device.to_host(c.float())) for c in self.cache]
+        self.before = [np.array(device.to_host(c.float())) for c in self.cache]
+        return self.step_inputs()
+
+    def put(self, array: np.ndarray) -> Any:
+        """On the device, in the spec's dtype."""
+        return self._suite.to_device(self.device, array, self.spec.dtype)
+
+    def step_inputs(self) -> tuple[Any, Any, Any]:
+        """q, k and v of the tokens that are fed."""
+        spec = self.spec
         empty = np.zeros((0, spec.num_heads, spec.head_dim), "float32")
         q = np.concatenate([r.q for r in self.rows]) if self.rows else empty
         k = [r.k[len(r.k) - r.num_new :] for r in self.rows] or [
@@ -345,11 +354,7 @@ class _World:
         v = [r.v[len(r.v) - r.num_new :] for r in self.rows] or [
             np.zeros((0, spec.num_kv_heads, spec.v_head_dim), "float32")
         ]
-        return (
-            suite.to_device(device, q, spec.dtype),
-            suite.to_device(device, np.concatenate(k), spec.dtype),
-            suite.to_device(device, np.concatenate(v), spec.dtype),
-        )
+        return self.put(q), self.put(np.concatenate(k)), self.put(np.concatenate(v))
 
     def batch(self) -> AttentionBatch:
         """The step's rows, host arrays and their device twins."""
@@ -381,7 +386,7 @@ class _World:
 
     def check_canaries(self) -> None:
         """Nothing in the cache has changed: neither canaries nor what was written before."""
-        for before, tensor in zip(self._before, self.cache, strict=True):
+        for before, tensor in zip(self.before, self.cache, strict=True):
             after = np.array(self.device.to_host(tensor.float()))
             assert np.array_equal(before, after, equal_nan=True), (
                 "attention wrote to blocks that are not its own"

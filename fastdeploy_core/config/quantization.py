@@ -1,0 +1,144 @@
+"""What a model's quantization is: config.json and the command line read into one record.
+
+config.json wins, as in FastDeploy 2.x; what the command line said instead is kept as a note for the
+start-up report. Who can serve the method is a question of the quantizer plugins.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from fastdeploy_core.errors import ConfigError
+
+from .engine import EngineConfig, ModelConfig
+
+# FastDeploy 2.x: on ERNIE models, wint4 means 4 bits for experts and 8 for everything else.
+_ERNIE_WINT4: Final = {
+    "quantization": "mix_quant",
+    "dense_quant_type": "wint8",
+    "moe_quant_type": "wint4",
+}
+_KV_ONLY: Final = "kvcache"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationSettings:
+    """`method` is empty for full precision; `config` is what a quantizer driver is built from."""
+
+    method: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    kv_format: str = ""  # as spelled; empty: the cache holds the model's dtype
+    kv_static: bool = False  # the checkpoint has the scales
+    kv_unused: bool = False  # the checkpoint has scales, and another cache format was asked for
+    notes: tuple[str, ...] = ()
+
+
+def quantization_of(config: EngineConfig) -> QuantizationSettings:
+    """The settings of a whole configuration."""
+    return read_quantization(config.model, config.cache.kv_dtype)
+
+
+def read_quantization(model: ModelConfig, kv_dtype: str = "auto") -> QuantizationSettings:
+    """Settings from config.json, else from --quantization; ConfigError for what is malformed."""
+    stored = model.hf_config.get("quantization_config") or {}
+    if not isinstance(stored, Mapping):
+        raise ConfigError(
+            f"quantization_config of config.json is a {type(stored).__name__}; expected an object"
+        )
+    asked = parse_quantization(model.quantization)
+    notes: list[str] = []
+    if stored:
+        config = _of_checkpoint(stored)
+        if asked and _method(asked) != _method(config):
+            notes.append(
+                f"--quantization {_method(asked)} has no effect: the checkpoint is quantized with "
+                f"{_method(config)} (config.json)"
+            )
+    else:
+        config = dict(asked)
+        if config == {"quantization": "wint4"} and model.architecture.startswith("Ernie"):
+            config = dict(_ERNIE_WINT4)
+            notes.append(
+                "--quantization wint4 on an ERNIE model: experts in wint4, everything else in wint8; "
+                'all in wint4: --quantization \'{"quantization": "wint4", "group_size": 0}\''
+            )
+        if config:
+            config.setdefault("is_quantized", False)
+    declared = _declared_kv(config, stored)
+    kv_format, kv_static = declared, bool(declared and stored)
+    if kv_dtype not in ("", "auto") and kv_dtype not in _spellings(declared):
+        if kv_static:
+            notes.append(
+                f"the checkpoint's cache scales ({declared}) are not used: --kv-cache-dtype {kv_dtype}"
+            )
+        kv_format, kv_static = kv_dtype, False
+    method = _method(config)
+    return QuantizationSettings(
+        method="" if method == _KV_ONLY else method,
+        config=config,
+        kv_format=kv_format,
+        kv_static=kv_static,
+        kv_unused=bool(declared and stored) and not kv_static,
+        notes=tuple(notes),
+    )
+
+
+def parse_quantization(text: str) -> dict[str, Any]:
+    """--quantization: a name, or a JSON object with the key "quantization"."""
+    text = text.strip()
+    if not text.startswith("{"):
+        return {"quantization": text} if text else {}
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--quantization {text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict) or not isinstance(value.get("quantization"), str):
+        raise ConfigError(
+            f'--quantization {text!r} lacks the key "quantization"; expected a name such as wint8, or '
+            'JSON such as {"quantization": "wint4", "group_size": 128}'
+        )
+    return value
+
+
+def _method(config: Mapping[str, Any]) -> str:
+    return str(config.get("quantization") or config.get("quant_method") or "")
+
+
+def _of_checkpoint(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json's own words, with `is_quantized` said out loud."""
+    config = dict(stored)
+    if not _method(config):
+        raise ConfigError(
+            "quantization_config of config.json names no method; expected the key quantization "
+            f"(FastDeploy) or quant_method (transformers), found: {', '.join(sorted(config)) or 'none'}"
+        )
+    if "is_quantized" not in config:
+        # Files of FastDeploy that only add cache scales leave the weights in full precision.
+        only_cache = "kv_cache_quant_type" in config or "is_moe_quantized" in config
+        config["is_quantized"] = "quant_method" in config or not only_cache
+    return config
+
+
+def _declared_kv(config: Mapping[str, Any], stored: Mapping[str, Any]) -> str:
+    """The cache format that the configuration itself names, as FastDeploy or compressed-tensors do."""
+    declared = str(config.get("kv_cache_quant_type") or "")
+    scheme = stored.get("kv_cache_scheme")
+    if declared or not isinstance(scheme, Mapping):
+        return declared
+    bits, kind = scheme.get("num_bits"), scheme.get("type")
+    found = {(8, "float"): "float8_e4m3fn", (8, "int"): "int8"}.get((bits, kind))
+    if found is None:
+        raise ConfigError(
+            f"kv_cache_scheme of config.json asks for {bits} bits of type {kind!r}; possible: "
+            "8 bits of type float or int"
+        )
+    return found
+
+
+def _spellings(declared: str) -> tuple[str, ...]:
+    if declared == "float8_e4m3fn":
+        return (declared, "fp8", "fp8_e4m3")
+    return (declared,) if declared else ()

@@ -1,0 +1,211 @@
+"""Weights of all experts of a block: collected expert by expert, handed to the MoE driver when whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fastdeploy_core.contracts.moe import MoESpec
+from fastdeploy_core.contracts.quantizer import LayerPart, LayerSpec, Quantizer
+
+from .linear import joined_names
+from .stored import StoredLayer, StoredPart
+from .weight_map import FusedPart, Placement
+
+if TYPE_CHECKING:
+    from fastdeploy_core.tensor import Tensor
+
+    from .builder import ModelBuilder
+
+# (expert, first row or None for down, tensor)
+Accept = Callable[[int, int | None, "Tensor"], None]
+
+
+def expert_specs(
+    prefix: str, spec: MoESpec, expert: int = 0, shards: int = 1
+) -> tuple[LayerSpec, LayerSpec]:
+    """What a quantizer is asked about one expert's two matrices; `prefix` ends in .experts."""
+    hidden, width, name = spec.hidden_size, spec.intermediate_size, f"{prefix}.{expert}"
+    parts = (LayerPart(f"{name}.gate_proj", width), LayerPart(f"{name}.up_proj", width))
+    gate_up = LayerSpec(
+        f"{prefix}.gate_up_proj",
+        "experts",
+        hidden,
+        2 * width,
+        dtype=spec.dtype,
+        parallel="column",
+        parts=parts,
+        shards=shards,
+    )
+    down = replace(
+        gate_up,
+        name=f"{prefix}.down_proj",
+        in_features=width,
+        out_features=hidden,
+        parallel="row",
+        parts=(LayerPart(f"{name}.down_proj", hidden),),
+    )
+    return gate_up, down
+
+
+def make_experts(
+    build: ModelBuilder, prefix: str, spec: MoESpec, intermediate: int, driver: Any
+) -> DenseExperts | PackedExperts:
+    """In the model's dtype, or quantized where the quantizer takes both matrices."""
+    quantizer = build.quantizer
+    if quantizer is not None:
+        taken = [quantizer.supports(own) for own in expert_specs(prefix, spec, 0, build.tp_size)]
+        if all(taken):
+            return PackedExperts(build, prefix, spec, intermediate, driver, quantizer)
+        build.leave_unquantized(prefix)
+    return DenseExperts(build, prefix, spec, intermediate, driver)
+
+
+class DenseExperts:
+    """gate_up [E, 2I, H] and down [E, H, I] in the model's dtype."""
+
+    def __init__(
+        self, build: ModelBuilder, prefix: str, spec: MoESpec, intermediate: int, driver: Any
+    ) -> None:
+        self._build, self._driver, self._spec = build, driver, spec
+        self._gate_up: Tensor | None = None
+        self._down: Tensor | None = None
+        self.prepared: Any = None
+        self._outstanding = 3 * spec.routing.num_experts
+        _place(build, prefix, spec, intermediate, self._accept)
+
+    def _accept(self, expert: int, start: int | None, tensor: Tensor) -> None:
+        spec, dtype = self._spec, self._build.xp.dtype(self._spec.dtype)
+        if self._gate_up is None or self._down is None:
+            count, hidden, width = (
+                spec.routing.num_experts,
+                spec.hidden_size,
+                spec.intermediate_size,
+            )
+            self._gate_up = self._build.empty((count, 2 * width, hidden), dtype)
+            self._down = self._build.empty((count, hidden, width), dtype)
+        if start is None:
+            self._down[expert] = tensor.to(dtype)
+        else:
+            self._gate_up[expert, start : start + tensor.shape[0]] = tensor.to(dtype)
+        self._outstanding -= 1
+        if self._outstanding == 0:
+            self.prepared = self._driver.prepare_weights(self._gate_up, self._down)
+            self._gate_up = self._down = None
+
+
+class PackedExperts:
+    """Quantized, one expert at a time: at most one expert's full-precision matrices are held."""
+
+    def __init__(
+        self,
+        build: ModelBuilder,
+        prefix: str,
+        spec: MoESpec,
+        intermediate: int,
+        driver: Any,
+        quantizer: Quantizer,
+    ) -> None:
+        self._build, self._driver, self._quantizer = build, driver, quantizer
+        self._prefix, self._spec = prefix, spec
+        self.prepared: Any = None
+        self._count = spec.routing.num_experts
+        self._outstanding = 2 * self._count  # quantized matrices
+        self._buffers: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        self._dtypes: dict[str, Any] = {}
+        # Full-precision matrices on their way: (expert, which) -> (tensor, parts still to come)
+        self._staged: dict[tuple[int, int], tuple[Tensor, int]] = {}
+        if not build.is_stored(expert_specs(prefix, spec, 0, build.tp_size)[0]):
+            _place(build, prefix, spec, intermediate, self._accept)
+            return
+        for expert in range(self._count):
+            for which, own in enumerate(expert_specs(prefix, spec, expert, build.tp_size)):
+                parts = [StoredPart(p.name, p.out_features, build.piece) for p in own.parts]
+                done = partial(self._store, expert, which)
+                names = joined_names(f"{prefix}.{expert}.gate_up_proj")
+                StoredLayer(build, quantizer, own, parts, done, names)
+
+    def _specs(self, expert: int) -> tuple[LayerSpec, LayerSpec]:
+        return expert_specs(self._prefix, self._spec, expert, self._build.tp_size)
+
+    def _accept(self, expert: int, start: int | None, tensor: Tensor) -> None:
+        which = 1 if start is None else 0
+        own = self._specs(expert)[which]
+        dtype = self._build.xp.dtype(self._spec.dtype)
+        staged = self._staged.pop((expert, which), None)
+        if staged is None:
+            shape = (own.out_features, own.in_features)
+            staged = (self._build.xp.empty(shape, dtype=dtype, device=tensor.device), 2 - which)
+        matrix, left = staged
+        first = start or 0
+        matrix[first : first + tensor.shape[0]] = tensor.to(dtype)
+        if left > 1:
+            self._staged[expert, which] = (matrix, left - 1)
+            return
+        self._store(expert, which, self._quantizer.quantize(own, matrix))
+
+    def _store(self, expert: int, which: int, tensors: dict[str, Tensor]) -> None:
+        xp, buffers = self._build.xp, self._buffers[which]
+        for suffix, tensor in tensors.items():
+            # Not every library can write slices of float8; their bits can be written anywhere.
+            bits = tensor.view(xp.uint8) if tensor.dtype == xp.float8_e4m3fn else tensor
+            if suffix not in buffers:
+                self._dtypes[suffix] = tensor.dtype
+                buffers[suffix] = self._build.empty((self._count, *bits.shape), bits.dtype)
+            buffers[suffix][expert] = bits
+        self._outstanding -= 1
+        if self._outstanding == 0:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        xp, packed = self._build.xp, []
+        specs = self._specs(0)
+        for own, buffers in zip(specs, self._buffers, strict=True):
+            tensors = {
+                suffix: tensor.view(self._dtypes[suffix])
+                if self._dtypes[suffix] == xp.float8_e4m3fn
+                else tensor
+                for suffix, tensor in buffers.items()
+            }
+            buffers.clear()
+            whole = replace(own, num_experts=self._count)
+            packed.append(self._quantizer.prepare(whole, tensors))
+        self.prepared = self._driver.prepare_weights(*packed)
+
+
+def _place(
+    build: ModelBuilder, prefix: str, spec: MoESpec, intermediate: int, accept: Accept
+) -> None:
+    """Announce full-precision experts: one by one, gate and up joined, or all in one tensor."""
+    count, hidden, width = spec.routing.num_experts, spec.hidden_size, spec.intermediate_size
+    mine, whole = build.piece.of(intermediate), slice(0, hidden)
+    weights = build.weights
+
+    def add(
+        name: str, shape: tuple[int, int], region: tuple[slice, slice], e: int, start: int | None
+    ) -> None:
+        weights.add(Placement(name, shape, region, partial(accept, e, start), is_linear=True))
+
+    for expert in range(count):
+        name = f"{prefix}.{expert}"
+        wide, tall = (intermediate, hidden), (hidden, intermediate)
+        add(f"{name}.gate_proj.weight", wide, (mine, whole), expert, 0)
+        add(f"{name}.up_proj.weight", wide, (mine, whole), expert, width)
+        add(f"{name}.down_proj.weight", tall, (whole, mine), expert, None)
+        parts = [
+            FusedPart(f"{name}.gate_proj.weight", 0),
+            FusedPart(f"{name}.up_proj.weight", intermediate),
+        ]
+        for fused in joined_names(f"{name}.gate_up_proj"):
+            weights.add_fused(f"{fused}.weight", (2 * intermediate, hidden), parts)
+    # All experts in one tensor, as some tools save them.
+    gate_up = [
+        FusedPart(f"{prefix}.{e}.{half}_proj.weight", offset, e)
+        for e in range(count)
+        for half, offset in (("gate", 0), ("up", intermediate))
+    ]
+    down = [FusedPart(f"{prefix}.{e}.down_proj.weight", 0, e) for e in range(count)]
+    weights.add_fused(f"{prefix}.gate_up_proj", (count, 2 * intermediate, hidden), gate_up)
+    weights.add_fused(f"{prefix}.down_proj", (count, hidden, intermediate), down)

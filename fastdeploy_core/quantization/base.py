@@ -1,0 +1,143 @@
+"""What quantizer drivers share: which layers they take, checks, and the way into the kernel table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fastdeploy_core.contracts.base import CONTRACT
+from fastdeploy_core.errors import ConfigError, WeightError
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.contracts.quant_formats import PackedWeight
+    from fastdeploy_core.contracts.quantizer import LayerSpec, ParameterSpec
+    from fastdeploy_core.tensor import Tensor
+
+# Set by `fastdeploy quantize` only: scales of activations are about to be measured.
+CALIBRATING = "is_calibrating"
+_IGNORE_KEYS = ("modules_to_not_convert", "ignored_layers")
+
+
+class PackedQuantizer:
+    """A driver whose layers are PackedWeights. Subclasses say what is stored and how it is packed."""
+
+    name: ClassVar[str] = ""
+    contract: ClassVar[tuple[int, int]] = CONTRACT
+
+    def __init__(
+        self, config: Mapping[str, Any], device: DeviceBackend, kernels: KernelTable
+    ) -> None:
+        self.config, self.device, self.xp = config, device, device.xp
+        self._kernels = kernels
+        self._stored = bool(config.get("is_quantized", False))
+        self._ignored = tuple(str(n) for key in _IGNORE_KEYS for n in config.get(key) or ())
+        self._quantizes_head = bool(config.get("lm_head", False))
+
+    # -- for subclasses ---------------------------------------------------------------------------
+
+    def pack(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight:
+        """Checkpoint tensors to the internal format."""
+        raise NotImplementedError
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether the configuration leaves a checkpoint matrix of this name in full precision."""
+        dotted = f".{name}."
+        return any(f".{entry}." in dotted for entry in self._ignored)
+
+    # -- Quantizer --------------------------------------------------------------------------------
+
+    def supports(self, layer: LayerSpec) -> bool:
+        """Linear layers and experts; the lm head where the configuration says so; never embeddings."""
+        if layer.role == "embedding" or (layer.role == "lm_head" and not self._quantizes_head):
+            return False
+        names = [part.name for part in layer.parts] or [layer.name]
+        ignored = [name for name in names if self.is_ignored(name)]
+        if ignored and len(ignored) < len(names):
+            raise ConfigError(
+                f"quantization_config leaves {', '.join(ignored)} in full precision but not "
+                f"{', '.join(n for n in names if n not in ignored)}; these are computed as one layer "
+                f"({layer.name}); leave all of them out, or none"
+            )
+        return not ignored
+
+    def joins(self, layer: LayerSpec) -> bool:
+        """Parts become one tensor."""
+        return True
+
+    def is_stored(self, layer: LayerSpec) -> bool:
+        """As the configuration says: is_quantized."""
+        return self._stored
+
+    def parameters(self, layer: LayerSpec) -> dict[str, ParameterSpec]:
+        """Checkpoint tensors by suffix."""
+        raise NotImplementedError
+
+    def quantize(self, layer: LayerSpec, weight: Tensor) -> dict[str, Tensor]:
+        """Formats that only come from checkpoints have nothing to do here."""
+        raise ConfigError(
+            f"--quantization {self.name} reads checkpoints that are quantized already; this one is in "
+            "full precision; possible for it: wint8, wint4, w8a8, w4a8, block_wise_fp8, wfp8afp8"
+        )
+
+    def prepare(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Any:
+        """Packed for the MoE driver, or with the kernel that will multiply it."""
+        for suffix, tensor in tensors.items():
+            if "scale" in suffix:
+                check_scale(self.xp, f"{layer.name}.{suffix}", tensor)
+        packed = self.pack(layer, tensors)
+        if layer.role == "experts":
+            return packed
+        operation = packed.format.linear
+        return self._kernels[operation], self._kernels.prepare(operation, packed)
+
+    def apply(self, layer: LayerSpec, prepared: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The kernel's product."""
+        product, weight = prepared
+        y: Tensor = product(x, weight, bias)
+        return y
+
+    def dequantize(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor:
+        """[N, K] float32."""
+        for suffix, tensor in tensors.items():
+            if "scale" in suffix:
+                check_scale(self.xp, f"{layer.name}.{suffix}", tensor)
+        return self.pack(layer, tensors).dequantize()
+
+
+def check_scale(xp: Any, name: str, scale: Tensor) -> None:
+    """WeightError unless every scale is a finite number other than zero."""
+    wide = scale.float()
+    finite = xp.isfinite(wide)
+    if not bool(finite.all()):
+        raise WeightError(
+            f"tensor {name} holds a scale that is not a finite number; the quantized checkpoint is "
+            "damaged; download it or quantize the model again"
+        )
+    if not bool((wide != 0).all()):
+        raise WeightError(
+            f"tensor {name} holds a scale of zero; the quantized checkpoint is damaged; download it or "
+            "quantize the model again"
+        )
+
+
+def group_size_of(config: Mapping[str, Any], default: int = 0) -> int:
+    """The configured group size; 0 and -1 mean one scale per output."""
+    value = config.get("group_size", default)
+    if value in (None, -1):
+        return 0
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigError(f"group_size is {value!r}; expected a number of inputs, 0 or -1")
+    return value
+
+
+def check_group(layer: LayerSpec, group_size: int, method: str) -> None:
+    """ConfigError where the inputs of a layer are not whole groups."""
+    if group_size and layer.in_features % group_size:
+        possible = [g for g in (32, 64, 128, 256) if layer.in_features % g == 0]
+        raise ConfigError(
+            f"{method}: group_size {group_size} does not divide the {layer.in_features} inputs of "
+            f"{layer.name} (on this rank); possible: {', '.join(map(str, [0, *possible]))} "
+            "(0: one scale per output)"
+        )

@@ -1,0 +1,106 @@
+"""Which of the core's quantizer drivers reads what. Imports no tensor library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from fastdeploy_core.contracts.base import Accept, Candidate, Decline
+from fastdeploy_core.contracts.hookspecs import hookimpl
+from fastdeploy_core.contracts.quantizer import QuantizationQuestion
+
+_SCORE: Final = 10
+# The names of FastDeploy 2.x, vLLM and transformers that mean one of our drivers.
+_ALIASES: Final[dict[str, str]] = {
+    "weight_only_int8": "wint8",
+    "weight_only_int4": "wint4",
+    "tensor_wise_fp8": "wfp8afp8",
+    "gptq_marlin": "gptq",
+    "awq_marlin": "awq",
+    "compressed_tensors": "compressed-tensors",
+}
+_DRIVERS: Final = (
+    "wint8", "wint4", "w8a8", "w4a8", "block_wise_fp8", "wfp8afp8", "mix_quant", "gptq", "awq",
+    "compressed-tensors",
+)  # fmt: skip
+# Known elsewhere, not here: what to use instead.
+_REFUSED: Final[dict[str, str]] = {
+    "w4afp8": "int4 weights with fp8 activations; possible: w4a8, wint4",
+    "wfp4afp8": "fp4 weights; possible: wint4, w4a8",
+    "nvfp4": "fp4 weights; possible: wint4, wfp8afp8",
+    "mxfp4": "fp4 weights; possible: wint4, wfp8afp8",
+    "modelopt": "checkpoints of that tool; possible: compressed-tensors, gptq, awq, fp8",
+    "bitsandbytes": "checkpoints of that tool; possible: --quantization wint8 or wint4 on the original",
+    "fbgemm_fp8": "checkpoints of that tool; possible: compressed-tensors, fp8",
+    "quark": "checkpoints of that tool; possible: compressed-tensors, gptq, awq, fp8",
+}
+
+
+@hookimpl
+def fd_quantizer_for(question: QuantizationQuestion) -> Candidate | None:
+    """The driver of that method; a Decline for methods that are known and not served."""
+    config = question.config
+    name = _driver_name(question.name, config)
+    if name in _REFUSED:
+        reason = f"method {question.name!r} is not supported: {_REFUSED[name]}"
+        return Candidate(name, Decline(reason))
+    if name not in _DRIVERS:
+        return None
+    if not config.get("is_quantized", False) and name in ("gptq", "awq", "compressed-tensors"):
+        reason = (
+            f"{name} is the format of a checkpoint, and config.json has no quantization_config; "
+            "possible while loading: wint8, wint4, w8a8, w4a8, block_wise_fp8, wfp8afp8; or run: "
+            "fastdeploy quantize"
+        )
+        return Candidate(name, Decline(reason))
+    problem = _problem(name, config)
+    if problem:
+        return Candidate(name, Decline(problem))
+    note = "from the checkpoint" if config.get("is_quantized") else "while loading"
+    return Candidate(name, Accept(_SCORE, note), {"experts": _experts(name, config)})
+
+
+def _driver_name(name: str, config: Mapping[str, Any]) -> str:
+    if name == "weight_only":
+        name = str(config.get("algo", ""))
+    if name == "fp8":
+        # transformers' word for both; without a checkpoint, vLLM's for scales per output or tensor.
+        return "block_wise_fp8" if config.get("weight_block_size") else "wfp8afp8"
+    return _ALIASES.get(name, name)
+
+
+def _problem(name: str, config: Mapping[str, Any]) -> str:
+    """Why a checkpoint of another tool cannot be read; empty when it can."""
+    if name == "gptq":
+        from .gptq import gptq_problem
+
+        return gptq_problem(config)
+    if name == "awq":
+        from .gptq import awq_problem
+
+        return awq_problem(config)
+    if name == "compressed-tensors":
+        from .schemes import scheme_problem
+
+        return scheme_problem(config)
+    return ""
+
+
+def _experts(name: str, config: Mapping[str, Any]) -> str:
+    """Internal formats the experts may come in, for the MoE drivers' question."""
+    if name == "mix_quant":
+        name = _driver_name(str(config.get("moe_quant_type") or ""), config)
+        if not name or name == "none":
+            return ""
+    if name == "gptq":
+        return f"wint{config.get('bits', 4)}" + ("" if config.get("sym", True) else "_zp")
+    if name == "awq":
+        return "wint4_zp"
+    if name == "compressed-tensors":
+        from .schemes import read_schemes
+
+        return ",".join(dict.fromkeys(s.format for s in read_schemes(config)))
+    if name == "block_wise_fp8":
+        return "block_fp8"
+    is_static = config.get("activation_scheme") == "static"
+    return f"{name}_static" if is_static and name in ("w8a8", "w4a8", "wfp8afp8") else name

@@ -1,0 +1,115 @@
+"""Driver mix_quant: one method for experts, one for everything else (FastDeploy 2.x's keys).
+
+    {"quantization": "mix_quant", "dense_quant_type": "wint8", "moe_quant_type": "w4a8"}
+
+Either may be any installed quantizer; "" or "none" is full precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from fastdeploy_core.contracts.base import CONTRACT
+from fastdeploy_core.contracts.quantizer import CalibratedQuantizer, Quantizer, find_quantizer
+from fastdeploy_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.contracts.quantizer import Calibration, LayerSpec, ParameterSpec
+    from fastdeploy_core.tensor import Tensor
+
+_KEYS = ("dense_quant_type", "moe_quant_type")
+
+
+class MixedQuantizer:
+    """Passes every question on to the driver of the layer's part."""
+
+    name = "mix_quant"
+    contract = CONTRACT
+
+    def __init__(
+        self, config: Mapping[str, Any], device: DeviceBackend, kernels: KernelTable
+    ) -> None:
+        stored = bool(config.get("is_quantized", False))
+        moe_stored = stored or bool(config.get("is_moe_quantized", False))
+        self._config = config
+        self._dense = _driver("dense_quant_type", config, stored, device, kernels)
+        self._moe = _driver("moe_quant_type", config, moe_stored, device, kernels)
+
+    def _of(self, layer: LayerSpec) -> Quantizer:
+        driver = self._moe if layer.role == "experts" else self._dense
+        if driver is None:
+            raise ConfigError(f"mix_quant: {layer.name} stays in full precision")
+        return driver
+
+    def supports(self, layer: LayerSpec) -> bool:
+        """Where the part's method does."""
+        driver = self._moe if layer.role == "experts" else self._dense
+        return driver is not None and driver.supports(layer)
+
+    def joins(self, layer: LayerSpec) -> bool:
+        """As the part's driver."""
+        return self._of(layer).joins(layer)
+
+    def is_stored(self, layer: LayerSpec) -> bool:
+        """Experts may be stored while the rest is in full precision (is_moe_quantized)."""
+        return self._of(layer).is_stored(layer)
+
+    def parameters(self, layer: LayerSpec) -> dict[str, ParameterSpec]:
+        """As the part's driver."""
+        return self._of(layer).parameters(layer)
+
+    def quantize(self, layer: LayerSpec, weight: Tensor) -> dict[str, Tensor]:
+        """As the part's driver."""
+        return self._of(layer).quantize(layer, weight)
+
+    def prepare(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Any:
+        """As the part's driver."""
+        return self._of(layer).prepare(layer, tensors)
+
+    def apply(self, layer: LayerSpec, prepared: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        """As the part's driver."""
+        return self._of(layer).apply(layer, prepared, x, bias)
+
+    def dequantize(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor:
+        """As the part's driver."""
+        return self._of(layer).dequantize(layer, tensors)
+
+    def calibration(self, layer: LayerSpec) -> Literal["none", "peak", "hessian"]:
+        """As the part's driver."""
+        driver = self._of(layer)
+        return driver.calibration(layer) if isinstance(driver, CalibratedQuantizer) else "none"
+
+    def quantize_calibrated(
+        self, layer: LayerSpec, weight: Tensor, calibration: Calibration
+    ) -> dict[str, Tensor]:
+        """As the part's driver."""
+        driver = self._of(layer)
+        if not isinstance(driver, CalibratedQuantizer):
+            return driver.quantize(layer, weight)
+        return driver.quantize_calibrated(layer, weight, calibration)
+
+    def checkpoint_config(self) -> dict[str, Any]:
+        """The parts' own settings, under the names they share."""
+        found: dict[str, Any] = {}
+        for driver in (self._dense, self._moe):
+            if isinstance(driver, CalibratedQuantizer):
+                found.update(driver.checkpoint_config())
+        found.pop("quant_method", None)
+        kept = {key: self._config.get(key) or "none" for key in _KEYS}
+        scheme = {"activation_scheme": self._config.get("activation_scheme", "dynamic")}
+        return {**found, **scheme, **kept, "quantization": self.name, "is_quantized": True}
+
+
+def _driver(
+    key: str, config: Mapping[str, Any], stored: bool, device: DeviceBackend, kernels: KernelTable
+) -> Quantizer | None:
+    method = config.get(key)
+    if method in (None, "", "none"):
+        return None
+    if method == MixedQuantizer.name:
+        raise ConfigError(f"mix_quant: {key} is mix_quant itself; name a method, such as wint8")
+    own = {**config, "quantization": method, "is_quantized": stored}
+    return find_quantizer(str(method))(own, device, kernels)
