@@ -100,12 +100,7 @@ def load_model(
         fill_from_folder(
             model, build, model_config.path, layout, model_config.architecture, model_config
         )
-    if build.unquantized:
-        kinds = dict.fromkeys(name.rpartition(".")[2] for name in build.unquantized)
-        report.append(
-            f"{len(build.unquantized)} layers stay in {model_config.dtype}, the quantizer leaves them "
-            f"alone: {', '.join(kinds)}"
-        )
+    report += _unquantized_lines(build)
     return LoadedModel(
         model=model,
         shapes=shapes,
@@ -116,6 +111,17 @@ def load_model(
         weight_bytes=build.weight_bytes,
         report=report,
     )
+
+
+def _unquantized_lines(build: ModelBuilder) -> list[str]:
+    """For the start-up table: what a quantizer left alone."""
+    if not build.unquantized:
+        return []
+    kinds = dict.fromkeys(name.rpartition(".")[2] for name in build.unquantized)
+    return [
+        f"{len(build.unquantized)} layers stay in {build.dtype}, the quantizer leaves them alone: "
+        f"{', '.join(kinds)}"
+    ]
 
 
 def fill_from_folder(

@@ -13,6 +13,7 @@ from fastdeploy_core.types import BatchRows, NewSequence, SamplingParams, Schedu
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.plugins.kernels import ChosenKernels
 
     from .model_runner import ModelRunner
 
@@ -40,9 +41,7 @@ def dummy_step(
         )
         first_block += num_blocks
     rows = BatchRows.of([n.seq_id for n in new], [0] * len(new), lengths)
-    return SchedulerOutput(
-        step_id=step_id, new_sequences=new, rows=rows, finished_seq_ids=finished
-    )
+    return SchedulerOutput(step_id=step_id, new_sequences=new, rows=rows, finished_seq_ids=finished)
 
 
 def warm_up(
@@ -68,9 +67,7 @@ def warm_up(
                 step_id += 1
         reached = bucket
     nobody = BatchRows.of([], [], [])
-    runner.launch(
-        SchedulerOutput(step_id=step_id, rows=nobody, finished_seq_ids=finished)
-    ).wait()
+    runner.launch(SchedulerOutput(step_id=step_id, rows=nobody, finished_seq_ids=finished)).wait()
     logger.info("warm-up: %d shapes in %.1f s", step_id, time.perf_counter() - began)
 
 
@@ -91,6 +88,37 @@ def device_lines(device: DeviceBackend) -> list[str]:
     if isinstance(device, ReportingDevice):
         lines += device.report()
     return lines
+
+
+def kernel_lines(kernels: ChosenKernels) -> list[str]:
+    """For the start-up table: whose kernels run."""
+    origins = kernels.origins()
+    foreign = {o: d for o, d in origins.items() if d != "fastdeploy-core"}
+    whose = f" ({', '.join(sorted(set(foreign.values())))})" if foreign else ""
+    lines = [f"kernels: {len(foreign)} of {len(origins)} from plugins{whose}"]
+    if kernels.fallbacks:
+        lines.append(
+            f"no kernel of {kernels.device}, the reference dequantizes at every step: "
+            f"{', '.join(kernels.fallbacks)}"
+        )
+    return lines
+
+
+def turned_off_lines(config: EngineConfig, device: DeviceBackend) -> list[str]:
+    """For the start-up table: what was asked for and the device cannot do."""
+    limits, batch, cache = device.limits, config.batch, config.cache
+    asked = (
+        (batch.overlap, limits.overlap, "overlap of scheduling and execution"),
+        (cache.swap_space_bytes > 0, limits.host_tier, "the host-memory KV tier"),
+        (cache.enable_prefix_caching, limits.block_sharing, "prefix caching"),
+        (batch.enable_chunked_prefill, limits.mixed_batches, "prefill beside decode"),
+        (batch.enable_chunked_prefill, limits.chunked_prefill, "chunked prefill"),
+    )
+    return [
+        f"turned off: {what}; device {device.name} cannot do it"
+        for wanted, possible, what in asked
+        if wanted and not possible
+    ]
 
 
 def _numbers(values: Sequence[int] | None) -> str:

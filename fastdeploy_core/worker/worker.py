@@ -25,7 +25,7 @@ from .loader import LoadedModel, load_model
 from .memory import LowWater, MemoryProfile
 from .model_runner import ModelRunner
 from .pending import PendingOutput
-from .start_up import device_lines, dummy_step, warm_up
+from .start_up import device_lines, dummy_step, kernel_lines, turned_off_lines, warm_up
 from .step_graphs import graph_sizes
 
 if TYPE_CHECKING:
@@ -169,32 +169,14 @@ class Worker:
         runner, config, limits = self._ready()[0], self.config, device.limits
         bytes_per_block = self._bytes_per_block(runner)
         available, arithmetic = self._available(weight_bytes, bytes_per_block)
-        foreign = {o: d for o, d in kernels.origins().items() if d != "fastdeploy-core"}
         report = [
             f"device {device.name} on {device.xp.name} {device.xp.version}, {loaded.dtype}",
-            f"kernels: {len(foreign)} of {len(kernels.origins())} from plugins"
-            + (f" ({', '.join(sorted(set(foreign.values())))})" if foreign else ""),
+            *kernel_lines(kernels),
             f"memory: {arithmetic}",
             about_graphs,
             *loaded.report,
-        ]
-        report += device_lines(device)
-        if kernels.fallbacks:
-            report.append(
-                f"no kernel of {device.name}, the reference dequantizes at every step: "
-                f"{', '.join(kernels.fallbacks)}"
-            )
-        asked = (
-            (config.batch.overlap, limits.overlap, "overlap of scheduling and execution"),
-            (config.cache.swap_space_bytes > 0, limits.host_tier, "the host-memory KV tier"),
-            (config.cache.enable_prefix_caching, limits.block_sharing, "prefix caching"),
-            (config.batch.enable_chunked_prefill, limits.mixed_batches, "prefill beside decode"),
-            (config.batch.enable_chunked_prefill, limits.chunked_prefill, "chunked prefill"),
-        )
-        report += [
-            f"turned off: {what}; device {device.name} cannot do it"
-            for wanted, possible, what in asked
-            if wanted and not possible
+            *device_lines(device),
+            *turned_off_lines(config, device),
         ]
         return WorkerInfo(
             num_layers=len(loaded.kv_layers),
