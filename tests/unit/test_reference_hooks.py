@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections import defaultdict
 import inspect
+from collections import defaultdict
 
 import pytest
 
