@@ -5,12 +5,14 @@ Every session installs what it needs from PyPI; nothing is expected of the machi
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import nox
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "tests", "vendors"]
+nox.options.sessions = ["lint", "tests", "plugins", "vendors"]
 
 # The CPU build of torch where an index serves one; parity tests compare with transformers on it.
 TORCH = "torch==2.13.0"
@@ -28,11 +30,18 @@ TEST_TOOLS = (
     "scipy>=1.14",
     "transformers>=5,<6",
 )
+PLUGINS = sorted(str(path.parent) for path in Path("plugins").glob("fd-*/pyproject.toml"))
+# Tested on simulated devices, in session `vendors`.
+SIMULATED = [
+    f"plugins/fd-{name}"
+    for name in ("simdevice", "gcu", "iluvatar", "metax", "gaudi", "xpu", "dcu")
+]
 
 
 def _install_tests(session: nox.Session) -> None:
     session.install(TORCH)  # first and pinned, so that nothing below pulls another build
     session.install(PADDLE, *TEST_TOOLS, "-e", ".")
+    session.install("--no-deps", *(word for folder in PLUGINS for word in ("-e", folder)))
 
 
 def _libraries(session: nox.Session) -> tuple[list[str], list[str]]:
@@ -82,14 +91,23 @@ def vendors(session: nox.Session) -> None:
     """Vendor devices on simulated ones, each in a process of its own (needs g++); `-- --slow` for all of
     it: every model on every device, faults under load, the how-to page word for word."""
     _install_tests(session)
-    plugins = ("simdevice", "gcu", "iluvatar", "metax", "gaudi", "xpu", "dcu")
-    session.install("--no-deps", *(f"-eplugins/fd-{name}" for name in plugins))
     arguments = list(session.posargs)
     markers = "slow or not slow" if "--slow" in arguments else "not slow"
     arguments = [a for a in arguments if a != "--slow"]
-    for suite in (*(f"plugins/fd-{name}/tests" for name in plugins), "tests/vendors"):
+    for suite in (*(f"{folder}/tests" for folder in SIMULATED), "tests/vendors"):
         session.run("pytest", suite, "-q", "-m", markers, "-n2", "--dist=loadscope", *arguments,
                     env={"OMP_NUM_THREADS": "1"})  # fmt: skip
+
+
+@nox.session
+def plugins(session: nox.Session) -> None:
+    """The plugins' own tests, on each tensor library; what needs hardware is skipped."""
+    _install_tests(session)
+    libraries, arguments = _libraries(session)
+    for folder in (f for f in PLUGINS if f not in SIMULATED):
+        for library in libraries:
+            with session.chdir(folder):
+                session.run("pytest", "-q", "--fd-tensor", library, *arguments)
 
 
 @nox.session(default=False)

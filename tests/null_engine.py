@@ -6,6 +6,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from fastdeploy_core.config import (
     BatchConfig,
     CacheConfig,
@@ -17,9 +19,18 @@ from fastdeploy_core.config import (
     WatchdogConfig,
 )
 from fastdeploy_core.engine.core import EngineCore
+from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.scheduler import sequence_seed
 from fastdeploy_core.testing.fakes import FaultyWorker, NullModel, null_hf_config
-from fastdeploy_core.types import Request, RequestOutputDelta, SamplingParams, SchedulerOutput
+from fastdeploy_core.types import (
+    BatchRows,
+    Request,
+    RequestOutputDelta,
+    SamplingParams,
+    SchedulerOutput,
+    TokenDeltas,
+    each_delta,
+)
 
 VOCAB_SIZE = 64
 EOS = 3
@@ -32,7 +43,9 @@ class InlineExecutor:
 
     def __init__(self, config: EngineConfig) -> None:
         self.worker = FaultyWorker(config)
-        self.steps: list[SchedulerOutput] = []
+        self.steps: list[SchedulerOutput] = []  # with their rows, also where these just go on
+        self.num_explicit = 0  # steps that came with rows
+        self._rows = BatchRows.of([], [], [])
         self.is_closed = False
 
     def load(self) -> list[Any]:
@@ -43,7 +56,9 @@ class InlineExecutor:
 
     def submit(self, step: SchedulerOutput) -> Future[Any]:
         future: Future[Any] = Future()
-        self.steps.append(step)
+        self.num_explicit += step.rows is not None
+        self._rows = self._rows.next() if step.rows is None else step.rows
+        self.steps.append(msgspec.structs.replace(step, rows=self._rows))
         try:
             future.set_result(self.worker.launch(step).wait())
         except Exception as error:
@@ -102,7 +117,7 @@ def make_config(
 def make_core(**options: Any) -> EngineCore:
     """An engine core on an InlineExecutor."""
     config = make_config(**options)
-    return EngineCore(config, None, InlineExecutor(config))
+    return EngineCore(config, ResolvedPlugins([], {}), InlineExecutor(config))
 
 
 def make_request(
@@ -161,8 +176,8 @@ class Collector:
         self.finished: list[str] = []
         self._positions: dict[str, int] = {}
 
-    def take(self, deltas: list[RequestOutputDelta]) -> None:
-        for delta in deltas:
+    def take(self, outputs: list[RequestOutputDelta | TokenDeltas]) -> None:
+        for delta in each_delta(outputs):
             name = delta.request_id
             assert name not in self.finished, f"{name} was answered after its end"
             assert delta.position == self._positions.get(name, 0)

@@ -7,6 +7,8 @@ arrivals, chunked prefill beside decode, preemption, host-tier swaps, steps laun
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +26,76 @@ from fastdeploy_core.config.model import read_model_config
 from fastdeploy_core.models.shapes import read_shapes
 from fastdeploy_core.plugins.resolve import resolve
 from fastdeploy_core.types import (
+    BatchRows,
     BlockCopies,
     ModelRunnerOutput,
     NewSequence,
     SamplingParams,
-    ScheduledSequence,
     SchedulerOutput,
-    SequenceOutput,
+    TokenLogprobs,
 )
 from fastdeploy_core.worker.worker import Worker
+
+
+@dataclass
+class Row:
+    """One row of a step to be sent."""
+
+    seq_id: int
+    start: int
+    num_tokens: int
+    new_block_ids: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+    sample: bool = True
+
+
+@dataclass
+class RowOutput:
+    """What one row of a step brought."""
+
+    seq_id: int
+    token_ids: list[int]
+    num_accepted_drafts: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+
+
+def message_rows(rows: Sequence[Row]) -> tuple[BatchRows, dict[int, list[int]]]:
+    """Rows in columns, and their new blocks."""
+    columns = BatchRows.of(
+        [row.seq_id for row in rows],
+        [row.start for row in rows],
+        [row.num_tokens for row in rows],
+        [row.sample for row in rows],
+        {number: row.drafts for number, row in enumerate(rows) if row.drafts},
+    )
+    return columns, {n: row.new_block_ids for n, row in enumerate(rows) if row.new_block_ids}
+
+
+def make_step(*rows: Row, step_id: int = 0) -> SchedulerOutput:
+    """A message of nothing but rows."""
+    columns, blocks = message_rows(rows)
+    return SchedulerOutput(step_id=step_id, rows=columns, new_block_ids=blocks)
+
+
+def outputs_of(seq_ids: Sequence[int], output: ModelRunnerOutput) -> list[RowOutput]:
+    """An answer row by row."""
+    counts = [1] * len(seq_ids) if output.counts is None else output.counts.tolist()
+    assert sum(counts) == output.token_ids.size
+    tokens = iter(output.token_ids.tolist())
+    return [
+        RowOutput(
+            seq_id,
+            [next(tokens) for _ in range(counts[row])],
+            max(0, counts[row] - 1),
+            output.logprobs.get(row),
+            output.prompt_logprobs.get(row),
+            output.errors.get(row),
+        )
+        for row, seq_id in enumerate(seq_ids)
+    ]
+
 
 VOCAB = 131
 BLOCK_SIZE = 4
@@ -138,6 +201,7 @@ class Steps:
         self.computed: dict[int, int] = {}
         self.finished: list[int] = []
         self.step_id = 0
+        self.sent: dict[int, list[int]] = {}  # sequences of each step
 
     def add(
         self,
@@ -159,9 +223,7 @@ class Steps:
             **fields,
         )
 
-    def row(
-        self, seq_id: int, count: int | None = None, drafts: list[int] | None = None
-    ) -> ScheduledSequence:
+    def row(self, seq_id: int, count: int | None = None, drafts: list[int] | None = None) -> Row:
         """Feed `count` tokens (all known ones that are not computed), plus drafts."""
         start, drafts = self.computed[seq_id], drafts or []
         left = max(1, len(self.tokens[seq_id]) - start)  # 1: the token of a step still in flight
@@ -171,7 +233,7 @@ class Steps:
         blocks = [self.free.pop() for _ in range(needed)]
         self.blocks[seq_id] += blocks
         self.computed[seq_id] = start + count
-        return ScheduledSequence(
+        return Row(
             seq_id,
             start,
             count + len(drafts),
@@ -180,32 +242,34 @@ class Steps:
             sample=start + count >= len(self.tokens[seq_id]),
         )
 
-    def message(
-        self, rows: list[ScheduledSequence], copies: BlockCopies | None = None
-    ) -> SchedulerOutput:
+    def message(self, rows: list[Row], copies: BlockCopies | None = None) -> SchedulerOutput:
         self.step_id += 1
         new = [self.new.pop(r.seq_id) for r in rows if r.seq_id in self.new]
         finished, self.finished = self.finished, []
+        columns, blocks = message_rows(rows)
+        self.sent[self.step_id] = [row.seq_id for row in rows]
         return SchedulerOutput(
             step_id=self.step_id,
             new_sequences=new,
-            sequences=rows,
+            rows=columns,
+            new_block_ids=blocks,
             finished_seq_ids=finished,
             copies=copies or BlockCopies(),
         )
 
-    def launch(self, rows: list[ScheduledSequence], copies: BlockCopies | None = None) -> Any:
+    def launch(self, rows: list[Row], copies: BlockCopies | None = None) -> Any:
         return self.worker.launch(self.message(rows, copies))
 
-    def take(self, output: ModelRunnerOutput) -> list[SequenceOutput]:
-        for row in output.sequences:
+    def take(self, output: ModelRunnerOutput) -> list[RowOutput]:
+        rows = outputs_of(self.sent[output.step_id], output)
+        for row in rows:
             if row.seq_id in self.tokens:
                 self.tokens[row.seq_id] += row.token_ids
                 if len(row.token_ids) > 1:
                     self.computed[row.seq_id] += len(row.token_ids) - 1
-        return output.sequences
+        return rows
 
-    def step(self, rows: list[ScheduledSequence]) -> list[SequenceOutput]:
+    def step(self, rows: list[Row]) -> list[RowOutput]:
         return self.take(self.launch(rows).wait())
 
     def finish(self, seq_id: int) -> list[int]:

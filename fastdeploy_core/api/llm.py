@@ -22,7 +22,7 @@ from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.errors import ConfigError, InvalidRequest, WorkerError
 from fastdeploy_core.grammar.compiler import GrammarCompiler
 from fastdeploy_core.tokenizer import Tokenizer
-from fastdeploy_core.types import Request, RequestOutput, SamplingParams
+from fastdeploy_core.types import Request, RequestOutput, SamplingParams, TokenDeltas
 
 from .chat_reader import ChatParsers, ChatReader
 from .inputs import Prompt, Prompts, conversations, normalise_prompts, one_each
@@ -290,12 +290,17 @@ class LLM:
         """One step of the engine; outputs go to the calls they belong to."""
         if not engine.has_work():
             raise WorkerError("the engine has lost a request: it has no work, but an answer is due")
-        for delta in engine.step():
-            output, aborts = self._processor.process(delta)
-            if aborts:
-                engine.abort(aborts)
-            if output is not None:
-                self._batches[delta.request_id].deliver(output)
+        for step_output in engine.step():
+            if isinstance(step_output, TokenDeltas):
+                deltas = self._processor.collect(step_output)
+            else:
+                deltas = [step_output]
+            for delta in deltas:
+                output, aborts = self._processor.process(delta)
+                if aborts:
+                    engine.abort(aborts)
+                if output is not None:
+                    self._batches[delta.request_id].deliver(output)
 
     def _settle(self, engine: LocalEngine) -> None:
         """After aborts: take the step in flight, so that its blocks are free at once."""

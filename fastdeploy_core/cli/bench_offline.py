@@ -140,12 +140,38 @@ def _step_numbers(
     before: Mapping[str, Any], after: Mapping[str, Any], elapsed: float
 ) -> dict[str, float]:
     """Steps, and the share of time that was not spent in the model."""
-    change = {name: after[name] - before[name] for name in ("steps_total", "model_s", "schedule_s")}
+    names = ("steps_total", "model_s", "schedule_s", "draft_s", *_DRAFT_COUNTERS)
+    change = {name: after[name] - before[name] for name in names}
     steps = max(1, change["steps_total"])
     return {
+        **_draft_numbers(change, before, after, steps),
         "steps": change["steps_total"],
         "mean_step_ms": elapsed / steps * 1000,
         "mean_model_ms": change["model_s"] / steps * 1000,
         "mean_schedule_ms": change["schedule_s"] / steps * 1000,
         "mean_outside_model_ms": max(0.0, elapsed - change["model_s"]) / steps * 1000,
+    }
+
+
+_DRAFT_COUNTERS = ("drafts_total", "draft_tokens_total", "accepted_draft_tokens_total")
+
+
+def _draft_numbers(
+    change: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any], steps: int
+) -> dict[str, float]:
+    """How drafts fared; nothing where there were none."""
+    drafts = change["drafts_total"]
+    if not drafts:
+        return {}
+    at = list(after["accepted_drafts_at_total"])
+    for place, count in enumerate(before["accepted_drafts_at_total"]):
+        at[place] -= count
+    accepted = change["accepted_draft_tokens_total"]
+    return {
+        "draft_tokens": change["draft_tokens_total"],
+        "accepted_draft_tokens": accepted,
+        "draft_acceptance": accepted / max(1, change["draft_tokens_total"]),
+        "tokens_per_drafted_row": 1 + accepted / drafts,
+        **{f"acceptance_at_{place}": count / drafts for place, count in enumerate(at)},
+        "mean_draft_ms": change["draft_s"] / steps * 1000,
     }

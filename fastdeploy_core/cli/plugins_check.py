@@ -46,6 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
         ]  # fmt: skip
         if arguments.tensor:
             command += ["--fd-tensor", arguments.tensor]
+        if arguments.model:
+            command += ["--fd-model", str(Path(arguments.model).absolute())]
+        for option in arguments.option:
+            command += ["--fd-option", option]
         if arguments.report:
             command += ["--fd-report", str(Path(arguments.report).absolute())]
         if arguments.keyword:

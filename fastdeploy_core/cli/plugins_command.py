@@ -63,12 +63,21 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("name", help="name of the driver")
     command.add_argument("--kind", choices=list(KINDS), help="needed when several kinds have it")
     command.add_argument("--tensor", default="", help="tensor library: torch or paddle")
+    command.add_argument("--model", default="", metavar="DIR", help="target for a drafter's checks")
+    command.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="setting of the driver itself; may be repeated",
+    )
     command.add_argument("--report", metavar="FILE", help="write the results as JSON")
     command.add_argument("-k", dest="keyword", default="", help="only tests that match, as pytest")
     command.add_argument("-v", dest="verbose", action="store_true", help="one line per test")
 
-    command = commands.add_parser("new", help="start a device plugin from the template")
+    command = commands.add_parser("new", help="start a plugin from a template")
     command.add_argument("name", help="name of the distribution, such as fd-mychip")
+    command.add_argument("--kind", choices=["device", "drafter"], default="device")
     command.add_argument("--dir", default=".", help="where to create the folder")
     return parser
 

@@ -1,10 +1,11 @@
-"""`fastdeploy plugins new fd-mychip`: a device plugin from plugins/_template, names filled in."""
+"""`fastdeploy plugins new fd-mychip`: a plugin from one of plugins/_template*, names filled in."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -12,47 +13,77 @@ from fastdeploy_core import __version__
 from fastdeploy_core.contracts.base import DISTRIBUTION
 from fastdeploy_core.errors import ConfigError
 
-_INSTALLED: Final = "share/fastdeploy/plugin_template/pyproject.toml"
+_INSTALLED: Final = "share/fastdeploy/{}/pyproject.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A folder of plugins/, the kind of driver in it, and the names that stand for the new one's."""
+
+    checkout: str
+    installed: str
+    kind: str
+    placeholder: str
+    class_name: str
+    first_file: str
+
+
+TEMPLATES: Final = {
+    "device": Template("_template", "plugin_template", "device", "mychip", "MyChip", "device.py"),
+    "drafter": Template(
+        "_template_drafter",
+        "plugin_template_drafter",
+        "speculative",
+        "mydraft",
+        "MyDraft",
+        "drafter.py",
+    ),
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Create the folder and say what to do next."""
-    folder = create(arguments.name, Path(arguments.dir))
-    chip = chip_name(arguments.name)
+    template = TEMPLATES[arguments.kind]
+    folder = create(arguments.name, Path(arguments.dir), arguments.kind)
+    name = driver_name(arguments.name)
+    package = arguments.name.replace("-", "_")
     print(
         f"created {folder}\n\n"
         f"next:\n"
         f"  pip install -e {folder}\n"
-        f"  fastdeploy plugins list --kind device\n"
-        f"  fastdeploy plugins check {chip}\n"
-        f"then open {folder / 'src' / f'fd_{chip}' / 'device.py'}"
+        f"  fastdeploy plugins list --kind {template.kind}\n"
+        f"  fastdeploy plugins check {name}\n"
+        f"then open {folder / 'src' / package / template.first_file}"
     )
     return 0
 
 
-def chip_name(distribution: str) -> str:
-    """The device's name: the distribution's without fd-."""
-    match = re.fullmatch(r"fd-([a-z][a-z0-9]*)", distribution)
+def driver_name(distribution: str) -> str:
+    """The driver's name: the last part of the distribution's."""
+    match = re.fullmatch(r"fd-(?:[a-z][a-z0-9]*-)*([a-z][a-z0-9]*)", distribution)
     if not match:
         raise ConfigError(
             f"plugin name {distribution!r} cannot be used; a name looks like fd-mychip: "
-            "fd- and then lower-case letters and digits"
+            "fd- and then lower-case letters and digits, parts divided by -"
         )
     return match[1]
 
 
-def create(distribution: str, parent: Path) -> Path:
+def create(distribution: str, parent: Path, kind: str = "device") -> Path:
     """Copy the template; refuses to touch a folder that exists."""
-    chip = chip_name(distribution)
+    name, template = driver_name(distribution), TEMPLATES[kind]
     target = parent / distribution
     if target.exists():
         raise ConfigError(f"{target} exists already; choose another --dir or remove it")
-    source = template_folder()
+    source = template_folder(template)
     major, minor = (int(n) for n in __version__.split(".")[:2])
     upper = f"{major}.{minor + 1}" if major == 0 else f"{major + 1}"
+    stands = template.placeholder
     words = {
-        "mychip": chip,
-        "MyChip": chip.capitalize(),
+        f"fd-{stands}": distribution,
+        f"fd_{stands}": distribution.replace("-", "_"),
+        stands: name,
+        template.class_name: name.capitalize(),
         "__CORE_REQUIREMENT__": f"fastdeploy-core>={major}.{minor},<{upper}",
     }
     for path in sorted(source.rglob("*")):
@@ -64,13 +95,13 @@ def create(distribution: str, parent: Path) -> Path:
     return target
 
 
-def template_folder() -> Path:
+def template_folder(template: Template) -> Path:
     """At the top of the repository in a checkout, among the data files of an installed core."""
-    checkout = Path(__file__).resolve().parents[2] / "plugins" / "_template"
+    checkout = Path(__file__).resolve().parents[2] / "plugins" / template.checkout
     if (checkout / "pyproject.toml").is_file():
         return checkout
     for file in importlib.metadata.files(DISTRIBUTION) or []:
-        if file.match(_INSTALLED):
+        if file.match(_INSTALLED.format(template.installed)):
             return Path(str(file.locate())).resolve().parent
     raise ConfigError(
         "the plugin template is missing from this installation; run: "

@@ -15,10 +15,11 @@ from typing import Any
 from fastdeploy_core.errors import ConfigError
 
 from .argument_table import ENGINE_ROWS, Argument
+from .graphs import GRAPH_ROWS
 from .refused import ALWAYS, REFUSED
 from .server_argument_table import SERVER_ROWS
 
-ROWS: tuple[Argument, ...] = (*ENGINE_ROWS, *SERVER_ROWS)
+ROWS: tuple[Argument, ...] = (*ENGINE_ROWS, *GRAPH_ROWS, *SERVER_ROWS)
 
 ARGUMENTS: dict[str, Argument] = {row.name: row for row in ROWS}
 BY_SPELLING: dict[str, Argument] = {s: row for row in ROWS for s in row.spellings}

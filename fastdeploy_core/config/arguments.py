@@ -25,11 +25,12 @@ from .engine import (
     ModelConfig,
     ParallelConfig,
     RequestSchedulerConfig,
-    SpeculativeConfig,
     StructuredOutputsConfig,
     WatchdogConfig,
 )
+from .graphs import read_graphs
 from .server import ServerConfig
+from .speculative import read_speculative
 
 __all__ = [
     "ARGUMENTS",
@@ -69,9 +70,10 @@ def build_engine_config(values: Mapping[str, Any]) -> EngineConfig:
             num_threads=v["num_threads"],
             allow_fallback=v["fallback"],
         ),
+        graphs=read_graphs(v),
         request_scheduler=_scheduler_config(v),
         structured_outputs=_structured_config(v),
-        speculative=_speculative_config(v),
+        speculative=read_speculative(_mapping(v, "speculative_config"), v["tensor_parallel_size"]),
         watchdog=WatchdogConfig(
             progress_timeout_s=v["progress_timeout"],
             startup_timeout_s=v["startup_timeout"],
@@ -244,21 +246,6 @@ def _structured_config(v: Mapping[str, Any]) -> StructuredOutputsConfig:
     return section
 
 
-def _speculative_config(v: Mapping[str, Any]) -> SpeculativeConfig | None:
-    given = _mapping(v, "speculative_config")
-    if not given:
-        return None
-    method = given.pop("method", None)
-    count = given.pop("num_speculative_tokens", 1)
-    if not isinstance(method, str) or not method:
-        raise ConfigError(
-            "--speculative-config needs a method, such as --speculative-config.method"
-        )
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 64:
-        raise ConfigError(f"num_speculative_tokens must be between 1 and 64, got {count!r:.40}")
-    return SpeculativeConfig(method=method, num_speculative_tokens=count, options=given)
-
-
 def build_server_config(
     values: Mapping[str, Any], engine: EngineConfig, environment: Mapping[str, str] | None = None
 ) -> ServerConfig:
@@ -286,6 +273,7 @@ def build_server_config(
         ssl_certfile=v["ssl_certfile"],
         served_names=engine.model.served_names or (engine.model.path.name,),
         verify_model_name=bool(v["served_model_name"]),
+        api_server_count=v["api_server_count"],
         max_concurrency=v["max_concurrency"],
         max_body_bytes=v["max_body_bytes"],
         body_timeout_s=v["body_timeout"],

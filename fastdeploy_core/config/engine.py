@@ -82,6 +82,15 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class GraphConfig:
+    """Which decode steps are recorded, where the device can record any."""
+
+    enabled: bool = True
+    sizes: tuple[int, ...] | None = None  # batch sizes, ascending; None: worker/step_graphs.py's
+    max_size: int | None = None  # leaves out larger ones
+
+
+@dataclass(frozen=True, slots=True)
 class RequestSchedulerConfig:
     """The operator's settings; `options` is the driver's own section."""
 
@@ -107,10 +116,18 @@ class StructuredOutputsConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """A speculative method by name with its own options."""
+    """A speculative method by name with its own options; config/speculative.py reads it."""
 
     method: str
     num_speculative_tokens: int
+    # "lossy_top_p": a draft also passes when it is one of the target's likeliest tokens up to top_p.
+    # The output then has another distribution. The next two belong to it.
+    acceptance: Literal["lossless", "lossy_top_p"] = "lossless"
+    max_candidate_len: int = 5
+    verify_window: int = 2
+    adaptive_length: bool = True  # fewer drafts, or none, where measured times say so
+    disable_by_batch_size: int = 0  # no drafts while more sequences run; 0: no such limit
+    benchmark_mode: bool = False  # draft and verify, but accept nothing
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -132,6 +149,7 @@ class EngineConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    graphs: GraphConfig = field(default_factory=GraphConfig)
     request_scheduler: RequestSchedulerConfig = field(default_factory=RequestSchedulerConfig)
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     speculative: SpeculativeConfig | None = None

@@ -20,11 +20,12 @@ class Refused:
 
 _LOCAL_ONLY = "models are read from a local folder and nothing is downloaded; give the folder"
 _NO_PORT = "processes talk over sockets in a private folder; there is no such port"
-_ONE_PROCESS = "one API process serves one engine"
 _MULTIMODAL = "only text models are served"
 _DISAGGREGATION = "prefill/decode disaggregation is not part of this version"
 _PLUGIN_SECTION = "options of a scheduler plugin go in its own section: --scheduler-config.{}"
-_GRAPHS = "the device driver decides about graph capture; nothing to set"
+_WARMUP = (
+    "steps are warmed up at start-up when they are recorded: --enforce-eager, --graph-capture-sizes"
+)
 _EXPERTS = "expert parallelism is not part of this version"
 _NO_LORA = "LoRA adapters are not part of this version"
 _NO_DP = "data parallelism is not part of this version; start one server per replica"
@@ -58,11 +59,9 @@ REFUSED: dict[str, Refused] = {
     **_many("weights are loaded once", "rsync_config"),
     **_many(_NO_PORT, "engine_worker_queue_port", "cache_queue_port", "pd_comm_port", "rdma_comm_ports", "controller_port", "innode_prefill_ports"),
     **_many("metrics are at /metrics of the API port, behind the same keys", "metrics_port"),
-    **_many(_ONE_PROCESS, "workers", "api_server_count", harmless=("1",)),
     **_many("the watchdog covers this: --progress-timeout", "timeout", harmless=("0",)),
     **_many("a full queue is answered at once; --scheduler-ttl limits waiting", "max_waiting_time", harmless=("-1",)),
-    **_many(_GRAPHS, "graph_optimization_config", "compilation_config", "use_warmup", harmless=("0",)),
-    **_many(_GRAPHS, "enforce_eager", takes_value=False),
+    **_many(_WARMUP, "use_warmup", harmless=("0", "1")),
     **_many("sparse attention is chosen by an attention driver: --attention-backend", "plas_attention_config", "moba_attention_config"),
     **_many("sampling masks are not returned", "enable_keep_sampling_mask", takes_value=False),
     **_many("token entropy is not computed", "enable_entropy", takes_value=False),

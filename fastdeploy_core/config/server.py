@@ -22,7 +22,8 @@ class ServerConfig:
     ssl_certfile: str | None = None
     served_names: tuple[str, ...] = ()
     verify_model_name: bool = False  # True when names were given: any other name is answered 404
-    max_concurrency: int = 512
+    api_server_count: int = 1  # processes; they share the port and one engine
+    max_concurrency: int = 512  # of all of them together
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 30.0
     keep_alive_s: float = 5.0

@@ -33,6 +33,15 @@ _SERVER = group(
     row("ssl_keyfile", "str", None, "private key file for TLS"),
     row("ssl_certfile", "str", None, "certificate file for TLS"),
     row(
+        "api_server_count",
+        "int",
+        1,
+        "API server processes of the port; they share one engine",
+        low=1,
+        high=64,
+        aliases=("workers",),
+    ),
+    row(
         "max_concurrency",
         "int",
         512,

@@ -58,6 +58,13 @@ class AttentionBatch:
     Row i feeds tokens cu_seqlens_q[i]:cu_seqlens_q[i+1]; these are the last ones of its
     seq_lens[i] tokens. Keys of this step are already counted in seq_lens. Slots that no sequence has
     written may hold anything, NaN included: a driver must not let them into a result.
+
+    A captured step (see AttentionBackend.prepare) has `is_exact` False: the device's numbers change from
+    replay to replay, and of the host's arrays only cu_seqlens_q is right. seq_lens holds what each row
+    can reach at most, block_tables has the right shape and no contents. A row whose seq_lens_dev is 0
+    stands in for a sequence: its results are read by nobody but must be finite, its slot_mapping is -1.
+    Tokens at the end of a row whose slot_mapping is -1 are padding, too: no token of the row stands behind
+    them, so none that counts sees them.
     """
 
     num_seqs: int
@@ -70,6 +77,8 @@ class AttentionBatch:
     block_tables_dev: Tensor
     slot_mapping: Tensor  # [num_tokens] int64: block * block_size + offset; -1: do not write
     positions: Tensor  # [num_tokens] int64
+    tokens_per_row: int = 0  # above 0: every row feeds as many, and there are no tokens of no row
+    is_exact: bool = True  # False: see above
 
 
 # What prepare() returns is the driver's own business.
@@ -99,7 +108,14 @@ class AttentionBackend(Protocol):
         ...
 
     def prepare(self, batch: AttentionBatch) -> AttentionMetadata:
-        """Build what every layer of this spec needs for this step."""
+        """Build what every layer of this spec needs for this step. Must not wait for the device.
+
+        With can_capture_decode it is also called while a step with tokens_per_row above 0 is recorded
+        (batch.is_exact False). What it queues then becomes part of the graph, so it copies nothing
+        from the host; it and forward() read lengths and tables from the `*_dev` tensors, which stay
+        where they are, and size their work by the host's upper bounds. Behind a row's last block its
+        table holds numbers of any blocks.
+        """
         ...
 
     def forward(

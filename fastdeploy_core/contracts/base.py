@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 # (major, minor). It stays 0.x until two unlike devices and two unlike request schedulers have
 # passed the conformance kit. Under major 0 a plugin works when its minor is not newer than ours.
-CONTRACT: Final[tuple[int, int]] = (0, 1)
+CONTRACT: Final[tuple[int, int]] = (0, 2)
 
 # The distribution that owns this contract; its own drivers are always enabled.
 DISTRIBUTION: Final = "fastdeploy-core"
@@ -166,3 +167,16 @@ class Requirements:
     notes: tuple[str, ...] = ()
     extra_kv_layers: int = 0
     tokens_per_step: int = 1
+    # Tokens behind the known ones whose cache slots a drafter writes: blocks are reserved for them.
+    lookahead_tokens: int = 0
+    # Following tokens that a drafter's cache entry depends on beside its own prefix: the prefix cache
+    # then only shares a block among sequences that also agree on so many tokens behind it.
+    key_lookahead: int = 0
+    # A host drafter that goes on behind a device drafter's drafts (HostDraftInput.drafts), once these
+    # have reached the host with the step's tokens; and its own options.
+    continued_by: str = ""
+    continued_options: Mapping[str, Any] = field(default_factory=dict)
+    # Folder of a model that the drafter asks DrafterContext.load_model for, and its number format: the
+    # family's plugin and the quantizer are then chosen with everything else.
+    draft_model: str = ""
+    draft_quantization: str = ""

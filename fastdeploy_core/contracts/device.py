@@ -31,7 +31,10 @@ class DeviceLimits:
     # None: any number of tokens; else padded up to one of these, all of which run once at start-up.
     token_buckets: tuple[int, ...] | None = None
     graph_capture: bool = False
+    graph_collectives: bool = False  # a captured graph may hold the communicator's collectives
     overlap: bool = True  # a step may be queued before the previous one's tokens reached the host
+    # Calls only queue work, so that launching a step returns at once and needs no thread of its own.
+    asynchronous: bool = False
     logprobs: bool = True
     host_tier: bool = True  # blocks can move to host memory and back
     max_tensor_parallel_size: int = 1
@@ -101,7 +104,7 @@ class Communicator(Protocol):
 
 
 class CapturedGraph(Protocol):
-    """A recorded forward pass over fixed buffers."""
+    """Recorded work over fixed buffers."""
 
     def replay(self) -> None:
         """Queue the recorded work again; it reads the buffers' current contents."""
@@ -159,16 +162,42 @@ class DeviceBackend(Protocol):
         """Copy to the host and wait for it, releasing the interpreter lock while waiting."""
         ...
 
+    def host_buffer(self, num_bytes: int) -> np.ndarray:
+        """[num_bytes] uint8 of zeroed host memory that `upload` and `download` copy without a detour
+        (page-locked where the device knows such memory)."""
+        ...
+
+    def upload(self, source: np.ndarray, target: Tensor) -> None:
+        """Queue a copy of `source`, a contiguous part of a host_buffer, into `target`, a contiguous
+        uint8 tensor of as many bytes. The caller leaves the source alone until an event recorded
+        after this call has happened. A device without asynchronous copies copies now."""
+        ...
+
+    def download(self, source: Tensor, target: np.ndarray) -> None:
+        """Queue a copy of `source`, any contiguous tensor, into `target`, a contiguous part of a
+        host_buffer of as many bytes (uint8). The values are there once an event recorded after this
+        call has happened; `source` may be overwritten by work that is queued later."""
+        ...
+
     def record_event(self) -> DeviceEvent:
-        """An event behind everything queued so far."""
+        """An event behind everything queued so far, copies included."""
         ...
 
     def communicator(self, rank: int, world_size: int, address: str) -> Communicator:
         """Join a group; `address` is a fresh private folder or host:port shared by its ranks."""
         ...
 
-    def capture(self, run: Callable[[], None]) -> CapturedGraph:
-        """Record `run`; only called when limits.graph_capture."""
+    def capture(
+        self, run: Callable[[], None], beside: CapturedGraph | None = None
+    ) -> CapturedGraph:
+        """Record the work that `run` queues; only called when limits.graph_capture.
+
+        `run` has been called once or twice before, so that whatever is made at first use exists. It is
+        called exactly once here, possibly on another stream. Tensors it makes keep their memory, and what
+        a replay left in them stays until the next replay of this graph or of one that shares its memory:
+        `beside` is an earlier graph whose memory this one may use too, because the two never run at the
+        same time. Everything that `run` reads and does not make itself has to stay where it is.
+        """
         ...
 
     def is_oom(self, error: BaseException) -> bool:

@@ -26,6 +26,18 @@ OPERATIONS: Final[dict[str, str]] = {
     "silu_and_mul": "(x [T,2I]: gate then up) -> silu(gate) * up [T,I]",
     "rotary_embedding": "(q [T,Hq,D], k [T,Hk,D], positions [T] int64, cos_sin [P,R], interleaved) "
     "-> (q, k); rotates the first R dimensions, cos_sin holds R/2 cosines then R/2 sines",
+    # Fused
+    "norm_linear": "(x [T,K], norm_weight [K], eps, weight [N,K], bias [N] | None) -> [T,N]; linear of "
+    "rms_norm(x)",
+    "gated_linear": "(x [T,K], norm_weight [K] | None: x as it is, eps, weight [2I,K]: gate then up, bias "
+    "[2I] | None) -> [T,I]; silu_and_mul of linear of rms_norm(x)",
+    "linear_add": "(x [T,K], weight [N,K], bias [N] | None, residual [T,N]) -> residual + linear(x); may "
+    "overwrite residual",
+    "qk_norm": "(q [T,Hq,D], k [T,Hk,D], q_weight [D], k_weight [D], eps) -> (q, k), each head rms_norm'ed; "
+    "q and k may be slices of one tensor and may be overwritten",
+    "linear_float32": "(x [T,K], weight [N,K] float32) -> [T,N] float32; computed in float32",
+    "greedy_linear": "(x [T,K], weight [V,K], bias [V] | None) -> (ids [T] int64, peaks [T] float32): "
+    "greedy of the float32 logits linear(x), and the logits it chose",
     # KV cache
     "kv_write": "(rows: tuple of [T,h,d], cache: tuple of [blocks,block_size,h,d], "
     "slot_mapping [T] int64) -> None; in place, slot -1 writes nothing",
@@ -34,6 +46,18 @@ OPERATIONS: Final[dict[str, str]] = {
     "kv_read_blocks": "(cache: tuple of [blocks,...], blocks [n] int64) -> tuple of [n,...]",
     "kv_write_blocks": "(cache: tuple of [blocks,...], blocks [n] int64, data: tuple of [n,...]) -> "
     "None; in place",
+    # Decode steps on the device: S slots hold a sequence each, but the last one nobody's, which stands
+    # in for missing rows. W block numbers per slot, up to k drafts. q tokens per row, q <= 1 + k.
+    "prepare_decode": "(slots [B] int64: of each row, tables [S,W] int32, num_computed [S] int64, newest "
+    "[S] int64, drafts [S,k] int64, num_drafts [S] int64, block_size, input_ids [B*q] int64, positions "
+    "[B*q] int64, slot_mapping [B*q] int64, seq_lens [B] int32, block_tables [B,W] int32) -> None; fills "
+    "the last five: token 0 of a row is its newest one at position num_computed, token j its j-th draft at "
+    "num_computed + j, seq_lens is num_computed + q. Tokens behind num_drafts: id 0, slot_mapping -1, the "
+    "row's first position. Rows of the last slot: that for all tokens, seq_lens 0",
+    "finish_decode": "(slots [B] int64, drawn [B*q] int64, marked [B*q] int64, num_accepted [B] int64 | "
+    "None: all 0, num_computed [S] int64, newest [S] int64, results [B,q] int64) -> None; in place, with a "
+    "accepted drafts: newest becomes drawn token a of the row, num_computed grows by 1 + a, results are "
+    "the row's marked tokens up to a, then -1. The last slot stays as it is",
     # Mixture of experts
     "moe_routing": "(router_logits [T,E] float32, correction_bias [E] | None, spec: RoutingSpec) "
     "-> (topk_ids [T,k] int64, topk_weights [T,k] float32)",
@@ -50,6 +74,8 @@ OPERATIONS: Final[dict[str, str]] = {
     "sample": "(logits, seeds [B] int64, positions [B] int64) -> [B] int64; the draw of a "
     "row depends on its seed, position and logits only",
     "greedy": "(logits) -> [B] int64; the smallest id among equals; NaN counts as the largest",
+    "mark_broken": "(drawn [B] int64, peaks [B] float32, possible [B] float32 | None) -> [B] int64; "
+    "drawn, but -2 where peaks is not finite, else -3 where possible is not finite",
     "log_softmax": "(logits) -> [B,V] float32",
 }
 
@@ -57,10 +83,12 @@ OPERATIONS: Final[dict[str, str]] = {
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """A table cell with a condition: used only where `predicate` ("module:function", taking a mapping
-    of model facts) returns True."""
+    of model facts) returns True. With `composes`, the target is called once with the finished table and
+    returns the kernel: it combines others, whoever they come from."""
 
     target: str
     predicate: str = ""
+    composes: bool = False
 
 
 class KernelTable(Protocol):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from fastdeploy_core.config import RequestSchedulerConfig
-from fastdeploy_core.types import Request, RequestOutputDelta
+from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,13 @@ class RequestScheduler(Protocol):
         is not handed out but answered with a finished delta of error_type RequestTimeout."""
         ...
 
-    def put_results(self, deltas: Sequence[RequestOutputDelta]) -> None:
+    def put_results(self, outputs: Sequence[RequestOutputDelta | TokenDeltas]) -> None:
         """Publish deltas; renews the leases of their requests. Deltas of a stale attempt, of an
-        unknown or finished request, and repeated positions are dropped."""
+        unknown or finished request, and repeated positions are dropped. TokenDeltas are many deltas
+        in short, `types.each_delta` gives them one by one."""
         ...
 
-    def get_results(self, timeout_s: float = 0.0) -> list[RequestOutputDelta]:
+    def get_results(self, timeout_s: float = 0.0) -> list[RequestOutputDelta | TokenDeltas]:
         """Deltas for requests put through this object, each once and in position order."""
         ...
 

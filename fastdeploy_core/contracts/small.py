@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -40,6 +40,40 @@ class CausalLM(Protocol):
 
     def load_weights(self, tensors: Iterable[tuple[str, StoredTensor]]) -> list[str]:
         """Take every tensor it knows, by checkpoint name; return names it does not know."""
+        ...
+
+
+@runtime_checkable
+class GreedyLM(CausalLM, Protocol):
+    """A family that finds the likeliest tokens without holding all logits."""
+
+    def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """[num_rows, hidden] to the likeliest ids [num_rows] int64 (the smallest among equals) and their
+        logits [num_rows] float32, NaN where the row has one; the same on every rank."""
+        ...
+
+
+@runtime_checkable
+class ExtensibleLM(CausalLM, Protocol):
+    """A family whose parts a drafter may share and continue. The core's own families are."""
+
+    embedding: Callable[[Tensor], Tensor]  # [num_tokens] int64 to [num_tokens, hidden]
+    # The final one: norm(x), and norm.add(x, residual or None) -> (norm of the sum, the sum)
+    norm: Any
+    lm_head: Callable[[Tensor], Tensor]  # what compute_logits calls
+
+    @property
+    def mtp_weights(self) -> Mapping[str, StoredTensor]:
+        """Weights of multi-token-prediction layers by checkpoint name, kept unread."""
+        ...
+
+    def block(
+        self, build: Any, prefix: str, number: int
+    ) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        """One more decoder block with a cache of its own, under that checkpoint prefix, made as the
+        family's number-th would be. Call it with (x, residual or None, positions, context), which it
+        may overwrite: it returns the two addends of its output, the second None where they are added
+        already."""
         ...
 
 
@@ -119,7 +153,11 @@ class LogitsProcessor(Protocol):
     def apply(
         self, logits: Tensor, seq_ids: Sequence[int], output_token_ids: Sequence[np.ndarray]
     ) -> Tensor:
-        """logits: [len(seq_ids), vocab_size] float32, rows of the sequences it accepted."""
+        """logits: [len(seq_ids), vocab_size] float32, rows of the sequences it accepted.
+
+        With speculation a sequence has several rows, one behind the other: the first behind its known
+        tokens, the others each behind one more draft, which may turn out wrong. So what a processor
+        remembers must come from the first of a sequence's rows alone."""
         ...
 
 

@@ -1,13 +1,34 @@
-"""Speculative methods propose; the core verifies. Several proposals per sequence and step."""
+"""Speculative methods propose; the core verifies. Several proposals per sequence and step.
+
+Whatever a drafter proposes, the output is what it would be without: a draft is taken only when it is
+the token that the target draws at that place. A drafter can cost time, never a request.
+
+There are two ways to draft, and a driver says which is its own in `runs_on`:
+
+    "host"     propose(HostDraftInput) -> list[list[int]], from token histories; on rank 0 only
+    "device"   propose(DraftBatch) -> Tensor [B, k], behind the target's step and without waiting for
+               the host; on every rank alike, because its layers may meet in collectives
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+
+from .attention import AttentionBatch
+from .small import CausalLM
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
+
+    from .device import DeviceBackend
+    from .ops import KernelTable
+
+# The value of a device drafter's result where it has no draft.
+NO_DRAFT = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,46 +39,127 @@ class SpeculativeQuestion:
     num_speculative_tokens: int
     architecture: str
     hf_config: Mapping[str, Any]
+    options: Mapping[str, Any]  # the method's own keys of --speculative-config
+    model_path: str = ""  # the target's folder
+    vocab_size: int = 0
+    max_model_len: int = 0
+    tensor_parallel_size: int = 1
+    device: str = ""
+    tensor_library: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterContext:
+    """What a drafter is built from, right after the target model and before memory is measured.
+
+    The fields behind `max_num_seqs` serve drafters with layers; they are there whenever the core
+    builds a drafter that runs on the device.
+    """
+
+    num_speculative_tokens: int
     options: Mapping[str, Any]
+    vocab_size: int
+    max_num_seqs: int
+    max_model_len: int = 0
+    device: DeviceBackend | None = None
+    kernels: KernelTable | None = None
+    hf_config: Mapping[str, Any] = field(default_factory=dict)  # the target's config.json
+    model: CausalLM | None = None  # the target; its embedding and head may be shared
+    # layers.ModelBuilder as the target's model got it: the same ranks, quantizer and drivers. Layers
+    # that its add_kv_layer counts get a cache in the same pool under the same block tables.
+    builder: Any = None
+    # (folder, quantization) to a loaded model of the same vocabulary, whose attention layers are
+    # counted likewise. Quantization "": what the folder's config.json says.
+    load_model: Callable[[str, str], CausalLM] | None = None
+    # Fills what was made with `builder` from the tensors whose names begin with one of these prefixes:
+    # of the folder that option "model" names, else of the target's own checkpoint.
+    load_weights: Callable[[Sequence[str]], None] | None = None
 
 
 @dataclass(slots=True)
-class DraftInput:
-    """The state after a step, rows in batch order."""
+class HostDraftInput:
+    """What a host drafter sees after a step, rows in batch order."""
 
     seq_ids: Sequence[int]
-    token_ids: Sequence[Sequence[int]]  # all known tokens of each sequence, the newest last
+    # All known tokens of each sequence, the newest last: int32 views that are only valid during the
+    # call and only ever grow for one sequence (until `forget`).
+    token_ids: Sequence[np.ndarray]
     max_drafts: Sequence[int]  # how many drafts each row may get, 0 to num_speculative_tokens
-    hidden_states: Tensor | None = None  # [num_rows, hidden] at each row's last verified token
+    # Drafts that stand behind the known tokens already, for a drafter that continues another one's
+    # (Requirements.continued_by): its own go behind them. They are not counted in max_drafts.
+    drafts: Sequence[Sequence[int]] = ()
+
+
+@dataclass(slots=True)
+class DraftBatch:
+    """What a device drafter sees behind a step of the target: B rows in batch order, T tokens fed.
+
+    Row i fed tokens attention.cu_seqlens_q[i]:[i + 1]. A decode row fed its newest token and the drafts
+    behind it; a prefill chunk its tokens. Those behind a row's last verified token were refused: what
+    a drafter writes for them is overwritten later, and later positions never see it.
+    """
+
+    seq_ids: np.ndarray  # [B] int64
+    slots: np.ndarray  # [B] int64: the worker's place for the sequence, below max_num_seqs
+    draws: np.ndarray  # [B] bool: False: a prefill chunk before the last; it wants no drafts
+    max_drafts: int  # drafts wanted of every row that draws; 0: only keep the own cache complete
+    attention: AttentionBatch  # of the target's step
+    context: Any  # layers.ForwardContext of the target's step, the drafter's layers included
+    input_ids: Tensor  # [T] int64
+    # [T] int64: the token that follows each token fed: the prompt's next one, the accepted draft, the
+    # drawn token. Meaningless, but a valid id, behind a row's last verified token.
+    next_token_ids: Tensor
+    hidden_states: Tensor  # [T, hidden]: what the target's forward returned
+    last: Tensor  # [B] int64: index into T of each row's last verified token
+    # (logits [B, vocabulary] float32, j) to ids [B] int64: the j-th draft as the target would draw it
+    # from these logits: the row's temperature and filters, and the very random numbers that the
+    # target will use there, so that equal distributions give equal tokens. Greedy rows: the
+    # likeliest token. Consumes the logits; the same on all ranks.
+    draw: Callable[[Tensor, int], Tensor]
+    # positions [B] int64 (on the device) to (attention, context) of a step that feeds one token per
+    # row at these positions. Rows that do not draw, and positions beyond a row's blocks, write
+    # nothing; attention.positions are the ones to go on with, safe for those rows, too.
+    decode: Callable[[Tensor], tuple[AttentionBatch, Any]]
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Constructed by the model runner of every rank as `Driver(context)`; see DrafterContext."""
+    """Constructed as `Driver(context: DrafterContext)`; see HostDrafter and DeviceDrafter.
+
+    An exception costs the drafts of the step, not its requests; it is logged once and counted.
+    """
 
     name: str
     contract: tuple[int, int]
+    runs_on: Literal["host", "device"]
 
-    def propose(self, batch: DraftInput) -> list[list[int]]:
-        """Up to max_drafts[i] draft tokens for each row, possibly none."""
+    def propose(self, batch: Any) -> Any:
+        """Draft tokens for every row; see the two protocols below."""
         ...
 
     def observe(self, seq_id: int, drafted: Sequence[int], accepted: int) -> None:
-        """How the last proposal of a sequence fared."""
+        """How a proposal fared: the drafts that were fed, and how many of them were right. Told to
+        host drafters only, before the next `propose`."""
         ...
 
     def forget(self, seq_id: int) -> None:
-        """The sequence ended or was preempted."""
+        """The sequence ended or was preempted; also called for sequences never seen."""
         ...
 
 
-@dataclass(slots=True)
-class DrafterContext:
-    """What a drafter is built from. `model` and `device` are the target's."""
+class HostDrafter(Drafter, Protocol):
+    """`runs_on = "host"`. Deterministic: the same histories give the same proposals."""
 
-    num_speculative_tokens: int
-    options: Mapping[str, Any]
-    model: Any
-    device: Any
-    max_num_seqs: int
-    vocab_size: int
+    def propose(self, batch: HostDraftInput) -> list[list[int]]:
+        """Up to max_drafts[i] draft tokens for each row, possibly none."""
+        ...
+
+
+class DeviceDrafter(Drafter, Protocol):
+    """`runs_on = "device"`. Where the builder's attention drivers can be captured, propose() of a step
+    in which every row decodes may be captured in a graph: it reads nothing on the host but shapes."""
+
+    def propose(self, batch: DraftBatch) -> Tensor:
+        """[B, max_drafts] int64, NO_DRAFT from where a row has none. Rows that do not draw may hold
+        anything. Called also with max_drafts 0 ([B, 0] is the answer then)."""
+        ...

@@ -8,14 +8,15 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.errors import FastDeployError, QueueFull, WorkerError
-from fastdeploy_core.types import Request, RequestOutputDelta
+from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas
 from fastdeploy_core.types.engine import EngineHealth, EngineInfo, EngineStats
 
 from . import wire
+from .attachment import Attachment
 from .core import EngineCore
 from .observer import Observer
 from .stream import OutputStream
@@ -29,6 +30,26 @@ logger = logging.getLogger(__name__)
 STATS_TIMEOUT_S = 5.0
 
 
+class EngineLink(Protocol):
+    """What connects a client to its engine; it reports to a Listener."""
+
+    def start(self) -> None:
+        """Begin; the listener hears when an engine is ready, or that none will be."""
+        ...
+
+    def send(self, message: wire.ToEngine) -> None:
+        """To the engine; WorkerError when there is none. Any thread."""
+        ...
+
+    def health(self) -> EngineHealth:
+        """As seen at this moment. Any thread."""
+        ...
+
+    def stop(self) -> None:
+        """Let go of the engine, or end it, whoever owns it; blocks until that is done."""
+        ...
+
+
 class AsyncEngine:
     """An engine in a process of its own. All methods but `health` belong to one event loop.
 
@@ -38,9 +59,15 @@ class AsyncEngine:
 
     info: EngineInfo
 
-    def __init__(self, config: EngineConfig, resolved: ResolvedPlugins) -> None:
-        """Use `start`."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        connect: Callable[[Listener], EngineLink],
+        front_end: int = 0,
+    ) -> None:
+        """Use `start` or `attach`."""
         self._config = config
+        self._front_end = front_end
         self._loop = asyncio.get_running_loop()
         self._streams: dict[str, OutputStream] = {}
         self._all_ended = asyncio.Event()
@@ -51,20 +78,37 @@ class AsyncEngine:
         self._is_closed = False
         self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
         self._dead: asyncio.Future[str] = self._loop.create_future()
-        self._supervisor = Supervisor(config, resolved, _ToLoop(self, self._loop))
+        self._link = connect(_ToLoop(self, self._loop))
 
     @classmethod
     async def start(cls, config: EngineConfig, resolved: ResolvedPlugins) -> AsyncEngine:
         """Start the engine process and wait until it is ready; ConfigError, PluginError or
         WorkerError carry the child's one-line reason."""
-        engine = cls(config, resolved)
-        engine._supervisor.start()
+        return await cls(
+            config, lambda listener: Supervisor(config, resolved, listener)
+        )._wait_ready()
+
+    @classmethod
+    async def attach(
+        cls, config: EngineConfig, folder: str, front_end: int, on_drain: Callable[[], None]
+    ) -> AsyncEngine:
+        """One front end's view of an engine that another process starts and ends; wait until that is
+        ready. `folder` is that process's; it calls on_drain from a thread."""
+        timeout_s = config.watchdog.progress_timeout_s
+        return await cls(
+            config,
+            lambda listener: Attachment(folder, front_end, timeout_s, listener, on_drain),
+            front_end,
+        )._wait_ready()
+
+    async def _wait_ready(self) -> AsyncEngine:
+        self._link.start()
         try:
-            engine.info = await engine._ready
+            self.info = await self._ready
         except BaseException:
-            await engine.close()
+            await self.close()
             raise
-        return engine
+        return self
 
     @property
     def num_streams(self) -> int:
@@ -76,7 +120,7 @@ class AsyncEngine:
         can be asked before anything is tokenized. num_tokens: of prompts known so far."""
         if self._is_draining or self._is_closed:
             raise WorkerError("the server is shutting down")
-        if not self._supervisor.health().ready:
+        if not self._link.health().ready:
             raise WorkerError(NOT_READY)
         limits = self._config.request_scheduler
         possible = limits.max_size + self._config.batch.max_num_seqs
@@ -104,7 +148,7 @@ class AsyncEngine:
         self._streams[request_id] = stream
         self._all_ended.clear()
         try:
-            self._supervisor.send(wire.Put(request))
+            self._link.send(wire.Put(request, self._front_end))
             while True:
                 delta = await stream.get()
                 yield delta
@@ -126,7 +170,7 @@ class AsyncEngine:
 
     def health(self) -> EngineHealth:
         """Whether the engine process lives, moves and may get requests; any thread, never blocks."""
-        health = self._supervisor.health()
+        health = self._link.health()
         health.draining = self._is_draining or self._is_closed
         if health.draining:
             health.ready = False
@@ -140,7 +184,7 @@ class AsyncEngine:
         answer: asyncio.Future[EngineStats] = self._loop.create_future()
         self._questions[number] = answer
         try:
-            self._supervisor.send(wire.AskStats(number))
+            self._link.send(wire.AskStats(number, self._front_end))
             return await asyncio.wait_for(answer, STATS_TIMEOUT_S)
         except TimeoutError:
             raise WorkerError(f"the engine gave no stats within {STATS_TIMEOUT_S:g} s") from None
@@ -164,7 +208,7 @@ class AsyncEngine:
             return
         self._is_closed = True
         self._end_streams(WorkerError("the server is shutting down"))
-        await asyncio.to_thread(self._supervisor.stop)
+        await asyncio.to_thread(self._link.stop)
         if self._ready.done() and not self._ready.cancelled():
             self._ready.exception()  # whoever started the engine has seen it
 
@@ -178,7 +222,7 @@ class AsyncEngine:
     def _abort_in_engine(self, request_ids: Sequence[str]) -> None:
         # Without an engine there is nothing to abort.
         with contextlib.suppress(WorkerError):
-            self._supervisor.send(wire.Abort(list(request_ids)))
+            self._link.send(wire.Abort(list(request_ids)))
 
     def _on_ready(self, info: EngineInfo) -> None:
         self.info = info
@@ -191,11 +235,18 @@ class AsyncEngine:
             if answer is not None and not answer.done():
                 answer.set_result(message.stats)
             return
-        stalled = []
-        for delta in message.deltas:
-            stream = self._streams.get(delta.request_id)
-            if stream is not None and not stream.put(delta):
-                stalled.append(delta.request_id)
+        stalled, streams = [], self._streams
+        for output in message.deltas:
+            if isinstance(output, TokenDeltas):
+                columns = zip(output.request_ids, output.positions, output.token_ids, strict=True)
+                for request_id, position, token_id in columns:
+                    stream = streams.get(request_id)
+                    if stream is not None and not stream.put_token(position, token_id):
+                        stalled.append(request_id)
+                continue
+            stream = streams.get(output.request_id)
+            if stream is not None and not stream.put(output):
+                stalled.append(output.request_id)
         if stalled:
             logger.warning("clients do not read their output: %s", ", ".join(stalled))
             self._abort_in_engine(stalled)
@@ -272,13 +323,13 @@ class LocalEngine:
         self._core.abort(request_ids)
         self._observer.aborted(request_ids)
 
-    def step(self) -> list[RequestOutputDelta]:
+    def step(self) -> list[RequestOutputDelta | TokenDeltas]:
         """Run one step; may return nothing even though work is left. WorkerError: it is dead."""
-        deltas = self._core.step()
-        if deltas:
-            self._observer.delivered(deltas)
+        outputs = self._core.step()
+        if outputs:
+            self._observer.delivered(outputs)
         self._observer.tick(self._core.stats)
-        return deltas
+        return outputs
 
     def has_work(self) -> bool:
         """Whether an unfinished request, or a step in flight, is left."""

@@ -12,18 +12,17 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.errors import InvalidRequest, WorkerError
 from fastdeploy_core.kvcache import CachePlan, KVCacheManager, plan_cache
 from fastdeploy_core.scheduler import BatchScheduler, ScheduledStep, make_settings
-from fastdeploy_core.types import ModelRunnerOutput, Request, RequestOutputDelta
+from fastdeploy_core.types import ModelRunnerOutput, Request, RequestOutputDelta, TokenDeltas
 from fastdeploy_core.types.engine import EngineInfo, EngineStats
 from fastdeploy_core.types.worker import WorkerInfo
 
-from .executor import Executor
+from .executor import Executor, StepResult
 
 if TYPE_CHECKING:
     from fastdeploy_core.plugins.resolved import ResolvedPlugins
@@ -50,7 +49,7 @@ class EngineCore:
         try:
             infos = self._executor.load()
             plan = plan_cache(infos, config.cache, config.batch, config.model.max_model_len)
-            settings = make_settings(config, infos[0])
+            settings = make_settings(config, infos[0], resolved.speculative)
             self._executor.initialize_cache(plan.num_blocks, plan.num_host_blocks)
         except BaseException:
             self._executor.close()
@@ -64,11 +63,12 @@ class EngineCore:
             enable_prefix_caching=caching,
             enable_output_caching=config.cache.enable_output_caching,
             model_identity=_model_identity(config),
+            key_lookahead=resolved.speculative.key_lookahead,
         )
         self.scheduler = BatchScheduler(settings, kv)
-        overlap = config.batch.overlap and worker.overlap and config.speculative is None
+        overlap = config.batch.overlap and worker.overlap
         self._depth = 2 if overlap else 1
-        self._in_flight: deque[tuple[ScheduledStep, Future[ModelRunnerOutput]]] = deque()
+        self._in_flight: deque[tuple[ScheduledStep, StepResult]] = deque()
         self._vocab_size = worker.vocab_size
         self._has_logprobs = worker.logprobs
         self._num_failures = 0
@@ -104,7 +104,7 @@ class EngineCore:
         """Whether `step` has something to do: a request to run, a result or an answer to take."""
         return self.scheduler.has_work() or bool(self._in_flight)
 
-    def step(self) -> list[RequestOutputDelta]:
+    def step(self) -> list[RequestOutputDelta | TokenDeltas]:
         """Schedule, execute, update, answer. WorkerError means that the engine is dead."""
         self._submit_ahead()
         self._take_oldest()
@@ -219,13 +219,15 @@ class EngineCore:
         stats = self._stats
         stats.steps_total += 1
         stats.step_tokens_total += step.num_tokens
-        stats.step_sequences_total += len(step.rows)
+        stats.step_sequences_total += step.num_rows
         stats.wait_s += wait_s
         stats.update_s += update_s
         stats.execute_s += output.execute_s
         stats.model_s += output.model_s
+        stats.draft_s += output.draft_s
+        stats.draft_failures_total = max(stats.draft_failures_total, output.draft_failures)
         stats.last_step_s = output.execute_s
-        stats.last_step_num_seqs = len(step.rows)
+        stats.last_step_num_seqs = step.num_rows
 
     def _describe(
         self,
@@ -241,10 +243,10 @@ class EngineCore:
         if config.cache.enable_prefix_caching and not caching:
             report.append("prefix cache off: the device cannot share blocks between sequences")
         if config.batch.overlap and not overlap:
-            why = "speculation needs each step's tokens first"
-            if not worker.overlap:
-                why = "the device cannot queue a step before the one before has finished"
-            report.append(f"overlap of scheduling and execution off: {why}")
+            report.append(
+                "overlap of scheduling and execution off: the device cannot queue a step before the "
+                "one before has finished"
+            )
         return EngineInfo(
             num_blocks=plan.num_blocks,
             num_host_blocks=plan.num_host_blocks,

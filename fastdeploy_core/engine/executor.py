@@ -1,6 +1,7 @@
-"""Runs steps on all ranks: rank 0 in threads of this process, the others in processes of their own.
+"""Runs steps on all ranks: rank 0 in this process, the others in processes of their own.
 
-Steps run in the order they are submitted. When a rank dies or fails, everything that is waited for
+Steps run in the order they are submitted: in threads, but for a single rank whose device only queues
+work, where the caller's own thread does it without any hand-over. When a rank dies or fails, everything that is waited for
 fails with WorkerError, within a second, even if rank 0 is stuck in a collective.
 """
 
@@ -13,7 +14,7 @@ import subprocess
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -36,6 +37,42 @@ CLOSE_GRACE_S = 3.0
 STUCK_GRACE_S = 0.3
 
 
+class StepResult(Protocol):
+    """A submitted step."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for what it produced, or raise what made it fail."""
+        ...
+
+    def exception(self) -> BaseException | None:
+        """Wait for it, and return what made it fail."""
+        ...
+
+
+class _Launched:
+    """The result of a step that was launched by the thread that waits for it."""
+
+    def __init__(self, launch: Callable[[], Any]) -> None:
+        self._error: Exception | None = None
+        try:
+            self._pending = launch()
+        except Exception as error:
+            self._error = error
+
+    def result(self) -> ModelRunnerOutput:
+        if self._error is not None:
+            raise self._error
+        output: ModelRunnerOutput = self._pending.wait()
+        return output
+
+    def exception(self) -> BaseException | None:
+        try:
+            self.result()
+        except Exception as error:
+            return error
+        return None
+
+
 class Executor:
     """The ranks of one engine. Methods are called by one thread."""
 
@@ -51,6 +88,7 @@ class Executor:
         self._worker: Any = None
         self._peers: _Peers | None = None
         self._has_waiter = False
+        self._is_direct = False
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="fd-rank0", daemon=True)
         self._thread.start()
@@ -84,8 +122,10 @@ class Executor:
             for _ in range(1, self._world_size):
                 self._wait_peer(self._peers.cache_ready)
 
-    def submit(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
+    def submit(self, step: SchedulerOutput) -> StepResult:
         """Queue a step; it may start before earlier ones have finished, never before they started."""
+        if self._is_direct:
+            return _Launched(lambda: self._worker.launch(step))
         if self._peers is None:
             return self._submit(lambda: self._worker.launch(step), is_step=True)
         return self._submit(lambda: self._launch_everywhere(step), is_step=True)
@@ -125,6 +165,9 @@ class Executor:
         """With overlap a second thread waits for results, so that this one can queue the next step
         on the device meanwhile."""
         if not (self._config.batch.overlap and info.overlap):
+            return
+        if self._peers is None and info.asynchronous:
+            self._is_direct = True
             return
         self._has_waiter = True
         self._waiter = threading.Thread(target=self._wait, name="fd-rank0-wait", daemon=True)

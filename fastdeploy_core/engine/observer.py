@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fastdeploy_core.types import Request, RequestOutputDelta
+from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas, each_delta
 from fastdeploy_core.types.engine import EngineInfo, EngineStats
 
 if TYPE_CHECKING:
@@ -51,11 +51,11 @@ class Observer:
         if self._wants_requests:
             self._records[request.request_id] = _Record(len(request.prompt_token_ids))
 
-    def delivered(self, deltas: Sequence[RequestOutputDelta]) -> None:
+    def delivered(self, outputs: Sequence[RequestOutputDelta | TokenDeltas]) -> None:
         """The engine answered."""
         if not self._wants_requests:
             return
-        for delta in deltas:
+        for delta in each_delta(outputs):
             record = self._records.get(delta.request_id)
             if record is None:
                 continue

@@ -14,6 +14,7 @@ from dataclasses import replace
 from fastdeploy_core.tokenizer import IncrementalDetokenizer, StopStringMatcher, Tokenizer
 from fastdeploy_core.types import (
     CompletionOutput,
+    DraftStats,
     FinishReason,
     Logprob,
     Request,
@@ -21,6 +22,8 @@ from fastdeploy_core.types import (
     RequestOutput,
     RequestOutputDelta,
     SequenceDelta,
+    SpeculateMetrics,
+    TokenDeltas,
     TokenLogprobs,
 )
 
@@ -64,36 +67,63 @@ class _Sequence:
     def finished(self) -> bool:
         return self.output.finish_reason is not None
 
+    @property
+    def may_be_late(self) -> bool:
+        """Whether the text of tokens can be made as well when all of them are there."""
+        return self._matcher is None and self.output.logprobs is None
+
     def take(self, delta: SequenceDelta, tokenizer: Tokenizer | None) -> tuple[int, str]:
         """Returns how many tokens were taken (none after a stop string) and the new text."""
+        token_ids, known = delta.token_ids, self.output.token_ids
+        first, stop = len(known), None
         pieces: list[str] = []
-        last = len(delta.token_ids) - 1
-        stopped = delta.finish_reason is FinishReason.STOP
-        taken = 0
-        stop: str | None = None
-        for i, token_id in enumerate(delta.token_ids):
+        if self._matcher is None:
+            known += token_ids
+            if self._detokenizer is not None:
+                shown = token_ids[:-1] if self._ends_silently(delta) else token_ids
+                pieces.append(self._detokenizer.push(shown))
+        else:
+            stop = self._take_until_stop(delta, pieces)
+        taken = len(known) - first
+        if delta.logprobs is not None:
+            for entry in delta.logprobs[:taken]:
+                self._add_logprobs(entry, tokenizer)
+        if delta.finish_reason is not None or stop is not None:
+            self._finish(delta, stop, pieces)
+        text = pieces[0] if len(pieces) == 1 else "".join(pieces)
+        if text:
+            self._pieces.append(text)
+        return taken, text
+
+    def _ends_silently(self, delta: SequenceDelta) -> bool:
+        """Whether the last token ends the answer and so is not part of its text."""
+        return (
+            delta.finish_reason is FinishReason.STOP
+            and not self._include_stop
+            and bool(delta.token_ids)
+            and delta.token_ids[-1] in self._stop_ids
+        )
+
+    def _take_until_stop(self, delta: SequenceDelta, pieces: list[str]) -> str | None:
+        """Token by token, since a stop string may end the answer behind any of them."""
+        assert self._detokenizer is not None, "stop strings are found in text"
+        num_shown = len(delta.token_ids) - self._ends_silently(delta)
+        for number, token_id in enumerate(delta.token_ids):
             self.output.token_ids.append(token_id)
-            if delta.logprobs is not None:
-                self._add_logprobs(delta.logprobs[i], tokenizer)
-            taken += 1
-            if self._detokenizer is None:
-                continue
-            if stopped and i == last and not self._include_stop and token_id in self._stop_ids:
-                break  # the token that ends an answer is not part of its text
-            stop = self._show(self._detokenizer.push((token_id,)), pieces)
-            if stop is not None:
-                break
-        if stop is None and delta.finish_reason is not None:
+            if number < num_shown:
+                stop = self._show(self._detokenizer.push((token_id,)), pieces)
+                if stop is not None:
+                    return stop
+        return None
+
+    def _finish(self, delta: SequenceDelta, stop: str | None, pieces: list[str]) -> None:
+        if stop is None:
             stop = self._end(pieces)
         if stop is not None:
             self.output.finish_reason, self.output.stop_reason = FinishReason.STOP.value, stop
         elif delta.finish_reason is not None:
             self.output.finish_reason = delta.finish_reason.value
             self.output.stop_reason = delta.stop_reason
-        text = "".join(pieces)
-        if text:
-            self._pieces.append(text)
-        return taken, text
 
     def text(self) -> str:
         """Everything shown so far."""
@@ -142,6 +172,7 @@ class RequestState:
         self.prompt_text = prompt_text
         self.kind = kind
         self.metrics = RequestMetrics(arrival_time=request.arrival_time_s)
+        self.drafts = DraftStats()
         self.num_cached_tokens: int | None = None
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.next_position = 0
@@ -150,10 +181,28 @@ class RequestState:
         self.sequences = [
             _Sequence(request, index, tokenizer, visible) for index in range(request.sampling.n)
         ]
+        # Tokens that are kept until there are no more, for which nobody waits.
+        self.late: list[int] | None = None
+        if kind is OutputKind.FINAL and len(self.sequences) == 1 and self.sequences[0].may_be_late:
+            self.late = []
 
     @property
     def finished(self) -> bool:
         return all(sequence.finished for sequence in self.sequences)
+
+    def note_drafts(self, drafts: DraftStats) -> None:
+        """A sequence has ended that had drafts."""
+        total = self.drafts
+        total.add(drafts)
+        accepted, steps = total.num_accepted, total.num_steps
+        self.metrics.speculate_metrics = SpeculateMetrics(
+            accepted_tokens=accepted,
+            rejected_tokens=total.num_drafts - accepted,
+            accept_ratio=accepted / max(1, total.num_drafts),
+            average_accept_length=1 + accepted / max(1, steps),
+            accepted_tokens_per_head=list(total.accepted_at),
+            accept_ratio_per_head=[count / max(1, steps) for count in total.accepted_at],
+        )
 
     def whole(self) -> RequestOutput:
         """Everything so far."""
@@ -169,7 +218,9 @@ class RequestState:
                     logprobs=logprobs,
                 )
             )
-        return self._output(outputs, self.prompt_logprobs)
+        whole = self._output(outputs, self.prompt_logprobs)
+        whole.metrics = replace(self.metrics)  # it may be kept beside later ones
+        return whole
 
     def newest(
         self, changes: Iterable[tuple[_Sequence, int, str]], prompt_logprobs: bool
@@ -181,7 +232,15 @@ class RequestState:
             first = len(whole.token_ids) - taken
             logprobs = None if whole.logprobs is None else whole.logprobs[first:]
             outputs.append(
-                replace(whole, text=text, token_ids=whole.token_ids[first:], logprobs=logprobs)
+                CompletionOutput(
+                    whole.index,
+                    text,
+                    whole.token_ids[first:],
+                    whole.cumulative_logprob,
+                    logprobs,
+                    whole.finish_reason,
+                    whole.stop_reason,
+                )
             )
         return self._output(outputs, self.prompt_logprobs if prompt_logprobs else None)
 
@@ -197,7 +256,7 @@ class RequestState:
             outputs=outputs,
             finished=self.finished,
             prompt_logprobs=prompt_logprobs,
-            metrics=replace(self.metrics),
+            metrics=self.metrics,
             num_cached_tokens=self.num_cached_tokens,
             error=self.error,
             error_type=self.error_type,
@@ -232,6 +291,20 @@ class OutputProcessor:
         self._states[request.request_id] = state
         return state
 
+    def collect(self, tokens: TokenDeltas) -> list[RequestOutputDelta]:
+        """Take the tokens that only have to be kept; returns deltas for `process` of the others."""
+        now, states, others = time.time(), self._states, []
+        columns = zip(tokens.request_ids, tokens.positions, tokens.token_ids, strict=True)
+        for number, (request_id, position, token_id) in enumerate(columns):
+            state = states.get(request_id)
+            if state is None or state.late is None or state.next_position != position:
+                others.append(tokens.delta(number))
+                continue
+            state.late.append(token_id)
+            state.next_position += 1
+            state.metrics.last_token_time = now
+        return others
+
     def process(self, delta: RequestOutputDelta) -> tuple[RequestOutput | None, list[str]]:
         """The new output (None: nothing to show yet) and ids the engine must abort.
 
@@ -243,8 +316,13 @@ class OutputProcessor:
         state.next_position = delta.position + 1
         self._note(state, delta)
         changes: list[tuple[_Sequence, int, str]] = []
+        if state.late:
+            late, state.late = state.late, []
+            state.sequences[0].take(SequenceDelta(token_ids=late), self._tokenizer)
         for part in delta.sequences:
             sequence = state.sequences[part.index]
+            if part.drafts is not None:
+                state.note_drafts(part.drafts)
             if sequence.finished:
                 continue
             taken, text = sequence.take(part, self._tokenizer)

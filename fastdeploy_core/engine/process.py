@@ -12,6 +12,7 @@ import logging
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -20,10 +21,11 @@ import zmq
 from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad, RequestScheduler
 from fastdeploy_core.errors import FastDeployError, InvalidRequest
 from fastdeploy_core.plugins.manager import hook_manager
-from fastdeploy_core.types import Request, RequestOutputDelta
+from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas
 
 from . import wire
 from .core import EngineCore
+from .egress import Egress, connect
 from .observer import Observer
 from .progress import Progress
 
@@ -83,8 +85,9 @@ class EngineProcess:
     ) -> None:
         self._config = config = init.config
         self._folder = init.folder
+        self._front_ends = init.front_ends
         self._context = context
-        self._output = output  # the egress thread's, once that runs
+        self._output = output  # to the supervisor
         self._progress = progress
         self._scheduler: RequestScheduler = init.resolved.load("scheduler")(
             config.request_scheduler
@@ -94,7 +97,7 @@ class EngineProcess:
         self._stopping = threading.Event()
         self._armed_s = 0.0
         self._ingress = threading.Thread(target=self._hear, name="fd-ingress", daemon=True)
-        self._egress = threading.Thread(target=self._send, name="fd-egress", daemon=True)
+        self._egress = Egress(context, init.front_ends, self._results)
 
     def run(self) -> int:
         """Serve until told to stop."""
@@ -138,10 +141,10 @@ class EngineProcess:
             timeout_s = IDLE_TICK_S if is_idle else 0.0
             for request in scheduler.get_requests(capacity, timeout_s):
                 self._admit(request)
-        deltas = core.step() if core.has_work() else []
-        if deltas:
-            scheduler.put_results(deltas)
-            self._observer.delivered(deltas)
+        outputs = core.step() if core.has_work() else []
+        if outputs:
+            scheduler.put_results(outputs)
+            self._observer.delivered(outputs)
         self._observer.tick(core.stats)
         self._progress.mark()
 
@@ -177,7 +180,7 @@ class EngineProcess:
     def _finish(self) -> None:
         faulthandler.cancel_dump_traceback_later()
         self._stopping.set()
-        self._egress.join(2.0)
+        self._egress.stop(2.0)
         self._ingress.join(2.0)
         self._observer.shutdown()
         self._core.close()
@@ -186,8 +189,7 @@ class EngineProcess:
         """The ingress thread."""
         requests = self._context.socket(zmq.PULL)
         requests.bind(request_address(self._folder))
-        replies = self._context.socket(zmq.PUSH)
-        replies.connect(output_address(self._folder))
+        replies = [connect(self._context, address) for address in self._front_ends]
         decode = wire.decoder(wire.ToEngine)
         next_report_s = 0.0
         while not self._stopping.is_set():
@@ -202,19 +204,24 @@ class EngineProcess:
                 next_report_s = time.monotonic() + self._config.request_scheduler.lease_s / 8
                 self._report_load()
         requests.close(0)
-        replies.close(1000)
+        for reply in replies:
+            reply.close(1000)
 
-    def _take(self, message: Any, replies: zmq.Socket[bytes]) -> None:
+    def _take(self, message: Any, replies: Sequence[zmq.Socket[bytes]]) -> None:
         if isinstance(message, wire.Put):
+            self._egress.routes.add(message.request.request_id, message.front_end)
             refused = self._queue(message.request)
             if refused is not None:
-                replies.send(wire.encode(wire.Deltas([refused])))
+                self._egress.routes.remove(message.request.request_id)
+                replies[message.front_end].send(wire.encode(wire.Deltas([refused])))
         elif isinstance(message, wire.Abort):
             self._scheduler.abort(message.request_ids)
         elif isinstance(message, wire.AskStats):
             stats = self._core.stats()
             stats.num_queued = getattr(self._scheduler, "num_queued", 0)
-            replies.send(wire.encode(wire.Stats(message.number, stats)))
+            replies[message.front_end].send(wire.encode(wire.Stats(message.number, stats)))
+        elif isinstance(message, wire.Gone):
+            self._scheduler.abort(self._egress.routes.remove_all(message.front_end))
         elif isinstance(message, wire.Stop):
             self._stopping.set()
             self._scheduler.abort([])  # wakes an idle core
@@ -252,15 +259,8 @@ class EngineProcess:
             )
         )
 
-    def _send(self) -> None:
-        """The egress thread."""
-        while True:
-            is_last = self._stopping.is_set()
-            deltas = self._scheduler.get_results(0.0 if is_last else IDLE_TICK_S)
-            if deltas:
-                self._output.send(wire.encode(wire.Deltas(deltas)))
-            if is_last:
-                return
+    def _results(self, may_wait: bool) -> list[RequestOutputDelta | TokenDeltas]:
+        return self._scheduler.get_results(IDLE_TICK_S if may_wait else 0.0)
 
 
 def refusal(request: Request, error: Exception) -> RequestOutputDelta:

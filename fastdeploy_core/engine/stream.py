@@ -47,6 +47,24 @@ class OutputStream:
         self._finished_indices: set[int] = set()
         self.is_ended = False  # the engine owes nothing more
 
+    def put_token(self, position: int, token_id: int) -> bool:
+        """Take a delta that is one token of the only sequence."""
+        waiting = self._waiting
+        if waiting is None or self.is_ended or position != self._position:
+            sequences = [SequenceDelta(token_ids=[token_id])]
+            return self.put(
+                RequestOutputDelta(
+                    request_id=self._request.request_id, position=position, sequences=sequences
+                )
+            )
+        self._position += 1
+        if waiting.sequences:
+            waiting.sequences[0].token_ids.append(token_id)
+        else:
+            waiting.sequences.append(SequenceDelta(token_ids=[token_id]))
+        self._num_bytes += TOKEN_BYTES
+        return self._num_bytes <= MAX_BUFFERED_BYTES or not self._has_stalled()
+
     def put(self, delta: RequestOutputDelta) -> bool:
         """Take a delta from the engine; False if the client has stopped reading for too long."""
         if self.is_ended or delta.position < self._position:

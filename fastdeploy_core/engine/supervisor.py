@@ -12,6 +12,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.types.engine import EngineHealth, EngineInfo
 
 from . import child, wire
+from .egress import connect
 from .process import output_address, request_address
 from .progress import Progress
 
@@ -37,7 +39,6 @@ DUMP_S = 0.5
 TIMER_SHARE = 0.7
 RESTART_WINDOW_S = 600.0
 MAX_BACKOFF_S = 30.0
-MAX_UNSENT = 100_000
 # Clients are told this much; why it is so stands in the log and in `health`.
 NOT_READY = "the engine is not ready; try again later"
 
@@ -62,18 +63,22 @@ class Listener:
 class _Life:
     """One engine process with its folder and sockets."""
 
-    def __init__(self, config: EngineConfig, resolved: ResolvedPlugins) -> None:
+    def __init__(
+        self, config: EngineConfig, resolved: ResolvedPlugins, front_ends: Sequence[str]
+    ) -> None:
         self.folder = child.PrivateFolder("engine")
         self.progress = Progress(self.folder.path, create=True)
         self.context = zmq.Context()
         self.output = self.context.socket(zmq.PULL)
         self.output.setsockopt(zmq.RCVHWM, 0)
         self.output.bind(output_address(str(self.folder)))
-        self.requests = self.context.socket(zmq.PUSH)
-        self.requests.setsockopt(zmq.SNDHWM, MAX_UNSENT)
-        self.requests.connect(request_address(str(self.folder)))
+        self.requests = connect(self.context, request_address(str(self.folder)))
         init = wire.EngineInit(
-            config=config, resolved=resolved, folder=str(self.folder), digest=resolved.digest
+            config=config,
+            resolved=resolved,
+            folder=str(self.folder),
+            digest=resolved.digest,
+            front_ends=list(front_ends) or [output_address(str(self.folder))],
         )
         target = "fastdeploy_core.engine.process:main"
         self.process: subprocess.Popen[bytes] = child.spawn(
@@ -111,12 +116,22 @@ class _Life:
 
 
 class Supervisor:
-    """Owner of the engine process. `send` and `health` may be called from any thread."""
+    """Owner of the engine process. `send` and `health` may be called from any thread.
 
-    def __init__(self, config: EngineConfig, resolved: ResolvedPlugins, listener: Listener) -> None:
+    `front_ends`: addresses to which the engine sends its output; none: the listener gets it.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        resolved: ResolvedPlugins,
+        listener: Listener,
+        front_ends: Sequence[str] = (),
+    ) -> None:
         self._config = config
         self._resolved = resolved
         self._listener = listener
+        self._front_ends = front_ends
         self._decode = wire.decoder(wire.FromEngine)
         self._stopping = threading.Event()
         self._send_lock = threading.Lock()
@@ -126,6 +141,12 @@ class Supervisor:
         self._num_restarts = 0
         self._restarts: list[float] = []
         self._thread = threading.Thread(target=self._run, name="fd-supervisor", daemon=True)
+
+    @property
+    def folder(self) -> str:
+        """The running engine's; empty when there is none."""
+        life = self._life
+        return "" if life is None else str(life.folder)
 
     def start(self) -> None:
         """Start the thread and, in it, the engine."""
@@ -192,7 +213,7 @@ class Supervisor:
     def _live(self) -> FastDeployError:
         """Start an engine and stay with it to its end; returns why it ended."""
         self._reason = "starting"
-        life = _Life(self._config, self._resolved)
+        life = _Life(self._config, self._resolved, self._front_ends)
         self._life = life
         reason = ""
         try:
@@ -205,7 +226,7 @@ class Supervisor:
         if not self._stopping.is_set():
             logger.error("the engine ended: %s", self._reason)
         self._listener.on_down(self._reason)
-        return _as_error(life.failure, self._reason)
+        return as_error(life.failure, self._reason)
 
     def _attend(self, life: _Life) -> str:
         """Hear the engine until it ends or is asked to; says why, if it had to be killed."""
@@ -267,7 +288,7 @@ class Supervisor:
         self._stopping.wait(wait_s)
 
 
-def _as_error(failure: wire.Failed | None, reason: str) -> FastDeployError:
+def as_error(failure: wire.Failed | wire.Dead | None, reason: str) -> FastDeployError:
     """The child's own error class where the caller can act on it."""
     kind = getattr(errors, failure.error_type, None) if failure is not None else None
     if isinstance(kind, type) and issubclass(

@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
-from fastdeploy_core.types import Request, RequestOutputDelta
+from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas
 from fastdeploy_core.types.engine import EngineInfo, EngineStats
 from fastdeploy_core.types.worker import WorkerInfo
+
+ARRAY_TYPES = ("int64", "bool")
 
 
 class EngineInit(msgspec.Struct, kw_only=True):
@@ -21,6 +24,7 @@ class EngineInit(msgspec.Struct, kw_only=True):
     resolved: ResolvedPlugins
     folder: str
     digest: str
+    front_ends: list[str]  # where each front end hears its output
 
 
 class WorkerInit(msgspec.Struct, kw_only=True):
@@ -39,6 +43,7 @@ class Put(msgspec.Struct, tag=True):
     """Client to engine: queue this request."""
 
     request: Request
+    front_end: int = 0  # number of the front end that wants the output
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -51,6 +56,13 @@ class AskStats(msgspec.Struct, tag=True):
     """Client to engine: send Stats with this number."""
 
     number: int
+    front_end: int = 0
+
+
+class Gone(msgspec.Struct, tag=True):
+    """Supervisor to engine: this front end has ended, and nobody waits for its requests."""
+
+    front_end: int
 
 
 class Stop(msgspec.Struct, tag=True):
@@ -73,7 +85,7 @@ class Failed(msgspec.Struct, tag=True):
 class Deltas(msgspec.Struct, tag=True):
     """Engine to client: output."""
 
-    deltas: list[RequestOutputDelta]
+    deltas: list[RequestOutputDelta | TokenDeltas]
 
 
 class Stats(msgspec.Struct, tag=True):
@@ -83,8 +95,34 @@ class Stats(msgspec.Struct, tag=True):
     stats: EngineStats
 
 
-ToEngine = Put | Abort | AskStats | Stop
+class Attached(msgspec.Struct, tag=True):
+    """Supervisor to front end: an engine takes requests from now on."""
+
+    folder: str  # the engine's, with its sockets and its progress
+    info: EngineInfo
+    num_restarts: int
+
+
+class Detached(msgspec.Struct, tag=True):
+    """Supervisor to front end: the engine ended; another one may be attached."""
+
+    reason: str
+
+
+class Dead(msgspec.Struct, tag=True):
+    """Supervisor to front end: no engine runs, and none will be started."""
+
+    error_type: str
+    message: str
+
+
+class Drain(msgspec.Struct, tag=True):
+    """Supervisor to front end: answer what is in flight and end; a second one: end now."""
+
+
+ToEngine = Put | Abort | AskStats | Gone | Stop
 FromEngine = Ready | Failed | Deltas | Stats
+ToFrontEnd = Attached | Detached | Dead | Drain | Deltas | Stats
 
 
 class Load(msgspec.Struct, tag=True):
@@ -132,12 +170,19 @@ FromWorker = Loaded | CacheReady | WorkerFailed
 def _encode_extra(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, np.ndarray) and value.dtype.name in ARRAY_TYPES and value.ndim <= 2:
+        return [value.dtype.name, value.shape, value.tobytes()]
     raise NotImplementedError(f"{type(value).__name__} cannot be sent to another process")
 
 
 def _decode_extra(kind: type, value: Any) -> Any:
     if issubclass(kind, Path):
         return Path(value)
+    if kind is np.ndarray:
+        name, shape, data = value
+        if name not in ARRAY_TYPES:
+            raise ValueError(f"an array of {name!r:.20} is not sent between processes")
+        return np.frombuffer(data, dtype=name).reshape(shape)
     raise NotImplementedError(f"{kind.__name__} cannot be received from another process")
 
 

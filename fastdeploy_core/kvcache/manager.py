@@ -36,6 +36,7 @@ class ForkSource:
 
 
 NO_MATCH = PrefixMatch([], 0, 0, 0)
+NEVER = 2**62
 
 
 class KVCacheManager:
@@ -51,13 +52,16 @@ class KVCacheManager:
         enable_output_caching: bool = True,
         model_identity: str = "",
         hash_function: HashFunction = sha256,
+        key_lookahead: int = 0,
     ) -> None:
         self.block_size = block_size
         self.caching = enable_prefix_caching
         self.caches_output = enable_output_caching
         self.pool = BlockPool(num_blocks)
         self.host = HostTier(num_host_blocks) if num_host_blocks and enable_prefix_caching else None
-        self.prefix = PrefixCache(self.pool, block_size, model_identity, self.host, hash_function)
+        self.prefix = PrefixCache(
+            self.pool, block_size, model_identity, self.host, hash_function, key_lookahead
+        )
         self._device_to_device: list[tuple[int, int]] = []
         # Read by a copy of the step under construction, so not free before that step is complete.
         self._release_after_step: list[int] = []
@@ -73,7 +77,9 @@ class KVCacheManager:
     def match(self, table: BlockTable, token_ids: Sequence[int]) -> PrefixMatch:
         """What of these tokens is cached. At least one token is always left to compute, since its
         logits are needed; as blocks are shared whole, that is the last block of a full match."""
-        num_blocks = (len(token_ids) - 1) // self.block_size
+        num_blocks = min(
+            (len(token_ids) - 1) // self.block_size, self.prefix.num_keyed(len(token_ids))
+        )
         if not self.caching or num_blocks == 0:
             return NO_MATCH
         self.prefix.extend_keys(table, token_ids, num_blocks)
@@ -132,10 +138,18 @@ class KVCacheManager:
     def commit(self, table: BlockTable, token_ids: Sequence[int], num_tokens: int) -> None:
         """Keys and values of the first num_tokens tokens are in the cache: full blocks of them can
         be found by others from now on."""
-        num_blocks = num_tokens // self.block_size
+        num_blocks = min(num_tokens // self.block_size, self.prefix.num_keyed(len(token_ids)))
         if num_blocks > table.num_committed and self.caching and table.is_cacheable:
             self.prefix.extend_keys(table, token_ids, num_blocks)
             self.prefix.commit(table, num_blocks)
+
+    def next_commit(self, table: BlockTable, num_prompt_tokens: int) -> int:
+        """How many computed tokens fill the next block that `commit` would take."""
+        end = (table.num_committed + 1) * self.block_size
+        ends_in_output = end > num_prompt_tokens and not self.caches_output
+        if not self.caching or not table.is_cacheable or ends_in_output:
+            return NEVER
+        return end
 
     def free(self, table: BlockTable) -> None:
         """Give the blocks back; those the prefix cache knows stay findable until they are reused."""

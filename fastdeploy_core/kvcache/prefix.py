@@ -1,8 +1,10 @@
 """The prefix cache: which full blocks hold which tokens, found again by a chained hash.
 
 A block's key is SHA-256 over canonical bytes of its parent's key and its own tokens; the first
-parent is made of the model's identity and the request's cache_salt. A key alone is never trusted:
-tokens, salt and parent are compared on every hit, so that even a forced collision mixes nothing.
+parent is made of the model's identity and the request's cache_salt. With `lookahead` a key also covers
+so many tokens behind the block, because a drafter's entries in it depend on them. A key alone is
+never trusted: tokens, salt and parent are compared on every hit, so that even a forced collision
+mixes nothing.
 """
 
 from __future__ import annotations
@@ -95,13 +97,15 @@ class PrefixCache:
         model_identity: str,
         host: HostTier | None = None,
         hash_function: HashFunction = sha256,
+        lookahead: int = 0,
     ) -> None:
         self._pool = pool
         self._host = host
         self._hash = hash_function
         self._identity = model_identity
-        self._pack = struct.Struct(f"<{block_size}I").pack
+        self._pack = struct.Struct(f"<{block_size + lookahead}I").pack
         self._block_size = block_size
+        self._lookahead = lookahead
         self._by_key: dict[bytes, CacheEntry] = {}
         self._by_block: dict[int, CacheEntry] = {}
         pool.on_evict = self._on_evict
@@ -115,12 +119,17 @@ class PrefixCache:
         """An empty table whose blocks are shared only among requests of the same salt."""
         return BlockTable(cache_salt, self._hash(canonical(self._identity, cache_salt)))
 
+    def num_keyed(self, num_known: int) -> int:
+        """Leading blocks that have a key when num_known tokens are known."""
+        return max(0, num_known - self._lookahead) // self._block_size
+
     def extend_keys(self, table: BlockTable, token_ids: Sequence[int], num_blocks: int) -> None:
-        """Hash the table's tokens up to num_blocks full blocks; those hashed before are kept."""
-        keys, size = table.keys, self._block_size
+        """Hash the table's tokens up to num_blocks full blocks, at most num_keyed(len(token_ids));
+        those hashed before are kept."""
+        keys, size, more = table.keys, self._block_size, self._lookahead
         parent = keys[-1] if keys else table.root
         for index in range(len(keys), num_blocks):
-            packed = self._pack(*token_ids[index * size : (index + 1) * size])
+            packed = self._pack(*token_ids[index * size : (index + 1) * size + more])
             parent = self._hash(parent + packed)
             keys.append(parent)
             table.packed.append(packed)

@@ -97,6 +97,7 @@ class Attention:
             bias=output_bias,
         )
         self.q_norm = self.k_norm = None
+        self._qk_norm = build.kernels["qk_norm"]
         if norm_eps is not None:
             self.q_norm = RMSNorm(build, f"{prefix}.q_norm", dim, norm_eps)
             self.k_norm = RMSNorm(build, f"{prefix}.k_norm", dim, norm_eps)
@@ -106,14 +107,29 @@ class Attention:
 
     def __call__(self, x: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         """x: [num_tokens, hidden], model dtype; positions: [num_tokens] int64."""
-        qkv = self.qkv(x)
+        return self.output(self._attend(self.qkv(x), positions, context))
+
+    def after(
+        self,
+        norm: RMSNorm,
+        x: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        context: ForwardContext,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Two addends of the sum t = x + residual and of attention to norm(t), as Linear.add_to returns
+        them."""
+        qkv, total = self.qkv.after(norm, x, residual)
+        return self.output.add_to(total, self._attend(qkv, positions, context))
+
+    def _attend(self, qkv: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         # One view of all heads, then three slices of it: fewer calls than cutting first.
         heads = qkv.reshape(qkv.shape[0], self._k_end + self._kv_heads, self._dim)
         q = heads[:, : self._heads]
         k = heads[:, self._heads : self._k_end]
         v = heads[:, self._k_end :]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self._qk_norm(q, k, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         if not self.paged.rotates:
             q, k = self.paged.rotate(q, k, positions)
-        return self.output(self.paged.attend(q, k, v, (k, v), context))
+        return self.paged.attend(q, k, v, (k, v), context)

@@ -6,6 +6,7 @@ attention layers in cache order (`kv_layers`) and lines for the start-up report.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from fastdeploy_core.contracts.quantizer import LayerSpec, Quantizer
 
 from .attention import Attention, HeadShape
 from .embedding import Embedding, LMHead
-from .linear import Piece
+from .linear import Linear, LinearPart, Piece
 from .mla import LatentAttention, LatentShape
 from .mlp import GatedMLP
 from .moe import MoEBlock
@@ -63,6 +64,15 @@ class ModelBuilder:
         self.weight_bytes = 0  # held by layers; what a quantizer holds is its own affair
         self._attention_factory, self._moe_factory = attention_factory, moe_factory
         self._tables: dict[tuple[int, float, str, int], list[tuple[RotarySpec, Tensor]]] = {}
+
+    def extension(self, quantizer: Quantizer | None, *, quantize_online: bool) -> ModelBuilder:
+        """A builder of layers beside this model's, such as a drafter's: the same ranks, kernels,
+        drivers, cache order and checkpoint dialect; weights and number format of its own."""
+        other = copy.copy(self)
+        other.weights = self.weights.same_dialect()
+        other.quantizer, other.quantize_online = quantizer, quantize_online
+        other.unquantized, other.weight_bytes = [], 0
+        return other
 
     # -- for layers -------------------------------------------------------------------------------
 
@@ -133,9 +143,11 @@ class ModelBuilder:
 
     # -- for model families -----------------------------------------------------------------------
 
-    def embedding(self, name: str, vocab_size: int, hidden: int) -> Embedding:
-        """The token embedding."""
-        return Embedding(self, name, vocab_size, hidden)
+    def embedding(
+        self, name: str, vocab_size: int, hidden: int, *, like: Embedding | None = None
+    ) -> Embedding:
+        """The token embedding; `like` shares that one's weight unless the checkpoint's differs."""
+        return Embedding(self, name, vocab_size, hidden, like=like)
 
     def lm_head(
         self,
@@ -145,13 +157,22 @@ class ModelBuilder:
         *,
         tied: Embedding | None = None,
         bias: bool = False,
+        like: LMHead | None = None,
     ) -> LMHead:
-        """The output projection; `tied` shares the embedding's weight and ignores its own."""
-        return LMHead(self, name, vocab_size, hidden, tied=tied, bias=bias)
+        """The output projection; `tied` shares the embedding's weight and ignores its own; `like`
+        shares another head's unless the checkpoint's differs."""
+        return LMHead(self, name, vocab_size, hidden, tied=tied, bias=bias, like=like)
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         """Root-mean-square normalisation."""
         return RMSNorm(self, name, size, eps)
+
+    def linear(
+        self, name: str, in_features: int, out_features: int, *, quantize: bool = True
+    ) -> Linear:
+        """One product that every rank does as a whole."""
+        part = LinearPart(name, out_features)
+        return Linear(self, name, [part], in_features, quantize=quantize)
 
     def mlp(
         self,

@@ -6,6 +6,7 @@ off, so that any size can be divided.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .weight_map import Placement
@@ -34,21 +35,72 @@ class VocabShare:
         def accept(tensor: Tensor) -> None:
             weight[: tensor.shape[0]] = tensor.to(dtype)
 
+        self._announce(build, name, rest, accept, is_linear=is_linear)
+        return weight
+
+    def borrow(
+        self,
+        build: ModelBuilder,
+        name: str,
+        weight: Tensor,
+        replace: Callable[[Tensor], None],
+        *,
+        is_linear: bool = False,
+    ) -> None:
+        """Another layer's weight is used unless the checkpoint has a tensor `name` that differs from
+        it; then `replace` gets a weight of its own."""
+
+        def accept(tensor: Tensor) -> None:
+            own = tensor.to(weight.dtype)
+            if not bool((own == weight[: own.shape[0]]).all()):
+                full = build.zeros(tuple(weight.shape), weight.dtype)
+                full[: own.shape[0]] = own
+                replace(full)
+
+        rest = tuple(int(size) for size in weight.shape[1:])
+        self._announce(build, name, rest, accept, is_linear=is_linear, required=False)
+
+    def _announce(
+        self,
+        build: ModelBuilder,
+        name: str,
+        rest: tuple[int, ...],
+        accept: Callable[[Tensor], None],
+        *,
+        is_linear: bool,
+        required: bool = True,
+    ) -> None:
         stop = min(self.start + self.rows, self.size)
         region = (slice(min(self.start, stop), stop), *(slice(0, size) for size in rest))
         shape = (self.size, *rest)
-        build.weights.add(Placement(name, shape, region, accept, is_linear=is_linear))
-        return weight
+        build.weights.add(
+            Placement(name, shape, region, accept, is_linear=is_linear, required=required)
+        )
 
 
 class Embedding:
     """input_ids [num_tokens] int64 to [num_tokens, hidden], model dtype."""
 
-    def __init__(self, build: ModelBuilder, name: str, vocab_size: int, hidden: int) -> None:
+    def __init__(
+        self,
+        build: ModelBuilder,
+        name: str,
+        vocab_size: int,
+        hidden: int,
+        *,
+        like: Embedding | None = None,
+    ) -> None:
         self.share = VocabShare(build, vocab_size)
-        self.weight = self.share.place(build, f"{name}.weight", (hidden,))
+        if like is None:
+            self.weight = self.share.place(build, f"{name}.weight", (hidden,))
+        else:
+            self.weight = like.weight
+            self.share.borrow(build, f"{name}.weight", self.weight, self._replace)
         self._lookup = build.kernels["embedding"]
         self._build = build
+
+    def _replace(self, weight: Tensor) -> None:
+        self.weight = weight
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Look tokens up; ranks without a token contribute zeros to the sum."""
@@ -73,21 +125,47 @@ class LMHead:
         *,
         tied: Embedding | None = None,
         bias: bool = False,
+        like: LMHead | None = None,
     ) -> None:
         self._build, self._share = build, VocabShare(build, vocab_size)
+        self._product, self._greedy = build.kernels["linear"], build.kernels["greedy"]
+        self._greedy_product = build.kernels["greedy_linear"]
+        if like is not None:
+            self.weight, self.bias = like.weight, like.bias
+            self._share.borrow(build, f"{name}.weight", self.weight, self._replace, is_linear=True)
+            return
         if tied is None:
-            self._weight = self._share.place(build, f"{name}.weight", (hidden,), is_linear=True)
+            self.weight = self._share.place(build, f"{name}.weight", (hidden,), is_linear=True)
         else:
-            self._weight = tied.weight
+            self.weight = tied.weight
             build.weights.ignore(f"{name}.weight")
-        self._bias = self._share.place(build, f"{name}.bias", ()) if bias else None
-        self._product = build.kernels["linear"]
+        self.bias = self._share.place(build, f"{name}.bias", ()) if bias else None
+
+    def _replace(self, weight: Tensor) -> None:
+        self.weight, self.bias = weight, None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """The full logits."""
-        logits = self._product(hidden, self._weight, self._bias)
+        logits = self._product(hidden, self.weight, self.bias)
         if self._build.tp_size > 1:
             logits = self._build.all_gather(logits)
             if logits.shape[-1] != self._share.size:
                 logits = logits[:, : self._share.size]
         return logits.float()
+
+    def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest token of each row ([num_rows] int64, the smallest id among equals) and its logit
+        ([num_rows] float32, NaN if the row has one); the logits are never held as a whole."""
+        build, share, xp = self._build, self._share, self._build.xp
+        if share.rows * build.tp_size != share.size:  # padded rows would win over negative logits
+            logits = self(hidden)
+            ids = self._greedy(logits)
+            return ids, xp.gather(logits, 1, ids.unsqueeze(1)).squeeze(1)
+        ids, peaks = self._greedy_product(hidden, self.weight, self.bias)
+        if build.tp_size == 1:
+            return ids, peaks
+        # Ranks hold consecutive ids and the first among equals is taken, so the smallest id wins.
+        all_peaks = build.all_gather(peaks.unsqueeze(1))
+        all_ids = build.all_gather((ids + share.start).unsqueeze(1))
+        best = xp.argmax(all_peaks, -1).unsqueeze(1)
+        return xp.gather(all_ids, 1, best).squeeze(1), xp.gather(all_peaks, 1, best).squeeze(1)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
     from .builder import ModelBuilder
+    from .norm import RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,12 @@ class LinearPart:
 class Linear:
     """y = x W^T + b for the joined parts, optionally summed over ranks.
 
-    x: [num_tokens, in_features of this rank], model dtype; y: [num_tokens, sum of part.rows].
+    x: [num_tokens, in_features of this rank], model dtype; y: [num_tokens, sum of part.rows], or half as
+    many with `gated`: the outputs are gate values then up values, and y is silu(gate) * up.
     `weight` is None once a quantizer has taken it over.
+
+    Around it stand a norm before and a sum behind. Where one kernel can do both, it does, so layers call
+    `after` and `add_to`; what is still to be added travels beside x, for the next norm to add.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Linear:
         parallel: Literal["none", "column", "row"] = "none",
         bias: bool = False,
         reduce: bool = True,
+        gated: bool = False,
         dtype: str = "",
         quantize: bool = True,
         role: Literal["linear", "lm_head"] = "linear",
@@ -77,7 +83,11 @@ class Linear:
         self._in_piece = build.piece if parallel == "row" else WHOLE
         self._in_full = in_features
         self._in = in_features // self._in_piece.count
-        self._product = build.kernels["linear"]
+        self._gated = gated
+        self._product, self._activation = build.kernels["linear"], build.kernels["silu_and_mul"]
+        self._norm_product = build.kernels["norm_linear"]
+        self._gated_product = build.kernels["gated_linear"]
+        self._add_product = build.kernels["linear_add"]
         is_sum = parallel == "row" and reduce and build.tp_size > 1
         self._reduce = build.all_reduce if is_sum else None
         self._dtype = build.xp.dtype(dtype or build.dtype)
@@ -106,11 +116,29 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, in_features of this rank] to [num_tokens, out_features of this rank]."""
-        if self._quantizer is None:
-            y = self._product(x, self.weight, self.bias)
-        else:
+        if self._quantizer is not None:
             y = self._quantizer.apply(self.spec, self._prepared, x, self.bias)
+            y = self._activation(y) if self._gated else y
+        elif self._gated:
+            y = self._gated_product(x, None, 0.0, self.weight, self.bias)
+        else:
+            y = self._product(x, self.weight, self.bias)
         return y if self._reduce is None else self._reduce(y)
+
+    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(y of norm(x + residual), x + residual). None: nothing is to be added."""
+        if residual is None and self._quantizer is None and self._reduce is None:
+            product = self._gated_product if self._gated else self._norm_product
+            return product(x, norm.weight, norm.eps, self.weight, self.bias), x
+        normed, total = norm.add(x, residual)
+        return self(normed), total
+
+    def add_to(self, total: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Two addends of total + y, the second None where they are added already; total may be
+        overwritten."""
+        if self._quantizer is None and self._reduce is None and not self._gated:
+            return self._add_product(x, self.weight, self.bias, total), None
+        return self(x), total
 
     def _offsets(self) -> list[int]:
         starts = [0]

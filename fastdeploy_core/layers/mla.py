@@ -94,9 +94,24 @@ class LatentAttention:
 
     def __call__(self, x: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         """x: [num_tokens, hidden], model dtype; positions: [num_tokens] int64."""
-        shape, xp, tokens = self._shape, self._xp, x.shape[0]
+        return self._output(self._attend(self._down(x), positions, context))
+
+    def after(
+        self,
+        norm: RMSNorm,
+        x: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        context: ForwardContext,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Two addends of the sum t = x + residual and of attention to norm(t), as Linear.add_to returns
+        them."""
+        down, total = self._down.after(norm, x, residual)
+        return self._output.add_to(total, self._attend(down, positions, context))
+
+    def _attend(self, down: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
+        shape, xp, tokens = self._shape, self._xp, down.shape[0]
         nope, rank = shape.qk_nope_head_dim, shape.kv_lora_rank
-        down = self._down(x)
         q = down[:, : self._q_end]
         if self._q_norm is not None and self._q_b is not None:
             q = self._q_b(self._q_norm(q))
@@ -110,7 +125,7 @@ class LatentAttention:
         row = xp.cat((latent, k_rope), -1)
         attended = self._paged.attend(query, row, row[:, :, :rank], (row,), context)
         values = self._up.values(attended.reshape(tokens, self._heads, rank))
-        return self._output(values.reshape(tokens, self._heads * shape.v_head_dim))
+        return values.reshape(tokens, self._heads * shape.v_head_dim)
 
 
 class _UpProjection:

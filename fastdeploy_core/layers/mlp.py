@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
     from .builder import ModelBuilder
+    from .norm import RMSNorm
 
 
 class GatedMLP:
@@ -36,6 +37,7 @@ class GatedMLP:
             hidden,
             parallel="column",
             bias=bias,
+            gated=True,
         )
         self.down = Linear(
             build,
@@ -46,8 +48,19 @@ class GatedMLP:
             bias=bias,
             reduce=reduce,
         )
-        self._activation = build.kernels["silu_and_mul"]
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, hidden], model dtype."""
-        return self.down(self._activation(self.gate_up(x)))
+        return self.down(self.gate_up(x))
+
+    def after(
+        self, norm: RMSNorm, x: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Two addends of the sum t = x + residual and of the block's result for norm(t), as
+        Linear.add_to returns them."""
+        hidden, total = self.gate_up.after(norm, x, residual)
+        return self.down.add_to(total, hidden)
+
+    def add_to(self, total: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Two addends of total + the block's result for x, as Linear.add_to returns them."""
+        return self.down.add_to(total, self.gate_up(x))

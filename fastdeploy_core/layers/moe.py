@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
     from .builder import ModelBuilder
+    from .norm import RMSNorm
 
 
 class MoEBlock:
@@ -50,6 +51,7 @@ class MoEBlock:
             dtype="float32",
             quantize=False,
         )
+        self._scores = build.kernels["linear_float32"]
         self._bias: Tensor | None = None
         if bias_name:
             self._place_bias(build, bias_name, bias_shape or (routing.num_experts,))
@@ -73,14 +75,20 @@ class MoEBlock:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, hidden], model dtype."""
-        logits = self._router(x.float())
+        logits = self._scores(x, self._router.weight)
         ids = weights = None
         if self._route is not None:
             ids, weights = self._route(logits, self._bias, self._spec.routing)
         y = self._driver.forward(x, self._experts.prepared, logits, self._bias, ids, weights)
         if self._shared is not None:
-            y = y + self._shared(x)
+            y, more = self._shared.add_to(y, x)
+            y = y if more is None else y + more
         return y if self._reduce is None else self._reduce(y)
+
+    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Two addends of the sum t = x + residual and of the block's result for norm(t)."""
+        normed, total = norm.add(x, residual)
+        return self(normed), total
 
 
 class _Experts:

@@ -30,6 +30,8 @@ class RMSNorm:
         """x: [..., size], model dtype."""
         return self._norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); both [num_tokens, size]."""
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual); both [num_tokens, size]. None: nothing is to be added."""
+        if residual is None:
+            return self._norm(x, self.weight, self.eps), x
         return self._add_norm(x, residual, self.weight, self.eps)

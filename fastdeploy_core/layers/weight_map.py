@@ -104,6 +104,13 @@ class WeightMap:
         self._ignored: list[str] = []
         self._kept_prefixes: list[str] = []
 
+    def same_dialect(self) -> WeightMap:
+        """An empty map that understands the same spellings."""
+        other = WeightMap()
+        other.swap_linear = self.swap_linear
+        other._renames, other._ignored = list(self._renames), list(self._ignored)
+        return other
+
     def add(self, placement: Placement) -> None:
         """Announce one checkpoint tensor."""
         if placement.name in self.placements:
@@ -130,7 +137,7 @@ class WeightMap:
         """Take every known tensor; return the unknown names."""
         unknown = []
         for given, stored in tensors:
-            name = self._canonical(given)
+            name = self.canonical(given)
             if name in self.placements:
                 self._take(self.placements[name], stored)
             elif name in self._fused:
@@ -145,7 +152,8 @@ class WeightMap:
         """Names of required tensors that have not come yet."""
         return [p.name for p in self.placements.values() if p.required and not p.done]
 
-    def _canonical(self, name: str) -> str:
+    def canonical(self, name: str) -> str:
+        """A checkpoint's name as this model says it."""
         for old, new in self._renames:
             name = name.replace(old, new)
         return name

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from fastdeploy_core.contracts.model import StoredTensor
 from fastdeploy_core.layers.context import ForwardContext
@@ -19,8 +19,31 @@ if TYPE_CHECKING:
     from fastdeploy_core.layers.builder import ModelBuilder
     from fastdeploy_core.tensor import Tensor
 
-AttentionLayer = Callable[["Tensor", "Tensor", ForwardContext], "Tensor"]
-FeedForward = Callable[["Tensor"], "Tensor"]
+Addends = tuple["Tensor", "Tensor | None"]
+
+
+class AttentionLayer(Protocol):
+    """What stands between the two norms of a block; see layers/attention.py."""
+
+    def after(
+        self,
+        norm: RMSNorm,
+        x: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        context: ForwardContext,
+    ) -> Addends: ...
+
+
+class FeedForward(Protocol):
+    """What stands behind the second norm of a block; see layers/mlp.py."""
+
+    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> Addends: ...
+
+
+# Make one block's parts from its checkpoint prefix; the second also gets the number of the block.
+MakeAttention = Callable[["ModelBuilder", str], AttentionLayer]
+MakeFeedForward = Callable[["ModelBuilder", str, int], FeedForward]
 
 
 @dataclass(slots=True)
@@ -32,13 +55,20 @@ class DecoderLayer:
     post_attention_norm: RMSNorm
     feed_forward: FeedForward
 
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, context: ForwardContext
+    ) -> Addends:
+        """x, residual: [num_tokens, hidden]; the block's input is their sum, or x alone, which may be
+        overwritten. Returns the addends of its output in the same form, for whoever normalises next."""
+        x, residual = self.attention.after(self.input_norm, x, residual, positions, context)
+        return self.feed_forward.after(self.post_attention_norm, x, residual)
+
 
 class DecoderLM:
     """Embedding, blocks, final norm and lm head under the usual checkpoint names.
 
-    `attention` and `feed_forward` make the parts of one block from its checkpoint prefix; the second
-    also gets the number of the block. `tied` is the family's default where config.json does not say.
-    Sums before norms are fused with them.
+    `tied` is the family's default where config.json does not say. Sums before norms are fused with
+    them.
     """
 
     def __init__(
@@ -46,30 +76,39 @@ class DecoderLM:
         read: ConfigReader,
         build: ModelBuilder,
         *,
-        attention: Callable[[str], AttentionLayer],
-        feed_forward: Callable[[str, int], FeedForward],
+        attention: MakeAttention,
+        feed_forward: MakeFeedForward,
         tied: bool = False,
         head_bias: bool = False,
     ) -> None:
         hidden, vocab = read.size("hidden_size"), read.size("vocab_size")
         eps = read.number("rms_norm_eps", default=1e-6)
+        self._hidden, self._eps = hidden, eps
+        self._attention, self._feed_forward = attention, feed_forward
         self.weights = build.weights
         self.weights.ignore("rotary_emb.inv_freq")  # computed here; old checkpoints carry it
         self.embedding = build.embedding("model.embed_tokens", vocab, hidden)
         self.layers = [
-            DecoderLayer(
-                input_norm=build.norm(f"{prefix}.input_layernorm", hidden, eps),
-                attention=attention(f"{prefix}.self_attn"),
-                post_attention_norm=build.norm(f"{prefix}.post_attention_layernorm", hidden, eps),
-                feed_forward=feed_forward(f"{prefix}.mlp", number),
-            )
+            self.block(build, f"model.layers.{number}", number)
             for number in range(read.size("num_hidden_layers"))
-            for prefix in (f"model.layers.{number}",)
         ]
         self.norm = build.norm("model.norm", hidden, eps)
         is_tied = read.flag("tie_word_embeddings", default=tied)
         self.lm_head = build.lm_head(
             "lm_head", vocab, hidden, tied=self.embedding if is_tied else None, bias=head_bias
+        )
+
+    def block(self, build: ModelBuilder, prefix: str, number: int) -> DecoderLayer:
+        """One block of this family under that checkpoint prefix, made as its number-th one would be.
+
+        Drafters call it for blocks behind the last, with a builder of their own."""
+        return DecoderLayer(
+            input_norm=build.norm(f"{prefix}.input_layernorm", self._hidden, self._eps),
+            attention=self._attention(build, f"{prefix}.self_attn"),
+            post_attention_norm=build.norm(
+                f"{prefix}.post_attention_layernorm", self._hidden, self._eps
+            ),
+            feed_forward=self._feed_forward(build, f"{prefix}.mlp", number),
         )
 
     @property
@@ -79,21 +118,19 @@ class DecoderLM:
 
     def forward(self, input_ids: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         """input_ids, positions: [num_tokens] int64; returns hidden states [num_tokens, hidden]."""
-        residual = self.embedding(input_ids)
-        update: Tensor | None = None
+        x, residual = self.embedding(input_ids), None
         for layer in self.layers:
-            if update is None:
-                x = layer.input_norm(residual)
-            else:
-                x, residual = layer.input_norm.add(update, residual)
-            update = layer.attention(x, positions, context)
-            x, residual = layer.post_attention_norm.add(update, residual)
-            update = layer.feed_forward(x)
-        return self.norm.add(update, residual)[0]
+            x, residual = layer(x, residual, positions, context)
+        return self.norm.add(x, residual)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[num_rows, hidden] to [num_rows, vocab_size], float32, whole on every rank."""
         return self.lm_head(hidden)
+
+    def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest token of each row, [num_rows] int64, and its logit: what greedy rows need of
+        compute_logits, without the logits."""
+        return self.lm_head.greedy(hidden)
 
     def load_weights(self, tensors: Iterable[tuple[str, StoredTensor]]) -> list[str]:
         """Take every tensor it knows, by checkpoint name; return names it does not know."""

@@ -97,7 +97,7 @@ class DeepseekV3ForCausalLM(DecoderLM):
         for number in range(read.count("num_nextn_predict_layers", "num_mtp_layers", default=0)):
             build.weights.keep(f"model.layers.{layers + number}.")
 
-        def feed_forward(prefix: str, number: int) -> FeedForward:
+        def feed_forward(build: ModelBuilder, prefix: str, number: int) -> FeedForward:
             if number < first_moe or number % every:
                 return build.mlp(prefix, latent.hidden, intermediate)
             return build.moe_block(
@@ -111,6 +111,6 @@ class DeepseekV3ForCausalLM(DecoderLM):
         super().__init__(
             read,
             build,
-            attention=lambda prefix: build.mla(prefix, latent, spec, rotary, bias=bias),
+            attention=lambda build, prefix: build.mla(prefix, latent, spec, rotary, bias=bias),
             feed_forward=feed_forward,
         )

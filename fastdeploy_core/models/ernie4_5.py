@@ -38,9 +38,11 @@ class Ernie4_5ForCausalLM(DecoderLM):
         super().__init__(
             read,
             build,
-            attention=lambda prefix: build.gqa(
+            attention=lambda build, prefix: build.gqa(
                 prefix, heads, spec, rotary, qkv_bias=bias, output_bias=bias
             ),
-            feed_forward=lambda prefix, _: build.mlp(prefix, heads.hidden, intermediate, bias=bias),
+            feed_forward=lambda build, prefix, _: build.mlp(
+                prefix, heads.hidden, intermediate, bias=bias
+            ),
             tied=True,
         )

@@ -67,7 +67,7 @@ class Ernie4_5_MoeForCausalLM(DecoderLM):
         build.weights.rename("mlp.gate.moe_statics.", "mlp.moe_statics.")  # unconverted names
         build.weights.keep("model.mtp_")
 
-        def feed_forward(prefix: str, number: int) -> FeedForward:
+        def feed_forward(build: ModelBuilder, prefix: str, number: int) -> FeedForward:
             if number not in moe_layers:
                 return build.mlp(prefix, heads.hidden, intermediate, bias=bias)
             has_bias = moe.routing.has_correction_bias
@@ -84,7 +84,7 @@ class Ernie4_5_MoeForCausalLM(DecoderLM):
         super().__init__(
             read,
             build,
-            attention=lambda prefix: build.gqa(
+            attention=lambda build, prefix: build.gqa(
                 prefix, heads, spec, rotary, qkv_bias=bias, output_bias=bias
             ),
             feed_forward=feed_forward,

@@ -35,10 +35,10 @@ class LlamaForCausalLM(DecoderLM):
         super().__init__(
             read,
             build,
-            attention=lambda prefix: build.gqa(
+            attention=lambda build, prefix: build.gqa(
                 prefix, heads, spec, rotary, qkv_bias=attention_bias, output_bias=attention_bias
             ),
-            feed_forward=lambda prefix, _: build.mlp(
+            feed_forward=lambda build, prefix, _: build.mlp(
                 prefix, heads.hidden, intermediate, bias=mlp_bias
             ),
         )

@@ -34,6 +34,6 @@ class Qwen2ForCausalLM(DecoderLM):
         super().__init__(
             read,
             build,
-            attention=lambda prefix: build.gqa(prefix, heads, spec, rotary, qkv_bias=True),
-            feed_forward=lambda prefix, _: build.mlp(prefix, heads.hidden, intermediate),
+            attention=lambda build, prefix: build.gqa(prefix, heads, spec, rotary, qkv_bias=True),
+            feed_forward=lambda build, prefix, _: build.mlp(prefix, heads.hidden, intermediate),
         )

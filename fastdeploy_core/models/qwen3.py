@@ -36,8 +36,8 @@ class Qwen3ForCausalLM(DecoderLM):
         super().__init__(
             read,
             build,
-            attention=lambda prefix: build.gqa(
+            attention=lambda build, prefix: build.gqa(
                 prefix, heads, spec, rotary, qkv_bias=bias, output_bias=bias, norm_eps=eps
             ),
-            feed_forward=lambda prefix, _: build.mlp(prefix, heads.hidden, intermediate),
+            feed_forward=lambda build, prefix, _: build.mlp(prefix, heads.hidden, intermediate),
         )

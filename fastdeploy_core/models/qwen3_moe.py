@@ -53,7 +53,7 @@ class Qwen3MoeForCausalLM(DecoderLM):
         bias = read.flag("attention_bias", default=False)
         eps = read.number("rms_norm_eps", default=1e-6)
 
-        def feed_forward(prefix: str, number: int) -> FeedForward:
+        def feed_forward(build: ModelBuilder, prefix: str, number: int) -> FeedForward:
             if number in dense_layers or (number + 1) % step:
                 return build.mlp(prefix, heads.hidden, intermediate)
             return build.moe_block(prefix, moe, width)
@@ -61,7 +61,7 @@ class Qwen3MoeForCausalLM(DecoderLM):
         super().__init__(
             read,
             build,
-            attention=lambda prefix: build.gqa(
+            attention=lambda build, prefix: build.gqa(
                 prefix, heads, spec, rotary, qkv_bias=bias, output_bias=bias, norm_eps=eps
             ),
             feed_forward=feed_forward,

@@ -41,22 +41,22 @@ class ChosenKernels:
         self, device: str, functions: dict[str, Callable[..., Any]], origins: dict[str, str]
     ) -> None:
         self.device = device
-        self._functions = functions
+        self.functions = functions
         self._origins = origins
 
     def __getitem__(self, operation: str) -> Callable[..., Any]:
         """The kernel for the operation; KeyError names the operations there are."""
         try:
-            return self._functions[operation]
+            return self.functions[operation]
         except KeyError:
             raise KeyError(
                 f"device {self.device!r} has no kernel for {operation!r}; "
-                f"there are: {', '.join(sorted(self._functions))}"
+                f"there are: {', '.join(sorted(self.functions))}"
             ) from None
 
     def __contains__(self, operation: object) -> bool:
         """Whether there is a kernel for the operation."""
-        return operation in self._functions
+        return operation in self.functions
 
     def origins(self) -> Mapping[str, str]:
         """For the start-up report: operation -> distribution it came from."""
@@ -78,11 +78,12 @@ def build_kernel_table(
     entries = discover().of("kernels") if resolved is None else resolved.plugin_entries("kernels")
     facts = facts or {}
     own = _cells([e for e in entries if e.name == device_name])
-    functions, origins = _choose(own, facts)
-    if device_name == REFERENCE:
-        return ChosenKernels(device_name, functions, origins)
-    reference = _cells([e for e in entries if e.name == REFERENCE])
-    missing = [c for c in reference if c.operation not in functions]
+    reference = (
+        [] if device_name == REFERENCE else _cells([e for e in entries if e.name == REFERENCE])
+    )
+    functions, origins = _choose([c for c in own if not c.kernel.composes], facts)
+    composing = [c for c in (*own, *reference) if c.kernel.composes]
+    missing = [c for c in reference if c.operation not in functions and not c.kernel.composes]
     fallback, fallback_origins = _choose(missing, facts)
     if fallback and not allow_fallback:
         raise CapabilityError(
@@ -98,12 +99,36 @@ def build_kernel_table(
             len(functions) + len(fallback),
             ", ".join(sorted(fallback)),
         )
-    return ChosenKernels(device_name, functions | fallback, origins | fallback_origins)
+    table = ChosenKernels(device_name, functions | fallback, origins | fallback_origins)
+    return _compose(table, composing, facts)
 
 
 def operations_without_kernel(table: ChosenKernels) -> list[str]:
     """Operations of the contract that the table lacks; empty for a working installation."""
     return [o for o in OPERATIONS if o not in table]
+
+
+def _compose(
+    table: ChosenKernels, cells: Iterable[_Cell], facts: Mapping[str, Any]
+) -> ChosenKernels:
+    """Add the operations that nobody has a kernel of its own for, made of the table's others."""
+    functions, origins = dict(table.functions), dict(table.origins())
+    for cell in cells:
+        if cell.operation in functions:
+            continue
+        makers, _ = _choose([cell], facts)
+        try:
+            for operation, make in makers.items():
+                functions[operation] = make(table)
+                origins[operation] = cell.entry.distribution
+        except Exception as error:
+            logger.warning(
+                "kernel %s of %s is left out: %s",
+                cell.operation,
+                cell.entry.origin,
+                describe(error),
+            )
+    return ChosenKernels(table.device, functions, origins)
 
 
 def _cells(entries: Iterable[PluginEntry]) -> list[_Cell]:

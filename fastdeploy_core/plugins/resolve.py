@@ -7,9 +7,11 @@ those and compares digests.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from fastdeploy_core.config.model import read_json
 from fastdeploy_core.contracts.base import Candidate, Requirements
 from fastdeploy_core.contracts.device import DeviceQuestion
 from fastdeploy_core.errors import (
@@ -41,6 +43,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 REFERENCE_DEVICE: Final = "cpu"
+# Where the quantizer of a draft model's own weights stands among the chosen.
+DRAFT_QUANTIZER: Final = "draft_quantizer"
 
 
 def resolve(
@@ -140,15 +144,19 @@ class _Resolver:
 
     def quantizer(self) -> None:
         """Who reads the checkpoint's quantization_config, or the format named."""
+        model = self._config.model
+        stored = model.hf_config.get("quantization_config") or {}
+        self._quantizer(model.quantization, stored, "quantizer")
+
+    def _quantizer(self, name: str, stored: Mapping[str, Any], place: str) -> None:
+        """Choose one, to be found as `place` among the chosen; nothing is chosen without a format."""
         from fastdeploy_core.contracts.quantizer import QuantizationQuestion
 
-        name = self._config.model.quantization
-        checkpoint = self._config.model.hf_config.get("quantization_config") or {}
-        if not name and not checkpoint:
+        if not name and not stored:
             return
         question = QuantizationQuestion(
             name=name,
-            config=checkpoint,
+            config=stored,
             device=self._chosen["device"],
             tensor_library=self._tensor_library,
         )
@@ -159,13 +167,13 @@ class _Resolver:
         asked = name if name and not candidates else ""
         if not candidates and not asked:
             raise UnsupportedModel(
-                f"the checkpoint is quantized with {dict(checkpoint)!r:.200} and no installed "
+                f"the checkpoint is quantized with {dict(stored)!r:.200} and no installed "
                 f"quantizer reads that; installed: "
                 f"{', '.join(available('quantizer', self._inventory)) or 'none'}; "
                 "see: fastdeploy plugins list --kind quantizer"
             )
-        shown = name or str(checkpoint.get("quant_method", checkpoint.get("quantization", "?")))
-        self._take(decide("quantizer", shown, candidates, asked=asked))
+        shown = name or str(stored.get("quant_method", stored.get("quantization", "?")))
+        self._take(decide("quantizer", shown, candidates, asked=asked), place)
 
     def speculative(self) -> None:
         """The drafting method, and what it needs of the rest."""
@@ -180,11 +188,26 @@ class _Resolver:
             architecture=self._config.model.architecture,
             hf_config=self._config.model.hf_config,
             options=asked.options,
+            model_path=str(self._config.model.path),
+            vocab_size=int(self._config.model.hf_config.get("vocab_size") or 0),
+            max_model_len=self._config.model.max_model_len,
+            tensor_parallel_size=self._config.parallel.tensor_parallel_size,
+            device=self._chosen["device"],
+            tensor_library=self._tensor_library,
         )
         self._take(decide("speculative", asked.method, [], asked=asked.method))
         self._requirements = self._ask_requirements(
             "fd_speculative_requirements", question, f"speculative method {asked.method!r}"
         )
+        needs = self._requirements
+        if needs.continued_by:
+            self._add(find("speculative", needs.continued_by, self._inventory))
+        stored: Mapping[str, Any] = {}
+        if needs.draft_model:
+            draft = read_json(Path(needs.draft_model) / "config.json")
+            stored = draft.get("quantization_config") or {}
+            self._add_family(str((draft.get("architectures") or [""])[0]))
+        self._quantizer(needs.draft_quantization, stored, DRAFT_QUANTIZER)
 
     def scheduler(self) -> None:
         """The request scheduler by name."""
@@ -202,10 +225,7 @@ class _Resolver:
         """Kinds chosen by name alone; grammars all come along, a request says which."""
         architecture = self._config.model.architecture
         if architecture:
-            try:
-                self._add(find("model", architecture, self._inventory))
-            except PluginNotFound as error:
-                raise UnsupportedModel(str(error)) from None
+            self._add_family(architecture)
             self._chosen["model"] = architecture
         for name in self._config.logits_processors:
             if ":" not in name:  # "module:Class" is the operator's own code, not a plugin
@@ -216,6 +236,12 @@ class _Resolver:
         if backend not in ("", "auto"):
             find("grammar", backend, self._inventory)
             self._chosen["grammar"] = backend
+
+    def _add_family(self, architecture: str) -> None:
+        try:
+            self._add(find("model", architecture, self._inventory))
+        except PluginNotFound as error:
+            raise UnsupportedModel(str(error)) from None
 
     def finish(self) -> ResolvedPlugins:
         """Pre-flight the strangers among the chosen, then freeze."""
@@ -260,8 +286,9 @@ class _Resolver:
         self._notes.extend(requirements.notes)
         return requirements
 
-    def _take(self, decision: Decision) -> None:
-        """Record a decision, or raise with its whole table."""
+    def _take(self, decision: Decision, place: str = "") -> None:
+        """Record a decision, or raise with its whole table. `place`: where it stands among the chosen,
+        if that is not its kind."""
         self._decisions.append(decision)
         if not decision.winner:
             rows = "; ".join(
@@ -273,7 +300,7 @@ class _Resolver:
                 f"see: fastdeploy plugins why {decision.kind}"
             )
         self._add(find(decision.kind, decision.winner, self._inventory))
-        self._chosen[decision.kind] = decision.winner
+        self._chosen[place or decision.kind] = decision.winner
 
     def _add(self, entry: PluginEntry) -> None:
         self._entries[entry.kind, entry.name, entry.distribution] = ResolvedEntry(

@@ -70,6 +70,18 @@ class CpuDevice:
         """The values now."""
         return self.xp.to_numpy(x)
 
+    def host_buffer(self, num_bytes: int) -> np.ndarray:
+        """Ordinary memory: device memory is no different."""
+        return np.zeros(num_bytes, dtype=np.uint8)
+
+    def upload(self, source: np.ndarray, target: Tensor) -> None:
+        """Copied now."""
+        target.copy_(self.xp.from_numpy(source))
+
+    def download(self, source: Tensor, target: np.ndarray) -> None:
+        """Copied now."""
+        target[:] = np.ascontiguousarray(self.xp.to_numpy(source)).reshape(-1).view(np.uint8)
+
     def record_event(self) -> CpuEvent:
         """An event that has happened."""
         return CpuEvent()
@@ -80,7 +92,9 @@ class CpuDevice:
 
         return SharedMemoryCommunicator(self.xp, rank, world_size, Path(address))
 
-    def capture(self, run: Callable[[], None]) -> CapturedGraph:
+    def capture(
+        self, run: Callable[[], None], beside: CapturedGraph | None = None
+    ) -> CapturedGraph:
         """Refused: a processor has no graphs."""
         raise CapabilityError(
             "device 'cpu' captures no graphs (limits.graph_capture is False); run steps directly"

@@ -4,22 +4,39 @@ from __future__ import annotations
 
 from typing import Final
 
+from fastdeploy_core.contracts.ops import Kernel
+
 _BODY = "fastdeploy_core.reference.ops_body"
+_FUSED = "fastdeploy_core.reference.ops_fused"
 _CACHE = "fastdeploy_core.reference.ops_cache"
 _MOE = "fastdeploy_core.reference.ops_moe"
 _SAMPLING = "fastdeploy_core.reference.ops_sampling"
+_STEP = "fastdeploy_core.reference.ops_step"
 
-TABLE: Final[dict[str, str]] = {
+TABLE: Final[dict[str, str | Kernel]] = {
     "embedding": f"{_BODY}:embedding",
     "linear": f"{_BODY}:linear",
     "rms_norm": f"{_BODY}:rms_norm",
     "add_rms_norm": f"{_BODY}:add_rms_norm",
     "silu_and_mul": f"{_BODY}:silu_and_mul",
     "rotary_embedding": f"{_BODY}:rotary_embedding",
+    **{
+        name: Kernel(f"{_FUSED}:{name}", composes=True)
+        for name in (
+            "norm_linear",
+            "gated_linear",
+            "linear_add",
+            "qk_norm",
+            "linear_float32",
+            "greedy_linear",
+        )
+    },
     "kv_write": f"{_CACHE}:kv_write",
     "kv_copy_blocks": f"{_CACHE}:kv_copy_blocks",
     "kv_read_blocks": f"{_CACHE}:kv_read_blocks",
     "kv_write_blocks": f"{_CACHE}:kv_write_blocks",
+    "prepare_decode": f"{_STEP}:prepare_decode",
+    "finish_decode": f"{_STEP}:finish_decode",
     "moe_routing": f"{_MOE}:moe_routing",
     "moe_experts": f"{_MOE}:moe_experts",
     "apply_penalties": f"{_SAMPLING}:apply_penalties",
@@ -27,5 +44,6 @@ TABLE: Final[dict[str, str]] = {
     "filter_logits": f"{_SAMPLING}:filter_logits",
     "sample": f"{_SAMPLING}:sample",
     "greedy": f"{_SAMPLING}:greedy",
+    "mark_broken": f"{_STEP}:mark_broken",
     "log_softmax": f"{_SAMPLING}:log_softmax",
 }

@@ -1,7 +1,7 @@
 """Sampling parameters of every slot as numpy columns, and the plan of a batch made from them.
 
 A plan is kept while the same slots sample in the same order, so a steady decode step uploads no
-parameters and asks no row what it needs.
+parameters and asks no row what it needs. With drafts a slot has several rows, one behind the other.
 """
 
 from __future__ import annotations
@@ -60,10 +60,9 @@ class SamplingColumns:
         self.min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
         self.num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
-        self.looks_back = np.zeros(max_num_seqs, dtype=bool)  # drafts cannot be judged
         self.bias: list[tuple[np.ndarray, np.ndarray] | None] = [None] * max_num_seqs
 
-    def add(self, slot: int, params: SamplingParams, seed: int, looks_back: bool = False) -> None:
+    def add(self, slot: int, params: SamplingParams, seed: int) -> None:
         """Fill one slot's entries; bits of masks, grammars and processors are set by their owners."""
         flags = 0
         if not params.is_greedy:
@@ -89,7 +88,6 @@ class SamplingColumns:
             flags |= PROMPT_LOGPROBS
             self.num_prompt_logprobs[slot] = params.prompt_logprobs
         self.flags[slot] = flags
-        self.looks_back[slot] = looks_back
         self.temperature[slot] = params.temperature
         self.top_k[slot] = max(params.top_k, 0)
         self.top_p[slot] = params.top_p
@@ -113,7 +111,6 @@ class SamplingColumns:
         self.top_k[slot] = self.seed[slot] = self.min_tokens[slot] = 0
         self.min_p[slot] = self.presence[slot] = self.frequency[slot] = 0.0
         self.num_logprobs[slot] = self.num_prompt_logprobs[slot] = NO_LOGPROBS
-        self.looks_back[slot] = False
         self.bias[slot] = None
         self.version += 1
 
@@ -136,6 +133,7 @@ class SamplingPlan:
         self.num_rows = int(slots.size)
         self.is_plain = not self.flags & ~PROMPT_LOGPROBS  # the likeliest token and nothing else
         self.slots_dev = device.to_device(slots)
+        self._depths: np.ndarray | None = None
         self.min_tokens = columns.min_tokens[slots]
         self.num_logprobs = columns.num_logprobs[slots]
         self._columns = columns
@@ -151,6 +149,30 @@ class SamplingPlan:
                 return False
             self.slots = slots
         return True
+
+    @property
+    def depths(self) -> np.ndarray:
+        """[rows] how many rows of the same slot stand before each: drafts before its position."""
+        if self._depths is None:
+            slots, rows = self.slots, np.arange(self.num_rows)
+            begins = np.ones(self.num_rows, dtype=bool)
+            begins[1:] = slots[1:] != slots[:-1]
+            self._depths = rows - np.maximum.accumulate(np.where(begins, rows, 0))
+        return self._depths
+
+    def pairs_dev(self, flag: int) -> tuple[Tensor, Tensor]:
+        """Of every draft before every row with the flag: (the row's place among these, times the
+        vocabulary size; the number of the row that holds the draft)."""
+        key = f"pairs{flag}"
+        if key not in self._parts:
+            rows = self.rows(flag)
+            depths = self.depths[rows]
+            nth = np.repeat(np.arange(rows.size), depths)
+            offset = np.arange(nth.size) - np.repeat(np.cumsum(depths) - depths, depths)
+            holders = rows[nth] - depths[nth] + offset
+            base = nth * self._columns.vocab_size
+            self._parts[key] = (self._to_device(base), self._to_device(holders))
+        return self._parts[key]
 
     def rows(self, flag: int) -> np.ndarray:
         """Numbers of the rows that have the flag."""
@@ -171,6 +193,12 @@ class SamplingPlan:
             values = getattr(self._columns, name)[self.slots[self.rows(flag)]]
             self._parts[key] = self._to_device(values)
         return self._parts[key]
+
+    def is_random_dev(self) -> Tensor:
+        """[rows] bool on the device: rows that draw at random."""
+        if "is_random" not in self._parts:
+            self._parts["is_random"] = self._to_device((self.row_flags & RANDOM) != 0)
+        return self._parts["is_random"]
 
     def slots_with(self, flag: int) -> Tensor:
         """Slots of the rows that have the flag, on the device."""

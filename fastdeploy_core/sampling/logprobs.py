@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,13 @@ class LogprobTensors:
     top_values: Tensor | None  # [n, k]
     top_ids: Tensor | None
 
+    def tensors(self) -> list[Tensor]:
+        """What has to be copied to the host before `read`."""
+        found = [self.token_ids, self.chosen, self.ranks]
+        if self.top_values is not None and self.top_ids is not None:
+            found += [self.top_values, self.top_ids]
+        return found
+
 
 def gather(
     device: DeviceBackend, values: Tensor, token_ids: Tensor, rows: np.ndarray, widths: np.ndarray
@@ -48,16 +56,16 @@ def gather(
     return LogprobTensors(rows, widths, column, chosen, ranks, top_values, top_ids)
 
 
-def read(device: DeviceBackend, tensors: LogprobTensors) -> list[TokenLogprobs]:
-    """One record per row, in order. Waits for the device."""
-    chosen_ids = device.to_host(tensors.token_ids)[:, 0].tolist()
-    chosen = np.maximum(device.to_host(tensors.chosen)[:, 0], LOWEST).tolist()
-    ranks = device.to_host(tensors.ranks).tolist()
+def read(tensors: LogprobTensors, arrays: Iterator[np.ndarray]) -> list[TokenLogprobs]:
+    """One record per row, in order. `arrays`: what `tensors()` holds, on the host."""
+    chosen_ids = next(arrays)[:, 0].tolist()
+    chosen = np.maximum(next(arrays)[:, 0], LOWEST).tolist()
+    ranks = next(arrays).tolist()
     top_values: list[list[float]] = [[]] * len(ranks)
     top_ids: list[list[int]] = top_values  # type: ignore[assignment]
-    if tensors.top_values is not None and tensors.top_ids is not None:
-        top_values = np.maximum(device.to_host(tensors.top_values), LOWEST).tolist()
-        top_ids = device.to_host(tensors.top_ids).tolist()
+    if tensors.top_values is not None:
+        top_values = np.maximum(next(arrays), LOWEST).tolist()
+        top_ids = next(arrays).tolist()
     widths = tensors.widths.tolist()
     return [
         TokenLogprobs([token, *ids[:width]], [value, *values[:width]], rank)

@@ -29,6 +29,30 @@ ONES = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32))
 OutputTokens = Callable[[int], np.ndarray]
 
 
+class Histories:
+    """What stands before each row of a plan: generated tokens, then the drafts before its position.
+
+    `drafts`: [rows] int64, the draft that a row's draw decides about, -1 behind the last one.
+    """
+
+    def __init__(
+        self, plan: SamplingPlan, output_tokens: OutputTokens, drafts: np.ndarray | None
+    ) -> None:
+        self._plan, self._output_tokens, self._drafts = plan, output_tokens, drafts
+
+    def __call__(self, row: int) -> np.ndarray:
+        """Generated tokens before the row's position; behind a missing draft, those up to it."""
+        output = self._output_tokens(int(self._plan.slots[row]))
+        if self._drafts is None or not self._plan.depths[row]:
+            return output
+        before = self._drafts[row - self._plan.depths[row] : row]
+        return np.concatenate((output, before[before >= 0].astype(output.dtype)))
+
+    def draft_before(self, row: int) -> int:
+        """The draft right before the row's position; -1: none."""
+        return -1 if self._drafts is None else int(self._drafts[row - 1])
+
+
 @dataclass(frozen=True, slots=True)
 class Forbidden:
     """A set of tokens, ready to be cleared in a mask: words to change, and what stays of them."""
@@ -98,7 +122,7 @@ class TokenMasks:
         self.matchers.pop(slot, None)
 
     def build(
-        self, plan: SamplingPlan, num_output: np.ndarray, output_tokens: OutputTokens
+        self, plan: SamplingPlan, num_output: np.ndarray, histories: Histories
     ) -> tuple[np.ndarray | None, np.ndarray | None, dict[int, str]]:
         """(rows with a mask, their masks [n, words] int32, errors by row) of this step.
 
@@ -113,19 +137,17 @@ class TokenMasks:
         if not rows.size:
             return None, None, errors
         masks = self._fixed[plan.slots[rows]]
+        finished: dict[int, bool] = {}
+        if plan.flags & GRAMMAR:
+            finished = self._grammars(plan, rows, masks, histories, errors)
         for index, row in enumerate(rows.tolist()):
             slot = int(plan.slots[row])
             mask = masks[index]
-            finished = False
-            if wanted[row] & GRAMMAR:
-                finished, error = self._grammar(slot, mask)
-                if error:
-                    errors[row] = error
             if wanted[row] & BAD_WORDS:
-                self._forbid_bad_words(slot, mask, output_tokens(slot))
+                self._forbid_bad_words(slot, mask, histories(row))
             ends = self._ends[slot]
             # A finished grammar leaves the end of text as the only way on, whatever min_tokens says.
-            if below[row] and ends is not None and not finished:
+            if below[row] and ends is not None and not finished.get(row, False):
                 ends.clear(mask)
         return rows, masks.view(np.int32), errors
 
@@ -136,6 +158,57 @@ class TokenMasks:
         except Exception:  # a grammar plugin's own failure costs its request only
             logger.exception("a grammar matcher failed in accept()")
             return False
+
+    def allowed(self, slot: int, token_ids: list[int]) -> int:
+        """How many of these tokens the slot's grammar could take now; it stays where it is."""
+        matcher = self.matchers[slot]
+        try:
+            taken = matcher.accept(token_ids)
+            matcher.rollback(taken)
+        except Exception:
+            logger.exception("a grammar matcher failed over drafts")
+            return 0
+        return taken
+
+    def _grammars(
+        self,
+        plan: SamplingPlan,
+        rows: np.ndarray,
+        masks: np.ndarray,
+        histories: Histories,
+        errors: dict[int, str],
+    ) -> dict[int, bool]:
+        """Narrow the masks of rows with a grammar, each behind the drafts before it; returns which
+        rows stand behind the grammar's end. A row behind a draft that does not fit is left as it is:
+        the draft will be refused, and the row with it."""
+        finished: dict[int, bool] = {}
+        num_ahead = 0  # drafts that the matcher has taken
+        fits = True
+        bound = [(i, row) for i, row in enumerate(rows.tolist()) if plan.row_flags[row] & GRAMMAR]
+        for (index, row), after in zip(bound, [*bound[1:], (0, -1)], strict=True):
+            slot = int(plan.slots[row])
+            if plan.depths[row]:
+                fits = fits and self._take_draft(slot, histories.draft_before(row))
+                num_ahead += fits
+            if fits:
+                finished[row], error = self._grammar(slot, masks[index])
+                if error:
+                    errors[row] = error
+            if after[1] < 0 or not plan.depths[after[1]]:
+                if num_ahead:
+                    self._roll_back(slot, row, num_ahead, errors)
+                num_ahead, fits = 0, True
+        return finished
+
+    def _take_draft(self, slot: int, token: int) -> bool:
+        return token >= 0 and self.accept(slot, [token])
+
+    def _roll_back(self, slot: int, row: int, num_tokens: int, errors: dict[int, str]) -> None:
+        try:
+            self.matchers[slot].rollback(num_tokens)
+        except Exception:
+            logger.exception("a grammar matcher failed in rollback()")
+            errors[row - num_tokens] = GRAMMAR_FAILED
 
     def _grammar(self, slot: int, mask: np.ndarray) -> tuple[bool, str]:
         matcher = self.matchers[slot]

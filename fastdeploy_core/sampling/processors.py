@@ -20,7 +20,7 @@ from fastdeploy_core.types import SamplingParams
 from fastdeploy_core.types.sampling import MAX_LOGIT_BIAS
 
 from .columns import PROCESSOR, SamplingColumns, SamplingPlan
-from .masks import OutputTokens
+from .masks import Histories
 from .thinking import ThinkingBudgetLogitsProcessor
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class ProcessorSet:
         self,
         logits: Tensor,
         plan: SamplingPlan,
-        output_tokens: OutputTokens,
+        histories: Histories,
         errors: dict[int, str],
     ) -> Tensor:
         """Run every processor on its rows; failures are written into `errors` by row."""
@@ -83,7 +83,7 @@ class ProcessorSet:
             every = len(rows) == plan.num_rows
             index = None if every else self._device.to_device(np.asarray(rows, dtype=np.int64))
             part = logits if every else xp.index_select(logits, 0, index)
-            outputs = [output_tokens(slots[row]) for row in rows]
+            outputs = [histories(row) for row in rows]
             try:
                 part = member.processor.apply(
                     part, [member.seq_ids[slots[row]] for row in rows], outputs

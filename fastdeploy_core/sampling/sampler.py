@@ -18,8 +18,9 @@ import numpy as np
 
 from . import columns as bits
 from .columns import SamplingPlan
+from .leniency import Leniency, draft_ranks
 from .logprobs import LogprobTensors, gather
-from .masks import OutputTokens, TokenMasks
+from .masks import Histories, OutputTokens, TokenMasks
 from .penalties import PenaltyTables
 from .processors import ProcessorSet
 
@@ -47,6 +48,9 @@ class SamplingStep:
     positions: np.ndarray  # [rows] int64: where the drawn token will stand in its sequence
     num_output: np.ndarray  # [rows] int64: tokens generated before it
     output_tokens: OutputTokens  # of a slot; complete whenever the plan has a HOST flag
+    # The draft that each row's draw decides about, -1: none. None: no row stands before or behind one.
+    drafts: np.ndarray | None = None  # [rows] int64
+    drafts_dev: Tensor | None = None
 
 
 class Sampler:
@@ -60,8 +64,10 @@ class Sampler:
         penalties: PenaltyTables,
         processors: ProcessorSet,
         logprobs_mode: str = "raw_logprobs",
+        leniency: Leniency | None = None,
     ) -> None:
         self._device, self._xp = device, device.xp
+        self._leniency = leniency
         self._masks, self._penalties, self._processors = masks, penalties, processors
         self._mode = logprobs_mode
         self._greedy, self._sample = kernels["greedy"], kernels["sample"]
@@ -85,7 +91,16 @@ class Sampler:
         if flags & (bits.FORBIDS | bits.PENALTY):
             logits = self._constrain(logits, plan, step, sampled)
         processed = flags & bits.LOGPROBS and values is None
-        sampled.token_ids, logits = self._draw(logits, plan, step.positions, bool(processed))
+        lenient, drafts = self._leniency, step.drafts_dev
+        is_lenient = lenient is not None and drafts is not None and bool(flags & bits.RANDOM)
+        if is_lenient:
+            ranks = draft_ranks(self._xp, logits, drafts)
+        keep = bool(processed) or is_lenient
+        sampled.token_ids, logits = self._draw(logits, plan, step.positions, keep)
+        if is_lenient:
+            sampled.token_ids = lenient.choose(
+                self._xp, sampled.token_ids, drafts, ranks, logits, plan.is_random_dev()
+            )
         if processed:
             values = self._values(logits, plan.rows_dev(bits.LOGPROBS), keep=False)
         if values is not None:
@@ -93,9 +108,23 @@ class Sampler:
             ids = sampled.token_ids
             ids = ids if index is None else xp.index_select(ids, 0, index)
             sampled.logprobs = gather(self._device, values, ids, rows, plan.num_logprobs[rows])
-        if flags & bits.PENALTY:
-            self._count(plan, sampled.token_ids)
+        if flags & bits.PENALTY and step.drafts is None:
+            self.count(plan, sampled.token_ids)
         return sampled
+
+    def count(self, plan: SamplingPlan, token_ids: Tensor, kept: Tensor | None = None) -> None:
+        """Remember drawn tokens for later penalties. With drafts the caller does it once it is known
+        which rows count: kept [rows] bool."""
+        index = plan.rows_dev(bits.PENALTY)
+        if index is not None:
+            token_ids = self._xp.index_select(token_ids, 0, index)
+            kept = None if kept is None else self._xp.index_select(kept, 0, index)
+        self._penalties.count(plan.first_flat(bits.PENALTY), token_ids, kept)
+
+    def draw_at(self, logits: Tensor, plan: SamplingPlan, positions: Tensor) -> Tensor:
+        """[rows] int64: tokens as each row would draw them at these positions ([rows] int64, on the
+        device) from these logits, which are consumed; without constraints and penalties."""
+        return self._draw(logits, plan, positions, False)[0]
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
         """What prompt_logprobs report, in the configured mode; prompts are never processed."""
@@ -107,8 +136,9 @@ class Sampler:
         self, logits: Tensor, plan: SamplingPlan, step: SamplingStep, sampled: Sampled
     ) -> Tensor:
         xp, flags = self._xp, plan.flags
+        histories = Histories(plan, step.output_tokens, step.drafts)
         if flags & bits.PROCESSOR:
-            logits = self._processors.apply(logits, plan, step.output_tokens, sampled.errors)
+            logits = self._processors.apply(logits, plan, histories, sampled.errors)
         if flags & bits.BIAS:
             where, what = plan.bias()
             xp.index_add_(logits.view(-1), 0, where, what)
@@ -121,11 +151,11 @@ class Sampler:
                     plan.column("presence", bits.PENALTY),
                     plan.column("frequency", bits.PENALTY),
                     plan.column("repetition", bits.PENALTY),
-                    *self._penalties.rows(plan.slots_with(bits.PENALTY)),
+                    *self._penalty_rows(plan, step.drafts_dev),
                 ),
             )
         may_forbid = bool(flags & (bits.PROCESSOR | bits.BIAS))
-        rows, masks, errors = self._masks.build(plan, step.num_output, step.output_tokens)
+        rows, masks, errors = self._masks.build(plan, step.num_output, histories)
         sampled.errors.update(errors)
         if rows is not None and masks is not None:
             index = None if rows.size == plan.num_rows else self._device.to_device(rows)
@@ -136,10 +166,21 @@ class Sampler:
             sampled.possible = xp.amax(logits, -1)
         return logits
 
+    def _penalty_rows(self, plan: SamplingPlan, drafts: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Counts and marks of the rows with penalties, the drafts before each row counted in."""
+        counts, seen = self._penalties.rows(plan.slots_with(bits.PENALTY))
+        if drafts is not None:
+            base, holders = plan.pairs_dev(bits.PENALTY)
+            if base.shape[0]:
+                before = self._xp.index_select(drafts, 0, holders)
+                self._penalties.add_drafts(counts, base, before)
+        return counts, seen
+
     def _draw(
-        self, logits: Tensor, plan: SamplingPlan, positions: np.ndarray, keep: bool
+        self, logits: Tensor, plan: SamplingPlan, positions: Tensor | np.ndarray, keep: bool
     ) -> tuple[Tensor, Tensor]:
-        """Token ids, and with `keep` the logits as they were drawn from."""
+        """Token ids, and with `keep` the logits as they were drawn from. positions may be on the
+        device already."""
         xp = self._xp
         if not plan.flags & bits.RANDOM:
             return self._greedy(logits), logits
@@ -158,8 +199,10 @@ class Sampler:
                     plan.column("min_p", bits.FILTER),
                 ),
             )
-        where = positions if index is None else positions[plan.rows(bits.RANDOM)]
-        drawn = self._sample(part, plan.column("seed", bits.RANDOM), self._device.to_device(where))
+        if isinstance(positions, np.ndarray):
+            positions = self._device.to_device(positions)
+        where = positions if index is None else xp.index_select(positions, 0, index)
+        drawn = self._sample(part, plan.column("seed", bits.RANDOM), where)
         if index is None:
             return drawn, part
         token_ids = self._greedy(logits)
@@ -175,11 +218,6 @@ class Sampler:
         if self._mode.endswith("logits"):
             return part.clone() if keep and index is None else part
         return self._log_softmax(part)
-
-    def _count(self, plan: SamplingPlan, token_ids: Tensor) -> None:
-        index = plan.rows_dev(bits.PENALTY)
-        part = token_ids if index is None else self._xp.index_select(token_ids, 0, index)
-        self._penalties.count(plan.first_flat(bits.PENALTY), part)
 
     def _on_rows(
         self, logits: Tensor, index: Tensor | None, change: Callable[[Tensor], Tensor]

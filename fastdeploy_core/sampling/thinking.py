@@ -7,6 +7,7 @@ logits_processors_args={"thinking_budget": n, "think_stop_sentence": text} (Fast
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -90,8 +91,13 @@ class ThinkingBudgetLogitsProcessor:
         self, logits: Tensor, seq_ids: Sequence[int], output_token_ids: Sequence[np.ndarray]
     ) -> Tensor:
         """Leave one token possible where the budget is spent."""
+        last = None
+        state = _State(0, [])
         for row, (seq_id, output) in enumerate(zip(seq_ids, output_token_ids, strict=True)):
-            token = self._next_forced(self._states[seq_id], output)
+            # Behind the first of its rows stand drafts: what they say is not remembered.
+            state = copy.copy(state) if seq_id == last else self._states[seq_id]
+            last = seq_id
+            token = self._next_forced(state, output)
             if token is not None:
                 logits[row : row + 1] = float("-inf")
                 logits[row : row + 1, token : token + 1] = 0.0

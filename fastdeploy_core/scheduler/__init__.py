@@ -1,9 +1,9 @@
 """Batch scheduler (who runs this step) and the in-process request scheduler (who gets a request)."""
 
 from .batch import BatchScheduler
-from .planner import Row, ScheduledStep
 from .sequence import RequestState, Sequence, sequence_seed
 from .settings import SchedulerSettings, make_settings
+from .step import Row, ScheduledStep
 
 __all__ = [
     "BatchScheduler",

@@ -12,15 +12,23 @@ from collections.abc import Callable, Iterable
 
 from fastdeploy_core.errors import InvalidRequest, RequestTooLong
 from fastdeploy_core.kvcache import KVCacheManager
-from fastdeploy_core.types import FinishReason, ModelRunnerOutput, Request, RequestOutputDelta
+from fastdeploy_core.types import (
+    FinishReason,
+    ModelRunnerOutput,
+    Request,
+    RequestOutputDelta,
+    TokenDeltas,
+)
 from fastdeploy_core.types.engine import EngineStats
 
 from .counters import Counters
+from .draft_length import DraftLength
 from .outcome import Outcome
-from .planner import ScheduledStep, StepPlanner
+from .planner import StepPlanner
 from .roster import Roster
 from .sequence import RequestState, Sequence, mix64, sequence_seed
 from .settings import SchedulerSettings
+from .step import ScheduledStep
 
 
 class BatchScheduler:
@@ -38,7 +46,17 @@ class BatchScheduler:
         self._clock = clock
         self._roster = Roster(kv, by_priority=settings.policy == "priority", clock=clock)
         self._outcome = Outcome(self._roster, self.counters)
-        self._planner = StepPlanner(self._roster, settings, self.counters, self._fail_stuck)
+        self._length: DraftLength | None = None
+        if settings.num_speculative_tokens:
+            self._length = DraftLength(
+                settings.num_speculative_tokens,
+                adaptive=settings.adaptive_length,
+                disable_above=settings.disable_by_batch_size,
+            )
+        self._busy_since: float | None = None  # results came then, and there was more to do
+        self._planner = StepPlanner(
+            self._roster, settings, self.counters, self._fail_stuck, self._length
+        )
         self._deadlines: list[tuple[float, str]] = []
         self._next_seq_id = 0
 
@@ -64,7 +82,7 @@ class BatchScheduler:
 
     def has_work(self) -> bool:
         """Whether a request is unfinished, or an answer not yet given."""
-        return bool(self._roster.requests) or bool(self._outcome.num_deltas)
+        return bool(self._roster.requests) or self._outcome.has_deltas
 
     def add(self, request: Request) -> None:
         """Queue a request, or raise InvalidRequest; the scheduler is unchanged then."""
@@ -127,6 +145,21 @@ class BatchScheduler:
     def update(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
         """Take in a step's results; `take_deltas` has the answers."""
         self._outcome.apply(step, output)
+        if self._length is not None:
+            self._measure(self._length, step, output)
+
+    def _measure(self, length: DraftLength, step: ScheduledStep, output: ModelRunnerOutput) -> None:
+        """Tell how a step that only decoded fared, and how long the engine took over it: from the
+        results before to its own, everything in between included."""
+        now, began = self._clock(), self._busy_since
+        self._busy_since = now if self._roster.running else None
+        if not step.is_decode:
+            return
+        right_at: list[int] = []
+        if output.counts is not None:
+            right_at = [int((output.counts > n + 1).sum()) for n in range(step.asked)]
+        seconds = 0.0 if began is None else now - began
+        length.observe(step.num_rows, step.asked, right_at, seconds)
 
     def fail(self, steps: list[ScheduledStep], message: str) -> None:
         """The first of these steps failed, and the later ones, submitted before that was known, are
@@ -134,13 +167,14 @@ class BatchScheduler:
         again, each alone. Nothing of the prefix cache is trusted any more."""
         self.kv.clear_cache()
         failed = steps[0]
-        for row in failed.rows:
-            if row.seq.finish_reason is None:
-                self._roster.set_suspect(row.seq, True)
+        seqs = failed.seqs()
+        for seq in seqs:
+            if seq.finish_reason is None:
+                self._roster.set_suspect(seq, True)
         for step in steps:
             self._outcome.undo(step)
-        if len(failed.rows) == 1:
-            self._outcome.fail(failed.rows[0].seq.request, message, "FastDeployError")
+        if len(seqs) == 1:
+            self._outcome.fail(seqs[0].request, message, "FastDeployError")
 
     def fail_oldest(self, message: str) -> None:
         """End the request that has waited longest; for states that should not exist."""
@@ -148,8 +182,8 @@ class BatchScheduler:
         if request is not None:
             self._outcome.fail(request, message, "OutOfBlocks")
 
-    def take_deltas(self) -> list[RequestOutputDelta]:
-        """What clients must be told since the last call; one delta per request."""
+    def take_deltas(self) -> list[RequestOutputDelta | TokenDeltas]:
+        """What clients must be told since the last call."""
         return self._outcome.take_deltas()
 
     def fill_stats(self, stats: EngineStats) -> None:
@@ -176,6 +210,8 @@ class BatchScheduler:
         stats.prefix_query_tokens_total = counters.num_prefix_query_tokens
         stats.prefix_hit_tokens_total = counters.num_prefix_hit_tokens
         stats.host_hit_tokens_total = counters.num_host_hit_tokens
+        stats.drafts_total = counters.num_drafts
+        stats.accepted_drafts_at_total = list(counters.num_accepted_at)
         stats.draft_tokens_total = counters.num_draft_tokens
         stats.accepted_draft_tokens_total = counters.num_accepted_draft_tokens
 
@@ -198,7 +234,15 @@ class BatchScheduler:
         for index in range(sampling.n):
             table = self.kv.new_table(request.cache_salt)
             state.sequences.append(
-                Sequence(self._next_seq_id, index, state, table, sequence_seed(seed, index), limit)
+                Sequence(
+                    self._next_seq_id,
+                    index,
+                    state,
+                    table,
+                    sequence_seed(seed, index),
+                    limit,
+                    self._roster.columns,
+                )
             )
             self._next_seq_id += 1
         state.num_unfinished = sampling.n

@@ -9,14 +9,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from fastdeploy_core.config import RequestSchedulerConfig
 from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad, SchedulerCapabilities
-from fastdeploy_core.types import FinishReason, Request, RequestOutputDelta, SequenceDelta
+from fastdeploy_core.types import (
+    FinishReason,
+    Request,
+    RequestOutputDelta,
+    SequenceDelta,
+    TokenDeltas,
+)
 
 from .fair_queue import FairQueue
 
@@ -60,7 +66,6 @@ class LocalScheduler:
     name = "local"
     contract = (0, 1)
     capabilities = SchedulerCapabilities(leases=True)
-    capabilities = SchedulerCapabilities(leases=True)
 
     def __init__(
         self, config: RequestSchedulerConfig, clock: Callable[[], float] = time.monotonic
@@ -75,7 +80,7 @@ class LocalScheduler:
         self._by_age: OrderedDict[str, _Entry] = OrderedDict()  # queued ones, oldest first
         self._leased: dict[str, _Entry] = {}  # taken ones
         self._num_queued_tokens = 0
-        self._results: deque[RequestOutputDelta] = deque()
+        self._results: list[RequestOutputDelta | TokenDeltas] = []
         self._aborts: list[str] = []
         self._early_aborts: OrderedDict[str, float] = OrderedDict()
         self._deadlines: dict[str, float] = {}  # of queued requests that have one
@@ -106,25 +111,27 @@ class LocalScheduler:
                 self._sweep()
             return self._take(capacity)
 
-    def put_results(self, deltas: Sequence[RequestOutputDelta]) -> None:
+    def put_results(self, outputs: Sequence[RequestOutputDelta | TokenDeltas]) -> None:
         """Publish deltas and renew the leases of their requests; stale attempts and repeats are
         dropped, a gap fails the request."""
         with self._lock:
             now = self._clock()
-            for delta in deltas:
-                self._publish(delta, now)
+            for output in outputs:
+                if isinstance(output, TokenDeltas):
+                    self._publish_tokens(output, now)
+                else:
+                    self._publish(output, now)
             if self._results:
                 self._has_results.notify()
 
-    def get_results(self, timeout_s: float = 0.0) -> list[RequestOutputDelta]:
+    def get_results(self, timeout_s: float = 0.0) -> list[RequestOutputDelta | TokenDeltas]:
         """What is new for the clients."""
         with self._lock:
             self._sweep()
             if not self._results and timeout_s > 0 and not self._is_closed:
                 self._has_results.wait(timeout_s)
                 self._sweep()
-            results = list(self._results)
-            self._results.clear()
+            results, self._results = self._results, []
             return results
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -242,6 +249,28 @@ class LocalScheduler:
                 left = max(0.0, left - entry.waited_s)
             taken.append(msgspec.structs.replace(request, attempt=entry.attempt, deadline_s=left))
         return taken
+
+    def _publish_tokens(self, tokens: TokenDeltas, now: float) -> None:
+        """All of them as they are, if all are as expected."""
+        known, entries = self._entries, []
+        columns = zip(tokens.request_ids, tokens.attempts, tokens.positions, strict=True)
+        for request_id, attempt, position in columns:
+            entry = known.get(request_id)
+            if (
+                entry is None
+                or entry.position != position
+                or entry.attempt != attempt
+                or entry.is_queued
+            ):
+                for delta in tokens:
+                    self._publish(delta, now)
+                return
+            entries.append(entry)
+        until = now + self._config.lease_s
+        for entry in entries:
+            entry.position += 1
+            entry.lease_until_s = until
+        self._results.append(tokens)
 
     def _publish(self, delta: RequestOutputDelta, now: float) -> None:
         entry = self._entries.get(delta.request_id)

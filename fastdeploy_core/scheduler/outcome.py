@@ -6,23 +6,41 @@ an ended one is dropped, that of a preempted one is kept, since it is as good as
 
 from __future__ import annotations
 
+from collections import Counter, deque
+from itertools import compress
+from typing import NamedTuple
+
+import numpy as np
+
 from fastdeploy_core.errors import WorkerError
 from fastdeploy_core.types import (
+    DraftStats,
     FinishReason,
     ModelRunnerOutput,
     RequestOutputDelta,
     RequestStatus,
     SequenceDelta,
-    SequenceOutput,
+    TokenDeltas,
+    TokenLogprobs,
 )
 
 from .counters import Counters
-from .planner import Row, ScheduledStep
 from .roster import Roster
 from .sequence import RequestState, Sequence
+from .step import Cohort, Row, ScheduledStep
 
 REFUSED = "invalid_request: "
 NAN_MESSAGE = "the model produced numbers that are not finite for this request (nan_logits)"
+
+
+class _Result(NamedTuple):
+    """What a step says of one row."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    drafts: list[int] | None = None
+    error: str | None = None
 
 
 class Outcome:
@@ -32,55 +50,125 @@ class Outcome:
         self._roster = roster
         self._kv = roster.kv
         self._counters = counters
-        self._deltas: dict[str, RequestOutputDelta] = {}
+        self._given: list[RequestOutputDelta | TokenDeltas] = []
+        self._deltas: dict[str, RequestOutputDelta] = {}  # behind these
 
     @property
-    def num_deltas(self) -> int:
-        """Requests with something to tell."""
-        return len(self._deltas)
+    def has_deltas(self) -> bool:
+        """Whether there is something to tell."""
+        return bool(self._deltas or self._given)
 
     def discard(self, request_id: str) -> None:
         """Nobody wants to hear of this request any more."""
         self._deltas.pop(request_id, None)
 
-    def take_deltas(self) -> list[RequestOutputDelta]:
-        """What clients must be told; one delta per request."""
-        deltas, self._deltas = self._deltas, {}
-        return list(deltas.values())
+    def take_deltas(self) -> list[RequestOutputDelta | TokenDeltas]:
+        """What clients must be told, at most one delta per request and step."""
+        deltas = [*self._given, *self._deltas.values()]
+        self._given.clear()
+        self._deltas.clear()
+        return deltas
 
     def apply(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
-        """Take in a step's results, row by row."""
-        outputs = output.sequences
-        if output.step_id != step.output.step_id or len(outputs) != len(step.rows):
+        """Take in a step's results."""
+        counts = output.counts
+        num_rows, num_tokens = step.num_rows, output.token_ids.size
+        if counts is not None:
+            num_rows, num_tokens = counts.size, num_tokens - int(counts.sum()) + counts.size
+        if output.step_id != step.output.step_id or not num_rows == num_tokens == step.num_rows:
             raise WorkerError(
-                f"step {step.output.step_id} with {len(step.rows)} rows was answered with step "
-                f"{output.step_id} and {len(outputs)} rows"
+                f"step {step.output.step_id} with {step.num_rows} rows was answered with step "
+                f"{output.step_id}, {num_rows} rows and {output.token_ids.size} tokens"
             )
-        for row, result in zip(step.rows, outputs, strict=True):
+        self._given += self._deltas.values()
+        self._deltas.clear()
+        results = _Results(output)
+        if step.awaited.size:
+            self._roster.columns.arrived(step.awaited, output.step_id)
+        if step.cohort.seqs:
+            self._apply_cohort(step, results)
+        for number, row in enumerate(step.rows, len(step.cohort.seqs)):
             seq = row.seq
-            if result.seq_id != seq.seq_id:
-                raise WorkerError(
-                    f"step {output.step_id}: row of sequence {seq.seq_id} was answered with "
-                    f"sequence {result.seq_id}"
-                )
             seq.num_in_flight -= 1
-            if row.sample:
-                seq.num_pending -= 1
+            seq.num_pending -= row.sample
             status = seq.status
             if status is not RequestStatus.FINISHED:
-                self._take(row, result)
+                self._take(row, results.of_row(number))
             # Ended within _take, it has left already: nothing was in flight any more.
             if status is not RequestStatus.RUNNING and not seq.num_in_flight:
                 self._roster.settle(seq)
+
+    def _apply_cohort(self, step: ScheduledStep, results: _Results) -> None:
+        """Rows of one token. Nearly all of them only get longer; the others are taken one by one."""
+        columns, cohort, starts = self._roster.columns, step.cohort, step.starts
+        places = cohort.places
+        columns.in_flight[places] -= 1
+        columns.pending[places] -= 1
+        was_running = columns.is_running[places]
+        only_grows = columns.is_plain[places] & was_running
+        only_grows &= columns.known[places] + 1 < columns.limit[places]
+        only_grows &= starts + 1 < columns.commit_at[places]
+        tokens = results.leading(len(cohort.seqs), only_grows)
+        if not cohort.stop_ids.isdisjoint(tokens):
+            only_grows &= [token not in cohort.stop_ids for token in tokens]
+        if only_grows.all():
+            self._grow(cohort, cohort.histories, cohort.request_ids, places, tokens)
+            return
+        self._grow(
+            cohort,
+            list(compress(cohort.histories, only_grows)),
+            list(compress(cohort.request_ids, only_grows)),
+            places[only_grows],
+            list(compress(tokens, only_grows)),
+            only_grows,
+        )
+        for number in np.flatnonzero(~only_grows).tolist():
+            seq = cohort.seqs[number]
+            if seq.status is not RequestStatus.FINISHED:
+                row = Row(seq, int(starts[number]), 1, 0, True)
+                self._take(row, results.of_row(number))
+            # One that ran until this very step has left already if it ended with it.
+            if not was_running[number] and not seq.num_in_flight:
+                self._roster.settle(seq)
+
+    def _grow(
+        self,
+        cohort: Cohort,
+        histories: list[list[int]],
+        request_ids: list[str],
+        places: np.ndarray,
+        tokens: list[int],
+        chosen: np.ndarray | None = None,
+    ) -> None:
+        """One more token for these of a cohort's sequences, all of them without `chosen`."""
+        if not tokens:
+            return
+        columns = self._roster.columns
+        deque(map(list.append, histories, tokens), maxlen=0)
+        columns.known[places] += 1
+        positions = columns.deltas[places].tolist()
+        columns.deltas[places] += 1
+        attempts, tenants = cohort.attempts, cohort.tenants
+        if chosen is not None:
+            attempts = list(compress(attempts, chosen))
+            if len(tenants) > 1:
+                tenants = Counter(seq.tenant for seq in compress(cohort.seqs, chosen))
+            else:
+                tenants = Counter(dict.fromkeys(tenants, len(tokens)))
+        for tenant, number in tenants.items():
+            self._roster.arrived.charge(tenant, number)
+        self._counters.num_generated_tokens += len(tokens)
+        self._given.append(TokenDeltas(request_ids, positions, attempts, tokens))
 
     def undo(self, step: ScheduledStep) -> None:
         """The step failed or is void: its sequences start again from what they know, and workers
         are told once more whom to forget."""
         self._roster.forget(step.output.finished_seq_ids)
-        for row in step.rows:
-            seq = row.seq
+        self._roster.columns.arrived([s.place for s in step.seqs()], step.output.step_id)
+        samples = [True] * len(step.cohort.seqs) + [row.sample for row in step.rows]
+        for seq, sample in zip(step.seqs(), samples, strict=True):
             seq.num_in_flight -= 1
-            seq.num_pending -= row.sample
+            seq.num_pending -= sample
             if seq.status is not RequestStatus.RUNNING:
                 if not seq.num_in_flight:
                     self._roster.settle(seq)
@@ -101,7 +189,7 @@ class Outcome:
         for seq in request.sequences:
             self._end(seq, SequenceDelta(index=seq.index), FinishReason.LENGTH, None)
 
-    def _take(self, row: Row, result: SequenceOutput) -> None:
+    def _take(self, row: Row, result: _Result) -> None:
         seq = row.seq
         request = seq.request
         if result.error is not None:
@@ -112,26 +200,26 @@ class Outcome:
             self.fail(request, "the model runner returned no token", "FastDeployError")
             return
         if result.prompt_logprobs is not None and request.wants_prompt_logprobs:
-            self._add_prompt_logprobs(request, row, result)
+            self._add_prompt_logprobs(request, row, result.prompt_logprobs)
         num_computed = row.start + row.num_tokens
         if row.num_drafts:
             num_computed += len(tokens) - 1 - row.num_drafts
-            self._counters.num_draft_tokens += row.num_drafts
-            self._counters.num_accepted_draft_tokens += len(tokens) - 1
             if seq.status is RequestStatus.RUNNING:
                 seq.num_computed = num_computed
         if not row.sample:
-            self._kv.commit(seq.table, seq.token_ids, num_computed)
+            self._commit(seq, num_computed)
             return
         if seq.num_output_tokens == 0 and request.followers_wait and seq.index == 0:
             self._roster.release_followers(request)
         reason, stop_reason, num_kept = self._append(seq, tokens)
+        if row.num_drafts:
+            self._count_drafts(seq, row.num_drafts, len(tokens) - 1, num_kept if reason else None)
         if seq.status is RequestStatus.RUNNING and not reason:
-            seq.drafts = result.next_draft_token_ids
+            seq.drafts = result.drafts or []
         if seq.is_suspect and row.start >= seq.num_known_at_start:
             self._roster.set_suspect(seq, False)
         limit = len(seq.token_ids) if self._kv.caches_output else seq.num_prompt_tokens
-        self._kv.commit(seq.table, seq.token_ids, min(num_computed, limit))
+        self._commit(seq, min(num_computed, limit))
         delta = SequenceDelta(index=seq.index, token_ids=tokens[:num_kept])
         if result.logprobs is not None:
             delta.logprobs = result.logprobs[:num_kept]
@@ -141,6 +229,21 @@ class Outcome:
             self._delta_of(request).sequences.append(delta)
         else:
             self._end(seq, delta, reason, stop_reason)
+
+    def _count_drafts(
+        self, seq: Sequence, drafted: int, accepted: int, num_kept: int | None
+    ) -> None:
+        """num_kept: tokens of a sequence that ended; drafts behind its end were neither right nor wrong."""
+        if num_kept is not None:
+            drafted, accepted = min(drafted, num_kept), min(accepted, num_kept)
+        self._counters.count_drafts(drafted, accepted)
+        if seq.draft_stats is None:
+            seq.draft_stats = DraftStats()
+        seq.draft_stats.count(drafted, accepted)
+
+    def _commit(self, seq: Sequence, num_tokens: int) -> None:
+        self._kv.commit(seq.table, seq.token_ids, num_tokens)
+        seq.commit_at = self._kv.next_commit(seq.table, seq.num_prompt_tokens)
 
     def _fail_row(self, request: RequestState, code: str) -> None:
         """A worker found that one request cannot go on; codes are worker/model_runner.py's."""
@@ -153,6 +256,13 @@ class Outcome:
         self, seq: Sequence, tokens: list[int]
     ) -> tuple[FinishReason | None, int | None, int]:
         """Append tokens up to the first that ends the sequence: (why, stop token id, how many)."""
+        found = self._append_until(seq, tokens)
+        seq.columns.known[seq.place] = len(seq.token_ids)
+        return found
+
+    def _append_until(
+        self, seq: Sequence, tokens: list[int]
+    ) -> tuple[FinishReason | None, int | None, int]:
         known = seq.token_ids
         for count, token in enumerate(tokens, 1):
             if len(known) >= seq.max_total_tokens:  # it asked for no token, only for the prompt's
@@ -170,6 +280,7 @@ class Outcome:
     ) -> None:
         request = seq.request
         delta.finish_reason, delta.stop_reason = reason, stop_reason
+        delta.drafts = seq.draft_stats
         whole = self._delta_of(request)
         whole.sequences.append(delta)
         self._roster.finish(seq, reason, stop_reason)
@@ -184,23 +295,72 @@ class Outcome:
         if delta is None:
             delta = RequestOutputDelta(
                 request_id=request_id,
-                position=request.num_deltas,
+                position=self._next_position(request),
                 attempt=request.request.attempt,
                 sequences=[],
             )
-            if request.num_deltas == 0:
+            if delta.position == 0:
                 delta.num_cached_tokens = request.num_cached_tokens
                 delta.queue_s = request.queue_s
                 delta.prompt_logprobs = request.prompt_logprobs
-            request.num_deltas += 1
             self._deltas[request_id] = delta
         return delta
 
+    def _next_position(self, request: RequestState) -> int:
+        """Counts deltas; those of a single sequence are counted where columns can do it, too."""
+        if len(request.sequences) > 1:
+            request.num_deltas += 1
+            return request.num_deltas - 1
+        place, deltas = request.sequences[0].place, self._roster.columns.deltas
+        deltas[place] += 1
+        return int(deltas[place]) - 1
+
     @staticmethod
-    def _add_prompt_logprobs(request: RequestState, row: Row, result: SequenceOutput) -> None:
+    def _add_prompt_logprobs(request: RequestState, row: Row, new: list[TokenLogprobs]) -> None:
         """Chunk [start, start + k) predicts positions start + 1 to start + k; known ones repeat
         after a preemption."""
-        found, new = request.prompt_logprobs, result.prompt_logprobs
-        assert found is not None and new is not None, "prompt logprobs nobody asked for"
+        found = request.prompt_logprobs
+        assert found is not None, "prompt logprobs nobody asked for"
         found.extend(new[len(found) - (row.start + 1) :])
         del found[request.num_prompt_tokens :]
+
+
+class _Results:
+    """A step's output, row by row."""
+
+    def __init__(self, output: ModelRunnerOutput) -> None:
+        self._output = output
+        self._tokens: list[int] = output.token_ids.tolist()
+        self._ends: list[int] | None = None
+        if output.counts is not None:
+            self._ends = np.cumsum(output.counts).tolist()
+
+    def leading(self, num_rows: int, only_token: np.ndarray) -> list[int]:
+        """One token of each leading row; rows that have more to say are cleared in only_token."""
+        output = self._output
+        if output.next_drafts is not None:
+            only_token[:] = False
+        if output.counts is not None and not (output.counts[:num_rows] == 1).all():
+            only_token[:] = False
+        for rows in (output.errors, output.logprobs, output.prompt_logprobs):
+            if rows:
+                only_token[[row for row in rows if row < num_rows]] = False
+        return self._tokens[:num_rows] if num_rows < len(self._tokens) else self._tokens
+
+    def of_row(self, row: int) -> _Result:
+        """All of one row."""
+        output = self._output
+        if self._ends is None:
+            tokens = [self._tokens[row]]
+        else:
+            tokens = self._tokens[self._ends[row - 1] if row else 0 : self._ends[row]]
+        drafts = None
+        if output.next_drafts is not None:
+            drafts = [token for token in output.next_drafts[row].tolist() if token >= 0]
+        return _Result(
+            tokens,
+            output.logprobs.get(row),
+            output.prompt_logprobs.get(row),
+            drafts,
+            output.errors.get(row),
+        )

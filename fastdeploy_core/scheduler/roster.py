@@ -10,9 +10,12 @@ import bisect
 import time
 from collections.abc import Callable, Container, Iterable
 
+import numpy as np
+
 from fastdeploy_core.kvcache import KVCacheManager
 from fastdeploy_core.types import FinishReason, RequestStatus
 
+from .columns import Columns
 from .fair_queue import FairQueue
 from .sequence import RequestState, Sequence
 
@@ -29,6 +32,7 @@ class Roster:
     ) -> None:
         self.kv = kv
         self.clock = clock
+        self.columns = Columns()
         self.requests: dict[str, RequestState] = {}
         self.running: list[Sequence] = []  # senior first
         self.returning: list[
@@ -41,11 +45,26 @@ class Roster:
         self._by_priority = by_priority
         self._admissions = 0
         self._forgotten: list[int] = []  # the workers are told with the next step
+        self._begun: list[Sequence] = []  # those of them that were being fed when last looked at
+        self._places: np.ndarray | None = None  # of the running sequences, while these stay
 
     @property
     def num_waiting(self) -> int:
         """Sequences that could run if there were room."""
         return len(self.returning) + len(self.arrived)
+
+    def running_places(self) -> np.ndarray:
+        """Places of the running sequences, senior first."""
+        if self._places is None:
+            self._places = np.array([seq.place for seq in self.running], dtype=np.int64)
+        return self._places
+
+    def prefilling(self) -> list[Sequence]:
+        """Running sequences that have yet to be fed what they started with, senior first."""
+        if self._begun:
+            running = RequestStatus.RUNNING
+            self._begun = [s for s in self._begun if s.status is running and s.is_prefill]
+        return self._begun.copy()
 
     def add(self, request: RequestState) -> None:
         """Queue a request's first sequence; the others follow with `release_followers`."""
@@ -63,8 +82,9 @@ class Roster:
                 return seq
         return self.arrived.peek(passed_over)
 
-    def start(self, seq: Sequence) -> None:
-        """Move a waiting sequence, which has got its blocks, to the running ones."""
+    def start(self, seq: Sequence, num_computed: int) -> None:
+        """Move a waiting sequence, which has got its blocks, to the running ones; num_computed of
+        its tokens are in these already."""
         request = seq.request
         if not self.arrived.remove(seq):
             self.returning.remove(seq)
@@ -75,8 +95,15 @@ class Roster:
         priority = request.request.priority if self._by_priority else 0
         seq.rank = (priority, request.admission, seq.index)
         seq.status = RequestStatus.RUNNING
-        seq.num_known_at_start = len(seq.token_ids)
+        seq.num_computed, seq.num_known_at_start = num_computed, len(seq.token_ids)
+        seq.room = len(seq.table.blocks) * self.kv.block_size
+        seq.commit_at = self.kv.next_commit(seq.table, seq.num_prompt_tokens)
+        self.columns.is_running[seq.place] = True
+        self.columns.rested[seq.place] = 0
         bisect.insort(self.running, seq, key=_seniority)
+        if seq not in self._begun:
+            bisect.insort(self._begun, seq, key=_seniority)
+        self._places = None
 
     def release_followers(self, request: RequestState) -> None:
         """The prompt is computed: let the other sequences of the request wait for their turn."""
@@ -105,7 +132,7 @@ class Roster:
 
     def preempt(self, seq: Sequence) -> None:
         """Stop a running sequence; it will start again from what it knows by then."""
-        self.running.remove(seq)
+        self._stop(seq)
         seq.status = RequestStatus.PREEMPTED
         seq.drafts = []
         self._forgotten.append(seq.seq_id)
@@ -117,7 +144,7 @@ class Roster:
         if seq.status is RequestStatus.FINISHED:
             return
         if seq.status is RequestStatus.RUNNING:
-            self.running.remove(seq)
+            self._stop(seq)
             self._forgotten.append(seq.seq_id)
         elif not self.arrived.remove(seq) and seq in self.returning:
             self.returning.remove(seq)
@@ -151,6 +178,7 @@ class Roster:
         """Mark a sequence to be run alone, or clear it."""
         self.num_suspects += is_suspect - seq.is_suspect
         seq.is_suspect = is_suspect
+        seq.show_plain()
 
     def forked(self, request: RequestState) -> None:
         """One follower has taken its share of the prompt."""
@@ -171,6 +199,11 @@ class Roster:
             seq.status is RequestStatus.WAITING and seq.index > 0 for seq in request.sequences
         )
 
+    def _stop(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.columns.is_running[seq.place] = False
+        self._places = None
+
     def _leave(self, seq: Sequence) -> None:
         if seq.num_in_flight:
             self.num_leaving += 1
@@ -179,6 +212,9 @@ class Roster:
 
     def _free(self, seq: Sequence) -> None:
         self.kv.free(seq.table)
-        seq.num_computed = 0
-        if seq.status is RequestStatus.PREEMPTED:
-            bisect.insort(self.returning, seq, key=_seniority)
+        if seq.status is RequestStatus.FINISHED:
+            if self.columns.seq_id[seq.place] == seq.seq_id:
+                self.columns.release(seq.place)
+            return
+        seq.num_computed = seq.room = 0
+        bisect.insort(self.returning, seq, key=_seniority)

@@ -6,7 +6,9 @@ Plain state. The batch scheduler changes it; nobody else does.
 from __future__ import annotations
 
 from fastdeploy_core.kvcache import BlockTable, ForkSource
-from fastdeploy_core.types import FinishReason, Request, RequestStatus, TokenLogprobs
+from fastdeploy_core.types import DraftStats, FinishReason, Request, RequestStatus, TokenLogprobs
+
+from .columns import Columns
 
 _MASK = 2**64 - 1
 MAX_SEED = 2**63 - 1
@@ -26,6 +28,19 @@ def sequence_seed(seed: int, index: int) -> int:
     return mix64(mix64(seed) + index) & MAX_SEED
 
 
+class _Number:
+    """A sequence's own number in a column."""
+
+    def __init__(self, column: str) -> None:
+        self._column = column
+
+    def __get__(self, seq: Sequence, owner: type) -> int:
+        return int(getattr(seq.columns, self._column)[seq.place])
+
+    def __set__(self, seq: Sequence, value: int) -> None:
+        getattr(seq.columns, self._column)[seq.place] = value
+
+
 class Sequence:
     """One branch of a request.
 
@@ -34,27 +49,36 @@ class Sequence:
     """
 
     __slots__ = (
+        "attempt",
+        "columns",
+        "draft_stats",
         "drafts",
         "finish_reason",
         "index",
         "is_suspect",
         "max_total_tokens",
         "min_total_tokens",
-        "num_computed",
-        "num_in_flight",
-        "num_known_at_start",
-        "num_pending",
         "num_prompt_tokens",
+        "place",
         "rank",
         "request",
+        "request_id",
         "seed",
         "seq_id",
         "status",
         "stop_ids",
         "stop_reason",
         "table",
+        "tenant",
         "token_ids",
     )
+
+    num_computed = _Number("computed")
+    num_pending = _Number("pending")
+    num_in_flight = _Number("in_flight")
+    num_known_at_start = _Number("at_start")
+    room = _Number("room")
+    commit_at = _Number("commit_at")
 
     def __init__(
         self,
@@ -64,11 +88,15 @@ class Sequence:
         table: BlockTable,
         seed: int,
         max_total_tokens: int,
+        columns: Columns,
     ) -> None:
         sampling = request.request.sampling
         self.seq_id = seq_id
         self.index = index
         self.request = request
+        self.request_id = request.request_id
+        self.attempt = request.request.attempt
+        self.tenant = request.tenant
         self.table = table
         self.seed = seed
         self.token_ids = list(request.request.prompt_token_ids)
@@ -81,14 +109,23 @@ class Sequence:
         self.status = RequestStatus.WAITING
         # Order of seniority, fixed at the first admission: (priority, admission number, index).
         self.rank: tuple[int, int, int] = (0, 0, index)
-        self.num_computed = 0
-        self.num_pending = 0
-        self.num_in_flight = 0  # submitted steps that touch its blocks
-        self.num_known_at_start = 0  # tokens to feed before it samples, since its last start
         self.drafts: list[int] = []
+        self.draft_stats: DraftStats | None = None  # None: nothing was drafted for it
         self.is_suspect = False  # was in a step that failed: runs alone until it has passed
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.columns = columns
+        self.place = columns.take(seq_id)
+        columns.known[self.place] = self.num_prompt_tokens
+        columns.limit[self.place] = max_total_tokens
+        self.show_plain()
+
+    def show_plain(self) -> None:
+        """Say in the columns whether a result of this sequence is a token and nothing else."""
+        sampling = self.request.request.sampling
+        self.columns.is_plain[self.place] = (
+            sampling.n == 1 and sampling.logprobs is None and not self.is_suspect
+        )
 
     @property
     def num_output_tokens(self) -> int:
@@ -139,7 +176,7 @@ class RequestState:
         )
         self.num_cached_tokens: int | None = None
         self.queue_s: float | None = None
-        self.num_deltas = 0
+        self.num_deltas = 0  # with several sequences; else Columns.deltas counts them
 
     @property
     def request_id(self) -> str:

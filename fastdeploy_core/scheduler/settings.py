@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fastdeploy_core.config import BatchConfig, EngineConfig
+from fastdeploy_core.contracts.base import Requirements
 from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.types.worker import WorkerInfo
 
@@ -29,12 +30,21 @@ class SchedulerSettings:
     block_sharing: bool = True
     mixed_batches: bool = True
     max_prefills_per_step: int | None = None
-    is_speculative: bool = False
+    # Speculation: most drafts of a row, 0 without; see config.SpeculativeConfig and contracts.Requirements.
+    num_speculative_tokens: int = 0
+    adaptive_length: bool = True
+    disable_by_batch_size: int = 0
+    drafts_with_cache: bool = False  # the drafter has entries of its own in the sequences' blocks
+    lookahead_tokens: int = 0
     seed: int = 0
 
 
-def make_settings(config: EngineConfig, info: WorkerInfo) -> SchedulerSettings:
-    """Combine what is wanted with what the device can do; ConfigError where that is impossible."""
+def make_settings(
+    config: EngineConfig, info: WorkerInfo, needs: Requirements | None = None
+) -> SchedulerSettings:
+    """Combine what is wanted with what the device can do; ConfigError where that is impossible.
+    `needs`: of the speculative method."""
+    needs, speculative = needs or Requirements(), config.speculative
     batch = _within(config.batch, info)
     max_model_len = config.model.max_model_len
     _check(batch, max_model_len)
@@ -53,7 +63,11 @@ def make_settings(config: EngineConfig, info: WorkerInfo) -> SchedulerSettings:
         block_sharing=info.block_sharing,
         mixed_batches=info.mixed_batches,
         max_prefills_per_step=info.max_prefills_per_step,
-        is_speculative=config.speculative is not None,
+        num_speculative_tokens=speculative.num_speculative_tokens if speculative else 0,
+        adaptive_length=speculative is None or speculative.adaptive_length,
+        disable_by_batch_size=speculative.disable_by_batch_size if speculative else 0,
+        drafts_with_cache=info.drafts_with_cache,
+        lookahead_tokens=needs.lookahead_tokens,
         seed=config.model.seed,
     )
 

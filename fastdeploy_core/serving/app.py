@@ -22,6 +22,7 @@ from fastdeploy_core.errors import FastDeployError
 
 from .errors import ApiError, to_api_error
 from .middleware import Bodies, Guard, Hosts, Keys
+from .occupancy import OwnOccupancy
 from .routes_openai import body_schemas, openai_router
 from .routes_service import service_router
 from .state import Engine, ServerState
@@ -45,13 +46,14 @@ def create_app(
     limits: RequestLimits,
     compiler: GrammarCompiler | None = None,
     routers: Sequence[tuple[str, Any]] = (),
+    occupancy: OwnOccupancy | None = None,
 ) -> FastAPI:
     """An app serving this engine. `routers`: (distribution, APIRouter) of plugins.
 
     The engine and the compiler stay the caller's; closing them is the caller's business.
     `app.state.server` is the ServerState.
     """
-    state = ServerState(engine, tokenizer, config, limits, compiler)
+    state = ServerState(engine, tokenizer, config, limits, compiler, occupancy)
     app = FastAPI(
         title="FastDeploy",
         version=__version__,
@@ -134,23 +136,22 @@ async def _watch_lag(state: ServerState) -> None:
 
 async def _log_stats(state: ServerState) -> None:
     """One line per interval while there is something to say."""
-    before = (time.monotonic(), state.metrics.prompt_tokens, state.metrics.generated_tokens)
+    before = (time.monotonic(), 0, 0)
     was_idle = True
     while True:
         await asyncio.sleep(state.config.stats_interval_s)
-        now = (time.monotonic(), state.metrics.prompt_tokens, state.metrics.generated_tokens)
-        seconds = now[0] - before[0]
-        prompt, generated = ((now[i] - before[i]) / seconds for i in (1, 2))
-        before = now
-        idle = not state.admission.in_flight and not prompt and not generated
-        if idle and was_idle:
+        if was_idle and not state.admission.total:
             continue
-        was_idle = idle
         try:
             stats = await state.engine.stats()
         except FastDeployError as error:
             stats_logger.warning("engine statistics are missing: %s", error)
             continue
+        now = (time.monotonic(), stats.prompt_tokens_total, stats.generation_tokens_total)
+        seconds = now[0] - before[0]
+        prompt, generated = (max(0, now[i] - before[i]) / seconds for i in (1, 2))
+        before = now
+        was_idle = not state.admission.total and not prompt and not generated
         total = max(1, stats.num_blocks_total)
         hits = stats.prefix_hit_tokens_total / max(1, stats.prefix_query_tokens_total)
         stats_logger.info(

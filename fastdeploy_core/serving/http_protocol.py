@@ -1,4 +1,5 @@
-"""uvicorn's h11 protocol with a time limit on request heads and a way to drop a dead connection.
+"""uvicorn's h11 protocol with a time limit on request heads, a short way for streamed bodies, and a
+way to drop a dead connection.
 
 h11 is pinned because it bounds the size of request heads; with the other parser megabytes of
 headers reach the application.
@@ -7,13 +8,14 @@ headers reach the application.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .respond import ABORT_EXTENSION
+from .respond import CONNECTION_EXTENSION
 
 HEAD_TIMEOUT_S = 10.0
 MAX_HEAD_BYTES = 64 * 1024
@@ -27,13 +29,31 @@ class GuardedProtocol(H11Protocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_timer: asyncio.TimerHandle | None = None
+        self.on_lost: Callable[[], None] | None = None  # for who wants to know
         inner: ASGIApp = self.app
 
-        async def with_abort(scope: Scope, receive: Receive, send: Send) -> None:
-            scope.setdefault("extensions", {})[ABORT_EXTENSION] = self.transport.abort
+        async def with_connection(scope: Scope, receive: Receive, send: Send) -> None:
+            scope.setdefault("extensions", {})[CONNECTION_EXTENSION] = self
             await inner(scope, receive, send)
 
-        self.app = with_abort
+        self.app = with_connection
+
+    # What respond.py's Connection is.
+
+    def abort(self) -> None:
+        """Close at once; what waits to be sent is lost."""
+        self.transport.abort()
+
+    def write(self, data: bytes) -> bool:
+        """A part of a streamed body, framed here as h11 would. True: wait for drain() before more."""
+        cycle = self.cycle
+        if not cycle.disconnected:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return self.flow.write_paused and not cycle.disconnected
+
+    async def drain(self) -> None:
+        """Wait until the client has read enough."""
+        await self.flow.drain()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected; its first request head must come in time."""
@@ -53,6 +73,8 @@ class GuardedProtocol(H11Protocol):
         """The client is gone."""
         self._stop_head_timer()
         super().connection_lost(exc)
+        if self.on_lost is not None:
+            self.on_lost()
 
     def _start_head_timer(self) -> None:
         self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.abort)

@@ -12,7 +12,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core import __version__
@@ -31,6 +31,8 @@ from fastdeploy_core.grammar.compiler import GrammarCompiler
 from fastdeploy_core.tokenizer import Tokenizer
 
 from .app import create_app
+from .front_door import FrontDoor
+from .occupancy import OwnOccupancy
 from .server import ApiServer, bind_socket, url_of
 from .state import check_parsers
 
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
     from fastdeploy_core.plugins.resolve import ResolvedPlugins
     from fastdeploy_core.types.engine import EngineInfo
+
+    from .front_end import FrontEndInit
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +57,32 @@ def serve(values: Mapping[str, Any]) -> int:
     server_config = build_server_config(values, engine_config)
     listener = bind_socket(server_config)
     try:
+        if server_config.api_server_count > 1:
+            return _serve_by_many(engine_config, server_config, listener)
         return asyncio.run(_serve(engine_config, server_config, listener))
     finally:
         listener.close()
+
+
+def _serve_by_many(
+    engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket
+) -> int:
+    """API servers in processes of their own; this one only watches over them and the engine."""
+    from .front_ends import FrontEnds
+
+    _log_model(engine_config)
+    check_parsers(server_config)
+    started_at = time.monotonic()
+
+    def on_ready() -> None:
+        count = server_config.api_server_count
+        logger.info("%d API servers ready after %.1f s", count, time.monotonic() - started_at)
+        _log_ready(listener, server_config)
+
+    resolved = resolve_plugins(engine_config)
+    status = FrontEnds(engine_config, server_config, resolved, listener).run(on_ready)
+    logger.info("stopped")
+    return status
 
 
 class _Signals:
@@ -78,12 +105,15 @@ async def _serve(
         async with running_app(engine_config, server_config) as (app, engine):
             server = ApiServer(app, server_config)
             signals.receiver = server.stop
-            _log_ready(listener, server_config)
-            death = asyncio.create_task(_watch(engine, server))
+            death = asyncio.create_task(watch(engine, server))
+            opening = asyncio.create_task(_open(server, app, server_config, listener))
             try:
-                await server.serve(sockets=[listener])
+                await server.serve(sockets=[])
             finally:
                 death.cancel()
+                opening.cancel()
+                if opening.done() and not opening.cancelled():
+                    opening.result().close()
     except asyncio.CancelledError:
         if server is not None:
             raise
@@ -93,7 +123,30 @@ async def _serve(
     return server.exit_code
 
 
-async def _watch(engine: AsyncEngine, server: ApiServer) -> None:
+async def _open(
+    server: ApiServer, app: FastAPI, config: ServerConfig, listener: socket.socket
+) -> FrontDoor:
+    """Let connections in as soon as the app runs."""
+    while not server.started:
+        await asyncio.sleep(0.005)
+    state, loop = app.state.server, asyncio.get_running_loop()
+    admission, table = state.admission, state.occupancy.table
+    door = FrontDoor(listener, config, state.engine.health, lambda: admission.draining, table)
+
+    def hand_over(connection: socket.socket) -> None:
+        try:
+            loop.call_soon_threadsafe(server.adopt, connection)
+        except RuntimeError as error:
+            raise OSError("it has ended") from error
+
+    door.add(0, hand_over)
+    door.start()
+    _log_ready(listener, config)
+    return door
+
+
+async def watch(engine: AsyncEngine, server: ApiServer) -> None:
+    """End the server with the engine."""
     server.engine_died(await engine.wait_dead())
 
 
@@ -103,22 +156,50 @@ async def running_app(
 ) -> AsyncIterator[tuple[FastAPI, AsyncEngine]]:
     """An engine with an app around it; both are gone when the context ends."""
     started_at = time.monotonic()
-    model = engine_config.model
-    logger.info(
-        "fastdeploy %s: model %s (%s, %s), context %d tokens",
-        __version__,
-        model.path.name,
-        model.architecture,
-        model.dtype,
-        model.max_model_len,
-    )
+    _log_model(engine_config)
     check_parsers(server_config)
-    tokenizer = await asyncio.to_thread(
-        Tokenizer.load, model.tokenizer_path, chat_template=model.chat_template
-    )
     resolved = await asyncio.to_thread(resolve_plugins, engine_config)
+    starting = AsyncEngine.start(engine_config, resolved)
+    async with _app_around(starting, engine_config, server_config, resolved) as (app, engine):
+        _log_engine(engine.info, time.monotonic() - started_at)
+        yield app, engine
+
+
+@contextlib.asynccontextmanager
+async def attached_app(
+    init: FrontEndInit, occupancy: OwnOccupancy, on_drain: Callable[[], None]
+) -> AsyncIterator[tuple[FastAPI, AsyncEngine]]:
+    """The app of one of several API servers, whose engine another process starts and ends."""
+    config = init.engine_config
+    starting = AsyncEngine.attach(config, init.folder, init.number, on_drain)
+    async with _app_around(
+        starting, config, init.server_config, init.resolved, occupancy
+    ) as app_and_engine:
+        yield app_and_engine
+
+
+@contextlib.asynccontextmanager
+async def _app_around(
+    starting: Coroutine[Any, Any, AsyncEngine],
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    resolved: ResolvedPlugins,
+    occupancy: OwnOccupancy | None = None,
+) -> AsyncIterator[tuple[FastAPI, AsyncEngine]]:
+    """What an app needs, made while the engine starts."""
+    model = engine_config.model
     async with contextlib.AsyncExitStack() as stack:
-        engine = await AsyncEngine.start(engine_config, resolved)
+        engine_task = asyncio.create_task(starting)
+        try:
+            tokenizer = await asyncio.to_thread(
+                Tokenizer.load, model.tokenizer_path, chat_template=model.chat_template
+            )
+            routers = await asyncio.to_thread(plugin_routers, resolved)
+        except BaseException:
+            engine_task.cancel()
+            await asyncio.gather(engine_task, return_exceptions=True)
+            raise
+        engine = await engine_task
         stack.push_async_callback(engine.close)
         limits = RequestLimits.of(engine_config, tokenizer, engine.info)
         compiler = GrammarCompiler.start(
@@ -134,10 +215,22 @@ async def running_app(
             server_config,
             limits=limits,
             compiler=compiler,
-            routers=await asyncio.to_thread(plugin_routers, resolved),
+            routers=routers,
+            occupancy=occupancy,
         )
-        _log_engine(engine.info, time.monotonic() - started_at)
         yield app, engine
+
+
+def _log_model(config: EngineConfig) -> None:
+    model = config.model
+    logger.info(
+        "fastdeploy %s: model %s (%s, %s), context %d tokens",
+        __version__,
+        model.path.name,
+        model.architecture,
+        model.dtype,
+        model.max_model_len,
+    )
 
 
 def plugin_routers(resolved: ResolvedPlugins | None) -> list[tuple[str, Any]]:

@@ -6,11 +6,19 @@ closed sets (finish reasons, rejection reasons, route templates), never from cli
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+    multiprocess,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -20,6 +28,8 @@ if TYPE_CHECKING:
     from fastdeploy_core.types.engine import EngineHealth, EngineInfo, EngineStats
 
 PREFIX = "fastdeploy:"
+# prometheus_client's own variable; front_end.py sets it before this module is imported.
+SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 FINISH_REASONS = ("stop", "length", "abort", "error")
 _SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
@@ -51,6 +61,9 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     "engine_step_failures": ("steps that failed", "step_failures_total"),
     "engine_schedule_seconds": ("time spent scheduling", "schedule_s"),
     "engine_model_seconds": ("time spent in the model", "model_s"),
+    "engine_draft_seconds": ("time spent in drafters", "draft_s"),
+    "spec_decode_num_drafts": ("rows that had drafts, summed over steps", "drafts_total"),
+    "spec_decode_drafter_failures": ("proposals lost to a failing drafter", "draft_failures_total"),
     "spec_decode_num_draft_tokens": ("draft tokens proposed", "draft_tokens_total"),
     "spec_decode_num_accepted_tokens": ("draft tokens accepted", "accepted_draft_tokens_total"),
 }
@@ -96,6 +109,20 @@ class _EngineState(Collector):
         device_hits = stats.prefix_hit_tokens_total - stats.host_hit_tokens_total
         text = "of the cached prompt tokens, found on the device"
         yield self._counter("prefix_gpu_cache_token_num", text, float(device_hits))
+        yield from self._drafts(stats)
+
+    def _drafts(self, stats: EngineStats) -> Iterator[Metric]:
+        family = CounterMetricFamily(
+            PREFIX + "spec_decode_num_accepted_tokens_per_pos",
+            "rows whose first drafts up to this position were right",
+            labels=["model_name", "position"],
+        )
+        for position, count in enumerate(stats.accepted_drafts_at_total):
+            family.add_metric([*self._labels, str(position)], float(count))
+        yield family
+        rate = stats.accepted_draft_tokens_total / max(1, stats.draft_tokens_total)
+        text = "share of draft tokens that were accepted"
+        yield self._gauge("spec_decode_draft_acceptance_rate", text, rate)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
@@ -115,13 +142,19 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._name = model_name
         self._state = _EngineState(model_name)
-        self.registry.register(self._state)
+        # Several API servers of one port keep their numbers in files that each of them adds up.
+        if SHARED_FOLDER in os.environ:
+            self._scraped = CollectorRegistry()
+            multiprocess.MultiProcessCollector(self._scraped)
+        else:
+            self._scraped = self.registry
+        self._scraped.register(self._state)
         self._requests = self._counter("requests_number", "requests received")
         self._success = self._counter("request_success", "finished requests", ["finished_reason"])
         self._rejected = self._counter("requests_rejected", "refused requests", ["reason"])
         self._aborted = self._counter("requests_aborted", "requests whose client left")
         self._in_flight = self._gauge("requests_in_flight", "requests being answered")
-        self._lag = self._gauge("loop_lag_seconds", "how late the event loop was last")
+        self._lag = self._gauge("loop_lag_seconds", "how late the event loop was last", "livemax")
         self._ttft = self._histogram("time_to_first_token_seconds", "until the first token")
         self._tpot = self._histogram("time_per_output_token_seconds", "per token after the first")
         self._itl = self._histogram("inter_token_latency_seconds", "between two outputs")
@@ -135,8 +168,6 @@ class Metrics:
         self._limit = self._histogram("request_params_max_tokens", "max_tokens asked", _TOKENS)
         self._http = self._counter("http_requests", "HTTP answers", ["path", "status"])
         self._http_s = self._histogram("http_request_duration_seconds", "HTTP answers", _SECONDS)
-        self.prompt_tokens = 0  # for the scheduler line
-        self.generated_tokens = 0
         for reason in FINISH_REASONS:  # a series that is absent until it happens cannot be watched
             self._success.labels(model_name, reason)
         self.in_flight(0)
@@ -148,73 +179,83 @@ class Metrics:
 
     def aborted(self) -> None:
         """A client left before its answer was complete."""
-        self._aborted.labels(self._name).inc()
+        self._aborted.inc()
 
     def in_flight(self, count: int) -> None:
         """Requests being answered now."""
-        self._in_flight.labels(self._name).set(count)
+        self._in_flight.set(count)
 
     def loop_lag(self, seconds: float) -> None:
         """How late a timer of the event loop fired."""
-        self._lag.labels(self._name).set(seconds)
+        self._lag.set(seconds)
 
     def answered(self, path: str, status: int, seconds: float) -> None:
         """One HTTP answer on a route template."""
         self._http.labels(self._name, path, str(status)).inc()
-        self._http_s.labels(self._name).observe(seconds)
+        self._http_s.observe(seconds)
 
     def start(self, request: Request) -> RequestTimer:
         """Begin to time one request."""
-        self._requests.labels(self._name).inc()
-        self._prompt.labels(self._name).observe(len(request.prompt_token_ids))
-        self.prompt_tokens += len(request.prompt_token_ids)
+        self._requests.inc()
+        self._prompt.observe(len(request.prompt_token_ids))
         if request.sampling.max_tokens is not None:
-            self._limit.labels(self._name).observe(request.sampling.max_tokens)
+            self._limit.observe(request.sampling.max_tokens)
         return RequestTimer(self)
 
     def render(self, stats: EngineStats | None, health: EngineHealth, info: EngineInfo) -> bytes:
         """The text that a scrape gets."""
         self._state.stats, self._state.health, self._state.info = stats, health, info
-        return generate_latest(self.registry)
+        return generate_latest(self._scraped)
 
     def first_token(self, seconds: float, queue_s: float | None) -> None:
         """A request's first token came."""
-        self._ttft.labels(self._name).observe(seconds)
+        self._ttft.observe(seconds)
         if queue_s is not None:
-            self._queue.labels(self._name).observe(queue_s)
-            self._prefill.labels(self._name).observe(max(0.0, seconds - queue_s))
+            self._queue.observe(queue_s)
+            self._prefill.observe(max(0.0, seconds - queue_s))
 
     def next_token(self, seconds: float) -> None:
         """A later output of a request came."""
-        self._itl.labels(self._name).observe(seconds)
+        self._itl.observe(seconds)
 
     def finished(
         self, reasons: Sequence[str], num_tokens: int, timer: RequestTimer, now: float
     ) -> None:
         """A request is complete."""
         total = now - timer.started_at
-        self._e2e.labels(self._name).observe(total)
-        self._inference.labels(self._name).observe(max(0.0, total - (timer.queue_s or 0.0)))
-        self._generated.labels(self._name).observe(num_tokens)
+        self._e2e.observe(total)
+        self._inference.observe(max(0.0, total - (timer.queue_s or 0.0)))
+        self._generated.observe(num_tokens)
         if timer.first_at is not None:
             decode = now - timer.first_at
-            self._decode.labels(self._name).observe(decode)
+            self._decode.observe(decode)
             if num_tokens > len(reasons):
-                self._tpot.labels(self._name).observe(decode / (num_tokens - len(reasons)))
+                self._tpot.observe(decode / (num_tokens - len(reasons)))
         for reason in reasons:
             known = reason if reason in FINISH_REASONS else "error"
             self._success.labels(self._name, known).inc()
 
     def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
-        return Counter(PREFIX + name, text, ["model_name", *labels], registry=self.registry)
+        """With the model's name as its label; with further labels these are still to be given."""
+        names = ["model_name", *labels]
+        counter = Counter(PREFIX + name, text, names, registry=self.registry)
+        return counter if labels else counter.labels(self._name)
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(PREFIX + name, text, ["model_name"], registry=self.registry)
+    def _gauge(
+        self, name: str, text: str, over_servers: Literal["livesum", "livemax"] = "livesum"
+    ) -> Gauge:
+        gauge = Gauge(
+            *(PREFIX + name, text, ["model_name"]),
+            registry=self.registry,
+            multiprocess_mode=over_servers,
+        )
+        return gauge.labels(self._name)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
-        return Histogram(
+        histogram = Histogram(
             PREFIX + name, text, ["model_name"], buckets=buckets, registry=self.registry
         )
+        return histogram.labels(self._name)
 
 
 class RequestTimer:
@@ -239,7 +280,6 @@ class RequestTimer:
         now = time.monotonic()
         count = sum(len(answer.token_ids) for answer in output.outputs)
         self.num_tokens += count
-        self._metrics.generated_tokens += count
         if count and self.first_at is None:
             self.first_at = now
             self.queue_s = output.metrics.queue_s

@@ -30,6 +30,13 @@ IGNORED_HEADER = b"x-ignored-fields"
 MAX_NAMES_SHOWN = 16
 _FIELD_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
+
+def shown_id(given: bytes, own: str) -> bytes:
+    """The request id an answer carries: the client's, if it is fit for a header, or ours."""
+    text = given.decode("latin-1")
+    return (text if _CLIENT_ID.fullmatch(text) else own).encode("ascii")
+
+
 Observer = Callable[[str, int, float], None]  # path template, status, seconds
 
 
@@ -62,8 +69,7 @@ class Guard:
         status = 0
         request_id = uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        given = (_header(scope, b"x-request-id") or b"").decode("latin-1")
-        shown = given if _CLIENT_ID.fullmatch(given) else request_id
+        shown = shown_id(_header(scope, b"x-request-id") or b"", request_id)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -71,7 +77,7 @@ class Guard:
                 status = message["status"]
                 message["headers"] = [
                     *message.get("headers", []),
-                    (b"x-request-id", shown.encode("ascii")),
+                    (b"x-request-id", shown),
                 ]
                 if ignored := scope["state"].get("ignored_fields"):
                     message["headers"].append((IGNORED_HEADER, _name_list(ignored)))

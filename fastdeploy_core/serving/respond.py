@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -26,8 +26,25 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 DONE = b"data: [DONE]\n\n"
-# Set by http_protocol.py: closes the connection without waiting for what it still has to send.
-ABORT_EXTENSION = "fastdeploy.abort"
+# An extension of the scope that http_protocol.py sets to the Connection.
+CONNECTION_EXTENSION = "fastdeploy.connection"
+
+
+class Connection(Protocol):
+    """The connection below ASGI, for what would be slow or impossible through `send`."""
+
+    def abort(self) -> None:
+        """Close at once, without waiting for what it still has to send."""
+        ...
+
+    def write(self, data: bytes) -> bool:
+        """A part, not empty, of a body that has no declared length, after the head was sent to a
+        client that knows chunks (HTTP/1.1). True: the client does not keep up, wait for `drain`."""
+        ...
+
+    async def drain(self) -> None:
+        """Wait until the client has read enough."""
+        ...
 
 
 class Job(Protocol):
@@ -143,8 +160,8 @@ async def unless_disconnected(http: Request, work: Coroutine[Any, Any, Result]) 
 class EventStream(Response):
     """A streamed body: stops when the client leaves, and drops a client that does not read.
 
-    `send` waits while the connection's write buffer is full, so a slow reader slows only its own
-    stream; what the engine produces meanwhile waits as token ids.
+    It waits while the connection's write buffer is full, so a slow reader slows only its own stream;
+    what the engine produces meanwhile waits as token ids.
     """
 
     media_type = "text/event-stream"
@@ -164,7 +181,9 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        pump = asyncio.create_task(self._pump(send))
+        connection = scope.get("extensions", {}).get(CONNECTION_EXTENSION)
+        knows_chunks = scope["http_version"] == "1.1"
+        pump = asyncio.create_task(self._pump(send, connection if knows_chunks else None))
         leave = asyncio.create_task(until_disconnect(receive))
         try:
             await asyncio.wait({pump, leave}, return_when=asyncio.FIRST_COMPLETED)
@@ -172,9 +191,8 @@ class EventStream(Response):
                 pump.result()
         except TimeoutError:
             logger.warning("a client stopped reading its stream for %.0f s", self._stall_s)
-            abort = scope.get("extensions", {}).get(ABORT_EXTENSION)
-            if abort is not None:
-                abort()
+            if connection is not None:
+                connection.abort()
         finally:
             for task in (pump, leave):
                 task.cancel()
@@ -182,17 +200,14 @@ class EventStream(Response):
             await self._events.aclose()
             self._on_close()
 
-    async def _pump(self, send: Send) -> None:
+    async def _pump(self, send: Send, connection: Connection | None) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
-        async for data in _yielding(self._events):
-            async with asyncio.timeout(self._stall_s):
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+        async for data in self._events:
+            if connection is None:
+                async with asyncio.timeout(self._stall_s):
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            elif connection.write(data):
+                async with asyncio.timeout(self._stall_s):
+                    await connection.drain()
         await send({"type": "http.response.body", "body": b""})
-
-
-async def _yielding(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Events with a turn of the loop after each, so that a long backlog cannot hold the loop."""
-    async for event in events:
-        yield event
-        await asyncio.sleep(0)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from fastdeploy_core import __version__
 from fastdeploy_core.errors import FastDeployError
 
-from .errors import sanitise
+from .probes import answer_probe
 from .respond import json_response
 from .state import ServerState
 
@@ -26,32 +26,31 @@ def service_router(state: ServerState) -> APIRouter:
     """Routes of one app."""
     router = APIRouter()
 
+    def probe(path: str) -> Response:
+        draining = state.admission.draining
+        status, body = answer_probe(path, state.engine.health(), draining)
+        return json_response(body, status)
+
     @router.get("/health/live")
     async def live() -> Response:
-        return json_response({"status": "live"})
+        return probe("/health/live")
 
     @router.get("/health/ready")
     async def ready() -> Response:
-        health = state.engine.health()
-        if state.admission.draining or health.draining:
-            return json_response({"status": "draining"}, 503)
-        return _answer(health.alive and health.ready, "ready", health.reason)
+        return probe("/health/ready")
 
     @router.get("/health")
     async def health() -> Response:
-        found = state.engine.health()
-        # A draining engine still makes progress; it is /health/ready that turns red then.
-        well = found.alive and (found.ready or found.draining)
-        return _answer(well, "healthy", found.reason)
+        return probe("/health")
 
     @router.get("/ping")
     @router.post("/ping", operation_id="ping_by_post")
     async def ping() -> Response:
-        return await health()
+        return probe("/ping")
 
     @router.get("/load")
     async def load() -> Response:
-        return json_response({"server_load": state.admission.in_flight})
+        return json_response({"server_load": state.admission.total})
 
     @router.get("/version")
     async def version() -> Response:
@@ -73,12 +72,6 @@ def service_router(state: ServerState) -> APIRouter:
         return json_response(await state.in_thread(_plugins))
 
     return router
-
-
-def _answer(well: bool, word: str, reason: str) -> Response:
-    if well:
-        return json_response({"status": word})
-    return json_response({"status": f"not {word}", "reason": sanitise(reason)}, 503)
 
 
 def _plugins() -> object:

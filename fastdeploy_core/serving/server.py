@@ -21,6 +21,7 @@ from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.errors import ConfigError
 
 from .http_protocol import MAX_HEAD_BYTES, GuardedProtocol
+from .occupancy import OwnOccupancy
 from .state import Engine
 
 logger = logging.getLogger(__name__)
@@ -78,11 +79,13 @@ def url_of(listener: socket.socket, config: ServerConfig) -> str:
 
 
 class ApiServer(uvicorn.Server):
-    """One app on one socket."""
+    """One app: on a listening socket, or on connections that a front door hands over."""
 
     def __init__(self, app: FastAPI, config: ServerConfig) -> None:
         self._engine: Engine = app.state.server.engine
         self._admission = app.state.server.admission
+        self._occupancy: OwnOccupancy = app.state.server.occupancy
+        self._adopting: set[asyncio.Task[None]] = set()
         self._grace_s = config.grace_s
         self._draining: asyncio.Task[None] | None = None
         self.exit_code = 0
@@ -102,6 +105,28 @@ class ApiServer(uvicorn.Server):
                 ssl_certfile=config.ssl_certfile,
             )
         )
+
+    def adopt(self, connection: socket.socket) -> None:
+        """Serve a connection that somebody else has accepted."""
+        task = asyncio.get_running_loop().create_task(self._adopt(connection))
+        self._adopting.add(task)
+        task.add_done_callback(self._adopting.discard)
+
+    async def _adopt(self, connection: socket.socket) -> None:
+        loop, config = asyncio.get_running_loop(), self.config
+
+        def protocol() -> GuardedProtocol:
+            made = GuardedProtocol(
+                config=config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+            made.on_lost = self._occupancy.closed
+            return made
+
+        try:
+            await loop.connect_accepted_socket(protocol, connection, ssl=config.ssl)
+        except (OSError, ConnectionError) as error:  # it left, or speaks no TLS
+            logger.debug("a connection was lost before it began: %s", error)
+            connection.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ from fastdeploy_core.errors import ConfigError, PluginNotFound, RequestTooLong, 
 
 from .errors import ApiError, too_busy, unavailable
 from .metrics import Metrics
+from .occupancy import OwnOccupancy
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -76,12 +77,24 @@ class Permit:
 class Admission:
     """Decides, before any work is done for a request, whether there is room for it."""
 
-    def __init__(self, engine: Engine, config: ServerConfig, metrics: Metrics) -> None:
+    def __init__(
+        self, engine: Engine, config: ServerConfig, metrics: Metrics, occupancy: OwnOccupancy
+    ) -> None:
         self._engine = engine
         self._metrics = metrics
+        self._occupancy = occupancy
         self.limit = config.max_concurrency
-        self.in_flight = 0
         self.draining = False
+
+    @property
+    def in_flight(self) -> int:
+        """Requests being answered here."""
+        return self._occupancy.in_flight
+
+    @property
+    def total(self) -> int:
+        """Requests being answered by all API servers of this port."""
+        return self._occupancy.table.in_flight()
 
     def enter(self, count: int) -> Permit:
         """A permit for `count` requests; 429 when there is no room, 503 when there is no engine."""
@@ -93,7 +106,7 @@ class Admission:
             )
             self._metrics.rejected(reason)
             raise
-        self.in_flight += count
+        self._occupancy.change(count)
         return Permit(partial(self._leave, count))
 
     def _check(self, count: int) -> None:
@@ -101,15 +114,16 @@ class Admission:
             raise unavailable("the server is shutting down", DRAINING_RETRY_S)
         if count > self.limit:
             raise ApiError(400, f"one call may hold at most {self.limit} prompts", param="prompt")
-        if self.in_flight + count > self.limit:
-            raise too_busy(f"{self.in_flight} requests are in flight; at most {self.limit} may be")
+        total = self.total
+        if total + count > self.limit:
+            raise too_busy(f"{total} requests are in flight; at most {self.limit} may be")
         try:
             self._engine.check_admission()
         except WorkerError as error:
             raise unavailable("the engine is not ready") from error
 
     def _leave(self, count: int) -> None:
-        self.in_flight -= count
+        self._occupancy.change(-count)
 
 
 class ServerState:
@@ -122,13 +136,15 @@ class ServerState:
         config: ServerConfig,
         limits: RequestLimits,
         compiler: GrammarCompiler | None = None,
+        occupancy: OwnOccupancy | None = None,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.config = config
         self.compiler = compiler
         self.metrics = Metrics(config.served_names[0] if config.served_names else "model")
-        self.admission = Admission(engine, config, self.metrics)
+        self.occupancy = occupancy or OwnOccupancy()
+        self.admission = Admission(engine, config, self.metrics, self.occupancy)
         self.outputs = OutputProcessor(tokenizer)
         self.default_sampling = default_sampling_values(config.default_sampling)
         self.limits = limits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fastdeploy_core.types import RequestOutput
+from fastdeploy_core.types import RequestOutput, SpeculateMetrics
 
 from .protocol.common import SamplingFields
 from .state import ServerState
@@ -19,12 +19,15 @@ class Usage:
         self.num_completion_tokens = 0
         self.num_reasoning_tokens = 0
         self._cached: dict[str, int] = {}  # by request, because each output repeats its own
+        self._drafts: dict[str, SpeculateMetrics] = {}  # the same
 
     def add(self, output: RequestOutput) -> None:
         """New output of one of the call's requests."""
         self.num_completion_tokens += sum(len(part.token_ids) for part in output.outputs)
         if output.num_cached_tokens is not None:
             self._cached[output.request_id] = output.num_cached_tokens
+        if output.metrics.speculate_metrics is not None:
+            self._drafts[output.request_id] = output.metrics.speculate_metrics
 
     def render(self) -> dict[str, Any]:
         """OpenAI's usage object."""
@@ -34,8 +37,15 @@ class Usage:
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
         }
+        details = {}
         if self.num_reasoning_tokens:
-            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens}
+            details["reasoning_tokens"] = self.num_reasoning_tokens
+        if self._drafts:
+            drafts = self._drafts.values()
+            details["accepted_prediction_tokens"] = sum(d.accepted_tokens for d in drafts)
+            details["rejected_prediction_tokens"] = sum(d.rejected_tokens for d in drafts)
+        if details:
+            usage["completion_tokens_details"] = details
         return usage
 
 

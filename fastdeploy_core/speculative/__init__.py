@@ -1,2 +1,5 @@
-"""Speculative methods of the core distribution and their shared verifier. Empty in this version:
-the contract is contracts/speculative.py, and the worker judges given drafts by what it draws."""
+"""Speculative methods of the core distribution, and the verifier that all methods share.
+
+The contract is contracts/speculative.py; worker/speculation.py runs drafters and verifier behind the
+model's step.
+"""

@@ -52,9 +52,11 @@ def available() -> list[str]:
 
 
 def load(name: str) -> TensorLibrary:
-    """The library of that name, imported at the first call. ConfigError if it is not installed."""
+    """The library of that name, imported at the first call and usable in the calling thread.
+    ConfigError if it is not installed."""
     library = _loaded.get(name)
     if library is not None:
+        library.enter_thread()
         return library
     if name not in LIBRARIES:
         raise ConfigError(
@@ -74,6 +76,7 @@ def load(name: str) -> TensorLibrary:
                 # features: nothing an operator of a server can act on.
                 warnings.simplefilter("ignore")
                 _loaded[name] = importlib.import_module(f"{__name__}._{name}").library()
+    _loaded[name].enter_thread()
     return _loaded[name]
 
 

@@ -100,6 +100,12 @@ class PaddleLibrary:
     def to_device(self, x: Any, device: str) -> Any:
         return x.to(device)
 
+    def enter_thread(self) -> None:
+        # Eager execution is a setting of each thread: the one that imports paddle has it, and what is
+        # started from the main thread after an import there; others build graphs instead.
+        if not paddle.in_dynamic_mode():
+            paddle.disable_static()
+
     def no_grad(self) -> AbstractContextManager[Any]:
         return paddle.no_grad()
 

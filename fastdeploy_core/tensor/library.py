@@ -80,6 +80,10 @@ class TensorLibrary(Protocol):
         """x on that device, x itself if it is there."""
         ...
 
+    def enter_thread(self) -> None:
+        """Make the library usable in this thread; `load` calls it."""
+        ...
+
     def no_grad(self) -> AbstractContextManager[Any]:
         """Nothing inside records gradients. Wrap every forward pass in a fresh one."""
         ...

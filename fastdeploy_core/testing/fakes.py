@@ -24,7 +24,7 @@ from fastdeploy_core.contracts.device import (
     MemoryInfo,
 )
 from fastdeploy_core.errors import CapabilityError, WorkerError
-from fastdeploy_core.types import SchedulerOutput
+from fastdeploy_core.types import ModelRunnerOutput, SchedulerOutput
 from fastdeploy_core.types.worker import WorkerInfo
 
 from .null_worker import NullModel, NullOptions, NullPending, NullWorker
@@ -48,7 +48,7 @@ class NullDevice:
     """A device that computes nothing."""
 
     name = "null"
-    contract = (0, 1)
+    contract = (0, 2)
     worker = "fastdeploy_core.testing.fakes:NullWorker"
     device = "null"
     limits = DeviceLimits(
@@ -71,6 +71,18 @@ class NullDevice:
         """The array itself."""
         return np.asarray(x)
 
+    def host_buffer(self, num_bytes: int) -> np.ndarray:
+        """Ordinary memory."""
+        return np.zeros(num_bytes, dtype=np.uint8)
+
+    def upload(self, source: np.ndarray, target: Any) -> None:
+        """Copied now."""
+        target[:] = source
+
+    def download(self, source: Any, target: np.ndarray) -> None:
+        """Copied now."""
+        target[:] = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
+
     def record_event(self) -> NullEvent:
         """An event that has happened."""
         return NullEvent()
@@ -81,7 +93,9 @@ class NullDevice:
             f"device {self.name!r} has no collectives: it computes nothing; its worker needs none"
         )
 
-    def capture(self, run: Callable[[], None]) -> CapturedGraph:
+    def capture(
+        self, run: Callable[[], None], beside: CapturedGraph | None = None
+    ) -> CapturedGraph:
         """Not offered."""
         raise CapabilityError(f"device {self.name!r} does not capture graphs")
 
@@ -144,6 +158,7 @@ class FaultyWorker(NullWorker):
         address: str = "",
     ) -> None:
         super().__init__(config, resolved, rank, world_size, address)
+        self.options.asynchronous = False  # as on devices whose steps need threads of their own
         faults = msgspec.convert(config.model.hf_config.get("faults", []), list[Fault])
         self._faults = [fault for fault in faults if fault.rank == rank]
         self._num_fired: dict[int, int] = {}
@@ -168,10 +183,9 @@ class FaultyWorker(NullWorker):
         pending = super().launch(step)
         for fault in due:
             if fault.kind == "nan":
-                for row in pending.wait().sequences:
-                    if fault.token is None or self._ends_with(row.seq_id, fault.token):
-                        row.error = "nan_logits"
-                        row.token_ids = []
+                for row, seq_id in enumerate(self.seq_ids(step)):
+                    if fault.token is None or self._ends_with(seq_id, fault.token):
+                        _break(pending.wait(), row)
         return pending
 
     def _is_due(self, fault: Fault) -> bool:
@@ -188,11 +202,20 @@ class FaultyWorker(NullWorker):
             new.token_ids[new.num_prompt_tokens - 1] == fault.token for new in step.new_sequences
         ):
             return True
-        return any(self._ends_with(row.seq_id, fault.token) for row in step.sequences)
+        return any(self._ends_with(seq_id, fault.token) for seq_id in self.seq_ids(step))
 
     def _ends_with(self, seq_id: int, token: int) -> bool:
         state = self._sequences.get(seq_id)
         return state is not None and state.tokens[state.new.num_prompt_tokens - 1] == token
+
+
+def _break(output: ModelRunnerOutput, row: int) -> None:
+    """The row's logits were not finite: it has no tokens."""
+    assert output.counts is not None, "steps whose tokens are predictable say how many there are"
+    first = int(output.counts[:row].sum())
+    output.token_ids = np.delete(output.token_ids, slice(first, first + int(output.counts[row])))
+    output.counts[row] = 0
+    output.errors[row] = "nan_logits"
 
 
 def _fire(fault: Fault) -> None:

@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.types import (
+    BatchRows,
     ModelRunnerOutput,
     NewSequence,
     SamplingParams,
-    ScheduledSequence,
     SchedulerOutput,
-    SequenceOutput,
     TokenLogprobs,
 )
 from fastdeploy_core.types.worker import WorkerInfo
@@ -54,8 +54,11 @@ class NullOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     chunked_prefill: bool = True
     token_buckets: tuple[int, ...] | None = None
     overlap: bool = True
+    asynchronous: bool = True  # a step is queued and waited for, not done by its launch
     host_tier: bool = True
     logprobs: bool = True
+    # False: tokens are just numbers and nothing is cached, so that a step costs the host nothing.
+    predictable: bool = True
     draft_accuracy: float = 0.6  # share of drafts that are right, with speculation configured
 
 
@@ -108,9 +111,12 @@ class NullPending:
 
     def __init__(self, output: ModelRunnerOutput) -> None:
         self._output = output
+        self.ready_s = 0.0  # by time.perf_counter
 
     def wait(self) -> ModelRunnerOutput:
         """What it produced."""
+        while (left_s := self.ready_s - time.perf_counter()) > 0:
+            time.sleep(left_s)
         return self._output
 
 
@@ -131,10 +137,12 @@ class NullWorker:
         self.model = NullModel(self.options.vocab_size)
         self.block_size = self.options.block_size or config.cache.block_size
         self.num_steps = 0
+        self._busy_until_s = 0.0
         self._num_drafts = 0
         if config.speculative is not None:
             self._num_drafts = config.speculative.num_speculative_tokens
         self._sequences: dict[int, _State] = {}
+        self._rows = BatchRows.of([], [], [])
         self._cache: list[array[int]] = []
         self._host: list[array[int]] = []
 
@@ -154,6 +162,7 @@ class NullWorker:
             chunked_prefill=options.chunked_prefill,
             token_buckets=options.token_buckets,
             overlap=options.overlap,
+            asynchronous=options.asynchronous,
             host_tier=options.host_tier,
             logprobs=options.logprobs,
             device="null",
@@ -170,6 +179,37 @@ class NullWorker:
     def launch(self, step: SchedulerOutput) -> NullPending:
         """Do the step."""
         started = time.perf_counter()
+        rows = self._rows = step.rows if step.rows is not None else self._rows.next()
+        output = ModelRunnerOutput(step_id=step.step_id, token_ids=rows.starts)
+        if self.options.predictable:
+            self._prepare(step)
+            self._run_rows(step, rows, output)
+        elif not rows.is_decode:
+            output.counts = rows.samples.astype(np.int64)
+            output.token_ids = rows.starts[rows.samples]
+        self.num_steps += 1
+        output.model_s = output.execute_s = time.perf_counter() - started + self.options.step_s
+        pending = NullPending(output)
+        if self.options.step_s:
+            # One step after the other, as in a device's queue.
+            self._busy_until_s = max(started, self._busy_until_s) + self.options.step_s
+            pending.ready_s = self._busy_until_s
+            if not self.options.asynchronous:
+                pending.wait()
+        return pending
+
+    def seq_ids(self, step: SchedulerOutput) -> list[int]:
+        """The sequences of a step that is about to be launched, or was just now."""
+        rows = self._rows if step.rows is None else step.rows
+        return [int(seq_id) for seq_id in rows.seq_ids]
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._sequences.clear()
+        self._cache = []
+        self._host = []
+
+    def _prepare(self, step: SchedulerOutput) -> None:
         for seq_id in step.finished_seq_ids:
             self._sequences.pop(seq_id, None)
         for new in step.new_sequences:
@@ -177,22 +217,6 @@ class NullWorker:
                 raise RuntimeError(f"sequence {new.seq_id} is new twice")
             self._sequences[new.seq_id] = _State(new)
         self._copy(step)
-        outputs = [self._run(row) for row in step.sequences]
-        if self.options.step_s:
-            time.sleep(self.options.step_s)
-        self.num_steps += 1
-        elapsed = time.perf_counter() - started
-        return NullPending(
-            ModelRunnerOutput(
-                step_id=step.step_id, sequences=outputs, model_s=elapsed, execute_s=elapsed
-            )
-        )
-
-    def close(self) -> None:
-        """Forget everything."""
-        self._sequences.clear()
-        self._cache = []
-        self._host = []
 
     def _copy(self, step: SchedulerOutput) -> None:
         for source, target in step.copies.device_to_host:
@@ -202,24 +226,42 @@ class NullWorker:
         for source, target in step.copies.device_to_device:
             self._cache[target] = self._cache[source][:]
 
-    def _run(self, row: ScheduledSequence) -> SequenceOutput:
-        state = self._sequences[row.seq_id]
-        state.blocks.extend(row.new_block_ids)
-        start, num_drafts = row.num_computed_tokens, len(row.draft_token_ids)
-        num_known = row.num_tokens - num_drafts
-        fed = state.tokens[start : start + num_known] + row.draft_token_ids
-        if len(fed) != row.num_tokens:
+    def _run_rows(self, step: SchedulerOutput, rows: BatchRows, output: ModelRunnerOutput) -> None:
+        tokens: list[list[int]] = []
+        num_drafts = max(0, min(step.max_drafts, self._num_drafts))
+        next_drafts = np.full((rows.seq_ids.size, num_drafts), -1)
+        first_draft = 0
+        for row, seq_id in enumerate(rows.seq_ids.tolist()):
+            state = self._sequences[seq_id]
+            state.blocks.extend(step.new_block_ids.get(row, ()))
+            start, count = int(rows.starts[row]), int(rows.counts[row])
+            drafts = rows.draft_token_ids[first_draft : first_draft + rows.num_drafts[row]].tolist()
+            first_draft += len(drafts)
+            self._feed(state, start, count, drafts)
+            sampling = state.new.sampling
+            if sampling.prompt_logprobs is not None:
+                output.prompt_logprobs[row] = self._prompt_logprobs(state, start, count)
+            tokens.append([])
+            if rows.samples[row]:  # every rank: they all come to the same token without being told
+                tokens[row] = self._sample(state, drafts, start + count - len(drafts))
+                proposals = self._draft(state)[:num_drafts]
+                next_drafts[row, : len(proposals)] = proposals
+            if sampling.logprobs is not None:
+                output.logprobs[row] = [self._logprobs(t, sampling.logprobs) for t in tokens[row]]
+        output.token_ids = np.array([t for some in tokens for t in some], dtype=np.int64)
+        output.counts = np.array([len(some) for some in tokens], dtype=np.int64)
+        if num_drafts:
+            output.next_drafts = next_drafts
+
+    def _feed(self, state: _State, start: int, count: int, drafts: list[int]) -> None:
+        num_known = count - len(drafts)
+        fed = state.tokens[start : start + num_known] + drafts
+        if len(fed) != count:
             raise RuntimeError(
-                f"sequence {row.seq_id}: tokens {start} to {start + row.num_tokens} are to be fed, "
+                f"sequence {state.new.seq_id}: tokens {start} to {start + count} are to be fed, "
                 f"{len(state.tokens)} are known"
             )
         self._write(state, start, fed)
-        output = SequenceOutput(row.seq_id)
-        if state.new.sampling.prompt_logprobs is not None:
-            output.prompt_logprobs = self._prompt_logprobs(state, start, row.num_tokens)
-        if row.sample:  # every rank: they all come to the same token without being told
-            self._sample(state, row, start + num_known, output)
-        return output
 
     def _write(self, state: _State, start: int, fed: list[int]) -> None:
         size, blocks, cache = self.block_size, state.blocks, self._cache
@@ -237,23 +279,17 @@ class NullWorker:
             states.extend(self._cache[block])
         return states[:num_tokens]
 
-    def _sample(
-        self, state: _State, row: ScheduledSequence, num_known: int, output: SequenceOutput
-    ) -> None:
-        sampling, drafts = state.new.sampling, row.draft_token_ids
+    def _sample(self, state: _State, drafts: list[int], num_known: int) -> list[int]:
         # Rows may be fed again after the engine dropped tokens it did not want.
         del state.tokens[num_known:]
+        tokens: list[int] = []
         for index in range(len(drafts) + 1):
             token = self._next(state, num_known + index)
-            output.token_ids.append(token)
+            tokens.append(token)
             state.tokens.append(token)
             if index == len(drafts) or drafts[index] != token:
                 break
-        output.num_accepted_drafts = len(output.token_ids) - 1
-        if sampling.logprobs is not None:
-            output.logprobs = [self._logprobs(t, sampling.logprobs) for t in output.token_ids]
-        if self._num_drafts:
-            output.next_draft_token_ids = self._draft(state)
+        return tokens
 
     def _next(self, state: _State, num_tokens: int) -> int:
         """Stop tokens give way to their neighbours while min_tokens is not reached."""

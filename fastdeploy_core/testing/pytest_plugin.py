@@ -29,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--fd-kind", default="", help="its kind, such as device")
     group.addoption("--fd-device", default="", help="device to run on (default: cpu)")
     group.addoption("--fd-tensor", default="", help="tensor library: torch or paddle")
+    group.addoption("--fd-model", default="", help="model folder for drafters, default: a tiny one")
     group.addoption("--fd-report", default="", help="write results as JSON to this file")
     group.addoption(
         "--fd-option",

@@ -4,23 +4,33 @@ Everything here is a msgspec Struct: typed, fast, and encodable as MessagePack, 
 thing that crosses a socket in this project.
 """
 
-from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from .request import FinishReason, Request, RequestOutputDelta, RequestStatus, SequenceDelta
+from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SpeculateMetrics
+from .request import (
+    DraftStats,
+    FinishReason,
+    Request,
+    RequestOutputDelta,
+    RequestStatus,
+    SequenceDelta,
+    TokenDeltas,
+    each_delta,
+)
 from .sampling import SamplingParams, StructuredOutputsParams
 from .step import (
+    BatchRows,
     BlockCopies,
     GrammarStart,
     ModelRunnerOutput,
     NewSequence,
-    ScheduledSequence,
     SchedulerOutput,
-    SequenceOutput,
     TokenLogprobs,
 )
 
 __all__ = [
+    "BatchRows",
     "BlockCopies",
     "CompletionOutput",
+    "DraftStats",
     "FinishReason",
     "GrammarStart",
     "Logprob",
@@ -32,10 +42,11 @@ __all__ = [
     "RequestOutputDelta",
     "RequestStatus",
     "SamplingParams",
-    "ScheduledSequence",
     "SchedulerOutput",
     "SequenceDelta",
-    "SequenceOutput",
+    "SpeculateMetrics",
     "StructuredOutputsParams",
+    "TokenDeltas",
     "TokenLogprobs",
+    "each_delta",
 ]

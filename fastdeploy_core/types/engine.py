@@ -73,8 +73,12 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     prefix_hit_tokens_total: int = 0  # of these, found on the device or in host memory
     host_hit_tokens_total: int = 0  # brought back from host memory, also after preemptions
     host_saved_blocks_total: int = 0
+    drafts_total: int = 0  # rows with drafts, summed over steps
     draft_tokens_total: int = 0
     accepted_draft_tokens_total: int = 0
+    accepted_drafts_at_total: list[int] = []  # by place: rows whose first so many drafts were right
+    draft_failures_total: int = 0  # proposals lost because a drafter failed
+    draft_s: float = 0.0  # in drafters
     # steps
     steps_total: int = 0
     step_failures_total: int = 0

@@ -16,6 +16,21 @@ class Logprob:
 
 
 @dataclass(slots=True)
+class SpeculateMetrics:
+    """How the drafts of a request's answers fared. Names are FastDeploy's; a head is a place in a
+    step's drafts, counted from 0."""
+
+    accepted_tokens: int = 0
+    rejected_tokens: int = 0
+    accept_ratio: float = 0.0  # accepted of all drafts
+    average_accept_length: float = (
+        0.0  # tokens that came of a step with drafts, the drawn one included
+    )
+    accepted_tokens_per_head: list[int] = field(default_factory=list)
+    accept_ratio_per_head: list[float] = field(default_factory=list)  # of steps with drafts
+
+
+@dataclass(slots=True)
 class RequestMetrics:
     """Moments of a request's life, seconds since the epoch, and durations in seconds."""
 
@@ -24,6 +39,7 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     queue_s: float | None = None
+    speculate_metrics: SpeculateMetrics | None = None  # None: nothing was drafted
 
 
 @dataclass(slots=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 
 import msgspec
 
@@ -53,6 +55,37 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     instance: str = ""  # instance a request scheduler routed it to; empty: any
 
 
+class DraftStats(msgspec.Struct, omit_defaults=True):
+    """How the drafts of one sequence fared."""
+
+    num_steps: int = 0  # that had drafts of it
+    num_drafts: int = 0
+    accepted_at: list[int] = []  # by place: steps whose first so many drafts were right
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """One more step."""
+        self.num_steps += 1
+        self.num_drafts += drafted
+        self.accepted_at = [
+            *self.accepted_at,
+            *[0] * (drafted - len(self.accepted_at)),
+        ]
+        for place in range(accepted):
+            self.accepted_at[place] += 1
+
+    def add(self, other: DraftStats) -> None:
+        """Another sequence of the same request."""
+        self.num_steps += other.num_steps
+        self.num_drafts += other.num_drafts
+        pairs = zip_longest(self.accepted_at, other.accepted_at, fillvalue=0)
+        self.accepted_at = [one + two for one, two in pairs]
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafts that were right."""
+        return sum(self.accepted_at)
+
+
 class SequenceDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
     """New tokens of one sequence of a request (`index` counts 0 to n-1)."""
 
@@ -61,9 +94,10 @@ class SequenceDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: list[TokenLogprobs] | None = None  # one per token of token_ids, when asked for
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # stop token id, when one ended it
+    drafts: DraftStats | None = None  # with the finish_reason, if there were any
 
 
-class RequestOutputDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
+class RequestOutputDelta(msgspec.Struct, kw_only=True, omit_defaults=True, tag="delta"):
     """What one engine step adds to one request. Deltas of a request carry consecutive `position`s."""
 
     request_id: str
@@ -80,3 +114,34 @@ class RequestOutputDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
     finished: bool = False  # no more deltas of this request follow
     error: str | None = None  # the request failed; safe to show to the client
     error_type: str = ""  # class name in errors.py
+
+
+class TokenDeltas(msgspec.Struct, tag="tokens"):
+    """One more token, and nothing else, for each of many requests that have one sequence: what a
+    step adds to nearly all requests, in columns. Entry i is a RequestOutputDelta in short."""
+
+    request_ids: list[str]
+    positions: list[int]
+    attempts: list[int]
+    token_ids: list[int]
+
+    def delta(self, index: int) -> RequestOutputDelta:
+        """One entry on its own."""
+        return RequestOutputDelta(
+            request_id=self.request_ids[index],
+            position=self.positions[index],
+            attempt=self.attempts[index],
+            sequences=[SequenceDelta(token_ids=[self.token_ids[index]])],
+        )
+
+    def __iter__(self) -> Iterator[RequestOutputDelta]:
+        return map(self.delta, range(len(self.request_ids)))
+
+
+def each_delta(outputs: Iterable[RequestOutputDelta | TokenDeltas]) -> Iterator[RequestOutputDelta]:
+    """The same output without columns."""
+    for output in outputs:
+        if isinstance(output, TokenDeltas):
+            yield from output
+        else:
+            yield output

@@ -1,12 +1,16 @@
 """One engine step: SchedulerOutput goes to every worker, ModelRunnerOutput comes back.
 
 Both carry several tokens per sequence per step, because chunked prefill, speculation and overlap
-need it. `seq_id` is a number the engine never reuses in its life.
+need it. A batch travels in columns, since a step of hundreds of rows must cost the host next to
+nothing. `seq_id` is a number the engine never reuses in its life.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import msgspec
+import numpy as np
 
 from .sampling import SamplingParams
 
@@ -43,15 +47,60 @@ class NewSequence(msgspec.Struct, kw_only=True, omit_defaults=True):
     grammar_start: GrammarStart | None = None  # None: it binds from the first token
 
 
-class ScheduledSequence(msgspec.Struct, omit_defaults=True):
-    """One row of the batch: feed tokens [num_computed_tokens, num_computed_tokens + num_tokens)."""
+class BatchRows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The rows of a step in columns, in batch order. Row i is fed the tokens at positions starts[i]
+    up to starts[i] + counts[i] of its sequence."""
 
-    seq_id: int
-    num_computed_tokens: int  # tokens whose keys and values lie in the cache before this step
-    num_tokens: int  # tokens fed now: a prefill chunk, or the last token plus drafts
-    new_block_ids: list[int] = []  # appended to the block table before this step
-    draft_token_ids: list[int] = []  # the last len() of the num_tokens fed are unverified drafts
-    sample: bool = True  # False: a prefill chunk that does not reach the last known token
+    seq_ids: np.ndarray  # [B] int64
+    starts: np.ndarray  # [B] int64: tokens whose keys and values lie in the cache before this step
+    counts: np.ndarray  # [B] int64: tokens fed: a prefill chunk, or the newest token plus drafts
+    samples: np.ndarray  # [B] bool; False: a prefill chunk that does not reach the last known token
+    num_drafts: np.ndarray  # [B] int64: the last so many of the tokens fed are unverified drafts
+    draft_token_ids: np.ndarray  # [sum of num_drafts] int64: these, row after row
+
+    @classmethod
+    def of(
+        cls,
+        seq_ids: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        samples: Sequence[bool] | None = None,
+        drafts: Mapping[int, Sequence[int]] | None = None,
+    ) -> BatchRows:
+        """Rows from plain lists; `drafts` by row. Without `samples` every row samples."""
+        drafts = drafts or {}
+        num_drafts = np.zeros(len(seq_ids), dtype=np.int64)
+        for row, tokens in drafts.items():
+            num_drafts[row] = len(tokens)
+        return cls(
+            seq_ids=np.array(seq_ids, dtype=np.int64),
+            starts=np.array(starts, dtype=np.int64),
+            counts=np.array(counts, dtype=np.int64),
+            samples=np.ones(len(seq_ids), dtype=bool)
+            if samples is None
+            else np.array(samples, dtype=bool),
+            num_drafts=num_drafts,
+            draft_token_ids=np.array(
+                [token for row in sorted(drafts) for token in drafts[row]], dtype=np.int64
+            ),
+        )
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row is fed exactly one token and samples the next."""
+        return bool((self.counts == 1).all() and self.samples.all())
+
+    def next(self) -> BatchRows:
+        """The rows of a step that only says that these go on: each with the token it has sampled."""
+        size = self.seq_ids.size
+        return BatchRows(
+            seq_ids=self.seq_ids,
+            starts=self.starts + self.counts,
+            counts=np.ones(size, dtype=np.int64),
+            samples=np.ones(size, dtype=bool),
+            num_drafts=np.zeros(size, dtype=np.int64),
+            draft_token_ids=np.zeros(0, dtype=np.int64),
+        )
 
 
 class BlockCopies(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -63,38 +112,35 @@ class BlockCopies(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SchedulerOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What to run in one step. Row order is batch order."""
+    """What to run in one step."""
 
     step_id: int
-    new_sequences: list[NewSequence] = []
-    sequences: list[ScheduledSequence] = []
     finished_seq_ids: list[int] = []  # workers forget these first; preempted ones included
+    new_sequences: list[NewSequence] = []
+    # None: those of the step before, `next()`, which is nearly always so: every row sampled there,
+    # none had drafts, and each is fed the one token that it sampled.
+    rows: BatchRows | None = None
+    new_block_ids: dict[int, list[int]] = {}  # by row: appended to its block table before this step
     copies: BlockCopies = BlockCopies()
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens fed in this step over all rows."""
-        return sum(s.num_tokens for s in self.sequences)
+    # Drafts to make behind this step for each row that samples; 0: drafters with a cache of their own
+    # only keep it complete; -1: drafters rest.
+    max_drafts: int = -1
 
 
-class SequenceOutput(msgspec.Struct, omit_defaults=True):
-    """What one row produced: no token for an unfinished prefill, up to 1 + drafts otherwise."""
-
-    seq_id: int
-    token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = (
-        None  # of the prompt tokens predicted in this chunk
-    )
-    next_draft_token_ids: list[int] = []  # proposals for the next step, verified then
-    num_accepted_drafts: int = 0
-    error: str | None = None  # fails this request only, such as "nan_logits"
-
-
-class ModelRunnerOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What a step produced. Rows are in the order of SchedulerOutput.sequences."""
+class ModelRunnerOutput(msgspec.Struct, kw_only=True, eq=False):
+    """What a step produced, by rows of the step. What few rows have stands beside the columns."""
 
     step_id: int
-    sequences: list[SequenceOutput] = []
+    token_ids: np.ndarray  # int64: the new tokens of all rows, row after row
+    # [B] int64: how many of these are each row's: none of a prefill that is not complete or of a row
+    # with an error, else one more than the drafts that were right. None: one of each row.
+    counts: np.ndarray | None = None
+    # [B, k] int64: proposals for each row's next step, -1 behind its last one. None: there are none.
+    next_drafts: np.ndarray | None = None
+    logprobs: dict[int, list[TokenLogprobs]] = {}  # one for each of the row's tokens
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # of prompt tokens that the chunk predicts
+    errors: dict[int, str] = {}  # fails this row's request only, such as "nan_logits"
     model_s: float = 0.0  # seconds in the forward pass, attention's preparation and logits included
+    draft_s: float = 0.0  # seconds in drafters
     execute_s: float = 0.0  # seconds in the worker, the forward pass included
+    draft_failures: int = 0  # proposals lost since the start, because a drafter failed

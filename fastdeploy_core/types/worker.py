@@ -25,8 +25,10 @@ class WorkerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     chunked_prefill: bool = True  # False: a prompt runs in one step
     token_buckets: tuple[int, ...] | None = None
     overlap: bool = True  # a step may be launched before the tokens of the one before are known
+    asynchronous: bool = False  # launching a step only queues its work
     host_tier: bool = True  # blocks can move to host memory and back
     logprobs: bool = True
+    drafts_with_cache: bool = False  # the drafter's layers have entries in every block
     # the start-up report
     device: str = ""
     tensor_library: str = ""

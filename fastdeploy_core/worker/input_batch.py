@@ -7,19 +7,25 @@ slot. A decode step is vector work over the slots of the batch; nothing is done 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from fastdeploy_core.contracts.attention import AttentionBatch
 from fastdeploy_core.errors import WorkerError
-from fastdeploy_core.types import NewSequence, ScheduledSequence
+from fastdeploy_core.types import BatchRows, NewSequence, SchedulerOutput
+
+from .step_rows import StepRows
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.tensor import Tensor
+
+
+# In place of the position of the token in newest_dev. NOWHERE: it is of no use. TRUSTED: it is the newest
+# one, but only the device knows where that stands, until the step that drew it has been read.
+NOWHERE, TRUSTED = -1, -2
 
 
 class SlotState(Protocol):
@@ -28,26 +34,6 @@ class SlotState(Protocol):
     def reset(self, slot: int) -> None:
         """Forget the slot's sequence entirely."""
         ...
-
-
-@dataclass(slots=True)
-class StepRows:
-    """One step as arrays; B rows, T tokens, R sampled positions."""
-
-    slots: np.ndarray  # [B] int64
-    starts: np.ndarray  # [B] int64: tokens in the cache before this step
-    counts: np.ndarray  # [B] int64: tokens fed
-    seq_lens: np.ndarray  # [B] int64: starts + counts
-    num_drafts: np.ndarray  # [B] int64: the last tokens fed are unverified drafts
-    num_judged: (
-        np.ndarray
-    )  # [B] int64: drafts that are sampled over in this step; the rest is refused
-    samples: np.ndarray  # [B] bool: whether the row samples
-    is_decode: bool  # one token per row, every row samples
-    # Rows that sample, expanded by drafts: sampled position r belongs to batch row sample_rows[r].
-    sample_rows: np.ndarray  # [R] int64
-    sample_tokens: np.ndarray  # [R] int64: which of the T tokens its logits come from
-    sample_positions: np.ndarray  # [R] int64: where the sampled token will stand
 
 
 class InputBatch:
@@ -60,6 +46,7 @@ class InputBatch:
         max_model_len: int,
         block_size: int,
         parts: Sequence[SlotState] = (),
+        max_drafts: int = 0,
     ) -> None:
         self._device, self._xp = device, device.xp
         self.max_num_seqs, self.max_model_len, self.block_size = (
@@ -69,27 +56,38 @@ class InputBatch:
         )
         self._parts = tuple(parts)
         self._block_size = np.int64(block_size)  # so that int32 block numbers do not overflow
-        max_blocks = -(-max_model_len // block_size) + 1
+        max_blocks = -(-(max_model_len + max_drafts) // block_size) + 1
         # Host buffers, one row per slot. Zeroed pages cost nothing until they are written.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.room = np.zeros(max_num_seqs, dtype=np.int64)  # tokens that its blocks hold
         self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_known = np.zeros(max_num_seqs, dtype=np.int64)  # tokens the host knows
-        self.newest = np.full(max_num_seqs, -1, dtype=np.int64)  # position of the last sampled one
+        self.newest = np.full(
+            max_num_seqs, NOWHERE, dtype=np.int64
+        )  # where newest_dev's token stands
         self.owner = np.zeros(max_num_seqs, dtype=np.int64)  # counts the slot's sequences
         self.seq_ids = np.full(max_num_seqs, -1, dtype=np.int64)
         self.slot_of: dict[int, int] = {}
         self._free = list(range(max_num_seqs))  # a heap: low slots first keep batches dense
-        # The newest sampled token of each slot, for steps launched before the host saw it.
+        # The newest sampled token of each slot, for steps launched before the host saw it. One more
+        # entry is nobody's: see device_slots.py.
         self.newest_dev = self._xp.zeros(
-            (max_num_seqs,), dtype=self._xp.int64, device=device.device
+            (max_num_seqs + 1,), dtype=self._xp.int64, device=device.device
         )
         self._tables: tuple[np.ndarray, int, np.ndarray, Tensor] | None = None
         self._decode_cu: dict[int, tuple[np.ndarray, Tensor]] = {}
         self._same: dict[int, tuple[np.ndarray, ...]] = {}
-        # The array is kept while the rows stay, so that others see at a glance that they did.
-        self._last_slots: tuple[list[int], np.ndarray] = ([], np.zeros(0, dtype=np.int64))
+        # Arrays are kept while the rows stay, so that others see at a glance that they did.
+        self._last: StepRows | None = None
+        self._last_ids = np.zeros(0, dtype=np.int64)
+        self._num_gone = 0  # sequences that left since then
+        self.num_appends = 0  # grows with every block that a sequence gets later
+
+    def watch(self, part: SlotState) -> None:
+        """One more that remembers something per slot."""
+        self._parts = (*self._parts, part)
 
     # -- sequences --------------------------------------------------------------------------------
 
@@ -113,6 +111,7 @@ class InputBatch:
         self.token_ids[slot, :length] = new.token_ids
         self.block_tables[slot, :num_blocks] = new.block_ids
         self.num_blocks[slot] = num_blocks
+        self.room[slot] = min(num_blocks * self.block_size, self.max_model_len)
         self.num_prompt[slot] = new.num_prompt_tokens
         self.num_known[slot] = length
         self._tables = None
@@ -122,6 +121,7 @@ class InputBatch:
         """Forget a sequence; unknown ids are ignored."""
         slot = self.slot_of.pop(seq_id, None)
         if slot is not None:
+            self._num_gone += 1
             self.reset(slot)
             heapq.heappush(self._free, slot)
 
@@ -129,8 +129,8 @@ class InputBatch:
         """The one place where a slot is cleaned: every buffer and every part with state per slot."""
         self.token_ids[slot] = 0
         self.block_tables[slot] = 0
-        self.num_blocks[slot] = self.num_prompt[slot] = self.num_known[slot] = 0
-        self.newest[slot] = self.seq_ids[slot] = -1
+        self.num_blocks[slot] = self.num_prompt[slot] = self.num_known[slot] = self.room[slot] = 0
+        self.newest[slot], self.seq_ids[slot] = NOWHERE, -1
         self.owner[slot] += 1
         self._tables = None
         for part in self._parts:
@@ -142,74 +142,77 @@ class InputBatch:
 
     # -- a step -----------------------------------------------------------------------------------
 
-    def rows(
-        self,
-        sequences: Sequence[ScheduledSequence],
-        unjudged: Callable[[np.ndarray], np.ndarray] | None = None,
-    ) -> StepRows:
-        """Read one step's rows and take over new blocks and drafts.
+    def rows(self, step: SchedulerOutput) -> StepRows:
+        """Read one step's rows and take over new blocks and drafts."""
+        if step.rows is None:
+            return self._next_rows(step)
+        message = step.rows
+        if message.seq_ids is not self._last_ids or self._num_gone:
+            self._last_ids, self._last = message.seq_ids, None
+        slots = self._slots_of(message.seq_ids) if self._last is None else self._last.slots
+        self._num_gone = 0
+        for row, block_ids in step.new_block_ids.items():
+            self._append_blocks(int(slots[row]), block_ids)
+        if message.is_decode:
+            rows = self._decode_rows(slots, message.starts)
+        else:
+            rows = self._mixed_rows(message, slots)
+        self._last = rows
+        return rows
 
-        `unjudged` tells for slots whether their drafts cannot be judged; those are all refused.
-        """
-        slot_of, slots, starts, is_decode = self.slot_of, [], [], True
+    def _next_rows(self, step: SchedulerOutput) -> StepRows:
+        """The rows of the step before go on, each with the token that it sampled."""
+        last = self._last
+        if last is None or not (last.is_decode or last.fits_next()):
+            raise WorkerError("a step is inconsistent: it goes on with rows that cannot")
+        if self._num_gone and (self.seq_ids[last.slots] != self._last_ids).any():
+            raise WorkerError("a step is inconsistent: it goes on with a finished sequence")
+        self._num_gone = 0
+        for row, block_ids in step.new_block_ids.items():
+            self._append_blocks(int(last.slots[row]), block_ids)
+        rows = self._last = self._decode_rows(last.slots, last.seq_lens)
+        return rows
+
+    def _slots_of(self, seq_ids: np.ndarray) -> np.ndarray:
         try:
-            for sequence in sequences:
-                slots.append(slot_of[sequence.seq_id])
-                starts.append(sequence.num_computed_tokens)
-                if sequence.new_block_ids:
-                    self._append_blocks(slots[-1], sequence.new_block_ids)
-                if sequence.num_tokens != 1 or sequence.draft_token_ids or not sequence.sample:
-                    is_decode = False
+            slots = [self.slot_of[seq_id] for seq_id in seq_ids.tolist()]
         except KeyError as error:
             raise WorkerError(
                 f"a step names sequence {error}, which this worker was never given"
             ) from None
         if len(set(slots)) != len(slots):
             raise WorkerError(f"a step is inconsistent: it names a sequence twice, slots {slots}")
-        if slots != self._last_slots[0]:
-            self._last_slots = (slots, np.array(slots, dtype=np.int64))
-        slots_array, starts_array = self._last_slots[1], np.array(starts, dtype=np.int64)
-        if is_decode:
-            counts, none, samples, every = self._decode_rows(len(slots))
-            seq_lens = starts_array + 1
-            self._check(slots_array, seq_lens)
-            return StepRows(
-                *(slots_array, starts_array, counts, seq_lens, none, none, samples, True),
-                *(every, every, seq_lens),
-            )
-        return self._mixed_rows(sequences, slots_array, starts_array, unjudged)
+        return np.array(slots, dtype=np.int64)
 
-    def _decode_rows(self, num_seqs: int) -> tuple[np.ndarray, ...]:
-        """Arrays that are the same for every decode step of this size: ones, zeros, true, 0, 1, ..."""
-        if num_seqs not in self._same:
-            zeros = np.zeros(num_seqs, dtype=np.int64)
-            self._same[num_seqs] = (zeros + 1, zeros, zeros == 0, np.arange(num_seqs))
-        return self._same[num_seqs]
+    def _decode_rows(self, slots: np.ndarray, starts: np.ndarray) -> StepRows:
+        """One token per row."""
+        if slots.size not in self._same:
+            zeros = np.zeros(slots.size, dtype=np.int64)
+            self._same[slots.size] = (zeros + 1, zeros, zeros == 0, np.arange(slots.size))
+        ones, none, samples, every = self._same[slots.size]
+        seq_lens = starts + 1
+        self._check(slots, seq_lens)
+        return StepRows(
+            *(slots, starts, ones, seq_lens, none, samples, True),
+            *(every, every, seq_lens),
+        )
 
-    def _mixed_rows(
-        self,
-        sequences: Sequence[ScheduledSequence],
-        slots: np.ndarray,
-        starts: np.ndarray,
-        unjudged: Callable[[np.ndarray], np.ndarray] | None,
-    ) -> StepRows:
+    def _mixed_rows(self, message: BatchRows, slots: np.ndarray) -> StepRows:
         """Rows of different lengths, some of which may not sample, or sample behind drafts."""
-        counts = np.array([s.num_tokens for s in sequences], dtype=np.int64)
-        num_drafts = np.array([len(s.draft_token_ids) for s in sequences], dtype=np.int64)
-        samples, seq_lens = np.array([s.sample for s in sequences], dtype=bool), starts + counts
+        starts, counts, num_drafts = message.starts, message.counts, message.num_drafts
+        samples, seq_lens = message.samples, starts + counts
         if bool((counts <= num_drafts).any()):
             raise WorkerError(
                 f"a step is inconsistent: {counts.tolist()} tokens with {num_drafts.tolist()} drafts"
             )
         self._check(slots, seq_lens)
-        num_judged = num_drafts
         if num_drafts.any():
-            for sequence, slot, end in zip(sequences, slots, seq_lens, strict=True):
-                drafts = sequence.draft_token_ids
-                self.token_ids[slot, end - len(drafts) : end] = drafts
-            if unjudged is not None:
-                num_judged = np.where(unjudged(slots), 0, num_drafts)
-        num_samples = np.where(samples, num_judged + 1, 0)
+            taken = 0
+            for slot, end, number in zip(slots, seq_lens, num_drafts, strict=True):
+                drafts = message.draft_token_ids[taken : taken + number]
+                self.token_ids[slot, end - number : end] = drafts
+                taken += number
+        num_samples = np.where(samples, num_drafts + 1, 0)
         rows = np.repeat(np.arange(slots.size), num_samples)
         # Within a row the sampled positions follow each other, the first behind the last token
         # that is no draft.
@@ -217,7 +220,7 @@ class InputBatch:
         nth = np.arange(rows.size) - first[rows]
         tokens = (np.cumsum(counts) - 1 - num_drafts)[rows] + nth
         return StepRows(
-            *(slots, starts, counts, seq_lens, num_drafts, num_judged, samples, False),
+            *(slots, starts, counts, seq_lens, num_drafts, samples, False),
             *(rows, tokens, (seq_lens - num_drafts)[rows] + nth),
         )
 
@@ -231,12 +234,13 @@ class InputBatch:
             )
         self.block_tables[slot, first:last] = block_ids
         self.num_blocks[slot] = last
+        self.room[slot] = min(last * self.block_size, self.max_model_len)
+        self.num_appends += 1
         self._tables = None
 
     def _check(self, slots: np.ndarray, seq_lens: np.ndarray) -> None:
         """A wrong message must not read or write another sequence's blocks."""
-        longest = np.minimum(self.num_blocks[slots] * self.block_size, self.max_model_len)
-        if (seq_lens > longest).any():
+        if (seq_lens > self.room[slots]).any():
             raise WorkerError(
                 f"a step is inconsistent: lengths {seq_lens.tolist()}, "
                 f"blocks {self.num_blocks[slots].tolist()} of {self.block_size}, "
@@ -276,6 +280,7 @@ class InputBatch:
             block_tables_dev=block_tables_dev,
             slot_mapping=to_device(slot_mapping),
             positions=to_device(padded),
+            tokens_per_row=1 if rows.is_decode and not num_padding else 0,
         )
         return batch, token_slots, positions
 
@@ -287,7 +292,9 @@ class InputBatch:
         if not behind.any():
             known = self.token_ids[token_slots, positions].astype(np.int64)
             return to_device(np.pad(known, (0, num_padding)) if num_padding else known)
-        unknown = behind & (positions == self.newest[token_slots])
+        newest = self.newest[token_slots]
+        newest = np.where(newest == TRUSTED, np.repeat(rows.starts, rows.counts), newest)
+        unknown = behind & (positions == newest)
         if int(behind.sum()) != int(unknown.sum()) + int(rows.num_drafts.sum()):
             raise WorkerError(
                 f"a step feeds tokens nobody knows: starts {rows.starts.tolist()}, "
@@ -322,6 +329,15 @@ class InputBatch:
         """Tokens were drawn for these slots, and only the device knows them yet."""
         self._xp.index_copy_(self.newest_dev, 0, slots_dev, ids)
         self.newest[slots] = positions
+
+    def drawn_behind_drafts(self, slots: np.ndarray, slots_dev: Tensor, ids: Tensor) -> None:
+        """Tokens were drawn for these slots, and only the device knows them and where they stand."""
+        self._xp.index_copy_(self.newest_dev, 0, slots_dev, ids)
+        self.newest[slots] = TRUSTED
+
+    def forget_newest(self, slot: int) -> None:
+        """What the device holds for the slot was not kept; the host says it anew."""
+        self.newest[slot] = NOWHERE
 
     def learn(self, slots: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> None:
         """The host learns the token at each slot's position."""

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tqdm import tqdm
 
 from fastdeploy_core import envs
-from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.config import EngineConfig, ModelConfig
 from fastdeploy_core.config.model import checkpoint_layout, fit_dtype
 from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
 from fastdeploy_core.contracts.model import ModelShapes
@@ -42,6 +42,7 @@ class LoadedModel:
     dtype: str  # what the model computes in, after the device had its say
     kv_layers: list[AttentionSpec]  # cache order
     attention: dict[AttentionSpec, AttentionBackend]
+    builder: ModelBuilder  # what the model was made with; drafters add layers to its
     weight_bytes: int = 0
     report: list[str] = field(default_factory=list)  # for the start-up report
 
@@ -81,7 +82,12 @@ def load_model(
     )
     with device.xp.no_grad():
         model = family(hf_config, build)
-        _fill(model, build, config, tp_rank)
+        layout: Literal["torch", "paddle"] = "torch"
+        if model_config.load_format != "dummy":
+            layout = checkpoint_layout(hf_config, force_torch=envs.FD_FOR_TORCH_MODEL_FORMAT)
+        fill_from_folder(
+            model, build, model_config.path, layout, model_config.architecture, model_config
+        )
     if build.unquantized:
         report.append(
             f"{len(build.unquantized)} layers stay in {model_config.dtype}: the quantizer leaves them "
@@ -93,6 +99,7 @@ def load_model(
         dtype=model_config.dtype,
         kv_layers=build.kv_layers,
         attention=build.attention_drivers,
+        builder=build,
         weight_bytes=build.weight_bytes,
         report=report,
     )
@@ -108,43 +115,48 @@ def _quantizer(
     return load_driver("quantizer", "")(stored, device, kernels), not stored
 
 
-def _fill(model: CausalLM, build: ModelBuilder, config: EngineConfig, tp_rank: int) -> None:
+def fill_from_folder(
+    model: CausalLM,
+    build: ModelBuilder,
+    folder: Path,
+    layout: Literal["torch", "paddle"],
+    architecture: str,
+    config: ModelConfig,
+) -> None:
     """Give the model every tensor of the checkpoint and insist that it has all it needs."""
-    model_config = config.model
     with ExitStack() as stack:
-        if model_config.load_format == "dummy":
+        if config.load_format == "dummy":
             tensors: Iterable[Named] = dummy_tensors(
-                build.weights.placements, model_config.seed, build.device
+                build.weights.placements, config.seed, build.device
             )
             source = "random weights"
         else:
-            files = find_files(model_config.path)
-            layout = checkpoint_layout(
-                model_config.hf_config, force_torch=envs.FD_FOR_TORCH_MODEL_FORMAT
-            )
             build.weights.swap_linear = layout == "paddle"
-            tensors = stack.enter_context(_Checkpoint(files, build.device, tp_rank))
-            source = f"the checkpoint in {model_config.path}"
+            tensors = stack.enter_context(
+                Checkpoint(find_files(folder), build.device, build.tp_rank)
+            )
+            source = f"the checkpoint in {folder}"
         unknown = model.load_weights(tensors)
     if unknown:
         raise WeightError(
-            f"{source} has {len(unknown)} weights that {model_config.architecture} does not know: "
-            f"{_some(unknown)}; they do not belong to its config.json"
+            f"{source} has {len(unknown)} weights that {architecture} does not know: "
+            f"{some_names(unknown)}; they do not belong to its config.json"
         )
     missing = build.weights.missing()
     if missing:
         raise WeightError(
-            f"{source} lacks {len(missing)} weights that {model_config.architecture} needs: "
-            f"{_some(missing)}; finish the download or correct config.json"
+            f"{source} lacks {len(missing)} weights that {architecture} needs: "
+            f"{some_names(missing)}; finish the download or correct config.json"
         )
 
 
-def _some(names: list[str]) -> str:
+def some_names(names: list[str]) -> str:
+    """The first few of them, for a message."""
     rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(sorted(names)[:5]) + rest
 
 
-class _Checkpoint:
+class Checkpoint:
     """Iterates over all tensors of all files, with a progress bar on rank 0 of a terminal."""
 
     def __init__(self, files: list[Path], device: DeviceBackend, tp_rank: int) -> None:

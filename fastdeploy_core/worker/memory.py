@@ -48,7 +48,8 @@ class LowWater:
 
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
-    """Bytes of one rank. `step_bytes`: what a step of maximal size needs beside weights and cache."""
+    """Bytes of one rank. `step_bytes`: what a step of maximal size needs beside weights and cache;
+    `graph_bytes`: what recorded steps hold."""
 
     total_bytes: int
     free_bytes: int  # with the weights loaded, between steps
@@ -56,13 +57,14 @@ class MemoryProfile:
     step_bytes: int
     utilization: float
     shared_with: int = 0  # ranks that share this memory with the whole host; 0: device memory
+    graph_bytes: int = 0
     most_bytes: int = 0  # all that the batch could ever hold; what is shared gives no more
 
     @property
     def available_bytes(self) -> int:
         """What is left for the KV pool; may be negative."""
         used = self.total_bytes - self.free_bytes
-        left = int(self.total_bytes * self.utilization) - used - self.step_bytes
+        left = int(self.total_bytes * self.utilization) - used - self.step_bytes - self.graph_bytes
         if self.shared_with:
             left = min(left, int(self.free_bytes * SHARED_FRACTION)) // self.shared_with
             left = min(left, self.most_bytes)
@@ -76,6 +78,8 @@ class MemoryProfile:
             f" - {used / GIB:.2f} GiB in use (weights {self.weight_bytes / GIB:.2f} GiB)"
             f" - {self.step_bytes / GIB:.2f} GiB for the largest step"
         )
+        if self.graph_bytes:
+            text += f" - {self.graph_bytes / GIB:.2f} GiB for recorded decode steps"
         if self.shared_with:
             text += (
                 f", at most {SHARED_FRACTION:g} of {self.free_bytes / GIB:.2f} GiB free host memory"

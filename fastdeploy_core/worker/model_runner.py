@@ -1,17 +1,16 @@
 """One step on one rank: message -> batch -> attention metadata -> forward -> logits -> tokens.
 
 A step is launched without waiting for the one before: newest tokens stay on the device and feed the
-next step there. Only rows whose sampling looks at generated text (grammar, bad words, processors)
-make the launch wait for the previous step, and then only after the forward pass has been queued.
+next step there. Decode steps replay a recording (step_graphs.py) where the device and its drivers can;
+others build their batch on the host. Tokens out of logits are drawing.py's, results reading.py's.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
-from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,34 +18,31 @@ import numpy as np
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.errors import RequestError, ResourceError, WorkerError
 from fastdeploy_core.layers.context import ForwardContext
-from fastdeploy_core.sampling import columns as bits
 from fastdeploy_core.sampling.columns import SamplingColumns, SamplingPlan
-from fastdeploy_core.sampling.logprobs import gather, read
-from fastdeploy_core.sampling.processors import BUILTIN_PROCESSORS
-from fastdeploy_core.sampling.sampler import Sampled, SamplingStep
 from fastdeploy_core.types import BlockCopies, NewSequence, SchedulerOutput
 
+from .device_slots import DeviceSlots
+from .draft_batch import TargetStep
+from .drawing import TokenDrawer, is_simple
 from .host_tier import BlockMover
-from .input_batch import InputBatch, StepRows
+from .input_batch import InputBatch
+from .judging import DraftJudge
 from .pending import Launched, PendingOutput
+from .reading import NOT_KEPT, StepReader
 from .sequence_state import SequenceState
+from .speculation import Speculation
+from .step_graphs import RecordedStep, StepGraphs
 
 if TYPE_CHECKING:
-    from fastdeploy_core.contracts.attention import AttentionBatch
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
 
+    from .drafters import Drafters
     from .loader import LoadedModel
+    from .step_rows import StepRows
 
 logger = logging.getLogger(__name__)
-
-NAN = "nan_logits"
-FORBIDDEN = "no_possible_token"
-NOT_IN_GRAMMAR = "grammar_violation"
-# Rows of logits computed at once for prompt_logprobs: a long prompt times a large vocabulary would
-# not fit.
-PROMPT_ROWS = 256
 
 
 class ModelRunner:
@@ -60,11 +56,13 @@ class ModelRunner:
         loaded: LoadedModel,
         rank: int = 0,
         communicator: Communicator | None = None,
+        graph_sizes: tuple[int, ...] = (),
+        drafters: Drafters | None = None,
     ) -> None:
         self._config, self._device, self._xp = config, device, device.xp
         self.vocab_size = loaded.shapes.vocab_size
         self._kernels, self._loaded, self._model = kernels, loaded, loaded.model
-        self._rank, self._communicator = rank, communicator
+        self._rank = rank
         self._columns = SamplingColumns(config.batch.max_num_seqs, loaded.shapes.vocab_size)
         # Ranks other than 0 only need the tokens that rank 0 draws.
         self._state: SequenceState | None = None
@@ -72,19 +70,68 @@ class ModelRunner:
         if rank == 0:
             self._state = SequenceState(config, device, kernels, self._columns)
             parts += self._state.parts
-        self.batch = InputBatch(
+        speculative = config.speculative
+        self._max_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+        batch = self.batch = InputBatch(
             device,
             config.batch.max_num_seqs,
             config.model.max_model_len,
             config.cache.block_size,
             parts,
+            self._max_drafts,
         )
+        self._lock = threading.RLock()
+        self._drawer = TokenDrawer(
+            device, kernels, loaded.model, batch, self._columns, self._state, communicator
+        )
+        # Whether drafters have layers of their own, which share the sequences' blocks.
+        self.drafts_with_cache = drafters is not None and drafters.first_layer < len(
+            loaded.kv_layers
+        )
+        self._judge = DraftJudge(
+            device, batch, refuses_all=speculative is not None and speculative.benchmark_mode
+        )
+        self._speculation: Speculation | None = None
+        if drafters is not None:
+            rank_of = (self._columns, self._state, communicator)
+            self._speculation = Speculation(device, loaded, batch, *rank_of, drafters, kernels)
+        self._reader = StepReader(device, batch, self._state, self._lock, self._speculation)
+        self._slots: DeviceSlots | None = None
+        self._graphs: StepGraphs | None = None
+        if graph_sizes:
+            self._graphs = self._make_graphs(graph_sizes, communicator)
+        self._num_ranks = 1 if communicator is None else communicator.world_size
+        self._is_simple = np.zeros(config.batch.max_num_seqs, dtype=bool)  # see is_simple()
         self._refused: dict[int, str] = {}  # by seq_id: what their parameters lack
         self._caches: list[tuple[Tensor, ...]] = []
         self._mover: BlockMover | None = None
-        self._plan: SamplingPlan | None = None
-        self._unread: deque[Launched] = deque()
-        self._lock = threading.RLock()
+
+    def _make_graphs(self, sizes: tuple[int, ...], communicator: Communicator | None) -> StepGraphs:
+        """Recordings to be made, and the device's own state of the sequences that they work on."""
+        config, speculation = self._config, self._speculation
+        slots = self._slots = DeviceSlots(self._device, self.batch, self._max_drafts)
+        self.batch.watch(slots)
+        return StepGraphs(
+            self._device,
+            self._kernels,
+            self._loaded,
+            slots,
+            sizes,
+            block_size=config.cache.block_size,
+            max_model_len=config.model.max_model_len,
+            widths=(1, 1 + self._max_drafts) if self._max_drafts else (1,),
+            communicator=communicator,
+            draft_numbers=self._recorded_drafts(),
+            propose=None if speculation is None else partial(speculation.propose_recorded, slots),
+        )
+
+    def _recorded_drafts(self) -> tuple[int, ...]:
+        """Numbers of drafts that a drafter on the device is recorded for."""
+        speculation, speculative = self._speculation, self._config.speculative
+        if speculation is None or speculative is None or not speculation.on_device:
+            return ()
+        most = speculative.num_speculative_tokens
+        return tuple(sorted({1, most})) if speculative.adaptive_length else (most,)
 
     # -- cache ------------------------------------------------------------------------------------
 
@@ -102,7 +149,7 @@ class ModelRunner:
     def allocate_cache(self, num_blocks: int, num_host_blocks: int) -> None:
         """Zeroed caches of every layer; what was there before is dropped first."""
         xp, device = self._xp, self._device
-        self._mover, self._caches = None, []
+        self._drop_cache()
         self._caches = [
             tuple(xp.zeros(s, dtype=xp.dtype(dtype), device=device.device) for s in shapes)
             for shapes, dtype in self.cache_shapes(num_blocks)
@@ -113,8 +160,26 @@ class ModelRunner:
         """Drop caches and every sequence."""
         for seq_id in list(self.batch.slot_of):
             self.batch.remove(seq_id)
-        self._unread.clear()
+        self._reader.clear()
+        self._drop_cache()
+
+    def _drop_cache(self) -> None:
+        if self._graphs is not None:
+            self._graphs.drop()
         self._mover, self._caches = None, []
+
+    def record_graphs(self) -> None:
+        """Record decode steps over the caches there are, if steps are to be recorded."""
+        if self._graphs is not None:
+            with self._xp.no_grad():
+                self._graphs.record(self._caches, is_first_rank=self._rank == 0)
+
+    def graph_bytes(self) -> int:
+        """What record_graphs() will take, measured over the caches there are."""
+        if self._graphs is None:
+            return 0
+        with self._xp.no_grad():
+            return self._graphs.estimate(self._caches)
 
     # -- a step -----------------------------------------------------------------------------------
 
@@ -125,64 +190,145 @@ class ModelRunner:
             with self._xp.no_grad():
                 return self._launch(step)
         except Exception as error:
+            if self._slots is not None:
+                self._slots.forget()
             self._raise_if_device_failed(error, step.step_id)
             raise
 
     def _launch(self, step: SchedulerOutput) -> PendingOutput:
         began = time.perf_counter()
         with self._lock:
-            launched, batch = self._prepare(step)
-        if batch is None:
-            launched.is_read = True
-            launched.launch_s = time.perf_counter() - began
-            return PendingOutput(launched, self.read_until, None)
+            launched = self._take(step)
+            if not launched.rows.slots.size:
+                launched.is_read = True
+                launched.launch_s = time.perf_counter() - began
+                return PendingOutput(launched, self._read)
+            recorded = self._find_recorded(launched)
+            if recorded is None and self._slots is not None:
+                self._slots.fall_behind(launched.rows)
         # Without the lock: where the forward pass runs at once, the tokens of the step before can
         # be read meanwhile.
         forward_began = time.perf_counter()
-        context = self._context(batch[1])  # an attention driver's preparation is part of attending
-        hidden = self._model.forward(batch[0], batch[1].positions, context)
-        logits = self._sample_logits(hidden, launched.rows)
+        logits: Tensor | None = None
+        if recorded is None:
+            logits = self._compute(launched)
+        else:
+            recorded.replay()
         launched.model_s = time.perf_counter() - forward_began
-        self._prompt_logprobs(launched, hidden, batch[1])
         with self._lock:
-            if logits is not None:
-                self._sample(launched, logits)
-            self._unread.append(launched)
-            if launched.rows.num_drafts.any():
-                self.read_until(launched)  # how many were right decides the next positions
+            results: Tensor | None = None
+            if recorded is not None or logits is not None:
+                results = self._draw(launched, logits, recorded)
+        drafts = None
+        if self._speculation is not None:
+            drafts = self._speculation.propose(launched, recorded)
+        with self._lock:
             if self._rank:  # rank 0 answers; this one only keeps the tokens on its device
-                self._unread.clear()
-                launched.is_read, launched.sequences = True, ()
-        event = self._device.record_event()
+                launched.event, launched.is_read = self._device.record_event(), True
+            else:
+                self._reader.start(launched, results, drafts)
         launched.launch_s = time.perf_counter() - began
-        return PendingOutput(launched, self.read_until, event)
+        return PendingOutput(launched, self._read)
 
-    def _prepare(
-        self, step: SchedulerOutput
-    ) -> tuple[Launched, tuple[Tensor, AttentionBatch] | None]:
-        """Take over what the message says; None when there is nothing to run."""
+    def _take(self, step: SchedulerOutput) -> Launched:
+        """Take over what the message says."""
         batch = self.batch
         for seq_id in step.finished_seq_ids:
             batch.remove(seq_id)
             self._refused.pop(seq_id, None)
+            if self._speculation is not None:
+                self._speculation.forget(seq_id)
         for new in step.new_sequences:
             self._add(new)
         self._move_blocks(step.copies)
-        rows = batch.rows(step.sequences, self._cannot_judge_drafts)
-        launched = Launched(step.step_id, step.sequences, rows, batch.owner[rows.slots])
-        for row, sequence in enumerate(step.sequences) if self._refused else ():
-            if sequence.seq_id in self._refused:
-                launched.errors[row] = self._refused[sequence.seq_id]
-        if not step.sequences:
-            return launched, None
-        attention, token_slots, positions = batch.attention_batch(rows)
-        return launched, (batch.input_ids(rows, token_slots, positions), attention)
+        rows = batch.rows(step)
+        launched = Launched(step.step_id, rows, batch.owner[rows.slots], max_drafts=step.max_drafts)
+        for row, seq_id in enumerate(batch.seq_ids[rows.slots].tolist()) if self._refused else ():
+            if seq_id in self._refused:
+                launched.errors[row] = self._refused[seq_id]
+        return launched
+
+    def _find_recorded(self, launched: Launched) -> RecordedStep | None:
+        """A recording that can run the step; the device's slots are then as the step needs them."""
+        rows, graphs, slots = launched.rows, self._graphs, self._slots
+        if graphs is None or slots is None:
+            return None
+        width = 1 if rows.is_decode else 1 + self._max_drafts
+        if width == 1 and not rows.is_decode:
+            return None
+        recorded = graphs.find(rows.slots.size, width)
+        if recorded is None or not (rows.is_decode or rows.fits(self._max_drafts)):
+            return None
+        slots.sync(rows, recorded.size)
+        if width > 1:
+            launched.rows = rows.widen(width)
+        return recorded
+
+    def _compute(self, launched: Launched) -> Tensor | None:
+        """A step whose batch is built on the host: logits of the sampled positions, if there are any."""
+        rows = launched.rows
+        with self._lock:
+            attention, token_slots, positions = self.batch.attention_batch(rows)
+            input_ids = self.batch.input_ids(rows, token_slots, positions)
+        metadata = {
+            spec: driver.prepare(attention) for spec, driver in self._loaded.attention.items()
+        }
+        context = ForwardContext(attention, metadata, self._caches)
+        hidden = self._model.forward(input_ids, attention.positions, context)
+        launched.target = TargetStep(attention, context, input_ids, hidden)
+        launched.prompt_logprobs = self._drawer.prompt_logprobs(hidden, rows)
+        if not rows.sample_tokens.size:
+            return None
+        if not rows.is_decode or hidden.shape[0] != rows.slots.size:
+            index = self._device.to_device(rows.sample_tokens)
+            hidden = self._xp.index_select(hidden, 0, index)
+        return self._model.compute_logits(hidden)
+
+    def _draw(
+        self, launched: Launched, logits: Tensor | None, recorded: RecordedStep | None
+    ) -> Tensor:
+        """Tokens of the sampled positions, on the device; the next step finds them there."""
+        batch, rows = self.batch, launched.rows
+        plan = launched.plan = self._drawer.plan(rows)
+        num_rows = rows.slots.size
+        if recorded is not None and self._slots is not None:
+            self._slots.advance(rows)
+            if self._is_plain(plan, rows):
+                return recorded.replay_greedy(num_rows)
+            logits = recorded.replay_head(num_rows)
+        drafts = self._judge.drafts_of(rows, plan)
+        launched.draft_ids = None if drafts is None else drafts.ids
+        drawn = self._drawer.draw(
+            logits, rows, plan, launched.sample_errors, self._reader.read_all, drafts
+        )
+        launched.sampled_logprobs, launched.drawn = drawn.logprobs, drawn.token_ids
+        if recorded is not None:
+            results = recorded.write_back(num_rows, drawn.token_ids, drawn.marked)
+            if drafts is not None:
+                self._drawer.count_kept(plan, drawn.token_ids, results.reshape([-1]) != NOT_KEPT)
+            return results
+        if drafts is None:
+            batch.sampled(plan.slots, plan.slots_dev, rows.sample_positions, drawn.token_ids)
+            return drawn.marked
+        verdict = self._judge.judge(drafts, drawn.token_ids)
+        launched.accepted = verdict.num_accepted
+        self._drawer.count_kept(plan, drawn.token_ids, verdict.kept)
+        slots = plan.slots[drafts.layout.first]
+        batch.drawn_behind_drafts(slots, self._device.to_device(slots), verdict.next_ids)
+        return verdict.mark(drawn.marked)
+
+    def _is_plain(self, plan: SamplingPlan, rows: StepRows) -> bool:
+        """Whether the likeliest tokens are all that is wanted. Ranks must agree on it, although rank 0
+        alone knows everything."""
+        if self._num_ranks == 1:
+            return plan.is_plain
+        return bool(self._is_simple[rows.slots].all())
 
     def _add(self, new: NewSequence) -> None:
         slot = self.batch.add(new)
+        self._is_simple[slot] = is_simple(new, self._config)
         self._refused.pop(new.seq_id, None)
-        # The same on every rank, whatever rank 0's plugins say: rows are expanded by drafts alike.
-        self._columns.add(slot, new.sampling, new.seed, looks_back(new, self._config))
+        self._columns.add(slot, new.sampling, new.seed)
         if self._state is None:
             return
         try:
@@ -199,156 +345,12 @@ class ModelRunner:
                 raise WorkerError("a step copies blocks before the cache was allocated")
             self._mover.apply(copies)
 
-    def _context(self, attention: AttentionBatch) -> ForwardContext:
-        metadata = {
-            spec: backend.prepare(attention) for spec, backend in self._loaded.attention.items()
-        }
-        return ForwardContext(attention, metadata, self._caches)
-
-    def _sample_logits(self, hidden: Tensor, rows: StepRows) -> Tensor | None:
-        """Logits of the sampled positions; None when this step samples nothing."""
-        if not rows.sample_tokens.size:
-            return None
-        if not rows.is_decode or hidden.shape[0] != rows.slots.size:
-            index = self._device.to_device(rows.sample_tokens)
-            hidden = self._xp.index_select(hidden, 0, index)
-        return self._model.compute_logits(hidden)
-
-    def _sample(self, launched: Launched, logits: Tensor) -> None:
-        batch, rows = self.batch, launched.rows
-        slots = rows.slots if rows.is_decode else rows.slots[rows.sample_rows]
-        plan = self._plan
-        if plan is None or not plan.matches(self._columns, slots):
-            plan = self._plan = SamplingPlan(self._columns, slots, self._device)
-        launched.plan = plan
-        if self._state is not None and plan.is_plain:
-            sampled = self._state.sampler.greedy(logits)
-        elif self._state is not None:
-            if plan.flags & bits.HOST:
-                self.read_until(self._unread[-1] if self._unread else None)
-            num_output = rows.sample_positions - batch.num_prompt[slots]
-            step = SamplingStep(rows.sample_positions, num_output, batch.output_tokens)
-            sampled = self._state.sampler.sample(logits, plan, step)
-            for row, error in sampled.errors.items():
-                launched.errors[int(rows.sample_rows[row])] = error
-        else:
-            ids = self._xp.zeros((slots.size,), dtype=self._xp.int64, device=self._device.device)
-            sampled = Sampled(ids, ids)
-        if self._communicator is not None:
-            sampled.token_ids = self._communicator.broadcast(sampled.token_ids, 0)
-        launched.sampled = sampled
-        if not rows.num_drafts.any():
-            batch.sampled(slots, plan.slots_dev, rows.sample_positions, sampled.token_ids)
-
-    def _prompt_logprobs(
-        self, launched: Launched, hidden: Tensor, attention: AttentionBatch
-    ) -> None:
-        """For rows that want them: every prompt token that this chunk predicts."""
-        rows, batch = launched.rows, self.batch
-        if rows.is_decode:
-            return
-        wanted = self._columns.flags[rows.slots] & bits.PROMPT_LOGPROBS
-        for row in np.flatnonzero(wanted).tolist():
-            slot, start = int(rows.slots[row]), int(rows.starts[row])
-            end = min(int(rows.seq_lens[row]), int(batch.num_prompt[slot]) - 1)
-            first = int(attention.cu_seqlens_q[row])
-            for begin in range(start, end, PROMPT_ROWS):
-                stop = min(begin + PROMPT_ROWS, end)
-                part = hidden[first + begin - start : first + stop - start]
-                logits = self._model.compute_logits(part)
-                if self._state is None:
-                    continue
-                values = self._state.sampler.log_probabilities(logits)
-                targets = batch.token_ids[slot, begin + 1 : stop + 1].astype(np.int64)
-                count = int(self._columns.num_prompt_logprobs[slot])
-                tensors = gather(
-                    self._device,
-                    values,
-                    self._device.to_device(targets),
-                    np.arange(stop - begin),
-                    np.full(stop - begin, count),
-                )
-                launched.prompt_logprobs.append((row, tensors))
-
-    def _cannot_judge_drafts(self, slots: np.ndarray) -> np.ndarray:
-        """Rows whose later positions depend on what was generated before them."""
-        return self._columns.looks_back[slots]
-
-    # -- reading tokens ---------------------------------------------------------------------------
-
-    def read_until(self, last: Launched | None) -> None:
-        """Bring the tokens of every step up to `last` to the host, in order of launch."""
-        if last is None or last.is_read:
-            return
-        try:
-            with self._lock:
-                while not last.is_read:
-                    self._read(self._unread.popleft())
-        except Exception as error:
-            self._raise_if_device_failed(error, last.step_id)
-            raise
-
     def _read(self, launched: Launched) -> None:
-        rows, sampled, plan = launched.rows, launched.sampled, launched.plan
-        if sampled is not None and plan is not None:
-            ids = launched.token_ids = self._device.to_host(sampled.token_ids).copy()
-            if self._state is not None:
-                self._find_broken_rows(launched, sampled)
-            if rows.num_drafts.any():
-                self._judge_drafts(launched, ids)
-            self._learn(launched, ids, plan)
-            if sampled.logprobs is not None:
-                records = read(self._device, sampled.logprobs)
-                launched.logprobs = dict(zip(sampled.logprobs.rows.tolist(), records, strict=True))
-        for row, tensors in launched.prompt_logprobs:
-            records = read(self._device, tensors)
-            if not all(math.isfinite(value) for record in records for value in record.logprobs):
-                launched.errors[row] = NAN
-            launched.prompt_rows.setdefault(row, []).extend(records)
-        launched.is_read = True  # last: another thread may be looking at it without the lock
-
-    def _find_broken_rows(self, launched: Launched, sampled: Sampled) -> None:
-        for values, error in ((sampled.possible, FORBIDDEN), (sampled.peak, NAN)):
-            if values is None:
-                continue
-            broken = ~np.isfinite(self._device.to_host(values)).reshape(-1)
-            if broken.any():
-                for row in launched.rows.sample_rows[broken].tolist():
-                    launched.errors[row] = error
-
-    def _judge_drafts(self, launched: Launched, ids: np.ndarray) -> None:
-        """A draft is right when it is what was drawn at its position, given the drafts before it."""
-        rows = launched.rows
-        accepted = launched.num_accepted = np.zeros(rows.slots.size, dtype=np.int64)
-        num_samples = np.bincount(rows.sample_rows, minlength=rows.slots.size)
-        first = np.cumsum(num_samples) - num_samples
-        for row in np.flatnonzero(rows.num_judged * num_samples).tolist():
-            drafts = launched.sequences[row].draft_token_ids
-            drawn = ids[first[row] : first[row] + len(drafts)]
-            wrong = np.flatnonzero(drawn != drafts)
-            accepted[row] = wrong[0] if wrong.size else len(drafts)
-
-    def _learn(self, launched: Launched, ids: np.ndarray, plan: SamplingPlan) -> None:
-        """Write tokens into the history of sequences that are still here, and advance grammars."""
-        batch, rows = self.batch, launched.rows
-        slots, positions = plan.slots, rows.sample_positions
-        # A slot may have changed hands since the launch.
-        kept = batch.owner[rows.slots] == launched.owners
-        if not rows.is_decode:
-            kept = kept[rows.sample_rows]
-        if launched.num_accepted is not None:
-            nth = positions - (rows.seq_lens - rows.num_drafts)[rows.sample_rows]
-            kept &= nth <= launched.num_accepted[rows.sample_rows]
-        if not kept.all():
-            slots, positions, ids = slots[kept], positions[kept], ids[kept]
-        batch.learn(slots, positions, ids)
-        if launched.num_accepted is not None:
-            batch.newest[slots] = positions  # rows are in order: the last accepted one stays
-        if plan.flags & bits.GRAMMAR and self._state is not None:
-            kept_rows = rows.sample_rows[kept].tolist()
-            for row, slot, token in zip(kept_rows, slots.tolist(), ids.tolist(), strict=True):
-                if row not in launched.errors and not self._state.advance(slot, token):
-                    launched.errors[row] = NOT_IN_GRAMMAR
+        try:
+            self._reader.read_until(launched)
+        except Exception as error:
+            self._raise_if_device_failed(error, launched.step_id)
+            raise
 
     def _raise_if_device_failed(self, error: Exception, step_id: int) -> None:
         """What the device's library raised, in this project's terms; anything else is the step's."""
@@ -362,18 +364,3 @@ class ModelRunner:
             raise WorkerError(
                 f"the device of rank {self._rank} is lost in step {step_id}: {what}"
             ) from error
-
-
-def looks_back(new: NewSequence, config: EngineConfig) -> bool:
-    """Whether sampling this sequence depends on the tokens it generated, beyond its logits."""
-    params = new.sampling
-    return bool(
-        params.presence_penalty
-        or params.frequency_penalty
-        or params.repetition_penalty != 1.0
-        or params.bad_words_token_ids
-        or new.grammar is not None
-        or params.thinking_token_budget is not None
-        or params.logits_processors_args
-        or any(name not in BUILTIN_PROCESSORS for name in config.logits_processors)
-    )

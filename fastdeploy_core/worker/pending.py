@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,21 +11,16 @@ import numpy as np
 
 from fastdeploy_core.sampling.columns import SamplingPlan
 from fastdeploy_core.sampling.logprobs import LogprobTensors
-from fastdeploy_core.sampling.sampler import Sampled
-from fastdeploy_core.types import (
-    ModelRunnerOutput,
-    ScheduledSequence,
-    SequenceOutput,
-    TokenLogprobs,
-)
+from fastdeploy_core.types import ModelRunnerOutput, TokenLogprobs
 
-from .input_batch import StepRows
+from .staging import Download, wait_for
+from .step_rows import StepRows
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceEvent
+    from fastdeploy_core.tensor import Tensor
 
-# Waiting polls: a blocking wait would hold the interpreter lock on some drivers.
-POLL_S = 0.00005
+    from .draft_batch import TargetStep
 
 
 @dataclass(slots=True)
@@ -33,80 +28,108 @@ class Launched:
     """What the runner remembers of a step until its tokens are read."""
 
     step_id: int
-    sequences: Sequence[ScheduledSequence]
     rows: StepRows
     owners: np.ndarray  # InputBatch.owner of each row's slot at launch
     plan: SamplingPlan | None = None
-    sampled: Sampled | None = None
+    sampled_logprobs: LogprobTensors | None = None
     prompt_logprobs: list[tuple[int, LogprobTensors]] = field(default_factory=list)  # by batch row
     errors: dict[int, str] = field(default_factory=dict)  # by batch row
+    sample_errors: dict[int, str] = field(default_factory=dict)  # by sampled position
+    max_drafts: int = -1  # SchedulerOutput.max_drafts
+    target: TargetStep | None = None  # for drafters; None once they have been asked
+    draft_ids: np.ndarray | None = None  # [R] the drafts that were fed, -1: none at that position
+    drawn: Tensor | None = None  # [R] on the device
+    accepted: Tensor | None = (
+        None  # [S] on the device, of rows that sample; None: there were no drafts
+    )
+    has_drafts: bool = False  # drafts made on the device come to the host, too
     model_s: float = 0.0
+    draft_s: float = 0.0
+    draft_failures: int = 0
     launch_s: float = 0.0
+    # What is on its way to the host; there when the event has happened.
+    has_results: bool = False
+    download: Download | None = None
+    event: DeviceEvent | None = None
     # Filled when the tokens are read.
     is_read: bool = False
     token_ids: np.ndarray | None = None  # [R]
     num_accepted: np.ndarray | None = None  # [B] drafts that were right; None: there were none
+    next_drafts: np.ndarray | None = None  # ModelRunnerOutput.next_drafts
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by sampled position
     prompt_rows: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+    def fed_drafts(self) -> dict[int, list[int]]:
+        """By batch row."""
+        found: dict[int, list[int]] = {}
+        if self.draft_ids is not None:
+            fed = np.flatnonzero(self.draft_ids >= 0)
+            rows = self.rows.sample_rows[fed].tolist()
+            for row, token in zip(rows, self.draft_ids[fed].tolist(), strict=True):
+                found.setdefault(row, []).append(token)
+        return found
+
+    def logprob_parts(self) -> Iterator[tuple[int | None, LogprobTensors]]:
+        """What is copied behind the tokens: of the drawn ones (None), then of prompts by batch row."""
+        if self.sampled_logprobs is not None:
+            yield None, self.sampled_logprobs
+        yield from self.prompt_logprobs
 
 
 class PendingOutput:
     """`wait()` returns the step's ModelRunnerOutput; steps are read in the order of their launch."""
 
-    def __init__(
-        self, launched: Launched, read: Callable[[Launched], None], event: DeviceEvent | None
-    ) -> None:
+    def __init__(self, launched: Launched, read: Callable[[Launched], None]) -> None:
         self._launched = launched
         self._read = read
-        self._event = event
         self._output: ModelRunnerOutput | None = None
 
     def wait(self) -> ModelRunnerOutput:
         """Wait for the device, then build the answer. May be called again."""
         if self._output is None:
             began = time.perf_counter()
-            while self._event is not None and not self._event.query():
-                time.sleep(POLL_S)
             launched = self._launched
+            wait_for(launched.event)  # without the runner's lock
             self._read(launched)
-            sequences = build_outputs(launched)
-            self._output = ModelRunnerOutput(
-                step_id=launched.step_id,
-                sequences=sequences,
-                model_s=launched.model_s,
-                execute_s=launched.launch_s + time.perf_counter() - began,
-            )
+            self._output = build_output(launched)
+            self._output.execute_s = launched.launch_s + time.perf_counter() - began
         return self._output
 
 
-def build_outputs(launched: Launched) -> list[SequenceOutput]:
-    """One SequenceOutput per row, in batch order."""
-    sequences, rows = launched.sequences, launched.rows
-    token_ids = [] if launched.token_ids is None else launched.token_ids.tolist()
-    plain = not (launched.errors or launched.logprobs or launched.prompt_rows)
-    if plain and rows.is_decode:
-        return [
-            SequenceOutput(s.seq_id, [token]) for s, token in zip(sequences, token_ids, strict=True)
-        ]
+def build_output(launched: Launched) -> ModelRunnerOutput:
+    """The answer, rows in batch order."""
+    rows = launched.rows
+    token_ids = launched.token_ids
+    if token_ids is None:
+        token_ids = np.zeros(0, dtype=np.int64)
+    output = ModelRunnerOutput(
+        step_id=launched.step_id,
+        token_ids=token_ids,
+        next_drafts=launched.next_drafts,
+        model_s=launched.model_s,
+        draft_s=launched.draft_s,
+        draft_failures=launched.draft_failures,
+    )
+    if rows.is_decode and not launched.errors and launched.token_ids is not None:
+        output.logprobs = {row: [entry] for row, entry in launched.logprobs.items()}
+        return output
     num_samples = np.bincount(rows.sample_rows, minlength=rows.slots.size)
-    first = (np.cumsum(num_samples) - num_samples).tolist()
-    accepted = launched.num_accepted
-    outputs = []
-    for row, sequence in enumerate(sequences):
-        output = SequenceOutput(sequence.seq_id)
-        outputs.append(output)
-        if row in launched.errors:
-            output.error = launched.errors[row]
-            continue
-        output.prompt_logprobs = launched.prompt_rows.get(row)
-        if not num_samples[row]:
-            continue
-        count = 1
-        if accepted is not None:
-            output.num_accepted_drafts = int(accepted[row])
-            count += output.num_accepted_drafts
-        start = first[row]
-        output.token_ids = token_ids[start : start + count]
+    first = np.cumsum(num_samples) - num_samples
+    counts = np.minimum(num_samples, 1)
+    if launched.num_accepted is not None:
+        counts += launched.num_accepted
+    counts[list(launched.errors)] = 0
+    if launched.token_ids is None:
+        counts[:] = 0
+    output.errors, output.counts = launched.errors, counts
+    for row in np.flatnonzero(counts).tolist() if launched.logprobs else ():
+        start = int(first[row])
         if start in launched.logprobs:
-            output.logprobs = [launched.logprobs[start + i] for i in range(count)]
-    return outputs
+            entries = range(start, start + int(counts[row]))
+            output.logprobs[row] = [launched.logprobs[entry] for entry in entries]
+    output.prompt_logprobs = {
+        row: records for row, records in launched.prompt_rows.items() if row not in launched.errors
+    }
+    nth = np.arange(rows.sample_rows.size) - first[rows.sample_rows]
+    output.token_ids = token_ids[(nth < counts[rows.sample_rows])[: token_ids.size]]
+    return output

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastdeploy_core import plugins
-from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.config import EngineConfig, SpeculativeConfig
 from fastdeploy_core.contracts.small import GrammarBackend, ProcessorContext
 from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.grammar.thinking import MatcherAfterThinking
 from fastdeploy_core.sampling import columns as bits
 from fastdeploy_core.sampling.columns import SamplingColumns
+from fastdeploy_core.sampling.leniency import Leniency
 from fastdeploy_core.sampling.masks import TokenMasks
 from fastdeploy_core.sampling.penalties import PenaltyTables
 from fastdeploy_core.sampling.processors import load_processors
@@ -53,6 +54,7 @@ class SequenceState:
             self._penalties,
             self._processors,
             config.logprobs_mode,
+            _leniency(config.speculative),
         )
         self.parts: list[Any] = [self._masks, self._penalties, self._processors]
 
@@ -76,6 +78,12 @@ class SequenceState:
         """Tell the slot's grammar, if it has one, of a new token; False: it does not fit."""
         return slot not in self._masks.matchers or self._masks.accept(slot, [token_id])
 
+    def num_allowed(self, slot: int, token_ids: list[int]) -> int:
+        """How many of these tokens, drafts behind the known ones, the slot's grammar would take."""
+        if slot not in self._masks.matchers:
+            return len(token_ids)
+        return self._masks.allowed(slot, token_ids)
+
     def _backend(self, new: NewSequence) -> GrammarBackend:
         key = (new.grammar_backend, tuple(new.eos_token_ids))
         if key not in self._grammars:
@@ -89,3 +97,10 @@ class SequenceState:
                 raise InvalidRequest("structured outputs need the model's tokenizer.json")
             self._grammars[key] = driver(self._tokenizer_json, self._vocab_size, new.eos_token_ids)
         return self._grammars[key]
+
+
+def _leniency(config: SpeculativeConfig | None) -> Leniency | None:
+    """The lossy rule of acceptance, where it was asked for."""
+    if config is None or config.acceptance == "lossless":
+        return None
+    return Leniency(config.max_candidate_len, config.verify_window)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.contracts.device import ReportingDevice
-from fastdeploy_core.types import NewSequence, SamplingParams, ScheduledSequence, SchedulerOutput
+from fastdeploy_core.types import BatchRows, NewSequence, SamplingParams, SchedulerOutput
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
@@ -39,10 +39,8 @@ def dummy_step(
             )
         )
         first_block += num_blocks
-    rows = [ScheduledSequence(n.seq_id, 0, len(n.token_ids)) for n in new]
-    return SchedulerOutput(
-        step_id=step_id, new_sequences=new, sequences=rows, finished_seq_ids=finished
-    )
+    rows = BatchRows.of([n.seq_id for n in new], [0] * len(new), list(lengths))
+    return SchedulerOutput(step_id=step_id, new_sequences=new, rows=rows, finished_seq_ids=finished)
 
 
 def warm_up(
@@ -67,7 +65,8 @@ def warm_up(
                 finished = [n.seq_id for n in step.new_sequences]
                 step_id += 1
         reached = bucket
-    runner.launch(SchedulerOutput(step_id=step_id, finished_seq_ids=finished)).wait()
+    nobody = BatchRows.of([], [], [])
+    runner.launch(SchedulerOutput(step_id=step_id, rows=nobody, finished_seq_ids=finished)).wait()
     logger.info("warm-up: %d shapes in %.1f s", step_id, time.perf_counter() - began)
 
 

@@ -20,11 +20,13 @@ from fastdeploy_core.tensor import DTYPE_BYTES
 from fastdeploy_core.types import SchedulerOutput
 from fastdeploy_core.types.worker import WorkerInfo
 
+from .drafters import DrafterMaker
 from .loader import LoadedModel, load_model
 from .memory import LowWater, MemoryProfile
 from .model_runner import ModelRunner
 from .pending import PendingOutput
 from .start_up import device_lines, dummy_step, warm_up
+from .step_graphs import graph_sizes
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator
@@ -76,15 +78,24 @@ class Worker:
             self._communicator,
             self.resolved.load,
         )
+        drafters = None
+        if self.config.speculative is not None:
+            drafters = DrafterMaker(
+                self.config, self.config.speculative, device, kernels, loaded, self.resolved
+            ).make(self.rank)
         gc.collect()
         weight_bytes = max(0, free_before - device.memory().free_bytes)
-        self._runner = ModelRunner(
-            self.config, device, kernels, loaded, self.rank, self._communicator
+        sizes, about_graphs = graph_sizes(
+            self.config, device.limits, loaded.attention.values(), self.world_size
         )
-        return self._info(device, loaded, kernels, weight_bytes)
+        self._runner = ModelRunner(
+            self.config, device, kernels, loaded, self.rank, self._communicator, sizes, drafters
+        )
+        return self._info(device, loaded, kernels, weight_bytes, about_graphs)
 
     def initialize_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """Allocate the KV pool, and the host tier when num_host_blocks is above 0."""
+        """Allocate the KV pool, and the host tier when num_host_blocks is above 0; then record decode
+        steps over it. All ranks at the same time, as in load()."""
         runner, device = self._ready()
         try:
             runner.allocate_cache(num_blocks, num_host_blocks)
@@ -98,6 +109,7 @@ class Worker:
             ) from error
         if device.limits.token_buckets:
             warm_up(runner, self.config, device.limits.token_buckets, num_blocks)
+        runner.record_graphs()
 
     def launch(self, step: SchedulerOutput) -> PendingOutput:
         """Queue one step's work on the device; the result is fetched with PendingOutput.wait()."""
@@ -152,6 +164,7 @@ class Worker:
         loaded: LoadedModel,
         kernels: ChosenKernels,
         weight_bytes: int,
+        about_graphs: str,
     ) -> WorkerInfo:
         runner, config, limits = self._ready()[0], self.config, device.limits
         bytes_per_block = self._bytes_per_block(runner)
@@ -162,6 +175,7 @@ class Worker:
             f"kernels: {len(foreign)} of {len(kernels.origins())} from plugins"
             + (f" ({', '.join(sorted(set(foreign.values())))})" if foreign else ""),
             f"memory: {arithmetic}",
+            about_graphs,
             *loaded.report,
         ]
         report += device_lines(device)
@@ -192,8 +206,10 @@ class Worker:
             chunked_prefill=limits.chunked_prefill,
             token_buckets=limits.token_buckets,
             overlap=limits.overlap and config.batch.overlap,
+            asynchronous=limits.asynchronous,
             host_tier=limits.host_tier,
             logprobs=limits.logprobs,
+            drafts_with_cache=runner.drafts_with_cache,
             device=device.name,
             tensor_library=device.xp.name,
             drivers={
@@ -234,8 +250,9 @@ class Worker:
                 runner.allocate_cache(num_blocks, 0)
                 for step in steps:
                     runner.launch(step).wait()
-                runner.free_cache()
-                gc.collect()
+            graph_bytes = runner.graph_bytes()
+            runner.free_cache()
+            gc.collect()
         except ResourceError as error:
             raise ResourceError(
                 f"the largest step does not fit into memory beside the weights "
@@ -250,6 +267,7 @@ class Worker:
             free_bytes=before.free_bytes,
             weight_bytes=weight_bytes,
             step_bytes=max(0, peak) + logits_bytes,
+            graph_bytes=graph_bytes,
             utilization=self.config.cache.memory_utilization,
             shared_with=self.world_size if limits.shares_host_memory else 0,
             most_bytes=config.batch.max_num_seqs * per_sequence * bytes_per_block,
@@ -265,7 +283,7 @@ def largest_steps(config: EngineConfig) -> tuple[list[SchedulerOutput], int]:
         lengths.append(min(left, longest))
         left -= lengths[-1]
     steps = [dummy_step(config, 0, lengths, [])]
-    ids = [s.seq_id for s in steps[0].sequences]
+    ids = [new.seq_id for new in steps[0].new_sequences]
     steps.append(dummy_step(config, 1, [1] * batch.max_num_seqs, ids))
     num_blocks = max(sum(len(n.block_ids) for n in s.new_sequences) for s in steps)
     return steps, num_blocks

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from fastdeploy_core.config import RequestSchedulerConfig
 from fastdeploy_core.contracts.quantizer import LayerSpec
-from fastdeploy_core.contracts.speculative import DraftInput
+from fastdeploy_core.contracts.speculative import HostDraftInput
 from fastdeploy_core.reference import expert_communicator
 from fastdeploy_core.scheduler.local import LocalScheduler
 from fastdeploy_core.tensor import load
@@ -252,7 +252,7 @@ def test_spoilt_expert_communicator_fails(device: Any) -> None:
         suite.test_new_expert_map_moves_the_work_not_the_result(Stale, device)
 
 
-def test_spoilt_quantizer_and_drafter_fail(device: Any, tensor_library: str) -> None:
+def test_spoilt_quantizer_fails(device: Any, tensor_library: str) -> None:
     xp = load(tensor_library)
     layer = LayerSpec("l", "linear", 64, 48)
     quantizer = SimpleNamespace(
@@ -269,11 +269,46 @@ def test_spoilt_quantizer_and_drafter_fail(device: Any, tensor_library: str) -> 
     with pytest.raises(FAILURE):
         suite.test_rows_do_not_influence_each_other(device, quantizer, layer)
 
-    def propose(batch: DraftInput) -> list[list[int]]:
-        return [[999] * 9 for _ in batch.seq_ids]
 
+class SpoiltDrafter:
+    """Drafts too much, changes histories, depends on chance, and never forgets."""
+
+    name, runs_on = "spoilt", "host"
+    kept: ClassVar[list[Any]] = []
+
+    def __init__(self, context: Any) -> None:
+        self.random = np.random.default_rng()
+
+    def propose(self, batch: HostDraftInput) -> list[list[int]]:
+        for tokens in batch.token_ids:
+            self.kept.append(np.ones(2**13))
+            tokens[0] = 9
+        return [self.random.integers(0, 99, 9).tolist() for _ in batch.seq_ids]
+
+    def observe(self, *_: Any) -> None:
+        return None
+
+    def forget(self, seq_id: int) -> None:
+        return None
+
+
+def test_spoilt_drafter_fails(device: Any) -> None:
+    suite, drafter = DrafterConformance(), SpoiltDrafter(None)
     with pytest.raises(FAILURE):
-        DrafterConformance().test_proposals_stay_within_their_limits(
-            SimpleNamespace(propose=propose), device
-        )
+        suite.test_proposals_stay_within_their_limits(drafter)
+    with pytest.raises((AssertionError, ValueError)):
+        suite.test_histories_are_left_alone(drafter)
+    with pytest.raises(FAILURE):
+        suite.test_same_state_gives_the_same_proposal(SpoiltDrafter, device, {}, drafter)
+    with pytest.raises(FAILURE):
+        suite.test_memory_does_not_grow_with_forgotten_sequences(drafter)
+    SpoiltDrafter.kept.clear()
+    good, bad = {"together": [[1]], "alone": [[1]]}, {"together": [[1]], "alone": [[2]]}
+    with pytest.raises(FAILURE):
+        suite.test_answers_are_those_without_it(device, [good], {"runs": [bad]}, 0)
+    silent = {"metrics": {"draft_tokens_total": 0, "draft_failures_total": 3}}
+    with pytest.raises(FAILURE):
+        suite.test_it_drafts(silent)
+    with pytest.raises(FAILURE):
+        suite.test_the_core_rejects_none_of_its_proposals(silent)
     assert threading.active_count() < 50

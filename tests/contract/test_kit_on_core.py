@@ -6,12 +6,12 @@ The device, attention, MoE and kernel suites run on the tensor library of this r
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fastdeploy_core.contracts.quantizer import LayerSpec, ParameterSpec
-from fastdeploy_core.contracts.speculative import DrafterContext, DraftInput
 from fastdeploy_core.testing.conformance.test_attention import AttentionConformance
 from fastdeploy_core.testing.conformance.test_device import DeviceConformance
 from fastdeploy_core.testing.conformance.test_drafter import DrafterConformance
@@ -112,30 +112,19 @@ class TestIdentityQuantizer(QuantizerConformance):
         return 1e-5
 
 
-class RepeatDrafter:
-    """Proposes that the last token goes on."""
-
-    name = "repeat"
-    contract = (0, 1)
-
-    def __init__(self, context: DrafterContext) -> None:
-        self.seen: dict[int, int] = {}
-
-    def propose(self, batch: DraftInput) -> list[list[int]]:
-        return [
-            [tokens[-1]] * limit
-            for tokens, limit in zip(batch.token_ids, batch.max_drafts, strict=True)
-        ]
-
-    def observe(self, seq_id: int, drafted: Any, accepted: int) -> None:
-        self.seen[seq_id] = accepted
-
-    def forget(self, seq_id: int) -> None:
-        self.seen.pop(seq_id, None)
+class TestNgram(DrafterConformance):
+    driver_name = "ngram_match"
 
 
-class TestRepeatDrafter(DrafterConformance):
+@pytest.mark.slow
+class TestSuffix(DrafterConformance):
+    driver_name = "suffix"
+
+
+class TestDraftModel(DrafterConformance):
+    driver_name = "draft_model"
+
     @pytest.fixture(scope="class")
     @classmethod
-    def driver(cls) -> Any:
-        return RepeatDrafter
+    def options(cls, model: Path) -> dict[str, Any]:
+        return {"model": str(model)}

@@ -183,9 +183,12 @@ class Bench:
         return core, collector
 
 
-def play(engine: Any, arrivals: list[tuple[int, Request]]) -> Collector:
+def play(
+    engine: Any, arrivals: list[tuple[int, Request]], collector: Collector | None = None
+) -> Collector:
     """Feed an engine and collect its answers."""
-    collector, waiting = Collector(), sorted(arrivals, key=lambda arrival: arrival[0])
+    collector = collector or Collector()
+    waiting = sorted(arrivals, key=lambda arrival: arrival[0])
     for step in range(MAX_STEPS):
         while waiting and waiting[0][0] <= step:
             engine.add(waiting.pop(0)[1])

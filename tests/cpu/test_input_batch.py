@@ -12,10 +12,10 @@ from fastdeploy_core.errors import WorkerError
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.sampling.columns import SamplingColumns
-from fastdeploy_core.types import NewSequence, SamplingParams, ScheduledSequence
+from fastdeploy_core.types import NewSequence, SamplingParams
 from fastdeploy_core.worker.input_batch import InputBatch
 from fastdeploy_core.worker.sequence_state import SequenceState
-from tests.worker_steps import engine_config, write_model
+from tests.worker_steps import Row, engine_config, make_step, write_model
 
 SLOTS, LENGTH, BLOCK = 5, 40, 4
 
@@ -85,11 +85,11 @@ def test_every_step_is_what_the_book_keeper_says(device: CpuDevice, seed: int) -
             blocks = list(range(next_block, next_block + needed))
             next_block += needed
             book.blocks[seq_id] += blocks
-            rows.append(ScheduledSequence(seq_id, start, end - start, blocks, drafts, last))
+            rows.append(Row(seq_id, start, end - start, blocks, drafts, last))
             plan.append((seq_id, start, end, drafts, last))
         if not rows:
             continue
-        made = batch.rows(rows)
+        made = batch.rows(make_step(*rows))
         attention, token_slots, positions = batch.attention_batch(made)
         input_ids = device.to_host(batch.input_ids(made, token_slots, positions)).tolist()
         expected_ids, expected_slots, sampled = [], [], []
@@ -158,7 +158,7 @@ def test_blocks_far_into_a_large_pool_do_not_overflow(device: CpuDevice) -> None
     batch = InputBatch(device, 1, 8, 4)
     far = 2**30
     batch.add(new_sequence(1, [5, 6], [far]))
-    rows = batch.rows([ScheduledSequence(1, 0, 2)])
+    rows = batch.rows(make_step(Row(1, 0, 2)))
     attention, _, _ = batch.attention_batch(rows)
     assert device.to_host(attention.slot_mapping).tolist() == [far * 4, far * 4 + 1]
 
@@ -189,7 +189,7 @@ def contents(thing: Any, device: CpuDevice, slot: int) -> dict[str, Any]:
     for name, value in entries.items():
         if isinstance(value, device.xp.tensor_type):
             value = np.array(device.to_host(value))
-        if name in ("owner", "newest_dev", "_last_slots"):
+        if name in ("owner", "newest_dev"):
             continue  # a counter that must grow; a token that nobody reads once newest is -1
         if isinstance(value, np.ndarray) and value.ndim and value.shape[0] == SLOTS:
             found[name] = value[slot].tolist()
@@ -250,7 +250,7 @@ def test_a_slot_given_back_holds_nothing(
         new = new_sequence(seq_id, [1, 2, 3, 5, 6], [7, 8])
         new.num_prompt_tokens, new.sampling = 3, SamplingParams(**fields)
         slot = batch.add(new)
-        columns.add(slot, new.sampling, 99, looks_back=True)
+        columns.add(slot, new.sampling, 99)
         state.add(slot, new)
         batch.newest[slot] = 5
         return slot

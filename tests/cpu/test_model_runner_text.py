@@ -18,8 +18,16 @@ from fastdeploy_core.errors import InvalidRequest, PluginLoadError
 from fastdeploy_core.grammar.llguidance_backend import LLGuidanceBackend
 from fastdeploy_core.sampling.processors import find_processor
 from fastdeploy_core.sampling.thinking import ThinkingBudgetLogitsProcessor
-from fastdeploy_core.types import SamplingParams, SequenceOutput, StructuredOutputsParams
-from tests.worker_steps import EOS, Steps, engine_config, make_worker, sharpen, write_model
+from fastdeploy_core.types import SamplingParams, StructuredOutputsParams
+from tests.worker_steps import (
+    EOS,
+    RowOutput,
+    Steps,
+    engine_config,
+    make_worker,
+    sharpen,
+    write_model,
+)
 
 
 class Exploding:
@@ -91,7 +99,7 @@ def ahead(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
-def generate(steps: Steps, seq_ids: list[int], count: int, ahead: bool) -> list[SequenceOutput]:
+def generate(steps: Steps, seq_ids: list[int], count: int, ahead: bool) -> list[RowOutput]:
     """`count` steps of these sequences together; the outputs of the last one."""
     pending, last = [], []
     for _ in range(count):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import mmap
+import subprocess
+import sys
 import tempfile
 
 import numpy as np
@@ -320,3 +322,26 @@ def test_shared_tensor_methods(xp):
     assert isinstance(x.data_ptr(), int) and x.element_size() == 4
     assert x[0, 0, 0].item() == a[0, 0, 0] and len(x.tolist()) == 2
     assert y.zero_().fill_(3.0).min().item() == 3.0
+
+
+def test_every_thread_that_loads_it_computes(tensor_library: str) -> None:
+    """Also when the first import happened in a thread that is gone."""
+    program = f"""
+import threading
+from fastdeploy_core import tensor
+
+def use():
+    found.append(int(tensor.load({tensor_library!r}).ones([2]).sum()))
+
+found = []
+for _ in range(2):
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+use()
+assert found == [2, 2, 2], found
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -64,9 +64,9 @@ def test_the_profile_runs_the_largest_prefill_and_the_widest_batch(
         config, batch=BatchConfig(max_num_seqs=7, max_num_batched_tokens=250)
     )
     steps, num_blocks = largest_steps(config)
-    assert [s.num_tokens for s in steps[0].sequences] == [96, 96, 58]
-    assert [s.num_tokens for s in steps[1].sequences] == [1] * 7
-    assert steps[1].finished_seq_ids == [s.seq_id for s in steps[0].sequences]
+    assert steps[0].rows.counts.tolist() == [96, 96, 58]
+    assert steps[1].rows.counts.tolist() == [1] * 7
+    assert steps[1].finished_seq_ids == steps[0].rows.seq_ids.tolist()
     assert num_blocks == 6 + 6 + 4
     for step in steps:
         blocks = [b for new in step.new_sequences for b in new.block_ids]
@@ -382,7 +382,7 @@ def test_two_ranks_give_the_tokens_of_one(
                     return
                 pending = ranks[1].launch(messages[-1])
                 barrier.wait()
-                assert pending.wait().sequences == []
+                assert pending.wait().token_ids.size == 0
         except BaseException as error:
             failures.append(error)
             barrier.abort()

@@ -114,6 +114,61 @@ def test_new_plugin_passes_the_kit(stranger: Stranger, tensor_library: str, tmp_
     assert skipped and all(t["reason"] for t in skipped), "a skip without a reason"
 
 
+@pytest.fixture(scope="module")
+def drafter(stranger: Stranger) -> Path:
+    """A drafter made by `plugins new`, installed from its wheel beside the other one."""
+    folder = stranger.bin.parent.parent
+    made = stranger.fastdeploy(
+        "plugins", "new", "fd-spec-wise", "--kind", "drafter", "--dir", folder
+    )
+    assert made.returncode == 0, made.stderr
+    stranger.install(build(folder / "fd-spec-wise", folder / "wheels"))
+    return folder / "fd-spec-wise"
+
+
+@pytest.mark.timeout(600)
+def test_new_drafter_passes_the_kit(
+    stranger: Stranger, drafter: Path, tensor_library: str, tmp_path: Path
+) -> None:
+    report = tmp_path / "report.json"
+    done = stranger.fastdeploy(
+        "plugins", "check", "wise", "--tensor", tensor_library, "--report", report, timeout_s=580
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr
+    tests = json.loads(report.read_text())["tests"]
+    passed = {t["test"] for t in tests if t["outcome"] == "passed"}
+    assert {t["suite"] for t in tests} == {"TestHygiene", "TestDrafter"}
+    assert {"test_it_drafts", "test_two_ranks_give_the_same_answers"} <= passed
+
+
+def test_new_drafter_drafts_in_an_engine(
+    stranger: Stranger, drafter: Path, tensor_library: str, tmp_path: Path
+) -> None:
+    """Through the command line's own settings, refusals included."""
+    from fastdeploy_core.testing.tiny_model import write_tiny_model
+
+    model = write_tiny_model(tmp_path / "model")
+    code = (
+        "import sys\n"
+        "from fastdeploy import LLM, SamplingParams\n"
+        f"llm = LLM({str(model)!r}, skip_tokenizer_init=True, num_threads=1,\n"
+        f"    tensor_library={tensor_library!r}, num_gpu_blocks_override=32,\n"
+        "    speculative_config={'method': 'wise', 'num_speculative_tokens': 3,\n"
+        "        'adaptive_length': False, **eval(sys.argv[1])})\n"
+        "params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, detokenize=False)\n"
+        "llm.generate([[5, 6] * 9], params, use_tqdm=False)\n"
+        "print(llm.get_metrics()['draft_tokens_total'])\n"
+        "llm.close()\n"
+    )
+    command = (stranger.bin / "python", "-P", "-c", code)
+    done = run(*command, "{}")
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.strip().splitlines()[-1]) > 0
+    refused = run(*command, "{'min_cuont': 2}")
+    assert refused.returncode != 0
+    assert "fd-spec-wise" in refused.stderr and "unknown setting min_cuont" in refused.stderr
+
+
 def test_its_own_tests_run_the_kit(stranger: Stranger, tensor_library: str) -> None:
     project = stranger.bin.parent.parent / "fd-wonder"
     done = run(

@@ -266,7 +266,7 @@ def test_request_that_waits_too_long_times_out():
 def test_unreadable_message_does_not_close_the_socket():
     async def main():
         async with engine_of() as engine:
-            life = engine._supervisor._life
+            life = engine._link._life
             for garbage in (
                 b"",
                 b"\x80\x04K\x01.",
@@ -274,7 +274,7 @@ def test_unreadable_message_does_not_close_the_socket():
                 os.urandom(64),
                 b"\x81\xa4type\xa3Put",
             ):
-                with engine._supervisor._send_lock:
+                with engine._link._send_lock:
                     life.requests.send(garbage)
             await assert_serves(engine)
 

@@ -110,9 +110,8 @@ def check_step(core) -> None:
     """Nothing writes into a block that another sequence reads; the budget is kept."""
     batch = core.scheduler
     step = core._executor.steps[-1]
-    assert sum(row.num_tokens for row in step.sequences) == step.num_tokens
-    assert 0 < step.num_tokens <= batch.settings.max_num_batched_tokens
-    assert len(step.sequences) <= batch.settings.max_num_seqs
+    assert 0 < step.rows.counts.sum() <= batch.settings.max_num_batched_tokens
+    assert step.rows.seq_ids.size <= batch.settings.max_num_seqs
     tables = {
         seq.seq_id: seq.table.blocks
         for request in batch._roster.requests.values()
@@ -120,18 +119,16 @@ def check_step(core) -> None:
         if seq.table.blocks
     }
     size = batch.kv.block_size
-    for row in step.sequences:
-        blocks = tables.get(row.seq_id)
+    rows = (step.rows.seq_ids, step.rows.starts, step.rows.counts)
+    for seq_id, start, count in zip(*(column.tolist() for column in rows), strict=True):
+        blocks = tables.get(seq_id)
         if blocks is None:
             continue  # it ended or was preempted with this very step's results
-        first, last = (
-            row.num_computed_tokens // size,
-            (row.num_computed_tokens + row.num_tokens - 1) // size,
-        )
+        first, last = start // size, (start + count - 1) // size
         written = set(blocks[first : last + 1])
         assert len(written) == last - first + 1
         for other, held in tables.items():
-            assert other == row.seq_id or not written & set(held), "a written block is shared"
+            assert other == seq_id or not written & set(held), "a written block is shared"
     batch.kv.check()
 
 

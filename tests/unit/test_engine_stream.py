@@ -14,6 +14,7 @@ from fastdeploy_core.engine.progress import Progress
 from fastdeploy_core.engine.stream import OutputStream
 from fastdeploy_core.errors import FastDeployError, QueueFull, RequestTimeout, WorkerError
 from fastdeploy_core.types import (
+    BatchRows,
     FinishReason,
     RequestOutputDelta,
     SchedulerOutput,
@@ -137,6 +138,28 @@ def test_unreadable_bytes_are_a_clean_error(data):
     for kind in (wire.ToEngine, wire.FromEngine, wire.FromWorker, SchedulerOutput):
         with pytest.raises(msgspec.MsgspecError):
             wire.decoder(kind).decode(data)
+
+
+def test_a_step_message_crosses_the_wire_with_its_columns():
+    rows = BatchRows.of([5, 9], [3, 0], [3, 8], [True, False], {0: [7, 8]})
+    sent = SchedulerOutput(step_id=4, rows=rows, new_block_ids={1: [2, 3]})
+    step = wire.decoder(SchedulerOutput).decode(wire.encode(sent))
+    for name in rows.__struct_fields__:
+        column, expected = getattr(step.rows, name), getattr(rows, name)
+        assert column.dtype == expected.dtype and column.tolist() == expected.tolist()
+    assert step.new_block_ids == {1: [2, 3]}
+    goes_on = wire.decoder(SchedulerOutput).decode(wire.encode(SchedulerOutput(step_id=5)))
+    assert goes_on.rows is None
+
+
+@pytest.mark.parametrize(
+    "column", [["object", [1], b"12345678"], ["int64", [2], b"12345678"], ["int64"], 7]
+)
+def test_columns_that_are_none_are_a_clean_error(column):
+    fields = dict.fromkeys(BatchRows.__struct_fields__, column)
+    data = msgspec.msgpack.encode({"step_id": 1, "rows": fields})
+    with pytest.raises(msgspec.ValidationError):
+        wire.decoder(SchedulerOutput).decode(data)
 
 
 def test_progress_is_seen_from_another_mapping(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from fastdeploy_core.cli import plugins_command
 from fastdeploy_core.cli.plugins_check import kind_of, suites
-from fastdeploy_core.cli.plugins_new import chip_name, create
+from fastdeploy_core.cli.plugins_new import TEMPLATES, create, driver_name, template_folder
 from fastdeploy_core.errors import ConfigError, PluginNotFound
 from fastdeploy_core.plugins import discovery
 from fastdeploy_core.plugins.manager import shared_manager
@@ -210,10 +210,19 @@ def test_new_fills_in_every_name(tmp_path):
     assert "fastdeploy-core>=0.1,<0.2" in text and "class Acme7Device" in text
 
 
+def test_new_drafter_has_its_distributions_name(tmp_path):
+    folder = create("fd-spec-acme", tmp_path, "drafter")
+    files = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+    assert {"src/fd_spec_acme/drafter.py", "src/fd_spec_acme/hooks.py"} <= files
+    text = "".join(p.read_text() for p in folder.rglob("*") if p.is_file())
+    assert "mydraft" not in text.lower() and "class AcmeDrafter" in text
+    assert 'acme = "fd_spec_acme.drafter:AcmeDrafter"' in text and 'name = "fd-spec-acme"' in text
+
+
 @pytest.mark.parametrize("name", ["mychip", "fd-", "fd-My", "fd-a b", "../fd-x", "fd-x/y", "fd_x"])
 def test_new_refuses_odd_names(name):
     with pytest.raises(ConfigError, match="fd-mychip"):
-        chip_name(name)
+        driver_name(name)
 
 
 def test_new_does_not_touch_what_exists(tmp_path):
@@ -222,11 +231,10 @@ def test_new_does_not_touch_what_exists(tmp_path):
         create("fd-one", tmp_path)
 
 
-def test_template_has_fewer_than_120_lines_of_python():
-    from fastdeploy_core.cli.plugins_new import template_folder
-
-    count = sum(len(p.read_text().splitlines()) for p in template_folder().rglob("*.py"))
-    assert count < 120
+@pytest.mark.parametrize(("kind", "most"), [("device", 140), ("drafter", 140)])
+def test_templates_are_short(kind, most):
+    folder = template_folder(TEMPLATES[kind])
+    assert sum(len(p.read_text().splitlines()) for p in folder.rglob("*.py")) < most
 
 
 def test_kind_to_check_follows_from_the_name(fd_plugins):

@@ -86,7 +86,7 @@ def test_group_of_a_later_contract_is_named(installed):
     installed("fd-future", "[fastdeploy.devices.v2]\nfuture = a:B\n")
     inventory = discover({})
     assert statuses(inventory, "fd-future") == {("device", "future"): "other contract"}
-    assert any("contract 2" in p and "0.1" in p for p in inventory.problems)
+    assert any("contract 2" in p and "0.2" in p for p in inventory.problems)
 
 
 def test_unknown_group_under_our_prefix_is_reported(installed):

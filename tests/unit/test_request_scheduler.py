@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from fastdeploy_core.config import RequestSchedulerConfig
 from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad, RequestScheduler
 from fastdeploy_core.scheduler.local import MAX_ATTEMPTS, LocalScheduler
-from fastdeploy_core.types import FinishReason, RequestOutputDelta, SequenceDelta
+from fastdeploy_core.types import (
+    FinishReason,
+    RequestOutputDelta,
+    SequenceDelta,
+    TokenDeltas,
+    each_delta,
+)
 from tests.null_engine import make_request
 
 ROOM = Capacity(num_requests=100, num_free_blocks=10_000, block_size=4, num_tokens=100_000)
@@ -151,6 +157,23 @@ def test_repeated_delta_is_dropped_and_a_gap_fails_the_request():
     assert scheduler.get_results() == []
 
 
+def test_tokens_in_columns_pass_as_they_are_unless_one_is_unexpected():
+    scheduler = make()
+    scheduler.put_requests([make_request(n, [5]) for n in "ab"])
+    scheduler.get_requests(ROOM)
+    first = TokenDeltas(["a", "b"], [0, 0], [1, 1], [7, 8])
+    scheduler.put_results([first])
+    assert scheduler.get_results() == [first]
+    scheduler.abort(["a"])
+    scheduler.put_results([TokenDeltas(["a", "b"], [1, 1], [1, 1], [7, 9])])
+    end, rest = scheduler.get_results()
+    assert end.request_id == "a" and end.finished and end.position == 1
+    assert rest.request_id == "b" and rest.position == 1 and rest.sequences[0].token_ids == [9]
+    scheduler.put_results([TokenDeltas(["b"], [3], [1], [9])])
+    (gap,) = scheduler.get_results()
+    assert gap.request_id == "b" and "lost between deltas 2 and 3" in gap.error
+
+
 def test_abort_of_a_queued_request_is_answered_once():
     scheduler = make()
     scheduler.put_requests([make_request("a", [5], n=2, temperature=1.0)])
@@ -285,7 +308,7 @@ def test_every_accepted_request_is_answered_exactly_once(operations):
     generation = dict.fromkeys(range(8), 0)
 
     def collect():
-        for d in scheduler.get_results():
+        for d in each_delta(scheduler.get_results()):
             assert d.position == positions.get(d.request_id, 0)
             positions[d.request_id] = d.position + 1
             if d.finished:
@@ -302,7 +325,10 @@ def test_every_accepted_request_is_answered_exactly_once(operations):
                 taken[request.request_id] = [request, 0]
         elif operation in ("result", "finish") and name in taken:
             request, position = taken[name]
-            scheduler.put_results([delta(request, position, finished=operation == "finish")])
+            output = delta(request, position, finished=operation == "finish")
+            if operation == "result" and number % 2:
+                output = TokenDeltas([name], [position], [request.attempt], [position])
+            scheduler.put_results([output])
             taken[name][1] += 1
             if operation == "finish":
                 del taken[name]

@@ -7,7 +7,7 @@ import pytest
 from fastdeploy_core.errors import ConfigError, InvalidRequest, RequestTooLong
 from fastdeploy_core.scheduler import sequence_seed
 from fastdeploy_core.testing.fakes import NullModel
-from fastdeploy_core.types import SamplingParams
+from fastdeploy_core.types import SamplingParams, each_delta
 from tests.null_engine import (
     EOS,
     VOCAB_SIZE,
@@ -24,7 +24,9 @@ def steps_of(core):
 
 
 def rows(step):
-    return [(row.seq_id, row.num_computed_tokens, row.num_tokens) for row in step.sequences]
+    found = step.rows
+    columns = (found.seq_ids, found.starts, found.counts)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def prompt(num_tokens, seed=0):
@@ -41,7 +43,7 @@ def test_long_prompt_is_chunked_by_the_budget_and_mixed_with_decodes():
     assert rows(steps_of(core)[1]) == [(0, 4, 1), (1, 0, 15)]
     assert rows(steps_of(core)[2]) == [(0, 5, 1), (1, 15, 15)]
     assert rows(steps_of(core)[3]) == [(0, 6, 1), (1, 30, 10)]
-    assert [s.sequences[1].sample for s in steps_of(core)[1:4]] == [False, False, True]
+    assert [bool(s.rows.samples[1]) for s in steps_of(core)[1:4]] == [False, False, True]
 
 
 def test_without_chunked_prefill_a_prompt_runs_whole_or_waits():
@@ -93,7 +95,7 @@ def test_mixed_batches_off_keeps_prefills_and_decodes_apart():
     known = {}
     for step in steps_of(core):
         known |= {new.seq_id: len(new.token_ids) for new in step.new_sequences}
-        is_prefill = {row.num_computed_tokens < known[row.seq_id] for row in step.sequences}
+        is_prefill = {start < known[seq_id] for seq_id, start, _ in rows(step)}
         assert len(is_prefill) == 1
 
 
@@ -287,7 +289,7 @@ def test_stop_token_ends_the_answer_and_is_named():
     core.add(make_request("r", prompt(5), max_tokens=20, stop_token_ids=[stop]))
     deltas = []
     while core.has_work():
-        deltas += core.step()
+        deltas += each_delta(core.step())
     last = deltas[-1].sequences[0]
     assert last.finish_reason == "stop" and last.stop_reason == stop
     assert sum(len(d.sequences[0].token_ids) for d in deltas) == position + 1
@@ -369,6 +371,29 @@ def test_overlap_queues_the_next_step_before_the_last_one_is_taken():
         core.step()
     # max_tokens is known in advance: no step is wasted.
     assert len(steps_of(core)) == 6
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_batch_that_stays_the_same_is_not_described_again(overlap):
+    core = make_core(overlap=overlap, max_num_seqs=4)
+    requests = [make_request(f"r{i}", prompt(5, i), max_tokens=8 + 4 * (i == 3)) for i in range(4)]
+    collector = run(core, requests)
+    assert all(collector.answers(r.request_id) == expected_answers(r) for r in requests)
+    # The first step, and the one in which three of them have ended.
+    assert len(steps_of(core)) == 12 and core._executor.num_explicit == 2
+
+
+def test_tokens_of_a_steady_batch_come_in_columns():
+    core = make_core()
+    for i in range(3):
+        core.add(make_request(f"r{i}", prompt(5, i), max_tokens=8))
+    core.add(make_request("scored", prompt(5, 3), max_tokens=8, logprobs=0))
+    core.step()
+    (tokens, single) = core.step()
+    assert tokens.request_ids == ["r0", "r1", "r2"] and tokens.positions == [1, 1, 1]
+    assert single.request_id == "scored" and single.sequences[0].logprobs is not None
+    while core.has_work():
+        core.step()
 
 
 def test_token_scheduled_beyond_an_unforeseen_end_is_dropped():

@@ -88,6 +88,24 @@ class DeviceConformance(OnDevice):
         assert wait_until(event.query, 60), "the event was never reached"
         assert event.query(), "an event that was done is not done any more"
 
+    @pytest.mark.parametrize("name", ["float32", "int64", "int32"])
+    def test_queued_copies_arrive_by_the_next_event(self, device: Any, name: str) -> None:
+        memory = device.host_buffer(4096)
+        assert memory.dtype == np.uint8 and memory.shape == (4096,) and not memory.any()
+        xp = device.xp
+        target = xp.zeros([512], dtype=xp.uint8, device=device.device)
+        values = np.arange(512 // np.dtype(name).itemsize).astype(name)
+        memory[512:1024] = values.view(np.uint8)
+        device.upload(memory[512:1024], target)
+        x = target.view(xp.dtype(name))
+        device.download(x + x, memory[1024:1536])
+        x.zero_()  # queued behind the copy, which must not see it
+        event = device.record_event()
+        assert wait_until(event.query, 60), "the copies never happened"
+        back = memory[1024:1536].view(name)
+        assert np.array_equal(back, values + values)
+        assert not memory[1536:].any(), "a copy wrote beyond its part"
+
     def test_ordinary_errors_are_neither_oom_nor_lost(self, device: Any) -> None:
         for error in (ValueError("x"), RuntimeError("shape mismatch"), KeyError("k")):
             assert not device.is_oom(error)
@@ -124,6 +142,38 @@ class DeviceConformance(OnDevice):
             got = np.array(device.to_host(out))
             run()
             assert np.array_equal(got, device.to_host(out)), "a replay differs from an eager run"
+
+    @pytest.mark.capability("graph_capture")
+    def test_a_graph_beside_another_keeps_what_it_made_until_the_next_replay(
+        self, device: Any
+    ) -> None:
+        if not device.limits.graph_capture:
+            pytest.skip("limits.graph_capture is False")
+        x = self.to_device(device, np.ones((16, 64), "float32"))
+        made: dict[int, Any] = {}
+
+        def work(rows: int) -> Any:
+            def run() -> None:
+                made[rows] = device.xp.silu(x[:rows] + x[:rows]) * rows
+
+            return run
+
+        for rows in (16, 4):
+            work(rows)()
+        large = device.capture(work(16))
+        of_large = made[16]
+        small = device.capture(work(4), large)
+        of_small = made[4]
+        for rows, graph, kept in (
+            (4, small, of_small),
+            (16, large, of_large),
+            (4, small, of_small),
+        ):
+            x.copy_(self.to_device(device, np.full((16, 64), rows, "float32")))
+            graph.replay()
+            kept = made[rows] if device.device == "cpu" else kept
+            expected = device.xp.silu(x[:rows] + x[:rows]) * rows
+            assert np.array_equal(device.to_host(kept + 0), device.to_host(expected))
 
     @pytest.mark.capability("max_tensor_parallel_size")
     def test_collectives_between_two_processes(

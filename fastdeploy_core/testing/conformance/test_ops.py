@@ -136,6 +136,95 @@ class OpsConformance(OnDevice):
             self.assert_close(device, result, expected, dtype)
 
     @pytest.mark.parametrize("tokens", TOKENS)
+    @pytest.mark.parametrize("has_bias", [False, True])
+    def test_products_with_a_norm_before_or_a_sum_behind(
+        self, device: Any, kernels: Any, dtype: str, tokens: int, has_bias: bool
+    ) -> None:
+        x, residual = values(0, tokens, 64), values(1, tokens, 48)
+        weight, bias, norm = values(2, 48, 64) / 8, values(3, 48), values(4, 64)
+        on_device = {
+            name: self.to_device(device, array, dtype)
+            for name, array in (("x", x), ("w", weight), ("b", bias), ("n", norm))
+        }
+        seen = {
+            name: np.array(device.to_host(t.float()), "float64") for name, t in on_device.items()
+        }
+        bias_dev = on_device["b"] if has_bias else None
+        shift = seen["b"] if has_bias else 0.0
+        normed = oracle.rms_norm(seen["x"], seen["n"], 1e-5)
+        of_norm, plain = normed @ seen["w"].T + shift, seen["x"] @ seen["w"].T + shift
+        operands = (on_device["w"], bias_dev)
+        got = kernels["norm_linear"](on_device["x"], on_device["n"], 1e-5, *operands)
+        self.assert_close(device, got, of_norm, dtype)
+        got = kernels["gated_linear"](on_device["x"], on_device["n"], 1e-5, *operands)
+        self.assert_close(device, got, oracle.silu_and_mul(of_norm), dtype)
+        got = kernels["gated_linear"](on_device["x"], None, 0.0, *operands)
+        self.assert_close(device, got, oracle.silu_and_mul(plain), dtype)
+        addend = self.rounded(device, residual, dtype)
+        got = kernels["linear_add"](
+            on_device["x"], *operands, self.to_device(device, residual, dtype)
+        )
+        self.assert_close(device, got, plain + addend, dtype)
+        assert device.xp.dtype_name(got.dtype) == dtype
+
+    @pytest.mark.parametrize("tokens", TOKENS)
+    @pytest.mark.parametrize("heads", [(4, 2), (3, 3)], ids=str)
+    def test_qk_norm(
+        self, device: Any, kernels: Any, dtype: str, tokens: int, heads: tuple[int, int]
+    ) -> None:
+        num_heads, num_kv_heads = heads
+        joined = values(0, tokens, num_heads + 2 * num_kv_heads, 16) * 3
+        on_device = self.to_device(device, joined.copy(), dtype)
+        weights = [values(1, 16), values(2, 16)]
+        end = num_heads + num_kv_heads
+        got = kernels["qk_norm"](
+            on_device[:, :num_heads],
+            on_device[:, num_heads:end],
+            *(self.to_device(device, w, dtype) for w in weights),
+            1e-6,
+        )
+        whole = self.rounded(device, joined, dtype)
+        for result, part, weight in zip(
+            got, (whole[:, :num_heads], whole[:, num_heads:end]), weights, strict=True
+        ):
+            expected = oracle.rms_norm(part, self.rounded(device, weight, dtype), 1e-6)
+            self.assert_close(device, result, expected, dtype)
+        after = np.array(device.to_host(on_device.float()), "float64")
+        assert np.array_equal(after[:, end:], whole[:, end:]), "values were changed"
+
+    @pytest.mark.parametrize("tokens", TOKENS)
+    def test_linear_float32(self, device: Any, kernels: Any, dtype: str, tokens: int) -> None:
+        x, weight = values(0, tokens, 80), values(1, 12, 80)
+        got = kernels["linear_float32"](
+            self.to_device(device, x, dtype), self.to_device(device, weight)
+        )
+        expected = self.rounded(device, x, dtype) @ weight.astype("float64").T
+        self.assert_close(device, got, expected, "float32")
+        assert device.xp.dtype_name(got.dtype) == "float32"
+
+    @pytest.mark.parametrize("tokens", TOKENS)
+    def test_greedy_linear(self, device: Any, kernels: Any, dtype: str, tokens: int) -> None:
+        x, weight = values(0, tokens, 64), values(1, 80, 64)
+        weight[70] = weight[7]  # equal logits, whatever the hidden state
+        inputs = (self.to_device(device, x, dtype), self.to_device(device, weight, dtype))
+        ids, peaks = kernels["greedy_linear"](*inputs, None)
+        logits = self.rounded(device, x, dtype) @ self.rounded(device, weight, dtype).T
+        got, rows = self.to_host(device, ids), np.arange(tokens)
+        assert got.shape == (tokens,) and got.dtype == np.int64
+        assert 70 not in got, "the smallest id among equals is taken"
+        relative, absolute = self.tolerance(dtype)
+        scale = float(np.max(np.abs(logits), initial=0.0))
+        near = logits.max(-1, initial=-np.inf) - logits[rows, got] if tokens else np.zeros(0)
+        assert np.all(near <= 2 * (absolute + relative * scale)), "not the largest logit"
+        self.assert_close(
+            device, peaks, logits[rows, got], "float32" if dtype == "float32" else dtype
+        )
+        if tokens:
+            inputs[0][0] = float("nan")
+            _, peaks = kernels["greedy_linear"](*inputs, None)
+            assert np.isnan(np.array(device.to_host(peaks.float())))[0], "NaN must be seen"
+
+    @pytest.mark.parametrize("tokens", TOKENS)
     def test_kv_write_touches_its_slots_only(
         self, device: Any, kernels: Any, dtype: str, tokens: int
     ) -> None:

@@ -20,6 +20,8 @@ from fastdeploy_core.types import (
     RequestOutputDelta,
     SamplingParams,
     SequenceDelta,
+    TokenDeltas,
+    each_delta,
 )
 
 from .base import Conformance
@@ -96,7 +98,7 @@ class RequestSchedulerConformance(Conformance):
         deltas: list[RequestOutputDelta] = []
         deadline = time.monotonic() + self.patience_s
         while len(deltas) < count and time.monotonic() < deadline:
-            deltas += scheduler.get_results(0.05)
+            deltas += each_delta(scheduler.get_results(0.05))
         return deltas
 
     def assert_quiet(self, scheduler: Any) -> None:
@@ -177,6 +179,25 @@ class RequestSchedulerConformance(Conformance):
         got = self.collect(scheduler, 5)
         assert [d.position for d in got] == [0, 1, 2, 3, 4]
         assert [d.finished for d in got] == [False] * 4 + [True]
+        self.assert_quiet(scheduler)
+
+    def test_tokens_in_columns_are_deltas_in_short(self, make: Maker) -> None:
+        scheduler = make()
+        scheduler.put_requests([request("r"), request("s")])
+        first, second = self.take(scheduler, 2)
+        names, attempts = ["r", "s"], [first.attempt, second.attempt]
+        # Only the entry of a stale attempt is dropped, and a repeated one.
+        scheduler.put_results(
+            [TokenDeltas(names, [0, 0], [first.attempt - 1, attempts[1]], [9, 1])]
+        )
+        scheduler.put_results([TokenDeltas(names, [0, 0], attempts, [2, 9])])
+        scheduler.put_results([TokenDeltas(names, [1, 1], attempts, [3, 4])])
+        scheduler.put_results([delta(first, 2, finished=True), delta(second, 2, finished=True)])
+        got = self.collect(scheduler, 6)
+        for taken, expected in ((first, [2, 3]), (second, [1, 4])):
+            mine = [d for d in got if d.request_id == taken.request_id]
+            assert [d.position for d in mine] == [0, 1, 2]
+            assert [d.sequences[0].token_ids[0] for d in mine[:2]] == expected
         self.assert_quiet(scheduler)
 
     def test_repeated_deltas_are_shown_once(self, make: Maker) -> None:
@@ -327,9 +348,9 @@ class RequestSchedulerConformance(Conformance):
         while not any(d.finished for d in shown) and time.monotonic() < deadline:
             for again in alive.get_requests(PLENTY, 0.05):
                 alive.put_results([delta(again, p, finished=p == 2) for p in range(3)])
-            shown += front.get_results(0.05)
+            shown += each_delta(front.get_results(0.05))
         dead.put_results([delta(first, 1), delta(first, 2, finished=True)])
-        shown += front.get_results(0.1)
+        shown += each_delta(front.get_results(0.1))
         positions = [d.position for d in shown]
         assert positions == sorted(set(positions)), f"positions {positions} repeat or go back"
         assert sum(d.finished for d in shown) == 1

@@ -31,7 +31,7 @@ class MyChipDevice:
     """One chip as one process sees it."""
 
     name = "mychip"
-    contract = (0, 1)
+    contract = (0, 2)
     worker = ""
 
     def __init__(self, options: DeviceOptions) -> None:
@@ -42,7 +42,9 @@ class MyChipDevice:
             self.xp.set_num_threads(options.num_threads)
 
     def memory(self) -> MemoryInfo:
-        lines = Path("/proc/meminfo").read_text("ascii").splitlines()  # ask the chip's driver instead
+        lines = (
+            Path("/proc/meminfo").read_text("ascii").splitlines()
+        )  # ask the chip's driver instead
         kib = {key: int(rest.split()[0]) for key, rest in (x.split(":") for x in lines)}
         return MemoryInfo(kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024)
 
@@ -52,13 +54,25 @@ class MyChipDevice:
     def to_host(self, x: Tensor) -> np.ndarray:
         return self.xp.to_numpy(x)
 
+    # On a chip these three are its page-locked memory and its asynchronous copies.
+    def host_buffer(self, num_bytes: int) -> np.ndarray:
+        return np.zeros(num_bytes, dtype=np.uint8)
+
+    def upload(self, source: np.ndarray, target: Tensor) -> None:
+        target.copy_(self.to_device(source.copy()))
+
+    def download(self, source: Tensor, target: np.ndarray) -> None:
+        target[:] = np.ascontiguousarray(self.to_host(source)).reshape(-1).view(np.uint8)
+
     def record_event(self) -> Event:
         return Event()
 
     def communicator(self, rank: int, world_size: int, address: str) -> Communicator:
         raise CapabilityError("device 'mychip' runs alone (limits.max_tensor_parallel_size is 1)")
 
-    def capture(self, run: Callable[[], None]) -> CapturedGraph:
+    def capture(
+        self, run: Callable[[], None], beside: CapturedGraph | None = None
+    ) -> CapturedGraph:
         raise CapabilityError("device 'mychip' captures no graphs (limits.graph_capture is False)")
 
     def is_oom(self, error: BaseException) -> bool:

@@ -1,0 +1,197 @@
+"""Reads --speculative-config: FastDeploy's and vLLM's keys, each obeyed or refused with its reason.
+
+What belongs to a method stays in `options`, under the inside name, and is judged by the method itself
+(its answer to fd_speculative_requirements).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+from fastdeploy_core.errors import ConfigError
+
+from .engine import SpeculativeConfig
+
+FLAG: Final = "--speculative-config"
+MAX_DRAFTS: Final = 32
+LOSSLESS: Final = "lossless"
+LOSSY_TOP_P: Final = "lossy_top_p"
+
+# Other spellings of a method, with what they set beside it.
+METHODS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "ngram": ("ngram_match", {}),
+    "[ngram]": ("ngram_match", {}),
+    "ngram_gpu": ("ngram_match", {}),
+    "deepseek_mtp": ("mtp", {}),
+    "ernie_mtp": ("mtp", {}),
+    "hybrid_mtp_ngram": ("mtp", {"mtp_strategy": "with_ngram"}),
+}
+NO_METHOD: Final = {
+    "naive": "it drafts nothing; leave --speculative-config out",
+    "eagle": "no installed method drafts with EAGLE heads",
+    "eagle3": "no installed method drafts with EAGLE heads",
+    "medusa": "no installed method drafts with Medusa heads",
+    "mlp_speculator": "no installed method drafts with MLP heads",
+}
+# vLLM's names of options that have another one inside.
+OPTIONS: Final = {
+    "prompt_lookup_max": "max_ngram_size",
+    "prompt_lookup_min": "min_ngram_size",
+    "suffix_decoding_max_tree_depth": "max_depth",
+    "suffix_decoding_max_cached_requests": "max_cached_requests",
+    "suffix_decoding_max_spec_factor": "max_spec_factor",
+    "suffix_decoding_min_token_prob": "min_token_prob",
+}
+_REVISION = "models are read from a local folder; give the folder as model"
+_GRAPHS = "the drafter's steps are captured or not as the target's are"
+_NO_DRIVER = "the draft's layers run on the drivers that serve the target's"
+_CHAIN = "drafts form one chain; leave it out"
+_EXACT = "drafts are taken when they are what the target draws; possible: acceptance lossless, lossy_top_p"
+# Known keys that are not taken, with a value that asks for what happens anyway.
+REFUSED: Final[dict[str, tuple[str, Any]]] = {
+    "num_gpu_block_expand_ratio": (
+        "the KV pool is measured with the draft's layers in it, so no ratio has to be set",
+        None,
+    ),
+    "enf_gen_phase_tag": ("thinking and answer are told apart by the parsers", False),
+    "enable_draft_logprob": (
+        "log-probabilities are those of accepted tokens; drafts have none",
+        False,
+    ),
+    "revision": (_REVISION, "main"),
+    "code_revision": (_REVISION, None),
+    "draft_load_config": ("the draft is loaded as the target is", None),
+    "max_model_len": ("drafts are made up to the target's length", None),
+    "enforce_eager": (_GRAPHS, None),
+    "disable_padded_drafter_batch": ("the device driver decides about padding", False),
+    "use_local_argmax_reduction": ("drafts are drawn like the target's tokens", False),
+    "attention_backend": (_NO_DRIVER, None),
+    "moe_backend": (_NO_DRIVER, None),
+    "parallel_drafting": (_CHAIN, False),
+    "speculative_token_tree": (_CHAIN, None),
+    "posterior_threshold": (_EXACT, None),
+    "posterior_alpha": (_EXACT, None),
+    "rejection_sample_method": (_EXACT, "strict"),
+    "acceptance_method": (_EXACT, "rejection_sampler"),
+    "draft_sample_method": ("drafts are drawn with the target's own random numbers", None),
+    "disable_logprobs": ("log-probabilities are given to who asks for them", False),
+    "disable_log_stats": ("set --disable-log-stats for the whole server", False),
+}
+_ACCEPTANCE_OF = {"target_match": LOSSLESS, "topp": LOSSY_TOP_P}
+
+
+def read_speculative(
+    given: Mapping[str, Any], tensor_parallel_size: int = 1
+) -> SpeculativeConfig | None:
+    """The section, or None when nothing was given; ConfigError for what cannot be obeyed."""
+    if not given:
+        return None
+    left = dict(given)
+    method, options = _method(left)
+    _refuse(left)
+    _draft_ranks(left, tensor_parallel_size)
+    number = _whole(left, "num_speculative_tokens", 1, 1, MAX_DRAFTS)
+    if "num_model_steps" in left:  # so many drafts come from the model; there are at least as many
+        steps = _whole(left, "num_model_steps", 1, 1, MAX_DRAFTS)
+        options["num_model_steps"] = steps
+        number = max(number, steps)
+    acceptance = _acceptance(left)
+    if acceptance == LOSSLESS:
+        for key in ("max_candidate_len", "verify_window"):
+            if key in left:
+                raise ConfigError(
+                    f"{FLAG}.{key} belongs to acceptance {LOSSY_TOP_P!r}, which changes the output's "
+                    f"distribution and was not asked for; leave it out, or set acceptance"
+                )
+    settings: dict[str, Any] = {
+        "max_candidate_len": _whole(left, "max_candidate_len", 5, 1, 64),
+        "verify_window": _whole(left, "verify_window", 2, 1, MAX_DRAFTS),
+        "adaptive_length": _flag(left, "adaptive_length", default=True),
+        "disable_by_batch_size": _whole(left, "disable_by_batch_size", 0, 0, 1 << 20),
+        "benchmark_mode": _flag(left, "benchmark_mode", default=False),
+    }
+    for key, value in left.items():  # what is left is the method's
+        name = OPTIONS.get(key, key)
+        if name in options:
+            raise ConfigError(f"{FLAG} sets {name} twice, the second time as {key}")
+        options[name] = value
+    return SpeculativeConfig(method, number, acceptance, **settings, options=options)
+
+
+def _method(left: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    method = left.pop("method", None)
+    if method is None and left.get("model") in METHODS:
+        method = left.pop("model")  # vLLM: model "[ngram]"
+    if method is None and isinstance(left.get("model"), str):
+        method = "draft_model"
+    if not isinstance(method, str) or not method:
+        raise ConfigError(
+            f"{FLAG} needs a method, such as {FLAG}.method ngram_match; see: fastdeploy plugins list "
+            "--kind speculative"
+        )
+    if method in NO_METHOD:
+        raise ConfigError(
+            f"{FLAG}.method {method!r} is not possible: {NO_METHOD[method]}; "
+            "see: fastdeploy plugins list --kind speculative"
+        )
+    name, options = METHODS.get(method, (method, {}))
+    return name, dict(options)
+
+
+def _refuse(left: dict[str, Any]) -> None:
+    for key, (reason, harmless) in REFUSED.items():
+        if key in left:
+            value = left.pop(key)
+            if value is not None and value != harmless:
+                raise ConfigError(f"{FLAG}.{key} {value!r:.60} is not taken: {reason}")
+
+
+def _draft_ranks(left: dict[str, Any], tensor_parallel_size: int) -> None:
+    asked = left.pop("draft_tensor_parallel_size", None)
+    if asked is not None and asked != tensor_parallel_size:
+        raise ConfigError(
+            f"{FLAG}.draft_tensor_parallel_size {asked!r:.40} is not possible: the draft's layers are "
+            f"divided as the target's are; leave it out or give {tensor_parallel_size} "
+            "(--tensor-parallel-size)"
+        )
+
+
+def _acceptance(left: dict[str, Any]) -> Literal["lossless", "lossy_top_p"]:
+    acceptance = left.pop("acceptance", None)
+    strategy = left.pop("verify_strategy", None)
+    if strategy is not None:
+        name = str(strategy).lower()
+        if name == "greedy":
+            raise ConfigError(
+                f"{FLAG}.verify_strategy {strategy!r:.40} is not possible: it would make every request "
+                "greedy; send temperature 0 for that; possible: target_match, topp"
+            )
+        if name not in _ACCEPTANCE_OF:
+            raise ConfigError(
+                f"{FLAG}.verify_strategy must be target_match or topp, got {strategy!r:.40}"
+            )
+        acceptance = acceptance or _ACCEPTANCE_OF[name]
+    if acceptance is None or acceptance == LOSSLESS:
+        return "lossless"
+    if acceptance == LOSSY_TOP_P:
+        return "lossy_top_p"
+    raise ConfigError(
+        f"{FLAG}.acceptance must be {LOSSLESS} or {LOSSY_TOP_P}, got {acceptance!r:.40}"
+    )
+
+
+def _whole(left: dict[str, Any], key: str, default: int, low: int, high: int) -> int:
+    value = left.pop(key, None)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{FLAG}.{key} must be between {low} and {high}, got {value!r:.40}")
+    return value
+
+
+def _flag(left: dict[str, Any], key: str, *, default: bool) -> bool:
+    value = left.pop(key, None)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise ConfigError(f"{FLAG}.{key} must be true or false, got {value!r:.40}")
+    return value

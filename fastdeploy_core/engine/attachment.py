@@ -1,0 +1,143 @@
+"""A front end's connection to an engine that another process keeps alive; see supervisor.py.
+
+One thread hears the supervisor and the engine on one socket and reports to a listener, as the
+supervisor does where it lives in the same process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from fastdeploy_core.errors import WorkerError
+from fastdeploy_core.types.engine import EngineHealth
+
+from . import wire
+from .egress import connect
+from .process import request_address
+from .progress import Progress
+from .supervisor import NOT_READY, POLL_MS, Listener, as_error
+
+logger = logging.getLogger(__name__)
+
+
+def front_end_address(folder: Path | str, number: int) -> str:
+    """Where a front end hears its supervisor and its engine."""
+    return f"ipc://{folder}/front{number}"
+
+
+class Attachment:
+    """`send` and `health` may be called from any thread."""
+
+    def __init__(
+        self,
+        folder: str,
+        number: int,
+        progress_timeout_s: float,
+        listener: Listener,
+        on_drain: Callable[[], None],
+    ) -> None:
+        self._timeout_s = progress_timeout_s
+        self._listener = listener
+        self._on_drain = on_drain
+        self._decode = wire.decoder(wire.ToFrontEnd)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.bind(front_end_address(folder, number))
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._requests: Any = None
+        self._progress: Progress | None = None
+        self._reason = "starting"
+        self._num_restarts = 0
+        self._thread = threading.Thread(target=self._run, name="fd-attachment", daemon=True)
+
+    def start(self) -> None:
+        """Start to listen."""
+        self._thread.start()
+
+    def send(self, message: wire.ToEngine) -> None:
+        """To the engine; WorkerError when there is none."""
+        data = wire.encode(message)
+        with self._lock:
+            if self._requests is None:
+                raise WorkerError(NOT_READY)
+            try:
+                self._requests.send(data, zmq.NOBLOCK)
+            except zmq.Again:
+                raise WorkerError("the engine does not take requests") from None
+
+    def health(self) -> EngineHealth:
+        """As seen at this moment; that the engine has died is heard from its supervisor."""
+        age_s, reason, progress = 0.0, self._reason, self._progress
+        if progress is not None:
+            with contextlib.suppress(ValueError):  # closed meanwhile
+                age_s = progress.age_s
+            if 0 < self._timeout_s < age_s:
+                reason = f"no progress for {age_s:.1f} s"
+        return EngineHealth(
+            alive=progress is not None,
+            ready=progress is not None and not reason,
+            last_progress_age_s=age_s,
+            reason=reason,
+            num_restarts=self._num_restarts,
+        )
+
+    def stop(self) -> None:
+        """Hear and send nothing more; the engine goes on."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._detach("stopped")
+        self._context.destroy(linger=0)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            if not self._socket.poll(POLL_MS):
+                continue
+            try:
+                message: Any = self._decode.decode(self._socket.recv())
+            except msgspec.MsgspecError:
+                logger.exception("something unreadable was sent to this front end; ignored")
+                continue
+            self._take(message)
+
+    def _take(self, message: wire.ToFrontEnd) -> None:
+        if isinstance(message, wire.Deltas | wire.Stats):
+            self._listener.on_message(message)
+        elif isinstance(message, wire.Attached):
+            self._attach(message)
+            self._listener.on_ready(message.info)
+        elif isinstance(message, wire.Detached):
+            self._detach(message.reason)
+            self._listener.on_down(message.reason)
+        elif isinstance(message, wire.Dead):
+            self._detach(message.message)
+            self._listener.on_dead(as_error(message, message.message))
+        else:
+            self._on_drain()
+
+    def _attach(self, message: wire.Attached) -> None:
+        self._detach("")
+        with self._lock:
+            self._progress = Progress(message.folder)
+            self._requests = connect(self._context, request_address(message.folder))
+            self._num_restarts = message.num_restarts
+            self._reason = ""
+
+    def _detach(self, reason: str) -> None:
+        with self._lock:
+            if self._requests is not None:
+                self._requests.close(0)
+            if self._progress is not None:
+                self._progress.close()
+            self._requests = self._progress = None
+            self._reason = reason

@@ -1,0 +1,90 @@
+"""Operations around a decode step whose state lives on the device; see contracts/ops.py for S, W, k, q.
+
+Everything is in place and in fixed shapes, so that the step can be captured.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastdeploy_core.tensor import namespace
+
+if TYPE_CHECKING:
+    from fastdeploy_core.tensor import Tensor
+
+NOT_ACCEPTED = -1
+NOT_FINITE = -2
+NOTHING_POSSIBLE = -3
+
+
+def prepare_decode(
+    slots: Tensor,
+    tables: Tensor,
+    num_computed: Tensor,
+    newest: Tensor,
+    drafts: Tensor,
+    num_drafts: Tensor,
+    block_size: int,
+    input_ids: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+) -> None:
+    """Fill the last five tensors from the slots of the rows. Entries of the tables are numbers of blocks
+    or 0; what stands behind a row's last block is copied, too."""
+    xp = namespace(slots)
+    num_rows, select = slots.shape[0], xp.index_select
+    width = input_ids.shape[0] // max(1, num_rows)
+    nth = xp.arange(width, dtype=xp.int64, device=slots.device).unsqueeze(0)
+    is_row = (slots < num_computed.shape[0] - 1).unsqueeze(1)
+    feeds = (nth <= select(num_drafts, 0, slots).unsqueeze(1)) & is_row
+    fed = feeds.to(xp.int64)
+    start = select(num_computed, 0, slots).unsqueeze(1)
+    where = start + nth * fed
+    ids = select(newest, 0, slots).unsqueeze(1)
+    if width > 1:
+        ids = xp.cat((ids, select(drafts, 0, slots)[:, : width - 1]), 1)
+    table = select(tables, 0, slots)
+    block = xp.gather(table, 1, where // block_size).to(xp.int64)
+    input_ids.copy_((ids * fed).reshape([-1]))
+    positions.copy_(where.reshape([-1]))
+    slot_mapping.copy_(((block * block_size + where % block_size + 1) * fed - 1).reshape([-1]))
+    seq_lens.copy_(((start + width) * is_row.to(xp.int64)).reshape([-1]).to(xp.int32))
+    block_tables.copy_(table)
+
+
+def finish_decode(
+    slots: Tensor,
+    drawn: Tensor,
+    marked: Tensor,
+    num_accepted: Tensor | None,
+    num_computed: Tensor,
+    newest: Tensor,
+    results: Tensor,
+) -> None:
+    """Write what was drawn back to the slots, and what the host is to know to `results`."""
+    xp = namespace(slots)
+    num_rows, width = results.shape
+    is_row = (slots < num_computed.shape[0] - 1).to(xp.int64)
+    start = xp.index_select(num_computed, 0, slots)
+    if num_accepted is None:
+        num_accepted = xp.zeros([num_rows], dtype=xp.int64, device=slots.device)
+    last = num_accepted.unsqueeze(1)
+    token = xp.gather(drawn.view([num_rows, width]), 1, last).squeeze(1)
+    # Several rows may name the last slot; all of them write what it holds already.
+    xp.index_copy_(newest, 0, slots, token * is_row)
+    xp.index_copy_(num_computed, 0, slots, (start + 1 + num_accepted) * is_row)
+    nth = xp.arange(width, dtype=xp.int64, device=slots.device).unsqueeze(0)
+    nothing = xp.full([1, 1], NOT_ACCEPTED, dtype=xp.int64, device=slots.device)
+    results.copy_(xp.where(nth <= last, marked.view([num_rows, width]), nothing))
+
+
+def mark_broken(drawn: Tensor, peaks: Tensor, possible: Tensor | None) -> Tensor:
+    """The drawn tokens for the host's eyes, with a code in place of what means nothing."""
+    xp = namespace(drawn)
+    for values, code in ((possible, NOTHING_POSSIBLE), (peaks, NOT_FINITE)):
+        if values is not None:
+            sign = xp.full([1], code, dtype=xp.int64, device=drawn.device)
+            drawn = xp.where(xp.isfinite(values), drawn, sign)
+    return drawn

@@ -1,0 +1,143 @@
+"""From waiting to running: whose turn it is, whether there is room, and how much of a prompt runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastdeploy_core.kvcache import NO_MATCH, PrefixMatch
+
+from .counters import Counters
+from .roster import Roster
+from .sequence import Sequence
+from .settings import SchedulerSettings
+from .step import StepBuilder
+
+MAX_PASSED_OVER = 64
+
+
+class Admission:
+    """Puts rows of waiting sequences into the step under construction."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        settings: SchedulerSettings,
+        counters: Counters,
+        step: StepBuilder,
+        on_stuck: Callable[[Sequence], None],
+    ) -> None:
+        self._roster = roster
+        self._kv = roster.kv
+        self._settings = settings
+        self._counters = counters
+        self._step = step
+        self._on_stuck = on_stuck
+        self._watermark = max(1, roster.kv.pool.num_blocks // 100)
+
+    def admit(self) -> None:
+        """Start waiting sequences while there are places, budget and blocks."""
+        if not self._roster.num_waiting:
+            return
+        passed_over: set[Sequence] = set()
+        while (
+            self._step.budget > 0
+            and len(self._roster.running) < self._settings.max_num_seqs
+            and self.has_prefill_slot()
+            and len(passed_over) < MAX_PASSED_OVER
+        ):
+            seq = self._roster.next_waiting(passed_over)
+            if seq is None:
+                break
+            if self._must_let_pass(seq):
+                passed_over.add(seq)
+            elif not self.try_start(seq):
+                break
+
+    def try_start(self, seq: Sequence) -> bool:
+        """Give a waiting sequence its first blocks and a row; False if it has to wait."""
+        request = seq.request
+        source = request.fork_source
+        is_follower = seq.index > 0 and len(seq.token_ids) == seq.num_prompt_tokens
+        if source is not None and is_follower:
+            if self._kv.pool.num_available < 1 + self._num_watermark():
+                return self._refuse(seq)
+            self._kv.fork(source, seq.table)
+            self._roster.start(seq, source.num_tokens - 1)
+            self._roster.forked(request)
+            self._step.put_new(seq, 1)
+            return True
+        match = NO_MATCH
+        if not request.wants_prompt_logprobs:
+            match = self._kv.match(seq.table, seq.token_ids)
+        num_left = len(seq.token_ids) - match.num_tokens
+        chunk = self.chunk(num_left)
+        if chunk < num_left and not self._may_run_in_parts(num_left):
+            return False
+        if not self._has_room(seq, match):
+            return self._refuse(seq)
+        self._kv.start(seq.table, match, match.num_tokens + chunk)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = match.num_tokens
+            self._roster.arrived.charge(request.tenant, num_left)
+            self._counters.num_prefix_query_tokens += seq.num_prompt_tokens
+            self._counters.num_prefix_hit_tokens += match.num_tokens
+        self._counters.num_host_hit_tokens += match.num_host_tokens
+        self._roster.start(seq, match.num_tokens)
+        self._step.put_new(seq, chunk)
+        return True
+
+    def _refuse(self, seq: Sequence) -> bool:
+        """No room for a waiting sequence. If nobody runs whose blocks could come back, it would
+        wait for ever: it gets the blocks held for forks, or fails."""
+        roster = self._roster
+        if roster.running or roster.num_leaving or not self._step.is_empty:
+            return False
+        if not roster.drop_fork_sources():
+            self._on_stuck(seq)
+        return False
+
+    def chunk(self, num_left: int) -> int:
+        """How many of a prompt's tokens that are left may run in this step."""
+        chunk = min(num_left, self._step.budget)
+        threshold = self._settings.long_prefill_token_threshold
+        return min(chunk, threshold) if threshold else chunk
+
+    def has_prefill_slot(self) -> bool:
+        """Whether the device takes one more prefill in this step."""
+        limit = self._settings.max_prefills_per_step
+        return limit is None or self._step.num_prefills < limit
+
+    def _may_run_in_parts(self, num_left: int) -> bool:
+        if not self._settings.enable_chunked_prefill:
+            # Only what was preempted can have grown beyond a step; it is recomputed in parts.
+            return num_left > self._settings.max_num_batched_tokens and self._step.is_empty
+        return len(self._roster.prefilling()) < self._settings.max_num_partial_prefills
+
+    def _must_let_pass(self, seq: Sequence) -> bool:
+        """Whether shorter prompts may overtake this long one, since enough long ones run."""
+        settings = self._settings
+        threshold = settings.long_prefill_token_threshold
+        if not threshold or settings.max_num_partial_prefills == 1:
+            return False
+        if len(seq.token_ids) <= threshold:
+            return False
+        num_long = sum(s.num_known_at_start > threshold for s in self._roster.prefilling())
+        return num_long >= settings.max_long_partial_prefills
+
+    def _has_room(self, seq: Sequence, match: PrefixMatch) -> bool:
+        """Room for all of the sequence and its next token, beside what running prompts still need:
+        to start it and preempt it again in mid-prompt would be wasted work."""
+        kv = self._kv
+        available = kv.pool.num_available
+        if not self._roster.running:
+            return kv.num_needed(match, len(seq.token_ids)) <= available
+        promised = sum(
+            max(0, kv.num_blocks_for(s.num_known_at_start) - len(s.table.blocks))
+            for s in self._roster.prefilling()
+        )
+        needed = kv.num_needed(match, len(seq.token_ids) + 1)
+        return needed + promised + self._num_watermark() <= available
+
+    def _num_watermark(self) -> int:
+        """Blocks left free at an admission, so that the next decodes do not preempt it at once."""
+        return self._watermark if self._roster.running else 0

@@ -1,0 +1,71 @@
+"""The numbers of all sequences that change with every step, in columns: one place per sequence.
+
+A step of hundreds of sequences is then a few operations on arrays; Python code runs only for those
+sequences where something happens. `Sequence` shows its own place under ordinary names.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+NEVER = 2**62
+_FIRST_SIZE = 64
+
+
+class Columns:
+    """Arrays over places. They are replaced when they grow: do not keep them across `take`."""
+
+    def __init__(self) -> None:
+        self._free: list[int] = []
+        self._size = 0
+        self.seq_id = np.zeros(0, dtype=np.int64)
+        self.known = np.zeros(0, dtype=np.int64)  # tokens whose ids the engine has
+        self.computed = np.zeros(0, dtype=np.int64)  # tokens fed in all submitted steps
+        self.pending = np.zeros(0, dtype=np.int64)  # sampled tokens that are still on their way
+        self.in_flight = np.zeros(0, dtype=np.int64)  # submitted steps that touch its blocks
+        self.at_start = np.zeros(0, dtype=np.int64)  # tokens to feed before it samples
+        self.limit = np.zeros(0, dtype=np.int64)  # most tokens it may have
+        self.room = np.zeros(0, dtype=np.int64)  # tokens that its blocks hold
+        self.commit_at = np.zeros(0, dtype=np.int64)  # computed tokens that fill the next block
+        self.deltas = np.zeros(
+            0, dtype=np.int64
+        )  # deltas given to its request, if it is the only one
+        self.step = np.zeros(0, dtype=np.int64)  # the newest step that it is part of
+        self.rested = np.zeros(0, dtype=np.int64)  # steps that a drafter's cache has missed
+        self.awaits = np.zeros(0, dtype=np.int64)  # step in flight that makes or judges its drafts
+        self.is_running = np.zeros(0, dtype=bool)
+        self.is_plain = np.zeros(0, dtype=bool)  # a result is a token, and nothing else
+
+    def take(self, seq_id: int) -> int:
+        """A clean place."""
+        if not self._free:
+            self._grow()
+        place = self._free.pop()
+        for column in self._all():
+            column[place] = 0
+        self.seq_id[place] = seq_id
+        self.step[place] = self.awaits[place] = -1
+        self.commit_at[place] = NEVER
+        return place
+
+    def arrived(self, places: np.ndarray | list[int], step: int) -> None:
+        """The step's results are there: nothing of it is awaited any more."""
+        awaits = self.awaits[places]
+        self.awaits[places] = np.where(awaits == step, -1, awaits)
+
+    def release(self, place: int) -> None:
+        """Nobody is there any more."""
+        self.seq_id[place] = -1
+        self._free.append(place)
+
+    def _all(self) -> list[np.ndarray]:
+        return [value for value in vars(self).values() if isinstance(value, np.ndarray)]
+
+    def _grow(self) -> None:
+        old, self._size = self._size, max(_FIRST_SIZE, 2 * self._size)
+        for name, value in list(vars(self).items()):
+            if isinstance(value, np.ndarray):
+                grown = np.zeros(self._size, dtype=value.dtype)
+                grown[:old] = value
+                setattr(self, name, grown)
+        self._free.extend(range(self._size - 1, old - 1, -1))

@@ -1,0 +1,173 @@
+"""How many drafts a step asks for: as many as make the batch fastest by what was measured, none at all
+where speculation would slow it down. Output never depends on it.
+
+Two things are learned apart: how often the j-th draft is right (the same for every batch size), and how
+long a step of so many rows takes with k drafts per row. The speed of k is expected tokens over time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+# Steps measured at a number of drafts before it is believed; the first one after a change is not
+# counted, since its drafts were asked for under the number before.
+WARM_UP = 2
+# A number of drafts is tried again after so many steps, then twice as many, as long as nothing changes.
+TRY_AGAIN = 256
+TRY_AGAIN_AT_MOST = 4096
+# What another number must promise before it is taken.
+GAIN = 1.03
+# Share that an older step's result keeps with every new one, and when drafts are tried once more.
+KEPT, KEPT_FOR_TRIAL = 0.98, 0.05
+# Rows that what is expected of a place counts for, beside what was seen there.
+PRIOR = 4.0
+WINDOW = 9
+
+
+class Acceptance:
+    """How often drafts are right, by place: of rows that could have had a draft there."""
+
+    def __init__(self, most: int) -> None:
+        self._right = [0.0] * most
+        self._asked = [0.0] * most
+
+    def observe(self, num_rows: int, asked: int, right_at: list[int]) -> None:
+        """right_at[j]: rows whose first j + 1 drafts were right. What is known of places behind fades,
+        so that they are tried again."""
+        self.fade(KEPT)
+        for place in range(min(asked, len(self._asked))):
+            self._right[place] += right_at[place] if place < len(right_at) else 0
+            self._asked[place] += num_rows
+
+    def fade(self, kept: float) -> None:
+        """Let older results count less."""
+        self._right = [kept * right for right in self._right]
+        self._asked = [kept * asked for asked in self._asked]
+
+    def expected_tokens(self, number: int) -> float:
+        """Tokens of one row in one step with so many drafts. Places of which little is known are
+        expected to go on as those before."""
+        tokens, share, ratio = 1.0, 1.0, 0.5
+        for place in range(number):
+            right = self._right[place] + PRIOR * share * ratio
+            found = min(share, right / (self._asked[place] + PRIOR))
+            ratio = found / share if share > 0 else 0.0
+            share = found
+            tokens += share
+        return tokens
+
+
+class StepTimes:
+    """Measured seconds of steps of about one batch size, by number of drafts."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, deque[float]] = {}
+
+    def observe(self, number: int, seconds: float) -> None:
+        """One step took so long."""
+        self._seconds.setdefault(number, deque(maxlen=WINDOW)).append(seconds)
+
+    def count(self, number: int) -> int:
+        """Steps remembered."""
+        return len(self._seconds.get(number, ()))
+
+    def expected(self, number: int) -> float:
+        """Seconds of a step with so many drafts; between and beyond what was measured, along lines."""
+        known = {n: median(s) for n, s in self._seconds.items()}
+        if number in known:
+            return known[number]
+        below = sorted((n for n in known if n < number), reverse=True)
+        above = sorted(n for n in known if n > number)
+        if below and above:
+            low, high = below[0], above[0]
+        elif len(below) > 1:
+            low, high = below[1], below[0]
+        elif len(above) > 1:
+            low, high = above[0], above[1]
+        else:
+            return next(iter(known.values()))
+        slope = (known[high] - known[low]) / (high - low)
+        return max(known[low] + slope * (number - low), 0.2 * known[low])
+
+
+class _Size:
+    """What is known of one batch size, and what it does now."""
+
+    def __init__(self, most: int) -> None:
+        self.times = StepTimes()
+        self.best = most
+        self.current = most
+        self.left = WARM_UP + 1  # steps until the current number is judged
+        self.pause = TRY_AGAIN  # steps between tries
+        self.since = 0
+        self.is_trial = True
+
+
+class DraftLength:
+    """Asked once per step, told of every step that only decoded. Deterministic given what it is told."""
+
+    def __init__(self, most: int, *, adaptive: bool = True, disable_above: int = 0) -> None:
+        self._most, self._adaptive, self._disable_above = most, adaptive, disable_above
+        self.acceptance = Acceptance(most)
+        self._sizes: dict[int, _Size] = {}
+        self._last: tuple[int, int] | None = None
+
+    def choose(self, num_rows: int) -> int:
+        """Drafts to ask for behind a step of so many rows."""
+        if not num_rows or (self._disable_above and num_rows > self._disable_above):
+            return 0
+        if not self._adaptive:
+            return self._most
+        return self._size(num_rows).current
+
+    def observe(self, num_rows: int, asked: int, right_at: list[int], seconds: float) -> None:
+        """A step that only decoded took so long, its drafts asked for with `asked`. seconds 0: its
+        time says nothing."""
+        if asked:
+            self.acceptance.observe(num_rows, asked, right_at)
+        if not self._adaptive or not num_rows:
+            return
+        size, key = self._size(num_rows), (num_rows.bit_length(), asked)
+        settled, self._last = self._last == key, key
+        if settled and seconds > 0:
+            size.times.observe(asked, seconds)
+        size.since += 1
+        if asked == size.current and (settled or not size.is_trial):
+            size.left -= 1
+        if size.is_trial:
+            if size.left <= 0:
+                self._judge(size)
+        elif size.since >= size.pause:
+            self._begin_trial(size)
+        elif size.left <= 0:
+            self._judge(size)
+
+    def _size(self, num_rows: int) -> _Size:
+        return self._sizes.setdefault(num_rows.bit_length(), _Size(self._most))
+
+    def _judge(self, size: _Size) -> None:
+        """Compare what every number promises; not before doing without drafts has been measured."""
+        if size.is_trial and size.times.count(0) < WARM_UP:
+            size.current, size.left = 0, WARM_UP
+            return
+        speed = {
+            number: self.acceptance.expected_tokens(number) / size.times.expected(number)
+            for number in range(self._most + 1)
+        }
+        best = max(speed, key=lambda number: (speed[number], -number))
+        if speed[best] > GAIN * speed[size.best]:
+            size.best, size.pause = best, TRY_AGAIN
+        elif size.is_trial:
+            size.pause = min(2 * size.pause, TRY_AGAIN_AT_MOST)
+        if size.is_trial:
+            size.since = 0
+        size.current, size.is_trial = size.best, False
+        size.left = 4 * WARM_UP
+
+    def _begin_trial(self, size: _Size) -> None:
+        """Measure once more what is not in use: drafts where there are none, and the other way round."""
+        size.is_trial, size.left = True, WARM_UP
+        size.current = 0 if size.best else min(self._most, 2)
+        if size.current:
+            self.acceptance.fade(KEPT_FOR_TRIAL)

@@ -1,0 +1,238 @@
+"""A step while it is put together, and what belongs to its rows until its results are taken in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from fastdeploy_core.types import BatchRows, BlockCopies, NewSequence, SchedulerOutput
+
+from .columns import Columns
+from .sequence import Sequence
+
+_TOKEN_IDS, _STOP_IDS, _REQUEST_ID, _ATTEMPT, _TENANT = map(
+    attrgetter, ("token_ids", "stop_ids", "request_id", "attempt", "tenant")
+)
+
+
+class Row(NamedTuple):
+    """One row of a step, as its outcome needs it."""
+
+    seq: Sequence
+    start: int  # the first token fed
+    num_tokens: int
+    num_drafts: int
+    sample: bool
+
+
+class Cohort:
+    """Sequences that decode together, one token each per step; kept while they stay the same."""
+
+    def __init__(self, seqs: list[Sequence], places: np.ndarray, seq_ids: np.ndarray) -> None:
+        self.seqs = seqs
+        self.places = places
+        self.seq_ids = seq_ids
+        self.histories: list[list[int]] = list(map(_TOKEN_IDS, seqs))
+        self.stop_ids: frozenset[int] = frozenset().union(*set(map(_STOP_IDS, seqs)))
+        self.request_ids: list[str] = list(map(_REQUEST_ID, seqs))
+        self.attempts: list[int] = list(map(_ATTEMPT, seqs))
+        self.tenants: Counter[str] = Counter(map(_TENANT, seqs))
+
+
+NO_COHORT = Cohort([], np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+
+
+NOBODY = np.zeros(0, dtype=np.int64)
+
+
+class ScheduledStep(NamedTuple):
+    """A step: the message for the workers, and what belongs to its rows: the cohort's come first."""
+
+    output: SchedulerOutput
+    cohort: Cohort
+    starts: np.ndarray  # of the cohort's rows
+    rows: list[Row]  # behind them
+    num_tokens: int
+    asked: int = 0  # drafts that each of its rows could have had
+    is_decode: bool = False  # no row computes a prompt
+    awaited: np.ndarray = NOBODY  # places of sequences that wait for drafts of this step
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences in the step."""
+        return len(self.cohort.seqs) + len(self.rows)
+
+    def seqs(self) -> list[Sequence]:
+        """In the order of the rows."""
+        return [*self.cohort.seqs, *(row.seq for row in self.rows)]
+
+
+class StepBuilder:
+    """Collects one step after the other within a token budget."""
+
+    def __init__(self, columns: Columns, max_num_tokens: int) -> None:
+        self._columns = columns
+        self._max_num_tokens = max_num_tokens
+        self._cohort = NO_COHORT
+        # Rows of the step before, if they can simply go on: every one sampled, none had drafts.
+        self._last_seq_ids = NO_COHORT.seq_ids
+        self._asked = 0  # drafts asked for with the step before
+        self.step_id = -1
+        self.begin()
+
+    def begin(self) -> None:
+        """Start over with an empty step."""
+        self.budget = self._max_num_tokens
+        self.num_prefills = 0
+        self.is_stalled = False  # a running sequence got no room: nobody new may start
+        self._has_cohort = False
+        self._starts = NO_COHORT.places
+        self._rows: list[Row] = []
+        self._drafts: dict[int, list[int]] = {}  # by place in _rows
+        self._new: list[NewSequence] = []
+        self._new_blocks: dict[int, list[int]] = {}  # by seq_id
+        self._number = self.step_id + 1
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is in it yet."""
+        return not self._rows and not self._has_cohort
+
+    def holds(self, seq: Sequence) -> bool:
+        """Whether the sequence is in the step."""
+        return int(self._columns.step[seq.place]) == self._number
+
+    def put_decodes(self, seqs: list[Sequence], places: np.ndarray) -> None:
+        """Rows of one token for sequences that decode; once per step. They are its first rows."""
+        columns = self._columns
+        seq_ids = columns.seq_id[places]
+        if not np.array_equal(seq_ids, self._cohort.seq_ids):
+            self._cohort = Cohort(seqs, places, seq_ids)
+        self._has_cohort = True
+        self._starts = columns.computed[places]
+        columns.computed[places] += 1
+        columns.pending[places] += 1
+        columns.in_flight[places] += 1
+        columns.step[places] = self._number
+        self.budget -= places.size
+
+    def put(self, seq: Sequence, num_tokens: int, drafts: list[int] | None = None) -> None:
+        """A row of its own."""
+        start = seq.num_computed
+        end, at_start = start + num_tokens, seq.num_known_at_start
+        if start < at_start:
+            self.num_prefills += 1
+        if drafts:
+            self._drafts[len(self._rows)] = drafts
+        sample = end >= at_start
+        self._rows.append(Row(seq, start, num_tokens, len(drafts or ()), sample))
+        seq.num_computed = end
+        seq.num_pending += sample
+        seq.num_in_flight += 1
+        self._columns.step[seq.place] = self._number
+        self.budget -= num_tokens
+
+    def put_new(self, seq: Sequence, num_tokens: int) -> None:
+        """A row of a sequence that the workers do not know."""
+        request = seq.request.request
+        self._new.append(
+            NewSequence(
+                seq_id=seq.seq_id,
+                token_ids=seq.token_ids.copy(),
+                num_prompt_tokens=seq.num_prompt_tokens,
+                block_ids=seq.table.blocks.copy(),
+                sampling=request.sampling,
+                seed=seq.seed,
+                eos_token_ids=request.eos_token_ids,
+                grammar=request.grammar,
+                grammar_backend=request.grammar_backend,
+                grammar_start=request.grammar_start,
+            )
+        )
+        self.put(seq, num_tokens)
+
+    def add_blocks(self, seq: Sequence, blocks: list[int]) -> None:
+        """The sequence got these for its row."""
+        self._new_blocks.setdefault(seq.seq_id, []).extend(blocks)
+
+    def finish(
+        self, forgotten: list[int], copies: BlockCopies, max_drafts: int = 0, *, rests: bool = False
+    ) -> ScheduledStep:
+        """The step. max_drafts, rests: see `_ask`."""
+        cohort = self._cohort if self._has_cohort else NO_COHORT
+        starts = self._starts
+        message = SchedulerOutput(
+            step_id=self._number,
+            finished_seq_ids=forgotten,
+            new_sequences=self._new,
+            copies=copies,
+        )
+        if self._rows or not np.array_equal(cohort.seq_ids, self._last_seq_ids):
+            message.rows = _columns_of(cohort, starts, self._rows, self._drafts)
+            goes_on = not self._drafts and bool(message.rows.samples.all())
+            self._last_seq_ids = message.rows.seq_ids if goes_on else NO_COHORT.seq_ids
+        step = ScheduledStep(
+            message,
+            cohort,
+            starts,
+            self._rows,
+            self._max_num_tokens - self.budget,
+            self._asked,
+            not self.num_prefills,
+            self._awaited(cohort) if max_drafts or self._drafts else NOBODY,
+        )
+        if self._new_blocks:
+            blocks = self._new_blocks
+            seq_ids = cohort.seq_ids if message.rows is None else message.rows.seq_ids
+            rows = np.flatnonzero(np.isin(seq_ids, list(blocks)))
+            owners = seq_ids[rows].tolist()
+            message.new_block_ids = {
+                row: blocks[owner] for row, owner in zip(rows.tolist(), owners, strict=True)
+            }
+        self.step_id = self._number
+        self._ask(step, max_drafts, rests=rests)
+        return step
+
+    def _awaited(self, cohort: Cohort) -> np.ndarray:
+        places = [row.seq.place for row in self._rows if row.sample]
+        return np.concatenate((cohort.places, np.array(places, dtype=np.int64)))
+
+    def _ask(self, step: ScheduledStep, max_drafts: int, *, rests: bool) -> None:
+        """Say in the message how many drafts are wanted behind the step. `rests`: a drafter with a
+        cache of its own is asked for none, and misses what decodes here."""
+        self._asked = max_drafts
+        columns = self._columns
+        columns.awaits[step.awaited] = self._number
+        if max_drafts or not rests:
+            step.output.max_drafts = max_drafts
+        elif self.num_prefills:
+            step.output.max_drafts = 0
+        else:
+            columns.rested[[seq.place for seq in step.seqs()]] += 1
+
+
+def _columns_of(
+    cohort: Cohort, starts: np.ndarray, rows: list[Row], drafts: dict[int, list[int]]
+) -> BatchRows:
+    """Explicit rows for a message: the cohort's, then the others."""
+    single = BatchRows.of(
+        [row.seq.seq_id for row in rows],
+        [row.start for row in rows],
+        [row.num_tokens for row in rows],
+        [row.sample for row in rows],
+        drafts,
+    )
+    if not cohort.seqs:
+        return single
+    ones = np.ones(len(cohort.seqs), dtype=np.int64)
+    return BatchRows(
+        seq_ids=np.concatenate((cohort.seq_ids, single.seq_ids)),
+        starts=np.concatenate((starts, single.starts)),
+        counts=np.concatenate((ones, single.counts)),
+        samples=np.concatenate((ones.astype(bool), single.samples)),
+        num_drafts=np.concatenate((ones - 1, single.num_drafts)),
+        draft_token_ids=single.draft_token_ids,
+    )

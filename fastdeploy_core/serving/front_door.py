@@ -1,0 +1,217 @@
+"""The listening socket: answers health probes itself and hands every other connection to an API server.
+
+It runs in a thread that does nothing else, so that a probe is answered however busy the API servers
+are, and a connection goes to the one that has the fewest. Nothing is read of a connection that is
+handed over; one that is encrypted cannot be looked into and is handed over at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from http import HTTPStatus
+
+import h11
+import msgspec
+
+from fastdeploy_core.config.server import ServerConfig
+from fastdeploy_core.types.engine import EngineHealth
+
+from .http_protocol import HEAD_TIMEOUT_S
+from .middleware import OPEN_PATHS, shown_id
+from .occupancy import Occupancy
+from .probes import PROBES, answer_probe
+
+logger = logging.getLogger(__name__)
+
+HandOver = Callable[[socket.socket], None]  # raises OSError when the API server is gone or full
+MAX_ACCEPTS = 64  # before others get their turn
+PEEK_BYTES = 4096
+SWEEP_S = 0.5
+
+
+class FrontDoor:
+    """The thread. API servers are added and removed by others."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        config: ServerConfig,
+        health: Callable[[], EngineHealth],
+        is_draining: Callable[[], bool],
+        occupancy: Occupancy,
+    ) -> None:
+        self._listener = listener
+        self._health = health
+        self._is_draining = is_draining
+        self._occupancy = occupancy
+        self._is_encrypted = config.ssl_certfile is not None
+        # A probe is answered here where nothing but its path decides about the answer.
+        self._open_paths: frozenset[str] = frozenset()
+        if not config.allowed_hosts:
+            self._open_paths = frozenset(PROBES) if not config.api_keys else OPEN_PATHS
+        self._servers: dict[int, tuple[HandOver, int]] = {}  # with connections handed over so far
+        self._lock = threading.Lock()
+        self._selector = selectors.DefaultSelector()
+        self._waiting: dict[socket.socket, float] = {}  # for their first bytes, until when
+        self._wake, self._wake_end = socket.socketpair()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="fd-front-door", daemon=True)
+
+    def add(self, number: int, hand_over: HandOver) -> None:
+        """An API server takes connections from now on; its count of ended ones begins at 0."""
+        with self._lock:
+            self._servers[number] = (hand_over, 0)
+        self._wake.send(b"+")
+
+    def remove(self, number: int) -> None:
+        """It takes no more. Without any, connections wait for the next one, but not for long."""
+        with self._lock:
+            self._servers.pop(number, None)
+
+    def start(self) -> None:
+        """Begin to accept."""
+        self._selector.register(self._wake_end, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Accept no more; the listening socket stays the caller's. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._wake.send(b"x")
+            if self._thread.is_alive():
+                self._thread.join()
+            for connection in self._waiting:
+                connection.close()
+            self._selector.close()
+            self._wake.close()
+            self._wake_end.close()
+
+    def _run(self) -> None:
+        swept_s = time.monotonic()
+        while not self._is_closed:
+            for key, _ in self._selector.select(SWEEP_S):
+                if key.fileobj is self._wake_end:
+                    self._wake_end.recv(64)
+                elif key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._look(key.fileobj)  # type: ignore[arg-type]
+            now = time.monotonic()
+            if now - swept_s > SWEEP_S:
+                swept_s = now
+                self._sweep(now)
+
+    def _accept(self) -> None:
+        for _ in range(MAX_ACCEPTS):
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # no more descriptors, or the client is gone already
+                logger.warning("a connection could not be accepted: %s", error)
+                time.sleep(0.01)
+                return
+            connection.setblocking(False)
+            if self._is_encrypted:
+                self._pass_on(connection)
+            else:
+                self._waiting[connection] = time.monotonic() + HEAD_TIMEOUT_S
+                self._selector.register(connection, selectors.EVENT_READ)
+
+    def _look(self, connection: socket.socket) -> None:
+        """The first bytes came: whose is it?"""
+        try:
+            data = connection.recv(PEEK_BYTES, socket.MSG_PEEK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self._forget(connection)
+        if not data:
+            connection.close()
+            return
+        answer = self._answer(data) if data.startswith((b"GET /", b"HEAD /")) else None
+        if answer is None:
+            self._pass_on(connection)
+            return
+        with contextlib.suppress(OSError):
+            connection.recv(len(data))
+            connection.send(answer)
+            connection.shutdown(socket.SHUT_WR)
+        connection.close()
+
+    def _answer(self, data: bytes) -> bytes | None:
+        """The whole answer to a probe; None for everything else, however little it differs."""
+        if not data.endswith(b"\r\n\r\n"):
+            return None
+        http = h11.Connection(h11.SERVER)
+        try:
+            http.receive_data(data)
+            request = http.next_event()
+            if not isinstance(request, h11.Request) or http.next_event() is h11.NEED_DATA:
+                return None
+        except h11.RemoteProtocolError:
+            return None
+        path = request.target.decode("ascii", "replace")
+        if path not in self._open_paths:
+            return None
+        status, body = answer_probe(path, self._health(), self._is_draining())
+        content = msgspec.json.encode(body)
+        given = next((value for name, value in request.headers if name == b"x-request-id"), b"")
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(content)),
+            (b"x-request-id", shown_id(given, uuid.uuid4().hex)),
+            (b"connection", b"close"),
+        ]
+        reason = HTTPStatus(status).phrase.encode("ascii")
+        parts = [http.send(h11.Response(status_code=status, headers=headers, reason=reason))]
+        if request.method == b"GET":
+            parts.append(http.send(h11.Data(data=content)))
+        return b"".join(part or b"" for part in parts)
+
+    def _pass_on(self, connection: socket.socket) -> None:
+        """To the API server with the fewest connections; it waits while there is none."""
+        for number in self._by_load():
+            hand_over, _ = self._servers.get(number, (None, 0))
+            try:
+                if hand_over is None:
+                    continue
+                hand_over(connection)
+            except OSError as error:
+                logger.warning("API server %d takes no connection: %s", number, error)
+                continue
+            with self._lock:
+                if number in self._servers:
+                    self._servers[number] = (hand_over, self._servers[number][1] + 1)
+            return
+        self._waiting[connection] = time.monotonic() + HEAD_TIMEOUT_S
+
+    def _by_load(self) -> list[int]:
+        with self._lock:
+            handed = {number: count for number, (_, count) in self._servers.items()}
+        return sorted(handed, key=lambda n: handed[n] - self._occupancy.num_closed(n))
+
+    def _sweep(self, now: float) -> None:
+        """Drop who says nothing; try again for whom nobody was there."""
+        watched = {key.fileobj for key in self._selector.get_map().values()}
+        for connection, until in list(self._waiting.items()):
+            if now > until:
+                self._forget(connection)
+                connection.close()
+            elif connection not in watched:
+                del self._waiting[connection]
+                self._pass_on(connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        self._waiting.pop(connection, None)
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(connection)

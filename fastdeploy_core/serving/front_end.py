@@ -1,0 +1,128 @@
+"""One of several API server processes of a port: tokenizes, streams, detokenizes.
+
+It is started, told of the engine, given its connections and ended by the process that front_ends.py
+runs in. It has no port of its own and never restarts anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.config.server import ServerConfig
+from fastdeploy_core.engine import wire
+from fastdeploy_core.errors import FastDeployError
+from fastdeploy_core.plugins.resolved import ResolvedPlugins
+
+if TYPE_CHECKING:
+    from .server import ApiServer
+
+logger = logging.getLogger(__name__)
+
+METRICS_FOLDER = "metrics"
+MAX_DESCRIPTORS = 16  # taken over in one call
+
+
+class FrontEndInit(msgspec.Struct, kw_only=True):
+    """What an API server process needs to start."""
+
+    engine_config: EngineConfig
+    server_config: ServerConfig
+    resolved: ResolvedPlugins
+    digest: str
+    folder: str
+    number: int
+    count: int
+
+
+class Hello(msgspec.Struct):
+    """The first thing an API server says at the front door's own socket."""
+
+    number: int
+    error_type: str = ""  # it cannot serve, and ends
+    message: str = ""
+
+
+def door_path(folder: Path | str) -> str:
+    """Where API servers are given their connections."""
+    return f"{folder}/door"
+
+
+def occupancy_path(folder: Path | str) -> Path:
+    """The table of occupancy.py."""
+    return Path(folder) / "occupancy"
+
+
+def main(data: bytes) -> int:
+    """Serve until told to stop; returns the exit status."""
+    init: FrontEndInit = wire.decoder(FrontEndInit).decode(data)
+    # Read by prometheus_client when it is imported, which is why nothing above imports it.
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = f"{init.folder}/{METRICS_FOLDER}"
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    door.connect(door_path(init.folder))
+    try:
+        init.resolved.verify(init.digest)
+        return asyncio.run(_serve(init, door))
+    except BaseException as error:
+        is_known = isinstance(error, FastDeployError)
+        trace = None if is_known else error
+        logger.error("API server %d cannot serve: %s", init.number, error, exc_info=trace)
+        message = str(error) or type(error).__name__
+        door.send(msgspec.msgpack.encode(Hello(init.number, type(error).__name__, message)))
+        return 1
+
+
+async def _serve(init: FrontEndInit, door: socket.socket) -> int:
+    from .launch import attached_app, watch
+    from .occupancy import Occupancy, OwnOccupancy
+    from .server import ApiServer
+
+    loop = asyncio.get_running_loop()
+    this = asyncio.current_task()
+    stop: list[Callable[[], object]] = [this.cancel if this is not None else lambda: None]
+    table = Occupancy(init.count, occupancy_path(init.folder))
+    own = OwnOccupancy(table, init.number)
+
+    def on_drain() -> None:  # called from a thread
+        loop.call_soon_threadsafe(lambda: stop[-1]())
+
+    async with attached_app(init, own, on_drain) as (app, engine):
+        server = ApiServer(app, init.server_config)
+        stop.append(server.stop)
+        death = asyncio.create_task(watch(engine, server))
+        taking = asyncio.create_task(_take_connections(init, door, server))
+        try:
+            await server.serve(sockets=[])
+        finally:
+            death.cancel()
+            taking.cancel()
+    return server.exit_code
+
+
+async def _take_connections(init: FrontEndInit, door: socket.socket, server: ApiServer) -> None:
+    """Ask for connections as soon as the app runs, and take what comes."""
+    while not server.started:
+        await asyncio.sleep(0.005)
+    loop = asyncio.get_running_loop()
+    door.setblocking(False)
+
+    def take() -> None:
+        data, descriptors, _, _ = socket.recv_fds(door, 1, MAX_DESCRIPTORS)
+        for descriptor in descriptors:
+            connection = socket.socket(fileno=descriptor)
+            connection.setblocking(False)
+            server.adopt(connection)
+        if not data:  # the front door is closed
+            loop.remove_reader(door)
+
+    loop.add_reader(door, take)
+    await loop.sock_sendall(door, msgspec.msgpack.encode(Hello(init.number)))

@@ -1,0 +1,281 @@
+"""Several API server processes behind one port and before one engine: starts, feeds and ends them.
+
+This process tokenizes and streams nothing: its front door hands connections out, its supervisor keeps
+the engine alive, and what happens to the engine is passed on to every API server. One that dies is
+started again; the requests that it had are ended in the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import zmq
+
+from fastdeploy_core import errors
+from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.config.server import ServerConfig
+from fastdeploy_core.engine import child, wire
+from fastdeploy_core.engine.attachment import front_end_address
+from fastdeploy_core.engine.egress import connect
+from fastdeploy_core.engine.supervisor import Listener, Supervisor
+from fastdeploy_core.errors import FastDeployError, WorkerError
+from fastdeploy_core.plugins.resolved import ResolvedPlugins
+from fastdeploy_core.types.engine import EngineInfo
+
+from .front_door import FrontDoor
+from .front_end import METRICS_FOLDER, FrontEndInit, Hello, door_path, occupancy_path
+from .occupancy import Occupancy
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.1
+# After the grace period, for last words, before a process is ended.
+END_S = 8.0
+MAX_RESTARTS = 3  # of one API server, in a row within RESTART_WINDOW_S
+RESTART_WINDOW_S = 60.0
+TARGET = "fastdeploy_core.serving.front_end:main"
+
+
+class FrontEnds(Listener):
+    """Everything of a server with --api-server-count above 1."""
+
+    def __init__(
+        self,
+        engine_config: EngineConfig,
+        server_config: ServerConfig,
+        resolved: ResolvedPlugins,
+        listener: socket.socket,
+    ) -> None:
+        self._engine_config, self._server_config = engine_config, server_config
+        self._resolved = resolved
+        self._count = server_config.api_server_count
+        self._folder = child.PrivateFolder("api")
+        (self._folder.path / METRICS_FOLDER).mkdir(mode=0o700)
+        folder = str(self._folder)
+        addresses = [front_end_address(folder, n) for n in range(self._count)]
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._sockets = [connect(self._context, address) for address in addresses]
+        self._lock = threading.Lock()  # of the sockets
+        self._state: wire.ToFrontEnd | None = None  # what one that starts late has to know
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._supervisor = Supervisor(engine_config, resolved, self, addresses)
+        table = Occupancy(self._count, occupancy_path(folder), create=True)
+        self._is_draining = False
+        self.door = FrontDoor(
+            listener, server_config, self._supervisor.health, lambda: self._is_draining, table
+        )
+        self._hall = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._hall.bind(door_path(folder))
+        self._hall.listen(self._count)
+        self._halls: dict[int, socket.socket] = {}
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._starts: dict[int, list[float]] = {}
+
+    # -- reports of the supervisor's thread ---------------------------------------------------------
+
+    def on_ready(self, info: EngineInfo) -> None:
+        """An engine takes requests."""
+        restarts = self._supervisor.health().num_restarts
+        self._tell(wire.Attached(self._supervisor.folder, info, restarts))
+
+    def on_down(self, reason: str) -> None:
+        """The engine ended."""
+        self._tell(wire.Detached(reason))
+
+    def on_dead(self, error: FastDeployError) -> None:
+        """No engine will be started any more."""
+        self._tell(wire.Dead(type(error).__name__, str(error)))
+        self._events.put(error)
+
+    # -- this process's main thread -------------------------------------------------------------------
+
+    def run(self, on_ready: Callable[[], None]) -> int:
+        """Serve until a signal, or until the engine is dead; returns the exit status. on_ready is
+        called when the port answers."""
+        for kind in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(kind, lambda *_: self._events.put("signal"))
+        self._supervisor.start()
+        threading.Thread(target=self._receive, name="fd-hall", daemon=True).start()
+        try:
+            for number in range(self._count):
+                self._start(number)
+            if not self._wait_open():
+                return 0
+            self.door.start()
+            on_ready()
+            return self._attend()
+        finally:
+            self._end()
+
+    def _wait_open(self) -> bool:
+        """Until every API server takes connections; False when a signal came first."""
+        num_open = 0
+        while num_open < self._count:
+            event = self._next_event()
+            if event == "signal":
+                logger.info("stopped while starting")
+                return False
+            if isinstance(event, FastDeployError):
+                raise event
+            num_open += event == "open"
+            self._raise_if_ended()
+        return True
+
+    def _attend(self) -> int:
+        while True:
+            event = self._next_event()
+            if event == "signal":
+                return self._drain()
+            if isinstance(event, WorkerError):
+                self._wait_ended(END_S)
+                return 1
+            if isinstance(event, FastDeployError):
+                logger.error("an API server cannot serve: %s", event)
+            if not self._restart_ended():
+                return 1
+
+    def _next_event(self) -> Any:
+        with contextlib.suppress(queue.Empty):
+            return self._events.get(timeout=POLL_S)
+        return None
+
+    def _drain(self) -> int:
+        """Every API server finishes what it has; a second signal ends them now."""
+        self._is_draining = True
+        self._tell(wire.Drain())
+        deadline = time.monotonic() + self._server_config.grace_s + END_S
+        while time.monotonic() < deadline and self._running():
+            if self._next_event() == "signal":
+                self._tell(wire.Drain())
+                deadline = min(deadline, time.monotonic() + END_S)
+        return 0
+
+    def _wait_ended(self, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline and self._running():
+            time.sleep(POLL_S)
+
+    def _end(self) -> None:
+        self.door.close()
+        for process in self._processes.values():
+            child.end(process, 0.0)
+        self._supervisor.stop()
+        with contextlib.suppress(OSError):
+            self._hall.shutdown(socket.SHUT_RDWR)
+        for hall in (self._hall, *self._halls.values()):
+            hall.close()
+        with self._lock:
+            self._context.destroy(linger=0)
+        self._folder.remove()
+
+    # -- processes --------------------------------------------------------------------------------------
+
+    def _start(self, number: int) -> None:
+        init = FrontEndInit(
+            engine_config=self._engine_config,
+            # One of them writes the line about the engine.
+            server_config=replace(
+                self._server_config, log_stats=self._server_config.log_stats and number == 0
+            ),
+            resolved=self._resolved,
+            digest=self._resolved.digest,
+            folder=str(self._folder),
+            number=number,
+            count=self._count,
+        )
+        self._starts.setdefault(number, []).append(time.monotonic())
+        self._processes[number] = child.spawn(TARGET, wire.encode(init), f"fastdeploy-api{number}")
+
+    def _running(self) -> list[int]:
+        return [number for number, p in self._processes.items() if p.poll() is None]
+
+    def _raise_if_ended(self) -> None:
+        for number, process in self._processes.items():
+            if process.poll() is not None:
+                with contextlib.suppress(queue.Empty):  # it may have said why
+                    event = self._events.get(timeout=1.0)
+                    if isinstance(event, FastDeployError):
+                        raise event
+                raise WorkerError(
+                    f"API server {number} {child.describe_exit(process.returncode)} while starting; "
+                    "see the log"
+                )
+
+    def _restart_ended(self) -> bool:
+        """Start again what has died; False if that does not help."""
+        now = time.monotonic()
+        for number, process in self._processes.items():
+            if process.poll() is None:
+                continue
+            ended = child.describe_exit(process.returncode)
+            self.door.remove(number)
+            if number in self._halls:
+                self._halls.pop(number).close()
+            for file in (self._folder.path / METRICS_FOLDER).glob(f"gauge_live*_{process.pid}.db"):
+                file.unlink(missing_ok=True)
+            with contextlib.suppress(WorkerError):
+                self._supervisor.send(wire.Gone(number))
+            starts = self._starts[number] = [
+                t for t in self._starts[number] if now - t < RESTART_WINDOW_S
+            ]
+            if len(starts) > MAX_RESTARTS:
+                logger.critical("API server %d %s again and again; giving up", number, ended)
+                return False
+            logger.error("API server %d %s; it is started again", number, ended)
+            self._start(number)
+            with self._lock:
+                if self._state is not None:
+                    self._sockets[number].send(wire.encode(self._state))
+        return True
+
+    def _receive(self) -> None:
+        """The thread that API servers introduce themselves to."""
+        while True:
+            try:
+                hall, _ = self._hall.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._greet, args=(hall,), daemon=True).start()
+
+    def _greet(self, hall: socket.socket) -> None:
+        """An API server is there; it says that it serves, or why it cannot."""
+        try:
+            hello = msgspec.msgpack.decode(hall.recv(65536), type=Hello)
+        except (OSError, msgspec.MsgspecError):
+            return  # it ended before
+        if hello.error_type:
+            kind = getattr(errors, hello.error_type, None)
+            if not (isinstance(kind, type) and issubclass(kind, FastDeployError)):
+                kind = FastDeployError
+            self._events.put(kind(hello.message))
+            hall.close()
+            return
+        hall.setblocking(False)
+        self._halls[hello.number] = hall
+
+        def hand_over(connection: socket.socket) -> None:
+            socket.send_fds(hall, [b"c"], [connection.fileno()])
+            connection.close()
+
+        self.door.add(hello.number, hand_over)
+        self._events.put("open")
+
+    def _tell(self, message: wire.ToFrontEnd) -> None:
+        data = wire.encode(message)
+        with self._lock:
+            if not isinstance(message, wire.Drain):
+                self._state = message
+            for target in self._sockets:
+                with contextlib.suppress(zmq.ZMQError):  # closed, or nobody reads
+                    target.send(data, zmq.NOBLOCK)

@@ -1,0 +1,70 @@
+"""How busy each API server of one port is: a few numbers that all of them, and the front door, see.
+
+Each front end writes its own row and reads all; nobody waits. Sums may lag by a moment, so limits that
+use them are met to within what arrives in that moment.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from pathlib import Path
+
+_ROW = struct.Struct("<QQ")  # requests in flight; connections that have ended
+
+
+class Occupancy:
+    """The table. `path`: a file that several processes map; without it, memory of this process."""
+
+    def __init__(self, count: int = 1, path: Path | None = None, *, create: bool = False) -> None:
+        self.count = count
+        size = count * _ROW.size
+        self._memory: mmap.mmap | bytearray = bytearray(size)
+        if path is None:
+            return
+        if create:
+            path.write_bytes(bytes(size))
+            path.chmod(0o600)
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), size)
+
+    def write(self, number: int, in_flight: int, num_closed: int) -> None:
+        """One front end's row."""
+        _ROW.pack_into(self._memory, number * _ROW.size, in_flight, num_closed)
+
+    def num_closed(self, number: int) -> int:
+        """Connections of one front end that have ended."""
+        return int(_ROW.unpack_from(self._memory, number * _ROW.size)[1])
+
+    def in_flight(self) -> int:
+        """Requests being answered, by all of them."""
+        return sum(in_flight for in_flight, _ in _ROW.iter_unpack(self._memory))
+
+
+class OwnOccupancy:
+    """One front end's row."""
+
+    def __init__(self, table: Occupancy | None = None, number: int = 0) -> None:
+        self.table = table or Occupancy()
+        self._number = number
+        self._in_flight = 0
+        self._num_closed = 0
+        self._write()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that this front end answers."""
+        return self._in_flight
+
+    def change(self, count: int) -> None:
+        """So many more requests are in flight here."""
+        self._in_flight += count
+        self._write()
+
+    def closed(self) -> None:
+        """A connection has ended."""
+        self._num_closed += 1
+        self._write()
+
+    def _write(self) -> None:
+        self.table.write(self._number, self._in_flight, self._num_closed)

@@ -1,0 +1,27 @@
+"""What health probes are told; asked by routes and by the front door alike."""
+
+from __future__ import annotations
+
+from fastdeploy_core.types.engine import EngineHealth
+
+from .errors import sanitise
+
+PROBES = ("/health", "/health/live", "/health/ready", "/ping")
+
+
+def answer_probe(path: str, health: EngineHealth, draining: bool) -> tuple[int, dict[str, str]]:
+    """Status and body for one of PROBES."""
+    if path == "/health/live":
+        return 200, {"status": "live"}
+    if path == "/health/ready":
+        if draining or health.draining:
+            return 503, {"status": "draining"}
+        return _answer(health.alive and health.ready, "ready", health.reason)
+    # A draining engine still makes progress; it is /health/ready that turns red then.
+    return _answer(health.alive and (health.ready or health.draining), "healthy", health.reason)
+
+
+def _answer(well: bool, word: str, reason: str) -> tuple[int, dict[str, str]]:
+    if well:
+        return 200, {"status": word}
+    return 503, {"status": f"not {word}", "reason": sanitise(reason)}

@@ -1,0 +1,86 @@
+"""What the core's own speculative methods need, asked at start-up. Imports no tensor library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fastdeploy_core.contracts.base import Requirements
+from fastdeploy_core.contracts.hookspecs import hookimpl
+from fastdeploy_core.contracts.speculative import SpeculativeQuestion
+
+from .options import DraftModelOptions, NgramOptions, SuffixOptions, check_options
+
+_RECORDS = {
+    "ngram_match": NgramOptions,
+    "suffix": SuffixOptions,
+    "draft_model": DraftModelOptions,
+}
+
+
+@hookimpl
+def fd_speculative_requirements(question: SpeculativeQuestion) -> Requirements | None:
+    """Answers for the core's methods."""
+    if question.method not in _RECORDS:
+        return None
+    problems, options = check_options(_RECORDS[question.method], question.options)
+    if isinstance(options, DraftModelOptions):
+        problems = draft_problems(options.model, question)
+        if not problems:
+            return Requirements(
+                tokens_per_step=1 + question.num_speculative_tokens,
+                lookahead_tokens=question.num_speculative_tokens,
+                draft_model=options.model,
+                draft_quantization=options.quantization,
+            )
+    return Requirements(
+        refusals=tuple(problems), tokens_per_step=1 + question.num_speculative_tokens
+    )
+
+
+def draft_problems(folder: str, question: SpeculativeQuestion) -> list[str]:
+    """Why the folder's model cannot draft for the target, in words."""
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        return [f"model {folder!r} is no folder with a config.json"]
+    try:
+        draft = json.loads((path / "config.json").read_text("utf-8"))
+    except ValueError as error:
+        return [f"config.json of the draft model is not JSON: {error}"]
+    size = draft.get("vocab_size")
+    if size != question.vocab_size:
+        return [
+            f"the draft model's vocabulary has {size} tokens and the target's {question.vocab_size}; "
+            "a draft model needs the same vocabulary, such as a smaller one of the same family"
+        ]
+    other = _first_difference(_vocabulary(path), _vocabulary(Path(question.model_path)))
+    if other:
+        return [
+            f"the draft model's vocabulary differs from the target's, for example at {other!r:.60}; a "
+            "draft model needs the same vocabulary, such as a smaller one of the same family"
+        ]
+    longest = draft.get("max_position_embeddings")
+    if isinstance(longest, int) and longest < question.max_model_len:
+        return [
+            f"the draft model's context has {longest} tokens, the target is served with "
+            f"{question.max_model_len}; lower --max-model-len to {longest} or take another draft model"
+        ]
+    return []
+
+
+def _vocabulary(folder: Path) -> Mapping[str, Any]:
+    """Token to id of tokenizer.json; empty where there is none to compare."""
+    try:
+        model = json.loads((folder / "tokenizer.json").read_text("utf-8"))["model"]
+        vocabulary = model["vocab"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return vocabulary if isinstance(vocabulary, dict) else {}
+
+
+def _first_difference(draft: Mapping[str, Any], target: Mapping[str, Any]) -> str:
+    if not draft or not target:
+        return ""
+    return next((token for token, index in draft.items() if target.get(token) != index), "")

@@ -1,0 +1,61 @@
+"""`ngram_match`: what followed the last tokens when they stood in the prompt or output before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from fastdeploy_core.contracts.base import CONTRACT
+from fastdeploy_core.contracts.speculative import DrafterContext, HostDraftInput
+
+from .history import TokenHistory
+from .options import NgramOptions, read_options
+
+
+class NgramDrafter:
+    """Needs no weights and no device; keeps an index for every sequence."""
+
+    name = "ngram_match"
+    contract = CONTRACT
+    runs_on: Literal["host"] = "host"
+
+    def __init__(self, context: DrafterContext) -> None:
+        self._options = read_options(NgramOptions, context.options)
+        self._histories: dict[int, TokenHistory] = {}
+
+    def propose(self, batch: HostDraftInput) -> list[list[int]]:
+        """The continuation of the longest match."""
+        histories, options = self._histories, self._options
+        proposals = []
+        ahead = batch.drafts or [()] * len(batch.seq_ids)
+        for seq_id, tokens, limit, before in zip(
+            batch.seq_ids, batch.token_ids, batch.max_drafts, ahead, strict=True
+        ):
+            history = histories.get(seq_id)
+            if history is None:
+                history = TokenHistory(options.min_ngram_size, options.max_ngram_size)
+                histories[seq_id] = history
+            length, place = history.match(tokens, before) if limit else (0, 0)
+            if length and before:
+                tokens = np.concatenate((tokens, np.asarray(before, dtype=tokens.dtype)))
+            proposals.append(continuation(tokens, place, limit) if length else [])
+        return proposals
+
+    def observe(self, seq_id: int, drafted: Sequence[int], accepted: int) -> None:
+        """Matches are what they are."""
+
+    def forget(self, seq_id: int) -> None:
+        """Drop its index."""
+        self._histories.pop(seq_id, None)
+
+
+def continuation(tokens: np.ndarray, place: int, limit: int) -> list[int]:
+    """The tokens from `place` on; behind the newest one the copy goes on with itself, so that a short
+    period repeats."""
+    found: list[int] = tokens[place : place + limit].tolist()
+    period = tokens.size - place
+    while len(found) < limit:
+        found.append(found[len(found) - period])
+    return found

@@ -1,0 +1,202 @@
+"""What the device knows of every sequence, and what the host knows of that.
+
+A decode step reads its tokens, positions and block tables from here without the host, and writes back
+what it drew. The host compares what a step's message says with what the device is known to hold, and
+sends the difference: nothing at all while the same sequences go on within their blocks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from fastdeploy_core.errors import WorkerError
+
+from .input_batch import NOWHERE, TRUSTED
+from .staging import Uploads
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.tensor import Tensor
+
+    from .input_batch import InputBatch
+    from .step_rows import StepRows
+
+UNKNOWN = -1
+Update: TypeAlias = "tuple[Tensor, np.ndarray | None, np.ndarray]"
+
+
+class DeviceSlots:
+    """One entry per slot of the InputBatch, and a last one that is nobody's.
+
+    `rows` holds the slots of a decode step's rows; what is missing to its size names the last slot.
+    """
+
+    def __init__(self, device: DeviceBackend, batch: InputBatch, max_drafts: int = 0) -> None:
+        xp, num_slots = device.xp, batch.max_num_seqs + 1
+        self._xp, self._batch, self._uploads = xp, batch, Uploads(device)
+        self.max_drafts = max_drafts
+
+        def zeros(*shape: int, dtype: object = xp.int64) -> Tensor:
+            return xp.zeros(shape, dtype=dtype, device=device.device)
+
+        self.tables = zeros(num_slots, batch.block_tables.shape[1], dtype=xp.int32)
+        self._flat_tables = self.tables.view([-1])
+        self.num_computed = zeros(num_slots)
+        self.newest = batch.newest_dev
+        self.drafts = zeros(num_slots, max_drafts)
+        self.num_drafts = zeros(num_slots)
+        self.room = zeros(num_slots)  # tokens that the slot's blocks hold
+        self.rows = zeros(batch.max_num_seqs) + batch.max_num_seqs
+        # What the device holds, as far as the host knows.
+        self._rows = np.full(batch.max_num_seqs, batch.max_num_seqs, dtype=np.int64)
+        self._last: tuple[np.ndarray | None, int] = (None, 0)
+        self._ahead: np.ndarray | None = None  # the seq_lens that the device has written itself
+        self._num_appends = -1
+        self._computed = np.full(batch.max_num_seqs, UNKNOWN, dtype=np.int64)
+        self._num_blocks = np.zeros(batch.max_num_seqs, dtype=np.int64)
+        self._drafts = np.zeros((batch.max_num_seqs, max_drafts), dtype=np.int64)
+        self._num_drafts = np.zeros(batch.max_num_seqs, dtype=np.int64)
+
+    def reset(self, slot: int) -> None:
+        """The slot's sequence left; of the next one the device knows nothing."""
+        self._computed[slot] = self._num_drafts[slot] = UNKNOWN
+        self._num_blocks[slot] = 0
+        self._drafts[slot] = 0
+
+    def stand_down(self) -> None:
+        """New caches: no table entry of former ones stays, and every row is nobody's, so that a step
+        which runs now writes nothing anywhere."""
+        self.forget()
+        nobody = np.full(self._rows.size, self._batch.max_num_seqs, dtype=np.int64)
+        self.rows.copy_(self._uploads.send(nobody)[0])
+        self._rows[:] = nobody
+        self.tables.zero_()
+
+    def forget(self) -> None:
+        """A step failed: what the device holds is not known."""
+        self._last, self._ahead = (None, 0), None
+        self._rows[:] = UNKNOWN
+        for slot in range(self._computed.size):
+            self.reset(slot)
+        self._batch.newest[:] = NOWHERE
+
+    def sync(self, rows: StepRows, size: int) -> None:
+        """Make the device's state that of the rows, which are padded to `size`."""
+        batch = self._batch
+        goes_on = self._last[0] is rows.slots and self._last[1] == size
+        if goes_on and rows.starts is self._ahead and self._num_appends == batch.num_appends:
+            return
+        self._ahead = None
+        updates = self._rows_update(rows.slots, size)
+        updates += self._block_updates(rows.slots)
+        updates += self._position_updates(rows)
+        if not rows.is_decode:
+            updates += self._draft_updates(rows)
+        self._num_appends = batch.num_appends
+        updates = [update for update in updates if update[2].size]
+        if not updates:
+            return
+        arrays = [array for _, *pair in updates for array in pair if array is not None]
+        sent = iter(self._uploads.send(*arrays))
+        for target, where, _ in updates:
+            if where is None:
+                target.copy_(next(sent))
+                continue
+            index, values = next(sent), next(sent).to(target.dtype)
+            if target.ndim > 1:
+                values = values.view([-1, *target.shape[1:]])
+            self._xp.index_copy_(target, 0, index, values)
+
+    def advance(self, rows: StepRows) -> None:
+        """The device has been told to write back what it draws for these rows."""
+        slots, batch = rows.slots, self._batch
+        self._ahead = rows.seq_lens if rows.is_decode else None
+        if rows.is_decode:
+            self._computed[slots] = batch.newest[slots] = rows.seq_lens
+        else:  # how many drafts are right is the device's secret
+            self._computed[slots] = batch.newest[slots] = TRUSTED
+
+    def fall_behind(self, rows: StepRows) -> None:
+        """These rows go on in a step that the slots take no part in."""
+        self._computed[rows.slots] = UNKNOWN
+
+    def count_accepted(self, rows: Tensor, drawn: Tensor) -> Tensor:
+        """[B] int64: leading drafts of each row that equal what was drawn in their place. rows: [B] slots;
+        drawn: [B, 1 + drafts fed] int64."""
+        xp = self._xp
+        width = drawn.shape[1] - 1
+        drafts = xp.index_select(self.drafts, 0, rows)[:, :width]
+        nth = xp.arange(width, dtype=xp.int64, device=drawn.device)
+        fed = nth < xp.index_select(self.num_drafts, 0, rows).unsqueeze(1)
+        wrong = 1 - ((drawn[:, :width] == drafts) & fed).to(xp.int64)
+        return (xp.cumsum(wrong, 1) == 0).to(xp.int64).sum(dim=1)
+
+    def keep_drafts(self, slots: np.ndarray, drafts: np.ndarray, counts: np.ndarray) -> None:
+        """A drafter has written these drafts into the slots on the device."""
+        self._drafts[slots, : drafts.shape[1]] = drafts
+        self._num_drafts[slots] = counts
+
+    # -- what differs: (where to, at which entries, what); None: at its beginning ------------------
+
+    def _rows_update(self, slots: np.ndarray, size: int) -> list[Update]:
+        if self._last[0] is slots and self._last[1] == size:
+            return []
+        self._last = (slots, size)
+        wanted = np.full(size, self._batch.max_num_seqs, dtype=np.int64)
+        wanted[: slots.size] = slots
+        if (wanted == self._rows[:size]).all():
+            return []
+        self._rows[:size] = wanted
+        return [(self.rows[:size], None, wanted)]
+
+    def _block_updates(self, slots: np.ndarray) -> list[Update]:
+        batch = self._batch
+        old, new = self._num_blocks[slots], batch.num_blocks[slots]
+        more = np.flatnonzero(old != new)
+        if not more.size:
+            return []
+        slots, old, counts = slots[more], old[more], (new - old)[more]
+        first = np.cumsum(counts) - counts
+        columns = np.arange(int(counts.sum())) + np.repeat(old - first, counts)
+        rows = np.repeat(slots, counts)
+        self._num_blocks[slots] = batch.num_blocks[slots]
+        entries = rows * batch.block_tables.shape[1] + columns
+        return [
+            (self._flat_tables, entries, batch.block_tables[rows, columns]),
+            (self.room, slots, batch.room[slots]),
+        ]
+
+    def _position_updates(self, rows: StepRows) -> list[Update]:
+        """Rows whose number of tokens or newest token the device does not have."""
+        slots, starts, batch = rows.slots, rows.starts, self._batch
+        computed, newest = self._computed[slots], batch.newest[slots]
+        counted = ((computed == starts) | (computed == TRUSTED)) & (newest != NOWHERE)
+        held = (newest == starts) | (newest == TRUSTED)
+        if counted.all() and held.all():
+            return []
+        miscounted, lost = slots[~counted], slots[~held]
+        self._computed[miscounted] = starts[~counted]
+        where = starts[~held]
+        if (where >= batch.num_known[lost]).any():
+            raise WorkerError(
+                f"a step feeds tokens nobody knows: positions {where.tolist()}, "
+                f"known {batch.num_known[lost].tolist()}"
+            )
+        batch.newest[lost] = where
+        return [
+            (self.num_computed, miscounted, starts[~counted]),
+            (self.newest, lost, batch.token_ids[lost, where]),
+        ]
+
+    def _draft_updates(self, rows: StepRows) -> list[Update]:
+        slots, counts = rows.slots, rows.num_drafts
+        nth = np.arange(self.max_drafts)
+        where = np.minimum(rows.starts[:, None] + 1 + nth, self._batch.max_model_len)
+        fed = nth < counts[:, None]
+        wanted = self._batch.token_ids[slots[:, None], where] * fed
+        wrong = (fed & (wanted != self._drafts[slots])).any(1) | (counts != self._num_drafts[slots])
+        slots, counts, wanted = slots[wrong], counts[wrong], wanted[wrong]
+        self._drafts[slots], self._num_drafts[slots] = wanted, counts
+        return [(self.drafts, slots, wanted), (self.num_drafts, slots, counts)]

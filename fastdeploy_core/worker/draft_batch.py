@@ -1,0 +1,257 @@
+"""What a device drafter is shown behind a step of the target, and the one-token steps it takes itself.
+
+All of it is known without waiting for the device, but on devices whose attention drivers need exact
+lengths on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastdeploy_core.contracts.attention import AttentionBatch
+from fastdeploy_core.contracts.speculative import DraftBatch
+from fastdeploy_core.layers.context import ForwardContext
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.tensor import Tensor
+
+    from .device_slots import DeviceSlots
+    from .input_batch import InputBatch
+    from .loader import LoadedModel
+    from .step_graphs import RecordedStep
+    from .step_rows import StepRows
+
+
+@dataclass(slots=True)
+class TargetStep:
+    """The target's forward pass as it was run, for T tokens."""
+
+    attention: AttentionBatch
+    context: ForwardContext
+    input_ids: Tensor  # [T]
+    hidden: Tensor  # [T, hidden]
+    width: int = 0  # tokens of every row, with places without a draft in them; 0: as the rows say
+
+    @classmethod
+    def of_recorded(
+        cls, recorded: RecordedStep, num_rows: int, batches: DraftBatches
+    ) -> TargetStep:
+        """The rows of the batch alone, for a drafter that is not recorded."""
+        whole, num_tokens = recorded.attention, num_rows * recorded.width
+        attention = replace(
+            whole,
+            num_seqs=num_rows,
+            num_tokens=num_tokens,
+            cu_seqlens_q=whole.cu_seqlens_q[: num_rows + 1],
+            seq_lens=whole.seq_lens[:num_rows],
+            block_tables=whole.block_tables[:num_rows],
+            cu_seqlens_q_dev=whole.cu_seqlens_q_dev[: num_rows + 1],
+            seq_lens_dev=whole.seq_lens_dev[:num_rows],
+            block_tables_dev=whole.block_tables_dev[:num_rows],
+            slot_mapping=whole.slot_mapping[:num_tokens],
+            positions=whole.positions[:num_tokens],
+        )
+        assert recorded.context is not None
+        context = batches.context(attention, recorded.context.caches)
+        return cls(
+            attention,
+            context,
+            recorded.input_ids[:num_tokens],
+            recorded.hidden[:num_tokens],
+            recorded.width,
+        )
+
+
+class DraftBatches:
+    """Makes DraftBatch records of one rank."""
+
+    def __init__(
+        self, device: DeviceBackend, loaded: LoadedModel, batch: InputBatch, first_layer: int
+    ) -> None:
+        """Layers from `first_layer` on are the drafter's."""
+        self._device, self._xp, self._batch = device, device.xp, batch
+        specs = list(dict.fromkeys(loaded.kv_layers[first_layer:]))
+        self._drivers = {spec: loaded.attention[spec] for spec in specs}
+        self._needs_exact = not all(d.can_capture_decode for d in self._drivers.values())
+        self._offsets: dict[int, tuple[np.ndarray, Tensor]] = {}
+
+    def make(
+        self,
+        rows: StepRows,
+        step: TargetStep,
+        drawn: Tensor | None,
+        accepted: Tensor | None,
+        max_drafts: int,
+        draw: Callable[[Tensor, int], Tensor],
+    ) -> DraftBatch:
+        """drawn: [R] int64; accepted: [S] int64 of the rows that sample, None: there were no drafts."""
+        slots = rows.slots
+        return DraftBatch(
+            seq_ids=self._batch.seq_ids[slots],
+            slots=slots,
+            draws=rows.samples,
+            max_drafts=max_drafts,
+            attention=step.attention,
+            context=step.context,
+            input_ids=step.input_ids,
+            next_token_ids=self._next_ids(rows, step, drawn),
+            hidden_states=step.hidden,
+            last=self._last(rows, step.width, accepted),
+            draw=draw,
+            decode=_Decoder(self, rows, step, max_drafts).step,
+        )
+
+    def make_recorded(
+        self,
+        recorded: RecordedStep,
+        slots: DeviceSlots,
+        max_drafts: int,
+        draw: Callable[[Tensor, int], Tensor],
+    ) -> DraftBatch:
+        """Behind a recorded step that draws greedily: of all its rows, and without the host. Those that
+        stand for nobody have no room, so they write nothing."""
+        xp, size, attention = self._xp, recorded.size, recorded.attention
+        assert recorded.context is not None
+        last = xp.arange(size, dtype=xp.int64, device=self._device.device) * recorded.width
+        if recorded.accepted is not None:
+            last = last + recorded.accepted
+        room = xp.index_select(slots.room, 0, slots.rows[:size])
+        tables, caches = (
+            (attention.block_tables, attention.block_tables_dev),
+            recorded.context.caches,
+        )
+
+        def decode(positions: Tensor) -> tuple[AttentionBatch, ForwardContext]:
+            one_each = self.one_token_each(positions, positions < room, *tables)
+            return one_each, self.context(one_each, caches)
+
+        return DraftBatch(
+            seq_ids=np.full(size, -1, dtype=np.int64),
+            slots=np.full(size, -1, dtype=np.int64),
+            draws=np.ones(size, dtype=bool),
+            max_drafts=max_drafts,
+            attention=attention,
+            context=recorded.context,
+            input_ids=recorded.input_ids,
+            next_token_ids=recorded.drawn,
+            hidden_states=recorded.hidden,
+            last=last,
+            draw=draw,
+            decode=decode,
+        )
+
+    def _next_ids(self, rows: StepRows, step: TargetStep, drawn: Tensor | None) -> Tensor:
+        """[T] the token behind each one fed: of prompts as the host knows them, else what was drawn."""
+        num_tokens = int(step.input_ids.shape[0])
+        if drawn is not None and drawn.shape[0] == num_tokens:
+            return drawn  # every token fed was sampled behind
+        batch = self._batch
+        token_slots = np.repeat(rows.slots, rows.counts)
+        first = np.cumsum(rows.counts) - rows.counts
+        positions = np.arange(token_slots.size) + np.repeat(rows.starts - first, rows.counts)
+        following = np.zeros(num_tokens, dtype=np.int64)
+        following[: token_slots.size] = batch.token_ids[token_slots, positions + 1]
+        ids = self._device.to_device(following)
+        if drawn is not None:
+            self._xp.index_copy_(ids, 0, self._device.to_device(rows.sample_tokens), drawn)
+        return ids
+
+    def _last(self, rows: StepRows, width: int, accepted: Tensor | None) -> Tensor:
+        """[B] index of each row's last verified token."""
+        if width:
+            begins = self._xp.arange(
+                rows.slots.size, dtype=self._xp.int64, device=self._device.device
+            )
+            return begins * width if accepted is None else begins * width + accepted
+        ends = np.cumsum(rows.counts) - 1
+        if accepted is None:
+            return self._device.to_device(ends.astype(np.int64))
+        before = self._device.to_device((ends - rows.num_drafts).astype(np.int64))
+        if rows.samples.all():
+            return before + accepted
+        where = self._device.to_device(np.flatnonzero(rows.samples))
+        moved = self._xp.index_select(before, 0, where) + accepted
+        return self._xp.index_copy_(before, 0, where, moved)
+
+    def one_token_each(
+        self, positions: Tensor, fits: Tensor, tables: np.ndarray, tables_dev: Tensor
+    ) -> AttentionBatch:
+        """One token per row at these positions; rows that do not fit write nothing."""
+        xp, size = self._xp, self._batch.block_size
+        num_rows = int(positions.shape[0])
+        keeps = fits.to(xp.int64)
+        where = positions * keeps
+        block = xp.gather(tables_dev, 1, (where // size).unsqueeze(1)).squeeze(1).to(xp.int64)
+        longest = tables.shape[1] * size
+        host_lens = np.full(num_rows, longest, dtype=np.int32)
+        if self._needs_exact:
+            seq_lens = (where + 1).to(xp.int32)
+            host_lens = self._device.to_host(seq_lens)
+        else:
+            seq_lens = ((where + 1) * keeps).to(xp.int32)
+        offsets, offsets_dev = self._even_offsets(num_rows)
+        return AttentionBatch(
+            num_seqs=num_rows,
+            num_tokens=num_rows,
+            cu_seqlens_q=offsets,
+            seq_lens=host_lens,
+            block_tables=tables,
+            cu_seqlens_q_dev=offsets_dev,
+            seq_lens_dev=seq_lens,
+            block_tables_dev=tables_dev,
+            slot_mapping=(block * size + where % size + 1) * keeps - 1,
+            positions=where,
+            tokens_per_row=1,
+            is_exact=self._needs_exact,
+        )
+
+    def context(
+        self, attention: AttentionBatch, caches: list[tuple[Tensor, ...]]
+    ) -> ForwardContext:
+        """For the drafter's layers."""
+        metadata = {spec: driver.prepare(attention) for spec, driver in self._drivers.items()}
+        return ForwardContext(attention, metadata, caches)
+
+    def _even_offsets(self, num_rows: int) -> tuple[np.ndarray, Tensor]:
+        if num_rows not in self._offsets:
+            host = np.arange(num_rows + 1, dtype=np.int32)
+            self._offsets[num_rows] = (host, self._device.to_device(host))
+        return self._offsets[num_rows]
+
+    def tables(self, rows: StepRows, more: int) -> tuple[np.ndarray, Tensor]:
+        """Block tables wide enough for `more` tokens behind the step's."""
+        batch = self._batch
+        width = -(-(int(rows.seq_lens.max(initial=1)) + more) // batch.block_size)
+        host = batch.block_tables[rows.slots, : min(width, batch.block_tables.shape[1])]
+        return host, self._device.to_device(host)
+
+    def limits(self, rows: StepRows) -> Tensor:
+        """[B] int64 on the device: tokens that a row's blocks hold; 0 for rows that do not draw."""
+        batch = self._batch
+        held = np.minimum(batch.num_blocks[rows.slots] * batch.block_size, batch.max_model_len)
+        return self._device.to_device(np.where(rows.samples, held, 0))
+
+
+class _Decoder:
+    """DraftBatch.decode of one step; uploads what it needs at its first call."""
+
+    def __init__(
+        self, batches: DraftBatches, rows: StepRows, step: TargetStep, max_drafts: int
+    ) -> None:
+        self._batches, self._rows, self._step, self._more = batches, rows, step, max_drafts
+        self._limits: Tensor | None = None
+        self._tables: tuple[np.ndarray, Any] | None = None
+
+    def step(self, positions: Tensor) -> tuple[AttentionBatch, ForwardContext]:
+        """One token per row at these positions."""
+        batches = self._batches
+        if self._limits is None or self._tables is None:
+            self._limits = batches.limits(self._rows)
+            self._tables = batches.tables(self._rows, self._more)
+        attention = batches.one_token_each(positions, positions < self._limits, *self._tables)
+        return attention, batches.context(attention, self._step.context.caches)

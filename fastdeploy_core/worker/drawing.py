@@ -1,0 +1,174 @@
+"""Tokens out of logits: the plan of a batch's rows, the sampler, and the same tokens on every rank.
+
+Nothing here waits for the device, but for rows whose sampling looks at generated text (grammars, bad
+words, processors): these need the tokens of the step before, and by then the forward pass is queued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fastdeploy_core.sampling import columns as bits
+from fastdeploy_core.sampling.columns import SamplingColumns, SamplingPlan
+from fastdeploy_core.sampling.logprobs import LogprobTensors, gather
+from fastdeploy_core.sampling.processors import BUILTIN_PROCESSORS
+from fastdeploy_core.sampling.sampler import SamplingStep
+
+if TYPE_CHECKING:
+    from fastdeploy_core.config import EngineConfig
+    from fastdeploy_core.contracts.device import Communicator, DeviceBackend
+    from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.contracts.small import CausalLM
+    from fastdeploy_core.tensor import Tensor
+    from fastdeploy_core.types import NewSequence
+
+    from .input_batch import InputBatch
+    from .judging import RowDrafts
+    from .sequence_state import SequenceState
+    from .step_rows import StepRows
+
+# Rows of logits computed at once for prompt_logprobs: a long prompt times a large vocabulary would
+# not fit.
+PROMPT_ROWS = 256
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What was drawn for each sampled position; tensors are on the device."""
+
+    token_ids: Tensor  # [R] int64, always valid ids
+    marked: Tensor  # [R] int64, see kernel mark_broken
+    logprobs: LogprobTensors | None = None
+
+
+class TokenDrawer:
+    """Draws for the rows of one rank. Without `state` (ranks other than 0) it takes what rank 0 drew."""
+
+    def __init__(
+        self,
+        device: DeviceBackend,
+        kernels: KernelTable,
+        model: CausalLM,
+        batch: InputBatch,
+        columns: SamplingColumns,
+        state: SequenceState | None,
+        communicator: Communicator | None,
+    ) -> None:
+        self._device, self._xp, self._model, self._batch = device, device.xp, model, batch
+        self._columns, self._state, self._communicator = columns, state, communicator
+        self._mark = kernels["mark_broken"]
+        self._plan: SamplingPlan | None = None
+
+    def plan(self, rows: StepRows) -> SamplingPlan:
+        """What the rows need; kept while they stay as they are."""
+        slots = rows.slots if rows.is_decode else rows.slots[rows.sample_rows]
+        plan = self._plan
+        if plan is None or not plan.matches(self._columns, slots):
+            plan = self._plan = SamplingPlan(self._columns, slots, self._device)
+        return plan
+
+    def draw(
+        self,
+        logits: Tensor,
+        rows: StepRows,
+        plan: SamplingPlan,
+        errors: dict[int, str],
+        read_before: Callable[[], None],
+        drafts: RowDrafts | None = None,
+    ) -> Drawn:
+        """One token per row of logits. `errors` gets what the host finds out, by row of logits;
+        `read_before` brings the tokens of earlier steps to the host."""
+        communicator = self._communicator
+        if self._state is not None:
+            drawn = self._lead(logits, rows, plan, errors, read_before, drafts)
+            if communicator is not None:
+                drawn.token_ids = communicator.broadcast(drawn.token_ids, 0)
+            return drawn
+        ids = self._xp.zeros((plan.num_rows,), dtype=self._xp.int64, device=self._device.device)
+        if communicator is not None:
+            ids = communicator.broadcast(ids, 0)
+        return Drawn(ids, ids)
+
+    def _lead(
+        self,
+        logits: Tensor,
+        rows: StepRows,
+        plan: SamplingPlan,
+        errors: dict[int, str],
+        read_before: Callable[[], None],
+        drafts: RowDrafts | None,
+    ) -> Drawn:
+        state, batch = self._state, self._batch
+        assert state is not None
+        if plan.is_plain:
+            sampled = state.sampler.greedy(logits)
+        else:
+            if plan.flags & bits.HOST:
+                read_before()
+            num_output = rows.sample_positions - batch.num_prompt[plan.slots]
+            step = SamplingStep(rows.sample_positions, num_output, batch.output_tokens)
+            if drafts is not None:
+                step.drafts, step.drafts_dev = drafts.ids, drafts.on_device
+            sampled = state.sampler.sample(logits, plan, step)
+            errors.update(sampled.errors)
+        marked = self._mark(sampled.token_ids, sampled.peak.reshape([-1]), sampled.possible)
+        return Drawn(sampled.token_ids, marked, sampled.logprobs)
+
+    def count_kept(self, plan: SamplingPlan, drawn: Tensor, kept: Tensor) -> None:
+        """Behind drafts: remember for penalties which of the drawn tokens have come to stay."""
+        if self._state is not None and plan.flags & bits.PENALTY:
+            self._state.sampler.count(plan, drawn, kept)
+
+    def prompt_logprobs(self, hidden: Tensor, rows: StepRows) -> list[tuple[int, LogprobTensors]]:
+        """For rows that want them: every prompt token that this chunk predicts, by batch row."""
+        found: list[tuple[int, LogprobTensors]] = []
+        if rows.is_decode:
+            return found
+        wanted = self._columns.flags[rows.slots] & bits.PROMPT_LOGPROBS
+        first = np.cumsum(rows.counts) - rows.counts
+        for row in np.flatnonzero(wanted).tolist():
+            slot, start = int(rows.slots[row]), int(rows.starts[row])
+            end = min(int(rows.seq_lens[row]), int(self._batch.num_prompt[slot]) - 1)
+            for begin in range(start, end, PROMPT_ROWS):
+                stop = min(begin + PROMPT_ROWS, end)
+                offset = int(first[row]) - start
+                logits = self._model.compute_logits(hidden[offset + begin : offset + stop])
+                if self._state is not None:
+                    found.append((row, self._prompt_chunk(logits, slot, begin, stop)))
+        return found
+
+    def _prompt_chunk(self, logits: Tensor, slot: int, begin: int, stop: int) -> LogprobTensors:
+        assert self._state is not None
+        values = self._state.sampler.log_probabilities(logits)
+        targets = self._batch.token_ids[slot, begin + 1 : stop + 1].astype(np.int64)
+        count = int(self._columns.num_prompt_logprobs[slot])
+        return gather(
+            self._device,
+            values,
+            self._device.to_device(targets),
+            np.arange(stop - begin),
+            np.full(stop - begin, count),
+        )
+
+
+def is_simple(new: NewSequence, config: EngineConfig) -> bool:
+    """Whether a sequence wants its likeliest tokens and nothing else, by what every rank knows of it."""
+    params = new.sampling
+    return params.is_greedy and not (
+        params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1.0
+        or params.logit_bias
+        or params.min_tokens
+        or params.logprobs is not None
+        or params.allowed_token_ids is not None
+        or params.bad_words_token_ids
+        or params.thinking_token_budget is not None
+        or params.logits_processors_args
+        or new.grammar is not None
+        or any(name not in BUILTIN_PROCESSORS for name in config.logits_processors)
+    )

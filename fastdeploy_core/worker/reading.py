@@ -1,0 +1,168 @@
+"""What a step produced, brought to the host: tokens into the history, errors and log-probabilities to
+their rows, grammars advanced.
+
+Copies are started when a step is launched; reading looks at host memory only, once their event has
+happened, so it disturbs nothing that the device does meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fastdeploy_core.sampling import columns as bits
+from fastdeploy_core.sampling.logprobs import read
+
+from .staging import Downloads, wait_for
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.tensor import Tensor
+
+    from .input_batch import InputBatch
+    from .pending import Launched
+    from .sequence_state import SequenceState
+    from .speculation import Speculation
+
+NAN = "nan_logits"
+FORBIDDEN = "no_possible_token"
+NOT_IN_GRAMMAR = "grammar_violation"
+# Kernel mark_broken writes these in place of a token; -1 stands behind the last accepted draft.
+MARKS = {-2: NAN, -3: FORBIDDEN}
+NOT_KEPT = -1
+
+
+class StepReader:
+    """Launched steps whose tokens the host has not seen, in order. `lock` guards the batch."""
+
+    def __init__(
+        self,
+        device: DeviceBackend,
+        batch: InputBatch,
+        state: SequenceState | None,
+        lock: threading.RLock,
+        speculation: Speculation | None = None,
+    ) -> None:
+        self._device, self._batch, self._state, self._lock = device, batch, state, lock
+        self._speculation = speculation
+        self._downloads = Downloads(device)
+        self._unread: deque[Launched] = deque()
+
+    def start(
+        self, launched: Launched, results: Tensor | None, drafts: Tensor | None = None
+    ) -> None:
+        """Queue the copies of a step that has just been launched. `results`: its marked tokens, one
+        per sampled position, -1 behind a row's last accepted one. `drafts`: [rows, k] for the next
+        step, made on the device."""
+        tensors = [x for x in (results, drafts) if x is not None]
+        launched.has_drafts = drafts is not None
+        for _, records in launched.logprob_parts():
+            tensors += records.tensors()
+        launched.has_results = results is not None
+        launched.download = self._downloads.start(tensors)
+        launched.event = self._device.record_event()
+        self._unread.append(launched)
+
+    def clear(self) -> None:
+        """Nobody will ask for what is on its way."""
+        self._unread.clear()
+
+    def read_all(self) -> None:
+        """Every launched step."""
+        if self._unread:
+            self.read_until(self._unread[-1])
+
+    def read_until(self, last: Launched) -> None:
+        """Every step up to `last`, in order of launch."""
+        if last.is_read:
+            return
+        with self._lock:
+            while not last.is_read:
+                self._read(self._unread.popleft())
+
+    def _read(self, launched: Launched) -> None:
+        wait_for(launched.event)
+        download = launched.download
+        assert download is not None
+        arrays = iter(download.arrays)
+        if launched.has_results:
+            self._take_tokens(launched, next(arrays).copy())
+        drafts = next(arrays) if launched.has_drafts else None
+        if self._speculation is not None:
+            began = time.perf_counter()
+            launched.next_drafts = self._speculation.collect(launched, drafts)
+            launched.draft_s += time.perf_counter() - began
+            launched.draft_failures = self._speculation.num_failures
+        for row, records in launched.logprob_parts():
+            found = read(records, arrays)
+            if row is None:
+                launched.logprobs = dict(zip(records.rows.tolist(), found, strict=True))
+                continue
+            if not all(math.isfinite(value) for record in found for value in record.logprobs):
+                launched.errors[row] = NAN
+            launched.prompt_rows.setdefault(row, []).extend(found)
+        download.release()
+        launched.is_read = True  # last: another thread may be looking at it without the lock
+
+    def _take_tokens(self, launched: Launched, marked: np.ndarray) -> None:
+        rows, plan, batch = launched.rows, launched.plan, self._batch
+        assert plan is not None
+        marked = marked.reshape(-1)
+        ids = launched.token_ids = np.maximum(marked, 0)
+        is_kept: np.ndarray | None = None
+        if rows.num_drafts.any():
+            is_kept = marked != NOT_KEPT
+        if self._state is not None and (launched.sample_errors or marked.min(initial=0) < NOT_KEPT):
+            is_kept = self._find_broken_rows(launched, marked, is_kept)
+        # A slot may have changed hands since the launch.
+        valid = batch.owner[rows.slots] == launched.owners
+        if not rows.is_decode:
+            valid = valid[rows.sample_rows]
+        if is_kept is not None:
+            valid = valid & is_kept
+            counts = np.bincount(rows.sample_rows[is_kept], minlength=rows.slots.size)
+            launched.num_accepted = np.maximum(counts - 1, 0)
+        self._learn(launched, ids, valid)
+        if is_kept is not None and not self._unread:
+            # Rows are in order, so the position of the last accepted one stays.
+            batch.newest[plan.slots[valid]] = rows.sample_positions[valid]
+
+    def _find_broken_rows(
+        self, launched: Launched, marked: np.ndarray, is_kept: np.ndarray | None
+    ) -> np.ndarray | None:
+        """Rows that cannot go on get their error. Behind an accepted draft it may not matter, since the
+        sequence may have ended before: the row is cut there, and tries that place once more if not."""
+        assert launched.plan is not None
+        sample_rows, depths = launched.rows.sample_rows, launched.plan.depths
+        broken = {**launched.sample_errors}
+        for code, error in MARKS.items():
+            broken.update((place, error) for place in np.flatnonzero(marked == code).tolist())
+        for place, error in sorted(broken.items()):
+            if is_kept is not None and not is_kept[place]:
+                continue
+            if not depths[place]:
+                launched.errors[int(sample_rows[place])] = error
+                continue
+            assert is_kept is not None, "a row has several places only with drafts"
+            is_kept[place:] &= sample_rows[place:] != sample_rows[place]
+            self._batch.forget_newest(int(launched.plan.slots[place]))
+        return is_kept
+
+    def _learn(self, launched: Launched, ids: np.ndarray, valid: np.ndarray) -> None:
+        """Write tokens into the history of sequences that are still here, and advance grammars."""
+        rows, plan = launched.rows, launched.plan
+        assert plan is not None
+        slots, positions = plan.slots, rows.sample_positions
+        if not valid.all():
+            slots, positions, ids = slots[valid], positions[valid], ids[valid]
+        self._batch.learn(slots, positions, ids)
+        if plan.flags & bits.GRAMMAR and self._state is not None:
+            sample_rows = rows.sample_rows[valid].tolist()
+            for row, slot, token in zip(sample_rows, slots.tolist(), ids.tolist(), strict=True):
+                if row not in launched.errors and not self._state.advance(slot, token):
+                    launched.errors[row] = NOT_IN_GRAMMAR

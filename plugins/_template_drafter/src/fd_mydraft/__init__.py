@@ -1,0 +1,1 @@
+"""Speculative method mydraft."""

@@ -1,0 +1,350 @@
+"""Paged attention on this GPU: microseconds per layer, beside the bytes or FLOPs they cannot beat.
+
+    python plugins/fd-cuda/benchmarks/attention.py [--sweep] [--block-size 64] [--json FILE]
+
+Decode: one CUDA graph over many layers' caches, more than the L2 holds, so every key comes from
+memory; the plan of splits, made once a step, is timed by itself. Prefill: the rotation and cache write
+included, and torch's own kernels beside it. Medians of several replays; bfloat16, random numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
+from fastdeploy_core.contracts.device import DeviceOptions
+
+from fd_cuda.attention.gqa import PagedAttention
+from fd_cuda.attention.plan import DecodeShape
+from fd_cuda.attention.tuning import Gpu, PrefillShape, Sizes
+from fd_cuda.device import CudaDevice
+
+COPY_BYTES_S, MATMUL_FLOPS_S = 4.30e12, 790e12  # measured on one H200
+HEADS = {"16/2 (ERNIE-0.3B)": (16, 2), "20/4 (ERNIE-21B)": (20, 4), "64/8 (ERNIE-300B)": (64, 8),
+         "16/8 (Qwen3-0.6B)": (16, 8)}  # fmt: skip
+DECODES = [(1, 1024), (1, 8192), (1, 32768), (8, 1024), (64, 1024), (256, 1024), (32, 8192)]
+# FlashAttention 3 of vLLM 0.25.1, 32 splits, block 16, one H200, 2026-11-21.
+FA3 = {
+    "16/2 (ERNIE-0.3B)": (9.1, 13.2, 20.4, 11.4, 25.1, 81.0, 71.8),
+    "20/4 (ERNIE-21B)": (10.3, 14.2, 27.2, 14.4, 43.0, 147, 134),
+    "64/8 (ERNIE-300B)": (9.6, 17.5, 41.6, 17.0, 77.7, 280, 252),
+}
+# (new tokens, tokens in all) of each row
+PREFILLS = {
+    "1 x 8192": [(8192, 8192)],
+    "8 x 1024": [(1024, 1024)] * 8,
+    "64 x 128": [(128, 128)] * 64,
+    "1 x 2048 behind 6144": [(2048, 8192)],
+    "4 x 512 + 64 decodes at 1024": [(512, 1024)] * 4 + [(1, 1024)] * 64,
+}
+WIDTH, DTYPE = 128, torch.bfloat16
+
+
+class FixedSizes(Sizes):
+    """One choice for everything."""
+
+    def __init__(self, gpu: Gpu, decode: DecodeShape | None, prefill: PrefillShape | None) -> None:
+        super().__init__(gpu)
+        self._decode, self._prefill = decode, prefill
+
+    def decode(self, *args: Any) -> DecodeShape:
+        return self._decode or super().decode(*args)
+
+    def prefill(self, *args: Any) -> PrefillShape:
+        return self._prefill or super().prefill(*args)
+
+
+class World:
+    """One batch of one layer's shape, over as many caches as are wanted."""
+
+    def __init__(
+        self, device: CudaDevice, heads: tuple[int, int], rows: list[tuple[int, int]],
+        block_size: int, num_caches: int = 1,
+    ) -> None:  # fmt: skip
+        self.device, self.heads, self.rows = device, heads, rows
+        self.spec = AttentionSpec("gqa", *heads, WIDTH, WIDTH, WIDTH**-0.5, "bfloat16")
+        self.driver = PagedAttention(self.spec, block_size, device, None)
+        self.total = sum(fed for fed, _ in rows)
+        columns = (heads[0] + 2 * heads[1]) * WIDTH
+        qkv = torch.randn(self.total, columns, dtype=DTYPE, device="cuda")
+        q, k, v = qkv.split([heads[0] * WIDTH, heads[1] * WIDTH, heads[1] * WIDTH], 1)
+        self.q = q.view(self.total, heads[0], WIDTH)
+        self.k, self.v = (x.view(self.total, heads[1], WIDTH) for x in (k, v))
+        per_row = [-(-n // block_size) for _, n in rows]
+        self.num_blocks = sum(per_row) + 1
+        order = np.random.default_rng(0).permutation(np.arange(1, self.num_blocks))
+        self.tables = np.zeros((len(rows), max(per_row)), np.int32)
+        at = 0
+        for row, count in enumerate(per_row):
+            self.tables[row, :count] = order[at : at + count]
+            at += count
+        shapes = self.driver.cache_shapes(self.num_blocks)
+        self.caches = [
+            tuple(torch.randn(s, dtype=DTYPE, device="cuda") for s in shapes)
+            for _ in range(num_caches)
+        ]
+        self.rotary = torch.randn(max(n for _, n in rows) + 1, WIDTH, device="cuda")
+        self.block_size = block_size
+
+    def batch(self) -> AttentionBatch:
+        put = self.device.to_device
+        fed = np.array([f for f, _ in self.rows])
+        lengths = np.array([n for _, n in self.rows], np.int32)
+        starts = np.cumsum([0, *fed]).astype(np.int32)
+        row = np.repeat(np.arange(len(self.rows)), fed)
+        position = np.arange(self.total) - starts[row] + (lengths - fed)[row]
+        slots = self.tables[row, position // self.block_size].astype(np.int64) * self.block_size
+        same = int(fed[0]) if (fed == fed[0]).all() and fed[0] <= 8 else 0
+        return AttentionBatch(
+            len(self.rows), self.total, starts, lengths, self.tables, put(starts), put(lengths),
+            put(self.tables), put(slots + position % self.block_size), put(position.astype(np.int64)),
+            tokens_per_row=same,
+        )  # fmt: skip
+
+    def forward(self, cache: tuple[torch.Tensor, ...], metadata: Any) -> torch.Tensor:
+        return self.driver.forward(self.q, self.k, self.v, cache, metadata, self.rotary)
+
+    def graph_us(self, metadata: Any, repeats: int = 7, rounds: int = 0) -> float:
+        """Median microseconds per layer of one graph over all caches."""
+        for cache in self.caches[:2]:
+            self.forward(cache, metadata)
+        rounds = rounds or max(1, 64 // len(self.caches))
+
+        def run() -> None:
+            for _ in range(rounds):
+                for cache in self.caches:
+                    self.forward(cache, metadata)
+
+        graph = self.device.capture(run)
+        return replay_us(graph.replay, repeats) / (rounds * len(self.caches))
+
+    def kv_bytes(self) -> int:
+        return sum(n for _, n in self.rows) * self.heads[1] * WIDTH * 2 * 2
+
+    def flops(self) -> float:
+        pairs = sum(fed * (n - fed) + fed * (fed + 1) / 2 for fed, n in self.rows)
+        return 4.0 * pairs * self.heads[0] * WIDTH
+
+
+def replay_us(replay: Any, repeats: int = 7) -> float:
+    for _ in range(2):
+        replay()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def num_caches(rows: list[tuple[int, int]], kv_heads: int) -> int:
+    """More than the L2 holds, a few GiB at most."""
+    size = sum(n for _, n in rows) * kv_heads * WIDTH * 4
+    return max(1, min(256, -(-300_000_000 // size)))
+
+
+def decode_table(device: CudaDevice, block_size: int) -> list[dict[str, Any]]:
+    results = []
+    for name, heads in HEADS.items():
+        for index, (batch, length) in enumerate(DECODES):
+            rows = [(1, length)] * batch
+            world = World(device, heads, rows, block_size, num_caches(rows, heads[1]))
+            attention = world.batch()
+            time_us = world.graph_us(world.driver.prepare(attention))
+            plan = device.capture(lambda w=world, a=attention: w.driver.prepare(a) and None)
+            results.append({
+                "heads": name, "batch": f"{batch} x {length}",
+                "floor_us": world.kv_bytes() / COPY_BYTES_S * 1e6,
+                "fa3_us": FA3[name][index] if name in FA3 else None, "us": time_us,
+                "plan_us": replay_us(plan.replay),
+            })  # fmt: skip
+            show(results[-1])
+    return results
+
+
+def torch_prefill_us(world: World, backend: Any) -> float | None:
+    """torch's own kernel for equal rows without a prefix, over what it needs: no cache, no rotation."""
+    (fed, n), batch = world.rows[0], len(world.rows)
+    if fed != n or len(set(world.rows)) != 1:
+        return None
+    from torch.nn.attention import sdpa_kernel
+
+    q, k, v = (
+        x.reshape(batch, fed, -1, WIDTH).transpose(1, 2) for x in (world.q, world.k, world.v)
+    )
+    try:
+        with sdpa_kernel(backend):
+            call = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # noqa: E731
+            call()
+            return replay_us(lambda: [call() for _ in range(5)]) / 5
+    except RuntimeError:
+        return None
+
+
+def prefill_table(device: CudaDevice, block_size: int) -> list[dict[str, Any]]:
+    from torch.nn.attention import SDPBackend
+
+    results = []
+    for name, heads in HEADS.items():
+        for label, rows in PREFILLS.items():
+            world = World(device, heads, rows, block_size)
+            time_us = world.graph_us(world.driver.prepare(world.batch()), rounds=4)
+            results.append({
+                "heads": name, "batch": label, "floor_us": world.flops() / MATMUL_FLOPS_S * 1e6,
+                "us": time_us, "tflops": world.flops() / time_us / 1e6,
+                "cudnn_us": torch_prefill_us(world, SDPBackend.CUDNN_ATTENTION),
+                "flash_us": torch_prefill_us(world, SDPBackend.FLASH_ATTENTION),
+            })  # fmt: skip
+            show(results[-1])
+    return results
+
+
+def show(result: dict[str, Any]) -> None:
+    print("  ".join(f"{k}={v:.1f}" if isinstance(v, float) else f"{k}={v}" for k, v in result.items()),
+          flush=True)  # fmt: skip
+
+
+# -- sweeps -----------------------------------------------------------------------------------------
+
+DECODE_KERNELS = [
+    (tile, warps, stages)
+    for tile, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4))
+    if tile * stages <= 384 and warps * 32 <= tile * 4
+]
+TARGETS = (66, 132, 264, 396, 528, 1056)
+PREFILL_KERNELS = [
+    PrefillShape(m, n, w, s)
+    for m, n, w, s in itertools.product((64, 128), (64, 128), (4, 8), (2, 3, 4))
+    if not (m == 64 and w == 8) and n * s <= 384
+]
+
+
+def warm(job: tuple[str, tuple[int, int], Any, int]) -> str:
+    """Compile one kernel; runs in a process of its own and leaves it in Triton's cache."""
+    kind, heads, shape, block_size = job
+    device = CudaDevice(DeviceOptions())
+    rows = [(1, 600)] if kind == "decode" else [(300, 300)]
+    try:
+        world = World(device, heads, rows, block_size)
+        fixed = (shape, None) if kind == "decode" else (None, shape)
+        world.driver.use(FixedSizes(world.driver.sizes.gpu, *fixed))
+        world.forward(world.caches[0], world.driver.prepare(world.batch()))
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{job}: {type(error).__name__} {str(error)[:100]}"
+    return ""
+
+
+def decode_shape(kernel: tuple[int, int, int], target: int, kv_heads: int) -> DecodeShape:
+    tile, warps, stages = kernel
+    return DecodeShape(tile, 1, 64, max(1, target // kv_heads), warps, stages)
+
+
+def sweep_decode(
+    device: CudaDevice, name: str, block_size: int, limit_s: float
+) -> list[dict[str, Any]]:
+    heads, results = HEADS[name], []
+    began = time.monotonic()
+    for batch, length in DECODES:
+        rows = [(1, length)] * batch
+        world = World(device, heads, rows, block_size, num_caches(rows, heads[1]))
+        attention, found = world.batch(), []
+        for kernel, target in itertools.product(DECODE_KERNELS, TARGETS):
+            if time.monotonic() - began > limit_s:
+                break
+            shape = decode_shape(kernel, target, heads[1])
+            world.driver.use(FixedSizes(world.driver.sizes.gpu, shape, None))
+            try:
+                found.append((world.graph_us(world.driver.prepare(attention), 3), kernel, target))
+            except Exception as error:
+                print(f"failed {kernel}: {str(error)[:80]}")
+        found.sort()
+        results.append({"heads": name, "batch": f"{batch} x {length}", "best": found[:12]})
+        print(name, batch, length, [(f"{t:.1f}", k, g) for t, k, g in found[:6]], flush=True)
+    return results
+
+
+def sweep_prefill(device: CudaDevice, name: str, block_size: int) -> list[dict[str, Any]]:
+    heads, results = HEADS[name], []
+    for label, rows in PREFILLS.items():
+        world = World(device, heads, rows, block_size)
+        attention, found = world.batch(), []
+        for shape in PREFILL_KERNELS:
+            world.driver.use(FixedSizes(world.driver.sizes.gpu, None, shape))
+            try:
+                time_us = world.graph_us(world.driver.prepare(attention), 3, rounds=4)
+                found.append((time_us, dataclasses.astuple(shape)))
+            except Exception as error:
+                print(f"failed {shape}: {str(error)[:80]}")
+        found.sort()
+        results.append({"heads": name, "batch": label, "best": found})
+        rate = world.flops() / found[0][0] / 1e6
+        print(
+            name, label, f"{rate:.0f} TFLOP/s", [(f"{t:.0f}", s) for t, s in found[:5]], flush=True
+        )
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sweep", action="store_true", help="try every size of tiles and splits")
+    parser.add_argument("--decode-only", action="store_true")
+    parser.add_argument("--heads", nargs="*", default=list(HEADS))
+    parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--limit", type=float, default=60, help="seconds per sweep of one shape")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    size = arguments.block_size
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, block size {size}", flush=True
+    )
+    found: dict[str, Any] = {}
+    if arguments.sweep:
+        jobs = [
+            (kind, HEADS[name], shape, size)
+            for name in arguments.heads
+            for kind, shapes in (
+                ("decode", [decode_shape(k, 132, HEADS[name][1]) for k in DECODE_KERNELS]),
+                ("prefill", PREFILL_KERNELS),
+            )
+            for shape in shapes
+        ]
+        began = time.monotonic()
+        with multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count() or 1)) as pool:
+            for line in pool.imap_unordered(warm, jobs):
+                if line:
+                    print(line)
+        print(f"{len(jobs)} kernels compiled in {time.monotonic() - began:.0f} s", flush=True)
+    device = CudaDevice(DeviceOptions())
+    with torch.inference_mode():
+        if arguments.sweep:
+            for name in arguments.heads:
+                found[f"prefill {name}"] = sweep_prefill(device, name, size)
+                found[f"decode {name}"] = sweep_decode(device, name, size, arguments.limit)
+        else:
+            found["decode"] = decode_table(device, size)
+            if not arguments.decode_only:
+                found["prefill"] = prefill_table(device, size)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""FastDeploy on NVIDIA GPUs."""

@@ -1,0 +1,83 @@
+"""What the attention kernels share: rotation while loading, and addresses in the paged cache."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Where running maxima start: finite, so that differences of two of them are defined.
+LOWEST = tl.constexpr(-1e30)
+
+
+@triton.jit
+def load_rotated(
+    base,
+    rows,
+    mask,
+    positions,
+    cos_sin,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """[rows, WIDTH_PAD] of a tensor whose last dimension is contiguous, rotated at `positions`.
+
+    Each element is loaded together with its partner of the rotation, so nothing is exchanged between
+    threads. ROTARY 0 rotates nothing. Arithmetic in float32, result in the tensor's dtype.
+    """
+    dims = tl.arange(0, WIDTH_PAD)
+    inside = mask[:, None] & (dims < WIDTH)[None, :]
+    x = tl.load(base + rows[:, None] + dims[None, :], mask=inside, other=0.0)
+    if ROTARY > 0:
+        HALF: tl.constexpr = ROTARY // 2
+        if INTERLEAVED:
+            first = dims % 2 == 0
+            partner = tl.where(first, dims + 1, dims - 1)
+            frequency = dims // 2
+        else:
+            first = dims < HALF
+            partner = tl.where(first, dims + HALF, dims - HALF)
+            frequency = tl.where(first, dims, dims - HALF)
+        turns = mask[:, None] & (dims < ROTARY)[None, :]
+        other = tl.load(base + rows[:, None] + partner[None, :], mask=turns, other=0.0)
+        table = cos_sin + positions[:, None] * ROTARY + frequency[None, :]
+        cos = tl.load(table, mask=turns, other=1.0)
+        sin = tl.load(table + HALF, mask=turns, other=0.0)
+        sin = tl.where(first[None, :], -sin, sin)
+        x = (x.to(tl.float32) * cos + other.to(tl.float32) * sin).to(x.dtype)
+    return x
+
+
+@triton.jit
+def look_up(table, first_token, offsets, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Blocks of the tokens first_token + offsets of one sequence; one number where a tile lies
+    within one block. From `end` on: block 0, and the table is not read.
+
+    Loops look up the next tile's blocks while they fetch the keys of this one: addresses that came
+    from a load of the same turn would keep the compiler from fetching ahead.
+    """
+    if BLOCK_SIZE % TILE == 0:
+        at = table + first_token // BLOCK_SIZE
+        blocks = tl.load(at, mask=first_token < end, other=0, cache_modifier=".cg")
+    else:
+        tokens = first_token + offsets
+        at = table + tokens // BLOCK_SIZE
+        blocks = tl.load(at, mask=tokens < end, other=0, cache_modifier=".cg")
+    return blocks
+
+
+@triton.jit
+def slots_of(blocks, first_token, offsets, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Slots of the tokens, of what look_up found."""
+    if BLOCK_SIZE % TILE == 0:
+        return blocks.to(tl.int64) * BLOCK_SIZE + (first_token % BLOCK_SIZE + offsets)
+    return blocks.to(tl.int64) * BLOCK_SIZE + (first_token + offsets) % BLOCK_SIZE
+
+
+@triton.jit
+def product(a, b, acc, EXACT: tl.constexpr):
+    """acc + a b, float32 operands without shortened mantissas."""
+    if EXACT:
+        return tl.dot(a, b, acc, input_precision="ieee")
+    return tl.dot(a, b, acc)

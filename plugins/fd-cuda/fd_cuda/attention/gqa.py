@@ -1,0 +1,354 @@
+"""Attention driver `cuda_paged`: grouped-query attention with rotation and cache write.
+
+A step's rows are of two sorts. Rows of up to SHORT tokens (decodes, drafts) are computed split by
+their cached tokens; all numbers of such rows are read on the device, so that steps of them alone can
+be captured. Longer rows (prompts) are computed tile by tile.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import triton
+from fastdeploy_core.errors import CapabilityError
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fd_cuda.device import CONTRACT
+from fd_cuda.kernels.common import options as launch_options
+from fd_cuda.settings import is_batch_invariant
+
+from .decode import decode_attention
+from .native_decode import NativeDecode, NativeShape
+from .plan import ITEM, TILE_WORDS, DecodeShape, decode_items, prefill_tiles, split_parts
+from .prefill import prefill_attention
+from .question import MAX_ROWS
+from .rope import rotate_and_write
+from .tuning import Gpu, PrefillShape, Sizes
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
+    from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.contracts.ops import KernelTable
+    from torch import Tensor
+
+# Rows of a mixed batch that feed at most so many tokens are split by keys, not tiled by tokens.
+SHORT = 8
+_ROPE_ROWS = 16
+# Keys per tile of the cached prefix: no more than a common block holds.
+_MAX_CACHE_KEYS = 64
+_LOG2E = math.log2(math.e)
+
+
+@dataclass(slots=True)
+class _Decodes:
+    """Rows that are split by keys."""
+
+    shape: DecodeShape
+    max_tokens: int
+    rows: int  # of the matrix: tokens times heads of a group
+    native: NativeShape | None
+    items: Tensor
+    counters: Tensor
+    parts: tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(slots=True)
+class _Tiles:
+    """Rows that are tiled by tokens."""
+
+    shape: PrefillShape
+    tokens: int  # per tile
+    tiles: Tensor
+
+
+@dataclass(slots=True)
+class _Metadata:
+    batch: AttentionBatch
+    decodes: _Decodes | None
+    tiles: _Tiles | None
+
+
+class PagedAttention:
+    """One instance per distinct spec; see AttentionBackend."""
+
+    name = "cuda_paged"
+    contract = CONTRACT
+    unit: Literal["core", "rope_kv"] = "rope_kv"
+    can_capture_decode = True
+    can_capture_mixed = False
+
+    def __init__(
+        self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable
+    ) -> None:
+        self.spec, self.block_size, self._device = spec, block_size, device
+        self._group = spec.num_heads // spec.num_kv_heads
+        self._itemsize = 4 if spec.dtype == "float32" else 2
+        self._exact = spec.dtype == "float32"
+        self._invariant = is_batch_invariant()
+        self._scale = spec.scale * _LOG2E
+        self._v_pad = max(16, triton.next_power_of_2(spec.v_head_dim))
+        self._pad = max(16, triton.next_power_of_2(spec.head_dim))
+        self._most_tokens = MAX_ROWS // self._group
+        self._native = NativeDecode(spec, block_size)
+        self._short = min(SHORT, self._most_tokens)
+        self.use(Sizes(Gpu.of(device.device)))
+
+    def use(self, sizes: Sizes) -> None:
+        """Cut work for another GPU than the device's own."""
+        self.sizes = sizes
+        powers_of_2 = (self._pad, self._v_pad) == (self.spec.head_dim, self.spec.v_head_dim)
+        self._has_engine = sizes.gpu.has_copy_engine and not self._exact and powers_of_2
+
+    def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
+        """Keys and values, [num_blocks, block_size, num_kv_heads, dim] each."""
+        spec = self.spec
+        shape = (num_blocks, self.block_size, spec.num_kv_heads)
+        return (*shape, spec.head_dim), (*shape, spec.v_head_dim)
+
+    # -- once a step ------------------------------------------------------------------------------
+
+    def prepare(self, batch: AttentionBatch) -> _Metadata:
+        """Cut the step's work: one small kernel for decodes, one small copy for prompts."""
+        if batch.num_tokens == 0 or batch.num_seqs == 0:
+            return _Metadata(batch, None, None)
+        if 0 < batch.tokens_per_row <= self._most_tokens:
+            return _Metadata(batch, self._decodes(batch, batch.tokens_per_row), None)
+        if not batch.is_exact:
+            raise CapabilityError(
+                f"attention driver {self.name!r} cannot capture {batch.tokens_per_row} tokens per row "
+                f"of {self._group} query heads per kv head; at most {self._most_tokens}: use fewer "
+                "speculative tokens"
+            )
+        fed = np.diff(batch.cu_seqlens_q)
+        short = fed[(fed > 0) & (fed <= self._short)]
+        decodes = self._decodes(batch, int(short.max())) if short.size else None
+        tiles = self._tiles(batch) if fed.max() > self._short else None
+        return _Metadata(batch, decodes, tiles)
+
+    def _decodes(self, batch: AttentionBatch, max_tokens: int) -> _Decodes:
+        spec, num_seqs = self.spec, batch.num_seqs
+        heads = spec.num_kv_heads
+        rows = triton.next_power_of_2(max_tokens * self._group)
+        native, columns = None, self._native.columns(max_tokens)
+        if columns:
+            rows = columns
+            native = self.sizes.native(
+                num_seqs, heads, rows, self._native.has_clusters, self._invariant
+            )
+            shape = native.plan
+        else:
+            shape = self.sizes.decode(num_seqs, heads, rows, self._pad, self._itemsize)
+        items, counters = decode_items(
+            batch.seq_lens_dev,
+            batch.cu_seqlens_q_dev,
+            num_seqs,
+            num_seqs * heads * (native.cluster if native else 1),
+            max_tokens,
+            shape,
+            invariant=self._invariant,
+            new_in_cache=False,
+        )
+        parts = split_parts(items, heads * rows, self._v_pad)
+        return _Decodes(shape, max_tokens, rows, native, items, counters, parts)
+
+    def _tiles(self, batch: AttentionBatch) -> _Tiles:
+        chosen = self.sizes.prefill(self._group, self._pad, self._itemsize)
+        tokens = chosen.rows // self._group
+        tiles = prefill_tiles(batch.cu_seqlens_q, batch.seq_lens, self._short, tokens)
+        return _Tiles(chosen, tokens, self._device.to_device(tiles))
+
+    # -- once a layer -----------------------------------------------------------------------------
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: tuple[Tensor, ...],
+        metadata: _Metadata,
+        rotary: Tensor | None = None,
+    ) -> Tensor:
+        """[num_tokens, num_heads * v_head_dim]; k is rotated, k and v are written here."""
+        batch, spec = metadata.batch, self.spec
+        out = q.new_empty((q.shape[0], spec.num_heads * spec.v_head_dim))
+        if q.shape[0] > batch.cu_seqlens_q[-1]:  # tokens of no row: nobody reads theirs
+            out.zero_()
+        tiles, decodes = metadata.tiles, metadata.decodes
+        if tiles is not None:
+            rotated = self._rotate_and_write(k, v, cache, batch, rotary)
+            self._prefill(q, rotated, v, cache, batch, tiles, rotary, out)
+        if decodes is not None:
+            self._decode(q, k, v, cache, batch, decodes, rotary, out, writes=tiles is None)
+        return out
+
+    def _strides(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
+        return {
+            "stride_q": q.stride(0),
+            "stride_k": k.stride(0),
+            "stride_v": v.stride(0),
+            "stride_q_head": q.stride(1),
+            "stride_k_head": k.stride(1),
+            "stride_v_head": v.stride(1),
+        }
+
+    def _widths(self, rotary: Tensor | None) -> dict[str, int | bool]:
+        spec = self.spec
+        return {
+            "WIDTH": spec.head_dim,
+            "V_WIDTH": spec.v_head_dim,
+            "WIDTH_PAD": self._pad,
+            "V_WIDTH_PAD": self._v_pad,
+            "ROTARY": 0 if rotary is None else rotary.shape[1],
+            "INTERLEAVED": spec.rotary_interleaved,
+        }
+
+    def _decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: tuple[Tensor, ...],
+        batch: AttentionBatch,
+        decodes: _Decodes,
+        rotary: Tensor | None,
+        out: Tensor,
+        *,
+        writes: bool,
+    ) -> None:
+        shape, native = decodes.shape, decodes.native
+        if native is not None and self._native.can_run(q, k, v, rotary):
+            parts = (*decodes.parts, decodes.counters)
+            self._native.run(
+                *(q, k, v, out, cache, batch, native, decodes.items, parts, decodes.rows),
+                *(rotary, self._scale),
+                writes=writes,
+            )
+            return
+        decode_attention[(decodes.items.shape[0], self.spec.num_kv_heads)](
+            q,
+            k,
+            v,
+            out,
+            *cache,
+            decodes.items,
+            batch.block_tables_dev,
+            batch.slot_mapping,
+            batch.positions,
+            rotary,
+            *decodes.parts,
+            decodes.counters,
+            self._scale,
+            **self._strides(q, k, v),
+            stride_table=batch.block_tables_dev.stride(0),
+            num_kv_heads=self.spec.num_kv_heads,
+            GROUP=self._group,
+            **self._widths(rotary),
+            BLOCK_SIZE=self.block_size,
+            TOKENS=max(16, triton.next_power_of_2(decodes.max_tokens)),
+            M=max(16, decodes.rows),
+            ROWS=decodes.rows,
+            TILE=shape.tile,
+            STAGES=shape.num_stages,
+            WRITES=writes,
+            EXACT=self._exact,
+            ITEM=ITEM,
+            num_warps=shape.num_warps,
+            **launch_options(),
+        )
+
+    def _rotate_and_write(
+        self,
+        k: Tensor,
+        v: Tensor,
+        cache: tuple[Tensor, ...],
+        batch: AttentionBatch,
+        rotary: Tensor | None,
+    ) -> Tensor:
+        """The rotated keys, contiguous."""
+        tokens, heads = k.shape[0], self.spec.num_kv_heads
+        rotated = k.new_empty((tokens, heads, self.spec.head_dim))
+        rotate_and_write[(triton.cdiv(tokens * heads, _ROPE_ROWS),)](
+            k,
+            v,
+            rotated,
+            *cache,
+            batch.slot_mapping,
+            batch.positions,
+            rotary,
+            tokens * heads,
+            stride_k=k.stride(0),
+            stride_v=v.stride(0),
+            stride_k_head=k.stride(1),
+            stride_v_head=v.stride(1),
+            NUM_KV_HEADS=heads,
+            **self._widths(rotary),
+            ROWS=_ROPE_ROWS,
+        )
+        return rotated
+
+    def _prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: tuple[Tensor, ...],
+        batch: AttentionBatch,
+        tiles: _Tiles,
+        rotary: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        spec, shape = self.spec, tiles.shape
+        heads = spec.num_kv_heads
+        engine = self._has_engine and v.stride(0) % 8 == 0 and v.data_ptr() % 16 == 0
+        engine = engine and v.stride(1) == spec.v_head_dim
+        cached_keys = min(shape.keys, _MAX_CACHE_KEYS)
+        engine_cache = engine and self.block_size % cached_keys == 0
+        tensors: list[Tensor | TensorDescriptor] = [k, v, *cache]
+        if engine:
+            tensors[0] = descriptor(k.view(k.shape[0], -1), shape.keys, spec.head_dim)
+            flat = v.as_strided((v.shape[0], heads * spec.v_head_dim), (v.stride(0), 1))
+            tensors[1] = descriptor(flat, shape.keys, spec.v_head_dim)
+        if engine_cache:
+            slots = cache[0].shape[0] * self.block_size
+            tensors[2] = descriptor(cache[0].view(slots, -1), cached_keys, spec.head_dim)
+            tensors[3] = descriptor(cache[1].view(slots, -1), cached_keys, spec.v_head_dim)
+        prefill_attention[(heads, tiles.tiles.shape[0])](
+            q,
+            k,
+            v,
+            out,
+            *cache,
+            *tensors,
+            tiles.tiles,
+            batch.block_tables_dev,
+            batch.positions,
+            rotary,
+            self._scale,
+            stride_q=q.stride(0),
+            stride_v=v.stride(0),
+            stride_q_head=q.stride(1),
+            stride_v_head=v.stride(1),
+            stride_table=batch.block_tables_dev.stride(0),
+            NUM_KV_HEADS=heads,
+            GROUP=self._group,
+            **self._widths(rotary),
+            BLOCK_SIZE=self.block_size,
+            TOKENS=tiles.tokens,
+            M=shape.rows,
+            N=shape.keys,
+            N_CACHE=cached_keys,
+            STAGES=shape.num_stages,
+            ENGINE=engine,
+            ENGINE_CACHE=engine_cache,
+            EXACT=self._exact,
+            TILE_WORDS=TILE_WORDS,
+            num_warps=shape.num_warps,
+        )
+
+
+def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Tiles of [rows, columns] of a matrix, for the tensor copy engine."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])

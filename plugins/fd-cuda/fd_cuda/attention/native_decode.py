@@ -1,0 +1,116 @@
+"""The decode kernel in CUDA C++ (kernels/native/decode_attention.cu), where the GPU and the shape suit it.
+
+It needs head widths of 128 in 16 bits, at most 32 query rows (tokens times heads of a group) and
+rows aligned to 16 bytes; everything else takes the Triton kernel of decode.py, over the same plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from fd_cuda.kernels import native
+
+from .plan import DecodeShape
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
+    from torch import Tensor
+
+WIDTH: Final = 128
+MAX_COLUMNS: Final = 32
+_THREADS: Final = 128
+_OLDEST_WITH_CLUSTERS: Final = (9, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeShape:
+    """How the kernel is specialized; the plan's numbers of splits count clusters."""
+
+    plan: DecodeShape
+    cluster: int  # blocks that share a split: 1, 2, 4, 8
+    units: int  # times 16 tokens a warp reads at once
+    occupancy: int  # blocks that a multiprocessor must be able to hold
+
+    @property
+    def num_warps(self) -> int:
+        """Warps that share a split."""
+        return self.cluster * _THREADS // 32
+
+
+class NativeDecode:
+    """The kernel for one spec and block size."""
+
+    def __init__(self, spec: AttentionSpec, block_size: int) -> None:
+        self._spec, self._block_size = spec, block_size
+        self._group = spec.num_heads // spec.num_kv_heads
+        self._serves = (
+            spec.dtype in ("bfloat16", "float16")
+            and spec.head_dim == spec.v_head_dim == WIDTH
+            and native.available()
+        )
+        self.has_clusters = (
+            self._serves and torch.cuda.get_device_capability() >= _OLDEST_WITH_CLUSTERS
+        )
+
+    def columns(self, max_tokens: int) -> int:
+        """Query rows of a program, padded; 0 where the kernel does not serve so many."""
+        used = self._group * max_tokens
+        if not self._serves or used > MAX_COLUMNS:
+            return 0
+        return max(8, 1 << (used - 1).bit_length())
+
+    def can_run(self, q: Tensor, k: Tensor, v: Tensor, rotary: Tensor | None) -> bool:
+        """Whether these arguments are laid out as the kernel reads them."""
+        if rotary is not None and rotary.shape[1] != WIDTH:
+            return False
+        return all(
+            x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0
+            for x in (q, k, v)
+        )
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        cache: tuple[Tensor, ...],
+        batch: AttentionBatch,
+        shape: NativeShape,
+        items: Tensor,
+        parts: tuple[Tensor, ...],
+        columns: int,
+        rotary: Tensor | None,
+        scale: float,
+        *,
+        writes: bool,
+    ) -> None:
+        """Queue it; see decode_attention of decode.py."""
+        spec, tiles = self._spec, columns // 8
+        kernel = native.function(
+            "decode_attention",
+            {
+                "HALF": int(spec.dtype == "float16"),
+                "GROUP": self._group,
+                "NT": tiles,
+                "UNITS": shape.units,
+                "CLUSTER": shape.cluster,
+                "OCCUPANCY": shape.occupancy,
+                "TILE": shape.plan.tile,
+                "BLOCK_SIZE": self._block_size,
+                "ROTARY": int(rotary is not None),
+                "INTERLEAVED": int(spec.rotary_interleaved),
+            },
+        )
+        arguments = [
+            *(q, k, v, out, *cache, items, batch.block_tables_dev, batch.slot_mapping),
+            *(batch.positions, rotary, *parts, scale),
+            *(q.stride(0), k.stride(0), v.stride(0), q.stride(1), k.stride(1), v.stride(1)),
+            *(batch.block_tables_dev.stride(0), spec.num_kv_heads, int(writes)),
+        ]
+        grid = (items.shape[0], spec.num_kv_heads, shape.cluster)
+        shared = 4 * tiles * (512 + 1024 * (_THREADS // 32 + 1))
+        native.launch(kernel, grid, _THREADS, arguments, shared=shared, cluster=shape.cluster)

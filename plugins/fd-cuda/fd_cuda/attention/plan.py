@@ -1,0 +1,215 @@
+"""How a step's work is cut: decode rows into splits on the device, prefill rows into tiles on the host.
+
+A decode row's cached tokens are divided among several programs. How many, `cut_decodes` decides on
+the device from the lengths of this very step, so that a captured graph stays balanced whatever the
+lengths are: all splits are about equally long, and there are no more than the grid has programs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from fd_cuda.kernels.common import has_pdl
+
+# Of one work item; kernels read them by these numbers.
+ROW, TILE_BEGIN, TILE_END, SPLIT, NUM_SPLITS, CONTEXT, FIRST_TOKEN, NUM_TOKENS = range(8)
+ITEM = 8
+TILE_WORDS = 8  # of a prefill tile, five of them used
+_ITEMS_PER_PROGRAM = 64
+
+
+@triton.jit
+def _splits(tiles, limit):
+    """Number of splits of at most `limit` tiles each, without empty ones; 0 for rows without tiles."""
+    wanted = tl.maximum(tl.cdiv(tiles, limit), 1)
+    return tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, wanted), 1))
+
+
+@triton.jit
+def cut_decodes(
+    seq_lens,
+    cu_seqlens,
+    items,
+    counters,
+    num_seqs,
+    target,
+    num_items,
+    num_counters,
+    MAX_TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    INVARIANT: tl.constexpr,
+    NEW_IN_CACHE: tl.constexpr,
+    ROWS: tl.constexpr,
+    ITEMS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write work items for rows of 1 to MAX_TOKENS tokens, and zero the counters of arrivals.
+
+    INVARIANT: a row's splits depend on its own length alone. NEW_IN_CACHE: this step's tokens are
+    read from the cache like all others (latent attention), and not from the kernel's arguments.
+    """
+    rows = tl.arange(0, ROWS)
+    inside = rows < num_seqs
+    first = tl.load(cu_seqlens + rows, mask=inside, other=0)
+    fed = tl.load(cu_seqlens + rows + 1, mask=inside, other=0) - first
+    lengths = tl.load(seq_lens + rows, mask=inside, other=0)
+    cached = lengths if NEW_IN_CACHE else tl.maximum(lengths - fed, 0)
+    mine = inside & (fed > 0) & (fed <= MAX_TOKENS)
+    tiles = tl.where(mine, tl.maximum(tl.cdiv(cached, TILE), 1), 0)
+    if INVARIANT:
+        limit = tl.maximum(tl.cdiv(tiles, MAX_SPLITS), MIN_TILES)
+    else:
+        # Rounding up costs at most one item a row, so these always fit into target + num_seqs items.
+        limit = tl.maximum(tl.cdiv(tl.sum(tiles), target), MIN_TILES)
+        limit = tl.maximum(limit, tl.cdiv(tl.max(tiles), MAX_SPLITS))
+    splits = _splits(tiles, limit)
+    ends = tl.cumsum(splits, 0)
+
+    item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    before = ends[None, :] <= item[:, None]
+    row = tl.sum(before.to(tl.int32), 1)
+    split = item - tl.sum(tl.where(before, splits[None, :], 0), 1)
+    known = row < num_seqs
+    first = tl.load(cu_seqlens + row, mask=known, other=0)
+    fed = tl.load(cu_seqlens + row + 1, mask=known, other=0) - first
+    length = tl.load(seq_lens + row, mask=known, other=0)
+    cached = length if NEW_IN_CACHE else tl.maximum(length - fed, 0)
+    tiles = tl.maximum(tl.cdiv(cached, TILE), 1)
+    if INVARIANT:
+        limit = tl.maximum(tl.cdiv(tiles, MAX_SPLITS), MIN_TILES)
+    num_splits = _splits(tiles, limit)
+    each = tl.cdiv(tiles, num_splits)
+    begin = split * each
+    out = items + item * SIZE
+    write = item < num_items
+    tl.store(out + 0, tl.where(known, row, -1), mask=write)
+    tl.store(out + 1, begin, mask=write)
+    tl.store(out + 2, tl.minimum(begin + each, tiles), mask=write)
+    tl.store(out + 3, split, mask=write)
+    tl.store(out + 4, num_splits, mask=write)
+    tl.store(out + 5, cached, mask=write)
+    tl.store(out + 6, first, mask=write)
+    tl.store(out + 7, fed, mask=write)
+    if PDL:
+        # Kernels behind read the items before they wait for those before them (decode.py), so they
+        # must find them: this one lets none start early, and makes its stores visible to all.
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.gpu; mov.u32 $0, $1;", "=r,r", [split], tl.int32, is_pure=False, pack=1
+        )
+    if tl.program_id(0) == 0:
+        for start in range(0, num_counters, ROWS):
+            counter = start + tl.arange(0, ROWS)
+            tl.store(counters + counter, 0, mask=counter < num_counters)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """How decode rows are cut and computed; see tuning.py."""
+
+    tile: int
+    min_tiles: int  # a split reads at least so many
+    max_splits: int
+    target: int  # so many splits in all, if the rows are long enough
+    num_warps: int
+    num_stages: int
+
+    def num_items(self, num_seqs: int, *, invariant: bool) -> int:
+        """The most splits that there can be."""
+        return num_seqs * self.max_splits if invariant else num_seqs + self.target
+
+
+def decode_items(
+    seq_lens: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    num_seqs: int,
+    num_counters: int,
+    max_tokens: int,
+    shape: DecodeShape,
+    *,
+    invariant: bool,
+    new_in_cache: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(items [num_items, ITEM] int32, counters [num_counters] int32), filled by one small kernel."""
+    num_items = shape.num_items(num_seqs, invariant=invariant)
+    items = torch.empty((num_items, ITEM), dtype=torch.int32, device=seq_lens.device)
+    counters = torch.empty(num_counters, dtype=torch.int32, device=seq_lens.device)
+    rows = max(16, triton.next_power_of_2(num_seqs))
+    cut_decodes[(triton.cdiv(num_items, _ITEMS_PER_PROGRAM),)](
+        seq_lens,
+        cu_seqlens,
+        items,
+        counters,
+        num_seqs,
+        shape.target,
+        num_items,
+        num_counters,
+        MAX_TOKENS=max_tokens,
+        TILE=shape.tile,
+        MIN_TILES=shape.min_tiles,
+        MAX_SPLITS=shape.max_splits,
+        INVARIANT=invariant,
+        NEW_IN_CACHE=new_in_cache,
+        ROWS=rows,
+        ITEMS=_ITEMS_PER_PROGRAM,
+        SIZE=ITEM,
+        PDL=has_pdl(),
+        num_warps=4 if rows <= 256 else 8,
+    )
+    return items, counters
+
+
+def split_parts(
+    items: torch.Tensor, rows_per_item: int, width: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where splits leave their sums, maxima and totals."""
+    rows = items.shape[0] * rows_per_item
+
+    def part(size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.float32, device=items.device)
+
+    return part(rows * width), part(rows), part(rows)
+
+
+def prefill_tiles(
+    cu_seqlens: np.ndarray, seq_lens: np.ndarray, shortest: int, tokens_per_tile: int
+) -> np.ndarray:
+    """[tiles, TILE_WORDS] int32 for rows that feed more than `shortest`: the row, the tile's first
+    token within it, the row's first token of the step, tokens it feeds, tokens in the cache before.
+
+    The longest first: late tokens of long rows see most keys, and the last to start should be short.
+    """
+    fed = np.diff(cu_seqlens).astype(np.int64)
+    rows = np.flatnonzero(fed > shortest)
+    counts = -(-fed[rows] // tokens_per_tile)
+    row = np.repeat(rows, counts)
+    nth = np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = nth * tokens_per_tile
+    keys = seq_lens[row] - fed[row] + np.minimum(first + tokens_per_tile, fed[row])
+    order = np.argsort(-keys, kind="stable")
+    row, first = row[order], first[order]
+    columns = (row, first, cu_seqlens[row], fed[row], seq_lens[row] - fed[row])
+    tiles = np.zeros((row.size, TILE_WORDS), dtype=np.int32)
+    for column, values in enumerate(columns):
+        tiles[:, column] = values
+    return tiles
+
+
+def latent_items(
+    tiles: np.ndarray, cu_seqlens: np.ndarray, seq_lens: np.ndarray, tokens: int, keys: int
+) -> np.ndarray:
+    """The tiles of prefill_tiles as work items of the latent kernel, one split each."""
+    row, begin = tiles[:, 0], tiles[:, 1]
+    fed = np.diff(cu_seqlens)[row]
+    count = np.minimum(tokens, fed - begin)
+    context = seq_lens[row] - fed + begin + count
+    none = np.zeros_like(row)
+    columns = (row, none, -(-context // keys), none, none + 1, context, cu_seqlens[row] + begin)
+    return np.stack((*columns, count), axis=1).astype(np.int32)

@@ -1,0 +1,190 @@
+"""Paged attention of rows that feed many tokens: prompts, and chunks of prompts behind a prefix.
+
+One program serves some tokens of a row and all query heads of one kv head: they are the rows of one
+matrix. Keys and values of the step itself are read where they lie (contiguous, rotated by rope.py),
+those before them from the cache. Where the GPU has a tensor copy engine it fetches the tiles.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common import LOWEST, load_rotated, look_up, product, slots_of
+
+
+@triton.jit
+def _soften(scores, scores_max, total, acc):
+    """Running softmax, base 2: (weights, new maximum, total, acc), the last two faded."""
+    new_max = tl.maximum(scores_max, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_max[:, None])
+    fade = tl.exp2(scores_max - new_max)
+    total = total * fade + tl.sum(weights, 1)
+    return weights, new_max, total, acc * fade[:, None]
+
+
+@triton.jit
+def prefill_attention(
+    q,
+    k,
+    v,
+    out,
+    k_cache,
+    v_cache,
+    k_tiles,
+    v_tiles,
+    k_cache_tiles,
+    v_cache_tiles,
+    tiles,
+    block_tables,
+    positions,
+    cos_sin,
+    scale,
+    stride_q,
+    stride_v,
+    stride_q_head,
+    stride_v_head,
+    stride_table,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+    V_WIDTH_PAD: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    N_CACHE: tl.constexpr,
+    STAGES: tl.constexpr,
+    ENGINE: tl.constexpr,
+    ENGINE_CACHE: tl.constexpr,
+    EXACT: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
+):
+    """Grid (kv heads, tiles). ENGINE: tensor descriptors *_tiles instead of addresses.
+
+    The tile's own diagonal comes first: its keys and values are on their way while the queries are
+    loaded and rotated, which is most of the time of a short prompt.
+    """
+    head = tl.program_id(0)
+    tile = tiles + tl.program_id(1) * TILE_WORDS
+    row, begin = tl.load(tile), tl.load(tile + 1)
+    first_token, fed = tl.load(tile + 2), tl.load(tile + 3)
+    context = tl.load(tile + 4)
+    dims, v_dims = tl.arange(0, WIDTH_PAD), tl.arange(0, V_WIDTH_PAD)
+    wide, v_wide = (dims < WIDTH)[None, :], (v_dims < V_WIDTH)[None, :]
+
+    own = tl.arange(0, N)
+    diagonal = begin // N * N
+    end = tl.minimum(begin + TOKENS, fed)
+    k_base = k + (first_token.to(tl.int64) * NUM_KV_HEADS + head) * WIDTH
+    v_base = v + first_token.to(tl.int64) * stride_v + head * stride_v_head
+    rows = (diagonal + own)[:, None]
+    inside = rows < fed
+    first_keys = tl.load(
+        k_base + rows * (NUM_KV_HEADS * WIDTH) + dims[None, :], mask=inside & wide, other=0.0
+    )
+    first_values = tl.load(
+        v_base + rows * stride_v + v_dims[None, :], mask=inside & v_wide, other=0.0
+    )
+
+    m = tl.arange(0, M)
+    token = begin + m // GROUP
+    of_row = (token < fed) & (m < TOKENS * GROUP)
+    q_head = head * GROUP + m % GROUP
+    at = (first_token + token).to(tl.int64)
+    position = tl.load(positions + at, mask=of_row, other=0)
+    queries = load_rotated(
+        q,
+        at * stride_q + q_head * stride_q_head,
+        of_row,
+        position,
+        cos_sin,
+        WIDTH,
+        WIDTH_PAD,
+        ROTARY,
+        INTERLEAVED,
+    )
+    scores_max = tl.full([M], LOWEST, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, V_WIDTH_PAD], tl.float32)
+    scores = product(queries, tl.trans(first_keys), None, EXACT) * scale
+    scores = tl.where((diagonal + own)[None, :] <= token[:, None], scores, float("-inf"))
+    weights, scores_max, total, acc = _soften(scores, scores_max, total, acc)
+    acc = product(weights.to(first_values.dtype), first_values, acc, EXACT)
+    for first in tl.range(diagonal + N, end, N, num_stages=1):
+        rows = (first + own)[:, None]
+        inside = rows < fed
+        keys = tl.load(
+            k_base + rows * (NUM_KV_HEADS * WIDTH) + dims[None, :], mask=inside & wide, other=0.0
+        )
+        values = tl.load(
+            v_base + rows * stride_v + v_dims[None, :], mask=inside & v_wide, other=0.0
+        )
+        scores = product(queries, tl.trans(keys), None, EXACT) * scale
+        scores = tl.where((first + own)[None, :] <= token[:, None], scores, float("-inf"))
+        weights, scores_max, total, acc = _soften(scores, scores_max, total, acc)
+        acc = product(weights.to(values.dtype), values, acc, EXACT)
+
+    # The step's own tokens before: every token of the tile sees them.
+    for first in tl.range(0, diagonal, N, num_stages=STAGES):
+        if ENGINE:
+            keys = k_tiles.load([first_token + first, head * WIDTH])
+            values = v_tiles.load([first_token + first, head * V_WIDTH])
+        else:
+            rows = (first + own)[:, None]
+            keys = tl.load(
+                k_base + rows * (NUM_KV_HEADS * WIDTH) + dims[None, :], mask=wide, other=0.0
+            )
+            values = tl.load(v_base + rows * stride_v + v_dims[None, :], mask=v_wide, other=0.0)
+        scores = product(queries, tl.trans(keys), None, EXACT) * scale
+        weights, scores_max, total, acc = _soften(scores, scores_max, total, acc)
+        acc = product(weights.to(values.dtype), values, acc, EXACT)
+
+    # What stands in the cache: every token of the row sees all of it.
+    table = block_tables + row.to(tl.int64) * stride_table
+    n = tl.arange(0, N_CACHE)
+    whole = context // N_CACHE * N_CACHE
+    blocks = look_up(table, 0, n, context, BLOCK_SIZE, N_CACHE)
+    for first in tl.range(0, whole, N_CACHE, num_stages=STAGES):
+        if ENGINE_CACHE:  # a tile lies within one block
+            slot = blocks * BLOCK_SIZE + first % BLOCK_SIZE
+            keys = k_cache_tiles.load([slot, head * WIDTH])
+            values = v_cache_tiles.load([slot, head * V_WIDTH])
+        else:
+            slots = slots_of(blocks, first, n, BLOCK_SIZE, N_CACHE) * NUM_KV_HEADS + head
+            keys = tl.load(k_cache + slots[:, None] * WIDTH + dims[None, :], mask=wide, other=0.0)
+            values = tl.load(
+                v_cache + slots[:, None] * V_WIDTH + v_dims[None, :], mask=v_wide, other=0.0
+            )
+        blocks = look_up(table, first + N_CACHE, n, context, BLOCK_SIZE, N_CACHE)
+        scores = product(queries, tl.trans(keys), None, EXACT) * scale
+        weights, scores_max, total, acc = _soften(scores, scores_max, total, acc)
+        acc = product(weights.to(values.dtype), values, acc, EXACT)
+    if whole < context:
+        # Slots behind the context may hold anything, NaN included.
+        seen = whole + n < context
+        slots = slots_of(blocks, whole, n, BLOCK_SIZE, N_CACHE) * NUM_KV_HEADS + head
+        last_keys = tl.load(
+            k_cache + slots[:, None] * WIDTH + dims[None, :], mask=seen[:, None] & wide, other=0.0
+        )
+        last_values = tl.load(
+            v_cache + slots[:, None] * V_WIDTH + v_dims[None, :],
+            mask=seen[:, None] & v_wide,
+            other=0.0,
+        )
+        last_scores = product(queries, tl.trans(last_keys), None, EXACT) * scale
+        last_scores = tl.where(seen[None, :], last_scores, float("-inf"))
+        last_weights, scores_max, total, acc = _soften(last_scores, scores_max, total, acc)
+        acc = product(last_weights.to(last_values.dtype), last_values, acc, EXACT)
+
+    acc = acc / total[:, None]
+    out_rows = (at * (NUM_KV_HEADS * GROUP) + q_head) * V_WIDTH
+    tl.store(
+        out + out_rows[:, None] + v_dims[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=of_row[:, None] & v_wide,
+    )

@@ -1,0 +1,38 @@
+"""Which attention these kernels serve. Imports no tensor library."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from fastdeploy_core.contracts.attention import AttentionQuestion
+
+DTYPES = ("float32", "float16", "bfloat16")
+MAX_HEAD_DIM = 256
+MAX_LATENT = 512
+# Query rows (tokens times heads of a group) of one program.
+MAX_ROWS = 128
+
+
+def why_not(question: AttentionQuestion) -> str:
+    """Why not; empty if they do."""
+    spec = question.spec
+    if question.device != "cuda":
+        return f"runs on cuda, not on {question.device}"
+    if question.tensor_library != "torch":
+        return f"needs torch, the device runs on {question.tensor_library}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; run: pip install triton"
+    if spec.dtype not in DTYPES:
+        return f"dtype {spec.dtype}; possible: {', '.join(DTYPES)}"
+    if question.kv_dtype not in ("auto", spec.dtype):
+        return f"cache dtype {question.kv_dtype!r}; possible: auto, {spec.dtype}"
+    if spec.kind == "mla":
+        if spec.kv_lora_rank > MAX_LATENT:
+            return f"latent rows of {spec.kv_lora_rank}; at most {MAX_LATENT}"
+        return ""
+    if spec.kind != "gqa":
+        return f"kind {spec.kind!r}; possible: gqa, mla"
+    if spec.num_heads // spec.num_kv_heads > MAX_ROWS:
+        return f"{spec.num_heads // spec.num_kv_heads} query heads per kv head; at most {MAX_ROWS}"
+    widest = max(spec.head_dim, spec.v_head_dim)
+    return f"heads of {widest}; at most {MAX_HEAD_DIM}" if widest > MAX_HEAD_DIM else ""

@@ -1,0 +1,113 @@
+"""Sizes of tiles and splits: measured ones for GPUs in tuned.json, a rule for all others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .native_decode import NativeShape
+from .plan import DecodeShape
+
+_HOPPER = (9, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillShape:
+    """How prefill rows are computed."""
+
+    rows: int  # M: tokens times heads of a group
+    keys: int  # N
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What sizes depend on."""
+
+    num_multiprocessors: int
+    has_copy_engine: bool  # tensor tiles are fetched by hardware
+
+    @classmethod
+    def of(cls, device: torch.device | str) -> Gpu:
+        """The properties of a device; those of a small GPU for a processor (kernels interpreted)."""
+        if torch.device(device).type != "cuda":
+            return cls(4, False)
+        properties = torch.cuda.get_device_properties(device)
+        return cls(
+            properties.multi_processor_count, (properties.major, properties.minor) >= _HOPPER
+        )
+
+
+class Sizes:
+    """The sizes for one GPU."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+
+    def decode(
+        self, num_seqs: int, num_kv_heads: int, rows: int, width: int, itemsize: int
+    ) -> DecodeShape:
+        """For decode rows of `rows` query rows (tokens times heads of a group), `width` per key."""
+        tile = 64 if itemsize * width <= 256 else 32
+        if itemsize == 4:
+            tile = 16
+        units = max(1, num_seqs * num_kv_heads)
+        per_multiprocessor = 1 if units * 2 <= self.gpu.num_multiprocessors else 4
+        target = max(1, self.gpu.num_multiprocessors * per_multiprocessor // num_kv_heads)
+        return DecodeShape(
+            tile=tile,
+            min_tiles=1,
+            max_splits=32,
+            target=target,
+            num_warps=4 if rows <= 64 else 8,
+            num_stages=3 if itemsize == 2 else 2,
+        )
+
+    def native(
+        self, num_seqs: int, num_kv_heads: int, columns: int, has_clusters: bool, invariant: bool
+    ) -> NativeShape:
+        """For the CUDA C++ kernel: as many programs as the GPU holds at once."""
+        occupancy = 3 if columns == 8 else 2 if columns == 16 else 1
+        if invariant:  # nothing may depend on the batch
+            cluster = 4 if has_clusters else 1
+            plan = DecodeShape(64, 16, 8, 1, 4, 3)
+            return NativeShape(plan, cluster, 1, occupancy)
+        slots = self.gpu.num_multiprocessors * occupancy
+        cluster = 1
+        while has_clusters and cluster < 8 and num_seqs * num_kv_heads * cluster * 2 <= slots:
+            cluster *= 2
+        plan = DecodeShape(
+            tile=64,
+            min_tiles=4 * cluster,
+            max_splits=64,
+            target=max(1, slots // (cluster * num_kv_heads)),
+            num_warps=4,
+            num_stages=3,
+        )
+        return NativeShape(plan, cluster, 1, occupancy)
+
+    def prefill(self, group: int, width: int, itemsize: int) -> PrefillShape:
+        """For prompts."""
+        if itemsize == 4:
+            return PrefillShape(max(16, _power_of_2(group)), 16, 4, 1)
+        rows = max(64, _power_of_2(group))
+        return PrefillShape(
+            rows, 64, 4 if rows == 64 and width <= 128 else 8, 3 if width <= 128 else 2
+        )
+
+    def latent(self, head_blocks: int, itemsize: int) -> DecodeShape:
+        """For latent rows of up to 576 values."""
+        return DecodeShape(
+            tile=32 if itemsize == 2 else 16,
+            min_tiles=2,
+            max_splits=32,
+            target=max(1, self.gpu.num_multiprocessors // head_blocks),
+            num_warps=8,
+            num_stages=2 if itemsize == 2 else 1,
+        )
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()

@@ -1,0 +1,279 @@
+"""Collectives of one group of GPUs: NCCL, and one kernel over peer memory for small sums.
+
+NCCL comes with torch; its group is made without torch's global one, so that a process may be in
+several. All calls are queued on the current stream and can be captured. NCCL's own variables count
+(NCCL_NVLS_ENABLE=0 keeps multicast off); the kernel of one_shot.py never uses multicast.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+from fastdeploy_core.errors import CapabilityError, ConfigError, FastDeployError, WorkerError
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+)
+
+from .alive import Ring
+from .device import wait
+from .settings import setting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .torch_device import TorchCudaDevice
+
+logger = logging.getLogger(__name__)
+
+_JOIN_LIMIT: Final = timedelta(seconds=300)  # ranks start at their own pace
+_CALL_LIMIT: Final = timedelta(seconds=120)
+_ONE_SHOT_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
+_TRIED_BYTES: Final = tuple(1 << n for n in range(12, 21))  # 4 KiB to 1 MiB
+
+
+class CudaCommunicator:
+    """One rank's end; see Communicator. Ranks issue the same calls in the same order."""
+
+    def __init__(self, device: TorchCudaDevice, rank: int, world_size: int, address: str) -> None:
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank {rank} is outside a group of {world_size}")
+        self.rank, self.world_size = rank, world_size
+        self.one_shot_bytes = 0  # sums of up to so many bytes take one kernel
+        self._device = device
+        self._failure = ""  # why nothing works any more
+        self._left = ""  # who will not come to later calls
+        self._nccl: Any = None
+        self._ring: Ring | None = None
+        self._one_shot: Any = None
+        if world_size == 1:
+            return
+        if not dist.is_available() or not hasattr(dist, "ProcessGroupNCCL"):
+            raise CapabilityError(
+                f"a group of {world_size} GPUs needs NCCL, which torch {torch.__version__} is built "
+                "without; install a CUDA build of torch for Linux"
+            )
+        try:
+            self._join(address)
+        except RuntimeError as error:
+            self.close()
+            raise WorkerError(f"rank {rank} could not join {world_size} ranks: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _join(self, address: str) -> None:
+        folder = Path(address) if Path(address).is_dir() else None
+        host, _, port = address.rpartition(":")
+        store: dist.Store
+        if folder is not None:
+            store = dist.FileStore(str(folder / "nccl"), self.world_size)
+        elif port.isdecimal():
+            store = dist.TCPStore(
+                host, int(port), self.world_size, is_master=self.rank == 0, timeout=_JOIN_LIMIT
+            )
+        else:
+            raise ConfigError(f"address {address!r} is neither a folder nor host:port")
+        store.set_timeout(_JOIN_LIMIT)
+        self._ring = Ring(
+            dist.PrefixStore("ring", store), self.rank, self.world_size, folder, host, self._lost,
+            self._leave,
+        )  # fmt: skip
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _CALL_LIMIT
+        self._nccl = dist.ProcessGroupNCCL(
+            dist.PrefixStore("nccl", store), self.rank, self.world_size, options
+        )
+        self.barrier()  # connects
+        self._open_one_shot(dist.PrefixStore("peers", store))
+
+    # -- collectives ------------------------------------------------------------------------------
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over ranks; every rank gets the same bits."""
+        if self.world_size == 1 or not x.numel():
+            return x
+        self._check("all_reduce")
+        x = x.contiguous()
+        if x.nbytes <= self.one_shot_bytes and x.dtype in _ONE_SHOT_DTYPES:
+            result: Tensor = self._one_shot.all_reduce(x)
+            return result
+        return self._nccl_sum(x)
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Every rank's x along dim, in rank order."""
+        if self.world_size == 1:
+            return x
+        self._check("all_gather")
+        x = x.contiguous()
+        gathered = x.new_empty((self.world_size, *x.shape))
+        if x.numel():
+            self._queue(self._nccl._allgather_base(gathered, x, _options(AllgatherOptions())))
+        dim %= x.ndim
+        if dim == 0:
+            return gathered.flatten(0, 1)
+        return torch.cat(gathered.unbind(0), dim)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Sum over ranks of the part of x along dimension 0 that is this rank's."""
+        if self.world_size == 1:
+            return x
+        self._check("reduce_scatter")
+        part = x.new_empty((x.shape[0] // self.world_size, *x.shape[1:]))
+        if part.numel():
+            options = _options(ReduceScatterOptions())
+            self._queue(self._nccl._reduce_scatter_base(part, x.contiguous(), options))
+        return part
+
+    def all_to_all(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        """Rows of x to each rank, `send` of them; the rows received, `receive` from each."""
+        if self.world_size == 1:
+            return x
+        self._check("all_to_all")
+        result = x.new_empty((sum(receive), *x.shape[1:]))
+        options = _options(AllToAllOptions())
+        self._queue(self._nccl.alltoall_base(result, x.contiguous(), receive, send, options))
+        return result
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        """Every rank gets the source's x."""
+        if self.world_size == 1 or not x.numel():
+            return x
+        self._check("broadcast")
+        result = x.contiguous() if self.rank == source else torch.empty_like(x)
+        options = _options(BroadcastOptions())
+        options.rootRank = source
+        self._queue(self._nccl.broadcast([result], options))
+        return result
+
+    def barrier(self) -> None:
+        """Return when every rank has arrived; other threads run meanwhile."""
+        if self.world_size == 1:
+            return
+        self._check("barrier")
+        self._nccl_sum(torch.zeros(1, device=self._device.device))
+        wait(self._device.record_event())
+        if self._failure:  # who left meanwhile had arrived before
+            self._check("barrier")
+
+    def close(self) -> None:
+        """Leave the group; the others' next call fails unless they leave, too."""
+        self._failure = self._failure or "the communicator is closed"
+        if self._ring is not None:
+            self._ring.close()
+        if self._one_shot is not None:
+            torch.cuda.synchronize()
+            self._one_shot.close()
+        if self._nccl is not None:
+            self._nccl.abort()
+        self._ring = self._one_shot = self._nccl = None
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _nccl_sum(self, x: Tensor) -> Tensor:
+        self._queue(self._nccl.allreduce([x], _options(AllreduceOptions())))
+        return x
+
+    @staticmethod
+    def _queue(work: Any) -> None:
+        """Make the current stream wait for it; the host does not."""
+        if work is not None:
+            work.wait()
+
+    def _check(self, operation: str) -> None:
+        reason = self._failure or self._left
+        if reason:
+            raise WorkerError(f"{operation} on rank {self.rank} failed: {reason}")
+
+    def _leave(self, reason: str) -> None:
+        self._left = self._left or reason
+
+    def _lost(self, reason: str) -> None:
+        """Another rank is gone: end what the GPU waits for, so that the host gets on."""
+        self._failure = self._failure or reason
+        if self._one_shot is not None:
+            self._one_shot.stop()
+        if self._nccl is not None:
+            self._nccl.abort()
+
+    # -- small sums -------------------------------------------------------------------------------
+
+    def _open_one_shot(self, store: dist.Store) -> None:
+        """Use peer memory where every GPU reaches every other, for as many bytes as it pays."""
+        reason = ""
+        if setting("FD_CUDA_ALL_REDUCE") == "nccl":
+            reason = "FD_CUDA_ALL_REDUCE is nccl"
+        else:
+            try:
+                from .one_shot import OneShot
+
+                self._one_shot = OneShot(store, self.rank, self.world_size)
+            except (FastDeployError, ImportError, OSError) as error:
+                reason = str(error)
+        # One rank that cannot is enough: the kernel waits for all.
+        store.set(f"reason/{self.rank}", reason)
+        reasons = [store.get(f"reason/{rank}").decode() for rank in range(self.world_size)]
+        why_not = next((r for r in reasons if r), "")
+        self.barrier()
+        if why_not:
+            if self._one_shot is not None:
+                self._one_shot.close()
+                self._one_shot = None
+            logger.info("sums over ranks: NCCL for all sizes (%s)", why_not)
+            return
+        if self.rank == 0:
+            store.set("bytes", json.dumps(self._measure()))
+        else:
+            self._measure()
+        self.one_shot_bytes = int(json.loads(store.get("bytes")))
+        logger.info(
+            "sums over ranks: one kernel over peer memory up to %d KiB, NCCL above",
+            self.one_shot_bytes >> 10,
+        )
+
+    def _measure(self) -> int:
+        """The largest size up to which the kernel is faster; all ranks run the same."""
+        best = 0
+        for num_bytes in _TRIED_BYTES:
+            x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=self._device.device)
+            times = [self._time(x, call) for call in (self._one_shot.all_reduce, self._nccl_sum)]
+            logger.debug("sum of %d bytes: one kernel %.1f us, NCCL %.1f us", num_bytes, *times)
+            if times[0] < times[1]:
+                best = num_bytes
+        return best
+
+    def _time(self, x: Tensor, call: Any, calls: int = 10) -> float:
+        """Median microseconds of a call within a graph."""
+        call(x)
+
+        def run() -> None:
+            for _ in range(calls):
+                call(x)
+
+        graph = self._device.capture(run)
+        times = []
+        for _ in range(5):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            wait(self._device.record_event())
+            times.append(begin.elapsed_time(end) * 1e3 / calls)
+        return statistics.median(times)
+
+
+def _options(options: Any) -> Any:
+    """On the current stream rather than on one of NCCL's own: one event less in a graph."""
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
+    return options

@@ -1,0 +1,117 @@
+"""The device `cuda`: one NVIDIA GPU as one process sees it, on torch or on PaddlePaddle.
+
+`CudaDevice(options)` makes the class for the tensor library asked for: torch_device.py (graphs,
+collectives, Triton kernels) or paddle_device.py (the reference operations on the GPU).
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Final
+
+from fastdeploy_core.errors import ConfigError
+from fastdeploy_core.tensor import available, load
+
+from .failures import is_lost, is_oom
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from fastdeploy_core.contracts.device import (
+        CapturedGraph,
+        Communicator,
+        DeviceEvent,
+        DeviceLimits,
+        DeviceOptions,
+        MemoryInfo,
+    )
+    from fastdeploy_core.tensor import Tensor, TensorLibrary
+
+CONTRACT: Final = (0, 1)
+# Decode steps take fractions of a millisecond: spin that long, then let other threads run.
+_SPIN_S: Final = 100e-6
+_NAP_S: Final = 30e-6
+
+
+class CudaDevice(ABC):
+    """What both tensor libraries share; the abstract methods are those of DeviceBackend."""
+
+    name = "cuda"
+    contract = CONTRACT
+    worker = ""
+    xp: TensorLibrary
+    device: str
+    limits: DeviceLimits
+
+    def __new__(cls, options: DeviceOptions) -> CudaDevice:
+        """An instance of the class for the tensor library."""
+        if cls is not CudaDevice:
+            return object.__new__(cls)
+        library = load(options.tensor_library or _default_library()).name
+        if library == "torch":
+            from .torch_device import TorchCudaDevice
+
+            return object.__new__(TorchCudaDevice)
+        from .paddle_device import PaddleCudaDevice
+
+        return object.__new__(PaddleCudaDevice)
+
+    @abstractmethod
+    def memory(self) -> MemoryInfo: ...
+
+    @abstractmethod
+    def to_device(self, array: np.ndarray) -> Tensor: ...
+
+    @abstractmethod
+    def to_host(self, x: Tensor) -> np.ndarray: ...
+
+    @abstractmethod
+    def host_buffer(self, num_bytes: int) -> np.ndarray: ...
+
+    @abstractmethod
+    def upload(self, source: np.ndarray, target: Tensor) -> None: ...
+
+    @abstractmethod
+    def download(self, source: Tensor, target: np.ndarray) -> None: ...
+
+    @abstractmethod
+    def record_event(self) -> DeviceEvent: ...
+
+    @abstractmethod
+    def communicator(self, rank: int, world_size: int, address: str) -> Communicator: ...
+
+    @abstractmethod
+    def capture(
+        self, run: Callable[[], None], beside: CapturedGraph | None = None
+    ) -> CapturedGraph: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def is_oom(self, error: BaseException) -> bool:
+        """See failures.py."""
+        return is_oom(error)
+
+    def is_lost(self, error: BaseException) -> bool:
+        """See failures.py."""
+        return is_lost(error)
+
+
+def wait(event: DeviceEvent) -> None:
+    """Poll until the event has happened; other threads run meanwhile."""
+    give_up_spinning = time.perf_counter() + _SPIN_S
+    while not event.query():
+        if time.perf_counter() > give_up_spinning:
+            time.sleep(_NAP_S)
+
+
+def _default_library() -> str:
+    found = available()
+    if not found:
+        raise ConfigError(
+            "device 'cuda' needs a tensor library and none is installed; possible: torch, paddle; "
+            "install a CUDA build of torch"
+        )
+    return found[0]

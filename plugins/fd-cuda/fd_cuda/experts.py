@@ -1,0 +1,269 @@
+"""Expert communicators over GPUs: all-gather and reduce-scatter, or all-to-all of the rows needed.
+
+`cuda_all_gather` moves every token to every rank, in sizes that do not depend on the routing: no
+wait for the host, so decode steps that use it can be captured. `cuda_all_to_all` moves each token only
+to the ranks of its experts, once each; the host has to learn how many, which large batches repay.
+Results are added in a fixed order, so they do not change from run to run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import torch
+from fastdeploy_core.contracts.moe import (
+    Dispatched,
+    ExpertCommunicatorCapabilities,
+    ExpertGroup,
+    ExpertPlan,
+)
+from fastdeploy_core.errors import CapabilityError, ConfigError
+
+from .communicator import CudaCommunicator
+from .device import CONTRACT
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Received rows are allocated for the worst routing up to this size; beyond, the host asks how many.
+_WORST_CASE_BYTES: Final = 256 << 20
+_MAX_RANKS: Final = 64
+
+
+@dataclass(slots=True)
+class _Local:
+    """The rows that this rank's experts see, of a batch of tokens that lies here."""
+
+    plan: ExpertPlan
+    places: Tensor  # [tokens, top_k]: row of y of each choice that is computed here
+    is_mine: Tensor  # [tokens, top_k]
+    weights: Tensor  # [tokens, top_k] float32
+    num_tokens: int  # of this rank's own batch
+    routes: Any = None  # how rows travelled
+
+
+class AllGatherExperts:
+    """See ExpertCommunicator. Every rank sees all tokens and adds its experts' share."""
+
+    name: ClassVar[str] = "cuda_all_gather"
+    contract: ClassVar[tuple[int, int]] = CONTRACT
+    capabilities: ClassVar[ExpertCommunicatorCapabilities] = ExpertCommunicatorCapabilities(
+        graph_safe=True, deterministic=True, max_ranks=_MAX_RANKS
+    )
+
+    def __init__(self, group: ExpertGroup) -> None:
+        self._device, self._communicator = group.device, group.communicator
+        self.rank = group.communicator.rank if group.communicator else 0
+        self.world_size = group.communicator.world_size if group.communicator else 1
+        self._num_physical = len(group.physical_to_logical)
+        if self._num_physical % self.world_size:
+            raise ConfigError(
+                f"{self._num_physical} experts cannot be split over {self.world_size} ranks evenly"
+            )
+        self._num_local = self._num_physical // self.world_size
+        self._version = -1
+        self.set_expert_map(0, list(group.physical_to_logical))
+
+    def plan(self, plan: ExpertPlan) -> ExpertPlan:
+        """The caching allocator keeps what a step allocates; nothing is reserved here."""
+        if plan.num_physical_experts != self._num_physical:
+            raise ConfigError(
+                f"plan for {plan.num_physical_experts} experts, the group has {self._num_physical}"
+            )
+        return plan
+
+    def dispatch(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: ExpertPlan
+    ) -> Dispatched:
+        """Rows of all ranks' tokens, grouped by the experts that are here."""
+        self._check(x, plan)
+        num_tokens = int(x.shape[0])
+        physical, weights = self._physical(topk_ids), topk_weights.float()
+        if self._communicator is not None and self.world_size > 1:
+            missing = plan.max_tokens - num_tokens
+            if missing:
+                x = torch.nn.functional.pad(x, (0, 0, 0, missing))
+                physical = torch.nn.functional.pad(physical, (0, 0, 0, missing), value=-1)
+                weights = torch.nn.functional.pad(weights, (0, 0, 0, missing))
+            gather = self._communicator.all_gather
+            x, physical, weights = gather(x, 0), gather(physical, 0), gather(weights, 0)
+        return self._group(x, physical, weights, plan, num_tokens)
+
+    def combine(self, y: Tensor, handle: _Local) -> Tensor:
+        """Weighted sums, of this rank's tokens in their order."""
+        total = self._add(y, handle)
+        first = 0
+        if self._communicator is not None and self.world_size > 1:
+            if isinstance(self._communicator, CudaCommunicator):
+                total = self._communicator.reduce_scatter(total)
+            else:
+                total = self._communicator.all_reduce(total)
+                first = self.rank * handle.plan.max_tokens
+        return total[first : first + handle.num_tokens]
+
+    def cost_s(self, tokens_per_rank: int) -> float:
+        """Seconds of one dispatch and combine now; every rank has to ask."""
+        plan = ExpertPlan(
+            max(1, tokens_per_rank), 1024, 1, self._num_physical, "contiguous", "bfloat16"
+        )
+        at = {"device": self._device.device}
+        x = torch.zeros((tokens_per_rank, 1024), dtype=torch.bfloat16, **at)
+        ids = torch.arange(tokens_per_rank, **at).unsqueeze(1) % self._table.shape[0]
+        weights = torch.ones((tokens_per_rank, 1), **at)
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            sent = self.dispatch(x, ids, weights, plan)
+            self._device.to_host(self.combine(sent.x, sent.handle)[:1])
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    def set_expert_map(self, version: int, physical_to_logical: list[int]) -> None:
+        """Logical ids to physical ones; copies of one expert share its tokens by token index."""
+        if version <= self._version:
+            return
+        if len(physical_to_logical) != self._num_physical:
+            raise ConfigError(
+                f"expert map of {len(physical_to_logical)} entries, the group has "
+                f"{self._num_physical} experts"
+            )
+        places: dict[int, list[int]] = defaultdict(list)
+        for physical, logical in enumerate(physical_to_logical):
+            places[logical].append(physical)
+        missing = sorted(set(range(max(places) + 1)) - set(places))
+        if missing:
+            raise ConfigError(f"expert map leaves out logical experts {missing[:8]}")
+        self._version = version
+        most = max(map(len, places.values()))
+        table = [[places[e][i % len(places[e])] for i in range(most)] for e in sorted(places)]
+        self._table = torch.tensor(table, dtype=torch.int64, device=self._device.device)
+
+    def set_active_ranks(self, active: list[bool]) -> None:
+        """Refused unless all are active: these communicators are not elastic."""
+        if not all(active):
+            raise CapabilityError(
+                f"expert communicator {self.name!r} is not elastic (capabilities.elastic is False)"
+            )
+
+    def close(self) -> None:
+        """Nothing to free; the group belongs to the caller."""
+
+    # -- on this rank -----------------------------------------------------------------------------
+
+    @staticmethod
+    def _check(x: Tensor, plan: ExpertPlan) -> None:
+        if x.shape[0] > plan.max_tokens:
+            raise CapabilityError(
+                f"{x.shape[0]} tokens in one dispatch, the plan was made for {plan.max_tokens}"
+            )
+
+    def _physical(self, topk_ids: Tensor) -> Tensor:
+        """Physical expert of every choice, -1 staying -1."""
+        copies = self._table.shape[1]
+        token = torch.arange(topk_ids.shape[0], device=topk_ids.device).unsqueeze(-1)
+        chosen = self._table.view(-1)[topk_ids.clamp(min=0) * copies + token % copies]
+        return torch.where(topk_ids >= 0, chosen, topk_ids)
+
+    def _group(
+        self, x: Tensor, physical: Tensor, weights: Tensor, plan: ExpertPlan, num_tokens: int
+    ) -> Dispatched:
+        """Sort the choices of all tokens by local expert; those of other ranks go behind."""
+        local = physical - self.rank * self._num_local
+        is_mine = (physical >= 0) & (local >= 0) & (local < self._num_local)
+        keys = torch.where(is_mine, local, self._num_local).view(-1)
+        ordered, order = torch.sort(keys, stable=True)
+        experts = torch.arange(self._num_local + 1, device=keys.device)
+        offsets = torch.searchsorted(ordered, experts)
+        number = torch.arange(keys.shape[0], device=keys.device)
+        places = torch.empty_like(order)
+        if plan.layout == "masked":
+            width = plan.max_tokens * self.world_size
+            row = ordered * width + number - offsets[ordered]
+            places[order] = row
+            # One row more than there are: choices of other ranks are written there.
+            spare = self._num_local * width
+            rows = x.new_zeros((spare + 1, plan.hidden_size))
+            rows[row.clamp(max=spare)] = x[order // plan.top_k]
+            received = rows[:spare].view(self._num_local, width, plan.hidden_size)
+            offsets = offsets.diff()
+        else:
+            places[order] = number
+            if keys.shape[0] * plan.hidden_size * x.element_size() > _WORST_CASE_BYTES:
+                order = order[: int(offsets[-1])]
+            received = x[order // plan.top_k]
+        handle = _Local(plan, places.view_as(physical), is_mine, weights, num_tokens)
+        return Dispatched(received, offsets, handle)
+
+    def _add(self, y: Tensor, handle: _Local) -> Tensor:
+        """[tokens, hidden] in y's dtype: each token's weighted rows, first choice first."""
+        flat = y.reshape(-1, handle.plan.hidden_size)
+        shape = (handle.places.shape[0], handle.plan.hidden_size)
+        total = torch.zeros(shape, dtype=torch.float32, device=y.device)
+        if flat.shape[0]:
+            for choice in range(handle.plan.top_k):
+                mine = handle.is_mine[:, choice]
+                # Rows of other ranks' choices may hold anything.
+                row = flat[torch.where(mine, handle.places[:, choice], 0)].float()
+                share = row * handle.weights[:, choice, None]
+                total += torch.where(mine[:, None], share, 0.0)
+        return total.to(y.dtype)
+
+
+class AllToAllExperts(AllGatherExperts):
+    """See ExpertCommunicator. Each token travels once to each rank that has an expert of it."""
+
+    name: ClassVar[str] = "cuda_all_to_all"
+    capabilities: ClassVar[ExpertCommunicatorCapabilities] = ExpertCommunicatorCapabilities(
+        deterministic=True, dedup=True, max_ranks=_MAX_RANKS
+    )
+
+    def __init__(self, group: ExpertGroup) -> None:
+        super().__init__(group)
+        self._peers: CudaCommunicator | None = None
+        if self.world_size > 1:
+            if not isinstance(group.communicator, CudaCommunicator):
+                raise CapabilityError(
+                    f"expert communicator {self.name!r} needs the collectives of device 'cuda'; "
+                    "choose another with fastdeploy plugins list --kind expert_communicator"
+                )
+            self._peers = group.communicator
+
+    def dispatch(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: ExpertPlan
+    ) -> Dispatched:
+        """Rows of the tokens that chose experts of this rank, grouped by expert."""
+        self._check(x, plan)
+        num_tokens = int(x.shape[0])
+        physical, weights = self._physical(topk_ids), topk_weights.float()
+        if self._peers is None:
+            return self._group(x, physical, weights, plan, num_tokens)
+        ranks = torch.arange(self.world_size, device=x.device)
+        rank_of = torch.where(physical >= 0, physical // self._num_local, -1)
+        wanted = (rank_of.unsqueeze(-1) == ranks).any(1)  # [tokens, ranks]
+        counts = self._peers.all_gather(wanted.sum(0).unsqueeze(0), 0)
+        table = self._device.to_host(counts).tolist()
+        send, receive = table[self.rank], [row[self.rank] for row in table]
+        # By rank, then by token.
+        tokens = torch.nonzero(wanted.t())[:, 1]
+        exchange = self._peers.all_to_all
+        got = [exchange(part[tokens], send, receive) for part in (x, physical, weights)]
+        sent = self._group(got[0], got[1], got[2], plan, num_tokens)
+        sent.handle.routes = (tokens, send, receive)
+        return sent
+
+    def combine(self, y: Tensor, handle: _Local) -> Tensor:
+        """Weighted sums, of this rank's tokens in their order."""
+        total = self._add(y, handle)
+        if handle.routes is None or self._peers is None:
+            return total[: handle.num_tokens]
+        tokens, send, receive = handle.routes
+        back = self._peers.all_to_all(total, receive, send)
+        shape = (handle.num_tokens, handle.plan.hidden_size)
+        result = torch.zeros(shape, dtype=torch.float32, device=y.device)
+        # Rank after rank: a token is in each part once at most, so the order of adding is fixed.
+        for part, rows in zip(back.split(send), tokens.split(send), strict=True):
+            result[rows] += part.float()
+        return result.to(y.dtype)

@@ -1,0 +1,83 @@
+"""Answers at start-up. Light: imports no tensor library and no vendor software until asked."""
+
+from __future__ import annotations
+
+from fastdeploy_core.contracts import Accept, Candidate, Decline, hookimpl
+from fastdeploy_core.contracts.attention import AttentionQuestion
+from fastdeploy_core.contracts.device import DeviceQuestion
+from fastdeploy_core.contracts.moe import MoEQuestion
+
+_SCORE = 150
+
+
+@hookimpl
+def fd_device_probe(question: DeviceQuestion) -> Candidate:
+    """A driver with a GPU, and a tensor library that can use it."""
+    from .probe import ask_driver, why_not_paddle, why_not_torch
+
+    driver = ask_driver()
+    if driver.error:
+        return Candidate("cuda", Decline(driver.error))
+    reasons = {}
+    for library, reason in (
+        ("torch", lambda: why_not_torch(driver)),
+        ("paddle", why_not_paddle),
+    ):
+        if question.tensor_library not in ("", library):
+            continue
+        reasons[library] = reason()
+        if not reasons[library]:
+            gpus = f"{driver.num_gpus} x {driver.names[0]}"
+            details = {
+                "tensor_library": library,
+                "gpu": gpus,
+                "driver_cuda": ".".join(map(str, driver.version)),
+            }
+            return Candidate("cuda", Accept(_SCORE, gpus), details)
+    why = "; ".join(f"{library}: {reason}" for library, reason in reasons.items())
+    why = why or f"tensor library {question.tensor_library!r}; possible: torch, paddle"
+    return Candidate("cuda", Decline(f"{driver.num_gpus} x {driver.names[0]}, but {why}"))
+
+
+@hookimpl
+def fd_attention_backends(question: AttentionQuestion) -> list[Candidate]:
+    """Triton kernels on torch."""
+    from .attention.question import why_not
+
+    reason = why_not(question)
+    answer = Decline(reason) if reason else Accept(_SCORE, "Triton kernels")
+    return [
+        Candidate(name, answer if question.spec.kind == kind else Decline(f"serves {kind} only"))
+        for name, kind in (("cuda_paged", "gqa"), ("cuda_latent", "mla"))
+    ]
+
+
+@hookimpl
+def fd_moe_backends(question: MoEQuestion) -> list[Candidate]:
+    """Triton and CUDA C++ kernels on torch."""
+    from .probe import has_triton
+
+    reason = ""
+    if question.device != "cuda":
+        reason = f"runs on cuda, not on {question.device}"
+    elif question.tensor_library != "torch":
+        reason = f"needs torch, the device runs on {question.tensor_library}"
+    elif not has_triton():
+        reason = "triton is not installed; run: pip install triton"
+    verdict = Decline(reason) if reason else Accept(_SCORE, "grouped kernels")
+    return [Candidate("cuda", verdict)]
+
+
+@hookimpl
+def fd_doctor_checks() -> list[tuple[str, bool, str]]:
+    """Driver, tensor library, compiler of kernels."""
+    from .probe import ask_driver, has_triton, why_not_torch
+
+    driver = ask_driver()
+    rows = [("NVIDIA driver and GPU", not driver.error, driver.error)]
+    if not driver.error:
+        reason = why_not_torch(driver)
+        rows.append(("torch on the GPU", not reason, reason))
+        hint = "" if has_triton() else "pip install triton; without it reference operations run"
+        rows.append(("triton", has_triton(), hint))
+    return rows

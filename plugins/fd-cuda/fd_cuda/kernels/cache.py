@@ -1,0 +1,149 @@
+"""Embedding, rotation and the paged cache: kernels that move rows. All are batch-invariant."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import join_chain, options, pad2
+
+
+@triton.jit
+def _embedding(ids_p, w_p, y_p, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    join_chain(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < WIDTH
+    values = tl.load(w_p + tl.load(ids_p + row) * WIDTH + cols, mask=inside)
+    tl.store(y_p + row * WIDTH + cols, values, mask=inside)
+
+
+@triton.jit
+def _rotate(
+    x_p, y_p, positions_p, cos_sin_p, stride0, stride1, num_heads,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROTARY: tl.constexpr, HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    join_chain(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    dims = tl.arange(0, BLOCK)
+    half: tl.constexpr = ROTARY // 2
+    if INTERLEAVED:
+        is_first = dims % 2 == 0
+        partner = tl.where(is_first, dims + 1, dims - 1)
+        frequency = dims // 2
+    else:
+        is_first = dims < half
+        partner = tl.where(is_first, dims + half, dims - half)
+        frequency = tl.where(is_first, dims, dims - half)
+    turns = dims < ROTARY
+    angle = cos_sin_p + tl.load(positions_p + token) * ROTARY + frequency
+    cos = tl.load(angle, mask=turns, other=1.0)
+    sin = tl.load(angle + half, mask=turns, other=0.0)
+    sin = tl.where(is_first, -sin, sin)
+    start = x_p + token * stride0 + heads[:, None] * stride1
+    mask = (heads < num_heads)[:, None] & (dims < WIDTH)[None, :]
+    x = tl.load(start + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    other = tl.load(start + partner[None, :], mask=mask & turns[None, :], other=0.0)
+    y = x * cos[None, :] + other.to(tl.float32) * sin[None, :]
+    place = y_p + (token * num_heads + heads[:, None]) * WIDTH + dims[None, :]
+    tl.store(place, y.to(y_p.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _kv_write(
+    x_p, cache_p, slots_p, stride0, stride1, WIDTH: tl.constexpr, ROW: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    join_chain(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_p + token)
+    cols = tl.arange(0, BLOCK)
+    mask = (cols < ROW) & (slot >= 0)
+    place = token * stride0 + (cols // WIDTH) * stride1 + cols % WIDTH
+    values = tl.load(x_p + place, mask=mask)
+    tl.store(cache_p + slot * ROW + cols, values.to(cache_p.dtype.element_ty), mask=mask)
+
+
+def embedding(input_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Rows of weight [V, H] for input_ids [T] int64."""
+    tokens, width = input_ids.shape[0], weight.shape[1]
+    y = torch.empty((tokens, width), dtype=weight.dtype, device=weight.device)
+    if tokens:
+        block = min(1024, pad2(width))
+        _embedding[(tokens, triton.cdiv(width, block))](
+            input_ids, weight, y, WIDTH=width, BLOCK=block, **options(num_warps=4)
+        )
+    return y
+
+
+def rotary_embedding(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    interleaved: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first R dimensions of each head turned by its token's angle, in float32: new tensors."""
+    return _rotated(q, positions, cos_sin, interleaved), _rotated(
+        k, positions, cos_sin, interleaved
+    )
+
+
+def _rotated(
+    x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool
+) -> torch.Tensor:
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    tokens, num_heads, width = x.shape
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if tokens:
+        block = pad2(width)
+        heads = min(pad2(num_heads), max(1, 2048 // block))
+        _rotate[(tokens, triton.cdiv(num_heads, heads))](
+            x, y, positions, cos_sin, x.stride(0), x.stride(1), num_heads,
+            WIDTH=width, BLOCK=block, ROTARY=cos_sin.shape[1], HEADS=heads,
+            INTERLEAVED=interleaved, **options(num_warps=4),
+        )  # fmt: skip
+    return y
+
+
+def kv_write(
+    rows: tuple[torch.Tensor, ...], cache: tuple[torch.Tensor, ...], slot_mapping: torch.Tensor
+) -> None:
+    """rows[i] [T, h, d] into cache[i] [blocks, block_size, h, d] at each token's slot; -1 is left out."""
+    for x, pool in zip(rows, cache, strict=True):
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        tokens, heads, width = x.shape
+        if tokens:
+            _kv_write[(tokens,)](
+                x, pool, slot_mapping, x.stride(0), x.stride(1), WIDTH=width, ROW=heads * width,
+                BLOCK=pad2(heads * width), **options(num_warps=4),
+            )  # fmt: skip
+
+
+# Whole blocks move rarely and in bulk: torch's gather and scatter run at the memory's speed.
+
+
+def kv_copy_blocks(
+    cache: tuple[torch.Tensor, ...], source: torch.Tensor, target: torch.Tensor
+) -> None:
+    """Block source[i] over block target[i], all read before any is written."""
+    for pool in cache:
+        pool.index_copy_(0, target, pool.index_select(0, source))
+
+
+def kv_read_blocks(
+    cache: tuple[torch.Tensor, ...], blocks: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Copies of the blocks."""
+    return tuple(pool.index_select(0, blocks) for pool in cache)
+
+
+def kv_write_blocks(
+    cache: tuple[torch.Tensor, ...], blocks: torch.Tensor, data: tuple[torch.Tensor, ...]
+) -> None:
+    """Overwrite the blocks, which are distinct."""
+    for pool, part in zip(cache, data, strict=True):
+        pool.index_copy_(0, blocks, part)

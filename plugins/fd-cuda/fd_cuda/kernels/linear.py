@@ -1,0 +1,175 @@
+"""Products of activations and weights, with what stands before and behind them.
+
+Few rows: the native kernels of native/, one launch each. Many rows, other dtypes, other cards: cuBLAS,
+and Triton kernels around it. plans.py chooses. With FD_BATCH_INVARIANT=1 a Triton kernel of one fixed
+tiling computes every product (matmul.py), so that a row does not depend on how many stand beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+
+from . import native
+from .common import batch_invariant
+from .matmul import matmul
+from .norm import rms_norm, silu_and_mul
+from .plans import LIBRARY, ROWS, Plan, Product, choose, shared_bytes
+from .sampling import greedy_of
+
+_EPILOGUES = {
+    "plain": native.PLAIN,
+    "add": native.ADD,
+    "gated": native.GATED,
+}
+_AHEAD = 12  # 16-byte loads of each weight row that a gemv thread has under way
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [T, K] times weight [N, K] transposed, plus bias."""
+    return compute(_plan("plain", x, weight), "plain", x, None, 0.0, weight, bias, None)
+
+
+def norm_linear(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """linear of rms_norm(x)."""
+    plan = _plan("plain", x, weight, has_norm=True)
+    return compute(plan, "plain", x, norm_weight, eps, weight, bias, None)
+
+
+def gated_linear(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """silu(gate) * up of linear of rms_norm(x), or of x itself."""
+    plan = _plan("gated", x, weight, has_norm=norm_weight is not None)
+    return compute(plan, "gated", x, norm_weight, eps, weight, bias, None)
+
+
+def linear_add(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+) -> torch.Tensor:
+    """residual + linear(x), in the residual's memory where that is one piece."""
+    residual = residual if residual.is_contiguous() else residual.contiguous()
+    return compute(_plan("add", x, weight), "add", x, None, 0.0, weight, bias, residual)
+
+
+def greedy_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, peaks): the largest logit of each row and where it is, the smallest id among equals."""
+    # A kernel that keeps logits to itself was measured slower than cuBLAS and a pass over them.
+    return greedy_of(_by_library("plain", x, weight, bias, None))
+
+
+def compute(
+    plan: Plan,
+    epilogue: str,
+    x: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    """The product by this plan; `residual` belongs to the epilogue "add" and is overwritten."""
+    if norm_weight is not None and not (plan.kind != "library" and plan.fuses_norm):
+        x, norm_weight = rms_norm(x, norm_weight, eps), None
+    if plan.kind == "library":
+        return _by_library(epilogue, x, weight, bias, residual)
+    y = residual
+    if y is None:
+        width = weight.shape[0] // 2 if epilogue == "gated" else weight.shape[0]
+        y = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
+    _launch(plan, epilogue, x, norm_weight, eps, weight, bias, residual, y)
+    return y
+
+
+def _by_library(
+    epilogue: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    if batch_invariant():
+        y = matmul(x, weight, bias)
+        y = y if residual is None else residual.add_(y)
+    elif residual is not None:
+        if bias is not None:
+            residual.add_(bias)
+        y = residual.addmm_(x, weight.t())
+    else:
+        y = F.linear(x, weight, bias)
+    return silu_and_mul(y) if epilogue == "gated" else y
+
+
+def _plan(epilogue: str, x: torch.Tensor, weight: torch.Tensor, *, has_norm: bool = False) -> Plan:
+    """What computes it; rows that cannot be read 16 bytes at a time are left to the library."""
+    if batch_invariant() or not x.is_cuda or not 0 < x.shape[0] <= ROWS[-1]:
+        return LIBRARY
+    if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
+        return LIBRARY
+    aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    if not aligned or x.stride(1) != 1 or not weight.is_contiguous():
+        return LIBRARY
+    width, depth = weight.shape
+    if epilogue == "gated" and width % 2:
+        return LIBRARY
+    product = Product(epilogue, has_norm, width, depth, str(x.dtype).removeprefix("torch."))
+    return choose(product, x.shape[0])
+
+
+def _launch(
+    plan: Plan,
+    epilogue: str,
+    x: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    y: torch.Tensor,
+) -> None:
+    num_rows, (width, depth) = x.shape[0], weight.shape
+    defines = {
+        "HALF": int(x.dtype == torch.float16),
+        "NORM": int(norm_weight is not None),
+        "EPILOGUE": _EPILOGUES[epilogue],
+    }
+    stride = ctypes.c_longlong(x.stride(0))
+    tensors = [norm_weight, weight, bias, residual, y]
+    if plan.kind == "gemv":
+        more = {"K": depth, "TILES": -(-num_rows // 8), "WARPS": plan.warps, "AHEAD": _AHEAD}
+        kernel = native.function("gemv", {**defines, **more})
+        out = 8 if epilogue == "gated" else 16
+        blocks = -(-(width // 2 if epilogue == "gated" else width) // out)
+        arguments = [x, stride, *tensors, num_rows, width, float(eps)]
+        native.launch(kernel, (blocks, 1, 1), plan.warps * 32, arguments)
+        return
+    share = -(-depth // 64 // plan.split)
+    product = Product(epilogue, norm_weight is not None, width, depth, "")
+    shared = shared_bytes(product, plan.rows, plan.columns, plan.stages, plan.split)
+    sizes = {
+        "BM": plan.rows,
+        "BN": plan.columns,
+        "STAGES": plan.stages,
+        "SPLIT": plan.split,
+        "RESIDENT": int(share <= plan.stages),
+    }
+    kernel = native.function("gemm", {**defines, **sizes})
+    out = plan.columns // 2 if epilogue == "gated" else plan.columns
+    blocks = -(-(width // 2 if epilogue == "gated" else width) // out) * -(-num_rows // plan.rows)
+    arguments = [x, stride, *tensors, num_rows, width, depth, float(eps)]
+    grid = (blocks, 1, plan.split)
+    native.launch(kernel, grid, plan.rows * 2, arguments, shared=shared, cluster=plan.split)

@@ -1,0 +1,113 @@
+"""Products in Triton: one fixed tiling for all numbers of rows (a row never depends on the others), and
+the float32 product that scores experts."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import INTERPRETED, batch_invariant, join_chain, options, pad2
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _matmul(
+    x_p, w_p, bias_p, y_p, num_rows, width, depth, x_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    join_chain(PDL)
+    rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    columns = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
+    ks = tl.arange(0, BK)
+    x = x_p + rows[:, None] * x_stride + ks[None, :]
+    w = w_p + columns[None, :] * depth + ks[:, None]
+    total = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, depth, BK):
+        inside = ks < depth - k
+        a = tl.load(x + k, mask=(rows < num_rows)[:, None] & inside[None, :], other=0.0)
+        b = tl.load(w + k, mask=(columns < width)[None, :] & inside[:, None], other=0.0)
+        if WIDE:
+            a = a.to(tl.float32)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    if HAS_BIAS:
+        total += tl.load(bias_p + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
+    mask = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    place = y_p + rows[:, None] * width + columns[None, :]
+    tl.store(place, total.to(y_p.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _scores(
+    x_p, w_p, y_p, width, depth, x_stride,
+    BN: tl.constexpr, BK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row and BN columns; the weights are asked for before the kernel waits for the one before."""
+    columns = tl.program_id(1) * BN + tl.arange(0, BN)
+    ks = tl.arange(0, BK)
+    mask = (columns < width)[:, None]
+    w = w_p + columns[:, None] * depth + ks[None, :]
+    first = tl.load(w, mask=mask & (ks < depth)[None, :], other=0.0)
+    join_chain(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    x = x_p + row * x_stride + ks
+    total = first * tl.load(x, mask=ks < depth, other=0.0).to(tl.float32)[None, :]
+    for chunk in tl.static_range(1, CHUNKS):
+        inside = ks < depth - chunk * BK
+        b = tl.load(w + chunk * BK, mask=mask & inside[None, :], other=0.0)
+        total += b * tl.load(x + chunk * BK, mask=inside, other=0.0).to(tl.float32)[None, :]
+    tl.store(y_p + row * width + columns, tl.sum(total, 1), mask=columns < width)
+
+
+def matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [T, K] times weight [N, K] transposed, plus bias. Batch-invariant."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    num_rows, width = x.shape[0], weight.shape[0]
+    y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    if num_rows:
+        is_wide = x.dtype == torch.float32
+        tile = (32, 32, 32) if is_wide else (64, 64, 64)
+        _product(x, weight, bias, y, tile, "ieee" if is_wide else "tf32", wide=False)
+    return y
+
+
+def linear_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [T, K] in any dtype times weight [N, K] float32, in float32. Batch-invariant where that is asked
+    for; else rows of large batches are summed in another order than those of small ones."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    num_rows, (width, depth) = x.shape[0], weight.shape
+    y = torch.empty((num_rows, width), dtype=torch.float32, device=x.device)
+    if not num_rows:
+        return y
+    if num_rows <= 16 or batch_invariant():
+        columns, chunk = 4, min(1024, pad2(depth))
+        _scores[(num_rows, triton.cdiv(width, columns))](
+            x, weight, y, width, depth, x.stride(0), BN=columns, BK=chunk,
+            CHUNKS=triton.cdiv(depth, chunk), **options(num_warps=4),
+        )  # fmt: skip
+        return y
+    # bfloat16 and float16 have fewer digits than TF32, so of x nothing is lost, and three products keep
+    # what matters of the weight's.
+    precision = "ieee" if x.dtype == torch.float32 or INTERPRETED else "tf32x3"
+    tile = (16, 32, 64) if num_rows <= 128 else (64, 64, 32)
+    _product(x, weight, None, y, tile, precision, wide=True)
+    return y
+
+
+def _product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    tile: tuple[int, int, int],
+    precision: str,
+    *,
+    wide: bool,
+) -> None:
+    num_rows, (width, depth) = x.shape[0], weight.shape
+    rows, columns, step = tile
+    _matmul[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
+        x, weight, weight if bias is None else bias, y, num_rows, width, depth, x.stride(0),
+        BM=rows, BN=columns, BK=step, HAS_BIAS=bias is not None, PRECISION=precision, WIDE=wide,
+        **options(num_warps=4, num_stages=3),
+    )  # fmt: skip

@@ -1,0 +1,332 @@
+// min_p, top_k and top_p without sorting: one cluster per row, which holds the row in shared memory.
+//
+// What is kept are the largest logits down to some value. Passes narrow the range it lies in: three values
+// divide it, and what lies at or above each is counted. Once few logits are left in the range they move to
+// one block, which compares each with every other. Amounts are integers (masses in units of 2^-40 of the largest), so sums
+// do not depend on their order.
+
+#include "common.cuh"
+
+#define WARPS (THREADS / 32)
+#define FEW THREADS
+#define PIVOTS 3
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+  return (u32)__cvta_generic_to_shared(p);
+}
+
+__device__ __forceinline__ u32 at_rank(u32 address, int rank) {
+  u32 remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+}
+
+__device__ __forceinline__ void store_remote(u32 address, u64 value) {
+  asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_remote(u32 address, u32 value) {
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_remote(u32 address, float value) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
+__device__ __forceinline__ void meet() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ long long key_of(float x) {
+  const int bits = __float_as_int(x == 0.f ? 0.f : x);
+  return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+
+__device__ __forceinline__ float value_of(long long key) {
+  const int k = (int)key;
+  return __int_as_float(k ^ ((k >> 31) & 0x7fffffff));
+}
+
+__device__ __forceinline__ u64 mass_of(float x, float peak) {
+  return (u64)(__expf(x - peak) * 1099511627776.f);
+}
+
+struct Range {
+  long long low, high;   // keys: the value lies in [low, high)
+  u64 beyond;            // the amount at or above high
+  u32 num_low, num_high; // logits at or above low, and high
+};
+
+struct Pivots {
+  float at[PIVOTS];
+  __device__ __forceinline__ void divide(const Range& range) {
+    const float lowest = value_of(range.low), highest = value_of(range.high - 1);
+    const float step = (highest * 0.5f - lowest * 0.5f) * (2.f / (PIVOTS + 1));
+    long long before = range.low;
+#pragma unroll
+    for (int i = 0; i < PIVOTS; i++) {
+      // Strictly ascending while there is room; behind the end they repeat the last key.
+      long long key = key_of(lowest + step * (i + 1));
+      key = key > before ? key : before + 1;
+      key = key < range.high ? key : range.high - 1;
+      at[i] = value_of(key);
+      before = key;
+    }
+  }
+};
+
+struct Amounts {
+  u64 mass[PIVOTS];
+  u32 count[PIVOTS];
+};
+
+__device__ __forceinline__ bool is_found(const Range& range) {
+  return range.high - range.low <= 1 || range.num_low - range.num_high <= 1;
+}
+
+// The part of the range that the value lies in, after what lies at or above each pivot became known.
+template <bool BY_MASS>
+__device__ __forceinline__ void narrow_range(Range& range, const Pivots& pivots,
+                                             const Amounts& amounts, u64 wanted) {
+#pragma unroll
+  for (int i = PIVOTS - 1; i >= 0; i--) {
+    const long long key = key_of(pivots.at[i]);
+    if (key <= range.low || key >= range.high) continue;
+    const u64 amount = BY_MASS ? amounts.mass[i] : amounts.count[i];
+    if (amount >= wanted) {
+      range.low = key;
+      range.num_low = amounts.count[i];
+      return;
+    }
+    range.high = key;
+    range.beyond = amount;
+    range.num_high = amounts.count[i];
+  }
+}
+
+struct Shared {
+  Amounts per_warp[WARPS];
+  Amounts per_block[2][CLUSTER];
+  u64 total[2][CLUSTER];
+  float highest[2][CLUSTER], lowest[2][CLUSTER];
+  float warp_highest[WARPS], warp_lowest[WARPS];
+  u64 warp_total[WARPS];
+  float list[FEW];
+  u64 amount[FEW];
+  long long warp_best[WARPS];
+  u32 listed;
+  long long result;
+};
+
+// Sums over the threads of all blocks of the cluster.
+template <bool BY_MASS>
+__device__ __forceinline__ Amounts summed(Amounts mine, Shared& s, int& turn, int rank) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+#pragma unroll
+  for (int i = 0; i < PIVOTS; i++) {
+    mine.count[i] = __reduce_add_sync(~0u, mine.count[i]);
+    if (BY_MASS)
+      for (int d = 16; d > 0; d >>= 1) mine.mass[i] += __shfl_xor_sync(~0u, mine.mass[i], d);
+  }
+  if (lane == 0) s.per_warp[warp] = mine;
+  __syncthreads();
+  if (threadIdx.x < CLUSTER) {
+    const u32 to = at_rank(shared_address(&s.per_block[turn][rank]), threadIdx.x);
+#pragma unroll
+    for (int i = 0; i < PIVOTS; i++) {
+      u64 mass = 0;
+      u32 count = 0;
+      for (int w = 0; w < WARPS; w++) {
+        count += s.per_warp[w].count[i];
+        if (BY_MASS) mass += s.per_warp[w].mass[i];
+      }
+      store_remote(to + i * 8, mass);
+      store_remote(to + PIVOTS * 8 + i * 4, count);
+    }
+  }
+  meet();
+  Amounts all = {};
+  for (int b = 0; b < CLUSTER; b++)
+#pragma unroll
+    for (int i = 0; i < PIVOTS; i++) {
+      all.count[i] += s.per_block[turn][b].count[i];
+      if (BY_MASS) all.mass[i] += s.per_block[turn][b].mass[i];
+    }
+  turn ^= 1;
+  return all;
+}
+
+template <bool BY_MASS>
+__device__ __forceinline__ void look(Amounts& amounts, const Pivots& pivots, float x, float peak) {
+  const u64 mass = BY_MASS ? mass_of(x, peak) : 0;
+#pragma unroll
+  for (int i = 0; i < PIVOTS; i++) {
+    const bool above = x >= pivots.at[i];
+    amounts.count[i] += above;
+    if (BY_MASS) amounts.mass[i] += above ? mass : 0;
+  }
+}
+
+// The largest value v >= low such that the amount at or above v is at least `wanted`; low if none is.
+template <bool BY_MASS>
+__device__ __forceinline__ float smallest_kept(const float* x, float low, float peak, u32 num_low,
+                                               u64 wanted, Shared& s, int& turn, int rank) {
+  Range range = {key_of(low), key_of(peak) + 1, 0, num_low, 0};
+  while (!is_found(range) && range.num_low - range.num_high > FEW) {
+    Pivots pivots;
+    pivots.divide(range);
+    Amounts amounts = {};
+#pragma unroll 4
+    for (int i = 0; i < ITEMS; i++) look<BY_MASS>(amounts, pivots, x[i * THREADS + threadIdx.x], peak);
+    amounts = summed<BY_MASS>(amounts, s, turn, rank);
+    narrow_range<BY_MASS>(range, pivots, amounts, wanted);
+  }
+  if (is_found(range)) return value_of(range.low);  // every block of the cluster knows
+  // What is left moves to the first block.
+  if (rank == 0 && threadIdx.x == 0) s.listed = 0;
+  meet();
+  const float lowest = value_of(range.low), end = value_of(range.high);
+#pragma unroll 4
+  for (int i = 0; i < ITEMS; i++) {
+    const float value = x[i * THREADS + threadIdx.x];
+    if (value >= lowest && value < end) {
+      u32 place;
+      asm volatile("atom.shared::cluster.add.u32 %0, [%1], 1;"
+                   : "=r"(place) : "r"(at_rank(shared_address(&s.listed), 0)) : "memory");
+      store_remote(at_rank(shared_address(s.list + place), 0), value);
+    }
+  }
+  meet();
+  if (rank == 0) {
+    // What lies beyond the range did not move.
+    const u32 count = s.listed;
+    const bool is_one = threadIdx.x < count;
+    const float mine = is_one ? s.list[threadIdx.x] : 0.f;
+    s.amount[threadIdx.x] = BY_MASS ? mass_of(mine, peak) : 1;
+    __syncthreads();
+    u64 above = range.beyond;
+    for (u32 j = 0; j < count; j++) above += s.list[j] >= mine ? s.amount[j] : 0;
+    long long best = is_one && above >= wanted ? key_of(mine) : range.low;
+    for (int d = 16; d > 0; d >>= 1) best = max(best, __shfl_xor_sync(~0u, best, d));
+    if ((threadIdx.x & 31) == 0) s.warp_best[threadIdx.x >> 5] = best;
+    __syncthreads();
+    if (threadIdx.x < CLUSTER) {
+      for (int w = 0; w < WARPS; w++) best = max(best, s.warp_best[w]);
+      store_remote(at_rank(shared_address(&s.result), threadIdx.x), (u64)best);
+    }
+  }
+  meet();
+  return value_of(s.result);
+}
+
+// Of the whole row: the largest value, the smallest finite one and how many are finite.
+struct Extent {
+  float highest, lowest;
+  u64 count;
+};
+
+__device__ __forceinline__ u64 total_of(u64 mine, Shared& s, int& turn, int rank) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  for (int d = 16; d > 0; d >>= 1) mine += __shfl_xor_sync(~0u, mine, d);
+  if (lane == 0) s.warp_total[warp] = mine;
+  __syncthreads();
+  if (threadIdx.x < CLUSTER) {
+    u64 sum = 0;
+    for (int w = 0; w < WARPS; w++) sum += s.warp_total[w];
+    store_remote(at_rank(shared_address(&s.total[turn][rank]), threadIdx.x), sum);
+  }
+  meet();
+  u64 all = 0;
+  for (int b = 0; b < CLUSTER; b++) all += s.total[turn][b];
+  turn ^= 1;
+  return all;
+}
+
+__device__ __forceinline__ Extent extent_of(const float* x, Shared& s, int& turn, int rank) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  float highest = LOWEST, lowest = -LOWEST;
+  u32 count = 0;
+#pragma unroll 4
+  for (int i = 0; i < ITEMS; i++) {
+    const float value = x[i * THREADS + threadIdx.x];
+    highest = fmaxf(highest, value);
+    lowest = value > LOWEST ? fminf(lowest, value) : lowest;
+    count += value > LOWEST;
+  }
+  for (int d = 16; d > 0; d >>= 1) {
+    highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, d));
+    lowest = fminf(lowest, __shfl_xor_sync(~0u, lowest, d));
+  }
+  if (lane == 0) {
+    s.warp_highest[warp] = highest;
+    s.warp_lowest[warp] = lowest;
+  }
+  __syncthreads();
+  if (threadIdx.x < CLUSTER) {
+    for (int w = 0; w < WARPS; w++) {
+      highest = fmaxf(highest, s.warp_highest[w]);
+      lowest = fminf(lowest, s.warp_lowest[w]);
+    }
+    store_remote(at_rank(shared_address(&s.highest[turn][rank]), threadIdx.x), highest);
+    store_remote(at_rank(shared_address(&s.lowest[turn][rank]), threadIdx.x), lowest);
+  }
+  const int now = turn;
+  Extent extent = {LOWEST, -LOWEST, total_of(count, s, turn, rank)};
+  for (int b = 0; b < CLUSTER; b++) {
+    extent.highest = fmaxf(extent.highest, s.highest[now][b]);
+    extent.lowest = fminf(extent.lowest, s.lowest[now][b]);
+  }
+  return extent;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+filter(float* logits, const long long* __restrict__ top_k, const float* __restrict__ top_p,
+       const float* __restrict__ min_p, int width) {
+  __shared__ Shared s;
+  const int rank = blockIdx.z;
+  float* row = logits + (u64)blockIdx.x * width;
+  let_next_start();
+  wait_for_previous();
+  const long long k = top_k[blockIdx.x];
+  const float p = top_p[blockIdx.x], least = min_p[blockIdx.x];
+  const bool uses_k = k > 0 && k < width, uses_p = p < 1.f;
+  if (!uses_k && !uses_p && least <= 0.f) return;  // all blocks of the cluster alike
+
+  extern __shared__ float x[];  // [ITEMS][THREADS]; a thread reads only what it wrote
+#pragma unroll 8
+  for (int i = 0; i < ITEMS; i++) {
+    const int column = (i * CLUSTER + rank) * THREADS + threadIdx.x;
+    x[i * THREADS + threadIdx.x] = column < width ? row[column] : LOWEST;
+  }
+  int turn = 0;
+  meet();  // all have started: their memory may be written to
+  const Extent extent = extent_of(x, s, turn, rank);
+  const float peak = extent.highest;
+  if (peak > LOWEST && peak < -LOWEST) {
+    float kept = extent.lowest;
+    if (least > 0.f) kept = fmaxf(kept, peak + logf(least));
+    if (uses_k)
+      kept = fmaxf(kept, smallest_kept<false>(x, extent.lowest, peak, (u32)extent.count, k, s, turn,
+                                              rank));
+    if (uses_p) {
+      u64 mass = 0;
+      u32 count = 0;
+#pragma unroll 4
+      for (int i = 0; i < ITEMS; i++) {
+        const float value = x[i * THREADS + threadIdx.x];
+        mass += value >= kept ? mass_of(value, peak) : 0;
+        count += value >= kept;
+      }
+      const u64 total = total_of(mass, s, turn, rank);
+      const u64 wanted = (u64)ceil((double)p * (double)total);
+      const u32 num_kept = (u32)total_of(count, s, turn, rank);
+      kept = fmaxf(kept, smallest_kept<true>(x, kept, peak, num_kept, wanted, s, turn, rank));
+    }
+#pragma unroll 4
+    for (int i = 0; i < ITEMS; i++) {
+      const int column = (i * CLUSTER + rank) * THREADS + threadIdx.x;
+      if (column < width && x[i * THREADS + threadIdx.x] < kept) row[column] = LOWEST;
+    }
+  }
+  meet();  // nobody leaves while others may still write to its memory
+}

@@ -1,0 +1,342 @@
+// y[M, N] = x[M, K] W[N, K]^T for tens to hundreds of rows: decode steps of many sequences.
+//
+// wgmma with W from shared memory. A block computes BM x BN over its share of K; the SPLIT blocks of a
+// cluster divide K and send their parts to each other's shared memory, where each adds up BM / SPLIT rows
+// in a fixed order. Tiles arrive by cp.async in the 128-byte swizzle; those of W are asked for before the
+// kernel waits for the one before it. RESIDENT: the whole share fits into STAGES tiles, so nothing is ever
+// asked for again. NORM: x is multiplied by the norm's weight on its way from shared memory to registers,
+// while its squares are summed; what the norm divides by is applied at the end.
+// GATED: the first half of a tile are gate rows, the second the up rows that belong to them.
+// A row of x comes out the same whatever M is.
+
+#include "common.cuh"
+
+#define BK 64
+#define THREADS (BM * 2)
+#define TILE_X (BM * 128)
+#define TILE_W (BN * 128)
+#define STAGE (TILE_X + TILE_W)
+#define PITCH (BN + 4)
+#define ROWS (BM / SPLIT)
+#define W_PIECES (BN * 8 / THREADS)  // of 16 bytes, of a tile, that one thread asks for
+#define X_PIECES (BM * 8 / THREADS)
+#define ASKED (RESIDENT ? STAGES : STAGES - 2)
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+  return (u32)__cvta_generic_to_shared(p);
+}
+
+__device__ __forceinline__ void copy_async(u32 to, const void* from, bool inside) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(inside ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ u64 descriptor(u32 address) {
+  // K-major, 128-byte swizzle, 1024 bytes between groups of eight rows.
+  return (u64)((address & 0x3ffff) >> 4) | ((u64)1 << 16) | ((u64)(1024 >> 4) << 32) | ((u64)1 << 62);
+}
+
+__device__ __forceinline__ void fence_registers(float* d) {
+#pragma unroll
+  for (int i = 0; i < BN / 2; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+#define R4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define R16(d, i) R4(d, i), R4(d, i + 4), R4(d, i + 8), R4(d, i + 12)
+#if BN == 128
+#define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
+  "%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
+  "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
+#define D_REGS(d) R16(d, 0), R16(d, 16), R16(d, 32), R16(d, 48)
+#define SHAPE "m64n128k16"
+#define SS_TAIL "%64, %65, 1, 1, 1, 0, 0;"
+#define RS_TAIL "{%64,%65,%66,%67}, %68, 1, 1, 1, 0;"
+#elif BN == 64
+#define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
+  "%24,%25,%26,%27,%28,%29,%30,%31}"
+#define D_REGS(d) R16(d, 0), R16(d, 16)
+#define SHAPE "m64n64k16"
+#define SS_TAIL "%32, %33, 1, 1, 1, 0, 0;"
+#define RS_TAIL "{%32,%33,%34,%35}, %36, 1, 1, 1, 0;"
+#elif BN == 32
+#define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}"
+#define D_REGS(d) R16(d, 0)
+#define SHAPE "m64n32k16"
+#define SS_TAIL "%16, %17, 1, 1, 1, 0, 0;"
+#define RS_TAIL "{%16,%17,%18,%19}, %20, 1, 1, 1, 0;"
+#endif
+
+__device__ __forceinline__ void multiply_shared(float* d, u64 a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE " " D_LIST ", " SS_TAIL
+               : D_REGS(d) : "l"(a), "l"(b));
+}
+
+__device__ __forceinline__ void multiply_registers(float* d, const u32* a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE " " D_LIST ", " RS_TAIL
+               : D_REGS(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+__device__ __forceinline__ u32 at_rank(u32 address, int rank) {
+#if SPLIT > 1
+  u32 remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+#else
+  return address;
+#endif
+}
+
+#if SPLIT > 1
+#define STORE "st.shared::cluster"
+#else
+#define STORE "st.shared"
+#endif
+
+__device__ __forceinline__ void send(u32 address, float a, float b) {
+  asm volatile(STORE ".v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
+
+__device__ __forceinline__ void send(u32 address, float a) {
+  asm volatile(STORE ".f32 [%0], %1;" ::"r"(address), "f"(a) : "memory");
+}
+
+// One thread's pieces of a tile: where they come from and where they go.
+struct Pieces {
+  const u16 *w[W_PIECES], *x[X_PIECES];
+  u32 place;  // of the first piece in a tile; the next is THREADS / 8 rows behind it
+  u32 w_inside, x_inside;  // a bit each
+};
+
+__device__ __forceinline__ void ask_for_weights(const Pieces& p, u32 tile, int k) {
+#pragma unroll
+  for (int i = 0; i < W_PIECES; i++)
+    copy_async(tile + TILE_X + p.place + i * (THREADS / 8) * 128, p.w[i] + k, p.w_inside >> i & 1);
+}
+
+__device__ __forceinline__ void ask_for_inputs(const Pieces& p, u32 tile, int k) {
+#pragma unroll
+  for (int i = 0; i < X_PIECES; i++)
+    copy_async(tile + p.place + i * (THREADS / 8) * 128, p.x[i] + k, p.x_inside >> i & 1);
+}
+
+struct Squares {
+  float low, high;  // of the rows lane / 4 and lane / 4 + 8 of a warp's 16
+};
+
+// Multiply one tile. With NORM it is finished afterwards, since registers that hold x may not be filled
+// while the matrix units are at work; otherwise the one before it is.
+__device__ __forceinline__ void multiply_tile(float* sum, Squares& squares, u32 tile, const u32* gains,
+                                              int warp, int lane) {
+  const u64 tile_w = descriptor(tile + TILE_X);
+#if NORM
+  u32 a[4][4];
+  const int r = warp * 16 + (lane & 15);
+#pragma unroll
+  for (int s = 0; s < 4; s++) {
+    const u32 at = tile + r * 128 + (((s * 2 + (lane >> 4)) ^ (r & 7)) << 4);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a[s][0]), "=r"(a[s][1]), "=r"(a[s][2]), "=r"(a[s][3]) : "r"(at) : "memory");
+    const u32 g_first = gains[s * 8 + (lane & 3)], g_second = gains[s * 8 + 4 + (lane & 3)];
+    a[s][0] = scaled(a[s][0], g_first, squares.low);
+    a[s][1] = scaled(a[s][1], g_first, squares.high);
+    a[s][2] = scaled(a[s][2], g_second, squares.low);
+    a[s][3] = scaled(a[s][3], g_second, squares.high);
+  }
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+  for (int s = 0; s < 4; s++) multiply_registers(sum, a[s], tile_w + s * 2);
+#else
+  const u64 tile_x = descriptor(tile + (warp >> 2) * 64 * 128);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+  for (int s = 0; s < 4; s++) multiply_shared(sum, tile_x + s * 2, tile_w + s * 2);
+#endif
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(NORM ? 0 : 1) : "memory");
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm,
+     const u16* __restrict__ w, const u16* __restrict__ bias, const u16* residual, u16* y,
+     int M, int N, int K, float eps) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const int tiles_m = (M + BM - 1) / BM;
+  const int tile_n = blockIdx.x / tiles_m, tile_m = blockIdx.x % tiles_m, rank = blockIdx.z;
+  constexpr int OUT = EPILOGUE == GATED ? BN / 2 : BN;
+  const int width = EPILOGUE == GATED ? N / 2 : N;
+  const int first_row = tile_m * BM, first_column = tile_n * OUT;
+  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+  const int all = K / BK, share = (all + SPLIT - 1) / SPLIT;
+  const int begin = min(rank * share, all), count = min(all - begin, share);
+
+  // Tiles, then the parts that the cluster sends here, then the norm's weights of this share.
+  const u32 base = (shared_address(memory) + 1023) & ~1023u;
+  unsigned char* tiles = memory + (base - shared_address(memory));
+  float* parts = (float*)(tiles + (SPLIT > 1 ? STAGES * STAGE : 0));
+  unsigned char* behind = tiles + STAGES * STAGE + (SPLIT > 1 ? BM * PITCH * 4 : 0);
+  float* squares_of = (float*)behind;  // [SPLIT][ROWS]
+  u32* gains = (u32*)(behind + BM * 4);
+
+  Pieces p;
+  {
+    const int r = thread >> 3, c = thread & 7;
+    p.place = r * 128 + ((c ^ (r & 7)) << 4);
+    p.w_inside = p.x_inside = 0;
+#pragma unroll
+    for (int i = 0; i < W_PIECES; i++) {
+      const int row = r + i * (THREADS / 8);
+      const int n = first_column + (EPILOGUE == GATED ? row % (BN / 2) : row);
+      const bool inside = n < width;
+      const u64 at = inside ? n + (EPILOGUE == GATED && row >= BN / 2 ? N / 2 : 0) : 0;
+      p.w[i] = w + at * K + begin * BK + c * 8;
+      p.w_inside |= inside << i;
+    }
+#pragma unroll
+    for (int i = 0; i < X_PIECES; i++) {
+      const int m = first_row + r + i * (THREADS / 8);
+      p.x[i] = x + (u64)(m < M ? m : 0) * x_stride + begin * BK + c * 8;
+      p.x_inside |= (m < M) << i;
+    }
+  }
+#if SPLIT > 1
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+#pragma unroll
+  for (int s = 0; s < ASKED; s++)
+    if (s < count) ask_for_weights(p, base + s * STAGE, s * BK);
+#if NORM
+  for (int i = thread; i < count * BK / 2; i += THREADS)
+    gains[i] = ((const u32*)(norm + begin * BK))[i];
+#endif
+  let_next_start();
+  wait_for_previous();
+#pragma unroll
+  for (int s = 0; s < ASKED; s++) {
+    if (s < count) ask_for_inputs(p, base + s * STAGE, s * BK);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+  // What this thread will finish: four columns each. Their residuals are asked for now.
+  constexpr int QUADS = OUT / 4, TURNS = (ROWS * QUADS + THREADS - 1) / THREADS;
+#if EPILOGUE == ADD
+  uint2 addends[TURNS];
+#pragma unroll
+  for (int i = 0; i < TURNS; i++) {
+    const int e = i * THREADS + thread, m = first_row + rank * ROWS + e / QUADS;
+    const int column = first_column + (e % QUADS) * 4;
+    addends[i] = make_uint2(0, 0);
+    if (e < ROWS * QUADS && m < M) {
+      const u16* from = residual + (u64)m * width + column;
+      if (column + 3 < width && (width & 3) == 0) {
+        addends[i] = *(const uint2*)from;
+      } else {
+        if (column < width) addends[i].x = from[0];
+        if (column + 1 < width) addends[i].x |= (u32)from[1] << 16;
+        if (column + 2 < width) addends[i].y = from[2];
+        if (column + 3 < width) addends[i].y |= (u32)from[3] << 16;
+      }
+    }
+  }
+#endif
+
+  float sum[BN / 2];
+#pragma unroll
+  for (int i = 0; i < BN / 2; i++) sum[i] = 0.f;
+  fence_registers(sum);
+  Squares squares = {0.f, 0.f};
+  for (int t = 0; t < count; t++) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(ASKED - 1) : "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();
+    // All have finished with the tile before the previous one.
+    const int next = t + STAGES - 2;
+    if (!RESIDENT && next < count) {
+      const u32 tile = base + (next % STAGES) * STAGE;
+      ask_for_weights(p, tile, next * BK);
+      ask_for_inputs(p, tile, next * BK);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    const u32 tile = base + (t % STAGES) * STAGE;
+    multiply_tile(sum, squares, tile, gains + t * (BK / 2), warp, lane);
+  }
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  fence_registers(sum);
+
+#if SPLIT > 1
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all have started
+#else
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  __syncthreads();  // parts stand where tiles were
+#endif
+  // Every row goes to the block that finishes it: row r of rank d is there row (own rank, r % ROWS).
+  const int r = warp * 16 + (lane >> 2);
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int row = r + half * 8;
+    const u32 line = shared_address(parts + (rank * ROWS + row % ROWS) * PITCH);
+    const u32 to = at_rank(line, row / ROWS);
+#pragma unroll
+    for (int j = 0; j < BN / 8; j++)
+      send(to + (j * 8 + (lane & 3) * 2) * 4, sum[j * 4 + half * 2], sum[j * 4 + half * 2 + 1]);
+#if NORM
+    float s = half ? squares.high : squares.low;
+    s += __shfl_xor_sync(~0u, s, 1);
+    s += __shfl_xor_sync(~0u, s, 2);
+    if ((lane & 3) == 0)
+      send(at_rank(shared_address(squares_of + rank * ROWS + row % ROWS), row / ROWS), s);
+#endif
+  }
+#if SPLIT > 1
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+
+#pragma unroll
+  for (int i = 0; i < TURNS; i++) {
+    const int e = i * THREADS + thread;
+    if (TURNS * THREADS > ROWS * QUADS && e >= ROWS * QUADS) break;
+    const int row = e / QUADS, c = (e % QUADS) * 4;
+    const int m = first_row + rank * ROWS + row, column = first_column + c;
+    float v[4] = {0.f, 0.f, 0.f, 0.f}, u[4] = {0.f, 0.f, 0.f, 0.f}, scale = 1.f;
+#pragma unroll
+    for (int s = 0; s < SPLIT; s++) {
+      const float4 f = *(const float4*)(parts + (s * ROWS + row) * PITCH + c);
+      v[0] += f.x; v[1] += f.y; v[2] += f.z; v[3] += f.w;
+      if (EPILOGUE == GATED) {
+        const float4 h = *(const float4*)(parts + (s * ROWS + row) * PITCH + BN / 2 + c);
+        u[0] += h.x; u[1] += h.y; u[2] += h.z; u[3] += h.w;
+      }
+    }
+#if NORM
+    float total = 0.f;
+#pragma unroll
+    for (int s = 0; s < SPLIT; s++) total += squares_of[s * ROWS + row];
+    scale = rsqrtf(total / K + eps);
+#endif
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      float value = v[j] * scale, other = u[j] * scale;
+      if (bias != nullptr && column + j < width) {
+        value += widen(bias[column + j]);
+        if (EPILOGUE == GATED) other += widen(bias[column + j + N / 2]);
+      }
+      if (EPILOGUE == GATED) value = silu(value) * other;
+#if EPILOGUE == ADD
+      const u32 pair = j < 2 ? addends[i].x : addends[i].y;
+      value += j % 2 ? high(pair) : low(pair);
+#endif
+      v[j] = value;
+    }
+    if (m < M) {
+      u16* to = y + (u64)m * width + column;
+      if (column + 3 < width && (width & 3) == 0) {
+        *(uint2*)to = make_uint2(pack(v[0], v[1]), pack(v[2], v[3]));
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+          if (column + j < width) to[j] = narrow(v[j]);
+      }
+    }
+  }
+}

@@ -1,0 +1,184 @@
+"""Which experts a token visits, and the order in which their products are computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import join_chain, options, pad2
+from .sampling import ordered
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.moe import RoutingSpec
+
+_SOFTMAX_FLOOR = 1e-12
+_SIGMOID_FLOOR = 1e-20
+_TAKEN = tl.constexpr(-(2**63))
+# Up to here every expert's program looks at all assignments; above, sorting them is cheaper.
+_FEW_SLOTS = 4096
+
+
+@triton.jit
+def _rank(x, index):
+    """int64 that orders by x, then by the smaller index."""
+    return (ordered(x).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def _route(
+    logits_p, bias_p, ids_p, weights_p, stride, floor, scaling,
+    EXPERTS: tl.constexpr, GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PAD_GROUPS: tl.constexpr, PAD_SIZE: tl.constexpr, PAD_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    join_chain(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    SIZE: tl.constexpr = EXPERTS // GROUPS
+    group = tl.arange(0, PAD_GROUPS)
+    member = tl.arange(0, PAD_SIZE)
+    expert = group[:, None] * SIZE + member[None, :]
+    inside = (group < GROUPS)[:, None] & (member < SIZE)[None, :]
+    x = tl.load(logits_p + token * stride + expert, mask=inside, other=float("-inf"))
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-x))
+    else:
+        scores = tl.exp(x - tl.max(x))
+        scores = scores / tl.sum(scores)
+    ranking = scores
+    if HAS_BIAS:
+        ranking += tl.load(bias_p + expert, mask=inside, other=0.0)
+    rank = tl.where(inside, _rank(ranking, expert), _TAKEN)
+    if GROUPS > 1:
+        # A group is worth its two best experts; what stands in the others is closed.
+        best = tl.max(rank, 1)
+        first = tl.sum(tl.where(rank == best[:, None], ranking, 0.0), 1)
+        worth = first
+        if SIZE > 1:
+            rest = tl.where(rank == best[:, None], _TAKEN, rank)
+            worth += tl.sum(tl.where(rest == tl.max(rest, 1)[:, None], ranking, 0.0), 1)
+        order = tl.where(group < GROUPS, _rank(worth, group), _TAKEN)
+        is_open = tl.zeros((PAD_GROUPS,), tl.int32)
+        for _ in tl.static_range(OPEN):
+            chosen = order == tl.max(order, 0)
+            is_open = tl.where(chosen, 1, is_open)
+            order = tl.where(chosen, _TAKEN, order)
+        rank = tl.where((is_open == 1)[:, None], rank, _TAKEN)
+    nth = tl.arange(0, PAD_K)
+    ids = tl.zeros((PAD_K,), tl.int64)
+    weights = tl.zeros((PAD_K,), tl.float32)
+    for j in tl.static_range(TOP_K):
+        best = tl.max(rank)
+        chosen = rank == best
+        ids = tl.where(nth == j, 0x7FFFFFFF - (best & 0x7FFFFFFF), ids)
+        weights = tl.where(nth == j, tl.sum(tl.where(chosen, scores, 0.0)), weights)
+        rank = tl.where(chosen, _TAKEN, rank)
+    if RENORMALIZE:
+        weights = weights / tl.maximum(tl.sum(weights, 0), floor)
+    place = token * TOP_K + nth
+    tl.store(ids_p + place, ids, mask=nth < TOP_K)
+    tl.store(weights_p + place, weights * scaling, mask=nth < TOP_K)
+
+
+@triton.jit(do_not_specialize=["num_slots", "max_blocks"])
+def _align(
+    ids_p, order_p, experts_p, num_slots, max_blocks,
+    EXPERTS: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per expert: where its rows stand in the order, and which."""
+    join_chain(PDL)
+    mine = tl.program_id(0)
+    expert = tl.arange(0, PAD)
+    counts = tl.zeros((PAD,), tl.int32)
+    for begin in range(0, num_slots, BLOCK):
+        slots = begin + tl.arange(0, BLOCK)
+        ids = tl.load(ids_p + slots, mask=slots < num_slots, other=0).to(tl.int32)
+        counts += tl.histogram(ids, PAD, mask=slots < num_slots)
+    blocks = (counts + BM - 1) // BM
+    first = tl.sum(tl.where(expert < mine, blocks, 0), 0)
+    own = tl.sum(tl.where(expert == mine, blocks, 0), 0)
+    done = tl.zeros((), tl.int32)
+    for begin in range(0, num_slots, BLOCK):
+        slots = begin + tl.arange(0, BLOCK)
+        ids = tl.load(ids_p + slots, mask=slots < num_slots, other=-1).to(tl.int32)
+        match = (ids == mine).to(tl.int32)
+        place = first * BM + done + tl.cumsum(match, 0) - match
+        tl.store(order_p + place, slots, mask=match == 1)
+        done += tl.sum(match, 0)
+    # The rest of the last block is nobody's.
+    place = done + tl.arange(0, BM)
+    tl.store(order_p + first * BM + place, num_slots, mask=place < own * BM)
+    for block in range(first, first + own):
+        tl.store(experts_p + block, mine)
+    if mine == EXPERTS - 1:
+        for begin in range(first + own, max_blocks, BLOCK):
+            unused = begin + tl.arange(0, BLOCK)
+            tl.store(experts_p + unused, -1, mask=unused < max_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Assignments (token * top_k + nth) by expert, each expert's from a new block of rows on."""
+
+    slots: torch.Tensor  # [blocks * BM] int32; the number of assignments where there is none
+    experts: torch.Tensor  # [blocks] expert of each block; -1: nothing is left
+    is_alone: bool = False  # every assignment is a block of its own: `slots` is not needed
+
+
+def moe_routing(
+    router_logits: torch.Tensor, correction_bias: torch.Tensor | None, spec: RoutingSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(topk_ids [T, k] int64, topk_weights [T, k] float32). Batch-invariant; ids are valid whatever the
+    logits hold."""
+    tokens, experts = router_logits.shape
+    router_logits = router_logits if router_logits.stride(-1) == 1 else router_logits.contiguous()
+    ids = torch.empty((tokens, spec.top_k), dtype=torch.int64, device=router_logits.device)
+    weights = torch.empty((tokens, spec.top_k), dtype=torch.float32, device=router_logits.device)
+    if tokens:
+        size = pad2(experts // spec.num_groups)
+        _route[(tokens,)](
+            router_logits, router_logits if correction_bias is None else correction_bias,
+            ids, weights, router_logits.stride(0),
+            _SOFTMAX_FLOOR if spec.scoring == "softmax" else _SIGMOID_FLOOR,
+            float(spec.scaling_factor), EXPERTS=experts, GROUPS=spec.num_groups,
+            OPEN=spec.top_k_groups, TOP_K=spec.top_k, SIGMOID=spec.scoring == "sigmoid",
+            RENORMALIZE=spec.renormalize, HAS_BIAS=correction_bias is not None,
+            PAD_GROUPS=pad2(spec.num_groups), PAD_SIZE=size, PAD_K=pad2(spec.top_k),
+            **options(num_warps=1),
+        )  # fmt: skip
+    return ids, weights
+
+
+def order_by_expert(ids: torch.Tensor, num_experts: int, rows: int) -> Order:
+    """The order for blocks of `rows` rows. Sizes depend on the shape of ids alone: nothing is waited for."""
+    ids, num_slots = ids.contiguous(), ids.numel()
+    blocks = min(num_slots, num_experts) + max(0, num_slots - num_experts) // rows
+    if num_slots > _FEW_SLOTS:
+        return _sorted_order(ids.reshape(-1), num_experts, rows, blocks)
+    slots = torch.empty(blocks * rows, dtype=torch.int32, device=ids.device)
+    experts = torch.empty(blocks, dtype=torch.int32, device=ids.device)
+    _align[(num_experts,)](
+        ids, slots, experts, num_slots, blocks, EXPERTS=num_experts, PAD=pad2(num_experts),
+        BM=rows, BLOCK=min(1024, pad2(num_slots)), **options(num_warps=4),
+    )  # fmt: skip
+    return Order(slots, experts)
+
+
+def _sorted_order(ids: torch.Tensor, num_experts: int, rows: int, blocks: int) -> Order:
+    by_expert, slots = torch.sort(ids, stable=True)
+    expert = torch.arange(num_experts + 1, device=ids.device)
+    begins = torch.searchsorted(by_expert, expert)
+    counts = begins.diff()
+    ends = torch.cumsum((counts + rows - 1) // rows, 0)
+    starts = (ends - (counts + rows - 1) // rows) * rows
+    place = starts[by_expert] + torch.arange(len(ids), device=ids.device) - begins[by_expert]
+    order = torch.full((blocks * rows,), len(ids), dtype=torch.int32, device=ids.device)
+    order[place] = slots.to(torch.int32)
+    block = torch.arange(blocks, device=ids.device)
+    experts = torch.searchsorted(ends, block, right=True)
+    experts = torch.where(experts < num_experts, experts, -1).to(torch.int32)
+    return Order(order, experts)

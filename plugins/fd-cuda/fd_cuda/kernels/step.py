@@ -1,0 +1,148 @@
+"""Around a decode step: from the slots' state to its inputs, and from drawn tokens back. One kernel each."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import join_chain, options, pad2
+
+# Codes the host reads in place of tokens; see contracts/ops.py.
+NOT_ACCEPTED = tl.constexpr(-1)
+NOT_FINITE = tl.constexpr(-2)
+NOTHING_POSSIBLE = tl.constexpr(-3)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _prepare(
+    slots_p, tables_p, computed_p, newest_p, drafts_p, num_drafts_p, num_slots, max_blocks, k,
+    ids_p, positions_p, mapping_p, lens_p, out_p,
+    BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr, TABLE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    join_chain(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_p + row)
+    is_row = slot < num_slots - 1
+    start = tl.load(computed_p + slot)
+    nth = tl.arange(0, PAD)
+    feeds = (nth <= tl.load(num_drafts_p + slot)) & is_row & (nth < WIDTH)
+    where = start + tl.where(feeds, nth, 0)
+    ids = tl.load(drafts_p + slot * k + nth - 1, mask=feeds & (nth > 0), other=0)
+    ids = tl.where(nth == 0, tl.load(newest_p + slot), ids)
+    table = tables_p + slot * max_blocks
+    block = tl.load(table + where // BLOCK_SIZE, mask=feeds, other=0).to(tl.int64)
+    place = block * BLOCK_SIZE + where % BLOCK_SIZE
+    out = row * WIDTH + nth
+    tl.store(ids_p + out, tl.where(feeds, ids, 0), mask=nth < WIDTH)
+    tl.store(positions_p + out, where, mask=nth < WIDTH)
+    tl.store(mapping_p + out, tl.where(feeds, place, -1), mask=nth < WIDTH)
+    tl.store(lens_p + row, tl.where(is_row, start + WIDTH, 0).to(tl.int32))
+    for first in range(0, max_blocks, TABLE):
+        column = first + tl.arange(0, TABLE)
+        blocks = tl.load(table + column, mask=column < max_blocks, other=0)
+        tl.store(out_p + row * max_blocks + column, blocks, mask=column < max_blocks)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _finish(
+    slots_p, drawn_p, marked_p, accepted_p, computed_p, newest_p, results_p, num_slots,
+    WIDTH: tl.constexpr, PAD: tl.constexpr, HAS_ACCEPTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    join_chain(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_p + row)
+    accepted = tl.load(accepted_p + row) if HAS_ACCEPTED else tl.zeros((), tl.int64)
+    is_row = slot < num_slots - 1
+    token = tl.load(drawn_p + row * WIDTH + accepted)
+    start = tl.load(computed_p + slot)
+    # Several rows may name the last slot; it stays as it is.
+    tl.store(newest_p + slot, token, mask=is_row)
+    tl.store(computed_p + slot, start + 1 + accepted, mask=is_row)
+    nth = tl.arange(0, PAD)
+    marked = tl.load(marked_p + row * WIDTH + nth, mask=nth < WIDTH, other=0)
+    marked = tl.where(nth <= accepted, marked, NOT_ACCEPTED)
+    tl.store(results_p + row * WIDTH + nth, marked, mask=nth < WIDTH)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _mark(
+    drawn_p, peaks_p, possible_p, out_p, count,
+    HAS_POSSIBLE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    join_chain(PDL)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < count
+    drawn = tl.load(drawn_p + place, mask=mask, other=0)
+    if HAS_POSSIBLE:
+        possible = tl.load(possible_p + place, mask=mask, other=0.0)
+        drawn = tl.where(_is_finite(possible), drawn, NOTHING_POSSIBLE)
+    peak = tl.load(peaks_p + place, mask=mask, other=0.0)
+    tl.store(out_p + place, tl.where(_is_finite(peak), drawn, NOT_FINITE), mask=mask)
+
+
+@triton.jit
+def _is_finite(x):
+    return (x == x) & (tl.abs(x) < float("inf"))
+
+
+def prepare_decode(
+    slots: torch.Tensor,
+    tables: torch.Tensor,
+    num_computed: torch.Tensor,
+    newest: torch.Tensor,
+    drafts: torch.Tensor,
+    num_drafts: torch.Tensor,
+    block_size: int,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+) -> None:
+    """Fill the last five from the slots of the rows."""
+    num_rows = slots.shape[0]
+    if not num_rows:
+        return
+    width, max_blocks = input_ids.shape[0] // num_rows, tables.shape[1]
+    _prepare[(num_rows,)](
+        slots, tables, num_computed, newest, drafts, num_drafts, num_computed.shape[0], max_blocks,
+        drafts.shape[1], input_ids, positions, slot_mapping, seq_lens, block_tables,
+        BLOCK_SIZE=block_size, WIDTH=width, PAD=pad2(width), TABLE=min(1024, pad2(max_blocks)),
+        **options(num_warps=4),
+    )  # fmt: skip
+
+
+def finish_decode(
+    slots: torch.Tensor,
+    drawn: torch.Tensor,
+    marked: torch.Tensor,
+    num_accepted: torch.Tensor | None,
+    num_computed: torch.Tensor,
+    newest: torch.Tensor,
+    results: torch.Tensor,
+) -> None:
+    """Slots take what was drawn, results what the host is to know."""
+    num_rows, width = results.shape
+    if num_rows:
+        accepted = slots if num_accepted is None else num_accepted
+        _finish[(num_rows,)](
+            slots, drawn, marked, accepted, num_computed, newest, results, num_computed.shape[0],
+            WIDTH=width, PAD=pad2(width), HAS_ACCEPTED=num_accepted is not None,
+            **options(num_warps=1),
+        )  # fmt: skip
+
+
+def mark_broken(
+    drawn: torch.Tensor, peaks: torch.Tensor, possible: torch.Tensor | None
+) -> torch.Tensor:
+    """drawn, with a code in place of what means nothing."""
+    out = torch.empty_like(drawn)
+    if drawn.shape[0]:
+        block = 256
+        _mark[(triton.cdiv(drawn.shape[0], block),)](
+            drawn, peaks, drawn if possible is None else possible, out, drawn.shape[0],
+            HAS_POSSIBLE=possible is not None, BLOCK=block, **options(num_warps=2),
+        )  # fmt: skip
+    return out

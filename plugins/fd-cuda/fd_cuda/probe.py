@@ -1,0 +1,119 @@
+"""Is there an NVIDIA GPU, and can the installed software use it? Answers in words, never raises.
+
+The driver is asked through its own library with ctypes, so that a missing or broken tensor library
+does not hide what the machine has, and the other way round.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from dataclasses import dataclass
+
+_DRIVER_LIBRARIES = ("libcuda.so.1", "libcuda.so", "nvcuda.dll")
+# What cuInit returns, in words an operator can act on.
+_INIT_ERRORS = {
+    3: "the driver is not initialised",
+    34: "the library found is a stub without a driver behind it",
+    36: "GPUs are in exclusive use by another process",
+    46: "GPUs are busy or unavailable",
+    100: "the driver sees no GPU; check CUDA_VISIBLE_DEVICES and whether the container was given one",
+    101: "CUDA_VISIBLE_DEVICES names a GPU that does not exist",
+    802: "the fabric manager has not started",
+    803: "driver library and kernel module have different versions; reboot or reinstall the driver",
+    804: "the forward-compatibility library does not support this GPU; remove it",
+    999: "the driver failed; see dmesg for lines with NVRM or Xid",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """What the driver says. `error` is empty when there is at least one GPU."""
+
+    version: tuple[int, int] = (0, 0)  # the newest CUDA it can run
+    num_gpus: int = 0
+    names: tuple[str, ...] = ()
+    error: str = ""
+
+
+def ask_driver() -> Driver:
+    """Versions and GPUs, through libcuda."""
+    library = None
+    for name in _DRIVER_LIBRARIES:
+        try:
+            library = ctypes.CDLL(name)
+            break
+        except OSError:
+            continue
+    if library is None:
+        return Driver(error="no NVIDIA driver is installed (libcuda.so.1 was not found)")
+    code = library.cuInit(0)
+    if code:
+        words = _INIT_ERRORS.get(code, "the driver could not be initialised")
+        return Driver(error=f"{words} (cuInit returned {code})")
+    version, count = ctypes.c_int(), ctypes.c_int()
+    library.cuDriverGetVersion(ctypes.byref(version))
+    library.cuDeviceGetCount(ctypes.byref(count))
+    names = []
+    for index in range(count.value):
+        handle, text = ctypes.c_int(), ctypes.create_string_buffer(256)
+        if not library.cuDeviceGet(ctypes.byref(handle), index):
+            library.cuDeviceGetName(text, 256, handle)
+        names.append(text.value.decode("ascii", "replace"))
+    error = "" if count.value else _INIT_ERRORS[100]
+    newest = (version.value // 1000, version.value % 1000 // 10)
+    return Driver(newest, count.value, tuple(names), error)
+
+
+def why_not_torch(driver: Driver) -> str:
+    """Why torch cannot use the driver's GPUs; empty if it can."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed; install a CUDA build of it (torch>=2.8)"
+    try:
+        import torch
+    except Exception as error:
+        return f"torch cannot be imported: {type(error).__name__}: {error}"
+    if torch.version.cuda is None:
+        return (
+            f"torch {torch.__version__} is built without CUDA; install a CUDA build that the driver "
+            f"can run (CUDA {_text(driver.version)} or older)"
+        )
+    built = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
+    # Within one major version a newer build runs on an older driver, of at least that major.
+    if driver.version[0] < built[0]:
+        return (
+            f"the driver is too old: it runs CUDA {_text(driver.version)} and older, torch "
+            f"{torch.__version__} is built for CUDA {torch.version.cuda}; update the driver or "
+            "install an older CUDA build of torch"
+        )
+    try:
+        if not torch.cuda.is_available():
+            return "torch.cuda.is_available() is False although the driver sees a GPU"
+    except Exception as error:
+        return f"torch cannot open the GPU: {type(error).__name__}: {error}"
+    return ""
+
+
+def why_not_paddle() -> str:
+    """Why PaddlePaddle cannot use the GPUs; empty if it can."""
+    if importlib.util.find_spec("paddle") is None:
+        return "paddlepaddle-gpu is not installed"
+    try:
+        import paddle
+
+        if not paddle.is_compiled_with_cuda():
+            return f"paddle {paddle.__version__} is built without CUDA; install paddlepaddle-gpu"
+        if not paddle.device.cuda.device_count():
+            return "paddle sees no GPU"
+    except Exception as error:
+        return f"paddle cannot be used: {type(error).__name__}: {error}"
+    return ""
+
+
+def has_triton() -> bool:
+    """Whether kernels can be compiled; without it the reference operations run."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _text(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

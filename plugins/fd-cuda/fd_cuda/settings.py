@@ -1,0 +1,63 @@
+"""What an operator may set for this plugin, all through the environment: FD_CUDA_*."""
+
+from __future__ import annotations
+
+import os
+
+from fastdeploy_core.errors import ConfigError
+
+# name: (possible values, default, what it does)
+VARIABLES: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "FD_CUDA_TF32": (
+        ("0", "1"),
+        "0",
+        "float32 products use the tensor cores' short mantissa: faster, not exact",
+    ),
+    "FD_CUDA_ALLOCATOR": (
+        ("expandable", "default"),
+        "expandable",
+        "torch's caching allocator: growing segments (little fragmentation), or torch's own default",
+    ),
+    "FD_CUDA_ALL_REDUCE": (
+        ("auto", "nccl"),
+        "auto",
+        "small sums over NVLink by one kernel where the GPUs reach each other, or NCCL for all",
+    ),
+    "FD_CUDA_PDL": (
+        ("0", "1"),
+        "1",
+        "kernels start while the one before still runs (programmatic dependent launch)",
+    ),
+    "FD_CUDA_NATIVE": (
+        ("0", "1"),
+        "1",
+        "CUDA C++ kernels, compiled by NVRTC at first use and kept; 0: Triton and cuBLAS alone",
+    ),
+    "FD_CUDA_TUNE": (
+        ("0", "1"),
+        "1",
+        "products of shapes that no table has are measured at first use; 0: a rule chooses kernels",
+    ),
+    "FD_BATCH_INVARIANT": (
+        ("0", "1"),
+        "0",
+        "a row's results are the same, bit for bit, whatever the batch holds beside it; slower",
+    ),
+}
+
+
+def setting(name: str) -> str:
+    """The variable's value; ConfigError names the possible ones."""
+    possible, default, _ = VARIABLES[name]
+    value = os.environ.get(name, "").strip() or default
+    if value not in possible:
+        raise ConfigError(
+            f"environment variable {name} cannot be read: got {value!r:.80}; "
+            f"possible: {', '.join(possible)}; unset it for the default ({default!r})"
+        )
+    return value
+
+
+def is_batch_invariant() -> bool:
+    """Whether a row's result may not depend, in any bit, on how many rows are computed with it."""
+    return setting("FD_BATCH_INVARIANT") == "1"

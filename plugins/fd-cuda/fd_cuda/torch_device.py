@@ -1,0 +1,199 @@
+"""One GPU on torch: memory, page-locked staging, events, graphs, collectives."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+from fastdeploy_core.contracts.device import (
+    CapturedGraph,
+    Communicator,
+    DeviceEvent,
+    DeviceLimits,
+    DeviceOptions,
+    MemoryInfo,
+)
+from fastdeploy_core.errors import ConfigError
+from fastdeploy_core.tensor import load
+
+from .device import CudaDevice, wait
+from .settings import setting
+
+if TYPE_CHECKING:
+    from fastdeploy_core.tensor import Tensor
+
+_ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_OLDEST_WITH_BFLOAT16: Final = (8, 0)
+
+
+class TorchCudaDevice(CudaDevice):
+    """See DeviceBackend. Calls may come from any thread: each makes this GPU the thread's own."""
+
+    def __init__(self, options: DeviceOptions) -> None:
+        _check(options.index)
+        _configure_allocator()
+        self.xp = load("torch")
+        self.index = options.index
+        self.device = f"cuda:{options.index}"
+        self._torch_device = torch.device(self.device)
+        self._capture_stream: torch.cuda.Stream | None = None
+        self._bind()
+        fast = setting("FD_CUDA_TF32") == "1"
+        torch.set_float32_matmul_precision("high" if fast else "highest")
+        torch.backends.cudnn.allow_tf32 = fast
+        torch.cuda.manual_seed(options.seed)
+        if options.num_threads:
+            torch.set_num_threads(options.num_threads)
+        new_enough = torch.cuda.get_device_capability(self.index) >= _OLDEST_WITH_BFLOAT16
+        self.limits = DeviceLimits(
+            dtypes=("float32", "float16", "bfloat16") if new_enough else ("float32", "float16"),
+            graph_capture=True,
+            graph_collectives=True,
+            asynchronous=True,
+            max_tensor_parallel_size=torch.cuda.device_count(),
+        )
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def memory(self) -> MemoryInfo:
+        """What the driver says; other processes on the GPU count."""
+        free, total = torch.cuda.mem_get_info(self.index)
+        return MemoryInfo(total_bytes=total, free_bytes=free)
+
+    def to_device(self, array: np.ndarray) -> Tensor:
+        """Through page-locked memory, so that the call returns before the copy has happened."""
+        self._bind()
+        x = self.xp.from_numpy(np.ascontiguousarray(array) if array.ndim else array)
+        if not x.numel():
+            return x.to(self._torch_device)
+        return x.pin_memory().to(self._torch_device, non_blocking=True)
+
+    def to_host(self, x: Tensor) -> np.ndarray:
+        """The values, once they are there; other threads run meanwhile."""
+        self._bind()
+        if x.is_cuda and x.numel():
+            pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            pinned.copy_(x.detach(), non_blocking=True)
+            wait(self.record_event())
+            x = pinned
+        return self.xp.to_numpy(x)
+
+    def host_buffer(self, num_bytes: int) -> np.ndarray:
+        """Page-locked; freed with the last view of it."""
+        self._bind()
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+
+    def upload(self, source: np.ndarray, target: Tensor) -> None:
+        """Queued on the current stream."""
+        self._bind()
+        target.copy_(torch.from_numpy(source), non_blocking=True)
+
+    def download(self, source: Tensor, target: np.ndarray) -> None:
+        """Queued on the current stream."""
+        self._bind()
+        if source.numel():
+            flat = source.detach().view(-1).view(torch.uint8)
+            torch.from_numpy(target).copy_(flat, non_blocking=True)
+
+    # -- work -------------------------------------------------------------------------------------
+
+    def record_event(self) -> DeviceEvent:
+        """On the current stream."""
+        self._bind()
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def capture(self, run: Callable[[], None], beside: CapturedGraph | None = None) -> TorchGraph:
+        """One CUDA graph, in the memory pool of `beside` if that is given."""
+        self._bind()
+        graph = torch.cuda.CUDAGraph()
+        shared = (beside.pool,) if isinstance(beside, TorchGraph) else ()
+        torch.cuda.synchronize()
+        self._capture_stream = self._capture_stream or torch.cuda.Stream()
+        with torch.cuda.stream(self._capture_stream), _no_garbage_collection():
+            # Only this thread's mistakes end the recording: others may copy and allocate meanwhile.
+            graph.capture_begin(*shared, capture_error_mode="thread_local")
+            try:
+                run()
+            except BaseException:
+                with suppress(RuntimeError):  # what went wrong first is what matters
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return TorchGraph(graph)
+
+    def communicator(self, rank: int, world_size: int, address: str) -> Communicator:
+        """NCCL, and one kernel of our own for small sums."""
+        from .communicator import CudaCommunicator
+
+        self._bind()
+        return CudaCommunicator(self, rank, world_size, address)
+
+    def close(self) -> None:
+        """Memory that is cached goes back to the driver; tensors still referred to stay."""
+        torch.cuda.empty_cache()
+
+    def _bind(self) -> None:
+        if torch.cuda.current_device() != self.index:
+            torch.cuda.set_device(self.index)
+
+
+class TorchGraph:
+    """See CapturedGraph."""
+
+    __slots__ = ("_graph", "replay")
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graph = graph
+        self.replay: Callable[[], None] = graph.replay  # no frame of ours in the decode loop
+
+    @property
+    def pool(self) -> tuple[int, int]:
+        """The memory that graphs beside this one may share."""
+        return self._graph.pool()
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """While recording: a GPU object freed by chance would break the graph."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _check(index: int) -> None:
+    """ConfigError unless the GPU is there."""
+    from .probe import ask_driver, why_not_torch
+
+    driver = ask_driver()
+    reason = driver.error or why_not_torch(driver)
+    if reason:
+        raise ConfigError(f"device 'cuda' cannot be used: {reason}; run: fastdeploy plugins doctor")
+    count = torch.cuda.device_count()
+    if index >= count:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        limited = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r})"
+        raise ConfigError(
+            f"GPU {index} is asked for; this process sees {count}{limited}; lower "
+            "--tensor-parallel-size or make more of them visible"
+        )
+
+
+def _configure_allocator() -> None:
+    """Growing segments, unless the operator chose; only before torch's first allocation."""
+    if setting("FD_CUDA_ALLOCATOR") == "default" or torch.cuda.is_initialized():
+        return
+    if not any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
+        configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        configure = configure or torch.cuda.memory._set_allocator_settings  # before torch 2.9
+        configure("expandable_segments:True")

@@ -1,0 +1,223 @@
+"""Steps of random sequences over a scattered cache, for the tests of the attention drivers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
+from fastdeploy_core.testing import oracle
+
+TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
+MAX_POSITION = 4096
+
+
+@dataclass
+class Step:
+    """Random sequences in a scattered cache, and one step over them."""
+
+    device: Any
+    spec: AttentionSpec
+    rows: list[tuple[int, int]]  # (tokens fed, tokens in all); (n, 0): a row that stands in
+    block_size: int = 16
+    rotary_dim: int = 0
+    padding: int = 0  # how many tokens at the end of each row are padding
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        spec, rng = self.spec, np.random.default_rng(self.seed)
+        self.dtype = getattr(torch, spec.dtype)
+        self.fed = [fed for fed, _ in self.rows]
+        self.starts = np.cumsum([0, *self.fed]).astype(np.int32)
+        total = int(self.starts[-1])
+
+        def values(*shape: int) -> torch.Tensor:
+            x = torch.from_numpy(rng.standard_normal(shape).astype(np.float32))
+            return x.to(self.dtype)
+
+        heads, kv_heads = spec.num_heads, spec.num_kv_heads
+        widths = (heads * spec.head_dim, kv_heads * spec.head_dim, kv_heads * spec.v_head_dim)
+        # As layers hand them over: slices of one matrix.
+        self.qkv = values(total, sum(widths))
+        q, k, v = self.qkv.split(widths, 1)
+        self.q = q.view(total, heads, spec.head_dim)
+        self.k = k.view(total, kv_heads, spec.head_dim)
+        self.v = v.view(total, kv_heads, spec.v_head_dim)
+        angles = rng.standard_normal((MAX_POSITION, self.rotary_dim // 2))
+        table = np.concatenate((np.cos(angles), np.sin(angles)), 1).astype(np.float32)
+        self.rotary = torch.from_numpy(table) if self.rotary_dim else None
+        blocks = [-(-max(n, 1) // self.block_size) for _, n in self.rows]
+        free = list(rng.permutation(np.arange(1, sum(blocks) + 4)))
+        self.tables = np.zeros((len(self.rows), max(blocks)), np.int32)
+        for row, count in enumerate(blocks):
+            self.tables[row, :count] = [free.pop() for _ in range(count)]
+        slots = (sum(blocks) + 4) * self.block_size
+        self.old_k = values(slots, kv_heads, spec.head_dim)
+        self.old_v = values(slots, kv_heads, spec.v_head_dim)
+        # What nobody may see.
+        used = [self.slot(r, t) for r, (fed, n) in enumerate(self.rows) for t in range(n - fed)]
+        unused = np.setdiff1d(np.arange(slots), used)
+        self.old_k[unused] = self.old_v[unused] = float("nan")
+
+    def slot(self, row: int, token: int) -> int:
+        return int(self.tables[row, token // self.block_size]) * self.block_size + (
+            token % self.block_size
+        )
+
+    def positions(self) -> np.ndarray:
+        return np.array([max(n - fed + i, 0) for fed, n in self.rows for i in range(fed)], np.int64)
+
+    def slot_mapping(self) -> np.ndarray:
+        return np.array(
+            [
+                self.slot(row, n - fed + i) if n and i < fed - self.padding else -1
+                for row, (fed, n) in enumerate(self.rows)
+                for i in range(fed)
+            ],
+            np.int64,
+        )
+
+    def batch(self, *, tokens_per_row: int = 0, is_exact: bool = True) -> AttentionBatch:
+        put = self.device.to_device
+        lengths = np.array([n for _, n in self.rows], np.int32)
+        return AttentionBatch(
+            num_seqs=len(self.rows),
+            num_tokens=int(self.starts[-1]),
+            cu_seqlens_q=self.starts,
+            seq_lens=lengths if is_exact else np.full_like(lengths, MAX_POSITION),
+            block_tables=self.tables if is_exact else np.zeros_like(self.tables),
+            cu_seqlens_q_dev=put(self.starts),
+            seq_lens_dev=put(lengths),
+            block_tables_dev=put(self.tables),
+            slot_mapping=put(self.slot_mapping()),
+            positions=put(self.positions()),
+            tokens_per_row=tokens_per_row,
+            is_exact=is_exact,
+        )
+
+    def run(self, driver: Any, batch: AttentionBatch) -> tuple[np.ndarray, list[np.ndarray]]:
+        """(result, caches afterwards)."""
+        spec, to = self.spec, self.device.device
+        shapes = driver.cache_shapes(self.old_k.shape[0] // self.block_size)
+        olds = (self.old_k, self.old_v)[: len(shapes)]
+        cache = tuple(c.reshape(s).to(to) for c, s in zip(olds, shapes, strict=True))
+        qkv = self.qkv.to(to)
+        q, k, v = (
+            torch.as_strided(qkv, x.shape, x.stride(), x.storage_offset())
+            for x in (self.q, self.k, self.v)
+        )
+        rotary = None if self.rotary is None else self.rotary.to(to)
+        if spec.kind == "mla":  # unit core: the step's rows are in the cache
+            mapping = torch.from_numpy(self.slot_mapping())
+            cache[0].view(-1, spec.head_dim)[mapping[mapping >= 0].to(to)] = k[mapping >= 0, 0]
+            v = k[..., : spec.kv_lora_rank]
+        out = driver.forward(q, k, v, cache, driver.prepare(batch), rotary)
+        return out.float().cpu().numpy(), [c.float().cpu().numpy() for c in cache]
+
+    def expected(self) -> list[np.ndarray]:
+        """Per row, in float64, from the rotated values as the model's dtype holds them."""
+        results, (q, k) = [], self.rotated()
+        v = self.v.double().numpy()
+        old_k, old_v = self.old_k.double().numpy(), self.old_v.double().numpy()
+        for row, (fed, n) in enumerate(self.rows):
+            own = slice(self.starts[row], self.starts[row + 1])
+            before = [self.slot(row, t) for t in range(n - fed)]
+            keys = np.concatenate((old_k[before], k[own]))
+            if self.spec.kind == "mla":
+                values = keys[..., : self.spec.kv_lora_rank]
+            else:
+                values = np.concatenate((old_v[before], v[own]))
+            results.append(oracle.attention(q[own], keys, values, self.spec.scale))
+        return results
+
+    def rotated(self) -> tuple[np.ndarray, np.ndarray]:
+        q, k = self.q.double().numpy(), self.k.double().numpy()
+        if self.rotary is None:
+            return q, k
+        table, at = self.rotary.double().numpy(), self.positions()
+        turned = (oracle.rotary(x, at, table, self.spec.rotary_interleaved) for x in (q, k))
+        return tuple(torch.from_numpy(x).to(self.dtype).double().numpy() for x in turned)
+
+    def check(self, driver: Any, batch: AttentionBatch) -> np.ndarray:
+        out, caches = self.run(driver, batch)
+        assert np.isfinite(out).all()
+        limit = TOLERANCE[self.spec.dtype]
+        for row, expected in enumerate(self.expected()):
+            if self.rows[row][1] == 0:
+                continue
+            fed = self.fed[row] - self.padding
+            got = out[self.starts[row] : self.starts[row] + fed]
+            assert np.abs(got - expected[:fed]).max() <= limit * max(1, np.abs(expected).max())
+        if self.spec.kind == "gqa":
+            self._check_cache(caches)
+        return out
+
+    def _check_cache(self, caches: list[np.ndarray]) -> None:
+        mapping = self.slot_mapping()
+        kept = mapping >= 0
+        news = (self.rotated()[1], self.v.double().numpy())
+        for old, new, cache in zip((self.old_k, self.old_v), news, caches, strict=True):
+            wanted = old.float().numpy()
+            wanted[mapping[kept]] = new[kept]
+            got = cache.reshape(wanted.shape)
+            assert np.allclose(got, wanted, rtol=1e-2, atol=1e-3, equal_nan=True)
+
+
+def gqa(
+    dtype: str, heads: int = 4, kv_heads: int = 2, width: int = 32, *, interleaved: bool = False
+) -> AttentionSpec:
+    return AttentionSpec(
+        "gqa", heads, kv_heads, width, width, width**-0.5, dtype, rotary_interleaved=interleaved
+    )
+
+
+MIXED = [(1, 70), (20, 20), (33, 90), (1, 1), (3, 40), (9, 9), (1, 33)]
+
+
+def mla(dtype: str, heads: int = 5, rank: int = 32, rope: int = 16) -> AttentionSpec:
+    return AttentionSpec(
+        "mla", heads, 1, rank + rope, rank, 0.2, dtype, kv_lora_rank=rank, qk_rope_head_dim=rope
+    )
+
+
+class Host:
+    """As much of a device as compiling needs."""
+
+    device = "cpu"
+
+    def to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array)
+
+
+def compile_cases(capability: int) -> Iterator[Callable[[], Any]]:
+    """Steps of models' shapes, for drivers made for that architecture."""
+    from fd_cuda.attention.gqa import PagedAttention
+    from fd_cuda.attention.mla import LatentAttention
+    from fd_cuda.attention.tuning import Gpu, Sizes
+
+    for spec, rotary, block_size in (
+        (gqa("bfloat16", 16, 2, 128), 128, 64),
+        (gqa("bfloat16", 20, 4, 128), 128, 16),
+        (gqa("float16", 4, 4, 64, interleaved=True), 32, 64),
+        (gqa("bfloat16", 8, 1, 256), 0, 64),
+        (gqa("float32", 6, 2, 40), 24, 5),
+        (mla("bfloat16", 16, 512, 64), 0, 64),
+        (mla("float16", 4, 128, 32), 0, 64),
+    ):
+        driver = LatentAttention if spec.kind == "mla" else PagedAttention
+        for rows, same in (
+            ([(1, 30), (1, 0)], 1),
+            ([(8, 30), (8, 9)], 8),
+            ([(1, 30), (40, 70)], 0),
+        ):
+
+            def case(spec=spec, rotary=rotary, size=block_size, rows=rows, same=same, d=driver):
+                built = d(spec, size, Host(), None)
+                built.use(Sizes(Gpu(132, capability >= 90)))
+                step = Step(Host(), spec, rows, rotary_dim=rotary, block_size=size)
+                return step.run(built, step.batch(tokens_per_row=same))
+
+            yield case

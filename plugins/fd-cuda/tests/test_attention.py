@@ -1,0 +1,38 @@
+"""Attention kernels against the conformance kit, interpreted on the CPU or compiled on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from fastdeploy_core.testing.conformance.test_attention import AttentionConformance
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class _Direct(AttentionConformance):
+    """Builds the driver without asking whether it serves this device: the interpreter runs on any."""
+
+    runs_on: ClassVar[str] = DEVICE
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def fd_tensor(cls) -> str:
+        return "torch"
+
+    def _backend(self, request: Any, device: Any, kernels: Any, spec: Any, size: int) -> Any:
+        from fd_cuda.attention.gqa import PagedAttention
+        from fd_cuda.attention.mla import LatentAttention
+
+        driver = LatentAttention if spec.kind == "mla" else PagedAttention
+        return driver(spec, size, device, kernels)
+
+    def test_memory_returns_to_the_baseline_after_100_cycles(self, *args: Any) -> None:
+        if DEVICE == "cpu":
+            pytest.skip("120 steps take the interpreter a minute")
+        super().test_memory_returns_to_the_baseline_after_100_cycles(*args)
+
+
+class TestAttentionKernels(_Direct):
+    """The kit's batches: mixed, shared blocks, canaries, every block size."""

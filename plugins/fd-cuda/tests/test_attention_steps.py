@@ -1,0 +1,209 @@
+"""What the conformance kit does not reach: rotation, cache writes, drafts, padding, replayed plans."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attention_steps import MIXED, Step, gqa, mla
+from fastdeploy_core.contracts.device import DeviceOptions
+from fastdeploy_core.plugins.drivers import lookup
+
+from fd_cuda.attention.gqa import PagedAttention
+from fd_cuda.attention.mla import LatentAttention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="module")
+def device() -> Any:
+    opened = lookup("device", DEVICE)(DeviceOptions(tensor_library="torch", num_threads=1))
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_mixed_steps_rotate_write_and_attend(device: Any, dtype: str, interleaved: bool) -> None:
+    spec = gqa(dtype, interleaved=interleaved)
+    step = Step(device, spec, MIXED, rotary_dim=32)
+    step.check(PagedAttention(spec, 16, device, None), step.batch())
+
+
+def test_partial_rotation_and_odd_widths(device: Any) -> None:
+    spec = gqa("float32", 6, 2, 40)
+    step = Step(device, spec, MIXED, rotary_dim=24, block_size=5)
+    step.check(PagedAttention(spec, 5, device, None), step.batch())
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_uniform_steps_with_drafts(device: Any, tokens: int, dtype: str) -> None:
+    spec = gqa(dtype, 8, 2)
+    rows = [(tokens, n) for n in (tokens, 17 + tokens, 64 + tokens, 200)] + [(tokens, 0)]
+    step = Step(device, spec, rows, rotary_dim=32, padding=tokens // 4)
+    driver = PagedAttention(spec, 16, device, None)
+    step.check(driver, step.batch(tokens_per_row=tokens, is_exact=False))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+@pytest.mark.parametrize("heads", [(8, 1), (10, 2), (4, 2)])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_heads_of_128(device: Any, tokens: int, heads: tuple[int, int], interleaved: bool) -> None:
+    """The width that has a kernel of its own on a GPU."""
+    spec = gqa("bfloat16" if tokens < 4 else "float16", *heads, 128, interleaved=interleaved)
+    rows = [(tokens, n) for n in (tokens, 40, 129)] + [(tokens, 0)]
+    step = Step(device, spec, rows, rotary_dim=128)
+    step.check(PagedAttention(spec, 16, device, None), step.batch(tokens_per_row=tokens))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="takes the interpreter minutes")
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("num_seqs", [1, 5, 70])
+def test_long_contexts(device: Any, tokens: int, width: int, num_seqs: int) -> None:
+    """Several splits, blocks of a cluster, warps of a block."""
+    spec = gqa("bfloat16", 8, 1, width)
+    lengths = [4090, tokens, 2048, 700, 0, 64, 65, 3000]
+    rows = [(tokens, lengths[i % 8]) for i in range(num_seqs)]
+    step = Step(device, spec, rows, rotary_dim=width, block_size=64)
+    driver = PagedAttention(spec, 64, device, None)
+    first = step.check(driver, step.batch(tokens_per_row=tokens, is_exact=False))
+    for _ in range(3):
+        again = step.check(driver, step.batch(tokens_per_row=tokens, is_exact=False))
+        assert np.array_equal(first, again), "the same step gives other bits"
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a processor has no graphs")
+def test_replays_follow_the_lengths_on_the_device(device: Any) -> None:
+    """Planned inside the graph: lengths and tables of the replay count, not those of the capture."""
+    spec = gqa("bfloat16", 16, 2, 128)
+    driver = PagedAttention(spec, 64, device, None)
+    steps = [
+        Step(device, spec, [(1, n) for n in lengths], rotary_dim=128, block_size=64, seed=seed)
+        for seed, lengths in enumerate(([4000, 3, 900, 64], [5, 4000, 64, 1], [1, 1, 0, 2500]))
+    ]
+    steps[0].check(driver, steps[0].batch(tokens_per_row=1, is_exact=False))  # compiles
+    batch = steps[0].batch(tokens_per_row=1, is_exact=False)
+    blocks = max(s.old_k.shape[0] for s in steps) // 64
+    cache = tuple(
+        torch.zeros(s, dtype=torch.bfloat16, device="cuda") for s in driver.cache_shapes(blocks)
+    )
+    width = max(s.tables.shape[1] for s in steps)
+    batch.block_tables = np.zeros((4, width), np.int32)
+    batch.block_tables_dev = torch.zeros((4, width), dtype=torch.int32, device="cuda")
+    qkv, table = steps[0].qkv.cuda(), torch.zeros_like(steps[0].rotary).cuda()
+    q, k, v = (
+        torch.as_strided(qkv, x.shape, x.stride(), x.storage_offset())
+        for x in (steps[0].q, steps[0].k, steps[0].v)
+    )
+    results = []
+
+    def run() -> None:
+        results.append(driver.forward(q, k, v, cache, driver.prepare(batch), table))
+
+    graph = device.capture(run)
+    for step in (*steps, steps[0]):
+        own = step.batch(tokens_per_row=1)
+        for name in ("seq_lens_dev", "slot_mapping", "positions"):
+            getattr(batch, name).copy_(getattr(own, name))
+        batch.block_tables_dev.zero_()
+        batch.block_tables_dev[:, : step.tables.shape[1]].copy_(own.block_tables_dev)
+        qkv.copy_(step.qkv)
+        table.copy_(step.rotary)
+        for new, old in zip(cache, (step.old_k, step.old_v), strict=True):
+            new.fill_(float("nan"))
+            new.view(-1, *old.shape[1:])[: old.shape[0]].copy_(old)
+        results[0].fill_(float("nan"))
+        graph.replay()
+        got = results[0].float().cpu().numpy()
+        for row, expected in enumerate(step.expected()):
+            if step.rows[row][1]:
+                assert np.abs(got[row] - expected[0]).max() <= 3e-2 * max(1, np.abs(expected).max())
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_uniform_latent_steps(device: Any, tokens: int) -> None:
+    spec = mla("float32")
+    rows = [(tokens, n) for n in (tokens, 60, 130)] + [(tokens, 0)]
+    step = Step(device, spec, rows)
+    driver = LatentAttention(spec, 16, device, None)
+    step.check(driver, step.batch(tokens_per_row=tokens, is_exact=False))
+
+
+def test_mixed_latent_steps(device: Any) -> None:
+    spec = mla("float32")
+    step = Step(device, spec, MIXED)
+    step.check(LatentAttention(spec, 16, device, None), step.batch())
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2, 5])
+def test_invariant_rows_do_not_depend_on_the_batch(
+    device: Any, num_seqs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FD_BATCH_INVARIANT", "1")
+    spec = gqa("bfloat16", 8, 2)
+    rows = [(1, 300), (1, 40), (1, 129), (1, 500), (1, 7)]
+    crowd = Step(device, spec, rows, rotary_dim=32)
+    driver = PagedAttention(spec, 16, device, None)
+    everybody = crowd.check(driver, crowd.batch(tokens_per_row=1))
+    part = Step(device, spec, rows, rotary_dim=32)
+    batch = part.batch(tokens_per_row=1)
+    batch.num_seqs = batch.num_tokens = num_seqs
+    batch.cu_seqlens_q = batch.cu_seqlens_q[: num_seqs + 1]
+    part.qkv = part.qkv[:num_seqs]
+    part.q, part.k, part.v = part.q[:num_seqs], part.k[:num_seqs], part.v[:num_seqs]
+    got, _ = part.run(driver, batch)
+    assert np.array_equal(got, everybody[:num_seqs])
+
+
+def test_long_row_among_short_ones_is_split(device: Any) -> None:
+    """The plan gives a long row many programs and leaves none empty."""
+    from fd_cuda.attention.plan import NUM_SPLITS, ROW, TILE_BEGIN, TILE_END, decode_items
+    from fd_cuda.attention.tuning import Gpu, Sizes
+
+    shape = Sizes(Gpu(132, True)).decode(64, 2, 16, 128, 2)
+    lengths = np.full(64, 1000, np.int32)
+    lengths[7] = 32768
+    lengths[9] = 0
+    put = device.to_device
+    items, counters = decode_items(
+        put(lengths), put(np.arange(65, dtype=np.int32)), 64, 128, 1, shape,
+        invariant=False, new_in_cache=False,
+    )  # fmt: skip
+    host = items.cpu().numpy()
+    host = host[host[:, ROW] >= 0]
+    assert counters.cpu().numpy().tolist() == [0] * 128
+    sizes = host[:, TILE_END] - host[:, TILE_BEGIN]
+    for row in range(64):
+        mine = host[host[:, ROW] == row]
+        tiles = max(1, -(-max(int(lengths[row]) - 1, 0) // shape.tile))
+        assert len(mine) == mine[0, NUM_SPLITS]
+        assert mine[0, TILE_BEGIN] == 0 and mine[-1, TILE_END] == tiles
+        assert (mine[1:, TILE_BEGIN] == mine[:-1, TILE_END]).all()
+    assert (sizes > 0).all()
+    total = sizes.sum()
+    assert sizes.max() <= max(-(-total // shape.target), -(-512 * 64 // shape.tile // 32)) + 1
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_compile_for_architectures(capability: int) -> None:
+    """Real compilation, which is stricter than the interpreter; no GPU is needed for it."""
+    script = Path(__file__).with_name("compile_only.py")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, script, str(capability)],
+        capture_output=True, text=True, env=environment, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]).keys() == {
+        "cut_decodes", "decode_attention", "latent_attention", "prefill_attention", "rotate_and_write"
+    }  # fmt: skip

@@ -1,0 +1,111 @@
+"""Driver `mtp`: drafts from the target's hidden states through its multi-token-prediction modules.
+
+A module's entry for position t lies in the slot of position t and is made of the target's hidden
+state at t and the token at t + 1, so every step of the target, prompt chunks included, is followed
+by one pass of the modules over the same tokens with the same attention metadata. The first draft
+comes out of that pass; further ones from the next modules at the same position, then from the last
+module again, one position further each time. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Literal
+
+from fastdeploy_core.contracts import CONTRACT
+from fastdeploy_core.contracts.small import ExtensibleLM
+from fastdeploy_core.contracts.speculative import NO_DRAFT
+from fastdeploy_core.errors import CapabilityError
+
+from .layout import modules, num_modules
+from .module import MTPModule
+from .options import draft_config, num_model_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fastdeploy_core.contracts.speculative import DraftBatch, DrafterContext
+    from fastdeploy_core.tensor import Tensor
+
+
+class MTPDrafter:
+    """One per rank; all ranks do the same."""
+
+    name: Final = "mtp"
+    contract = CONTRACT
+    runs_on: Literal["host", "device"] = "device"
+
+    def __init__(self, context: DrafterContext) -> None:
+        target, build = context.model, context.builder
+        if not isinstance(target, ExtensibleLM):
+            raise CapabilityError(
+                f"method 'mtp' continues the target's blocks; {type(target).__name__} does not offer "
+                "them (contracts.small.ExtensibleLM); a method without weights such as 'ngram' works"
+            )
+        self._xp = build.xp
+        config = draft_config(context.hf_config, context.options)
+        steps = num_model_steps(context.options, context.num_speculative_tokens)
+        names = modules(context.hf_config, min(num_modules(config), steps))
+        hidden_size = int(context.hf_config["hidden_size"])
+        num_layers = int(context.hf_config["num_hidden_layers"])
+        self._modules = [
+            MTPModule(
+                target,
+                build,
+                module,
+                num_layers + number,
+                hidden_size=hidden_size,
+                vocab_size=context.vocab_size,
+                eps=float(context.hf_config.get("rms_norm_eps", 1e-6)),
+            )
+            for number, module in enumerate(names)
+        ]
+        self._max_steps = steps
+        context.load_weights([prefix for module in names for prefix in module.prefixes])
+
+    def propose(self, batch: DraftBatch) -> Tensor:
+        """[B, max_drafts] int64; NO_DRAFT behind the modules' own number of steps."""
+        xp = self._xp
+        count = min(batch.max_drafts, self._max_steps) if batch.draws.any() else 0
+        positions, hidden = batch.attention.positions, batch.hidden_states
+        next_ids, newest = batch.next_token_ids, hidden
+        drafts: list[Tensor] = []
+        for number, module in enumerate(self._modules):
+            if number:
+                next_ids = self._shifted(next_ids, batch.last, drafts[-1])
+            hidden = module.forward(next_ids, hidden, positions, batch.context)
+            if number + 1 == len(self._modules) and number >= count:
+                break  # its cache is complete, and nobody asks for its draft
+            newest = xp.index_select(hidden, 0, batch.last)
+            drafts.append(self._draft(batch, module, newest, number))
+        last = self._modules[-1]
+        where = xp.index_select(positions, 0, batch.last)
+        while len(drafts) < count:
+            where = where + 1
+            attention, context = batch.decode(where)
+            newest = last.forward(drafts[-1], newest, attention.positions, context)
+            drafts.append(self._draft(batch, last, newest, len(drafts)))
+        rest = (batch.last.shape[0], batch.max_drafts - count)
+        none = xp.full(rest, NO_DRAFT, dtype=xp.int64, device=batch.last.device)
+        if not count:
+            return none
+        made = xp.stack(drafts[:count], 1)
+        return made if count == batch.max_drafts else xp.cat((made, none), 1)
+
+    def observe(self, seq_id: int, drafted: Sequence[int], accepted: int) -> None:
+        """Nothing is learned from it."""
+
+    def forget(self, seq_id: int) -> None:
+        """Nothing is kept per sequence but cache entries, and those go with its blocks."""
+
+    def _draft(self, batch: DraftBatch, module: MTPModule, hidden: Tensor, number: int) -> Tensor:
+        """[B] int64: the number-th draft."""
+        logits = module.logits(hidden)
+        if number < batch.max_drafts:
+            return batch.draw(logits, number)
+        return self._xp.argmax(logits, -1)  # only stands in for a token that is not known yet
+
+    def _shifted(self, ids: Tensor, last: Tensor, guess: Tensor) -> Tensor:
+        """For the next module every token of a row moves up by one place. Behind the last stands a
+        draft: where it turns out wrong, this module's entry there stays a little off."""
+        moved = self._xp.cat((ids[1:], ids[-1:]))
+        return self._xp.index_copy_(moved, 0, last, guess)

@@ -1,0 +1,99 @@
+"""A whole engine over recorded steps: the same tokens as over steps that are not recorded, whatever the
+engine does beside (caching, chunking, preempting, swapping, overlapping)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from fastdeploy_core.config import GraphConfig
+from fastdeploy_core.testing.capturing import OnCapturingDevice
+from tests.checkpoints import VOCAB
+from tests.cpu import engine_mixes
+from tests.cpu.engine_mixes import Bench, Settings, make_requests
+from tests.cpu.test_engine_equality import answers_alone, check
+from tests.null_engine import make_request
+from tests.worker_steps import sharpen, write_model
+
+NUM_MIXES = 12
+
+
+@pytest.fixture(scope="module")
+def benches(
+    tmp_path_factory: pytest.TempPathFactory, tensor_library: str
+) -> Iterator[tuple[Bench, Bench]]:
+    """The same model, with and without recordings."""
+    checkpoint = write_model(tmp_path_factory.mktemp("llama"))
+
+    def make(graphs: GraphConfig) -> Bench:
+        def config(path: Path, library: str, num_ranks: int = 1) -> tuple[Any, Any]:
+            made, resolved = original(path, library, num_ranks)
+            model = replace(made.model, load_format="dummy")
+            return replace(made, model=model, graphs=graphs), OnCapturingDevice(resolved)
+
+        original = engine_mixes.make_engine_config
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine_mixes, "make_engine_config", config)
+            bench = Bench(checkpoint, tensor_library)
+        sharpen(bench.worker)
+        return bench
+
+    recorded, eager = make(GraphConfig(sizes=(1, 2, 4, 8))), make(GraphConfig(enabled=False))
+    yield recorded, eager
+    for bench in (recorded, eager):
+        bench.worker.close()
+
+
+def num_replays(bench: Bench) -> int:
+    return sum(work.num_replays for work in bench.worker.device.recorded)
+
+
+def test_random_mixes_give_the_tokens_of_each_request_alone(benches: tuple[Bench, Bench]) -> None:
+    recorded, eager = benches
+    requests = make_requests(Random(5), 14)
+    alone = answers_alone(eager, requests)
+    steps = preemptions = replays = 0
+    for seed in range(NUM_MIXES):
+        random = Random(seed)
+        settings = replace(Settings.random(random), overlap=seed % 3 > 0)
+        chosen = random.sample(requests, random.randrange(4, 9))
+        core, collector = recorded.run(settings, [(random.randrange(10), r) for r in chosen])
+        check(collector, chosen, alone)
+        steps += core.stats().steps_total
+        preemptions += core.stats().preemptions_total
+        replays += num_replays(recorded)  # each engine allocates its cache, and records anew
+    assert preemptions > 5 and replays > steps / 4
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_request_that_breaks_a_step_fails_alone(
+    benches: tuple[Bench, Bench], overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model raises whenever one prompt's last token is fed; steps of the others are recorded."""
+    recorded, eager = benches
+    requests = make_requests(Random(9), 6)
+    alone = answers_alone(eager, requests)
+    used = {t for r in requests for t in r.prompt_token_ids}
+    used |= {t for answers in alone.values() for tokens in answers for t in tokens}
+    poison = next(t for t in range(3, VOCAB) if t not in used)
+    model = recorded.worker._runner._model
+    forward = model.forward
+
+    def fragile(input_ids: Any, positions: Any, context: Any) -> Any:
+        if poison in input_ids.tolist():
+            raise ValueError("poisoned")
+        return forward(input_ids, positions, context)
+
+    monkeypatch.setattr(model, "forward", fragile)
+    bad = make_request("bad", [5, 6, poison], max_tokens=5)
+    settings = Settings(max_num_seqs=8, overlap=overlap, prefix_caching=True, host_blocks=8)
+    arrivals = [(0, r) for r in requests[:3]] + [(2, bad)] + [(2, r) for r in requests[3:]]
+    _, collector = recorded.run(settings, arrivals)
+    assert collector.errors == {"bad": "FastDeployError"}
+    check(collector, requests, alone)
+    assert num_replays(recorded) > 5

@@ -1,0 +1,349 @@
+"""What recorded steps are made of: the ladder, the choice of sizes, state kernels, copies, failures."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastdeploy_core.config import GraphConfig
+from fastdeploy_core.contracts.device import DeviceLimits, DeviceOptions, MemoryInfo
+from fastdeploy_core.errors import ResourceError, WorkerError
+from fastdeploy_core.plugins.kernels import build_kernel_table
+from fastdeploy_core.reference.device import CpuDevice
+from fastdeploy_core.testing.capturing import (
+    CapturingDevice,
+    OnCapturingDevice,
+    RecordableAttention,
+)
+from fastdeploy_core.worker.staging import Downloads, Uploads
+from fastdeploy_core.worker.step_graphs import graph_sizes, ladder
+from fastdeploy_core.worker.worker import Worker
+from tests.worker_steps import engine_config, make_worker, write_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def device(tensor_library: str) -> CapturingDevice:
+    return CapturingDevice(DeviceOptions(tensor_library=tensor_library, num_threads=1))
+
+
+# -- sizes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (1, (1,)),
+        (2, (1, 2)),
+        (3, (1, 2, 3)),
+        (8, (1, 2, 4, 8)),
+        (20, (1, 2, 4, 8, 16, 20)),
+        (130, (1, 2, 4, *range(8, 129, 8), 130)),
+        (256, (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16))),
+        (300, (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), 288, 300)),
+        (512, (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, 513, 32))),
+        (4000, (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, 513, 32))),
+    ],
+)
+def test_the_ladder_is_fastdeploys(rows: int, expected: tuple[int, ...]) -> None:
+    assert ladder(rows) == expected
+
+
+class Unable(RecordableAttention):
+    name, can_capture_decode = "unable", False
+
+
+CAPABLE = DeviceLimits(graph_capture=True)
+
+
+@pytest.mark.parametrize(
+    ("graphs", "limits", "drivers", "ranks", "sizes", "words"),
+    [
+        ({}, CAPABLE, [RecordableAttention], 1, (1, 2, 4, 8), "4 sizes, 1 to 8 rows"),
+        ({"enabled": False}, CAPABLE, [RecordableAttention], 1, (), "as asked"),
+        ({}, DeviceLimits(), [RecordableAttention], 1, (), "device records nothing"),
+        ({}, CAPABLE, [RecordableAttention, Unable], 1, (), "driver unable cannot"),
+        ({}, CAPABLE, [RecordableAttention], 2, (), "collectives"),
+        ({"sizes": (3, 5, 9)}, CAPABLE, [RecordableAttention], 1, (3, 5), "2 sizes, 3 to 5"),
+        ({"max_size": 5}, CAPABLE, [RecordableAttention], 1, (1, 2, 4, 5), "1 to 5"),
+        ({"sizes": (2, 4, 8), "max_size": 4}, CAPABLE, [RecordableAttention], 1, (2, 4), "to 4"),
+        ({"sizes": (9, 99)}, CAPABLE, [RecordableAttention], 1, (), "no size up to 8"),
+        (
+            {},
+            dataclasses.replace(CAPABLE, token_buckets=(2, 6, 64)),
+            [RecordableAttention],
+            1,
+            (2, 6),
+            "2 to 6",
+        ),
+    ],
+)
+def test_which_sizes_are_recorded_and_why_not(
+    folder: Path,
+    graphs: dict[str, Any],
+    limits: DeviceLimits,
+    drivers: list[Any],
+    ranks: int,
+    sizes: tuple[int, ...],
+    words: str,
+) -> None:
+    config = engine_config(folder, "torch", max_num_seqs=8)
+    config = dataclasses.replace(config, graphs=GraphConfig(**graphs))
+    found, line = graph_sizes(config, limits, drivers, ranks)
+    assert found == sizes
+    assert words in line
+
+
+# -- kernels around a step --------------------------------------------------------------------------
+
+
+def state(rng: np.random.Generator, num_slots: int, drafts: int) -> dict[str, np.ndarray]:
+    """Slots as a device holds them; the last one is nobody's."""
+    state = {
+        "tables": rng.permutation(100)[: num_slots * 5].reshape(num_slots, 5).astype(np.int32),
+        "num_computed": rng.integers(0, 14, num_slots),
+        "newest": rng.integers(1, 99, num_slots),
+        "drafts": rng.integers(1, 99, (num_slots, drafts)),
+        "num_drafts": rng.integers(0, drafts + 1, num_slots),
+    }
+    for value in state.values():
+        value[-1] = 0
+    return state
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_prepare_decode_is_what_a_slow_loop_says(
+    device: CapturingDevice, width: int, seed: int
+) -> None:
+    rng, block_size, num_slots = np.random.default_rng(seed), 4, 6
+    given = state(rng, num_slots, 3)
+    rows = np.array([2, 4, 0, 5, 5])
+    put = CpuDevice.to_device
+    tensors = [put(device, value.copy()) for value in given.values()]
+    out = [np.full(5 * width, -9, np.int64) for _ in range(3)]
+    out += [np.full(5, -9, np.int32), np.full((5, 5), -9, np.int32)]
+    outputs = [put(device, array) for array in out]
+    build_kernel_table("cpu")["prepare_decode"](put(device, rows), *tensors, block_size, *outputs)
+    ids, positions, mapping, seq_lens, tables = (np.array(device.to_host(t)) for t in outputs)
+    for row, slot in enumerate(rows.tolist()):
+        start, nobody = int(given["num_computed"][slot]), slot == num_slots - 1
+        assert seq_lens[row] == (0 if nobody else start + width)
+        assert tables[row].tolist() == given["tables"][slot].tolist()
+        for nth in range(width):
+            place = row * width + nth
+            if nobody or nth > given["num_drafts"][slot]:
+                wanted = (0, 0 if nobody else start, -1)
+            else:
+                where = start + nth
+                block = given["tables"][slot][where // block_size]
+                token = given["newest"][slot] if nth == 0 else given["drafts"][slot][nth - 1]
+                wanted = (token, where, block * block_size + where % block_size)
+            assert (ids[place], positions[place], mapping[place]) == wanted
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_finish_decode_is_what_a_slow_loop_says(
+    device: CapturingDevice, width: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    given = state(rng, 6, 3)
+    rows = np.array([3, 0, 5, 5])
+    drawn = rng.integers(1, 99, 4 * width)
+    marked = np.where(rng.random(drawn.size) < 0.2, -2, drawn)
+    accepted = rng.integers(0, width, 4)
+    put = CpuDevice.to_device
+    num_computed, newest = put(device, given["num_computed"]), put(device, given["newest"])
+    before = {name: value.copy() for name, value in given.items()}
+    results = put(device, np.full((4, width), -9, np.int64))
+    build_kernel_table("cpu")["finish_decode"](
+        *(put(device, array.copy()) for array in (rows, drawn, marked)),
+        put(device, accepted.copy()) if width > 1 else None,
+        num_computed,
+        newest,
+        results,
+    )
+    found = np.array(device.to_host(results))
+    computed, tokens = np.array(device.to_host(num_computed)), np.array(device.to_host(newest))
+    for row, slot in enumerate(rows.tolist()):
+        last = int(accepted[row]) if width > 1 else 0
+        part = marked[row * width : (row + 1) * width].tolist()
+        assert found[row].tolist() == part[: last + 1] + [-1] * (width - last - 1)
+        if slot != 5:
+            assert computed[slot] == before["num_computed"][slot] + 1 + last
+            assert tokens[slot] == drawn[row * width + last]
+    for slot in set(range(6)) - {0, 3}:
+        assert computed[slot] == before["num_computed"][slot]
+        assert tokens[slot] == before["newest"][slot]
+
+
+def test_broken_rows_are_marked_and_nan_is_the_worse(device: CapturingDevice) -> None:
+    put = CpuDevice.to_device
+    nan, inf = np.nan, np.inf
+    drawn = put(device, np.array([7, 8, 9, 10]))
+    peaks = put(device, np.array([1.0, nan, 2.0, inf], dtype=np.float32))
+    possible = put(device, np.array([1.0, nan, -inf, 3.0], dtype=np.float32))
+    mark = build_kernel_table("cpu")["mark_broken"]
+    assert device.to_host(mark(drawn, peaks, possible)).tolist() == [7, -2, -3, -2]
+    assert device.to_host(mark(drawn, peaks, None)).tolist() == [7, -2, 9, -2]
+
+
+# -- copies -----------------------------------------------------------------------------------------
+
+
+class LateDevice(CapturingDevice):
+    """Copies happen when the queue is drained, as on a device that works on its own."""
+
+    def __init__(self, options: DeviceOptions) -> None:
+        super().__init__(options)
+        self.queue: list[Callable[[], None]] = []
+        self.num_done = self.num_queued = 0
+
+    def upload(self, source: np.ndarray, target: Any) -> None:
+        self.queue.append(lambda: CpuDevice.upload(self, source, target))
+
+    def download(self, source: Any, target: np.ndarray) -> None:
+        self.queue.append(lambda: CpuDevice.download(self, source, target))
+
+    def record_event(self) -> Any:
+        self.num_queued = number = self.num_done + len(self.queue)
+        device = self
+
+        class Event:
+            def query(self) -> bool:
+                if device.num_done < number:
+                    device.drain(1)  # time passes while somebody waits
+                return device.num_done >= number
+
+        return Event()
+
+    def drain(self, count: int) -> None:
+        for _ in range(min(count, len(self.queue))):
+            self.queue.pop(0)()
+            self.num_done += 1
+
+
+@pytest.fixture
+def late(tensor_library: str) -> LateDevice:
+    return LateDevice(DeviceOptions(tensor_library=tensor_library, num_threads=1))
+
+
+def test_an_upload_is_not_overwritten_before_the_device_has_taken_it(late: LateDevice) -> None:
+    """The device is ten steps behind; each step's numbers reach it as they were."""
+    uploads, rng, kept = Uploads(late), np.random.default_rng(0), []
+    for step in range(12):
+        arrays = [rng.integers(0, 99, size) for size in (3, 0, 5)]
+        tensors = uploads.send(*arrays)
+
+        def keep(tensors: Any = tensors, arrays: Any = arrays) -> None:
+            kept.append(([late.xp.to_numpy(t).tolist() for t in tensors], arrays))
+
+        late.queue.append(keep)  # what the step's work reads
+        if step % 5 == 4:
+            late.drain(3)
+    late.drain(99)
+    assert len(kept) == 12
+    for found, arrays in kept:
+        assert found == [array.tolist() for array in arrays]
+
+
+def test_downloads_share_memory_only_when_it_was_given_back(late: LateDevice) -> None:
+    downloads = Downloads(late)
+    first = downloads.start([CpuDevice.to_device(late, np.arange(4))])
+    floats = np.linspace(0, 1, 6, dtype=np.float32).reshape(2, 3)
+    second = downloads.start(
+        [CpuDevice.to_device(late, np.arange(5) + 50), CpuDevice.to_device(late, floats)]
+    )
+    late.drain(9)
+    assert first.arrays[0].tolist() == [0, 1, 2, 3]
+    assert second.arrays[0].tolist() == [50, 51, 52, 53, 54]
+    assert second.arrays[1].tolist() == floats.tolist()
+    memory = first._memory
+    first.release()
+    third = downloads.start([CpuDevice.to_device(late, np.arange(2))])
+    assert third._memory is memory
+
+
+# -- failures and memory ----------------------------------------------------------------------------
+
+
+def worker_on(folder: Path, library: str, kind: type[CpuDevice], **settings: Any) -> Worker:
+    settings = {"max_num_seqs": 4} | settings
+    worker = make_worker(engine_config(folder, library, **settings))
+    resolved = OnCapturingDevice(worker.resolved)
+    load = resolved.load
+    resolved.load = lambda k, name="": kind if k == "device" else load(k, name)  # type: ignore
+    worker.resolved = resolved  # type: ignore[assignment]
+    return worker
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "words"),
+    [
+        (RuntimeError("operation not permitted"), WorkerError, "4 rows cannot be recorded"),
+        (MemoryError(), ResourceError, "memory ran out while a decode step of 4 rows"),
+    ],
+)
+def test_a_recording_that_fails_says_what_to_do(
+    folder: Path, tensor_library: str, error: Exception, expected: type[Exception], words: str
+) -> None:
+    class Refusing(CapturingDevice):
+        def capture(self, run: Any, beside: Any = None) -> Any:
+            raise error
+
+    worker = worker_on(folder, tensor_library, Refusing)
+    worker.load()
+    with pytest.raises(expected, match=words) as caught:
+        worker.initialize_cache(64, 0)
+    assert "--enforce-eager" in str(caught.value)
+
+
+def test_memory_for_recordings_is_measured_before_the_cache_is_sized(
+    folder: Path, tensor_library: str
+) -> None:
+    """The first recording takes much, each further one little; the pool gets what is left."""
+    mib = 2**20
+
+    class Metered(CapturingDevice):
+        used = 0
+
+        def memory(self) -> MemoryInfo:
+            return MemoryInfo(total_bytes=1000 * mib, free_bytes=900 * mib - Metered.used)
+
+        def capture(self, run: Any, beside: Any = None) -> Any:
+            Metered.used += mib if beside is not None else 50 * mib
+            return super().capture(run, beside)
+
+    Metered.used = 0
+    worker = worker_on(
+        folder, tensor_library, Metered, cache={"num_blocks_override": None}, max_num_seqs=8
+    )
+    info = worker.load()
+    # 4 sizes; the first has three recordings (50 + 2), the others three small ones each.
+    assert "- 0.06 GiB for recorded decode steps" in info.memory_arithmetic
+    assert info.available_bytes <= int(1000 * mib * 0.9) - 100 * mib - (52 + 3 * 3) * mib
+    assert worker._profile(0, info.bytes_per_block).graph_bytes == 61 * mib
+    worker.close()
+
+
+def test_the_report_and_the_log_say_what_is_recorded(
+    folder: Path, tensor_library: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = worker_on(folder, tensor_library, CapturingDevice)
+    info = worker.load()
+    assert "recorded decode steps: 3 sizes, 1 to 4 rows" in info.report
+    with caplog.at_level(logging.INFO):
+        worker.initialize_cache(64, 0)
+    assert any("recorded 3 decode steps of up to 4 rows" in m for m in caplog.messages)
+    worker.close()
