@@ -40,7 +40,7 @@ def dummy_step(
             )
         )
         first_block += num_blocks
-    rows = BatchRows.of([n.seq_id for n in new], [0] * len(new), lengths)
+    rows = BatchRows.of([n.seq_id for n in new], [0] * len(new), list(lengths))
     return SchedulerOutput(step_id=step_id, new_sequences=new, rows=rows, finished_seq_ids=finished)
 
 

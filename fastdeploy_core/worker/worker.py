@@ -107,9 +107,9 @@ class Worker:
                 f"the KV cache of {num_blocks} blocks ({size:.2f} GiB) does not fit into memory; "
                 "lower --gpu-memory-utilization or --num-gpu-blocks-override"
             ) from error
-        runner.record_graphs()
         if device.limits.token_buckets:
             warm_up(runner, self.config, device.limits.token_buckets, num_blocks)
+        runner.record_graphs()
 
     def launch(self, step: SchedulerOutput) -> PendingOutput:
         """Queue one step's work on the device; the result is fetched with PendingOutput.wait()."""

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from fastdeploy_core.errors import ConfigError
+from fastdeploy_core.types import BatchRows
 from tests.null_engine import expected_answers, make_core, make_request, run
+
+
+def rows_of(core) -> list[BatchRows]:
+    """The rows of every step, those of steps that only go on included."""
+    found: list[BatchRows] = []
+    for step in core._executor.steps:
+        found.append(found[-1].next() if step.rows is None else step.rows)
+    return found
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -18,8 +27,8 @@ def test_device_that_cannot_continue_prompts_gets_them_whole() -> None:
     )
     requests = [make_request(f"r{i}", prompt(25, i), max_tokens=2) for i in range(3)]
     collector = run(core, requests)
-    rows = [row for step in core._executor.steps for row in step.sequences]
-    assert [row.num_tokens for row in rows if row.num_computed_tokens == 0] == [25] * 3
+    firsts = [c for r in rows_of(core) for s, c in zip(r.starts, r.counts, strict=True) if s == 0]
+    assert firsts == [25] * 3
     assert all(collector.answers(r.request_id) == expected_answers(r, 40) for r in requests)
 
 
@@ -32,5 +41,5 @@ def test_steps_fit_into_the_largest_bucket() -> None:
     core = make_core(null={"token_buckets": [4, 12]}, max_num_batched_tokens=32, overlap=False)
     request = make_request("r", prompt(30), max_tokens=3)
     collector = run(core, [request])
-    fed = [sum(row.num_tokens for row in step.sequences) for step in core._executor.steps]
+    fed = [int(rows.counts.sum()) for rows in rows_of(core)]
     assert max(fed) == 12 and collector.answers("r") == expected_answers(request)

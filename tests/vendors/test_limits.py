@@ -9,7 +9,7 @@ import pytest
 
 from fastdeploy_core.errors import CapabilityError
 from fastdeploy_core.testing.tiny_model import VOCAB, write_tiny_model
-from fastdeploy_core.types import SchedulerOutput
+from fastdeploy_core.types import BatchRows, SchedulerOutput
 from tests.null_engine import Collector, make_request
 from tests.vendors.engines import engine
 
@@ -28,6 +28,7 @@ class Watch:
 
     def __init__(self, running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps: list[SchedulerOutput] = []
+        self.rows: list[BatchRows] = []
         self.shapes: set[int] = set()
         self.known: dict[int, int] = {}
         worker = running._core._executor._worker
@@ -35,6 +36,7 @@ class Watch:
 
         def launch_and_note(step: SchedulerOutput) -> Any:
             self.steps.append(step)
+            self.rows.append(self.rows[-1].next() if step.rows is None else step.rows)
             return launch(step)
 
         def forward_and_note(input_ids: Any, positions: Any, context: Any) -> Any:
@@ -47,9 +49,10 @@ class Watch:
     def prefills(self) -> list[list[bool]]:
         """For each step and row, whether it feeds prompt tokens."""
         found = []
-        for step in self.steps:
+        for step, rows in zip(self.steps, self.rows, strict=True):
             self.known |= {n.seq_id: n.num_prompt_tokens for n in step.new_sequences}
-            found.append([s.num_computed_tokens < self.known[s.seq_id] for s in step.sequences])
+            pairs = zip(rows.seq_ids.tolist(), rows.starts.tolist(), strict=True)
+            found.append([start < self.known[seq] for seq, start in pairs])
         return found
 
 
@@ -75,15 +78,15 @@ def test_gcu_never_shares_a_block(
         branches = make_request("n", prompt(70), max_tokens=6, n=3, temperature=1.0, seed=1)
         run(running, same, late=[branches])
         owner: dict[int, int] = {}
-        for step in watch.steps:
+        for step, rows in zip(watch.steps, watch.rows, strict=True):
             for seq in step.finished_seq_ids:
                 owner = {block: who for block, who in owner.items() if who != seq}
             for new in step.new_sequences:
                 assert not set(new.block_ids) & set(owner), "a block has two owners"
                 owner |= dict.fromkeys(new.block_ids, new.seq_id)
-            for row in step.sequences:
-                assert not set(row.new_block_ids) & set(owner)
-                owner |= dict.fromkeys(row.new_block_ids, row.seq_id)
+            for row, blocks in step.new_block_ids.items():
+                assert not set(blocks) & set(owner)
+                owner |= dict.fromkeys(blocks, int(rows.seq_ids[row]))
             assert not step.copies.device_to_device
         assert running.stats().prefix_hit_tokens_total == 0
         assert any("no KV block belongs to two" in line for line in running.info.report)
@@ -152,10 +155,10 @@ def test_iluvatar_runs_every_prompt_whole(
         requests = [make_request(f"r{i}", prompt(90, i), max_tokens=3) for i in range(3)]
         run(running, requests)
         fed = [
-            (s.num_computed_tokens, s.num_tokens)
-            for step in watch.steps
-            for s in step.sequences
-            if s.num_tokens > 1
+            (start, count)
+            for rows in watch.rows
+            for start, count in zip(rows.starts.tolist(), rows.counts.tolist(), strict=True)
+            if count > 1
         ]
         assert fed == [(0, 90)] * 3
         assert any("turned off: chunked prefill" in line for line in running.info.report)
