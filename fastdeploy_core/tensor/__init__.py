@@ -52,9 +52,13 @@ def available() -> list[str]:
 
 
 def load(name: str) -> TensorLibrary:
-    """The library of that name, imported at the first call. ConfigError if it is not installed."""
+    """The library of that name, imported at the first call, ready for use in this thread.
+
+    ConfigError if it is not installed.
+    """
     library = _loaded.get(name)
     if library is not None:
+        library.enter_thread()
         return library
     if name not in LIBRARIES:
         raise ConfigError(

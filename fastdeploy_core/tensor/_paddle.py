@@ -123,6 +123,11 @@ class PaddleLibrary:
     def to_device(self, x: Any, device: str) -> Any:
         return x.to(device)
 
+    def enter_thread(self) -> None:
+        # Threads other than the importing one start out in static mode, where nothing has a value.
+        if not paddle.in_dynamic_mode():
+            paddle.disable_static()
+
     def no_grad(self) -> AbstractContextManager[Any]:
         return paddle.no_grad()
 

@@ -108,6 +108,9 @@ class TorchLibrary:
     def to_device(self, x: Any, device: str) -> Any:
         return x.to(device)
 
+    def enter_thread(self) -> None:
+        pass
+
     def no_grad(self) -> AbstractContextManager[Any]:
         return torch.inference_mode()
 

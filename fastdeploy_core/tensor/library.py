@@ -80,6 +80,10 @@ class TensorLibrary(Protocol):
         """x on that device, x itself if it is there."""
         ...
 
+    def enter_thread(self) -> None:
+        """Called by `load` in a thread that may not be the one that imported the library."""
+        ...
+
     def no_grad(self) -> AbstractContextManager[Any]:
         """Nothing inside records gradients. Wrap every forward pass in a fresh one."""
         ...
