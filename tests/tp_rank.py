@@ -52,11 +52,20 @@ def run_ranks(
 
 
 def main(arguments: list[str]) -> None:
-    from tests.paged import PagedModel
+    from tests.paged import PagedModel, load_driver, with_quantizer
 
     folder, library, rank, size, address = arguments
     question = json.load(sys.stdin)
-    model = PagedModel(Path(folder), library, rank=int(rank), tp_size=int(size), address=address)
+    config = json.loads((Path(folder) / "config.json").read_text())
+    method = config.get("quantization_config", {}).get("quantization", "")
+    model = PagedModel(
+        Path(folder),
+        library,
+        rank=int(rank),
+        tp_size=int(size),
+        address=address,
+        drivers=with_quantizer(method) if method else load_driver,
+    )
     first = next(iter(question["prompts"].values()))
     logits = model.step([("logits", first)])[0][-1]
     tokens = model.greedy(question["prompts"], question["num_tokens"])

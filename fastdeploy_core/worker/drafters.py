@@ -8,9 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastdeploy_core import envs
 from fastdeploy_core.config import EngineConfig, SpeculativeConfig
-from fastdeploy_core.config.model import checkpoint_layout, read_json
+from fastdeploy_core.config.model import read_json
 from fastdeploy_core.config.quantization import read_quantization
 from fastdeploy_core.contracts.base import Requirements
 from fastdeploy_core.contracts.speculative import Drafter, DrafterContext
@@ -166,8 +165,5 @@ class DrafterMaker:
         extension.weights = type(extension.weights)()  # another checkpoint, other spellings
         architecture = str((hf_config.get("architectures") or [""])[0])
         model = self._resolved.load("model", architecture)(hf_config, extension)
-        layout: Literal["torch", "paddle"] = "torch"
-        if self._config.model.load_format != "dummy":
-            layout = checkpoint_layout(hf_config, force_torch=envs.FD_FOR_TORCH_MODEL_FORMAT)
-        fill_from_folder(model, extension, Path(folder), layout, architecture, self._config.model)
+        fill_from_folder(model, extension, Path(folder), hf_config, self._config.model)
         return model

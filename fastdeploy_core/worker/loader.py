@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -94,12 +94,7 @@ def load_model(
             build.weights.ignore(text)
     with device.xp.no_grad():
         model = family(hf_config, build)
-        layout: Literal["torch", "paddle"] = "torch"
-        if model_config.load_format != "dummy":
-            layout = checkpoint_layout(hf_config, force_torch=envs.FD_FOR_TORCH_MODEL_FORMAT)
-        fill_from_folder(
-            model, build, model_config.path, layout, model_config.architecture, model_config
-        )
+        fill_from_folder(model, build, model_config.path, hf_config, model_config)
     report += _unquantized_lines(build)
     return LoadedModel(
         model=model,
@@ -128,11 +123,12 @@ def fill_from_folder(
     model: CausalLM,
     build: ModelBuilder,
     folder: Path,
-    layout: Literal["torch", "paddle"],
-    architecture: str,
+    hf_config: Mapping[str, Any],
     config: ModelConfig,
 ) -> None:
-    """Give the model every tensor of the checkpoint and insist that it has all it needs."""
+    """Give the model every tensor of the checkpoint and insist that it has all it needs. `hf_config`:
+    the folder's config.json."""
+    architecture = str((hf_config.get("architectures") or [config.architecture])[0])
     with ExitStack() as stack:
         if config.load_format == "dummy":
             tensors: Iterable[Named] = dummy_tensors(
@@ -140,6 +136,7 @@ def fill_from_folder(
             )
             source = "random weights"
         else:
+            layout = checkpoint_layout(hf_config, force_torch=envs.FD_FOR_TORCH_MODEL_FORMAT)
             build.weights.swap_linear = layout == "paddle"
             tensors = stack.enter_context(
                 Checkpoint(find_files(folder), build.device, build.tp_rank)

@@ -234,7 +234,8 @@ class DummyTensor:
             whole = stream.standard_normal(self.shape, dtype=np.float32)
             whole *= np.float32(0.02)
         else:
-            whole = np.full(self.shape, fill, dtype=np.float32)
+            is_whole_number = self.dtype.startswith(("int", "uint"))
+            whole = np.full(self.shape, fill, dtype=self.dtype if is_whole_number else np.float32)
         part = np.ascontiguousarray(whole[region])
         return xp.to_device(xp.from_numpy(part), self._device.device)
 

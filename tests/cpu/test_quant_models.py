@@ -15,6 +15,7 @@ from fastdeploy_core.errors import ConfigError, WeightError
 from fastdeploy_core.testing.tiny_model import CONFIG, write_tiny_model
 from tests.checkpoints import build
 from tests.paged import PagedModel, with_quantizer
+from tests.tp_rank import run_ranks
 
 METHODS = ("wint8", "wint4", "w8a8", "w4a8", "wfp8afp8", "mix_quant")
 MIX = '{"quantization": "mix_quant", "dense_quant_type": "wint8", "moe_quant_type": "w4a8"}'
@@ -136,6 +137,19 @@ def copy(folder: Path, config: dict[str, Any], weights: dict[str, np.ndarray]) -
     (folder / "config.json").write_text(json.dumps(config))
     save_file(weights, folder / "model.safetensors")
     return folder
+
+
+def test_two_ranks_equal_one(tiny_model: Path, tensor_library: str, tmp_path: Path) -> None:
+    """Packed numbers, groups and experts are cut as the whole layer would be."""
+    asked = '{"quantization": "wint4", "group_size": 4}'
+    stored = write(tiny_model, asked, tmp_path / "q", tensor_library)
+    whole = PagedModel(stored, tensor_library, drivers=with_quantizer("wint4"))
+    expected = whole.step([("a", PROMPT)])[0][-1]
+    ranks = run_ranks(stored, tensor_library, 2, tmp_path / "group", {"0": PROMPT}, 4)
+    for rank in ranks:
+        near = np.abs(np.array(rank["logits"]) - expected).max() / np.abs(expected).max()
+        assert near < 1e-4
+    assert ranks[0]["tokens"] == ranks[1]["tokens"]
 
 
 def test_head_is_quantized_only_where_asked(

@@ -30,6 +30,9 @@ THIRD = {"linear": Kernel("kernel_mod:special", "kernel_mod:is_wide"),
 LIST = ["linear"]
 WRONG = {"linear": 3}
 FULL = {"linear": "kernel_mod:own", "greedy": "kernel_mod:own", "sample": "kernel_mod:own"}
+def swapped(weight): return weight[::-1]
+ODD = {"linear_odd": "kernel_mod:reference", "linear_even": "kernel_mod:reference"}
+OWN_ODD = {**FULL, "linear_even": Kernel("kernel_mod:own", prepare="kernel_mod:swapped")}
 """
 
 
@@ -125,3 +128,34 @@ def test_a_table_knows_what_it_lacks(resolved):
     table = build_kernel_table("cpu", {}, resolved=resolved())
     assert set(operations_without_kernel(table)) == set(OPERATIONS) - {"linear", "greedy", "sample"}
     assert msgspec.msgpack.encode(resolved())
+
+
+ODD = (
+    entry("kernels", "cpu", "kernel_mod:ODD", "fd-odd"),
+    entry("kernels", "chip", "kernel_mod:OWN_ODD", "fd-chip"),
+)
+
+
+def test_operation_that_few_models_need_falls_back_when_a_layer_asks(resolved, caplog):
+    caplog.set_level(logging.INFO)
+    table = build_kernel_table("chip", resolved=resolved(*ODD))
+    assert "linear_odd" in table and not table.fallbacks
+    assert "linear_odd" not in caplog.text
+    assert [table["linear_odd"](), table["linear_odd"]()] == ["reference", "reference"]
+    assert table.fallbacks == ["linear_odd"]
+    assert caplog.text.count("linear_odd") == 1 and "dequantizes" in caplog.text
+
+
+def test_operation_that_few_models_need_is_refused_only_when_asked_for(resolved):
+    table = build_kernel_table("chip", allow_fallback=False, resolved=resolved(*ODD))
+    assert table["linear"]() == table["linear_even"]() == "own"
+    with pytest.raises(CapabilityError, match=r"linear_odd.*--no-fallback"):
+        table["linear_odd"]
+
+
+def test_cell_lays_weights_out_as_it_wants_them(resolved):
+    table = build_kernel_table("chip", resolved=resolved(*ODD))
+    assert table.prepare("linear_even", "ab") == "ba"
+    assert table.prepare("linear_odd", "ab") == "ab"
+    reference = build_kernel_table("cpu", resolved=resolved(*ODD))
+    assert reference.prepare("linear_even", "ab") == "ab" and not reference.fallbacks

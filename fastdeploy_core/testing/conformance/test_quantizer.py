@@ -92,6 +92,16 @@ class QuantizerConformance(OnDevice):
             worst = float(np.max(np.abs(result - expected)) / np.max(np.abs(expected)))
             assert worst <= max_relative_error, f"relative error {worst:.3f}"
 
+    def test_stored_tensors_give_the_weight_back(
+        self, device: Any, quantizer: Any, layer: LayerSpec, max_relative_error: float
+    ) -> None:
+        weight = self._weight(device, layer)
+        got = self.to_host(device, quantizer.dequantize(layer, quantizer.quantize(layer, weight)))
+        expected = self.to_host(device, weight)
+        assert got.shape == expected.shape
+        error = float(np.sqrt(((got - expected) ** 2).sum() / (expected**2).sum()))
+        assert error <= max_relative_error, f"relative error {error:.3f}"
+
     def test_same_weight_gives_same_bits(
         self, device: Any, quantizer: Any, layer: LayerSpec
     ) -> None:

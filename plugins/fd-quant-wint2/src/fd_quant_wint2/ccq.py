@@ -23,6 +23,7 @@ _SHIFTS: Final = (9, 6, 3, 0)
 _MASK: Final = 63
 _OFFSET: Final = 32
 _MAX_LOCAL: Final = 15
+_QUADS_AT_ONCE: Final = 16384
 # Affine maps of bytes to codes that did best in a search on a Gaussian source, and tries around the
 # scale that fits a group's deviation.
 AFFINES: Final = ((120.941, -55.783), (121.774, 173.963), (119.946, 487.61), (120.942, 420.438))
@@ -101,17 +102,21 @@ def _best_bytes(
     best = np.full((rows, count), np.inf, np.float32)
     local_best = np.ones((rows, count), np.uint8)
     byte_best = np.zeros((rows, count, GROUP // TOGETHER), np.uint8)
+    step = max(1, _QUADS_AT_ONCE * TOGETHER // (count * GROUP))
     for wider in _TRIES:
         local = np.clip(np.round(deviation / spread * wider / super_scale[:, None]), 1, _MAX_LOCAL)
         scale = (local * super_scale[:, None]).astype(np.float32)[:, :, None]
-        for row in range(rows):
-            unit = (quads[row] / scale[row][..., None]).reshape(-1, TOGETHER)
+        for start in range(0, rows, step):
+            part = slice(start, start + step)
+            unit = (quads[part] / scale[part][..., None]).reshape(-1, TOGETHER)
             distance = norm - 2 * unit @ book.T
             byte = distance.argmin(axis=1)
             error = distance[np.arange(len(byte)), byte] + (unit**2).sum(axis=1)
-            total = error.reshape(count, -1).sum(axis=1) * scale[row][:, 0] ** 2
-            better = total < best[row]
-            best[row][better] = total[better]
-            local_best[row][better] = local[row][better]
-            byte_best[row][better] = byte.reshape(count, -1)[better]
+            total = (
+                error.reshape(-1, count, GROUP // TOGETHER).sum(axis=2) * scale[part][..., 0] ** 2
+            )
+            better = total < best[part]
+            best[part][better] = total[better]
+            local_best[part][better] = local[part][better]
+            byte_best[part][better] = byte.reshape(-1, count, GROUP // TOGETHER)[better]
     return byte_best.reshape(rows, -1), local_best, best.sum(axis=1)

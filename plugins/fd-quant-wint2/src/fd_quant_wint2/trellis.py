@@ -90,7 +90,8 @@ class TrellisQuantizer:
             "weight_scale": ParameterSpec(
                 (layer.out_features,), "float16", None if by_row else 0, _DUMMY_STD
             ),
-            "weight_signs": ParameterSpec((wide,), "uint8", 0 if by_row else None),
+            # Dummy parts share one rotation too: any byte, but the same everywhere.
+            "weight_signs": ParameterSpec((wide,), "uint8", 0 if by_row else None, 0x5A),
             "weight_block": ParameterSpec((1,), "int32", None, float(block)),
         }
 

@@ -1,0 +1,1 @@
+pytest_plugins = ["fastdeploy_core.testing.pytest_plugin"]
