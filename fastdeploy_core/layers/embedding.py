@@ -130,6 +130,8 @@ class LMHead:
         self._build, self._share = build, VocabShare(build, vocab_size)
         self._product, self._greedy = build.kernels["linear"], build.kernels["greedy"]
         self._greedy_product = build.kernels["greedy_linear"]
+        self.weight: Tensor
+        self.bias: Tensor | None
         if like is not None:
             self.weight, self.bias = like.weight, like.bias
             self._share.borrow(build, f"{name}.weight", self.weight, self._replace, is_linear=True)

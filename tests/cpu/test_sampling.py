@@ -339,7 +339,9 @@ def test_logprobs_are_of_the_stage_the_mode_names(tensor_library: str, mode: str
     sampled = bench.sample(logits, [0, 1, 2])
     ids = bench.device.to_host(sampled.token_ids).tolist()
     assert sampled.logprobs is not None and sampled.logprobs.rows.tolist() == [0, 1]
-    first, second = read(sampled.logprobs, (bench.device.to_host(x) for x in sampled.logprobs.tensors()))
+    first, second = read(
+        sampled.logprobs, (bench.device.to_host(x) for x in sampled.logprobs.tensors())
+    )
 
     shown = logits[0].copy()
     if mode.startswith("processed"):
@@ -361,7 +363,9 @@ def test_logprobs_of_the_whole_vocabulary_hold_no_infinity(tensor_library: str) 
     bench = Bench(tensor_library, logprobs_mode="processed_logprobs")
     bench.add(0, SamplingParams(allowed_token_ids=[3, 5], logprobs=-1), seed=2)
     sampled = bench.sample(np.zeros((1, VOCAB)), [0])
-    (record,) = read(sampled.logprobs, (bench.device.to_host(x) for x in sampled.logprobs.tensors()))
+    (record,) = read(
+        sampled.logprobs, (bench.device.to_host(x) for x in sampled.logprobs.tensors())
+    )
     assert len(record.token_ids) == VOCAB + 1 and sorted(record.token_ids[1:]) == list(range(VOCAB))
     assert np.isfinite(record.logprobs).all()
     assert np.allclose(record.logprobs[1:3], np.log(0.5), atol=1e-5)
