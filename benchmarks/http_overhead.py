@@ -44,7 +44,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--step-ms", type=float, default=0.0, help="how long the device takes")
     parser.add_argument("--api-server-count", type=int, default=1)
     parser.add_argument("--clients", type=int, default=1, help="client processes")
-    parser.add_argument("serve", nargs="*", help="further arguments of `fastdeploy serve`, after --")
+    parser.add_argument(
+        "serve", nargs="*", help="further arguments of `fastdeploy serve`, after --"
+    )
     return parser.parse_args()
 
 
@@ -126,35 +128,25 @@ def _processor_s(pid: int) -> float:
 
 def run_clients(server: Server, streams: int, options: argparse.Namespace) -> dict[str, Any]:
     """One round of `fastdeploy bench serve`, in one or several processes."""
-    commands = []
-    share = -(-streams // options.clients)
-    for number in range(min(options.clients, streams)):
-        count = min(share, streams - number * share)
-        commands.append(
-            [sys.executable, "-m", "fastdeploy_core.cli.main", "bench", "serve"]
-            + ["--url", f"http://127.0.0.1:{server.port}", "--num-prompts", str(count)]
-            + ["--input-len", str(PROMPT), "--output-len", str(options.tokens)]
-            + ["--num-warmup", "1", "--save-result", f"{tempfile.gettempdir()}/fd-http-{number}.json"]
-        )
+    file = Path(tempfile.gettempdir()) / f"fd-http-{os.getpid()}.json"
+    command = [sys.executable, "-m", "fastdeploy_core.cli.main", "bench", "serve"]
+    command += ["--url", f"http://127.0.0.1:{server.port}", "--num-prompts", str(streams)]
+    command += ["--input-len", str(PROMPT), "--output-len", str(options.tokens)]
+    command += ["--num-clients", str(options.clients), "--num-warmup", "0"]
     before = server.processor_s()
     spent = os.times().children_user + os.times().children_system
-    processes = [subprocess.Popen(c, stdout=subprocess.DEVNULL) for c in commands]
-    if any(process.wait() for process in processes):
-        raise SystemExit("a client failed")
+    subprocess.run([*command, "--save-result", str(file)], stdout=subprocess.DEVNULL, check=True)
     client = os.times().children_user + os.times().children_system - spent
     after = server.processor_s()
-    result: dict[str, Any] = {"client": client}
-    result.update({name: after[name] - before[name] for name in after})
-    saved = []
-    for number in range(len(commands)):
-        file = Path(f"{tempfile.gettempdir()}/fd-http-{number}.json")
-        saved.append(json.loads(file.read_text()))
-        file.unlink()
-    runs = [run[0] if isinstance(run, list) else run for run in saved]
-    result["tokens"] = sum(run["output_tokens"] for run in runs)
-    result["tokens_per_s"] = sum(run["output_tokens_per_s"] for run in runs)
-    result["itl_p99_ms"] = max(run["p99_itl_ms"] for run in runs)
-    return result
+    (run,) = json.loads(file.read_text())
+    file.unlink()
+    return {
+        "client": client,
+        **{name: after[name] - before[name] for name in after},
+        "tokens": run["output_tokens"],
+        "tokens_per_s": run["output_tokens_per_s"],
+        "itl_p99_ms": run["p99_itl_ms"],
+    }
 
 
 def main() -> None:

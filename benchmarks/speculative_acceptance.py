@@ -125,6 +125,7 @@ class Runs:
             max_num_seqs=batch,
             enable_prefix_caching=False,
             num_gpu_blocks_override=16 * batch + 16,
+            cudagraph_capture_sizes=[2**n for n in range(11) if 2**n <= batch],
             speculative_config=section,
         )
 

@@ -55,7 +55,7 @@ def make_worker(folder: Path, library: str, batch: int) -> Worker:
             "max_num_batched_tokens": max(2048, PROMPT * batch),
             "block_size": BLOCK_SIZE,
             "num_gpu_blocks_override": 8 * batch + 1,
-            "graph_capture_sizes": [str(batch)],
+            "graph_capture_sizes": [batch],
             "num_threads": 1,
         }
     )

@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.input import RequestLimits
 from fastdeploy_core.errors import FastDeployError, QueueFull
 from fastdeploy_core.serving.app import create_app
-from fastdeploy_core.serving.server import ApiServer, bind_socket
+from fastdeploy_core.serving.listening import bind_socket
+from fastdeploy_core.serving.server import ApiServer
 from fastdeploy_core.testing.fakes import null_hf_config
 from fastdeploy_core.tokenizer import Tokenizer
 from fastdeploy_core.types import FinishReason, Request, RequestOutputDelta, SequenceDelta
@@ -100,6 +101,8 @@ class ScriptedEngine:
         self.requests: list[Request] = []
         self.running = 0
         self.aborted = 0
+        self.num_generated = 0
+        self.ended_branches: list[str] = []
         self.pause_s = 0.0
         self.gate: threading.Event | None = None  # answers wait for it after their first token
         self.refuse: FastDeployError | None = None
@@ -139,6 +142,7 @@ class ScriptedEngine:
                 ids, left[index] = left[index][: self.step_tokens], left[index][self.step_tokens :]
                 ids = ids[: (params.max_tokens or 512) - made[index]]
                 made[index] += len(ids)
+                self.num_generated += len(ids)
                 reason = None
                 if not left[index]:
                     reason = FinishReason.STOP
@@ -178,6 +182,9 @@ class ScriptedEngine:
         values = [float("-inf") if i == 2 else -0.5 - i for i in range(len(ids))]
         return TokenLogprobs(ids, values, 1)
 
+    def end_branches(self, branch_ids: Sequence[str]) -> None:
+        self.ended_branches += branch_ids
+
     def health(self) -> EngineHealth:
         return EngineHealth(
             alive=self.well,
@@ -187,7 +194,13 @@ class ScriptedEngine:
         )
 
     async def stats(self) -> EngineStats:
-        return EngineStats(num_running=self.running, num_blocks_total=64, num_blocks_free=60)
+        return EngineStats(
+            num_running=self.running,
+            num_blocks_total=64,
+            num_blocks_free=60,
+            prompt_tokens_total=sum(len(r.prompt_token_ids) for r in self.requests),
+            generation_tokens_total=self.num_generated,
+        )
 
     async def drain(self, grace_s: float) -> None:
         self.draining = True

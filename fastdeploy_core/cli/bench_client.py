@@ -1,28 +1,30 @@
-"""Streams one completion from a server and notes when each piece came; plain asyncio, HTTP/1.1."""
+"""Streams completions from a server and notes when each piece came; plain asyncio, HTTP/1.1.
+
+Written to cost little per piece, because a benchmark's client shares the machine with what it measures;
+`bench_worker.py` runs it in several processes where one is not enough.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 from urllib.parse import urlsplit
+
+import msgspec
 
 from fastdeploy_core.errors import ConfigError
 
-MAX_LINE_BYTES = 1 << 20
 
-
-@dataclass(slots=True)
-class Measured:
+class Measured(msgspec.Struct):
     """What one request showed; times in seconds since it was sent."""
 
     started_at: float = 0.0
     ttft_s: float = 0.0
     e2e_s: float = 0.0
-    gaps_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = []
     prompt_tokens: int = 0
     output_tokens: int = 0
     error: str = ""
@@ -31,6 +33,152 @@ class Measured:
     def tpot_s(self) -> float:
         """Seconds per token after the first."""
         return (self.e2e_s - self.ttft_s) / max(1, self.output_tokens - 1)
+
+
+class Call(msgspec.Struct):
+    """A request to be sent `due_s` after the start."""
+
+    due_s: float
+    path: str
+    body: dict[str, Any]
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    token_ids: list[int] | None = None
+
+    def has_output(self) -> bool:
+        """Whether a user would see or count something."""
+        delta = self.delta
+        if delta is not None and (delta.content or delta.reasoning_content or delta.tool_calls):
+            return True
+        return bool(self.text or self.token_ids)
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class _Error(msgspec.Struct):
+    message: str = "error"
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: _Error | None = None
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+_DONE = b"[DONE]"
+
+
+class _Answer(asyncio.Protocol):
+    """One answer on a connection of its own."""
+
+    def __init__(self, request: bytes, result: Measured, ended: asyncio.Future[None]) -> None:
+        self._request = request
+        self._result = result
+        self._ended = ended
+        self._last = result.started_at
+        self._data = b""
+        self._rest = b""  # of the body, without frames
+        self._status = 0
+        self._is_chunked = False
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Send."""
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """Some more of the answer."""
+        self._data += data
+        try:
+            if self._status or self._read_head():
+                self._read_body()
+        except (ValueError, msgspec.MsgspecError) as error:
+            self._end(f"{type(error).__name__}: {error}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The end."""
+        if self._ended.done():
+            return
+        if self._status and self._status != 200:
+            try:
+                self._end(f"{self._status} {_decode(self._rest).error or ''}")
+            except msgspec.MsgspecError:
+                self._end(f"{self._status}")
+            return
+        self._end("" if self._last > self._result.started_at else f"{exc or 'no answer'}")
+
+    def _read_head(self) -> bool:
+        head, separator, rest = self._data.partition(b"\r\n\r\n")
+        if not separator:
+            return False
+        self._data = rest
+        self._status = int(head.split(b" ", 2)[1])
+        self._is_chunked = b"transfer-encoding: chunked" in head.lower()
+        return True
+
+    def _read_body(self) -> None:
+        if not self._is_chunked:
+            body, self._data = self._data, b""
+            self._take(body)
+            return
+        data, start = self._data, 0
+        while (line := data.find(b"\r\n", start)) >= 0:
+            end = line + 2 + int(data[start:line], 16)
+            if len(data) < end + 2:
+                break
+            if end == line + 2:
+                self._end("")
+                return
+            self._take(data[line + 2 : end])
+            start = end + 2
+        self._data = data[start:]
+
+    def _take(self, body: bytes) -> None:
+        *events, self._rest = (self._rest + body).split(b"\n\n")
+        if self._status != 200:
+            return
+        now = time.perf_counter()
+        for event in events:
+            content = event.removeprefix(b"data: ")
+            if content != _DONE:
+                self._note(_decode(content), now)
+
+    def _note(self, event: _Event, now: float) -> None:
+        result = self._result
+        if event.error is not None:
+            result.error = event.error.message
+        if event.usage is not None:
+            result.prompt_tokens = event.usage.prompt_tokens
+            result.output_tokens = event.usage.completion_tokens
+        if not any(choice.has_output() for choice in event.choices or ()):
+            return
+        if not result.ttft_s:
+            result.ttft_s = now - result.started_at
+        else:
+            result.gaps_s.append(now - self._last)
+        self._last = now
+
+    def _end(self, error: str) -> None:
+        self._result.error = self._result.error or error
+        self._result.e2e_s = self._last - self._result.started_at
+        if not self._ended.done():
+            self._ended.set_result(None)
+        if self._transport is not None:
+            self._transport.close()
 
 
 class BenchClient:
@@ -46,30 +194,35 @@ class BenchClient:
 
     async def measure(self, path: str, body: dict[str, Any]) -> Measured:
         """Send one streamed request and watch its answer."""
+        loop = asyncio.get_running_loop()
+        raw = msgspec.json.encode(body)
         result = Measured(started_at=time.perf_counter())
-        last = result.started_at
+        ended: asyncio.Future[None] = loop.create_future()
+        request = self._head("POST", path, len(raw)) + raw
         try:
-            async for event in self._events(path, body):
-                now = time.perf_counter()
-                if "error" in event:
-                    result.error = str(event["error"].get("message", "error"))
-                    break
-                if usage := event.get("usage"):
-                    result.prompt_tokens = usage["prompt_tokens"]
-                    result.output_tokens = usage["completion_tokens"]
-                if not _has_output(event):
-                    continue
-                if not result.ttft_s:
-                    result.ttft_s = now - result.started_at
-                else:
-                    result.gaps_s.append(now - last)
-                last = now
-        except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+            await loop.create_connection(
+                lambda: _Answer(request, result, ended), self._host, self._port
+            )
+        except OSError as error:
             result.error = f"{type(error).__name__}: {error}"
-        result.e2e_s = last - result.started_at
+            return result
+        await ended
         if not result.error and not result.ttft_s:
             result.error = "the answer was empty"
         return result
+
+    async def send(
+        self, calls: Sequence[Call], start_at: float, max_concurrency: int
+    ) -> list[Measured]:
+        """Every call when it is due, whether or not earlier ones were answered."""
+        room = asyncio.Semaphore(max_concurrency or len(calls) or 1)
+
+        async def one(call: Call) -> Measured:
+            await asyncio.sleep(max(0.0, start_at + call.due_s - time.perf_counter()))
+            async with room:
+                return await self.measure(call.path, call.body)
+
+        return await asyncio.gather(*(one(call) for call in calls))
 
     async def get(self, path: str) -> Any:
         """The JSON of a GET."""
@@ -77,38 +230,16 @@ class BenchClient:
         try:
             writer.write(self._head("GET", path, 0))
             await writer.drain()
-            status, chunked, length = await _read_head(reader)
-            pieces = [piece async for piece in _body(reader, chunked, length)]
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
         finally:
             writer.close()
-        if status != 200:
+        status = head.split(b" ", 2)[1:2]
+        if status != [b"200"]:
+            said = b"".join(status).decode("latin-1") or "nothing"
             raise ConfigError(
-                f"GET {path} was answered with {status}; is --url right, or a key missing?"
+                f"GET {path} was answered with {said}; is --url right, or a key missing?"
             )
-        return json.loads(b"".join(pieces))
-
-    async def _events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        raw = json.dumps(body).encode()
-        reader, writer = await asyncio.open_connection(self._host, self._port, limit=MAX_LINE_BYTES)
-        try:
-            writer.write(self._head("POST", path, len(raw)) + raw)
-            await writer.drain()
-            status, chunked, length = await _read_head(reader)
-            rest = b""
-            async for piece in _body(reader, chunked, length):
-                rest += piece
-                if status != 200:
-                    continue
-                *events, rest = rest.split(b"\n\n")
-                for event in events:
-                    if event.startswith(b"data: ") and event != b"data: [DONE]":
-                        yield json.loads(event[6:])
-            if status != 200:
-                content = json.loads(rest)
-                error = content.get("error", {})
-                yield {"error": {"message": f"{status} {error.get('message', '')}"}}
-        finally:
-            writer.close()
+        return json.loads(body)
 
     def _head(self, method: str, path: str, length: int) -> bytes:
         key = f"Authorization: Bearer {self._key}\r\n" if self._key else ""
@@ -117,40 +248,3 @@ class BenchClient:
             f"Content-Type: application/json\r\nContent-Length: {length}\r\n"
             "Connection: close\r\n\r\n"
         ).encode("latin-1")
-
-
-def _has_output(event: dict[str, Any]) -> bool:
-    for choice in event.get("choices") or []:
-        delta = choice.get("delta")
-        if delta is None:
-            if choice.get("text") or choice.get("token_ids"):
-                return True
-        elif any(
-            delta.get(name) for name in ("content", "reasoning_content", "tool_calls")
-        ) or choice.get("token_ids"):
-            return True
-    return False
-
-
-async def _read_head(reader: asyncio.StreamReader) -> tuple[int, bool, int | None]:
-    """Status, whether the body is chunked, its length if declared."""
-    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-    first, *lines = head.split("\r\n")
-    chunked, length = False, None
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name.lower() == "transfer-encoding":
-            chunked = "chunked" in value.lower()
-        elif name.lower() == "content-length":
-            length = int(value)
-    return int(first.split(" ")[1]), chunked, length
-
-
-async def _body(
-    reader: asyncio.StreamReader, chunked: bool, length: int | None
-) -> AsyncIterator[bytes]:
-    if not chunked:
-        yield await reader.readexactly(length) if length is not None else await reader.read()
-        return
-    while size := int((await reader.readline()).split(b";")[0], 16):
-        yield (await reader.readexactly(size + 2))[:-2]

@@ -18,9 +18,10 @@ from typing import Any
 from fastdeploy_core.errors import ConfigError
 
 from .bench import add_dataset_arguments
-from .bench_client import BenchClient, Measured
+from .bench_client import BenchClient, Call, Measured
 from .bench_data import BenchPrompt, load_prompts
 from .bench_report import percentile, save, show, spread
+from .bench_worker import run_in_processes
 
 SLO_NAMES = ("ttft", "tpot", "e2e")
 
@@ -53,6 +54,13 @@ def _parser() -> argparse.ArgumentParser:
         default=1.0,
         metavar="B",
         help="shape of the gaps: 1 is Poisson, below 1 comes in bursts, above 1 more evenly",
+    )
+    parser.add_argument(
+        "--num-clients",
+        type=int,
+        default=1,
+        metavar="N",
+        help="client processes; one takes some ten thousand tokens per second",
     )
     parser.add_argument("--max-concurrency", type=int, metavar="N", help="requests in flight")
     parser.add_argument(
@@ -108,15 +116,14 @@ async def _measure(
     except OSError as error:
         raise ConfigError(f"no server answers at {arguments.url} ({error})") from error
     calls = [_call(prompt, model, arguments) for prompt in prompts]
-    for path, body in calls[: arguments.num_warmup]:
-        warm = await client.measure(path, body)
+    for call in calls[: arguments.num_warmup]:
+        warm = await client.measure(call.path, call.body)
         if warm.error:
             raise ConfigError(f"the server does not answer the benchmark's requests: {warm.error}")
     results = []
     for rate in rates:
-        started = time.perf_counter()
-        measured = await _send_all(client, calls, rate, arguments)
-        elapsed = time.perf_counter() - started
+        measured, started = await _send_all(client, calls, rate, arguments)
+        elapsed = max(m.started_at + m.e2e_s for m in measured) - started
         percents = [float(p) for p in arguments.percentiles.split(",")]
         result = summary(measured, elapsed, rate, slo, percents)
         show(f"request rate {rate:g}/s", result)
@@ -126,9 +133,7 @@ async def _measure(
     return results
 
 
-def _call(
-    prompt: BenchPrompt, model: str, arguments: argparse.Namespace
-) -> tuple[str, dict[str, Any]]:
+def _call(prompt: BenchPrompt, model: str, arguments: argparse.Namespace) -> Call:
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": prompt.output_len,
@@ -139,32 +144,33 @@ def _call(
         "return_token_ids": True,  # also a token without text of its own counts when it comes
     }
     if prompt.messages is not None:
-        return "/v1/chat/completions", {**body, "messages": prompt.messages}
-    return "/v1/completions", {**body, "prompt": prompt.text or prompt.token_ids}
+        return Call(0.0, "/v1/chat/completions", {**body, "messages": prompt.messages})
+    return Call(0.0, "/v1/completions", {**body, "prompt": prompt.text or prompt.token_ids})
 
 
 async def _send_all(
-    client: BenchClient,
-    calls: Sequence[tuple[str, dict[str, Any]]],
-    rate: float,
-    arguments: argparse.Namespace,
-) -> list[Measured]:
+    client: BenchClient, calls: Sequence[Call], rate: float, arguments: argparse.Namespace
+) -> tuple[list[Measured], float]:
+    """What every call saw, and when the first was due."""
     draw = random.Random(arguments.dataset_seed)  # noqa: S311 - arrival times, not secrets
-    room = asyncio.Semaphore(arguments.max_concurrency or len(calls))
-
-    async def one(path: str, body: dict[str, Any]) -> Measured:
-        async with room:
-            return await client.measure(path, body)
-
-    tasks = []
-    due = time.perf_counter()
-    for path, body in calls:
-        tasks.append(asyncio.create_task(one(path, body)))
+    due_s = 0.0
+    for call in calls:
+        call.due_s = due_s
         if math.isfinite(rate):
             shape = arguments.burstiness
-            due += draw.gammavariate(shape, 1 / (rate * shape))
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
-    return await asyncio.gather(*tasks)
+            due_s += draw.gammavariate(shape, 1 / (rate * shape))
+    most = arguments.max_concurrency or 0
+    if arguments.num_clients > 1:
+        return await asyncio.to_thread(
+            run_in_processes,
+            arguments.url,
+            arguments.api_key,
+            calls,
+            most,
+            min(arguments.num_clients, len(calls)),
+        )
+    start_at = time.perf_counter()
+    return await client.send(calls, start_at, most), start_at
 
 
 def summary(

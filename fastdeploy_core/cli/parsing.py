@@ -69,7 +69,7 @@ def _add(group: Any, row: Argument) -> None:
     if row.type == "bool":
         on = " (default: on)" if row.default else " (default: off)"
         options.update(action=argparse.BooleanOptionalAction, help=row.help + on)
-    elif row.type == "list":
+    elif row.type in ("list", "ints"):
         options.update(metavar=row.name.upper())
         if row.repeatable:
             options["action"] = "append"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-ArgumentType = Literal["str", "int", "float", "bool", "json", "list"]
+ArgumentType = Literal["str", "int", "float", "bool", "json", "list", "ints"]
 Scope = Literal["engine", "server"]
 
 

@@ -95,6 +95,7 @@ def coerce(row: Argument, value: Any) -> Any:
         "bool": _to_bool,
         "json": _to_json,
         "list": _to_list,
+        "ints": _to_ints,
     }[row.type]
     try:
         typed = convert(value)
@@ -114,6 +115,7 @@ _ARTICLE = {
     "bool": "true or false",
     "json": "JSON",
     "list": "a list of strings",
+    "ints": "a list of integers",
 }
 
 
@@ -169,6 +171,10 @@ def _to_list(value: Any) -> list[str]:
     if not all(isinstance(item, str) for item in items):
         raise TypeError(value)
     return items
+
+
+def _to_ints(value: Any) -> list[int]:
+    return [_to_int(item) for item in ([value] if isinstance(value, str | int) else value)]
 
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:

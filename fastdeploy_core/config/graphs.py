@@ -23,7 +23,7 @@ GRAPH_ROWS: tuple[Argument, ...] = group(
     row("enforce_eager", "bool", False, "run every step operation by operation, record none"),
     row(
         "graph_capture_sizes",
-        "list",
+        "ints",
         None,
         "batch sizes for which decode steps are recorded; smaller batches are padded; default: 1, 2, 4, "
         "then steps of 8, 16 and 32 up to --max-num-seqs",
@@ -40,7 +40,7 @@ GRAPH_ROWS: tuple[Argument, ...] = group(
     ),
     row(
         "cuda_graph_sizes",
-        "list",
+        "ints",
         None,
         "as vLLM had it: one number is --max-graph-capture-size, several are --graph-capture-sizes",
     ),

@@ -93,11 +93,12 @@ class RequestScheduler(Protocol):
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Cancel wherever the request is; idempotent; unknown ids are ignored, and an abort that
-        arrives before its request cancels that request."""
+        arrives before its request cancels that request. A `types.branch_id` ends one sequence of a
+        running request: it is passed on to the request's engine, which answers it."""
         ...
 
     def get_aborts(self) -> list[str]:
-        """Requests this engine has taken and must stop, each reported once."""
+        """Requests this engine has taken and must stop, each reported once; branch ids among them."""
         ...
 
     def report_load(self, load: InstanceLoad) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,16 +20,10 @@ from fastdeploy_core.types.engine import EngineHealth
 
 from . import wire
 from .egress import connect
-from .process import request_address
 from .progress import Progress
 from .supervisor import NOT_READY, POLL_MS, Listener, as_error
 
 logger = logging.getLogger(__name__)
-
-
-def front_end_address(folder: Path | str, number: int) -> str:
-    """Where a front end hears its supervisor and its engine."""
-    return f"ipc://{folder}/front{number}"
 
 
 class Attachment:
@@ -51,7 +44,7 @@ class Attachment:
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.bind(front_end_address(folder, number))
+        self._socket.bind(wire.front_end_address(folder, number))
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._requests: Any = None
@@ -129,7 +122,7 @@ class Attachment:
         self._detach("")
         with self._lock:
             self._progress = Progress(message.folder)
-            self._requests = connect(self._context, request_address(message.folder))
+            self._requests = connect(self._context, wire.request_address(message.folder))
             self._num_restarts = message.num_restarts
             self._reason = ""
 

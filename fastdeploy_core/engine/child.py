@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import faulthandler
 import fcntl
+import gc
 import importlib
 import json
 import logging
@@ -92,6 +93,14 @@ def spawn(target: str, init: bytes, label: str) -> subprocess.Popen[bytes]:
     return process
 
 
+def end_startup() -> None:
+    """Called by a child when it is ready: what exists by now stays, so the garbage collector, which
+    was off while it was made, need never look at it and later pauses nobody for long."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
 def end(process: subprocess.Popen[bytes], grace_s: float) -> int:
     """Wait for a child that was told to stop; after grace_s terminate it, then kill it."""
     for signal_number, wait_s in ((None, grace_s), (signal.SIGTERM, 1.0), (signal.SIGKILL, 5.0)):
@@ -128,11 +137,13 @@ def run_child(target: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter(process=sys.argv[3]))
     logging.basicConfig(level=envs.read("FD_LOG_LEVEL").upper(), handlers=[handler])
+    gc.disable()  # until end_startup
+    module, _, function = target.partition(":")
+    main = getattr(importlib.import_module(module), function)  # the first record may come later
     (length,) = _HEADER.unpack(_read(pipe, _HEADER.size))
     init = _read(pipe, length)
     threading.Thread(target=_watch_parent, args=(pipe,), name="fd-parent", daemon=True).start()
-    module, _, function = target.partition(":")
-    status = getattr(importlib.import_module(module), function)(init)
+    status = main(init)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

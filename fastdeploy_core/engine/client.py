@@ -168,6 +168,10 @@ class AsyncEngine:
             stream.abort()
             self._abort_in_engine([request_id])
 
+    def end_branches(self, branch_ids: Sequence[str]) -> None:
+        """End sequences whose text is complete, named by types.branch_id; the others go on."""
+        self._abort_in_engine(branch_ids)
+
     def health(self) -> EngineHealth:
         """Whether the engine process lives, moves and may get requests; any thread, never blocks."""
         health = self._link.health()

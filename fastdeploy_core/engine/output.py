@@ -25,6 +25,7 @@ from fastdeploy_core.types import (
     SpeculateMetrics,
     TokenDeltas,
     TokenLogprobs,
+    branch_id,
 )
 
 
@@ -316,6 +317,7 @@ class OutputProcessor:
         state.next_position = delta.position + 1
         self._note(state, delta)
         changes: list[tuple[_Sequence, int, str]] = []
+        stopped: list[int] = []  # by a string
         if state.late:
             late, state.late = state.late, []
             state.sequences[0].take(SequenceDelta(token_ids=late), self._tokenizer)
@@ -328,6 +330,8 @@ class OutputProcessor:
             taken, text = sequence.take(part, self._tokenizer)
             if taken or text or sequence.finished:
                 changes.append((sequence, taken, text))
+            if sequence.finished and part.finish_reason is None:
+                stopped.append(part.index)
         if delta.error is not None:
             state.error, state.error_type = delta.error, delta.error_type
         if delta.error is not None or delta.finished:
@@ -341,7 +345,11 @@ class OutputProcessor:
             state.metrics.finished_time = time.time()
             del self._states[delta.request_id]
         # Finished for us but not for the engine: a stop string, which it does not know of.
-        aborts = [delta.request_id] if finished and not delta.finished else []
+        aborts: list[str] = []
+        if finished and not delta.finished:
+            aborts = [delta.request_id]
+        elif not finished and stopped:
+            aborts = [branch_id(delta.request_id, index) for index in stopped]
         return self._select(state, changes, delta.prompt_logprobs is not None), aborts
 
     def remove(self, request_id: str) -> None:

@@ -23,7 +23,7 @@ from fastdeploy_core.errors import FastDeployError, InvalidRequest
 from fastdeploy_core.plugins.manager import hook_manager
 from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas
 
-from . import wire
+from . import child, wire
 from .core import EngineCore
 from .egress import Egress, connect
 from .observer import Observer
@@ -36,22 +36,12 @@ REARM_S = 1.0
 UNBOUNDED = 2**62
 
 
-def request_address(folder: str) -> str:
-    """Where the engine hears its client."""
-    return f"ipc://{folder}/requests"
-
-
-def output_address(folder: str) -> str:
-    """Where the client hears its engine."""
-    return f"ipc://{folder}/output"
-
-
 def main(data: bytes) -> int:
     """Run an engine until told to stop; returns the exit status."""
     init: wire.EngineInit = wire.decoder(wire.EngineInit).decode(data)
     context = zmq.Context()
     output = context.socket(zmq.PUSH)
-    output.connect(output_address(init.folder))
+    output.connect(wire.output_address(init.folder))
     progress = Progress(init.folder)
     try:
         init.resolved.verify(init.digest)
@@ -104,6 +94,7 @@ class EngineProcess:
         signal.signal(signal.SIGTERM, lambda *_: self._stopping.set())
         info = self._core.info
         self._observer.started(info)
+        child.end_startup()
         self._progress.mark()
         self._output.send(wire.encode(wire.Ready(info)))
         self._ingress.start()
@@ -173,7 +164,7 @@ class EngineProcess:
         """The engine is broken. The client is told first, so that it ends its streams and sends
         nothing more; what another instance could take over is not answered here."""
         last_words = self._context.socket(zmq.PUSH)
-        last_words.connect(output_address(self._folder))
+        last_words.connect(wire.output_address(self._folder))
         last_words.send(wire.encode(_failure(error)))
         last_words.close(1000)
 
@@ -188,7 +179,7 @@ class EngineProcess:
     def _hear(self) -> None:
         """The ingress thread."""
         requests = self._context.socket(zmq.PULL)
-        requests.bind(request_address(self._folder))
+        requests.bind(wire.request_address(self._folder))
         replies = [connect(self._context, address) for address in self._front_ends]
         decode = wire.decoder(wire.ToEngine)
         next_report_s = 0.0

@@ -26,7 +26,6 @@ from fastdeploy_core.types.engine import EngineHealth, EngineInfo
 
 from . import child, wire
 from .egress import connect
-from .process import output_address, request_address
 from .progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -71,14 +70,14 @@ class _Life:
         self.context = zmq.Context()
         self.output = self.context.socket(zmq.PULL)
         self.output.setsockopt(zmq.RCVHWM, 0)
-        self.output.bind(output_address(str(self.folder)))
-        self.requests = connect(self.context, request_address(str(self.folder)))
+        self.output.bind(wire.output_address(str(self.folder)))
+        self.requests = connect(self.context, wire.request_address(str(self.folder)))
         init = wire.EngineInit(
             config=config,
             resolved=resolved,
             folder=str(self.folder),
             digest=resolved.digest,
-            front_ends=list(front_ends) or [output_address(str(self.folder))],
+            front_ends=list(front_ends) or [wire.output_address(str(self.folder))],
         )
         target = "fastdeploy_core.engine.process:main"
         self.process: subprocess.Popen[bytes] = child.spawn(

@@ -17,6 +17,21 @@ from fastdeploy_core.types.worker import WorkerInfo
 ARRAY_TYPES = ("int64", "bool")
 
 
+def request_address(folder: Path | str) -> str:
+    """Where the engine of this folder hears its clients."""
+    return f"ipc://{folder}/requests"
+
+
+def output_address(folder: Path | str) -> str:
+    """Where a supervisor hears the engine of this folder."""
+    return f"ipc://{folder}/output"
+
+
+def front_end_address(folder: Path | str, number: int) -> str:
+    """Where one of several front ends hears its supervisor and its engine."""
+    return f"ipc://{folder}/front{number}"
+
+
 class EngineInit(msgspec.Struct, kw_only=True):
     """What an engine process needs to start."""
 

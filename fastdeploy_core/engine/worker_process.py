@@ -16,7 +16,7 @@ from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.types import SchedulerOutput
 
-from . import wire
+from . import child, wire
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,7 @@ def _serve(init: wire.WorkerInit, commands: zmq.Socket[bytes], status: zmq.Socke
             status.send(wire.encode(wire.Loaded(init.rank, worker.load())))
         elif isinstance(call, wire.InitializeCache):
             worker.initialize_cache(call.num_blocks, call.num_host_blocks)
+            child.end_startup()
             status.send(wire.encode(wire.CacheReady(init.rank)))
         else:
             worker.close()

@@ -133,6 +133,8 @@ class LMHead:
         self._product, self._greedy = build.kernels["linear"], build.kernels["greedy"]
         self._greedy_product = build.kernels["greedy_linear"]
         self._linear: Linear | None = None  # quantized
+        self.weight: Tensor
+        self.bias: Tensor | None
         if like is not None:
             self._linear, self.weight, self.bias = like._linear, like.weight, like.bias
             if self._linear is None:

@@ -92,15 +92,14 @@ class Sampler:
             logits = self._constrain(logits, plan, step, sampled)
         processed = flags & bits.LOGPROBS and values is None
         lenient, drafts = self._leniency, step.drafts_dev
-        is_lenient = lenient is not None and drafts is not None and bool(flags & bits.RANDOM)
-        if is_lenient:
-            ranks = draft_ranks(self._xp, logits, drafts)
-        keep = bool(processed) or is_lenient
-        sampled.token_ids, logits = self._draw(logits, plan, step.positions, keep)
-        if is_lenient:
+        if lenient is not None and drafts is not None and flags & bits.RANDOM:
+            ranks = draft_ranks(xp, logits, drafts)
+            drawn, logits = self._draw(logits, plan, step.positions, True)
             sampled.token_ids = lenient.choose(
-                self._xp, sampled.token_ids, drafts, ranks, logits, plan.is_random_dev()
+                xp, drawn, drafts, ranks, logits, plan.is_random_dev()
             )
+        else:
+            sampled.token_ids, logits = self._draw(logits, plan, step.positions, bool(processed))
         if processed:
             values = self._values(logits, plan.rows_dev(bits.LOGPROBS), keep=False)
         if values is not None:

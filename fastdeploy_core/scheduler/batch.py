@@ -18,6 +18,7 @@ from fastdeploy_core.types import (
     Request,
     RequestOutputDelta,
     TokenDeltas,
+    split_branch_id,
 )
 from fastdeploy_core.types.engine import EngineStats
 
@@ -44,7 +45,12 @@ class BatchScheduler:
         self.kv = kv
         self.counters = Counters()
         self._clock = clock
-        self._roster = Roster(kv, by_priority=settings.policy == "priority", clock=clock)
+        self._roster = Roster(
+            kv,
+            by_priority=settings.policy == "priority",
+            clock=clock,
+            num_drafts=settings.num_speculative_tokens,
+        )
         self._outcome = Outcome(self._roster, self.counters)
         self._length: DraftLength | None = None
         if settings.num_speculative_tokens:
@@ -128,10 +134,14 @@ class BatchScheduler:
         )
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests without a further delta; unknown ids are ignored."""
-        for request_id in request_ids:
+        """End requests without a further delta; unknown ids are ignored. A branch id ends one
+        sequence, with a delta, since the others go on."""
+        for name in request_ids:
+            request_id, branch = split_branch_id(name)
             request = self._roster.requests.get(request_id)
-            if request is not None:
+            if request is not None and branch is not None:
+                self._outcome.end_branch(request, branch)
+            elif request is not None:
                 self._roster.finish_request(request, FinishReason.ABORT)
                 self.counters.num_finished[FinishReason.ABORT.value] += 1
                 self._outcome.discard(request_id)
@@ -211,7 +221,7 @@ class BatchScheduler:
         stats.prefix_hit_tokens_total = counters.num_prefix_hit_tokens
         stats.host_hit_tokens_total = counters.num_host_hit_tokens
         stats.drafts_total = counters.num_drafts
-        stats.accepted_drafts_at_total = list(counters.num_accepted_at)
+        stats.accepted_drafts_at_total = counters.num_accepted_at.tolist()
         stats.draft_tokens_total = counters.num_draft_tokens
         stats.accepted_draft_tokens_total = counters.num_accepted_draft_tokens
 

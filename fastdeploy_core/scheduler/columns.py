@@ -15,7 +15,8 @@ _FIRST_SIZE = 64
 class Columns:
     """Arrays over places. They are replaced when they grow: do not keep them across `take`."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_drafts: int = 0) -> None:
+        """num_drafts: the most of one sequence in one step."""
         self._free: list[int] = []
         self._size = 0
         self.seq_id = np.zeros(0, dtype=np.int64)
@@ -31,6 +32,12 @@ class Columns:
             0, dtype=np.int64
         )  # deltas given to its request, if it is the only one
         self.step = np.zeros(0, dtype=np.int64)  # the newest step that it is part of
+        # Drafts for the next step, and how those of all steps fared (types.DraftStats).
+        self.drafts = np.zeros((0, num_drafts), dtype=np.int64)
+        self.num_drafts = np.zeros(0, dtype=np.int64)
+        self.draft_steps = np.zeros(0, dtype=np.int64)
+        self.drafted = np.zeros(0, dtype=np.int64)
+        self.accepted_at = np.zeros((0, num_drafts), dtype=np.int64)
         self.rested = np.zeros(0, dtype=np.int64)  # steps that a drafter's cache has missed
         self.awaits = np.zeros(0, dtype=np.int64)  # step in flight that makes or judges its drafts
         self.is_running = np.zeros(0, dtype=bool)
@@ -53,6 +60,20 @@ class Columns:
         awaits = self.awaits[places]
         self.awaits[places] = np.where(awaits == step, -1, awaits)
 
+    def take_drafts(self, places: np.ndarray, proposals: np.ndarray) -> None:
+        """[places, k] drafts for the next step, -1 behind the last one."""
+        self.drafts[places, : proposals.shape[1]] = proposals
+        self.num_drafts[places] = (proposals >= 0).sum(1)
+
+    def count_drafts(self, places: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
+        """How the drafts of a step fared; places without any are left out."""
+        had = drafted > 0
+        if not had.all():
+            places, drafted, accepted = places[had], drafted[had], accepted[had]
+        self.draft_steps[places] += 1
+        self.drafted[places] += drafted
+        self.accepted_at[places] += np.arange(self.accepted_at.shape[1]) < accepted[:, None]
+
     def release(self, place: int) -> None:
         """Nobody is there any more."""
         self.seq_id[place] = -1
@@ -65,7 +86,7 @@ class Columns:
         old, self._size = self._size, max(_FIRST_SIZE, 2 * self._size)
         for name, value in list(vars(self).items()):
             if isinstance(value, np.ndarray):
-                grown = np.zeros(self._size, dtype=value.dtype)
+                grown = np.zeros((self._size, *value.shape[1:]), dtype=value.dtype)
                 grown[:old] = value
                 setattr(self, name, grown)
         self._free.extend(range(self._size - 1, old - 1, -1))

@@ -22,6 +22,7 @@ from fastdeploy_core.types import (
     RequestOutputDelta,
     SequenceDelta,
     TokenDeltas,
+    split_branch_id,
 )
 
 from .fair_queue import FairQueue
@@ -138,7 +139,12 @@ class LocalScheduler:
         """Cancel wherever the request is, and answer that; an abort may come before its request."""
         with self._lock:
             for request_id in request_ids:
-                entry = self._entries.get(request_id)
+                whole, branch = split_branch_id(request_id)
+                entry = self._entries.get(whole)
+                if branch is not None:
+                    if entry is not None and not entry.is_queued:
+                        self._aborts.append(request_id)
+                    continue
                 if entry is None:
                     self._early_aborts[request_id] = self._clock()
                     if len(self._early_aborts) > MAX_EARLY_ABORTS:

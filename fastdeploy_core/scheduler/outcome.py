@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from itertools import compress
-from typing import NamedTuple
 
 import numpy as np
 
 from fastdeploy_core.errors import WorkerError
 from fastdeploy_core.types import (
-    DraftStats,
     FinishReason,
     ModelRunnerOutput,
     RequestOutputDelta,
@@ -25,22 +23,13 @@ from fastdeploy_core.types import (
 )
 
 from .counters import Counters
+from .results import RowResult, StepResults
 from .roster import Roster
 from .sequence import RequestState, Sequence
 from .step import Cohort, Row, ScheduledStep
 
 REFUSED = "invalid_request: "
 NAN_MESSAGE = "the model produced numbers that are not finite for this request (nan_logits)"
-
-
-class _Result(NamedTuple):
-    """What a step says of one row."""
-
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    drafts: list[int] | None = None
-    error: str | None = None
 
 
 class Outcome:
@@ -63,7 +52,7 @@ class Outcome:
         self._deltas.pop(request_id, None)
 
     def take_deltas(self) -> list[RequestOutputDelta | TokenDeltas]:
-        """What clients must be told, at most one delta per request and step."""
+        """What clients must be told; the deltas of a request are in order."""
         deltas = [*self._given, *self._deltas.values()]
         self._given.clear()
         self._deltas.clear()
@@ -82,7 +71,7 @@ class Outcome:
             )
         self._given += self._deltas.values()
         self._deltas.clear()
-        results = _Results(output)
+        results = StepResults(output)
         if step.awaited.size:
             self._roster.columns.arrived(step.awaited, output.step_id)
         if step.cohort.seqs:
@@ -98,38 +87,75 @@ class Outcome:
             if status is not RequestStatus.RUNNING and not seq.num_in_flight:
                 self._roster.settle(seq)
 
-    def _apply_cohort(self, step: ScheduledStep, results: _Results) -> None:
+    def _apply_cohort(self, step: ScheduledStep, results: StepResults) -> None:
         """Rows of one token. Nearly all of them only get longer; the others are taken one by one."""
         columns, cohort, starts = self._roster.columns, step.cohort, step.starts
         places = cohort.places
         columns.in_flight[places] -= 1
         columns.pending[places] -= 1
         was_running = columns.is_running[places]
-        only_grows = columns.is_plain[places] & was_running
-        only_grows &= columns.known[places] + 1 < columns.limit[places]
-        only_grows &= starts + 1 < columns.commit_at[places]
-        tokens = results.leading(len(cohort.seqs), only_grows)
+        counts = results.leading_counts(places.size)
+        only_grows = columns.is_plain[places] & was_running & (counts > 0)
+        only_grows &= columns.known[places] + counts < columns.limit[places]
+        only_grows &= starts + counts < columns.commit_at[places]
+        results.clear_others(only_grows)
+        tokens = results.leading_tokens(int(counts.sum()))
         if not cohort.stop_ids.isdisjoint(tokens):
-            only_grows &= [token not in cohort.stop_ids for token in tokens]
-        if only_grows.all():
-            self._grow(cohort, cohort.histories, cohort.request_ids, places, tokens)
-            return
-        self._grow(
-            cohort,
-            list(compress(cohort.histories, only_grows)),
-            list(compress(cohort.request_ids, only_grows)),
-            places[only_grows],
-            list(compress(tokens, only_grows)),
-            only_grows,
-        )
+            stops = [token in cohort.stop_ids for token in tokens]
+            only_grows[np.repeat(np.arange(places.size), counts)[stops]] = False
+        if step.drafts.any() or results.next_drafts is not None:
+            self._take_drafts(step, results, counts, only_grows)
+        self._grow_all(cohort, places, tokens, counts, only_grows)
         for number in np.flatnonzero(~only_grows).tolist():
             seq = cohort.seqs[number]
             if seq.status is not RequestStatus.FINISHED:
-                row = Row(seq, int(starts[number]), 1, 0, True)
+                drafts = int(step.drafts[number])
+                row = Row(seq, int(starts[number]), 1 + drafts, drafts, True)
                 self._take(row, results.of_row(number))
             # One that ran until this very step has left already if it ended with it.
             if not was_running[number] and not seq.num_in_flight:
                 self._roster.settle(seq)
+
+    def _take_drafts(
+        self, step: ScheduledStep, results: StepResults, counts: np.ndarray, chosen: np.ndarray
+    ) -> None:
+        """Of the cohort's chosen rows: how the drafts that were fed fared, and those for the next step."""
+        columns, places, drafted = (
+            self._roster.columns,
+            step.cohort.places[chosen],
+            step.drafts[chosen],
+        )
+        accepted = np.minimum(counts[chosen] - 1, drafted)
+        columns.computed[places] += accepted - drafted
+        columns.count_drafts(places, drafted, accepted)
+        self._counters.count_drafts(drafted, accepted)
+        if results.next_drafts is not None:
+            columns.take_drafts(places, results.next_drafts[: chosen.size][chosen])
+
+    def _grow_all(
+        self,
+        cohort: Cohort,
+        places: np.ndarray,
+        tokens: list[int],
+        counts: np.ndarray,
+        chosen: np.ndarray,
+    ) -> None:
+        """The tokens of these of a cohort's rows, one per row at a time."""
+        first = (np.cumsum(counts) - counts).tolist()
+        for nth in range(int(counts[chosen].max(initial=0))):
+            has_more = chosen & (counts > nth)
+            if nth == 0 and has_more.all():
+                newest = tokens if len(tokens) == len(first) else [tokens[n] for n in first]
+                self._grow(cohort, cohort.histories, cohort.request_ids, places, newest)
+                continue
+            self._grow(
+                cohort,
+                list(compress(cohort.histories, has_more)),
+                list(compress(cohort.request_ids, has_more)),
+                places[has_more],
+                [tokens[n + nth] for n in compress(first, has_more)],
+                has_more,
+            )
 
     def _grow(
         self,
@@ -189,7 +215,14 @@ class Outcome:
         for seq in request.sequences:
             self._end(seq, SequenceDelta(index=seq.index), FinishReason.LENGTH, None)
 
-    def _take(self, row: Row, result: _Result) -> None:
+    def end_branch(self, request: RequestState, index: int) -> None:
+        """Nobody wants more of this sequence; the others of its request go on."""
+        if index < len(request.sequences):
+            seq = request.sequences[index]
+            if seq.status is not RequestStatus.FINISHED:
+                self._end(seq, SequenceDelta(index=index), FinishReason.ABORT, None)
+
+    def _take(self, row: Row, result: RowResult) -> None:
         seq = row.seq
         request = seq.request
         if result.error is not None:
@@ -214,8 +247,8 @@ class Outcome:
         reason, stop_reason, num_kept = self._append(seq, tokens)
         if row.num_drafts:
             self._count_drafts(seq, row.num_drafts, len(tokens) - 1, num_kept if reason else None)
-        if seq.status is RequestStatus.RUNNING and not reason:
-            seq.drafts = result.drafts or []
+        if seq.status is RequestStatus.RUNNING and not reason and result.drafts is not None:
+            seq.columns.take_drafts(np.array([seq.place]), result.drafts[None])
         if seq.is_suspect and row.start >= seq.num_known_at_start:
             self._roster.set_suspect(seq, False)
         limit = len(seq.token_ids) if self._kv.caches_output else seq.num_prompt_tokens
@@ -236,10 +269,9 @@ class Outcome:
         """num_kept: tokens of a sequence that ended; drafts behind its end were neither right nor wrong."""
         if num_kept is not None:
             drafted, accepted = min(drafted, num_kept), min(accepted, num_kept)
-        self._counters.count_drafts(drafted, accepted)
-        if seq.draft_stats is None:
-            seq.draft_stats = DraftStats()
-        seq.draft_stats.count(drafted, accepted)
+        numbers = np.array([drafted]), np.array([accepted])
+        self._counters.count_drafts(*numbers)
+        seq.columns.count_drafts(np.array([seq.place]), *numbers)
 
     def _commit(self, seq: Sequence, num_tokens: int) -> None:
         self._kv.commit(seq.table, seq.token_ids, num_tokens)
@@ -280,7 +312,7 @@ class Outcome:
     ) -> None:
         request = seq.request
         delta.finish_reason, delta.stop_reason = reason, stop_reason
-        delta.drafts = seq.draft_stats
+        delta.drafts = seq.draft_stats()
         whole = self._delta_of(request)
         whole.sequences.append(delta)
         self._roster.finish(seq, reason, stop_reason)
@@ -323,44 +355,3 @@ class Outcome:
         assert found is not None, "prompt logprobs nobody asked for"
         found.extend(new[len(found) - (row.start + 1) :])
         del found[request.num_prompt_tokens :]
-
-
-class _Results:
-    """A step's output, row by row."""
-
-    def __init__(self, output: ModelRunnerOutput) -> None:
-        self._output = output
-        self._tokens: list[int] = output.token_ids.tolist()
-        self._ends: list[int] | None = None
-        if output.counts is not None:
-            self._ends = np.cumsum(output.counts).tolist()
-
-    def leading(self, num_rows: int, only_token: np.ndarray) -> list[int]:
-        """One token of each leading row; rows that have more to say are cleared in only_token."""
-        output = self._output
-        if output.next_drafts is not None:
-            only_token[:] = False
-        if output.counts is not None and not (output.counts[:num_rows] == 1).all():
-            only_token[:] = False
-        for rows in (output.errors, output.logprobs, output.prompt_logprobs):
-            if rows:
-                only_token[[row for row in rows if row < num_rows]] = False
-        return self._tokens[:num_rows] if num_rows < len(self._tokens) else self._tokens
-
-    def of_row(self, row: int) -> _Result:
-        """All of one row."""
-        output = self._output
-        if self._ends is None:
-            tokens = [self._tokens[row]]
-        else:
-            tokens = self._tokens[self._ends[row - 1] if row else 0 : self._ends[row]]
-        drafts = None
-        if output.next_drafts is not None:
-            drafts = [token for token in output.next_drafts[row].tolist() if token >= 0]
-        return _Result(
-            tokens,
-            output.logprobs.get(row),
-            output.prompt_logprobs.get(row),
-            drafts,
-            output.errors.get(row),
-        )

@@ -112,31 +112,37 @@ class StepPlanner:
                     seq, seq.num_computed + 1, may_yield=True
                 )
             is_due &= columns.is_running[places]  # juniors may have been preempted for seniors
-        if self._length is not None and (self._lookahead or any(seq.drafts for seq in seqs)):
-            self._put_drafts(seqs, is_due)
+        drafts = None
+        if self._length is not None:
+            drafts = self._plan_drafts(seqs, places, is_due)
         if not is_due.all():
             places, seqs = places[is_due], list(compress(seqs, is_due))
+            drafts = None if drafts is None else drafts[is_due]
         if seqs:
-            self._step.put_decodes(seqs, places)
+            self._step.put_decodes(seqs, places, drafts)
 
-    def _put_drafts(self, seqs: list[Sequence], is_due: np.ndarray) -> None:
-        """Rows of their own for sequences with drafts, which are not due otherwise then. Every
-        sequence keeps a token of the budget; drafts get the rest, and blocks if some are free."""
+    def _plan_drafts(
+        self, seqs: list[Sequence], places: np.ndarray, is_due: np.ndarray
+    ) -> np.ndarray | None:
+        """How many drafts each row is fed. Every due row keeps a token of the budget; drafts get the
+        rest, and blocks if some are free."""
+        columns = self._roster.columns
+        drafts: np.ndarray = np.where(is_due, columns.num_drafts[places], 0)
+        if not (self._lookahead or drafts.any()):
+            return None
+        computed, limit = columns.computed[places], columns.limit[places]
+        drafts = np.minimum(drafts, np.maximum(limit - columns.known[places] - 1, 0))
+        drafts[columns.rested[places] > MAX_RESTED] = 0
         left = self._step.budget - int(is_due.sum())
-        for row in np.flatnonzero(is_due).tolist():
-            seq = seqs[row]
-            drafts, seq.drafts = seq.drafts, []
-            drafts = drafts[: max(0, min(left, seq.max_total_tokens - len(seq.token_ids) - 1))]
-            if seq.columns.rested[seq.place] > MAX_RESTED:
-                drafts = []
-            end = seq.num_computed + 1 + len(drafts)
-            fits = self._try_grow(seq, end)
-            if fits and self._lookahead:  # for the drafter's own entries; it does without, too
-                self._try_grow(seq, min(end + self._lookahead, seq.max_total_tokens))
-            if drafts and fits:
-                self._step.put(seq, 1 + len(drafts), drafts)
-                left -= len(drafts)
-                is_due[row] = False
+        drafts = np.clip(left - (np.cumsum(drafts) - drafts), 0, drafts)
+        wanted = computed + 1 + drafts
+        if self._lookahead:  # for the drafter's own entries; it does without, too
+            wanted = np.minimum(wanted + self._lookahead, limit)
+        for row in np.flatnonzero(is_due & (wanted > columns.room[places])).tolist():
+            seq, end = seqs[row], int(computed[row] + 1 + drafts[row])
+            if not self._try_grow(seq, int(wanted[row])) and not self._try_grow(seq, end):
+                drafts[row] = 0
+        return drafts
 
     def _plan_prefills(self) -> None:
         for seq in self._roster.prefilling():

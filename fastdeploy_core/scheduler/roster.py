@@ -28,11 +28,16 @@ class Roster:
     """All unfinished requests of an engine."""
 
     def __init__(
-        self, kv: KVCacheManager, *, by_priority: bool, clock: Callable[[], float] = time.monotonic
+        self,
+        kv: KVCacheManager,
+        *,
+        by_priority: bool,
+        clock: Callable[[], float] = time.monotonic,
+        num_drafts: int = 0,
     ) -> None:
         self.kv = kv
         self.clock = clock
-        self.columns = Columns()
+        self.columns = Columns(num_drafts)
         self.requests: dict[str, RequestState] = {}
         self.running: list[Sequence] = []  # senior first
         self.returning: list[
@@ -70,10 +75,7 @@ class Roster:
         """Queue a request's first sequence; the others follow with `release_followers`."""
         self.requests[request.request_id] = request
         self.arrived.arrive(request.tenant)
-        first = request.sequences[: 1 if request.followers_wait else None]
-        for seq in first:
-            priority = request.request.priority if self._by_priority else 0
-            self.arrived.push(seq, request.tenant, priority)
+        self._arrive(request, request.sequences[: 1 if request.followers_wait else None])
 
     def next_waiting(self, passed_over: Container[Sequence] = ()) -> Sequence | None:
         """Whose turn it is."""
@@ -134,7 +136,7 @@ class Roster:
         """Stop a running sequence; it will start again from what it knows by then."""
         self._stop(seq)
         seq.status = RequestStatus.PREEMPTED
-        seq.drafts = []
+        self.columns.num_drafts[seq.place] = 0
         self._forgotten.append(seq.seq_id)
         self.num_preemptions_total += 1
         self._leave(seq)
@@ -161,6 +163,10 @@ class Roster:
             request.is_finished = True
             del self.requests[request.request_id]
             self.arrived.depart(request.tenant)
+        elif request.followers_wait and seq.index == 0:
+            # It ended before the prompt was computed: the others find out for themselves.
+            request.followers_wait = False
+            self._arrive(request, request.sequences[1:])
         elif request.fork_source is not None and not self._has_followers(request):
             self.drop_fork_source(request)
 
@@ -193,6 +199,12 @@ class Roster:
         """Sequences the workers need not remember."""
         forgotten, self._forgotten = self._forgotten, []
         return forgotten
+
+    def _arrive(self, request: RequestState, sequences: Iterable[Sequence]) -> None:
+        priority = request.request.priority if self._by_priority else 0
+        for seq in sequences:
+            if seq.status is RequestStatus.WAITING:
+                self.arrived.push(seq, request.tenant, priority)
 
     def _has_followers(self, request: RequestState) -> bool:
         return any(

@@ -51,8 +51,6 @@ class Sequence:
     __slots__ = (
         "attempt",
         "columns",
-        "draft_stats",
-        "drafts",
         "finish_reason",
         "index",
         "is_suspect",
@@ -109,8 +107,6 @@ class Sequence:
         self.status = RequestStatus.WAITING
         # Order of seniority, fixed at the first admission: (priority, admission number, index).
         self.rank: tuple[int, int, int] = (0, 0, index)
-        self.drafts: list[int] = []
-        self.draft_stats: DraftStats | None = None  # None: nothing was drafted for it
         self.is_suspect = False  # was in a step that failed: runs alone until it has passed
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -126,6 +122,14 @@ class Sequence:
         self.columns.is_plain[self.place] = (
             sampling.n == 1 and sampling.logprobs is None and not self.is_suspect
         )
+
+    def draft_stats(self) -> DraftStats | None:
+        """How its drafts fared; None: there were none."""
+        columns, place = self.columns, self.place
+        if not columns.draft_steps[place]:
+            return None
+        found = columns.accepted_at[place].tolist()
+        return DraftStats(int(columns.draft_steps[place]), int(columns.drafted[place]), found)
 
     @property
     def num_output_tokens(self) -> int:

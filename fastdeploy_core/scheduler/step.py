@@ -54,6 +54,7 @@ class ScheduledStep(NamedTuple):
     output: SchedulerOutput
     cohort: Cohort
     starts: np.ndarray  # of the cohort's rows
+    drafts: np.ndarray  # how many each of them has, behind its newest token
     rows: list[Row]  # behind them
     num_tokens: int
     asked: int = 0  # drafts that each of its rows could have had
@@ -89,9 +90,9 @@ class StepBuilder:
         self.num_prefills = 0
         self.is_stalled = False  # a running sequence got no room: nobody new may start
         self._has_cohort = False
-        self._starts = NO_COHORT.places
+        self._starts = self._num_drafts = NO_COHORT.places
+        self._draft_ids = NO_COHORT.places
         self._rows: list[Row] = []
-        self._drafts: dict[int, list[int]] = {}  # by place in _rows
         self._new: list[NewSequence] = []
         self._new_blocks: dict[int, list[int]] = {}  # by seq_id
         self._number = self.step_id + 1
@@ -105,8 +106,11 @@ class StepBuilder:
         """Whether the sequence is in the step."""
         return int(self._columns.step[seq.place]) == self._number
 
-    def put_decodes(self, seqs: list[Sequence], places: np.ndarray) -> None:
-        """Rows of one token for sequences that decode; once per step. They are its first rows."""
+    def put_decodes(
+        self, seqs: list[Sequence], places: np.ndarray, num_drafts: np.ndarray | None = None
+    ) -> None:
+        """Rows for sequences that decode, of their newest token and so many of their drafts; once per
+        step. They are its first rows."""
         columns = self._columns
         seq_ids = columns.seq_id[places]
         if not np.array_equal(seq_ids, self._cohort.seq_ids):
@@ -118,17 +122,23 @@ class StepBuilder:
         columns.in_flight[places] += 1
         columns.step[places] = self._number
         self.budget -= places.size
+        self._num_drafts = np.zeros(places.size, dtype=np.int64)
+        if num_drafts is not None:
+            self._num_drafts = num_drafts
+            columns.computed[places] += num_drafts
+            columns.num_drafts[places] = 0
+            fed = np.arange(columns.drafts.shape[1]) < num_drafts[:, None]
+            self._draft_ids = columns.drafts[places][fed]
+            self.budget -= self._draft_ids.size
 
-    def put(self, seq: Sequence, num_tokens: int, drafts: list[int] | None = None) -> None:
+    def put(self, seq: Sequence, num_tokens: int) -> None:
         """A row of its own."""
         start = seq.num_computed
         end, at_start = start + num_tokens, seq.num_known_at_start
         if start < at_start:
             self.num_prefills += 1
-        if drafts:
-            self._drafts[len(self._rows)] = drafts
         sample = end >= at_start
-        self._rows.append(Row(seq, start, num_tokens, len(drafts or ()), sample))
+        self._rows.append(Row(seq, start, num_tokens, 0, sample))
         seq.num_computed = end
         seq.num_pending += sample
         seq.num_in_flight += 1
@@ -163,26 +173,27 @@ class StepBuilder:
     ) -> ScheduledStep:
         """The step. max_drafts, rests: see `_ask`."""
         cohort = self._cohort if self._has_cohort else NO_COHORT
-        starts = self._starts
+        starts, has_drafts = self._starts, bool(self._draft_ids.size)
         message = SchedulerOutput(
             step_id=self._number,
             finished_seq_ids=forgotten,
             new_sequences=self._new,
             copies=copies,
         )
-        if self._rows or not np.array_equal(cohort.seq_ids, self._last_seq_ids):
-            message.rows = _columns_of(cohort, starts, self._rows, self._drafts)
-            goes_on = not self._drafts and bool(message.rows.samples.all())
+        if self._rows or has_drafts or not np.array_equal(cohort.seq_ids, self._last_seq_ids):
+            message.rows = self._columns_of(cohort)
+            goes_on = not has_drafts and bool(message.rows.samples.all())
             self._last_seq_ids = message.rows.seq_ids if goes_on else NO_COHORT.seq_ids
         step = ScheduledStep(
             message,
             cohort,
             starts,
+            self._num_drafts,
             self._rows,
             self._max_num_tokens - self.budget,
             self._asked,
             not self.num_prefills,
-            self._awaited(cohort) if max_drafts or self._drafts else NOBODY,
+            self._awaited(cohort) if max_drafts or has_drafts else NOBODY,
         )
         if self._new_blocks:
             blocks = self._new_blocks
@@ -213,26 +224,32 @@ class StepBuilder:
         else:
             columns.rested[[seq.place for seq in step.seqs()]] += 1
 
-
-def _columns_of(
-    cohort: Cohort, starts: np.ndarray, rows: list[Row], drafts: dict[int, list[int]]
-) -> BatchRows:
-    """Explicit rows for a message: the cohort's, then the others."""
-    single = BatchRows.of(
-        [row.seq.seq_id for row in rows],
-        [row.start for row in rows],
-        [row.num_tokens for row in rows],
-        [row.sample for row in rows],
-        drafts,
-    )
-    if not cohort.seqs:
-        return single
-    ones = np.ones(len(cohort.seqs), dtype=np.int64)
-    return BatchRows(
-        seq_ids=np.concatenate((cohort.seq_ids, single.seq_ids)),
-        starts=np.concatenate((starts, single.starts)),
-        counts=np.concatenate((ones, single.counts)),
-        samples=np.concatenate((ones.astype(bool), single.samples)),
-        num_drafts=np.concatenate((ones - 1, single.num_drafts)),
-        draft_token_ids=single.draft_token_ids,
-    )
+    def _columns_of(self, cohort: Cohort) -> BatchRows:
+        """Explicit rows for a message: the cohort's, then the others."""
+        rows = self._rows
+        single = BatchRows.of(
+            [row.seq.seq_id for row in rows],
+            [row.start for row in rows],
+            [row.num_tokens for row in rows],
+            [row.sample for row in rows],
+        )
+        if not cohort.seqs:
+            return single
+        drafts = self._num_drafts
+        if not rows:  # the same array as long as the sequences are the same
+            return BatchRows(
+                seq_ids=cohort.seq_ids,
+                starts=self._starts,
+                counts=1 + drafts,
+                samples=np.ones(drafts.size, dtype=bool),
+                num_drafts=drafts,
+                draft_token_ids=self._draft_ids,
+            )
+        return BatchRows(
+            seq_ids=np.concatenate((cohort.seq_ids, single.seq_ids)),
+            starts=np.concatenate((self._starts, single.starts)),
+            counts=np.concatenate((1 + drafts, single.counts)),
+            samples=np.concatenate((np.ones(drafts.size, dtype=bool), single.samples)),
+            num_drafts=np.concatenate((drafts, single.num_drafts)),
+            draft_token_ids=self._draft_ids,
+        )

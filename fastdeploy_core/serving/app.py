@@ -140,8 +140,6 @@ async def _log_stats(state: ServerState) -> None:
     was_idle = True
     while True:
         await asyncio.sleep(state.config.stats_interval_s)
-        if was_idle and not state.admission.total:
-            continue
         try:
             stats = await state.engine.stats()
         except FastDeployError as error:
@@ -151,7 +149,10 @@ async def _log_stats(state: ServerState) -> None:
         seconds = now[0] - before[0]
         prompt, generated = (max(0, now[i] - before[i]) / seconds for i in (1, 2))
         before = now
-        was_idle = not state.admission.total and not prompt and not generated
+        idle = not state.admission.total and not prompt and not generated
+        if idle and was_idle:
+            continue
+        was_idle = idle
         total = max(1, stats.num_blocks_total)
         hits = stats.prefix_hit_tokens_total / max(1, stats.prefix_query_tokens_total)
         stats_logger.info(

@@ -18,7 +18,7 @@ import msgspec
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.config.server import ServerConfig
-from fastdeploy_core.engine import wire
+from fastdeploy_core.engine import child, wire
 from fastdeploy_core.errors import FastDeployError
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
 
@@ -97,6 +97,7 @@ async def _serve(init: FrontEndInit, door: socket.socket) -> int:
 
     async with attached_app(init, own, on_drain) as (app, engine):
         server = ApiServer(app, init.server_config)
+        child.end_startup()
         stop.append(server.stop)
         death = asyncio.create_task(watch(engine, server))
         taking = asyncio.create_task(_take_connections(init, door, server))

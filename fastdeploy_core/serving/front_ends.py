@@ -26,7 +26,6 @@ from fastdeploy_core import errors
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine import child, wire
-from fastdeploy_core.engine.attachment import front_end_address
 from fastdeploy_core.engine.egress import connect
 from fastdeploy_core.engine.supervisor import Listener, Supervisor
 from fastdeploy_core.errors import FastDeployError, WorkerError
@@ -63,7 +62,7 @@ class FrontEnds(Listener):
         self._folder = child.PrivateFolder("api")
         (self._folder.path / METRICS_FOLDER).mkdir(mode=0o700)
         folder = str(self._folder)
-        addresses = [front_end_address(folder, n) for n in range(self._count)]
+        addresses = [wire.front_end_address(folder, n) for n in range(self._count)]
         self._context: zmq.Context[Any] = zmq.Context()
         self._sockets = [connect(self._context, address) for address in addresses]
         self._lock = threading.Lock()  # of the sockets

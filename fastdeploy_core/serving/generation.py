@@ -32,9 +32,11 @@ async def run(
     finished = False
     try:
         async for delta in deltas:
-            output, _ = state.outputs.process(delta)
+            output, aborts = state.outputs.process(delta)
             if output is None:
                 continue
+            if aborts and not output.finished:
+                state.engine.end_branches(aborts)
             if output.error is not None:
                 raise failure(output.error, output.error_type)
             timer.observe(output)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import signal
 import socket
@@ -16,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core import __version__
-from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.config import EngineConfig, ModelConfig
 from fastdeploy_core.config.arguments import (
     build_engine_config,
     build_server_config,
@@ -25,24 +26,23 @@ from fastdeploy_core.config.arguments import (
 )
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.client import AsyncEngine
-from fastdeploy_core.engine.input import RequestLimits
 from fastdeploy_core.engine.selection import resolve_plugins
-from fastdeploy_core.grammar.compiler import GrammarCompiler
-from fastdeploy_core.tokenizer import Tokenizer
 
-from .app import create_app
-from .front_door import FrontDoor
-from .occupancy import OwnOccupancy
-from .server import ApiServer, bind_socket, url_of
-from .state import check_parsers
+from .listening import bind_socket, url_of
+from .parser_choice import check_parsers
 
+# The web framework is imported while the engine starts, not before.
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from fastdeploy_core.plugins.resolve import ResolvedPlugins
+    from fastdeploy_core.tokenizer import Tokenizer
     from fastdeploy_core.types.engine import EngineInfo
 
+    from .front_door import FrontDoor
     from .front_end import FrontEndInit
+    from .occupancy import OwnOccupancy
+    from .server import ApiServer
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +103,8 @@ async def _serve(
     server: ApiServer | None = None
     try:
         async with running_app(engine_config, server_config) as (app, engine):
+            from .server import ApiServer
+
             server = ApiServer(app, server_config)
             signals.receiver = server.stop
             death = asyncio.create_task(watch(engine, server))
@@ -127,6 +129,8 @@ async def _open(
     server: ApiServer, app: FastAPI, config: ServerConfig, listener: socket.socket
 ) -> FrontDoor:
     """Let connections in as soon as the app runs."""
+    from .front_door import FrontDoor
+
     while not server.started:
         await asyncio.sleep(0.005)
     state, loop = app.state.server, asyncio.get_running_loop()
@@ -191,16 +195,18 @@ async def _app_around(
     async with contextlib.AsyncExitStack() as stack:
         engine_task = asyncio.create_task(starting)
         try:
-            tokenizer = await asyncio.to_thread(
-                Tokenizer.load, model.tokenizer_path, chat_template=model.chat_template
-            )
-            routers = await asyncio.to_thread(plugin_routers, resolved)
+            tokenizer, routers = await asyncio.to_thread(_prepare_app, model, resolved)
         except BaseException:
             engine_task.cancel()
             await asyncio.gather(engine_task, return_exceptions=True)
             raise
         engine = await engine_task
         stack.push_async_callback(engine.close)
+        from fastdeploy_core.engine.input import RequestLimits
+        from fastdeploy_core.grammar.compiler import GrammarCompiler
+
+        from .app import create_app
+
         limits = RequestLimits.of(engine_config, tokenizer, engine.info)
         compiler = GrammarCompiler.start(
             model.tokenizer_path,
@@ -231,6 +237,19 @@ def _log_model(config: EngineConfig) -> None:
         model.dtype,
         model.max_model_len,
     )
+
+
+def _prepare_app(
+    model: ModelConfig, resolved: ResolvedPlugins
+) -> tuple[Tokenizer, list[tuple[str, Any]]]:
+    """The slow parts of an app that need no engine."""
+    importlib.import_module(".app", __package__)
+    importlib.import_module(".server", __package__)
+    importlib.import_module("fastdeploy_core.grammar.compiler")
+    from fastdeploy_core.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(model.tokenizer_path, chat_template=model.chat_template)
+    return tokenizer, plugin_routers(resolved)
 
 
 def plugin_routers(resolved: ResolvedPlugins | None) -> list[tuple[str, Any]]:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from fastdeploy_core import plugins
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.input import RequestLimits, build_request_async, default_sampling_values
 from fastdeploy_core.engine.output import OutputProcessor
-from fastdeploy_core.errors import ConfigError, PluginNotFound, RequestTooLong, WorkerError
+from fastdeploy_core.errors import RequestTooLong, WorkerError
 
 from .errors import ApiError, too_busy, unavailable
 from .metrics import Metrics
 from .occupancy import OwnOccupancy
+from .parser_choice import parser_named
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -42,6 +42,10 @@ class Engine(Protocol):
 
     def generate(self, request: Request) -> AsyncIterator[RequestOutputDelta]:
         """Deltas of one request; leaving the iterator aborts it."""
+        ...
+
+    def end_branches(self, branch_ids: Sequence[str]) -> None:
+        """End single sequences of running requests."""
         ...
 
     def health(self) -> EngineHealth:
@@ -150,8 +154,8 @@ class ServerState:
         self.limits = limits
         longest = max(map(len, tokenizer.get_vocab()), default=1)
         self._most_chars = max(SURE_CHARS, longest * limits.max_model_len)
-        self.reasoning_parser = _driver("reasoning_parser", config.reasoning_parser)
-        self.tool_parser = _driver("tool_parser", config.tool_call_parser)
+        self.reasoning_parser = parser_named("reasoning_parser", config.reasoning_parser)
+        self.tool_parser = parser_named("tool_parser", config.tool_call_parser)
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, "tokenizer")
 
     async def in_thread(
@@ -194,18 +198,3 @@ class ServerState:
     def close(self) -> None:
         """Stop helpers; the engine belongs to whoever started it."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def check_parsers(config: ServerConfig) -> None:
-    """ConfigError for a parser that nobody provides; cheap, before a model is loaded."""
-    _driver("reasoning_parser", config.reasoning_parser)
-    _driver("tool_parser", config.tool_call_parser)
-
-
-def _driver(kind: str, name: str) -> Any:
-    if not name:
-        return None
-    try:
-        return plugins.lookup(kind, name)
-    except PluginNotFound as error:
-        raise ConfigError(str(error)) from error

@@ -13,7 +13,9 @@ from .request import (
     RequestStatus,
     SequenceDelta,
     TokenDeltas,
+    branch_id,
     each_delta,
+    split_branch_id,
 )
 from .sampling import SamplingParams, StructuredOutputsParams
 from .step import (
@@ -48,5 +50,7 @@ __all__ = [
     "StructuredOutputsParams",
     "TokenDeltas",
     "TokenLogprobs",
+    "branch_id",
     "each_delta",
+    "split_branch_id",
 ]

@@ -30,6 +30,17 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+def branch_id(request_id: str, index: int) -> str:
+    """Names one of a request's n sequences where ids of requests to end are expected."""
+    return f"{request_id}#{index}"
+
+
+def split_branch_id(name: str) -> tuple[str, int | None]:
+    """The request, and which of its sequences is meant; None: all of it."""
+    request_id, separator, index = name.rpartition("#")
+    return (request_id, int(index)) if separator and index.isdecimal() else (name, None)
+
+
 class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One request as the engine sees it: token ids only.
 

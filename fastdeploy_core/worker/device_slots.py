@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from fastdeploy_core.errors import WorkerError
+from fastdeploy_core.speculative.verify import count_accepted
 
 from .input_batch import NOWHERE, TRUSTED
 from .staging import Uploads
@@ -33,8 +34,17 @@ class DeviceSlots:
     `rows` holds the slots of a decode step's rows; what is missing to its size names the last slot.
     """
 
-    def __init__(self, device: DeviceBackend, batch: InputBatch, max_drafts: int = 0) -> None:
+    def __init__(
+        self,
+        device: DeviceBackend,
+        batch: InputBatch,
+        max_drafts: int = 0,
+        *,
+        refuses_drafts: bool = False,
+    ) -> None:
+        """refuses_drafts: see DraftJudge."""
         xp, num_slots = device.xp, batch.max_num_seqs + 1
+        self._refuses_drafts = refuses_drafts
         self._xp, self._batch, self._uploads = xp, batch, Uploads(device)
         self.max_drafts = max_drafts
 
@@ -129,14 +139,10 @@ class DeviceSlots:
         width = drawn.shape[1] - 1
         drafts = xp.index_select(self.drafts, 0, rows)[:, :width]
         nth = xp.arange(width, dtype=xp.int64, device=drawn.device)
-        fed = nth < xp.index_select(self.num_drafts, 0, rows).unsqueeze(1)
-        wrong = 1 - ((drawn[:, :width] == drafts) & fed).to(xp.int64)
-        return (xp.cumsum(wrong, 1) == 0).to(xp.int64).sum(dim=1)
-
-    def keep_drafts(self, slots: np.ndarray, drafts: np.ndarray, counts: np.ndarray) -> None:
-        """A drafter has written these drafts into the slots on the device."""
-        self._drafts[slots, : drafts.shape[1]] = drafts
-        self._num_drafts[slots] = counts
+        fed = (nth < xp.index_select(self.num_drafts, 0, rows).unsqueeze(1)).to(xp.int64)
+        if self._refuses_drafts:
+            fed = fed * 0
+        return count_accepted(xp, drawn, (drafts + 1) * fed - 1)
 
     # -- what differs: (where to, at which entries, what); None: at its beginning ------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.config import EngineConfig, SpeculativeConfig
 from fastdeploy_core.config.model import read_json
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Drafters:
     """What one rank has of the configured method."""
 
-    runs_on: Literal["host", "device"]
+    on_device: bool
     drafter: Drafter | None  # None where another rank drafts
     follower: Drafter | None  # a host drafter that continues its drafts
     first_layer: int  # attention layers from here on are the drafter's
@@ -65,17 +65,18 @@ class DrafterMaker:
             raise PluginLoadError(
                 f"speculative method {method!r} says runs_on = {runs_on!r}; expected 'host' or 'device'"
             )
+        on_device = runs_on == "device"
         follower: Drafter | None = None
         if needs.continued_by and rank == 0:
             kind = self._resolved.load("speculative", needs.continued_by)
             follower = self._construct(kind, self._context(needs.continued_options))
         first_layer = len(self._loaded.kv_layers)
         drafter: Drafter | None = None
-        if runs_on == "device":
+        if on_device:
             drafter = self._on_device(driver, needs)
         elif rank == 0:
             drafter = self._construct(driver, self._context(self._speculative.options))
-        return Drafters(runs_on, drafter, follower, first_layer)
+        return Drafters(on_device, drafter, follower, first_layer)
 
     def _on_device(self, driver: Any, needs: Requirements) -> Drafter:
         self._check_device(self._speculative.method)

@@ -34,7 +34,7 @@ class DraftJudge:
     def __init__(
         self, device: DeviceBackend, batch: InputBatch, *, refuses_all: bool = False
     ) -> None:
-        self._device, self._batch, self._refuses_all = device, batch, refuses_all
+        self._device, self._batch, self.refuses_all = device, batch, refuses_all
         self._layout: tuple[SamplingPlan, DraftLayout] | None = None
 
     def drafts_of(self, rows: StepRows, plan: SamplingPlan) -> RowDrafts | None:
@@ -51,6 +51,6 @@ class DraftJudge:
 
     def judge(self, drafts: RowDrafts, drawn: Tensor) -> Verdict:
         """Which of them the target would have drawn itself. drawn: [R] int64."""
-        if self._refuses_all:
+        if self.refuses_all:
             return drafts.layout.refuse_all(drawn)
         return drafts.layout.judge(drawn, drafts.on_device)

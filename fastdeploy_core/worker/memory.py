@@ -56,6 +56,7 @@ class MemoryProfile:
     weight_bytes: int
     step_bytes: int
     utilization: float
+    is_bound: bool = False  # step_bytes is an upper bound, not a measurement
     shared_with: int = 0  # ranks that share this memory with the whole host; 0: device memory
     graph_bytes: int = 0
     most_bytes: int = 0  # all that the batch could ever hold; what is shared gives no more
@@ -76,7 +77,7 @@ class MemoryProfile:
         text = (
             f"{self.total_bytes / GIB:.2f} GiB x {self.utilization:g} usable"
             f" - {used / GIB:.2f} GiB in use (weights {self.weight_bytes / GIB:.2f} GiB)"
-            f" - {self.step_bytes / GIB:.2f} GiB for the largest step"
+            f" - {self.step_bytes / GIB:.2f} GiB{' at most' * self.is_bound} for the largest step"
         )
         if self.graph_bytes:
             text += f" - {self.graph_bytes / GIB:.2f} GiB for recorded decode steps"

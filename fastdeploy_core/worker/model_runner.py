@@ -110,7 +110,12 @@ class ModelRunner:
     def _make_graphs(self, sizes: tuple[int, ...], communicator: Communicator | None) -> StepGraphs:
         """Recordings to be made, and the device's own state of the sequences that they work on."""
         config, speculation = self._config, self._speculation
-        slots = self._slots = DeviceSlots(self._device, self.batch, self._max_drafts)
+        slots = self._slots = DeviceSlots(
+            self._device,
+            self.batch,
+            self._max_drafts,
+            refuses_drafts=self._judge.refuses_all,
+        )
         self.batch.watch(slots)
         return StepGraphs(
             self._device,
@@ -158,6 +163,8 @@ class ModelRunner:
         """Drop caches and every sequence."""
         for seq_id in list(self.batch.slot_of):
             self.batch.remove(seq_id)
+            if self._speculation is not None:
+                self._speculation.forget(seq_id)
         self._reader.clear()
         self._drop_cache()
 

@@ -78,11 +78,15 @@ class SequenceState:
         """Tell the slot's grammar, if it has one, of a new token; False: it does not fit."""
         return slot not in self._masks.matchers or self._masks.accept(slot, [token_id])
 
-    def num_allowed(self, slot: int, token_ids: list[int]) -> int:
-        """How many of these tokens, drafts behind the known ones, the slot's grammar would take."""
-        if slot not in self._masks.matchers:
-            return len(token_ids)
-        return self._masks.allowed(slot, token_ids)
+    def cut_forbidden(self, slots: np.ndarray, drafts: np.ndarray) -> None:
+        """Drafts behind the known tokens, [rows, k] with -1 behind each row's last one: cut off what
+        the slot's grammar would not take."""
+        if not self._masks.matchers:
+            return
+        for row in np.flatnonzero(self._columns.flags[slots] & bits.GRAMMAR).tolist():
+            tokens = drafts[row][drafts[row] >= 0].tolist()
+            if tokens:
+                drafts[row, self._masks.allowed(int(slots[row]), tokens) :] = -1
 
     def _backend(self, new: NewSequence) -> GrammarBackend:
         key = (new.grammar_backend, tuple(new.eos_token_ids))

@@ -51,7 +51,7 @@ class Speculation:
         self._state, self._communicator = state, communicator
         self._drafter, self._follower = drafters.drafter, drafters.follower
         self._batches = DraftBatches(device, loaded, batch, drafters.first_layer)
-        self.on_device = drafters.runs_on == "device"
+        self.on_device = drafters.on_device
         self._draw_plan: SamplingPlan | None = None
         self.num_failures = 0  # proposals lost to an exception or to nonsense
 
@@ -139,28 +139,39 @@ class Speculation:
     def collect(self, launched: Launched, from_device: np.ndarray | None) -> np.ndarray | None:
         """[B, k] drafts for the next step, NO_DRAFT behind each row's last one; None: there are none.
         Rank 0 only. `from_device`: what `propose` made, on the host."""
-        rows, limit = launched.rows, launched.max_drafts
-        if limit <= 0 or self._drafter is None:
+        rows, limit, batch = launched.rows, launched.max_drafts, self._batch
+        if self._drafter is None:
+            return None
+        self._observe(launched)
+        if limit <= 0:
             return None
         slots = rows.slots
-        goes_on = rows.samples & (self._batch.owner[slots] == launched.owners)
-        goes_on[list(launched.errors)] = False
-        room = np.where(goes_on, self._batch.max_model_len - 1 - self._batch.num_known[slots], 0)
+        goes_on = rows.samples & (batch.owner[slots] == launched.owners)
+        if launched.errors:
+            goes_on[list(launched.errors)] = False
+        room = np.where(goes_on, batch.max_model_len - 1 - batch.num_known[slots], 0)
         limits = np.clip(room, 0, limit)
-        wanting = np.flatnonzero(limits).tolist()
-        self._observe(launched)
-        drafts: dict[int, list[int]] = {}
+        table = np.full((slots.size, limit), NO_DRAFT, dtype=np.int64)
         if from_device is not None:
-            for row in wanting:
-                proposal = self._valid(self._drafter, from_device[row].tolist())
-                drafts[row] = proposal[: limits[row]]
+            table[:] = self._valid_rows(self._drafter, from_device, limits)
         elif not self.on_device:
-            drafts = self._ask(self._drafter, wanting, slots, limits, {})
+            self._ask(self._drafter, table, slots, limits)
         if self._follower is not None:
-            short = [row for row in wanting if len(drafts.get(row, ())) < limits[row]]
-            for row, more in self._ask(self._follower, short, slots, limits, drafts).items():
-                drafts[row] = [*drafts.get(row, ()), *more]
-        return self._table(drafts, slots, limit)
+            self._ask(self._follower, table, slots, limits)
+        if self._state is not None:
+            self._state.cut_forbidden(slots, table)
+        return table if (table[:, :1] != NO_DRAFT).any() else None
+
+    def _valid_rows(self, drafter: Drafter, drafts: np.ndarray, limits: np.ndarray) -> np.ndarray:
+        """Each row up to its limit and to the first that is no draft; what is no token of the
+        vocabulary counts as a failure."""
+        is_token = (drafts >= 0) & (drafts < self._columns.vocab_size)
+        if not (is_token | (drafts == NO_DRAFT)).all():
+            wrong = drafts[~is_token & (drafts != NO_DRAFT)][0]
+            self._count_failure(drafter, self._no_token(int(wrong)))
+        nth = np.arange(drafts.shape[1])
+        kept = (np.cumsum(~is_token, 1) == 0) & (nth < limits[:, None])
+        return np.where(kept, drafts, NO_DRAFT)
 
     def forget(self, seq_id: int) -> None:
         """The sequence left."""
@@ -172,53 +183,57 @@ class Speculation:
                     self._count_failure(drafter, error)
 
     def _ask(
-        self,
-        drafter: Drafter,
-        wanting: list[int],
-        slots: np.ndarray,
-        limits: np.ndarray,
-        before: dict[int, list[int]],
-    ) -> dict[int, list[int]]:
-        """A host drafter's proposals by row, behind the drafts that a row has `before`."""
-        if not wanting:
-            return {}
-        batch = self._batch
-        chosen = [int(slots[row]) for row in wanting]
-        ahead = [before.get(row, []) for row in wanting]
+        self, drafter: Drafter, table: np.ndarray, slots: np.ndarray, limits: np.ndarray
+    ) -> None:
+        """Have a host drafter continue the rows of the table that have room."""
+        batch, before = self._batch, (table != NO_DRAFT).sum(1)
+        wanting = np.flatnonzero(before < limits)
+        if not wanting.size:
+            return
+        tokens, known = batch.token_ids, batch.num_known[slots[wanting]].tolist()
+        begins = before[wanting].tolist()
+        most = (limits - before)[wanting].tolist()
         question = HostDraftInput(
-            seq_ids=batch.seq_ids[chosen].tolist(),
-            token_ids=[batch.token_ids[slot, : batch.num_known[slot]] for slot in chosen],
-            max_drafts=[
-                int(limits[row]) - len(some) for row, some in zip(wanting, ahead, strict=True)
+            seq_ids=batch.seq_ids[slots[wanting]].tolist(),
+            token_ids=[
+                tokens[slot, :n] for slot, n in zip(slots[wanting].tolist(), known, strict=True)
             ],
-            drafts=ahead,
+            max_drafts=most,
+            drafts=[
+                table[row, :n].tolist() if n else []
+                for row, n in zip(wanting.tolist(), begins, strict=True)
+            ],
         )
         try:
             proposals = drafter.propose(question)
-            if len(proposals) != len(wanting):
-                raise ValueError(f"propose() answered {len(proposals)} of {len(wanting)} rows")
-            found = {}
-            for row, proposal, most in zip(wanting, proposals, question.max_drafts, strict=True):
-                tokens = self._valid(drafter, proposal)
-                if len(proposal) > most:
-                    raise ValueError(f"propose() made {len(proposal)} drafts of at most {most}")
-                found[row] = tokens
-            return found
+            if len(proposals) != wanting.size:
+                raise ValueError(f"propose() answered {len(proposals)} of {wanting.size} rows")
+            for row, begin, limit, proposal in zip(
+                wanting.tolist(), begins, most, proposals, strict=True
+            ):
+                if not proposal:
+                    continue
+                if len(proposal) > limit:
+                    raise ValueError(f"propose() made {len(proposal)} drafts of at most {limit}")
+                valid = self._valid(drafter, proposal)
+                table[row, begin : begin + len(valid)] = valid
         except Exception as error:
             self._count_failure(drafter, error)
-            return {}
 
     def _valid(self, drafter: Drafter, proposal: list[int]) -> list[int]:
-        """The drafts up to the first that is none; what is no token of the vocabulary counts as a
-        failure."""
+        """The same for one row of a host drafter."""
         size = self._columns.vocab_size
-        for place, token in enumerate(proposal):
-            if not 0 <= token < size:
-                if token != NO_DRAFT:
-                    what = f"propose() returned token {token} of a vocabulary of {size}"
-                    self._count_failure(drafter, ValueError(what))
-                return [int(t) for t in proposal[:place]]
-        return [int(t) for t in proposal]
+        if min(proposal) >= 0 and max(proposal) < size:
+            return proposal
+        wrong = next(n for n, token in enumerate(proposal) if not 0 <= token < size)
+        if proposal[wrong] != NO_DRAFT:
+            self._count_failure(drafter, self._no_token(proposal[wrong]))
+        return proposal[:wrong]
+
+    def _no_token(self, token: int) -> ValueError:
+        return ValueError(
+            f"propose() returned token {token} of a vocabulary of {self._columns.vocab_size}"
+        )
 
     def _observe(self, launched: Launched) -> None:
         """Tell a host drafter how its last proposals fared."""
@@ -231,17 +246,6 @@ class Speculation:
                 drafter.observe(int(seq_ids[row]), fed[row], int(accepted[row]))
         except Exception as error:
             self._count_failure(drafter, error)
-
-    def _table(
-        self, drafts: dict[int, list[int]], slots: np.ndarray, width: int
-    ) -> np.ndarray | None:
-        """As columns; drafts that a row's grammar forbids are cut off."""
-        table = np.full((slots.size, width), NO_DRAFT, dtype=np.int64)
-        for row, tokens in drafts.items():
-            if tokens and self._state is not None:
-                tokens = tokens[: self._state.num_allowed(int(slots[row]), tokens)]
-            table[row, : len(tokens)] = tokens
-        return table if (table[:, :1] != NO_DRAFT).any() else None
 
     def _count_failure(self, drafter: Drafter, error: Exception) -> None:
         self.num_failures += 1

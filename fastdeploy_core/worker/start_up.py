@@ -21,14 +21,19 @@ logger = logging.getLogger(__name__)
 
 
 def dummy_step(
-    config: EngineConfig, step_id: int, lengths: Sequence[int], finished: list[int]
+    config: EngineConfig,
+    step_id: int,
+    lengths: Sequence[int],
+    finished: list[int],
+    num_drafts: int = 0,
 ) -> SchedulerOutput:
-    """A step of new sequences with so many tokens each, in blocks from 0 on."""
+    """A step of new sequences with so many tokens each and drafts behind them, in blocks from 0 on, with
+    room for as many drafts again."""
     params = SamplingParams(top_p=0.9, top_k=50, seed=0, logprobs=1)
     new: list[NewSequence] = []
     first_block = 0
     for number, length in enumerate(lengths):
-        num_blocks = -(-length // config.cache.block_size)
+        num_blocks = -(-(length + 2 * num_drafts) // config.cache.block_size)
         new.append(
             NewSequence(
                 seq_id=step_id * config.batch.max_num_seqs + number,
@@ -40,8 +45,20 @@ def dummy_step(
             )
         )
         first_block += num_blocks
-    rows = BatchRows.of([n.seq_id for n in new], [0] * len(new), list(lengths))
-    return SchedulerOutput(step_id=step_id, new_sequences=new, rows=rows, finished_seq_ids=finished)
+    rows = BatchRows.of(
+        [n.seq_id for n in new],
+        [0] * len(new),
+        [length + num_drafts for length in lengths],
+        drafts={row: [0] * num_drafts for row in range(len(new) if num_drafts else 0)},
+    )
+    most = config.speculative.num_speculative_tokens if config.speculative is not None else -1
+    return SchedulerOutput(
+        step_id=step_id,
+        new_sequences=new,
+        rows=rows,
+        finished_seq_ids=finished,
+        max_drafts=most,
+    )
 
 
 def warm_up(

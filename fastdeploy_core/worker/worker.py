@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from fastdeploy_core.plugins.kernels import ChosenKernels
     from fastdeploy_core.plugins.resolve import ResolvedPlugins
 
+# How many times smaller than the largest a first step is from which its memory is bounded.
+SMALL_PART = 8
+
 
 class Worker:
     """A rank of a tensor-parallel group."""
@@ -60,6 +63,8 @@ class Worker:
         All ranks must be loading at the same time: they meet in collectives.
         """
         device = self.device = self._open_device()
+        if not gc.isenabled():  # a process of ours that starts: what was imported is no garbage
+            gc.freeze()
         if self.world_size > 1:
             self._communicator = device.communicator(self.rank, self.world_size, self.address)
         kernels = build_kernel_table(
@@ -228,9 +233,19 @@ class Worker:
         return profile.available_bytes, profile.arithmetic()
 
     def _profile(self, weight_bytes: int, bytes_per_block: int) -> MemoryProfile:
-        """Run the largest prefill and the widest sampling there can be, and see what they take."""
+        """What the largest step takes. Where memory is the host's and there is plenty, a small step
+        is enough to know: a slow device would need seconds for the largest one."""
+        if self._ready()[1].limits.shares_host_memory and self.world_size == 1:
+            profile = self._measure(weight_bytes, bytes_per_block, SMALL_PART)
+            if profile.available_bytes >= profile.most_bytes:
+                return profile
+        return self._measure(weight_bytes, bytes_per_block)
+
+    def _measure(self, weight_bytes: int, bytes_per_block: int, part: int = 1) -> MemoryProfile:
+        """Run the largest prefill and the widest sampling there can be, and see what they take. With
+        `part` they are so many times shorter; nothing grows faster than the square of the length."""
         runner, device = self._ready()
-        steps, num_blocks = largest_steps(self.config)
+        steps, num_blocks = largest_steps(self.config, part)
         before = device.memory()
         try:
             with LowWater(device.memory) as water:
@@ -253,7 +268,8 @@ class Worker:
             total_bytes=before.total_bytes,
             free_bytes=before.free_bytes,
             weight_bytes=weight_bytes,
-            step_bytes=max(0, peak) + logits_bytes,
+            step_bytes=max(0, peak) * part**2 + logits_bytes,
+            is_bound=part > 1,
             graph_bytes=graph_bytes,
             utilization=self.config.cache.memory_utilization,
             shared_with=self.world_size if limits.shares_host_memory else 0,
@@ -261,16 +277,20 @@ class Worker:
         )
 
 
-def largest_steps(config: EngineConfig) -> tuple[list[SchedulerOutput], int]:
-    """The step with most tokens in fewest rows, the step with most rows; and blocks for them."""
-    longest, batch = config.model.max_model_len, config.batch
-    left = batch.max_num_batched_tokens
+def largest_steps(config: EngineConfig, part: int = 1) -> tuple[list[SchedulerOutput], int]:
+    """The step with most tokens in fewest rows, the step with most rows; and blocks for them. With
+    `part` the tokens are divided by it."""
+    longest, batch = -(-config.model.max_model_len // part), config.batch
+    most = config.speculative.num_speculative_tokens if config.speculative is not None else 0
+    # Drafts that every row can have at once; drafters make as many again.
+    k = max(0, min(most, batch.max_num_batched_tokens // batch.max_num_seqs - 1, longest - 1))
+    left = -(-batch.max_num_batched_tokens // part)
     lengths: list[int] = []
     while left > 0 and len(lengths) < batch.max_num_seqs:
         lengths.append(min(left, longest))
         left -= lengths[-1]
     steps = [dummy_step(config, 0, lengths, [])]
     ids = [new.seq_id for new in steps[0].new_sequences]
-    steps.append(dummy_step(config, 1, [1] * batch.max_num_seqs, ids))
+    steps.append(dummy_step(config, 1, [1] * batch.max_num_seqs, ids, k))
     num_blocks = max(sum(len(n.block_ids) for n in s.new_sequences) for s in steps)
     return steps, num_blocks

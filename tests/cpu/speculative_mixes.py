@@ -124,13 +124,18 @@ class SpeculativeBench(Bench):
         *,
         sharp: bool = True,
         captures: bool = False,
+        benchmark_mode: bool = False,
     ) -> None:
         config = engine_config(
             folder, library, model={"max_model_len": MAX_MODEL_LEN}, logits_processors=(NO_REPEAT,)
         )
         if method is not None:
             speculative = SpeculativeConfig(
-                method, NUM_DRAFTS, adaptive_length=False, options=options or {}
+                method,
+                NUM_DRAFTS,
+                adaptive_length=False,
+                benchmark_mode=benchmark_mode,
+                options=options or {},
             )
             config = replace(config, speculative=speculative)
         self.config = config

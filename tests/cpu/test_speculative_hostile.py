@@ -20,9 +20,15 @@ from fastdeploy_core.errors import CapabilityError, ConfigError, PluginLoadError
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.worker.drafters import DrafterMaker
-from fastdeploy_core.worker.worker import Worker
+from fastdeploy_core.worker.worker import Worker, largest_steps
 from tests.cpu.engine_mixes import Settings
-from tests.cpu.speculative_mixes import SpeculativeBench, answers_alone, check, make_requests
+from tests.cpu.speculative_mixes import (
+    NUM_DRAFTS,
+    SpeculativeBench,
+    answers_alone,
+    check,
+    make_requests,
+)
 from tests.worker_steps import write_model
 
 
@@ -226,3 +232,24 @@ def test_devices_that_only_take_certain_sizes_draft_on_the_host(device: Speculat
 
     with pytest.raises(CapabilityError, match="possible: ngram_match or suffix"):
         start_with(device, Buckets, "device")
+
+
+def test_memory_is_measured_with_as_many_drafts_as_there_can_be(
+    host: SpeculativeBench, device: SpeculativeBench
+) -> None:
+    for bench in (host, device):
+        cache = replace(bench.config.cache, num_blocks_override=None)
+        config = replace(bench.config, cache=cache)
+        steps, num_blocks = largest_steps(config)
+        assert steps[1].rows is not None
+        assert steps[1].rows.counts.tolist() == [1 + NUM_DRAFTS] * config.batch.max_num_seqs
+        assert all(step.max_drafts == NUM_DRAFTS for step in steps)
+        assert num_blocks >= config.batch.max_num_seqs * -(-(1 + 2 * NUM_DRAFTS) // 4)
+        worker = Worker(config, bench._resolved)
+        info = worker.load()
+        assert info.available_bytes > 0
+        assert info.drafts_with_cache == (bench is device)
+        speculation = worker._runner._speculation
+        assert speculation.num_failures == 0
+        assert not getattr(speculation._drafter, "_histories", None), "nothing stays of it"
+        worker.close()

@@ -68,6 +68,9 @@ def test_the_profile_runs_the_largest_prefill_and_the_widest_batch(
     assert steps[1].rows.counts.tolist() == [1] * 7
     assert steps[1].finished_seq_ids == steps[0].rows.seq_ids.tolist()
     assert num_blocks == 6 + 6 + 4
+    small, _ = largest_steps(config, 8)
+    assert small[0].rows.counts.tolist() == [12, 12, 8]
+    assert small[1].rows.counts.tolist() == [1] * 7
     for step in steps:
         blocks = [b for new in step.new_sequences for b in new.block_ids]
         assert sorted(blocks) == list(range(len(blocks)))

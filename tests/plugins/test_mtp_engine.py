@@ -27,6 +27,12 @@ from tests.plugins.mtp_rig import save_checkpoint
 pytest.importorskip("fd_spec_mtp", reason="needs: pip install -e plugins/fd-spec-mtp")
 DEMO = Path(__file__).resolve().parents[2] / "models" / "ernie-tiny"
 TINY_VOCAB, MAX_TOKENS = 67, 160
+COMMON = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "num_gpu_blocks_override": 64,
+    "num_threads": 1,  # threads cost more than they give on matrices this small
+}
 
 
 class Bench(engine_mixes.Bench):
@@ -178,9 +184,7 @@ def speculating(tensor_library: str) -> Iterator[Any]:
         llm = LLM(
             DEMO,
             tensor_library=tensor_library,
-            dtype="float32",
-            max_model_len=512,
-            num_gpu_blocks_override=64,
+            **COMMON,
             speculative_config=speculative,
             **settings,
         )
@@ -210,8 +214,7 @@ JUDGED = dict.fromkeys(("arithmetic", "copying", "sorting", "extraction", "recal
 @pytest.fixture(scope="module")
 def judged(tensor_library: str) -> list[list[int]]:
     """Answers without speculation."""
-    settings = {"tensor_library": tensor_library, "dtype": "float32", "max_model_len": 512}
-    with LLM(DEMO, num_gpu_blocks_override=64, **settings) as llm:
+    with LLM(DEMO, tensor_library=tensor_library, **COMMON) as llm:
         return answers(llm, JUDGED)[0]
 
 

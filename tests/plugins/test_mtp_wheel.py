@@ -18,7 +18,7 @@ from fastdeploy import LLM, SamplingParams
 answers = []
 for speculative in (None, {"method": "mtp", "num_speculative_tokens": 2}):
     with LLM(sys.argv[1], tensor_library=sys.argv[2], dtype="float32", max_model_len=256,
-             num_gpu_blocks_override=16, speculative_config=speculative) as llm:
+             num_gpu_blocks_override=16, num_threads=1, speculative_config=speculative) as llm:
         (out,) = llm.chat([{"role": "user", "content": "Sort these numbers: 27, 5, 61, 8"}],
                           SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)
         answers.append((out.outputs[0].text, llm.get_metrics()["accepted_draft_tokens_total"]))

@@ -87,7 +87,7 @@ def test_new_plugin_is_found_and_explained(stranger: Stranger) -> None:
     why = stranger.fastdeploy("plugins", "why", "device")
     assert "wonder" in why.stdout and "winner: cpu" in why.stdout
     shown = stranger.fastdeploy("plugins", "show", "fd-wonder")
-    assert shown.returncode == 0 and "contract: 0.1" in shown.stdout
+    assert shown.returncode == 0 and "contract: 0.2" in shown.stdout
 
 
 def test_doctor_passes(stranger: Stranger) -> None:

@@ -19,7 +19,7 @@ from fastdeploy_core.errors import (
     RequestTimeout,
     WorkerError,
 )
-from fastdeploy_core.serving.server import bind_socket
+from fastdeploy_core.serving.listening import bind_socket
 from fastdeploy_core.tokenizer import Tokenizer
 from tests.server_support import (
     LiveServer,

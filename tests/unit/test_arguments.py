@@ -63,6 +63,8 @@ def sample(row: Argument) -> tuple[list[str], Any]:
         return [str(value)], value
     if row.type == "json":
         return ['{"a": [1, null]}'], {"a": [1, None]}
+    if row.type == "ints":
+        return ["4"], [4]
     return ["x"], ["x"]
 
 
@@ -243,7 +245,7 @@ def test_a_yaml_file_lies_below_the_flags(tmp_path: Path) -> None:
         ("- 4", "must map argument names"),
         ("a: [", "not valid YAML"),
         ("max-num-seqs: many", "--max-num-seqs must be an integer"),
-        ("workers: 4", "one API process"),
+        ("data_parallel_size: 4", "one server per replica"),
         ("port: !!python/object/apply:os.system ['true']", "not valid YAML"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastdeploy_core.types import Request, RequestStatus
+from fastdeploy_core.types import Request, RequestStatus, branch_id
 from tests.null_engine import Collector, expected_answers, make_core, make_request
 
 MAX_MODEL_LEN = 60
@@ -29,7 +29,7 @@ def quiet() -> Iterator[None]:
 
 @dataclass
 class Event:
-    """At `step`, a request arrives, or one that arrived is aborted."""
+    """At `step`, a request arrives, or one that arrived is aborted, or one of its branches."""
 
     step: int
     request: Request | None = None
@@ -99,7 +99,11 @@ def make_life(seed: int, poisonous: bool = False) -> Life:
         life.options["faults"] = ({"kind": "raise", "token": POISON},)
     for index in range(random.randrange(1, 12)):
         step = random.randrange(31)
-        life.events.append(Event(step, make_random_request(random, index, poisonous)))
+        request = make_random_request(random, index, poisonous)
+        life.events.append(Event(step, request))
+        if request.sampling.n > 1 and random.random() < 0.3:
+            branch = branch_id(f"r{index}", random.randrange(request.sampling.n))
+            life.events.append(Event(step + random.randrange(40), abort=branch))
         if random.random() < 0.25:
             life.events.append(Event(step + random.randrange(40), abort=f"r{index}"))
     life.events.sort(key=lambda event: event.step)
@@ -157,6 +161,17 @@ def live(life: Life) -> tuple[Any, Collector, set[str]]:
     return core, collector, aborted
 
 
+def assert_answers(collector: Collector, request: Request, aborted: set[str]) -> None:
+    """All tokens of every branch, but for those that were ended before."""
+    name, expected = request.request_id, expected_answers(request, MAX_MODEL_LEN)
+    answers = collector.answers(name)
+    for index, reason in collector.reasons[name].items():
+        if reason == "abort":
+            assert branch_id(name, index) in aborted
+            expected[index] = expected[index][: len(answers[index])]
+    assert answers == expected
+
+
 many = settings(max_examples=300, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**32)
 
@@ -176,7 +191,7 @@ def test_every_request_gets_the_predicted_tokens_and_no_block_is_lost(seed):
             assert all(tokens == expected[i][: len(tokens)] for i, tokens in answers.items())
             continue
         assert name in collector.finished
-        assert collector.answers(name) == expected
+        assert_answers(collector, request, aborted)
         assert set(collector.reasons[name]) == set(range(request.sampling.n))
         found = collector.first[name].prompt_logprobs
         if request.sampling.prompt_logprobs is not None:
@@ -198,7 +213,7 @@ def test_a_request_that_breaks_its_step_fails_alone(seed):
         if request.prompt_token_ids[-1] == POISON and runs:
             assert collector.errors[name] == "FastDeployError"
         else:
-            assert collector.answers(name) == expected_answers(request, MAX_MODEL_LEN)
+            assert_answers(collector, request, aborted)
 
 
 @many

@@ -20,7 +20,10 @@ from fastdeploy_core.types import (
     RequestOutputDelta,
     SamplingParams,
     SequenceDelta,
+    TokenDeltas,
     TokenLogprobs,
+    branch_id,
+    split_branch_id,
 )
 from tests import tokenizer_files
 
@@ -220,7 +223,7 @@ def test_n_answers_end_independently(tokenizer: Tokenizer) -> None:
     hello, there = tokenizer.encode("hello"), tokenizer.encode(" there")
     both = [SequenceDelta(index=1, token_ids=hello), SequenceDelta(index=0, token_ids=there)]
     first = RequestOutputDelta(request_id="r", sequences=both, num_cached_tokens=3, queue_s=0.5)
-    assert processor.process(first) == (None, [])
+    assert processor.process(first) == (None, [branch_id("r", 1)])
     # Sequence 1 has met its stop string; what the engine still sends for it is dropped.
     more = [
         SequenceDelta(index=1, token_ids=there),
@@ -289,3 +292,54 @@ def test_removed_requests_are_forgotten(tokenizer: Tokenizer) -> None:
     processor.remove("r")
     processor.remove("r")
     assert len(processor) == 0
+
+
+def test_a_branch_that_a_stop_string_ends_is_named_while_others_go_on(
+    tokenizer: Tokenizer,
+) -> None:
+    processor = OutputProcessor(tokenizer)
+    processor.add(make_request(n=2, stop="lo"), kind=OutputKind.DELTA)
+    stopping, other = tokenizer.encode("hello"), tokenizer.encode("world")
+    first = [SequenceDelta(index=0, token_ids=other), SequenceDelta(index=1, token_ids=stopping)]
+    output, aborts = processor.process(RequestOutputDelta(request_id="r", sequences=first))
+    assert output is not None and not output.finished
+    assert aborts == [branch_id("r", 1)] and split_branch_id(aborts[0]) == ("r", 1)
+    # The engine's own word on it comes later, and the rest of what it had generated till then.
+    late = [
+        SequenceDelta(index=0, token_ids=other),
+        SequenceDelta(index=1, token_ids=other, finish_reason=FinishReason.ABORT),
+    ]
+    output, aborts = processor.process(
+        RequestOutputDelta(request_id="r", position=1, sequences=late)
+    )
+    assert output is not None and [part.index for part in output.outputs] == [0]
+    assert aborts == [] and split_branch_id("r") == ("r", None)
+
+
+def test_tokens_in_columns_are_kept_for_who_waits_for_the_end_and_shown_to_others(
+    tokenizer: Tokenizer,
+) -> None:
+    processor = OutputProcessor(tokenizer)
+    ids = tokenizer.encode("hello world")
+    kinds = {"a": OutputKind.FINAL, "b": OutputKind.DELTA, "c": OutputKind.FINAL}
+    for name, kind in kinds.items():
+        stop = "wor" if name == "c" else None
+        request = make_request(stop=stop)
+        request.request_id = name
+        processor.add(request, kind=kind)
+    shown: dict[str, str] = {}
+    for position, token in enumerate(ids):
+        tokens = TokenDeltas(list(kinds), [position] * 3, [1] * 3, [token] * 3)
+        others = processor.collect(tokens)
+        assert [delta.request_id for delta in others] == ["b", "c"]
+        for delta in others:
+            output, _ = processor.process(delta)
+            if output is not None:
+                text = output.outputs[0].text
+                shown[delta.request_id] = shown.get(delta.request_id, "") + text
+    end = SequenceDelta(token_ids=[EOS], finish_reason=FinishReason.STOP)
+    last = RequestOutputDelta(request_id="a", position=len(ids), sequences=[end], finished=True)
+    output, _ = processor.process(last)
+    assert output is not None and output.outputs[0].text == "hello world" == shown["b"]
+    assert output.outputs[0].token_ids == [*ids, EOS] and output.metrics.last_token_time
+    assert shown["c"] == "hello "

@@ -159,3 +159,62 @@ def test_cell_lays_weights_out_as_it_wants_them(resolved):
     assert table.prepare("linear_odd", "ab") == "ab"
     reference = build_kernel_table("cpu", resolved=resolved(*ODD))
     assert reference.prepare("linear_even", "ab") == "ab" and not reference.fallbacks
+
+
+COMPOSED = """
+from fastdeploy_core.contracts.ops import Kernel
+def norm(x): return x + 1
+def own_norm(x): return x + 10
+def product(x): return x * 2
+def join(kernels):
+    first, second = kernels["norm"], kernels["product"]
+    return lambda x: second(first(x))
+def broken(kernels): raise RuntimeError("no")
+def at_once(x): return -x
+CPU = {"norm": "kernel_mod:norm", "product": "kernel_mod:product",
+       "both": Kernel("kernel_mod:join", composes=True)}
+CHIP = {"norm": "kernel_mod:own_norm"}
+FUSED = {"norm": "kernel_mod:own_norm", "both": "kernel_mod:at_once"}
+BROKEN = {"norm": "kernel_mod:own_norm", "both": Kernel("kernel_mod:broken", composes=True)}
+"""
+
+
+@pytest.mark.parametrize(
+    ("table", "result", "origin"),
+    [
+        ("CPU", 6, "fastdeploy-core"),
+        ("CHIP", 24, "fastdeploy-core"),  # made of the device's own norm
+        ("FUSED", -2, "fd-chip"),
+        ("BROKEN", 24, "fastdeploy-core"),
+    ],
+)
+def test_a_fused_operation_is_made_of_the_devices_own_kernels(
+    tmp_path, monkeypatch, table, result, origin
+):
+    module_writer(tmp_path, monkeypatch)("kernel_mod", COMPOSED)
+    device = "cpu" if table == "CPU" else "chip"
+    rows = [core_entry("kernels", "cpu", "kernel_mod:CPU")]
+    if device == "chip":
+        rows.append(entry("kernels", "chip", f"kernel_mod:{table}", "fd-chip"))
+    entries = [
+        ResolvedEntry(e.kind, e.name, e.group, e.target, e.distribution, e.version) for e in rows
+    ]
+    kernels = build_kernel_table(device, resolved=ResolvedPlugins(entries, {}))
+    assert kernels["both"](2) == result
+    assert kernels.origins()["both"] == origin
+
+
+def test_a_composed_operation_is_no_fallback(tmp_path, monkeypatch):
+    module_writer(tmp_path, monkeypatch)(
+        "kernel_mod",
+        COMPOSED + 'ALL = {"norm": "kernel_mod:own_norm", "product": "kernel_mod:product"}\n',
+    )
+    rows = [
+        core_entry("kernels", "cpu", "kernel_mod:CPU"),
+        entry("kernels", "chip", "kernel_mod:ALL", "fd-chip"),
+    ]
+    entries = [
+        ResolvedEntry(e.kind, e.name, e.group, e.target, e.distribution, e.version) for e in rows
+    ]
+    table = build_kernel_table("chip", allow_fallback=False, resolved=ResolvedPlugins(entries, {}))
+    assert table["both"](2) == 24

@@ -7,7 +7,7 @@ import pytest
 from fastdeploy_core.errors import ConfigError, InvalidRequest, RequestTooLong
 from fastdeploy_core.scheduler import sequence_seed
 from fastdeploy_core.testing.fakes import NullModel
-from fastdeploy_core.types import SamplingParams, each_delta
+from fastdeploy_core.types import SamplingParams, branch_id, each_delta
 from tests.null_engine import (
     EOS,
     VOCAB_SIZE,
@@ -328,6 +328,44 @@ def test_abort_frees_blocks_at_every_moment(overlap):
             late.take(core.step())
         assert "gone" not in late.order
         core.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_branch_can_end_while_the_others_go_on(overlap):
+    request = make_request("r", prompt(10), max_tokens=20, n=3, temperature=1.0, seed=3)
+    core = make_core(overlap=overlap, prefix_caching=False, block_size=64)
+    core.add(request)
+    collector = Collector()
+    for _ in range(6):
+        collector.take(core.step())
+    assert core.stats().num_blocks_used == 3
+    core.abort([branch_id("r", 1), branch_id("r", 1), branch_id("r", 9), branch_id("x", 0)])
+    for _ in range(3):
+        collector.take(core.step())
+    assert core.stats().num_running == core.stats().num_blocks_used == 2
+    while core.has_work():
+        collector.take(core.step())
+    expected = expected_answers(request)
+    first, ended, third = collector.answers("r")
+    assert [first, third] == [expected[0], expected[2]]
+    assert len(ended) < 10 and ended == expected[1][: len(ended)]
+    assert collector.reasons["r"] == {0: "length", 1: "abort", 2: "length"}
+    core.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_last_branch_to_end_ends_the_request(overlap):
+    core = make_core(overlap=overlap)
+    core.add(make_request("r", prompt(10), max_tokens=20, n=2, temperature=1.0, seed=3))
+    collector = Collector()
+    for _ in range(4):
+        collector.take(core.step())
+    core.abort([branch_id("r", 0)])
+    core.abort([branch_id("r", 1)])
+    while core.has_work():
+        collector.take(core.step())
+    assert collector.finished == ["r"] and collector.reasons["r"] == {0: "abort", 1: "abort"}
+    core.scheduler.check_idle()
 
 
 def test_deadline_ends_a_request_with_an_error():

@@ -15,43 +15,18 @@ import pytest
 from fastdeploy_core.config import RequestSchedulerConfig
 from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad
 from fastdeploy_core.types import (
-    FinishReason,
     Request,
     RequestOutputDelta,
     SamplingParams,
-    SequenceDelta,
     TokenDeltas,
+    branch_id,
     each_delta,
 )
 
 from .base import Conformance
+from .scheduler_side import PLENTY, delta, request
 
-PLENTY = Capacity(num_requests=1000, num_free_blocks=10**6, block_size=64, num_tokens=10**9)
 Maker = Callable[..., Any]
-
-
-def request(name: str, *, tokens: int = 4, priority: int = 0) -> Request:
-    """A small request."""
-    return Request(
-        request_id=name,
-        prompt_token_ids=list(range(tokens)),
-        sampling=SamplingParams(max_tokens=4),
-        arrival_time_s=time.time(),
-        priority=priority,
-    )
-
-
-def delta(taken: Request, position: int, *, finished: bool = False) -> RequestOutputDelta:
-    """One token of a request as its engine would report it; another attempt says another token."""
-    token = 1000 * taken.attempt + position
-    reason = FinishReason.STOP if finished else None
-    return RequestOutputDelta(
-        request_id=taken.request_id,
-        position=position,
-        attempt=taken.attempt,
-        sequences=[SequenceDelta(token_ids=[token], finish_reason=reason)],
-        finished=finished,
-    )
 
 
 class RequestSchedulerConformance(Conformance):
@@ -100,6 +75,20 @@ class RequestSchedulerConformance(Conformance):
         while len(deltas) < count and time.monotonic() < deadline:
             deltas += each_delta(scheduler.get_results(0.05))
         return deltas
+
+    def running(self, make: Maker) -> tuple[Any, Request]:
+        """A scheduler whose only request `r` an engine has taken."""
+        scheduler = make()
+        scheduler.put_requests([request("r")])
+        return scheduler, self.take(scheduler, 1)[0]
+
+    def aborts(self, scheduler: Any) -> list[str]:
+        """Get until something is to be aborted, or patience ends."""
+        aborts: list[str] = []
+        deadline = time.monotonic() + self.patience_s
+        while not aborts and time.monotonic() < deadline:
+            aborts += scheduler.get_aborts()
+        return aborts
 
     def assert_quiet(self, scheduler: Any) -> None:
         """Neither requests nor results arrive."""
@@ -171,9 +160,7 @@ class RequestSchedulerConformance(Conformance):
         assert scheduler.put_requests([request("r5")]) == [None], "room was made"
 
     def test_results_come_once_and_in_order(self, make: Maker) -> None:
-        scheduler = make()
-        scheduler.put_requests([request("r")])
-        taken = self.take(scheduler, 1)[0]
+        scheduler, taken = self.running(make)
         for position in range(5):
             scheduler.put_results([delta(taken, position, finished=position == 4)])
         got = self.collect(scheduler, 5)
@@ -201,18 +188,14 @@ class RequestSchedulerConformance(Conformance):
         self.assert_quiet(scheduler)
 
     def test_repeated_deltas_are_shown_once(self, make: Maker) -> None:
-        scheduler = make()
-        scheduler.put_requests([request("r")])
-        taken = self.take(scheduler, 1)[0]
+        scheduler, taken = self.running(make)
         scheduler.put_results([delta(taken, 0), delta(taken, 0)])
         scheduler.put_results([delta(taken, 0), delta(taken, 1, finished=True)])
         assert [d.position for d in self.collect(scheduler, 2)] == [0, 1]
         self.assert_quiet(scheduler)
 
     def test_nothing_follows_the_last_delta(self, make: Maker) -> None:
-        scheduler = make()
-        scheduler.put_requests([request("r")])
-        taken = self.take(scheduler, 1)[0]
+        scheduler, taken = self.running(make)
         scheduler.put_results([delta(taken, 0, finished=True)])
         scheduler.put_results([delta(taken, 1), delta(taken, 1, finished=True)])
         assert len(self.collect(scheduler, 1)) == 1
@@ -245,14 +228,22 @@ class RequestSchedulerConformance(Conformance):
         self.take(scheduler, 2)
         scheduler.abort(["r"])
         scheduler.abort(["r"])
-        aborts: list[str] = []
-        deadline = time.monotonic() + self.patience_s
-        while not aborts and time.monotonic() < deadline:
-            aborts += scheduler.get_aborts()
+        aborts = self.aborts(scheduler)
         for _ in range(3):
             time.sleep(0.01)
             aborts += scheduler.get_aborts()
         assert aborts == ["r"]
+
+    def test_end_of_a_branch_is_passed_on_and_not_answered(self, make: Maker) -> None:
+        scheduler, taken = self.running(make)
+        scheduler.put_results([delta(taken, 0)])
+        assert len(self.collect(scheduler, 1)) == 1
+        scheduler.abort([branch_id("r", 1)])
+        aborts = self.aborts(scheduler)
+        assert aborts == [branch_id("r", 1)]
+        self.assert_quiet(scheduler)
+        scheduler.put_results([delta(taken, 1, finished=True)])
+        assert [d.finished for d in self.collect(scheduler, 1)] == [True]
 
     def test_abort_before_its_request_cancels_it(self, make: Maker) -> None:
         scheduler = make()

@@ -18,6 +18,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
 from fastdeploy_core.contracts.device import DeviceOptions
 
 from fd_cuda.attention.gqa import PagedAttention
+from fd_cuda.attention.native_decode import NativeShape
 from fd_cuda.attention.plan import DecodeShape
 from fd_cuda.attention.tuning import Gpu, PrefillShape, Sizes
 from fd_cuda.device import CudaDevice
@@ -54,14 +56,24 @@ WIDTH, DTYPE = 128, torch.bfloat16
 
 
 class FixedSizes(Sizes):
-    """One choice for everything."""
+    """One choice for everything; a NativeShape is the CUDA C++ kernel's, a DecodeShape the Triton one's."""
 
-    def __init__(self, gpu: Gpu, decode: DecodeShape | None, prefill: PrefillShape | None) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,
+        decode: NativeShape | DecodeShape | None = None,
+        prefill: PrefillShape | None = None,
+    ) -> None:
         super().__init__(gpu)
         self._decode, self._prefill = decode, prefill
 
+    def native(self, *args: Any) -> NativeShape | None:
+        if self._decode is None:
+            return super().native(*args)
+        return self._decode if isinstance(self._decode, NativeShape) else None
+
     def decode(self, *args: Any) -> DecodeShape:
-        return self._decode or super().decode(*args)
+        return self._decode if isinstance(self._decode, DecodeShape) else super().decode(*args)
 
     def prefill(self, *args: Any) -> PrefillShape:
         return self._prefill or super().prefill(*args)
@@ -222,12 +234,20 @@ def show(result: dict[str, Any]) -> None:
 
 # -- sweeps -----------------------------------------------------------------------------------------
 
-DECODE_KERNELS = [
-    (tile, warps, stages)
-    for tile, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4))
-    if tile * stages <= 384 and warps * 32 <= tile * 4
+TRITON_KERNELS = [
+    (64, 4, 3),
+    (64, 4, 4),
+    (64, 8, 3),
+    (128, 8, 3),
+    (32, 4, 4),
+]  # tile, warps, stages
+TARGETS = (132, 264, 528)
+NATIVE_KERNELS = [
+    (units, occupancy, cluster, turns)
+    for units, occupancy in ((1, 3), (2, 2))
+    for cluster in (1, 2, 4, 8)
+    for turns in (1, 2, 4)
 ]
-TARGETS = (66, 132, 264, 396, 528, 1056)
 PREFILL_KERNELS = [
     PrefillShape(m, n, w, s)
     for m, n, w, s in itertools.product((64, 128), (64, 128), (4, 8), (2, 3, 4))
@@ -242,8 +262,8 @@ def warm(job: tuple[str, tuple[int, int], Any, int]) -> str:
     rows = [(1, 600)] if kind == "decode" else [(300, 300)]
     try:
         world = World(device, heads, rows, block_size)
-        fixed = (shape, None) if kind == "decode" else (None, shape)
-        world.driver.use(FixedSizes(world.driver.sizes.gpu, *fixed))
+        fixed = {kind: shape}
+        world.driver.use(FixedSizes(world.driver.sizes.gpu, **fixed))
         world.forward(world.caches[0], world.driver.prepare(world.batch()))
         torch.cuda.synchronize()
     except Exception as error:
@@ -251,9 +271,16 @@ def warm(job: tuple[str, tuple[int, int], Any, int]) -> str:
     return ""
 
 
-def decode_shape(kernel: tuple[int, int, int], target: int, kv_heads: int) -> DecodeShape:
-    tile, warps, stages = kernel
-    return DecodeShape(tile, 1, 64, max(1, target // kv_heads), warps, stages)
+def decode_shapes(kv_heads: int) -> Iterator[tuple[NativeShape | DecodeShape, Any]]:
+    """Shapes to try, and how to print them."""
+    for units, occupancy, cluster, turns in NATIVE_KERNELS:
+        target = max(1, 132 * occupancy // (cluster * kv_heads))
+        plan = DecodeShape(64, max(1, turns * cluster * units), 64, target, 4, 3)
+        words = ("native", units, occupancy, cluster, turns)
+        yield NativeShape(plan, cluster, units, occupancy), words
+    for (tile, warps, stages), target in itertools.product(TRITON_KERNELS, TARGETS):
+        shape = DecodeShape(tile, 1, 64, max(1, target // kv_heads), warps, stages)
+        yield shape, ("triton", tile, warps, stages, target)
 
 
 def sweep_decode(
@@ -265,18 +292,19 @@ def sweep_decode(
         rows = [(1, length)] * batch
         world = World(device, heads, rows, block_size, num_caches(rows, heads[1]))
         attention, found = world.batch(), []
-        for kernel, target in itertools.product(DECODE_KERNELS, TARGETS):
+        for shape, words in decode_shapes(heads[1]):
             if time.monotonic() - began > limit_s:
                 break
-            shape = decode_shape(kernel, target, heads[1])
-            world.driver.use(FixedSizes(world.driver.sizes.gpu, shape, None))
+            world.driver.use(FixedSizes(world.driver.sizes.gpu, shape))
             try:
-                found.append((world.graph_us(world.driver.prepare(attention), 3), kernel, target))
+                found.append((world.graph_us(world.driver.prepare(attention), 3), words))
             except Exception as error:
-                print(f"failed {kernel}: {str(error)[:80]}")
+                print(f"failed {words}: {str(error)[:80]}")
         found.sort()
         results.append({"heads": name, "batch": f"{batch} x {length}", "best": found[:12]})
-        print(name, batch, length, [(f"{t:.1f}", k, g) for t, k, g in found[:6]], flush=True)
+        print(name, batch, length, [(f"{t:.1f}", w) for t, w in found[:6]], flush=True)
+        del world, attention
+        torch.cuda.empty_cache()
     return results
 
 
@@ -286,7 +314,7 @@ def sweep_prefill(device: CudaDevice, name: str, block_size: int) -> list[dict[s
         world = World(device, heads, rows, block_size)
         attention, found = world.batch(), []
         for shape in PREFILL_KERNELS:
-            world.driver.use(FixedSizes(world.driver.sizes.gpu, None, shape))
+            world.driver.use(FixedSizes(world.driver.sizes.gpu, prefill=shape))
             try:
                 time_us = world.graph_us(world.driver.prepare(attention), 3, rounds=4)
                 found.append((time_us, dataclasses.astuple(shape)))
@@ -320,7 +348,7 @@ def main() -> int:
             (kind, HEADS[name], shape, size)
             for name in arguments.heads
             for kind, shapes in (
-                ("decode", [decode_shape(k, 132, HEADS[name][1]) for k in DECODE_KERNELS]),
+                ("decode", [DecodeShape(*k[:1], 1, 64, 1, *k[1:]) for k in TRITON_KERNELS]),
                 ("prefill", PREFILL_KERNELS),
             )
             for shape in shapes

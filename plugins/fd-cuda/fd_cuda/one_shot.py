@@ -61,7 +61,9 @@ def one_shot_sum(
     step = tl.num_programs(0) * TILE
     for start in range(block * TILE, count, step):
         inside = start + n < count
-        tl.store(mine + start + n, tl.load(x + start + n, mask=inside), mask=inside)
+        # Pieces are aligned, which a number that was loaded does not show: 16 bytes at once depend on it.
+        to = tl.multiple_of(tl.max_contiguous(mine + start + n, [TILE]), [16])
+        tl.store(to, tl.load(x + start + n, mask=inside), mask=inside)
     tl.debug_barrier()  # every thread's stores, before the announcement
 
     r = tl.arange(0, WORLD_PAD)
@@ -82,8 +84,9 @@ def one_shot_sum(
         inside = start + n < count
         total = tl.zeros([TILE], tl.float32)
         for rank in tl.static_range(WORLD):
-            data = (tl.load(bases + rank) + half).to(tl.pointer_type(element))
-            total += tl.load(data + start + n, mask=inside, other=0.0, volatile=True).to(tl.float32)
+            data = (tl.load(bases + rank) + half).to(tl.pointer_type(element)) + start + n
+            data = tl.multiple_of(tl.max_contiguous(data, [TILE]), [16])
+            total += tl.load(data, mask=inside, other=0.0, volatile=True).to(tl.float32)
         tl.store(out + start + n, total.to(element), mask=inside)
     tl.store(calls, call)
 

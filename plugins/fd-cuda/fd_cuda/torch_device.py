@@ -113,12 +113,12 @@ class TorchCudaDevice(CudaDevice):
         """One CUDA graph, in the memory pool of `beside` if that is given."""
         self._bind()
         graph = torch.cuda.CUDAGraph()
-        shared = (beside.pool,) if isinstance(beside, TorchGraph) else ()
+        pool = beside.pool if isinstance(beside, TorchGraph) else torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
         self._capture_stream = self._capture_stream or torch.cuda.Stream()
         with torch.cuda.stream(self._capture_stream), _no_garbage_collection():
             # Only this thread's mistakes end the recording: others may copy and allocate meanwhile.
-            graph.capture_begin(*shared, capture_error_mode="thread_local")
+            graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 run()
             except BaseException:

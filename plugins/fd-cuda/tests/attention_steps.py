@@ -221,3 +221,15 @@ def compile_cases(capability: int) -> Iterator[Callable[[], Any]]:
                 return step.run(built, step.batch(tokens_per_row=same))
 
             yield case
+
+    def one_shot() -> None:
+        from fd_cuda.one_shot import OneShot
+
+        for world_size in (2, 8):
+            for dtype in (torch.float32, torch.bfloat16):
+                group = object.__new__(OneShot)
+                group._rank, group._world_size = 1, world_size
+                group._bases = torch.zeros(world_size, dtype=torch.int64)
+                group.all_reduce(torch.zeros(5000, dtype=dtype))
+
+    yield one_shot

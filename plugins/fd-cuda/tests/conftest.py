@@ -1,15 +1,16 @@
-"""Kernels run under Triton's interpreter where there is no GPU; torch is the library."""
+"""Kernels run under Triton's interpreter where there is no GPU.
+
+One process uses one tensor library: what is torch's runs unless `--fd-tensor paddle` is given, and then
+only test_paddle_device.py does.
+"""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
-import torch
-
-HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+import pytest
 
 os.environ.setdefault("FD_CUDA_TUNE", "0")  # shapes of tests are not worth measuring
 
@@ -43,5 +44,20 @@ def _mend_interpreter() -> None:
     builder.create_dot = create_dot
 
 
-if not HAS_GPU:
-    _mend_interpreter()
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test module imports Triton."""
+    if config.getoption("--fd-tensor") == "paddle":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+        _mend_interpreter()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The other library's tests."""
+    if collection_path.suffix != ".py":
+        return None
+    of_paddle = collection_path.name == "test_paddle_device.py"
+    return (config.getoption("--fd-tensor") == "paddle") != of_paddle

@@ -193,6 +193,7 @@ def test_long_row_among_short_ones_is_split(device: Any) -> None:
     assert sizes.max() <= max(-(-total // shape.target), -(-512 * 64 // shape.tile // 32)) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile_for_architectures(capability: int) -> None:
     """Real compilation, which is stricter than the interpreter; no GPU is needed for it."""
@@ -205,5 +206,6 @@ def test_kernels_compile_for_architectures(capability: int) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]).keys() == {
-        "cut_decodes", "decode_attention", "latent_attention", "prefill_attention", "rotate_and_write"
+        "cut_decodes", "decode_attention", "latent_attention", "one_shot_sum", "prefill_attention",
+        "rotate_and_write",
     }  # fmt: skip

@@ -57,6 +57,12 @@ class TestKernels(OnCuda, OpsConformance):
 class TestMoE(OnCuda, MoEConformance):
     """The driver."""
 
+    if not HAS_GPU:
+
+        @pytest.fixture(params=["float32"])
+        def dtype(self, request: pytest.FixtureRequest) -> str:
+            return str(request.param)  # TestKernels has the others; interpreting takes its time
+
     def _backend(
         self, request: pytest.FixtureRequest, device: Any, kernels: Any, dtype: str, routing: Any
     ) -> Any:
@@ -66,3 +72,124 @@ class TestMoE(OnCuda, MoEConformance):
         from fd_cuda.moe import CudaMoE
 
         return CudaMoE(MoESpec(routing, HIDDEN, INTERMEDIATE, dtype), device, kernels)
+
+
+class TestBatchInvariance:
+    """FD_BATCH_INVARIANT=1: a row's bits do not depend on what stands beside it."""
+
+    ROWS = (1, 2, 9, 40)
+
+    @pytest.fixture(autouse=True)
+    def invariant(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("FD_BATCH_INVARIANT", "1")
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    def test_products(self, dtype: torch.dtype) -> None:
+        from fd_cuda.kernels import linear, matmul
+
+        torch.manual_seed(0)
+        x = torch.randn(max(self.ROWS), 96, device=DEVICE).to(dtype)
+        weight = torch.randn(48, 96, device=DEVICE).to(dtype)
+        norm, wide = torch.randn(96, device=DEVICE).to(dtype), torch.randn(12, 96, device=DEVICE)
+        residual = torch.randn(max(self.ROWS), 48, device=DEVICE).to(dtype)
+        for name, run in {
+            "linear": lambda n: linear.linear(x[:n], weight, None),
+            "norm_linear": lambda n: linear.norm_linear(x[:n], norm, 1e-5, weight, None),
+            "gated_linear": lambda n: linear.gated_linear(x[:n], norm, 1e-5, weight, None),
+            "linear_add": lambda n: linear.linear_add(x[:n], weight, None, residual[:n].clone()),
+            "linear_float32": lambda n: matmul.linear_float32(x[:n], wide),
+            "greedy_linear": lambda n: linear.greedy_linear(x[:n], weight, None)[1],
+        }.items():
+            crowd = run(max(self.ROWS))
+            for rows in self.ROWS:
+                assert torch.equal(run(rows), crowd[:rows]), f"{name} with {rows} rows"
+
+    def test_experts(self) -> None:
+        from fd_cuda.kernels import experts
+
+        torch.manual_seed(0)
+        x = torch.randn(max(self.ROWS), 32, device=DEVICE).half()
+        gate_up = torch.randn(8, 48, 32, device=DEVICE).half()
+        down = torch.randn(8, 32, 24, device=DEVICE).half()
+        ids = torch.argsort(torch.rand(max(self.ROWS), 8, device=DEVICE), -1)[:, :3]
+        weights = torch.rand(max(self.ROWS), 3, device=DEVICE)
+        crowd = experts.moe_experts(x, ids, weights, gate_up, down)
+        for rows in self.ROWS:
+            alone = experts.moe_experts(x[:rows], ids[:rows], weights[:rows], gate_up, down)
+            assert torch.equal(alone, crowd[:rows]), f"{rows} rows"
+
+
+def test_draws_equal_the_references() -> None:
+    from fastdeploy_core.reference import ops_sampling
+
+    from fd_cuda.kernels import sampling
+
+    torch.manual_seed(0)
+    for rows, width in ((1, 50), (3, 5000)):
+        logits = torch.randn(rows, width) * 3
+        logits[:, : width // 3] = float("-inf")
+        seeds, places = torch.randint(-(2**62), 2**62, (rows,)), torch.randint(0, 99999, (rows,))
+        drawn = sampling.sample(logits.to(DEVICE), seeds.to(DEVICE), places.to(DEVICE))
+        assert torch.equal(drawn.cpu(), ops_sampling.sample(logits, seeds, places))
+
+
+@pytest.mark.parametrize("width", [7, 600, 5000])
+def test_kept_logits_equal_the_references(width: int) -> None:
+    from fastdeploy_core.reference import ops_sampling
+
+    from fd_cuda.kernels import filtering
+
+    torch.manual_seed(0)
+    for trial, spread in enumerate((1.0, 3.0, 0.1, 8.0)):
+        x = torch.randn(6, width) * spread
+        if trial == 1:
+            x = x.round()  # many equals
+        if trial == 2:
+            x[:, ::3] = float("-inf")
+        if trial == 3:
+            x[0], x[1, 1:] = 1.5, -1e9
+        k = torch.tensor([0, 1, 5, min(width, 40), 0, width])
+        p = torch.tensor([0.9, 1.0, 0.5, 0.99, 0.1, 1.0])
+        least = torch.tensor([0.0, 0.0, 0.05, 0.0, 0.2, 0.01])
+        expected = ops_sampling.filter_logits(x.clone(), k, p, least)
+        arguments = (t.to(DEVICE) for t in (x.clone(), k, p, least))
+        assert torch.equal(filtering.filter_logits(*arguments).cpu(), expected), (width, trial)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_step_state_equals_the_references(width: int, rows: int) -> None:
+    from fastdeploy_core.reference import ops_step
+
+    from fd_cuda.kernels import step
+
+    torch.manual_seed(0)
+    slots = torch.tensor([2, 6, 0, 5, 6])[:rows]  # slot 6 is nobody's
+    tables = torch.randint(0, 40, (7, 11), dtype=torch.int32)
+    computed, newest = torch.randint(0, 20, (7,)), torch.randint(0, 99, (7,))
+    drafts, num_drafts = torch.randint(0, 99, (7, 2)), torch.randint(0, width, (7,))
+    computed[-1] = num_drafts[-1] = 0
+
+    def outputs() -> list[torch.Tensor]:
+        shapes = [(rows * width,)] * 3
+        found = [torch.full(shape, -7) for shape in shapes]
+        found += [torch.full((rows,), -7).int(), torch.full((rows, 11), -7).int()]
+        return found
+
+    state = (slots, tables, computed, newest, drafts, num_drafts)
+    expected, got = outputs(), [t.to(DEVICE) for t in outputs()]
+    ops_step.prepare_decode(*state, 4, *expected)
+    step.prepare_decode(*(t.to(DEVICE) for t in state), 4, *got)
+    for mine, theirs in zip(got, expected, strict=True):
+        assert torch.equal(mine.cpu(), theirs)
+    drawn, accepted = torch.randint(0, 99, (rows * width,)), torch.randint(0, width, (rows,))
+    for num_accepted in (None, accepted):
+        theirs = (computed.clone(), newest.clone(), torch.full((rows, width), -9))
+        mine = tuple(t.to(DEVICE) for t in theirs)
+        ops_step.finish_decode(slots, drawn, drawn + 1, num_accepted, *theirs)
+        on_device = None if num_accepted is None else num_accepted.to(DEVICE)
+        moved = (t.to(DEVICE) for t in (slots, drawn, drawn + 1))
+        step.finish_decode(*moved, on_device, *mine)
+        for ours, reference in zip(mine[:2], theirs[:2], strict=True):
+            assert torch.equal(ours.cpu()[:-1], reference[:-1])
+        assert torch.equal(mine[2].cpu(), theirs[2])

@@ -41,6 +41,11 @@ class MTPDrafter:
                 f"method 'mtp' continues the target's blocks; {type(target).__name__} does not offer "
                 "them (contracts.small.ExtensibleLM); a method without weights such as 'ngram' works"
             )
+        if context.load_weights is None:
+            raise CapabilityError(
+                "method 'mtp' has layers of its own and was built without builder and load_weights "
+                "(contracts.speculative.DrafterContext); it drafts on the device only"
+            )
         self._xp = build.xp
         config = draft_config(context.hf_config, context.options)
         steps = num_model_steps(context.options, context.num_speculative_tokens)
@@ -84,12 +89,13 @@ class MTPDrafter:
             attention, context = batch.decode(where)
             newest = last.forward(drafts[-1], newest, attention.positions, context)
             drafts.append(self._draft(batch, last, newest, len(drafts)))
-        rest = (batch.last.shape[0], batch.max_drafts - count)
-        none = xp.full(rest, NO_DRAFT, dtype=xp.int64, device=batch.last.device)
-        if not count:
-            return none
-        made = xp.stack(drafts[:count], 1)
-        return made if count == batch.max_drafts else xp.cat((made, none), 1)
+        made = drafts[:count]
+        if count < batch.max_drafts:
+            none = xp.full(where.shape, NO_DRAFT, dtype=xp.int64, device=where.device)
+            made += [none] * (batch.max_drafts - count)
+        if not made:
+            return xp.zeros((where.shape[0], 0), dtype=xp.int64, device=where.device)
+        return xp.stack(made, 1)
 
     def observe(self, seq_id: int, drafted: Sequence[int], accepted: int) -> None:
         """Nothing is learned from it."""

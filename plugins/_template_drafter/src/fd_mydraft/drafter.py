@@ -29,7 +29,7 @@ class MyDraftDrafter:
     """Counts pairs of tokens."""
 
     name = "mydraft"
-    contract = (0, 1)
+    contract = (0, 2)
     runs_on: Literal["host"] = "host"
 
     def __init__(self, context: DrafterContext) -> None:

@@ -93,7 +93,8 @@ class PagedAttention:
         self._pad = max(16, triton.next_power_of_2(spec.head_dim))
         self._most_tokens = MAX_ROWS // self._group
         self._native = NativeDecode(spec, block_size)
-        self._short = min(SHORT, self._most_tokens)
+        # Rows must not notice that others of their batch feed more tokens than they do.
+        self._short = 1 if self._invariant else min(SHORT, self._most_tokens)
         self.use(Sizes(Gpu.of(device.device)))
 
     def use(self, sizes: Sizes) -> None:
@@ -134,11 +135,11 @@ class PagedAttention:
         rows = triton.next_power_of_2(max_tokens * self._group)
         native, columns = None, self._native.columns(max_tokens)
         if columns:
-            rows = columns
             native = self.sizes.native(
-                num_seqs, heads, rows, self._native.has_clusters, self._invariant
+                num_seqs, heads, columns, self._native.has_clusters, self._invariant
             )
-            shape = native.plan
+        if native is not None:
+            rows, shape = columns, native.plan
         else:
             shape = self.sizes.decode(num_seqs, heads, rows, self._pad, self._itemsize)
         items, counters = decode_items(

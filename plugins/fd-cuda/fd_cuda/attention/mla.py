@@ -64,6 +64,8 @@ class LatentAttention:
         self._exact = spec.dtype == "float32"
         self._itemsize = 4 if self._exact else 2
         self._invariant = is_batch_invariant()
+        # Rows must not notice that others of their batch feed more tokens than they do.
+        self._short = 1 if self._invariant else _SHORT
         self._scale = spec.scale * _LOG2E
         self._pad = max(16, triton.next_power_of_2(spec.kv_lora_rank))
         self.use(Sizes(Gpu.of(device.device)))
@@ -88,9 +90,9 @@ class LatentAttention:
                 f"row; at most {_MAX_ROWS}: use fewer speculative tokens"
             )
         fed = np.diff(batch.cu_seqlens_q)
-        short = fed[(fed > 0) & (fed <= _SHORT)]
+        short = fed[(fed > 0) & (fed <= self._short)]
         launches = [self._decodes(batch, int(short.max()))] if short.size else []
-        if fed.max() > _SHORT:
+        if fed.max() > self._short:
             launches.append(self._tiles(batch))
         return _Metadata(batch, launches)
 
@@ -116,7 +118,7 @@ class LatentAttention:
         head_block = self._head_block(_SHORT)
         tokens = _MAX_ROWS // head_block
         shape = self.sizes.latent(1, self._itemsize)
-        tiles = prefill_tiles(batch.cu_seqlens_q, batch.seq_lens, _SHORT, tokens)
+        tiles = prefill_tiles(batch.cu_seqlens_q, batch.seq_lens, self._short, tokens)
         host = latent_items(tiles, batch.cu_seqlens_q, batch.seq_lens, tokens, shape.tile)
         items = self._device.to_device(host)
         return _Launch(shape, _MAX_ROWS, head_block, items, (items,) * 4)  # no row is split

@@ -69,7 +69,11 @@ def cut_decodes(
     else:
         # Rounding up costs at most one item a row, so these always fit into target + num_seqs items.
         limit = tl.maximum(tl.cdiv(tl.sum(tiles), target), MIN_TILES)
-        limit = tl.maximum(limit, tl.cdiv(tl.max(tiles), MAX_SPLITS))
+        longest = tl.max(tiles)
+        limit = tl.maximum(limit, tl.cdiv(longest, MAX_SPLITS))
+        # Rows of one length all round up alike: rather longer splits than a second wave of them.
+        while (tl.sum(_splits(tiles, limit)) > target + target // 8) & (limit < longest):
+            limit += tl.cdiv(limit, 16)
     splits = _splits(tiles, limit)
     ends = tl.cumsum(splits, 0)
 

@@ -67,26 +67,32 @@ class Sizes:
 
     def native(
         self, num_seqs: int, num_kv_heads: int, columns: int, has_clusters: bool, invariant: bool
-    ) -> NativeShape:
-        """For the CUDA C++ kernel: as many programs as the GPU holds at once."""
-        occupancy = 3 if columns == 8 else 2 if columns == 16 else 1
+    ) -> NativeShape | None:
+        """For the CUDA C++ kernel; None where the Triton kernel is faster: batches that fill the GPU
+        without cutting any row.
+
+        The sizes are those that were fastest on an H200, over 1 to 256 rows of 1k to 32k tokens.
+        Clusters share a group of multiprocessors, and two of 8 blocks need one to themselves.
+        """
+        units, processors = num_seqs * num_kv_heads, self.gpu.num_multiprocessors
+        occupancy = 2 if columns <= 16 else 1
         if invariant:  # nothing may depend on the batch
-            cluster = 4 if has_clusters else 1
-            plan = DecodeShape(64, 16, 8, 1, 4, 3)
-            return NativeShape(plan, cluster, 1, occupancy)
-        slots = self.gpu.num_multiprocessors * occupancy
-        cluster = 1
-        while has_clusters and cluster < 8 and num_seqs * num_kv_heads * cluster * 2 <= slots:
-            cluster *= 2
-        plan = DecodeShape(
-            tile=64,
-            min_tiles=4 * cluster,
-            max_splits=64,
-            target=max(1, slots // (cluster * num_kv_heads)),
-            num_warps=4,
-            num_stages=3,
-        )
-        return NativeShape(plan, cluster, 1, occupancy)
+            cluster, min_tiles, max_splits, target = 4, 16, 8, 1
+        elif units >= 8 * processors or (units >= 4 * processors - 16 and num_seqs >= processors):
+            return None
+        else:
+            cluster = 1
+            blocks = processors * occupancy
+            while cluster < 8 and units * cluster * 2 <= (blocks if cluster == 1 else processors):
+                cluster *= 2
+            max_splits, min_tiles = 64, {1: 4, 2: 8, 4: 16, 8: 16}[cluster]
+            blocks = processors if cluster == 8 else blocks
+            target = max(1, blocks // (cluster * num_kv_heads))
+        if not has_clusters:
+            cluster, min_tiles = 1, 4
+            target = max(1, processors * occupancy // num_kv_heads)
+        plan = DecodeShape(64, min_tiles, max_splits, target, 4, 3)
+        return NativeShape(plan, cluster, 2 if columns == 8 else 1, occupancy)
 
     def prefill(self, group: int, width: int, itemsize: int) -> PrefillShape:
         """For prompts."""

@@ -84,8 +84,8 @@ def read(text: str) -> Plan:
     if match[1]:
         return Plan("gemv", warps=int(match[1]), fuses_norm=True)
     if match[2]:
-        numbers = [int(match[i]) for i in range(2, 6)]
-        return Plan("gemm", 8, *numbers, fuses_norm=bool(match[6]))
+        rows, columns, stages, split = (int(match[i]) for i in range(2, 6))
+        return Plan("gemm", 8, rows, columns, stages, split, bool(match[6]))
     return LIBRARY
 
 
@@ -112,10 +112,9 @@ def rule(product: Product, num_rows: int) -> Plan:
             plan = Plan("gemv", warps=warps, fuses_norm=True)
             if fits(plan, product, num_rows):
                 return plan
-    if num_rows > ROWS[-1]:
+    if num_rows > 64:
         return LIBRARY
-    rows = 64 if num_rows <= 64 else 128
-    columns = 128 if num_rows > 64 else 64
+    rows = columns = 64
     out = columns // 2 if product.epilogue == "gated" else columns
     width = product.width // 2 if product.epilogue == "gated" else product.width
     tiles = -(-width // out) * -(-num_rows // rows)

@@ -29,7 +29,9 @@ _MARGIN = 0.97
 def measure(product: Product, sizes: tuple[int, ...] = ROWS) -> dict[int, Plan]:
     """The fastest plan for each number of rows."""
     with torch.no_grad(), torch.random.fork_rng(devices=[torch.cuda.current_device()]):
-        return _measure(product, sizes)
+        plans = _measure(product, sizes)
+    torch.cuda.empty_cache()  # others measure free memory
+    return plans
 
 
 def _measure(product: Product, sizes: tuple[int, ...]) -> dict[int, Plan]:

@@ -34,6 +34,8 @@ _OLDEST: Final = (8, 0)  # mma.sync on bfloat16
 _ATTRIBUTE_CLUSTER: Final = 4
 _ATTRIBUTE_PDL: Final = 6
 _FUNCTION_SHARED_BYTES: Final = 8
+# Whether a compiler knows this card is found out by trying.
+_TRIAL: Final = {"HALF": 0, "NORM": 0, "EPILOGUE": PLAIN, "PDL": 0}
 _lock = threading.Lock()
 _functions: dict[tuple[Any, ...], _Function] = {}
 _thread = threading.local()
@@ -68,10 +70,13 @@ def why_not() -> str:
     if torch.cuda.get_device_capability() < _OLDEST:
         return f"the GPU is older than compute capability {_OLDEST[0]}.{_OLDEST[1]}"
     try:
-        _nvrtc()
         _driver()
+        _nvrtc()
+        _compile("gemv", {**_TRIAL, "K": 64, "TILES": 1, "WARPS": 1, "AHEAD": 1})
     except OSError as error:
         return f"NVRTC was not found: {error}"
+    except PluginError as error:
+        return str(error)
     return ""
 
 
@@ -85,8 +90,16 @@ def available() -> bool:
 
 @functools.cache
 def has_wgmma() -> bool:
-    """Whether gemm.cu and filter.cu run on the card: wgmma exists on Hopper alone, clusters since."""
-    return available() and torch.cuda.get_device_capability()[0] == 9
+    """Whether gemm.cu and filter.cu run on the card, Hopper's: newer ones have no wgmma."""
+    if not available() or torch.cuda.get_device_capability()[0] != 9:
+        return False
+    sizes = {"BM": 64, "BN": 64, "STAGES": 4, "SPLIT": 2, "RESIDENT": 0}
+    try:
+        _compile("gemm", {**_TRIAL, **sizes})
+    except PluginError as error:
+        _warn(str(error))
+        return False
+    return True
 
 
 @functools.cache

@@ -25,6 +25,8 @@ struct Word4 {
   u32 x[4];
 };
 
+// INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
+
 __device__ __forceinline__ Word4 load_past_l1(const u16* at) {
   Word4 w;
   asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -43,15 +45,6 @@ __device__ __forceinline__ long long load_past_l1(const long long* at) {
   long long value;
   asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(value) : "l"(at));
   return value;
-}
-
-__device__ __forceinline__ Word4 load4(const u16* at) {
-  const uint4 w = *(const uint4*)at;
-  return Word4{{w.x, w.y, w.z, w.w}};
-}
-
-__device__ __forceinline__ void store4(u16* at, const Word4& w) {
-  *(uint4*)at = make_uint4(w.x[0], w.x[1], w.x[2], w.x[3]);
 }
 
 __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -81,11 +74,15 @@ __device__ __forceinline__ u32 cluster_rank() {
   return rank;
 }
 
-__device__ __forceinline__ void meet() {
+__device__ __forceinline__ void arrive() {
 #if CLUSTER > 1
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-#else
-  __syncthreads();
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void await() {
+#if CLUSTER > 1
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 #endif
 }
 
@@ -102,6 +99,17 @@ __device__ __forceinline__ float of_block(const float* here, u32 rank) {
 #else
   return *here;
 #endif
+}
+
+// END OF INSTRUCTIONS
+
+__device__ __forceinline__ Word4 load4(const u16* at) {
+  const uint4 w = *(const uint4*)at;
+  return Word4{{w.x, w.y, w.z, w.w}};
+}
+
+__device__ __forceinline__ void store4(u16* at, const Word4& w) {
+  *(uint4*)at = make_uint4(w.x[0], w.x[1], w.x[2], w.x[3]);
 }
 
 // cos and sin of one position, for the 32 elements of a row that a thread holds: see rotate.
@@ -153,8 +161,12 @@ __device__ __forceinline__ void rotate(Word4 (&row)[4], const Turn& t) {
 #endif
 }
 
-// The running softmax of one warp. Thread: columns 8 n + 2 part and + 1; of the result's rows, the 16
-// from 16 * group on.
+// Of a value, a thread holds two runs of 8 elements, here the first of run h: the 8 groups of a warp
+// then read 128 bytes side by side with each instruction.
+__device__ __forceinline__ int of_run(u32 group, int h) { return h * (WIDTH / 2) + group * 8; }
+
+// The running softmax of one warp. Thread: columns 8 n + 2 part and + 1; of the result's rows, those of
+// of_run: acc[n][4 h + j] are elements 2 j and 2 j + 1 of run h.
 struct State {
   float best[NT][2], total[NT][2], acc[NT][8][4];
 };
@@ -199,7 +211,7 @@ __device__ __forceinline__ void weigh(State& state, float (&s)[COUNT][NT][4]) {
     }
 }
 
-// Adds 16 weighted values; value[t][h]: elements 16 * group + 8 h to + 8 of value 2 part + t % 2 + 8 (t / 2).
+// Adds 16 weighted values; value[t][h]: run h of value 2 part + t % 2 + 8 (t / 2).
 __device__ __forceinline__ void add_values(State& state, const float (&s)[NT][4], const Word4 (&value)[4][2]) {
   u32 b[NT][2];
 #pragma unroll
@@ -268,15 +280,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
 #pragma unroll
       for (int t = 0; t < 4; ++t) {
         const int token = u * 16 + 2 * part + t % 2 + t / 2 * 8;
-        const u16* at = v_cache + __shfl_sync(~0u, place, token) * WIDTH + group * 16;
-        value[u][t][0] = load_past_l1(at), value[u][t][1] = load_past_l1(at + 8);
+        const u16* at = v_cache + __shfl_sync(~0u, place, token) * WIDTH;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) value[u][t][h] = load_past_l1(at + of_run(group, h));
       }
   };
   int turn = worker;
   bool works = begin + turn * TURN < end;
-  long long place = 0;
   if (works) {
-    place = place_of(turn);
+    const long long place = place_of(turn);
     load_keys(place);
     load_values(place);
   }
@@ -309,6 +321,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
     for (int i = 0; i < 8; ++i) state.acc[n][i][0] = state.acc[n][i][1] = state.acc[n][i][2] = state.acc[n][i][3] = 0.f;
   }
   while (works) {
+    // The table's answer for the next turn takes as long as a load of keys: ask early.
+    const bool goes_on = begin + (turn + num_workers) * TURN < end;
+    const long long next_place = goes_on ? place_of(turn + num_workers) : 0;
     float s[UNITS][NT][4];
 #pragma unroll
     for (int u = 0; u < UNITS; ++u) {
@@ -319,16 +334,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[u][n][i] = token + (i / 2) * 8 < end ? s[u][n][i] * scale : FLOOR * 2.f;
     }
-    turn += num_workers;
-    works = begin + turn * TURN < end;
-    if (works) {
-      place = place_of(turn);
-      load_keys(place);
-    }
+    turn += num_workers, works = goes_on;
+    if (works) load_keys(next_place);
     weigh<UNITS>(state, s);
 #pragma unroll
     for (int u = 0; u < UNITS; ++u) add_values(state, s[u], value[u]);
-    if (works) load_values(place);
+    if (works) load_values(next_place);
   }
 
   // The step's own tokens: the worker with the least to do rotates their keys and writes the cache.
@@ -354,12 +365,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
     for (int t = 0; t < 4; ++t) {
       const int token = 2 * part + t % 2 + t / 2 * 8;
       if (token >= fed) continue;
-      const u16* at = v + (long long)(first_token + token) * stride_v + head * stride_v_head + group * 16;
-      own_value[t][0] = load4(at), own_value[t][1] = load4(at + 8);
+      const u16* at = v + (long long)(first_token + token) * stride_v + head * stride_v_head;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) own_value[t][h] = load4(at + of_run(group, h));
       const long long slot = writes ? slot_mapping[first_token + token] : -1;
       if (slot < 0) continue;
-      u16* to = v_cache + (slot * num_kv_heads + head) * WIDTH + group * 16;
-      store4(to, own_value[t][0]), store4(to + 8, own_value[t][1]);
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        store4(v_cache + (slot * num_kv_heads + head) * WIDTH + of_run(group, h), own_value[t][h]);
     }
     float s[1][NT][4];
     score(s[0], own_key, queries, lane);
@@ -384,10 +397,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
 #pragma unroll
       for (int step = 4; step < 32; step *= 2) total += __shfl_xor_sync(~0u, total, step);
       if (group == 0) bests[warp][at] = state.best[n][side], totals[warp][at] = total;
-      float* to = sums + warp * SIZE + at * WIDTH + group * 16;
 #pragma unroll
       for (int i = 0; i < 8; i += 2)
-        *(float4*)(to + 2 * i) = make_float4(state.acc[n][i][side], state.acc[n][i][side + 2],
+        *(float4*)(sums + warp * SIZE + at * WIDTH + of_run(group, i / 4) + i % 4 * 2) = make_float4(state.acc[n][i][side], state.acc[n][i][side + 2],
                                              state.acc[n][i + 1][side], state.acc[n][i + 1][side + 2]);
     }
   __syncthreads();
@@ -407,7 +419,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
   }
 
   // Blocks of the cluster: each adds up its share of the elements.
-  meet();
+  __syncthreads();
+  arrive(), await();
   const int share = (used + CLUSTER - 1) / CLUSTER, last = min(used, (int)(rank + 1) * share);
   const long long item_part = ((long long)blockIdx.x * num_kv_heads + head) * COLUMNS;
   auto store_result = [&](int e, float result) {
@@ -433,9 +446,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
       if (e % WIDTH == 0 || e == (int)rank * share) part_best[item_part + at] = best, part_total[item_part + at] = total;
     }
   }
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");  // its shared memory is not needed here
-#endif
+  arrive();  // what is in this block's own shared memory is of no more use to it
 
   // Splits of the row: the last block to come with this share adds up.
   if (num_splits > 1) {
@@ -466,7 +477,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
       }
     }
   }
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // nobody reads it any more
-#endif
+  await();  // nor to the others: it may go
 }

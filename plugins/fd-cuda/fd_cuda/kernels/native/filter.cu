@@ -1,14 +1,14 @@
-// min_p, top_k and top_p without sorting: one cluster per row, which holds the row in shared memory.
+// min_p, top_k and top_p without sorting: one cluster per row, which holds the row in registers.
 //
 // What is kept are the largest logits down to some value. Passes narrow the range it lies in: three values
 // divide it, and what lies at or above each is counted. Once few logits are left in the range they move to
-// one block, which compares each with every other. Amounts are integers (masses in units of 2^-40 of the largest), so sums
+// one block, which goes on alone. Amounts are integers (masses in units of 2^-40 of the largest), so sums
 // do not depend on their order.
 
 #include "common.cuh"
 
 #define WARPS (THREADS / 32)
-#define FEW THREADS
+#define FEW (4 * THREADS)
 #define PIVOTS 3
 
 __device__ __forceinline__ u32 shared_address(const void* p) {
@@ -112,14 +112,12 @@ struct Shared {
   float warp_highest[WARPS], warp_lowest[WARPS];
   u64 warp_total[WARPS];
   float list[FEW];
-  u64 amount[FEW];
-  long long warp_best[WARPS];
   u32 listed;
   long long result;
 };
 
-// Sums over the threads of all blocks of the cluster.
-template <bool BY_MASS>
+// Sums over the threads of a block, then, if ALL, over the blocks of the cluster.
+template <bool BY_MASS, bool ALL>
 __device__ __forceinline__ Amounts summed(Amounts mine, Shared& s, int& turn, int rank) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #pragma unroll
@@ -130,25 +128,30 @@ __device__ __forceinline__ Amounts summed(Amounts mine, Shared& s, int& turn, in
   }
   if (lane == 0) s.per_warp[warp] = mine;
   __syncthreads();
+  Amounts sum = {};
+#pragma unroll
+  for (int i = 0; i < PIVOTS; i++)
+    for (int w = 0; w < WARPS; w++) {
+      sum.count[i] += s.per_warp[w].count[i];
+      if (BY_MASS) sum.mass[i] += s.per_warp[w].mass[i];
+    }
+  if (!ALL) {
+    __syncthreads();
+    return sum;
+  }
   if (threadIdx.x < CLUSTER) {
     const u32 to = at_rank(shared_address(&s.per_block[turn][rank]), threadIdx.x);
 #pragma unroll
     for (int i = 0; i < PIVOTS; i++) {
-      u64 mass = 0;
-      u32 count = 0;
-      for (int w = 0; w < WARPS; w++) {
-        count += s.per_warp[w].count[i];
-        if (BY_MASS) mass += s.per_warp[w].mass[i];
-      }
-      store_remote(to + i * 8, mass);
-      store_remote(to + PIVOTS * 8 + i * 4, count);
+      store_remote(to + i * 8, sum.mass[i]);
+      store_remote(to + PIVOTS * 8 + i * 4, sum.count[i]);
     }
   }
   meet();
   Amounts all = {};
-  for (int b = 0; b < CLUSTER; b++)
 #pragma unroll
-    for (int i = 0; i < PIVOTS; i++) {
+  for (int i = 0; i < PIVOTS; i++)
+    for (int b = 0; b < CLUSTER; b++) {
       all.count[i] += s.per_block[turn][b].count[i];
       if (BY_MASS) all.mass[i] += s.per_block[turn][b].mass[i];
     }
@@ -172,13 +175,13 @@ template <bool BY_MASS>
 __device__ __forceinline__ float smallest_kept(const float* x, float low, float peak, u32 num_low,
                                                u64 wanted, Shared& s, int& turn, int rank) {
   Range range = {key_of(low), key_of(peak) + 1, 0, num_low, 0};
+  Pivots pivots;
   while (!is_found(range) && range.num_low - range.num_high > FEW) {
-    Pivots pivots;
     pivots.divide(range);
     Amounts amounts = {};
-#pragma unroll 4
-    for (int i = 0; i < ITEMS; i++) look<BY_MASS>(amounts, pivots, x[i * THREADS + threadIdx.x], peak);
-    amounts = summed<BY_MASS>(amounts, s, turn, rank);
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) look<BY_MASS>(amounts, pivots, x[i], peak);
+    amounts = summed<BY_MASS, true>(amounts, s, turn, rank);
     narrow_range<BY_MASS>(range, pivots, amounts, wanted);
   }
   if (is_found(range)) return value_of(range.low);  // every block of the cluster knows
@@ -186,34 +189,39 @@ __device__ __forceinline__ float smallest_kept(const float* x, float low, float 
   if (rank == 0 && threadIdx.x == 0) s.listed = 0;
   meet();
   const float lowest = value_of(range.low), end = value_of(range.high);
-#pragma unroll 4
-  for (int i = 0; i < ITEMS; i++) {
-    const float value = x[i * THREADS + threadIdx.x];
-    if (value >= lowest && value < end) {
+#pragma unroll
+  for (int i = 0; i < ITEMS; i++)
+    if (x[i] >= lowest && x[i] < end) {
       u32 place;
       asm volatile("atom.shared::cluster.add.u32 %0, [%1], 1;"
                    : "=r"(place) : "r"(at_rank(shared_address(&s.listed), 0)) : "memory");
-      store_remote(at_rank(shared_address(s.list + place), 0), value);
+      store_remote(at_rank(shared_address(s.list + place), 0), x[i]);
     }
-  }
   meet();
   if (rank == 0) {
-    // What lies beyond the range did not move.
-    const u32 count = s.listed;
-    const bool is_one = threadIdx.x < count;
-    const float mine = is_one ? s.list[threadIdx.x] : 0.f;
-    s.amount[threadIdx.x] = BY_MASS ? mass_of(mine, peak) : 1;
-    __syncthreads();
-    u64 above = range.beyond;
-    for (u32 j = 0; j < count; j++) above += s.list[j] >= mine ? s.amount[j] : 0;
-    long long best = is_one && above >= wanted ? key_of(mine) : range.low;
-    for (int d = 16; d > 0; d >>= 1) best = max(best, __shfl_xor_sync(~0u, best, d));
-    if ((threadIdx.x & 31) == 0) s.warp_best[threadIdx.x >> 5] = best;
-    __syncthreads();
-    if (threadIdx.x < CLUSTER) {
-      for (int w = 0; w < WARPS; w++) best = max(best, s.warp_best[w]);
-      store_remote(at_rank(shared_address(&s.result), threadIdx.x), (u64)best);
+    const u32 count = s.listed, num_beyond = range.num_high;  // what lies beyond did not move
+    const u64 beyond = range.beyond;
+    float mine[FEW / THREADS];
+#pragma unroll
+    for (int i = 0; i < FEW / THREADS; i++) {
+      const u32 place = i * THREADS + threadIdx.x;
+      mine[i] = place < count ? s.list[place] : LOWEST;
     }
+    while (!is_found(range)) {
+      pivots.divide(range);
+      Amounts amounts = {};
+#pragma unroll
+      for (int i = 0; i < FEW / THREADS; i++) look<BY_MASS>(amounts, pivots, mine[i], peak);
+      amounts = summed<BY_MASS, false>(amounts, s, turn, rank);
+#pragma unroll
+      for (int i = 0; i < PIVOTS; i++) {
+        amounts.count[i] += num_beyond;
+        if (BY_MASS) amounts.mass[i] += beyond;
+      }
+      narrow_range<BY_MASS>(range, pivots, amounts, wanted);
+    }
+    if (threadIdx.x < CLUSTER)
+      store_remote(at_rank(shared_address(&s.result), threadIdx.x), (u64)range.low);
   }
   meet();
   return value_of(s.result);
@@ -246,12 +254,11 @@ __device__ __forceinline__ Extent extent_of(const float* x, Shared& s, int& turn
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   float highest = LOWEST, lowest = -LOWEST;
   u32 count = 0;
-#pragma unroll 4
+#pragma unroll
   for (int i = 0; i < ITEMS; i++) {
-    const float value = x[i * THREADS + threadIdx.x];
-    highest = fmaxf(highest, value);
-    lowest = value > LOWEST ? fminf(lowest, value) : lowest;
-    count += value > LOWEST;
+    highest = fmaxf(highest, x[i]);
+    lowest = x[i] > LOWEST ? fminf(lowest, x[i]) : lowest;
+    count += x[i] > LOWEST;
   }
   for (int d = 16; d > 0; d >>= 1) {
     highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, d));
@@ -279,7 +286,7 @@ __device__ __forceinline__ Extent extent_of(const float* x, Shared& s, int& turn
   return extent;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 filter(float* logits, const long long* __restrict__ top_k, const float* __restrict__ top_p,
        const float* __restrict__ min_p, int width) {
   __shared__ Shared s;
@@ -292,11 +299,11 @@ filter(float* logits, const long long* __restrict__ top_k, const float* __restri
   const bool uses_k = k > 0 && k < width, uses_p = p < 1.f;
   if (!uses_k && !uses_p && least <= 0.f) return;  // all blocks of the cluster alike
 
-  extern __shared__ float x[];  // [ITEMS][THREADS]; a thread reads only what it wrote
-#pragma unroll 8
+  float x[ITEMS];
+#pragma unroll
   for (int i = 0; i < ITEMS; i++) {
     const int column = (i * CLUSTER + rank) * THREADS + threadIdx.x;
-    x[i * THREADS + threadIdx.x] = column < width ? row[column] : LOWEST;
+    x[i] = column < width ? row[column] : LOWEST;
   }
   int turn = 0;
   meet();  // all have started: their memory may be written to
@@ -311,21 +318,20 @@ filter(float* logits, const long long* __restrict__ top_k, const float* __restri
     if (uses_p) {
       u64 mass = 0;
       u32 count = 0;
-#pragma unroll 4
+#pragma unroll
       for (int i = 0; i < ITEMS; i++) {
-        const float value = x[i * THREADS + threadIdx.x];
-        mass += value >= kept ? mass_of(value, peak) : 0;
-        count += value >= kept;
+        mass += x[i] >= kept ? mass_of(x[i], peak) : 0;
+        count += x[i] >= kept;
       }
       const u64 total = total_of(mass, s, turn, rank);
       const u64 wanted = (u64)ceil((double)p * (double)total);
       const u32 num_kept = (u32)total_of(count, s, turn, rank);
       kept = fmaxf(kept, smallest_kept<true>(x, kept, peak, num_kept, wanted, s, turn, rank));
     }
-#pragma unroll 4
+#pragma unroll
     for (int i = 0; i < ITEMS; i++) {
       const int column = (i * CLUSTER + rank) * THREADS + threadIdx.x;
-      if (column < width && x[i * THREADS + threadIdx.x] < kept) row[column] = LOWEST;
+      if (column < width && x[i] < kept) row[column] = LOWEST;
     }
   }
   meet();  // nobody leaves while others may still write to its memory

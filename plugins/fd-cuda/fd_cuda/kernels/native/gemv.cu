@@ -11,7 +11,7 @@
 
 __device__ __forceinline__ uint4 load_weight(const u16* p) {
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3},[%4];"
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
@@ -34,27 +34,23 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
 gemv(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm,
      const u16* __restrict__ w, const u16* __restrict__ bias, const u16* residual, u16* y,
      int M, int N, float eps) {
-  // A warp takes 128 bytes of a row with two loads where K allows it, else 64 with one.
-  constexpr int ROUNDS = K / (32 * WARPS), SPAN = K % (64 * WARPS) == 0 ? 64 : 32;
+  constexpr int STEP = 32 * WARPS, ROUNDS = K / STEP;
   constexpr int HELD = ROUNDS < AHEAD ? ROUNDS : AHEAD;
   constexpr int OUT = EPILOGUE == GATED ? 8 : 16;
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, r = lane >> 2, q = lane & 3;
   const int row = blockIdx.x * OUT + r;
-  const auto column_of = [&](int i) {
-    constexpr int loads = SPAN / 32;
-    return (i / loads * WARPS + warp) * SPAN + i % loads * 32 + q * 8;
-  };
+  const int offset = warp * 32 + q * 8;
   // Rows behind the last repeat it; nothing of theirs is stored.
   const int last = EPILOGUE == GATED ? N / 2 - 1 : N - 1;
   const int first = min(row, last), second = EPILOGUE == GATED ? first + N / 2 : min(row + 8, last);
-  const u16* upper = w + (u64)first * K;
-  const u16* lower = w + (u64)second * K;
+  const u16* upper = w + (u64)first * K + offset;
+  const u16* lower = w + (u64)second * K + offset;
 
   uint4 a[HELD], b[HELD];
 #pragma unroll
   for (int i = 0; i < HELD; i++) {
-    a[i] = load_weight(upper + column_of(i));
-    b[i] = load_weight(lower + column_of(i));
+    a[i] = load_weight(upper + i * STEP);
+    b[i] = load_weight(lower + i * STEP);
   }
   let_next_start();
   wait_for_previous();
@@ -72,14 +68,14 @@ gemv(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
 #pragma unroll
       for (int i = 0; i < HELD; i++)
         if (begin + i < ROUNDS) {
-          a[i] = load_weight(upper + column_of(begin + i));
-          b[i] = load_weight(lower + column_of(begin + i));
+          a[i] = load_weight(upper + (begin + i) * STEP);
+          b[i] = load_weight(lower + (begin + i) * STEP);
         }
     }
 #pragma unroll
     for (int i = 0; i < HELD; i++)
       if (begin + i < ROUNDS) {
-        const int k = column_of(begin + i);
+        const int k = (begin + i) * STEP + offset;
 #if NORM
         const uint4 g = load_input(norm + k);
 #endif

@@ -1,0 +1,268 @@
+"""The device: the kit on a GPU; without one, its reasons, its errors, and what needs no GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from fastdeploy_core.contracts import Accept, Decline
+from fastdeploy_core.contracts.attention import AttentionQuestion, AttentionSpec
+from fastdeploy_core.contracts.device import DeviceOptions, DeviceQuestion
+from fastdeploy_core.errors import ConfigError
+from fastdeploy_core.testing.conformance.test_device import DeviceConformance
+from fastdeploy_core.testing.conformance.test_expert_communicator import (
+    ExpertCommunicatorConformance,
+)
+
+from fd_cuda import hooks, probe
+from fd_cuda.alive import Ring
+from fd_cuda.device import CudaDevice
+from fd_cuda.failures import is_lost, is_oom
+from fd_cuda.settings import setting
+
+HAS_GPU = torch.cuda.is_available()
+without_gpu = pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
+
+
+class _OnTorch:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def fd_tensor(cls) -> str:
+        return "torch"
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU")
+class TestDevice(_OnTorch, DeviceConformance):
+    """The whole kit."""
+
+    driver_name = "cuda"
+
+
+class TestAllGatherExperts(_OnTorch, ExpertCommunicatorConformance):
+    """On a GPU, or over the core's collectives between processes of the CPU."""
+
+    driver_name = "cuda_all_gather"
+    runs_on: ClassVar[str] = "cuda" if HAS_GPU else "cpu"
+
+
+class TestAllToAllExperts(_OnTorch, ExpertCommunicatorConformance):
+    """Alone; between ranks it needs the collectives of several GPUs."""
+
+    driver_name = "cuda_all_to_all"
+    runs_on: ClassVar[str] = "cuda" if HAS_GPU else "cpu"
+
+    def test_two_ranks_in_two_processes(self, driver: Any, device: Any, fd_entry: Any) -> None:
+        if torch.cuda.device_count() < 2:
+            pytest.skip("needs two GPUs")
+        super().test_two_ranks_in_two_processes(driver, device, fd_entry)
+
+
+# -- why not ----------------------------------------------------------------------------------------
+
+
+@without_gpu
+def test_probe_declines_with_a_reason() -> None:
+    candidate = hooks.fd_device_probe(DeviceQuestion())
+    assert candidate.name == "cuda" and isinstance(candidate.verdict, Decline)
+    assert "driver" in candidate.verdict.reason
+
+
+@without_gpu
+def test_opening_it_says_what_is_missing() -> None:
+    with pytest.raises(ConfigError, match=r"device 'cuda' cannot be used: .*plugins doctor"):
+        CudaDevice(DeviceOptions(tensor_library="torch"))
+
+
+def test_old_drivers_and_cpu_builds_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "too old" in probe.why_not_torch(probe.Driver((12, 4), 1, ("GPU",)))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "without CUDA" in probe.why_not_torch(probe.Driver((13, 0), 1, ("GPU",)))
+
+
+def test_unknown_settings_name_the_possible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FD_CUDA_TF32", "maybe")
+    with pytest.raises(ConfigError, match=r"FD_CUDA_TF32.*maybe.*possible: 0, 1"):
+        setting("FD_CUDA_TF32")
+
+
+def question(**changes: Any) -> AttentionQuestion:
+    kind = changes.pop("kind", "gqa")
+    heads, width = changes.pop("num_heads", 8), changes.pop("head_dim", 128)
+    spec = AttentionSpec(
+        kind, heads, changes.pop("num_kv_heads", 1), width, width, 1.0,
+        changes.pop("dtype", "bfloat16"), kv_lora_rank=changes.pop("kv_lora_rank", 0),
+    )  # fmt: skip
+    told = {"device": "cuda", "tensor_library": "torch", "block_size": 64, "kv_dtype": "auto"}
+    return AttentionQuestion(spec=spec, **{**told, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"device": "cpu"}, "not on cpu"),
+        ({"tensor_library": "paddle"}, "needs torch"),
+        ({"dtype": "float64"}, "float64"),
+        ({"kv_dtype": "int8"}, "int8"),
+        ({"head_dim": 512}, "at most 256"),
+        ({"num_heads": 300}, "at most 128"),
+    ],
+)
+def test_attention_declines_in_words(changes: dict[str, Any], words: str) -> None:
+    first, second = hooks.fd_attention_backends(question(**changes))
+    assert isinstance(first.verdict, Decline) and words in first.verdict.reason
+    assert isinstance(second.verdict, Decline) and "mla" in second.verdict.reason
+
+
+def test_one_driver_for_each_kind() -> None:
+    verdicts = [c.verdict for c in hooks.fd_attention_backends(question())]
+    assert [type(v) for v in verdicts] == [Accept, Decline]
+    latent = question(kind="mla", num_heads=128, head_dim=576, kv_lora_rank=512)
+    verdicts = [c.verdict for c in hooks.fd_attention_backends(latent)]
+    assert [type(v) for v in verdicts] == [Decline, Accept]
+
+
+# -- errors -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+)
+def test_full_memory_is_recognised(error: Exception) -> None:
+    assert is_oom(error) and not is_lost(error)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: an illegal memory access was encountered",
+        "CUDA error: device-side assert triggered",
+        "Triton Error [CUDA]: unspecified launch failure",
+        "CUDA error: uncorrectable ECC error encountered",
+        "NVML: GPU is lost",
+        "CUDA error: unknown error",
+    ],
+)
+def test_lost_gpus_are_recognised(text: str) -> None:
+    assert is_lost(RuntimeError(text)) and not is_oom(RuntimeError(text))
+
+
+def test_numbers_of_the_runtime_count() -> None:
+    class AcceleratorError(RuntimeError):
+        error_code = 719
+
+    assert is_lost(AcceleratorError("words that nobody knows"))
+    AcceleratorError.error_code = 2
+    assert is_oom(AcceleratorError("words that nobody knows"))
+    AcceleratorError.error_code = 1
+    assert not is_lost(AcceleratorError("invalid argument"))
+
+
+# -- ranks ------------------------------------------------------------------------------------------
+
+CHILD = """
+import sys, time
+from pathlib import Path
+import torch.distributed as dist
+from fd_cuda.alive import Ring
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+ring = Ring(dist.FileStore(str(folder / "store"), 3), rank, 3, folder, "", print, print)
+print("joined", flush=True)
+time.sleep(60)
+"""
+
+
+def join(folder: Path, rank: int, world_size: int) -> tuple[Ring, list[str], list[str]]:
+    lost: list[str] = []
+    left: list[str] = []
+    store = dist.FileStore(str(folder / "store"), world_size)
+    return Ring(store, rank, world_size, folder, "", lost.append, left.append), lost, left
+
+
+def eventually(condition: Any) -> bool:
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(condition())
+
+
+def test_a_rank_that_leaves_says_goodbye(tmp_path: Path) -> None:
+    others: list[Any] = []
+    thread = threading.Thread(target=lambda: others.append(join(tmp_path, 1, 2)))
+    thread.start()
+    ring, lost, left = join(tmp_path, 0, 2)
+    thread.join()
+    others[0][0].close()
+    assert eventually(lambda: left), "nobody noticed"
+    assert "rank 1 has left" in left[0] and not lost
+    ring.close()
+
+
+def test_a_rank_that_dies_is_noticed_by_all(tmp_path: Path) -> None:
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(rank), str(tmp_path)],
+            stdout=subprocess.PIPE, text=True,
+        )
+        for rank in (1, 2)
+    ]  # fmt: skip
+    try:
+        ring, lost, left = join(tmp_path, 0, 3)
+        assert all(child.stdout.readline() == "joined\n" for child in children)
+        children[0].kill()
+        assert eventually(lambda: lost), "the death of rank 1 was not noticed"
+        assert "left the group" in lost[0] and not left
+        # Rank 2 heard of it, too.
+        assert "left the group" in children[1].stdout.readline()
+        ring.close()
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+            child.stdout.close()
+
+
+@without_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_one_kernel(dtype: torch.dtype) -> None:
+    """Two ranks taking turns in one process: what one waits for has been written before it starts."""
+    from fd_cuda import one_shot
+    from fd_cuda.one_shot import OneShot
+
+    pieces = [torch.zeros(one_shot.PIECE_BYTES, dtype=torch.uint8) for _ in range(2)]
+    ranks = []
+    for rank in range(2):
+        own = object.__new__(OneShot)
+        own._rank, own._world_size = rank, 2
+        own._bases = torch.tensor([piece.data_ptr() for piece in pieces])
+        ranks.append(own)
+    for call in (1, 2, 3):
+        count = 5000 + call
+        x = [torch.randn(count).to(dtype) for _ in range(2)]
+        # Rank 1 has arrived with its part already, as far as rank 0 can see.
+        half = one_shot._DATA_AT + call % 2 * one_shot.MAX_BYTES
+        there = pieces[1][half : half + x[1].nbytes].view(dtype)
+        there.copy_(x[1])
+        flags = pieces[0][one_shot._FLAGS_AT :][: one_shot.BLOCKS * one_shot._WORDS * 4]
+        flags.view(torch.int32).view(one_shot.BLOCKS, -1)[:, 1] = call
+        sums = [rank.all_reduce(part) for rank, part in zip(ranks, x, strict=True)]
+        assert torch.equal(sums[0], sums[1])
+        # The interpreter cuts bfloat16 off where a GPU rounds.
+        tolerance = 0 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(
+            sums[0].float(), x[0].float() + x[1].float(), rtol=tolerance, atol=0
+        )
+    calls = pieces[0][one_shot._CALLS_AT :][: one_shot.BLOCKS * 4].view(torch.int32)
+    assert calls.tolist() == [3] * one_shot.BLOCKS
