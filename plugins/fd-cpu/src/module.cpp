@@ -1,0 +1,160 @@
+// What Python sees. Tensors come as addresses: the caller has checked shapes, dtypes and contiguity, and
+// keeps the memory alive; so torch and paddle tensors and numpy arrays pass alike.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include "runtime.h"
+
+namespace nb = nanobind;
+using namespace fdcpu;
+
+namespace {
+
+template <class T = void>
+T *at(uintptr_t address) {
+    return reinterpret_cast<T *>(address);
+}
+
+void set_rows(PackedMatrix &matrix, int64_t first, int64_t count, uintptr_t values, int dtype, int64_t stride) {
+    nb::gil_scoped_release release;
+    const int64_t size = dtype == int(DType::f32) ? 4 : 2;
+    for (int64_t i = 0; i < count; ++i)
+        set_row(matrix, first + i, at<uint8_t>(values) + i * stride * size, DType(dtype));
+}
+
+void set_quantized_rows(PackedMatrix &matrix, int64_t first, int64_t count, uintptr_t values, uintptr_t scales) {
+    nb::gil_scoped_release release;
+    for (int64_t i = 0; i < count; ++i)
+        set_quantized_row(matrix, first + i, at<int8_t>(values) + i * matrix.inputs,
+                          at<float>(scales) + i * matrix.num_groups());
+}
+
+void get_rows(const PackedMatrix &matrix, int64_t first, int64_t count, uintptr_t values) {
+    nb::gil_scoped_release release;
+    for (int64_t i = 0; i < count; ++i) get_row(matrix, first + i, at<float>(values) + i * matrix.inputs);
+}
+
+void submit_linear(Runtime &runtime, const PackedMatrix &weight, uintptr_t x, int x_type, int64_t num_rows,
+                   int64_t x_stride, uintptr_t norm_weight, float eps, uintptr_t bias, uintptr_t residual, uintptr_t y,
+                   int y_type, int64_t y_stride) {
+    nb::gil_scoped_release release;
+    const LinearOp op{&weight, at(x), DType(x_type), num_rows, x_stride, at(norm_weight), eps, at(bias),
+                      at(residual), at(y), DType(y_type), y_stride};
+    const auto &kernels = runtime.kernels();
+    runtime.submit([op, run = kernels.linear](const Worker &w) { run(op, w); },
+                   kernels.linear_scratch(op, runtime.num_threads()));
+}
+
+void submit_norm(Runtime &runtime, uintptr_t x, uintptr_t update, uintptr_t weight, float eps, uintptr_t y, int type,
+                 int64_t num_rows, int64_t width, int64_t x_stride, int64_t y_stride) {
+    nb::gil_scoped_release release;
+    const NormOp op{at(x), at(update), at(weight), eps, at(y), DType(type), num_rows, width, x_stride, y_stride};
+    runtime.submit([op, run = runtime.kernels().norm](const Worker &w) { run(op, w); },
+                   size_t(width * runtime.num_threads()) * sizeof(float));
+}
+
+void submit_gate(Runtime &runtime, uintptr_t x, uintptr_t y, int type, int64_t num_rows, int64_t width) {
+    nb::gil_scoped_release release;
+    const GateOp op{at(x), at(y), DType(type), num_rows, width};
+    runtime.submit([op, run = runtime.kernels().gate](const Worker &w) { run(op, w); }, 0);
+}
+
+void submit_embedding(Runtime &runtime, uintptr_t ids, uintptr_t table, const PackedMatrix *packed, uintptr_t y,
+                      int type, int64_t num_ids, int64_t num_rows, int64_t width) {
+    nb::gil_scoped_release release;
+    const EmbeddingOp op{at<const int64_t>(ids), at(table), packed, at(y), DType(type), num_ids, num_rows, width};
+    runtime.submit([op, run = runtime.kernels().embedding](const Worker &w) { run(op, w); },
+                   size_t(width * runtime.num_threads()) * sizeof(float));
+}
+
+// The shape of attention over one kind of layer; the addresses that change come with each call.
+struct AttentionShape {
+    AttentionOp op;
+};
+
+void submit_attention(Runtime &runtime, const AttentionShape &shape, std::vector<uintptr_t> addresses,
+                      std::vector<int64_t> sizes) {
+    nb::gil_scoped_release release;
+    AttentionOp op = shape.op;
+    size_t i = 0;
+    op.q = at(addresses[i++]);
+    op.k = at(addresses[i++]);
+    op.v = at(addresses[i++]);
+    op.cos_sin = at<const float>(addresses[i++]);
+    op.positions = at<const int64_t>(addresses[i++]);
+    op.slot_mapping = at<const int64_t>(addresses[i++]);
+    op.cu_seqlens_q = at<const int32_t>(addresses[i++]);
+    op.seq_lens = at<const int32_t>(addresses[i++]);
+    op.block_tables = at<const int32_t>(addresses[i++]);
+    op.keys = at(addresses[i++]);
+    op.values = at(addresses[i++]);
+    op.y = at(addresses[i++]);
+    i = 0;
+    op.q_stride = sizes[i++];
+    op.k_stride = sizes[i++];
+    op.v_stride = sizes[i++];
+    op.num_tokens = sizes[i++];
+    op.num_seqs = sizes[i++];
+    op.max_blocks = sizes[i++];
+    op.rotary = sizes[i++];
+    const auto &kernels = runtime.kernels();
+    runtime.submit([op, run = kernels.attention](const Worker &w) { run(op, w); },
+                   kernels.attention_scratch(op, runtime.num_threads()));
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.doc() = "Kernels of fd-cpu; see fd_cpu/runtime.py for the checked interface.";
+    m.def("available_isas", [] {
+        std::vector<std::string> names;
+        for (Isa isa : available_isas()) names.emplace_back(name_of(isa));
+        return names;
+    });
+    nb::class_<PackedMatrix>(m, "PackedMatrix")
+        .def_ro("outputs", &PackedMatrix::outputs)
+        .def_ro("inputs", &PackedMatrix::inputs)
+        .def_ro("gated", &PackedMatrix::gated)
+        .def_ro("group", &PackedMatrix::group)
+        .def_prop_ro("num_groups", &PackedMatrix::num_groups)
+        .def_prop_ro("num_bytes", &PackedMatrix::num_bytes)
+        .def("set_rows", &set_rows)
+        .def("set_quantized_rows", &set_quantized_rows)
+        .def("get_rows", &get_rows);
+    m.def("make_packed",
+          [](int kind, int64_t outputs, int64_t inputs, int64_t group, bool gated) {
+              return make_packed(WeightKind(kind), outputs, inputs, group, gated);
+          });
+    nb::class_<Plan>(m, "Plan").def(nb::init<>()).def("__len__", [](const Plan &plan) { return plan.steps.size(); });
+    nb::class_<AttentionShape>(m, "AttentionShape")
+        .def("__init__",
+             [](AttentionShape *self, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim,
+                int64_t block_size, float scale, bool interleaved, int type, int cache_type) {
+                 AttentionOp op{};
+                 op.num_heads = num_heads;
+                 op.num_kv_heads = num_kv_heads;
+                 op.head_dim = head_dim;
+                 op.v_head_dim = v_head_dim;
+                 op.block_size = block_size;
+                 op.scale = scale;
+                 op.interleaved = interleaved;
+                 op.type = DType(type);
+                 op.cache_type = DType(cache_type);
+                 new (self) AttentionShape{op};
+             });
+    nb::class_<Runtime>(m, "Runtime")
+        .def(nb::init<int, const std::vector<int> &, const std::string &>())
+        .def_prop_ro("isa", [](const Runtime &runtime) { return std::string(name_of(runtime.isa())); })
+        .def_prop_ro("num_threads", &Runtime::num_threads)
+        .def("begin", &Runtime::begin, nb::keep_alive<1, 2>())
+        .def("end", &Runtime::end)
+        .def("replay", &Runtime::replay, nb::call_guard<nb::gil_scoped_release>())
+        .def("linear", &submit_linear)
+        .def("norm", &submit_norm)
+        .def("gate", &submit_gate)
+        .def("embedding", &submit_embedding, nb::arg("ids"), nb::arg("table"), nb::arg("packed").none(), nb::arg("y"),
+             nb::arg("type"), nb::arg("num_ids"), nb::arg("num_rows"), nb::arg("width"))
+        .def("attention", &submit_attention);
+}

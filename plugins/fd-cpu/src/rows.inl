@@ -1,0 +1,104 @@
+// Row-wise work: norms, gates, embedding rows, and the forms in which the products want activations.
+
+namespace fdcpu::FDCPU_NAMESPACE {
+
+template <class T>
+FDCPU_INLINE void widen_row(const T *from, float *to, int64_t size) {
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) store(to + i, load(from + i));
+    for (; i < size; ++i) to[i] = load_one(from + i);
+}
+
+template <class T>
+FDCPU_INLINE void narrow_row(const float *from, T *to, int64_t size) {
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) store(to + i, load(from + i));
+    for (; i < size; ++i) store_one(to + i, from[i]);
+}
+
+FDCPU_INLINE float sum_of_squares(const float *row, int64_t size) {
+    F total = splat(0);
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) total = load(row + i) * load(row + i) + total;
+    float rest = sum_of(total);
+    for (; i < size; ++i) rest += row[i] * row[i];
+    return rest;
+}
+
+// row becomes rms_norm(row), rounded to T before the weight's product is taken, as the reference does.
+template <class T>
+FDCPU_INLINE void normalize(float *row, const T *weight, float eps, int64_t size) {
+    const float factor = 1.f / std::sqrt(sum_of_squares(row, size) / float(size) + eps);
+    for (int64_t i = 0; i < size; ++i) row[i] = row[i] * factor * load_one(weight + i);
+}
+
+template <class T>
+void norm_rows(const NormOp &op, const Worker &worker) {
+    int64_t first, last;
+    worker.share(op.num_rows, first, last);
+    float *row = reinterpret_cast<float *>(worker.scratch) + worker.thread * op.width;
+    for (int64_t m = first; m < last; ++m) {
+        T *x = static_cast<T *>(op.x) + m * op.x_stride;
+        widen_row(x, row, op.width);
+        if (op.update) {
+            const T *update = static_cast<const T *>(op.update) + m * op.x_stride;
+            for (int64_t i = 0; i < op.width; ++i) row[i] += load_one(update + i);
+            narrow_row(row, x, op.width);
+            widen_row(x, row, op.width);  // what the next layer will read
+        }
+        normalize(row, static_cast<const T *>(op.weight), op.eps, op.width);
+        narrow_row(row, static_cast<T *>(op.y) + m * op.y_stride, op.width);
+    }
+}
+
+void norm(const NormOp &op, const Worker &worker) {
+    op.type == DType::f32 ? norm_rows<float>(op, worker) : norm_rows<uint16_t>(op, worker);
+}
+
+template <class T>
+void gate_rows(const GateOp &op, const Worker &worker) {
+    int64_t first, last;
+    worker.share(op.num_rows * op.width, first, last);
+    for (int64_t i = first; i < last;) {
+        const int64_t m = i / op.width, column = i % op.width;
+        const int64_t end = std::min(last, (m + 1) * op.width) - m * op.width;
+        const T *gate = static_cast<const T *>(op.x) + m * 2 * op.width, *up = gate + op.width;
+        T *y = static_cast<T *>(op.y) + m * op.width;
+        int64_t c = column;
+        for (; c + kLanes <= end; c += kLanes) store(y + c, silu(load(gate + c)) * load(up + c));
+        for (; c < end; ++c) {
+            const float g = load_one(gate + c);
+            store_one(y + c, g / (1.f + std::exp(-g)) * load_one(up + c));
+        }
+        i = m * op.width + end;
+    }
+}
+
+void gate(const GateOp &op, const Worker &worker) {
+    op.type == DType::f32 ? gate_rows<float>(op, worker) : gate_rows<uint16_t>(op, worker);
+}
+
+template <class T>
+void embed(const EmbeddingOp &op, const Worker &worker) {
+    int64_t first, last;
+    worker.share(op.num_ids, first, last);
+    float *row = reinterpret_cast<float *>(worker.scratch) + worker.thread * op.width;
+    for (int64_t i = first; i < last; ++i) {
+        T *y = static_cast<T *>(op.y) + i * op.width;
+        const int64_t id = op.ids[i];
+        if (id < 0 || id >= op.num_rows) {
+            std::memset(y, 0, size_t(op.width) * sizeof(T));  // not reachable from checked input
+        } else if (op.packed) {
+            get_row(*op.packed, id, row);
+            narrow_row(row, y, op.width);
+        } else {
+            std::memcpy(y, static_cast<const T *>(op.table) + id * op.width, size_t(op.width) * sizeof(T));
+        }
+    }
+}
+
+void embedding(const EmbeddingOp &op, const Worker &worker) {
+    op.type == DType::f32 ? embed<float>(op, worker) : embed<uint16_t>(op, worker);
+}
+
+}  // namespace fdcpu::FDCPU_NAMESPACE
