@@ -10,9 +10,11 @@
 #include "rows.inl"
 #include "linear.inl"
 #include "attention.inl"
+#include "moe.inl"
 
 namespace fdcpu::FDCPU_NAMESPACE {
 
-const Kernels kernels = {linear, linear_scratch, norm, gate, embedding, attention, attention_scratch};
+const Kernels kernels = {linear,  linear_scratch,  norm,   gate,     embedding, attention, attention_scratch,
+                         experts, experts_scratch, greedy, head_norm};
 
 }  // namespace fdcpu::FDCPU_NAMESPACE

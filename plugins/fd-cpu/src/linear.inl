@@ -59,10 +59,11 @@ FDCPU_INLINE void quantize_row(const PackedMatrix &w, const float *row, const Ac
     }
 }
 
+// Row `from` of x in the format's form becomes row m.
 template <class T>
-FDCPU_INLINE void prepare_row(const LinearOp &op, const Activations &out, int64_t m, float *row) {
+FDCPU_INLINE void prepare_row(const LinearOp &op, const Activations &out, int64_t m, int64_t from, float *row) {
     const PackedMatrix &w = *op.weight;
-    widen_row(static_cast<const T *>(op.x) + m * op.x_stride, row, w.inputs);
+    widen_row(static_cast<const T *>(op.x) + from * op.x_stride, row, w.inputs);
     for (int64_t k = w.inputs; k < w.padded_inputs; ++k) row[k] = 0;
     if (op.norm_weight) normalize(row, static_cast<const T *>(op.norm_weight), op.eps, w.inputs);
     if (op.norm_weight && sizeof(T) == 2)  // the norm's result has the model's dtype
@@ -241,7 +242,7 @@ void product(const LinearOp &op, const Worker &worker) {
                  worker.thread * w.padded_inputs;
     int64_t first, last;
     worker.share(op.num_rows, first, last);
-    for (int64_t m = first; m < last; ++m) prepare_row<X>(op, a, m, row);
+    for (int64_t m = first; m < last; ++m) prepare_row<X>(op, a, m, m, row);
     worker.barrier();
     worker.share(w.num_panels, first, last);
     alignas(64) float sums[kMostRows * kPanel];

@@ -5,6 +5,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include "decode.h"
 #include "runtime.h"
 
 namespace nb = nanobind;
@@ -104,6 +105,73 @@ void submit_attention(Runtime &runtime, const AttentionShape &shape, std::vector
                    kernels.attention_scratch(op, runtime.num_threads()));
 }
 
+// A layer's experts: the matrices belong to Python objects that the caller keeps.
+struct Experts {
+    std::vector<const PackedMatrix *> gate_up, down;
+};
+
+void submit_experts(Runtime &runtime, const Experts &experts, uintptr_t x, uintptr_t ids, uintptr_t weights,
+                    uintptr_t y, int type, int64_t num_tokens, int64_t width, int64_t top_k) {
+    nb::gil_scoped_release release;
+    const ExpertsOp op{experts.gate_up.data(), experts.down.data(), int64_t(experts.down.size()), at(x), at(y),
+                       DType(type), num_tokens, width, top_k, at<const int64_t>(ids), at<const float>(weights)};
+    const auto &kernels = runtime.kernels();
+    runtime.submit([op, run = kernels.experts](const Worker &w) { run(op, w); },
+                   kernels.experts_scratch(op, runtime.num_threads()));
+}
+
+void submit_greedy(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width, uintptr_t ids,
+                   uintptr_t peaks) {
+    nb::gil_scoped_release release;
+    const GreedyOp op{at<const float>(logits), num_rows, width, at<int64_t>(ids), at<float>(peaks)};
+    runtime.submit([op, run = runtime.kernels().greedy](const Worker &w) { run(op, w); },
+                   size_t(num_rows * runtime.num_threads() + 2) * 12);
+}
+
+void submit_head_norm(Runtime &runtime, uintptr_t q, uintptr_t k, uintptr_t q_weight, uintptr_t k_weight, float eps,
+                      int type, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                      int64_t q_stride, int64_t k_stride) {
+    nb::gil_scoped_release release;
+    const HeadNormOp op{at(q), at(k), at(q_weight), at(k_weight), eps, DType(type), num_tokens,
+                        num_heads, num_kv_heads, head_dim, q_stride, k_stride};
+    runtime.submit([op, run = runtime.kernels().head_norm](const Worker &w) { run(op, w); },
+                   size_t(head_dim * runtime.num_threads()) * sizeof(float));
+}
+
+void submit_prepare_decode(Runtime &runtime, std::vector<uintptr_t> a, std::vector<int64_t> n) {
+    nb::gil_scoped_release release;
+    const PrepareDecodeOp op{at<const int64_t>(a[0]), at<const int32_t>(a[1]), at<const int64_t>(a[2]),
+                             at<const int64_t>(a[3]), at<const int64_t>(a[4]), at<const int64_t>(a[5]),
+                             at<int64_t>(a[6]), at<int64_t>(a[7]), at<int64_t>(a[8]), at<int32_t>(a[9]),
+                             at<int32_t>(a[10]), n[0], n[1], n[2], n[3], n[4], n[5]};
+    runtime.submit([op](const Worker &w) { prepare_decode(op, w); }, 0);
+}
+
+void submit_finish_decode(Runtime &runtime, std::vector<uintptr_t> a, std::vector<int64_t> n) {
+    nb::gil_scoped_release release;
+    const FinishDecodeOp op{at<const int64_t>(a[0]), at<const int64_t>(a[1]), at<const int64_t>(a[2]),
+                            at<const int64_t>(a[3]), at<int64_t>(a[4]), at<int64_t>(a[5]), at<int64_t>(a[6]),
+                            n[0], n[1], n[2]};
+    runtime.submit([op](const Worker &w) { finish_decode(op, w); }, 0);
+}
+
+void submit_mark_broken(Runtime &runtime, uintptr_t drawn, uintptr_t peaks, uintptr_t possible, uintptr_t marked,
+                        int64_t num_rows) {
+    nb::gil_scoped_release release;
+    const MarkBrokenOp op{at<const int64_t>(drawn), at<const float>(peaks), at<const float>(possible),
+                          at<int64_t>(marked), num_rows};
+    runtime.submit([op](const Worker &w) { mark_broken(op, w); }, 0);
+}
+
+void submit_route(Runtime &runtime, uintptr_t logits, uintptr_t bias, uintptr_t ids, uintptr_t weights,
+                  int64_t num_tokens, int64_t num_experts, int64_t top_k, int64_t num_groups, int64_t top_k_groups,
+                  bool is_sigmoid, bool renormalize, float scaling_factor) {
+    nb::gil_scoped_release release;
+    const RoutingOp op{at<const float>(logits), at<const float>(bias), at<int64_t>(ids), at<float>(weights), num_tokens,
+                       num_experts, top_k, num_groups, top_k_groups, is_sigmoid, renormalize, scaling_factor};
+    runtime.submit([op](const Worker &w) { route(op, w); }, routing_scratch(op, runtime.num_threads()));
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -156,5 +224,15 @@ NB_MODULE(_native, m) {
         .def("gate", &submit_gate)
         .def("embedding", &submit_embedding, nb::arg("ids"), nb::arg("table"), nb::arg("packed").none(), nb::arg("y"),
              nb::arg("type"), nb::arg("num_ids"), nb::arg("num_rows"), nb::arg("width"))
-        .def("attention", &submit_attention);
+        .def("attention", &submit_attention)
+        .def("experts", &submit_experts)
+        .def("greedy", &submit_greedy)
+        .def("head_norm", &submit_head_norm)
+        .def("prepare_decode", &submit_prepare_decode)
+        .def("finish_decode", &submit_finish_decode)
+        .def("mark_broken", &submit_mark_broken)
+        .def("route", &submit_route);
+    nb::class_<Experts>(m, "Experts").def("__init__", [](Experts *self, const std::vector<PackedMatrix *> &gate_up, const std::vector<PackedMatrix *> &down) {
+        new (self) Experts{{gate_up.begin(), gate_up.end()}, {down.begin(), down.end()}};
+    });
 }

@@ -91,6 +91,36 @@ struct AttentionOp {
     void *y;  // [num_tokens, num_heads * v_head_dim]
 };
 
+// Sum over a token's experts of weight * down(silu(gate) * up). Ids below 0 are no expert.
+struct ExpertsOp {
+    const PackedMatrix *const *gate_up;  // [num_experts], gated
+    const PackedMatrix *const *down;     // [num_experts]
+    int64_t num_experts;
+    const void *x;  // [num_tokens, width]
+    void *y;        // likewise
+    DType type;
+    int64_t num_tokens, width, top_k;
+    const int64_t *topk_ids;    // [num_tokens, top_k]
+    const float *topk_weights;  // likewise
+};
+
+// The likeliest token of each row and its logit; NaN counts as the largest, the smallest id wins.
+struct GreedyOp {
+    const float *logits;  // [num_rows, width]
+    int64_t num_rows, width;
+    int64_t *ids;
+    float *peaks;
+};
+
+// Each head of q and of k normalised in place.
+struct HeadNormOp {
+    void *q, *k;
+    const void *q_weight, *k_weight;
+    float eps;
+    DType type;
+    int64_t num_tokens, num_heads, num_kv_heads, head_dim, q_stride, k_stride;
+};
+
 struct Kernels {
     void (*linear)(const LinearOp &, const Worker &);
     size_t (*linear_scratch)(const LinearOp &, int num_threads);
@@ -99,6 +129,10 @@ struct Kernels {
     void (*embedding)(const EmbeddingOp &, const Worker &);
     void (*attention)(const AttentionOp &, const Worker &);
     size_t (*attention_scratch)(const AttentionOp &, int num_threads);
+    void (*experts)(const ExpertsOp &, const Worker &);
+    size_t (*experts_scratch)(const ExpertsOp &, int num_threads);
+    void (*greedy)(const GreedyOp &, const Worker &);
+    void (*head_norm)(const HeadNormOp &, const Worker &);
 };
 
 namespace scalar { extern const Kernels kernels; }
