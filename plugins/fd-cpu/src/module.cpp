@@ -48,10 +48,10 @@ void submit_linear(Runtime &runtime, const PackedMatrix &weight, uintptr_t x, in
                    kernels.linear_scratch(op, runtime.num_threads()));
 }
 
-void submit_norm(Runtime &runtime, uintptr_t x, uintptr_t update, uintptr_t weight, float eps, uintptr_t y, int type,
-                 int64_t num_rows, int64_t width, int64_t x_stride, int64_t y_stride) {
+void submit_add_norm(Runtime &runtime, uintptr_t x, uintptr_t update, uintptr_t total, uintptr_t weight, float eps,
+                     uintptr_t y, int type, int64_t num_rows, int64_t width) {
     nb::gil_scoped_release release;
-    const NormOp op{at(x), at(update), at(weight), eps, at(y), DType(type), num_rows, width, x_stride, y_stride};
+    const NormOp op{at(x), at(update), at(total), at(weight), eps, at(y), DType(type), num_rows, width};
     runtime.submit([op, run = runtime.kernels().norm](const Worker &w) { run(op, w); },
                    size_t(width * runtime.num_threads()) * sizeof(float));
 }
@@ -220,7 +220,7 @@ NB_MODULE(_native, m) {
         .def("end", &Runtime::end)
         .def("replay", &Runtime::replay, nb::call_guard<nb::gil_scoped_release>())
         .def("linear", &submit_linear)
-        .def("norm", &submit_norm)
+        .def("add_norm", &submit_add_norm)
         .def("gate", &submit_gate)
         .def("embedding", &submit_embedding, nb::arg("ids"), nb::arg("table"), nb::arg("packed").none(), nb::arg("y"),
              nb::arg("type"), nb::arg("num_ids"), nb::arg("num_rows"), nb::arg("width"))

@@ -40,16 +40,15 @@ struct LinearOp {
     int64_t y_stride;
 };
 
-// y = rms_norm(x + update); x becomes the sum. update null: the sum is x. Rows of `width`.
+// y = rms_norm(x + update), total = x + update. Without update (null) y = rms_norm(x).
 struct NormOp {
-    void *x;
-    const void *update;
+    const void *x, *update;
+    void *total;
     const void *weight;
     float eps;
     void *y;
     DType type;
     int64_t num_rows, width;
-    int64_t x_stride, y_stride;  // update is laid out like x
 };
 
 // silu(gate) * up of rows [2 * width].

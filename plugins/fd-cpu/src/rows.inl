@@ -38,16 +38,16 @@ void norm_rows(const NormOp &op, const Worker &worker) {
     worker.share(op.num_rows, first, last);
     float *row = reinterpret_cast<float *>(worker.scratch) + worker.thread * op.width;
     for (int64_t m = first; m < last; ++m) {
-        T *x = static_cast<T *>(op.x) + m * op.x_stride;
-        widen_row(x, row, op.width);
+        widen_row(static_cast<const T *>(op.x) + m * op.width, row, op.width);
         if (op.update) {
-            const T *update = static_cast<const T *>(op.update) + m * op.x_stride;
+            const T *update = static_cast<const T *>(op.update) + m * op.width;
+            T *total = static_cast<T *>(op.total) + m * op.width;
             for (int64_t i = 0; i < op.width; ++i) row[i] += load_one(update + i);
-            narrow_row(row, x, op.width);
-            widen_row(x, row, op.width);  // what the next layer will read
+            narrow_row(row, total, op.width);
+            widen_row(total, row, op.width);  // what the next layer will read
         }
         normalize(row, static_cast<const T *>(op.weight), op.eps, op.width);
-        narrow_row(row, static_cast<T *>(op.y) + m * op.y_stride, op.width);
+        narrow_row(row, static_cast<T *>(op.y) + m * op.width, op.width);
     }
 }
 
