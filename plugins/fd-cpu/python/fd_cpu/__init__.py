@@ -1,0 +1,1 @@
+"""Native kernels for x86-64 processors; see _native."""

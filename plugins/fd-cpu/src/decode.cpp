@@ -1,0 +1,116 @@
+#include "decode.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace fdcpu {
+
+namespace {
+constexpr int64_t kNotAccepted = -1, kNotFinite = -2, kNothingPossible = -3;
+}
+
+void prepare_decode(const PrepareDecodeOp &op, const Worker &worker) {
+    int64_t first, last;
+    worker.share(op.num_rows, first, last);
+    for (int64_t row = first; row < last; ++row) {
+        const int64_t slot = op.slots[row];
+        const bool is_row = slot < op.num_slots - 1;
+        const int64_t start = op.num_computed[slot];
+        const int32_t *table = op.tables + slot * op.num_blocks;
+        for (int64_t j = 0; j < op.width; ++j) {
+            const bool feeds = is_row && j <= op.num_drafts[slot];
+            const int64_t where = feeds ? start + j : start, at = row * op.width + j;
+            op.positions[at] = where;
+            op.input_ids[at] = !feeds ? 0 : j ? op.drafts[slot * op.draft_width + j - 1] : op.newest[slot];
+            op.slot_mapping[at] =
+                feeds ? int64_t(table[where / op.block_size]) * op.block_size + where % op.block_size : -1;
+        }
+        op.seq_lens[row] = is_row ? int32_t(start + op.width) : 0;
+        std::memcpy(op.block_tables + row * op.num_blocks, table, size_t(op.num_blocks) * sizeof(int32_t));
+    }
+}
+
+void finish_decode(const FinishDecodeOp &op, const Worker &worker) {
+    int64_t first, last;
+    worker.share(op.num_rows, first, last);
+    for (int64_t row = first; row < last; ++row) {
+        const int64_t accepted = op.num_accepted ? op.num_accepted[row] : 0, slot = op.slots[row];
+        for (int64_t j = 0; j < op.width; ++j)
+            op.results[row * op.width + j] = j <= accepted ? op.marked[row * op.width + j] : kNotAccepted;
+        if (slot >= op.num_slots - 1) continue;
+        op.newest[slot] = op.drawn[row * op.width + accepted];
+        op.num_computed[slot] += 1 + accepted;
+    }
+}
+
+void mark_broken(const MarkBrokenOp &op, const Worker &worker) {
+    int64_t first, last;
+    worker.share(op.num_rows, first, last);
+    for (int64_t row = first; row < last; ++row) {
+        const bool is_possible = !op.possible || std::isfinite(op.possible[row]);
+        op.marked[row] = !std::isfinite(op.peaks[row]) ? kNotFinite : !is_possible ? kNothingPossible : op.drawn[row];
+    }
+}
+
+size_t routing_scratch(const RoutingOp &op, int num_threads) {
+    return size_t(num_threads) * size_t(2 * op.num_experts + 2 * op.num_groups) * sizeof(float);
+}
+
+void route(const RoutingOp &op, const Worker &worker) {
+    int64_t first, last;
+    worker.share(op.num_tokens, first, last);
+    float *scores = reinterpret_cast<float *>(worker.scratch) + worker.thread * 2 * (op.num_experts + op.num_groups);
+    float *ranking = scores + op.num_experts, *groups = ranking + op.num_experts;
+    const int64_t per_group = op.num_experts / op.num_groups;
+    for (int64_t t = first; t < last; ++t) {
+        const float *logits = op.logits + t * op.num_experts;
+        const float peak = *std::max_element(logits, logits + op.num_experts);
+        float total = 0;
+        for (int64_t e = 0; e < op.num_experts; ++e) {
+            scores[e] = op.is_sigmoid ? 1.f / (1.f + std::exp(-logits[e])) : std::exp(logits[e] - peak);
+            total += scores[e];
+        }
+        for (int64_t e = 0; e < op.num_experts; ++e) {
+            if (!op.is_sigmoid) scores[e] /= total;
+            ranking[e] = scores[e] + (op.bias ? op.bias[e] : 0.f);
+        }
+        if (op.num_groups > 1) {
+            for (int64_t g = 0; g < op.num_groups; ++g) {
+                float best = -INFINITY, second = -INFINITY;
+                for (int64_t e = g * per_group; e < (g + 1) * per_group; ++e) {
+                    if (ranking[e] > best) {
+                        second = best;
+                        best = ranking[e];
+                    } else if (ranking[e] > second) {
+                        second = ranking[e];
+                    }
+                }
+                groups[g] = per_group > 1 ? best + second : best;
+            }
+            float *sorted = groups + op.num_groups;
+            std::copy(groups, groups + op.num_groups, sorted);
+            std::sort(sorted, sorted + op.num_groups, std::greater<float>());
+            const float least = sorted[op.top_k_groups - 1];
+            int64_t open = op.top_k_groups;
+            for (int64_t g = 0; g < op.num_groups; ++g) {
+                const bool is_open = groups[g] >= least && open > 0;
+                open -= is_open;
+                if (!is_open) std::fill(ranking + g * per_group, ranking + (g + 1) * per_group, -INFINITY);
+            }
+        }
+        float sum = 0;
+        for (int64_t j = 0; j < op.top_k; ++j) {
+            const int64_t e = std::max_element(ranking, ranking + op.num_experts) - ranking;
+            op.ids[t * op.top_k + j] = e;
+            op.weights[t * op.top_k + j] = scores[e];
+            sum += scores[e];
+            ranking[e] = -INFINITY;
+        }
+        const float floor = op.is_sigmoid ? 1e-20f : 1e-12f;
+        const float factor = (op.renormalize ? 1.f / std::max(sum, floor) : 1.f) * op.scaling_factor;
+        for (int64_t j = 0; j < op.top_k; ++j) op.weights[t * op.top_k + j] *= factor;
+    }
+}
+
+}  // namespace fdcpu

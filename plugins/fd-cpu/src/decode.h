@@ -1,0 +1,45 @@
+// Small operations around a decode step, and expert routing: integers and a few floats, so one version
+// serves every instruction set. Meanings: fastdeploy_core/contracts/ops.py.
+#pragma once
+#include "ops.h"
+
+namespace fdcpu {
+
+struct PrepareDecodeOp {
+    const int64_t *slots;
+    const int32_t *tables;
+    const int64_t *num_computed, *newest, *drafts, *num_drafts;
+    int64_t *input_ids, *positions, *slot_mapping;
+    int32_t *seq_lens, *block_tables;
+    int64_t num_rows, width, num_slots, num_blocks, draft_width, block_size;
+};
+
+struct FinishDecodeOp {
+    const int64_t *slots, *drawn, *marked, *num_accepted;  // the last may be null
+    int64_t *num_computed, *newest, *results;
+    int64_t num_rows, width, num_slots;
+};
+
+struct MarkBrokenOp {
+    const int64_t *drawn;
+    const float *peaks, *possible;  // possible may be null
+    int64_t *marked;
+    int64_t num_rows;
+};
+
+struct RoutingOp {
+    const float *logits, *bias;  // [num_tokens, num_experts]; [num_experts] or null
+    int64_t *ids;
+    float *weights;
+    int64_t num_tokens, num_experts, top_k, num_groups, top_k_groups;
+    bool is_sigmoid, renormalize;
+    float scaling_factor;
+};
+
+void prepare_decode(const PrepareDecodeOp &op, const Worker &worker);
+void finish_decode(const FinishDecodeOp &op, const Worker &worker);
+void mark_broken(const MarkBrokenOp &op, const Worker &worker);
+void route(const RoutingOp &op, const Worker &worker);
+size_t routing_scratch(const RoutingOp &op, int num_threads);
+
+}  // namespace fdcpu

@@ -1,0 +1,3 @@
+#define FDCPU_LEVEL 1
+#define FDCPU_NAMESPACE avx2
+#include "level.inl"

@@ -1,0 +1,3 @@
+#define FDCPU_LEVEL 2
+#define FDCPU_NAMESPACE avx512
+#include "level.inl"

@@ -1,0 +1,3 @@
+#define FDCPU_LEVEL 0
+#define FDCPU_NAMESPACE scalar
+#include "level.inl"

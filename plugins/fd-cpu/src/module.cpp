@@ -1,0 +1,238 @@
+// What Python sees. Tensors come as addresses: the caller has checked shapes, dtypes and contiguity, and
+// keeps the memory alive; so torch and paddle tensors and numpy arrays pass alike.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include "decode.h"
+#include "runtime.h"
+
+namespace nb = nanobind;
+using namespace fdcpu;
+
+namespace {
+
+template <class T = void>
+T *at(uintptr_t address) {
+    return reinterpret_cast<T *>(address);
+}
+
+void set_rows(PackedMatrix &matrix, int64_t first, int64_t count, uintptr_t values, int dtype, int64_t stride) {
+    nb::gil_scoped_release release;
+    const int64_t size = dtype == int(DType::f32) ? 4 : 2;
+    for (int64_t i = 0; i < count; ++i)
+        set_row(matrix, first + i, at<uint8_t>(values) + i * stride * size, DType(dtype));
+}
+
+void set_quantized_rows(PackedMatrix &matrix, int64_t first, int64_t count, uintptr_t values, uintptr_t scales) {
+    nb::gil_scoped_release release;
+    for (int64_t i = 0; i < count; ++i)
+        set_quantized_row(matrix, first + i, at<int8_t>(values) + i * matrix.inputs,
+                          at<float>(scales) + i * matrix.num_groups());
+}
+
+void get_rows(const PackedMatrix &matrix, int64_t first, int64_t count, uintptr_t values) {
+    nb::gil_scoped_release release;
+    for (int64_t i = 0; i < count; ++i) get_row(matrix, first + i, at<float>(values) + i * matrix.inputs);
+}
+
+void submit_linear(Runtime &runtime, const PackedMatrix &weight, uintptr_t x, int x_type, int64_t num_rows,
+                   int64_t x_stride, uintptr_t norm_weight, float eps, uintptr_t bias, uintptr_t residual, uintptr_t y,
+                   int y_type, int64_t y_stride) {
+    nb::gil_scoped_release release;
+    const LinearOp op{&weight, at(x), DType(x_type), num_rows, x_stride, at(norm_weight), eps, at(bias),
+                      at(residual), at(y), DType(y_type), y_stride};
+    const auto &kernels = runtime.kernels();
+    runtime.submit([op, run = kernels.linear](const Worker &w) { run(op, w); },
+                   kernels.linear_scratch(op, runtime.num_threads()));
+}
+
+void submit_add_norm(Runtime &runtime, uintptr_t x, uintptr_t update, uintptr_t total, uintptr_t weight, float eps,
+                     uintptr_t y, int type, int64_t num_rows, int64_t width) {
+    nb::gil_scoped_release release;
+    const NormOp op{at(x), at(update), at(total), at(weight), eps, at(y), DType(type), num_rows, width};
+    runtime.submit([op, run = runtime.kernels().norm](const Worker &w) { run(op, w); },
+                   size_t(width * runtime.num_threads()) * sizeof(float));
+}
+
+void submit_gate(Runtime &runtime, uintptr_t x, uintptr_t y, int type, int64_t num_rows, int64_t width) {
+    nb::gil_scoped_release release;
+    const GateOp op{at(x), at(y), DType(type), num_rows, width};
+    runtime.submit([op, run = runtime.kernels().gate](const Worker &w) { run(op, w); }, 0);
+}
+
+void submit_embedding(Runtime &runtime, uintptr_t ids, uintptr_t table, const PackedMatrix *packed, uintptr_t y,
+                      int type, int64_t num_ids, int64_t num_rows, int64_t width) {
+    nb::gil_scoped_release release;
+    const EmbeddingOp op{at<const int64_t>(ids), at(table), packed, at(y), DType(type), num_ids, num_rows, width};
+    runtime.submit([op, run = runtime.kernels().embedding](const Worker &w) { run(op, w); },
+                   size_t(width * runtime.num_threads()) * sizeof(float));
+}
+
+// The shape of attention over one kind of layer; the addresses that change come with each call.
+struct AttentionShape {
+    AttentionOp op;
+};
+
+void submit_attention(Runtime &runtime, const AttentionShape &shape, std::vector<uintptr_t> addresses,
+                      std::vector<int64_t> sizes) {
+    nb::gil_scoped_release release;
+    AttentionOp op = shape.op;
+    size_t i = 0;
+    op.q = at(addresses[i++]);
+    op.k = at(addresses[i++]);
+    op.v = at(addresses[i++]);
+    op.cos_sin = at<const float>(addresses[i++]);
+    op.positions = at<const int64_t>(addresses[i++]);
+    op.slot_mapping = at<const int64_t>(addresses[i++]);
+    op.cu_seqlens_q = at<const int32_t>(addresses[i++]);
+    op.seq_lens = at<const int32_t>(addresses[i++]);
+    op.block_tables = at<const int32_t>(addresses[i++]);
+    op.keys = at(addresses[i++]);
+    op.values = at(addresses[i++]);
+    op.y = at(addresses[i++]);
+    i = 0;
+    op.q_stride = sizes[i++];
+    op.k_stride = sizes[i++];
+    op.v_stride = sizes[i++];
+    op.num_tokens = sizes[i++];
+    op.num_seqs = sizes[i++];
+    op.max_blocks = sizes[i++];
+    op.rotary = sizes[i++];
+    const auto &kernels = runtime.kernels();
+    runtime.submit([op, run = kernels.attention](const Worker &w) { run(op, w); },
+                   kernels.attention_scratch(op, runtime.num_threads()));
+}
+
+// A layer's experts: the matrices belong to Python objects that the caller keeps.
+struct Experts {
+    std::vector<const PackedMatrix *> gate_up, down;
+};
+
+void submit_experts(Runtime &runtime, const Experts &experts, uintptr_t x, uintptr_t ids, uintptr_t weights,
+                    uintptr_t y, int type, int64_t num_tokens, int64_t width, int64_t top_k) {
+    nb::gil_scoped_release release;
+    const ExpertsOp op{experts.gate_up.data(), experts.down.data(), int64_t(experts.down.size()), at(x), at(y),
+                       DType(type), num_tokens, width, top_k, at<const int64_t>(ids), at<const float>(weights)};
+    const auto &kernels = runtime.kernels();
+    runtime.submit([op, run = kernels.experts](const Worker &w) { run(op, w); },
+                   kernels.experts_scratch(op, runtime.num_threads()));
+}
+
+void submit_greedy(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width, uintptr_t ids,
+                   uintptr_t peaks) {
+    nb::gil_scoped_release release;
+    const GreedyOp op{at<const float>(logits), num_rows, width, at<int64_t>(ids), at<float>(peaks)};
+    runtime.submit([op, run = runtime.kernels().greedy](const Worker &w) { run(op, w); },
+                   size_t(num_rows * runtime.num_threads() + 2) * 12);
+}
+
+void submit_head_norm(Runtime &runtime, uintptr_t q, uintptr_t k, uintptr_t q_weight, uintptr_t k_weight, float eps,
+                      int type, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                      int64_t q_stride, int64_t k_stride) {
+    nb::gil_scoped_release release;
+    const HeadNormOp op{at(q), at(k), at(q_weight), at(k_weight), eps, DType(type), num_tokens,
+                        num_heads, num_kv_heads, head_dim, q_stride, k_stride};
+    runtime.submit([op, run = runtime.kernels().head_norm](const Worker &w) { run(op, w); },
+                   size_t(head_dim * runtime.num_threads()) * sizeof(float));
+}
+
+void submit_prepare_decode(Runtime &runtime, std::vector<uintptr_t> a, std::vector<int64_t> n) {
+    nb::gil_scoped_release release;
+    const PrepareDecodeOp op{at<const int64_t>(a[0]), at<const int32_t>(a[1]), at<const int64_t>(a[2]),
+                             at<const int64_t>(a[3]), at<const int64_t>(a[4]), at<const int64_t>(a[5]),
+                             at<int64_t>(a[6]), at<int64_t>(a[7]), at<int64_t>(a[8]), at<int32_t>(a[9]),
+                             at<int32_t>(a[10]), n[0], n[1], n[2], n[3], n[4], n[5]};
+    runtime.submit([op](const Worker &w) { prepare_decode(op, w); }, 0);
+}
+
+void submit_finish_decode(Runtime &runtime, std::vector<uintptr_t> a, std::vector<int64_t> n) {
+    nb::gil_scoped_release release;
+    const FinishDecodeOp op{at<const int64_t>(a[0]), at<const int64_t>(a[1]), at<const int64_t>(a[2]),
+                            at<const int64_t>(a[3]), at<int64_t>(a[4]), at<int64_t>(a[5]), at<int64_t>(a[6]),
+                            n[0], n[1], n[2]};
+    runtime.submit([op](const Worker &w) { finish_decode(op, w); }, 0);
+}
+
+void submit_mark_broken(Runtime &runtime, uintptr_t drawn, uintptr_t peaks, uintptr_t possible, uintptr_t marked,
+                        int64_t num_rows) {
+    nb::gil_scoped_release release;
+    const MarkBrokenOp op{at<const int64_t>(drawn), at<const float>(peaks), at<const float>(possible),
+                          at<int64_t>(marked), num_rows};
+    runtime.submit([op](const Worker &w) { mark_broken(op, w); }, 0);
+}
+
+void submit_route(Runtime &runtime, uintptr_t logits, uintptr_t bias, uintptr_t ids, uintptr_t weights,
+                  int64_t num_tokens, int64_t num_experts, int64_t top_k, int64_t num_groups, int64_t top_k_groups,
+                  bool is_sigmoid, bool renormalize, float scaling_factor) {
+    nb::gil_scoped_release release;
+    const RoutingOp op{at<const float>(logits), at<const float>(bias), at<int64_t>(ids), at<float>(weights), num_tokens,
+                       num_experts, top_k, num_groups, top_k_groups, is_sigmoid, renormalize, scaling_factor};
+    runtime.submit([op](const Worker &w) { route(op, w); }, routing_scratch(op, runtime.num_threads()));
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.doc() = "Kernels of fd-cpu; see fd_cpu/runtime.py for the checked interface.";
+    m.def("available_isas", [] {
+        std::vector<std::string> names;
+        for (Isa isa : available_isas()) names.emplace_back(name_of(isa));
+        return names;
+    });
+    nb::class_<PackedMatrix>(m, "PackedMatrix")
+        .def_ro("outputs", &PackedMatrix::outputs)
+        .def_ro("inputs", &PackedMatrix::inputs)
+        .def_ro("gated", &PackedMatrix::gated)
+        .def_ro("group", &PackedMatrix::group)
+        .def_prop_ro("num_groups", &PackedMatrix::num_groups)
+        .def_prop_ro("num_bytes", &PackedMatrix::num_bytes)
+        .def("set_rows", &set_rows)
+        .def("set_quantized_rows", &set_quantized_rows)
+        .def("get_rows", &get_rows);
+    m.def("make_packed",
+          [](int kind, int64_t outputs, int64_t inputs, int64_t group, bool gated) {
+              return make_packed(WeightKind(kind), outputs, inputs, group, gated);
+          });
+    nb::class_<Plan>(m, "Plan").def(nb::init<>()).def("__len__", [](const Plan &plan) { return plan.steps.size(); });
+    nb::class_<AttentionShape>(m, "AttentionShape")
+        .def("__init__",
+             [](AttentionShape *self, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim,
+                int64_t block_size, float scale, bool interleaved, int type, int cache_type) {
+                 AttentionOp op{};
+                 op.num_heads = num_heads;
+                 op.num_kv_heads = num_kv_heads;
+                 op.head_dim = head_dim;
+                 op.v_head_dim = v_head_dim;
+                 op.block_size = block_size;
+                 op.scale = scale;
+                 op.interleaved = interleaved;
+                 op.type = DType(type);
+                 op.cache_type = DType(cache_type);
+                 new (self) AttentionShape{op};
+             });
+    nb::class_<Runtime>(m, "Runtime")
+        .def(nb::init<int, const std::vector<int> &, const std::string &>())
+        .def_prop_ro("isa", [](const Runtime &runtime) { return std::string(name_of(runtime.isa())); })
+        .def_prop_ro("num_threads", &Runtime::num_threads)
+        .def("begin", &Runtime::begin, nb::keep_alive<1, 2>())
+        .def("end", &Runtime::end)
+        .def("replay", &Runtime::replay, nb::call_guard<nb::gil_scoped_release>())
+        .def("linear", &submit_linear)
+        .def("add_norm", &submit_add_norm)
+        .def("gate", &submit_gate)
+        .def("embedding", &submit_embedding, nb::arg("ids"), nb::arg("table"), nb::arg("packed").none(), nb::arg("y"),
+             nb::arg("type"), nb::arg("num_ids"), nb::arg("num_rows"), nb::arg("width"))
+        .def("attention", &submit_attention)
+        .def("experts", &submit_experts)
+        .def("greedy", &submit_greedy)
+        .def("head_norm", &submit_head_norm)
+        .def("prepare_decode", &submit_prepare_decode)
+        .def("finish_decode", &submit_finish_decode)
+        .def("mark_broken", &submit_mark_broken)
+        .def("route", &submit_route);
+    nb::class_<Experts>(m, "Experts").def("__init__", [](Experts *self, const std::vector<PackedMatrix *> &gate_up, const std::vector<PackedMatrix *> &down) {
+        new (self) Experts{{gate_up.begin(), gate_up.end()}, {down.begin(), down.end()}};
+    });
+}

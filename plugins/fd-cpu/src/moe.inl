@@ -1,0 +1,144 @@
+// Experts: tokens are ordered by expert, then every expert's panels are one pool of work for the team.
+
+namespace fdcpu::FDCPU_NAMESPACE {
+
+constexpr int64_t kMoeTokens = 256;  // tokens taken at once; bounds the scratch
+
+struct ExpertScratch {
+    std::atomic<int64_t> *next;
+    int64_t *starts;  // [experts + 1]: which ordered rows are whose
+    int64_t *token, *place;  // [rows]: the token of an ordered row; the row of (token, choice)
+    float *hidden, *out;
+    uint8_t *activations;
+    float *rows;  // one for each thread
+    size_t num_bytes;
+
+    ExpertScratch(const ExpertsOp &op, uint8_t *at, int num_threads) {
+        const int64_t most = std::min(op.num_tokens, kMoeTokens) * op.top_k;
+        const PackedMatrix &up = *op.gate_up[0], &down = *op.down[0];
+        uint8_t *begin = at;
+        auto take = [&](auto *&to, size_t bytes) {
+            to = reinterpret_cast<std::remove_reference_t<decltype(to)>>(at);
+            at += (bytes + 63) / 64 * 64;
+        };
+        take(next, 64);
+        take(starts, size_t(op.num_experts + 1) * 8);
+        take(token, size_t(most) * 8);
+        take(place, size_t(most) * 8);
+        take(hidden, size_t(most * up.half()) * 4);
+        take(out, size_t(most * op.width) * 4);
+        const size_t widest = std::max(Activations(up, most, nullptr).num_bytes(most),
+                                       Activations(down, most, nullptr).num_bytes(most));
+        take(activations, widest);
+        take(rows, size_t(std::max(up.padded_inputs, down.padded_inputs) + kLanes) * 4 * size_t(num_threads));
+        num_bytes = size_t(at - begin) + 64;
+    }
+};
+
+size_t experts_scratch(const ExpertsOp &op, int num_threads) {
+    return ExpertScratch(op, nullptr, num_threads).num_bytes;
+}
+
+// Stable counting sort of (token, choice) by expert; ids outside the experts are left out.
+FDCPU_INLINE void order_by_expert(const ExpertsOp &op, const ExpertScratch &s, int64_t first, int64_t count) {
+    std::fill(s.starts, s.starts + op.num_experts + 1, 0);
+    const int64_t *ids = op.topk_ids + first * op.top_k;
+    for (int64_t i = 0; i < count * op.top_k; ++i)
+        if (ids[i] >= 0 && ids[i] < op.num_experts) ++s.starts[ids[i] + 1];
+    for (int64_t e = 0; e < op.num_experts; ++e) s.starts[e + 1] += s.starts[e];
+    for (int64_t i = 0; i < count * op.top_k; ++i) {
+        s.place[i] = -1;
+        if (ids[i] < 0 || ids[i] >= op.num_experts) continue;
+        const int64_t row = s.starts[ids[i]]++;
+        s.place[i] = row;
+        s.token[row] = first + i / op.top_k;
+    }
+    for (int64_t e = op.num_experts; e > 0; --e) s.starts[e] = s.starts[e - 1];
+    s.starts[0] = 0;
+}
+
+// One pass over (expert, panel) pairs of experts that have rows.
+FDCPU_INLINE void expert_products(const ExpertsOp &op, const ExpertScratch &s, const PackedMatrix *const *matrices,
+                                  const Activations &a, float *y, int64_t y_stride) {
+    LinearOp linear{};
+    linear.y = y;
+    linear.y_stride = y_stride;
+    alignas(64) float sums[kMostRows * kPanel];
+    int64_t item = 0, mine = s.next->fetch_add(1);
+    for (int64_t e = 0; e < op.num_experts; ++e) {
+        const int64_t begin = s.starts[e], end = s.starts[e + 1];
+        if (begin == end) continue;
+        const PackedMatrix &w = *matrices[e];
+        linear.weight = &w;
+        if (mine >= item + w.num_panels) {
+            item += w.num_panels;
+            continue;
+        }
+        for (int64_t p = 0; p < w.num_panels; ++p, ++item) {
+            if (item != mine) continue;
+            for (int64_t m = begin; m < end; m += kMostRows) {
+                const int rows = int(std::min<int64_t>(kMostRows, end - m));
+                tile_of(rows, w, p, a, m, sums);
+                for (int r = 0; r < rows; ++r) finish_row<float>(linear, p, m + r, sums + r * kPanel);
+            }
+            mine = s.next->fetch_add(1);
+        }
+    }
+}
+
+template <class T>
+void experts_of(const ExpertsOp &op, const Worker &worker) {
+    auto *aligned = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(worker.scratch) + 63) & ~uintptr_t(63));
+    const ExpertScratch s(op, aligned, worker.size());
+    const PackedMatrix &up = *op.gate_up[0], &down = *op.down[0];
+    float *row = s.rows + worker.thread * (std::max(up.padded_inputs, down.padded_inputs) + kLanes);
+    for (int64_t first = 0; first < op.num_tokens; first += kMoeTokens) {
+        const int64_t count = std::min(kMoeTokens, op.num_tokens - first);
+        if (worker.thread == 0) {
+            order_by_expert(op, s, first, count);
+            s.next->store(0);
+        }
+        worker.barrier();
+        const int64_t num_rows = s.starts[op.num_experts];
+        int64_t begin, end;
+        worker.share(num_rows, begin, end);
+        const Activations a(up, num_rows, s.activations);
+        LinearOp input{};
+        input.weight = &up;
+        input.x = op.x;
+        input.x_stride = op.width;
+        for (int64_t m = begin; m < end; ++m) prepare_row<T>(input, a, m, s.token[m], row);
+        worker.barrier();
+        expert_products(op, s, op.gate_up, a, s.hidden, up.half());
+        worker.barrier();
+        if (worker.thread == 0) s.next->store(0);
+        const Activations b(down, num_rows, s.activations);
+        LinearOp between{};
+        between.weight = &down;
+        between.x = s.hidden;
+        between.x_stride = up.half();
+        for (int64_t m = begin; m < end; ++m) prepare_row<float>(between, b, m, m, row);
+        worker.barrier();
+        expert_products(op, s, op.down, b, s.out, op.width);
+        worker.barrier();
+        worker.share(count, begin, end);
+        for (int64_t t = begin; t < end; ++t) {
+            std::memset(row, 0, size_t(op.width) * sizeof(float));
+            for (int64_t j = 0; j < op.top_k; ++j) {
+                const int64_t place = s.place[t * op.top_k + j];
+                if (place < 0) continue;
+                const float weight = op.topk_weights[(first + t) * op.top_k + j];
+                const float *out = s.out + place * op.width;
+                for (int64_t i = 0; i < op.width; ++i) row[i] += weight * out[i];
+            }
+            narrow_row(row, static_cast<T *>(op.y) + (first + t) * op.width, op.width);
+        }
+        worker.barrier();
+    }
+}
+
+void experts(const ExpertsOp &op, const Worker &worker) {
+    op.type == DType::f32 ? experts_of<float>(op, worker) : experts_of<uint16_t>(op, worker);
+}
+
+}  // namespace fdcpu::FDCPU_NAMESPACE

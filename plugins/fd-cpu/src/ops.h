@@ -1,0 +1,141 @@
+// The operations that every instruction set implements, as plain records: pointers and sizes.
+//
+// Each function is called by all threads of the team with the same record; `Worker` says which part is
+// whose, and parts phases. Rows of activations are contiguous unless a stride (in elements) is given.
+// Nothing here allocates: scratch comes with the worker, sized by the *_scratch functions.
+#pragma once
+#include <cstdint>
+
+#include "packed.h"
+#include "team.h"
+
+namespace fdcpu {
+
+struct Worker {
+    Team &team;
+    int thread;
+    uint8_t *scratch;  // shared by all threads of one operation
+
+    int size() const { return team.size(); }
+    void barrier() const { team.barrier(); }
+    // This thread's share of `count` items.
+    void share(int64_t count, int64_t &first, int64_t &last) const {
+        first = count * thread / size();
+        last = count * (thread + 1) / size();
+    }
+};
+
+// y = W norm(x) + bias (+ residual), or silu(gate) * up of a gated matrix.
+struct LinearOp {
+    const PackedMatrix *weight;
+    const void *x;
+    DType x_type;
+    int64_t num_rows, x_stride;
+    const void *norm_weight;  // null: x as it is; else rms_norm with x's type
+    float eps;
+    const void *bias;  // null: none; of y's type
+    const void *residual;  // null: none; laid out and typed like y, may be y
+    void *y;
+    DType y_type;
+    int64_t y_stride;
+};
+
+// y = rms_norm(x + update), total = x + update. Without update (null) y = rms_norm(x).
+struct NormOp {
+    const void *x, *update;
+    void *total;
+    const void *weight;
+    float eps;
+    void *y;
+    DType type;
+    int64_t num_rows, width;
+};
+
+// silu(gate) * up of rows [2 * width].
+struct GateOp {
+    const void *x;
+    void *y;
+    DType type;
+    int64_t num_rows, width;
+};
+
+struct EmbeddingOp {
+    const int64_t *ids;
+    const void *table;            // [rows, width], or
+    const PackedMatrix *packed;   // the lm head's own matrix
+    void *y;
+    DType type;
+    int64_t num_ids, num_rows, width;
+};
+
+// Rotation of the first `rotary` dimensions, and the write into the cache; then attention over it.
+// Cache of one layer: keys [block, kv head, head_dim, block_size], values [block, kv head, block_size,
+// head_dim]: a register of keys holds sixteen tokens, one of values sixteen dimensions of a token.
+struct AttentionOp {
+    const void *q, *k, *v;
+    DType type;
+    int64_t q_stride, k_stride, v_stride;  // between tokens
+    int64_t num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, v_head_dim, block_size, max_blocks;
+    float scale;
+    const float *cos_sin;  // [positions, rotary]; null: nothing is rotated
+    int64_t rotary;
+    bool interleaved;
+    const int64_t *positions;     // [num_tokens]
+    const int64_t *slot_mapping;  // [num_tokens]; -1: no write
+    const int32_t *cu_seqlens_q;  // [num_seqs + 1]
+    const int32_t *seq_lens;      // [num_seqs]
+    const int32_t *block_tables;  // [num_seqs, max_blocks]
+    void *keys, *values;
+    DType cache_type;
+    void *y;  // [num_tokens, num_heads * v_head_dim]
+};
+
+// Sum over a token's experts of weight * down(silu(gate) * up). Ids below 0 are no expert.
+struct ExpertsOp {
+    const PackedMatrix *const *gate_up;  // [num_experts], gated
+    const PackedMatrix *const *down;     // [num_experts]
+    int64_t num_experts;
+    const void *x;  // [num_tokens, width]
+    void *y;        // likewise
+    DType type;
+    int64_t num_tokens, width, top_k;
+    const int64_t *topk_ids;    // [num_tokens, top_k]
+    const float *topk_weights;  // likewise
+};
+
+// The likeliest token of each row and its logit; NaN counts as the largest, the smallest id wins.
+struct GreedyOp {
+    const float *logits;  // [num_rows, width]
+    int64_t num_rows, width;
+    int64_t *ids;
+    float *peaks;
+};
+
+// Each head of q and of k normalised in place.
+struct HeadNormOp {
+    void *q, *k;
+    const void *q_weight, *k_weight;
+    float eps;
+    DType type;
+    int64_t num_tokens, num_heads, num_kv_heads, head_dim, q_stride, k_stride;
+};
+
+struct Kernels {
+    void (*linear)(const LinearOp &, const Worker &);
+    size_t (*linear_scratch)(const LinearOp &, int num_threads);
+    void (*norm)(const NormOp &, const Worker &);
+    void (*gate)(const GateOp &, const Worker &);
+    void (*embedding)(const EmbeddingOp &, const Worker &);
+    void (*attention)(const AttentionOp &, const Worker &);
+    size_t (*attention_scratch)(const AttentionOp &, int num_threads);
+    void (*experts)(const ExpertsOp &, const Worker &);
+    size_t (*experts_scratch)(const ExpertsOp &, int num_threads);
+    void (*greedy)(const GreedyOp &, const Worker &);
+    void (*head_norm)(const HeadNormOp &, const Worker &);
+};
+
+namespace scalar { extern const Kernels kernels; }
+namespace avx2 { extern const Kernels kernels; }
+namespace avx512 { extern const Kernels kernels; }
+
+}  // namespace fdcpu

@@ -1,0 +1,153 @@
+#include "packed.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace fdcpu {
+
+namespace {
+
+// Kernels prefetch and load a little beyond the last panel.
+constexpr size_t kSlack = 8192;
+
+int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+float widen(uint16_t bits) {
+    const uint32_t wide = uint32_t(bits) << 16;
+    float value;
+    std::memcpy(&value, &wide, sizeof value);
+    return value;
+}
+
+uint16_t narrow(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    if (std::isnan(value)) return uint16_t(bits >> 16 | 0x40);
+    return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+void put(PackedMatrix &matrix, int64_t n, int64_t k, int value) {
+    uint8_t *panel = matrix.weights.data() + matrix.panel_of(n) * matrix.panel_bytes();
+    const int64_t column = matrix.column_of(n);
+    if (matrix.kind == WeightKind::int8) {
+        panel[((k / 4) * kPanel + column) * 4 + k % 4] = uint8_t(int8_t(value));
+        return;
+    }
+    uint8_t &byte = panel[((k / 8) * kPanel + column) * 4 + k % 4];
+    const int nibble = value + 8;
+    byte = k % 8 < 4 ? uint8_t((byte & 0xf0) | nibble) : uint8_t((byte & 0x0f) | nibble << 4);
+}
+
+}  // namespace
+
+int64_t PackedMatrix::panel_bytes() const {
+    switch (kind) {
+        case WeightKind::f32: return padded_inputs * kPanel * 4;
+        case WeightKind::bf16: return padded_inputs * kPanel * 2;
+        case WeightKind::int8: return padded_inputs * kPanel;
+        default: return padded_inputs * kPanel / 2;
+    }
+}
+
+std::unique_ptr<PackedMatrix> make_packed(WeightKind kind, int64_t outputs, int64_t inputs, int64_t group, bool gated) {
+    if (outputs < 1 || inputs < 1) throw std::invalid_argument("a packed matrix needs at least one row and column");
+    if (gated && outputs % 2) throw std::invalid_argument("a gated matrix needs as many gate as up rows");
+    auto matrix = std::make_unique<PackedMatrix>();
+    const bool is_int = kind == WeightKind::int8 || kind == WeightKind::int4;
+    const bool grouped = is_int && group > 0 && group < inputs;
+    if (grouped && group % kGroupStep)
+        throw std::invalid_argument("groups of " + std::to_string(group) + " inputs are not possible; multiples of " +
+                                    std::to_string(kGroupStep) + " are");
+    matrix->kind = kind;
+    matrix->outputs = outputs;
+    matrix->inputs = inputs;
+    matrix->padded_inputs = round_up(inputs, grouped ? group : kind == WeightKind::f32 ? 1 : kind == WeightKind::bf16 ? 2 : 64);
+    matrix->group = grouped ? group : matrix->padded_inputs;
+    matrix->gated = gated;
+    matrix->num_panels = gated ? (outputs / 2 + kHalf - 1) / kHalf : (outputs + kPanel - 1) / kPanel;
+    matrix->weights = Pages(size_t(matrix->num_panels * matrix->panel_bytes()) + kSlack);
+    if (kind == WeightKind::int4)  // a nibble of 8 is a weight of zero
+        std::memset(matrix->weights.data(), 0x88, size_t(matrix->num_panels * matrix->panel_bytes()));
+    const size_t num_scales = size_t(matrix->num_panels * matrix->num_groups() * kPanel);
+    if (is_int) matrix->scales = Pages(num_scales * sizeof(float));
+    if (kind == WeightKind::int8) matrix->sums = Pages(num_scales * sizeof(int32_t));
+    return matrix;
+}
+
+void set_row(PackedMatrix &matrix, int64_t n, const void *values, DType dtype) {
+    const int64_t size = matrix.inputs;
+    std::vector<float> row(size);
+    if (dtype == DType::f32)
+        std::memcpy(row.data(), values, size * sizeof(float));
+    else
+        for (int64_t k = 0; k < size; ++k) row[k] = widen(static_cast<const uint16_t *>(values)[k]);
+    const int64_t column = matrix.column_of(n);
+    uint8_t *panel = matrix.weights.data() + matrix.panel_of(n) * matrix.panel_bytes();
+    if (matrix.kind == WeightKind::f32) {
+        for (int64_t k = 0; k < size; ++k) reinterpret_cast<float *>(panel)[k * kPanel + column] = row[k];
+        return;
+    }
+    if (matrix.kind == WeightKind::bf16) {
+        auto *out = reinterpret_cast<uint16_t *>(panel);
+        for (int64_t k = 0; k < size; ++k) out[((k / 2) * kPanel + column) * 2 + k % 2] = narrow(row[k]);
+        return;
+    }
+    const float most = matrix.kind == WeightKind::int8 ? 127.f : 7.f;
+    const float least = matrix.kind == WeightKind::int8 ? -127.f : -8.f;
+    std::vector<int8_t> rounded(size);
+    std::vector<float> scales(matrix.num_groups());
+    for (int64_t g = 0; g < matrix.num_groups(); ++g) {
+        const int64_t first = g * matrix.group, last = std::min(size, first + matrix.group);
+        float peak = 0;
+        for (int64_t k = first; k < last; ++k) peak = std::max(peak, std::fabs(row[k]));
+        scales[g] = peak / most;
+        for (int64_t k = first; k < last; ++k) {
+            const float q = peak > 0 ? std::nearbyint(row[k] / scales[g]) : 0.f;
+            rounded[k] = int8_t(std::min(most, std::max(least, q)));
+        }
+    }
+    set_quantized_row(matrix, n, rounded.data(), scales.data());
+}
+
+void set_quantized_row(PackedMatrix &matrix, int64_t n, const int8_t *values, const float *scales) {
+    const int64_t p = matrix.panel_of(n), column = matrix.column_of(n);
+    auto *out_scales = const_cast<float *>(matrix.panel_scales(p));
+    for (int64_t g = 0; g < matrix.num_groups(); ++g) {
+        out_scales[g * kPanel + column] = scales[g];
+        const int64_t first = g * matrix.group, last = std::min(matrix.inputs, first + matrix.group);
+        int32_t sum = 0;
+        for (int64_t k = first; k < last; ++k) {
+            put(matrix, n, k, values[k]);
+            sum += values[k];
+        }
+        if (matrix.kind == WeightKind::int8) const_cast<int32_t *>(matrix.panel_sums(p))[g * kPanel + column] = sum;
+    }
+}
+
+void get_row(const PackedMatrix &matrix, int64_t n, float *values) {
+    const int64_t p = matrix.panel_of(n), column = matrix.column_of(n);
+    const uint8_t *panel = matrix.panel(p);
+    for (int64_t k = 0; k < matrix.inputs; ++k) {
+        switch (matrix.kind) {
+            case WeightKind::f32: values[k] = reinterpret_cast<const float *>(panel)[k * kPanel + column]; break;
+            case WeightKind::bf16:
+                values[k] = widen(reinterpret_cast<const uint16_t *>(panel)[((k / 2) * kPanel + column) * 2 + k % 2]);
+                break;
+            case WeightKind::int8:
+                values[k] = float(int8_t(panel[((k / 4) * kPanel + column) * 4 + k % 4])) *
+                            matrix.panel_scales(p)[k / matrix.group * kPanel + column];
+                break;
+            case WeightKind::int4: {
+                const uint8_t byte = panel[((k / 8) * kPanel + column) * 4 + k % 4];
+                const int q = (k % 8 < 4 ? byte & 15 : byte >> 4) - 8;
+                values[k] = float(q) * matrix.panel_scales(p)[k / matrix.group * kPanel + column];
+            }
+        }
+    }
+}
+
+}  // namespace fdcpu

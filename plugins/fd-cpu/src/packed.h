@@ -1,0 +1,59 @@
+// A weight matrix [N outputs, K inputs] laid out for the kernels: once, when it is loaded.
+//
+// Panels of 64 outputs. Inside, one 64-byte line holds 16 outputs times as many consecutive inputs as
+// fit: 1 (float32), 2 (bfloat16), 4 (int8); int4 lines hold 8 inputs, 0..3 in the low nibbles and 4..7
+// in the high ones, with 8 added. Such a line is one vector register, and it is what the dot product
+// instructions of AVX512-VNNI, AVX512-BF16 and the tiles of AMX take as it is.
+#pragma once
+#include <cstdint>
+#include <memory>
+
+#include "memory.h"
+
+namespace fdcpu {
+
+enum class DType { f32 = 0, bf16 = 1 };
+enum class WeightKind { f32 = 0, bf16 = 1, int8 = 2, int4 = 3 };
+
+constexpr int kPanel = 64;      // outputs of a panel
+constexpr int kHalf = 32;       // a gated panel: 32 gate outputs, then the 32 up outputs they belong to
+constexpr int kGroupStep = 32;  // groups that share a scale are multiples of so many inputs
+
+struct PackedMatrix {
+    WeightKind kind;
+    int64_t outputs, inputs;  // as the layer sees them; of a gated matrix gate and up together
+    int64_t padded_inputs;    // a multiple of the format's step; the surplus weights are zero
+    int64_t group;            // inputs that share a scale; padded_inputs: all of them
+    bool gated;
+    int64_t num_panels;
+    Pages weights;
+    Pages scales;  // float [panel][group][64]
+    Pages sums;    // int8 only: int32 [panel][group][64], the sum of a group's weights
+
+    int64_t num_groups() const { return padded_inputs / group; }
+    int64_t panel_bytes() const;
+    const uint8_t *panel(int64_t p) const { return weights.data() + p * panel_bytes(); }
+    const float *panel_scales(int64_t p) const {
+        return reinterpret_cast<const float *>(scales.data()) + p * num_groups() * kPanel;
+    }
+    const int32_t *panel_sums(int64_t p) const {
+        return reinterpret_cast<const int32_t *>(sums.data()) + p * num_groups() * kPanel;
+    }
+    // Where the n-th output stands.
+    int64_t panel_of(int64_t n) const { return gated ? (n % half()) / kHalf : n / kPanel; }
+    int64_t column_of(int64_t n) const { return gated ? (n % half()) % kHalf + (n / half()) * kHalf : n % kPanel; }
+    int64_t half() const { return outputs / 2; }
+    size_t num_bytes() const { return weights.size() + scales.size() + sums.size(); }
+};
+
+// Makes room for the whole matrix; rows are written by set_*.
+std::unique_ptr<PackedMatrix> make_packed(WeightKind kind, int64_t outputs, int64_t inputs, int64_t group, bool gated);
+
+// Row n from `inputs` values; for int kinds they are rounded to nearest with absmax / 127 or / 7 per group.
+void set_row(PackedMatrix &matrix, int64_t n, const void *values, DType dtype);
+// Row n of an int kind from integers, one a byte (int4: -8..7), and its scales, one a group.
+void set_quantized_row(PackedMatrix &matrix, int64_t n, const int8_t *values, const float *scales);
+// Row n as the kernels see it, `inputs` floats.
+void get_row(const PackedMatrix &matrix, int64_t n, float *values);
+
+}  // namespace fdcpu

@@ -1,0 +1,168 @@
+// Row-wise work: norms, gates, embedding rows, and the forms in which the products want activations.
+
+namespace fdcpu::FDCPU_NAMESPACE {
+
+template <class T>
+FDCPU_INLINE void widen_row(const T *from, float *to, int64_t size) {
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) store(to + i, load(from + i));
+    for (; i < size; ++i) to[i] = load_one(from + i);
+}
+
+template <class T>
+FDCPU_INLINE void narrow_row(const float *from, T *to, int64_t size) {
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) store(to + i, load(from + i));
+    for (; i < size; ++i) store_one(to + i, from[i]);
+}
+
+FDCPU_INLINE float sum_of_squares(const float *row, int64_t size) {
+    F total = splat(0);
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) total = load(row + i) * load(row + i) + total;
+    float rest = sum_of(total);
+    for (; i < size; ++i) rest += row[i] * row[i];
+    return rest;
+}
+
+// row becomes rms_norm(row), rounded to T before the weight's product is taken, as the reference does.
+template <class T>
+FDCPU_INLINE void normalize(float *row, const T *weight, float eps, int64_t size) {
+    const float factor = 1.f / std::sqrt(sum_of_squares(row, size) / float(size) + eps);
+    for (int64_t i = 0; i < size; ++i) row[i] = row[i] * factor * load_one(weight + i);
+}
+
+template <class T>
+void norm_rows(const NormOp &op, const Worker &worker) {
+    int64_t first, last;
+    worker.share(op.num_rows, first, last);
+    float *row = reinterpret_cast<float *>(worker.scratch) + worker.thread * op.width;
+    for (int64_t m = first; m < last; ++m) {
+        widen_row(static_cast<const T *>(op.x) + m * op.width, row, op.width);
+        if (op.update) {
+            const T *update = static_cast<const T *>(op.update) + m * op.width;
+            T *total = static_cast<T *>(op.total) + m * op.width;
+            for (int64_t i = 0; i < op.width; ++i) row[i] += load_one(update + i);
+            narrow_row(row, total, op.width);
+            widen_row(total, row, op.width);  // what the next layer will read
+        }
+        normalize(row, static_cast<const T *>(op.weight), op.eps, op.width);
+        narrow_row(row, static_cast<T *>(op.y) + m * op.width, op.width);
+    }
+}
+
+void norm(const NormOp &op, const Worker &worker) {
+    op.type == DType::f32 ? norm_rows<float>(op, worker) : norm_rows<uint16_t>(op, worker);
+}
+
+template <class T>
+void norm_heads(const HeadNormOp &op, const Worker &worker) {
+    int64_t first, last;
+    worker.share(op.num_tokens, first, last);
+    float *row = reinterpret_cast<float *>(worker.scratch) + worker.thread * op.head_dim;
+    for (int64_t t = first; t < last; ++t)
+        for (int64_t h = 0; h < op.num_heads + op.num_kv_heads; ++h) {
+            const bool is_query = h < op.num_heads;
+            T *head = is_query ? static_cast<T *>(op.q) + t * op.q_stride + h * op.head_dim
+                               : static_cast<T *>(op.k) + t * op.k_stride + (h - op.num_heads) * op.head_dim;
+            widen_row(head, row, op.head_dim);
+            normalize(row, static_cast<const T *>(is_query ? op.q_weight : op.k_weight), op.eps, op.head_dim);
+            narrow_row(row, head, op.head_dim);
+        }
+}
+
+void head_norm(const HeadNormOp &op, const Worker &worker) {
+    op.type == DType::f32 ? norm_heads<float>(op, worker) : norm_heads<uint16_t>(op, worker);
+}
+
+// Every thread searches its part of all rows; the first then compares the parts.
+void greedy(const GreedyOp &op, const Worker &worker) {
+    auto *peaks = reinterpret_cast<float *>(worker.scratch);
+    auto *ids = reinterpret_cast<int64_t *>(peaks + (op.num_rows * worker.size() + 1) / 2 * 2);
+    int64_t first, last;
+    worker.share(op.width, first, last);
+    for (int64_t m = 0; m < op.num_rows; ++m) {
+        const float *row = op.logits + m * op.width;
+        float peak = -INFINITY;
+        int64_t best = first;
+        for (int64_t begin = first; begin < last; begin += 1024) {
+            const int64_t end = std::min(last, begin + 1024);
+            F most = splat(-INFINITY);
+            bool has_nan = false;
+            int64_t i = begin;
+            for (; i + kLanes <= end; i += kLanes) most = maximum(load(row + i), most);
+            float local = max_of(most);
+            for (int64_t j = begin; j < end; ++j) has_nan |= row[j] != row[j];
+            for (; i < end; ++i) local = std::max(local, row[i]);
+            if (!has_nan && !(local > peak)) continue;
+            for (i = begin; i < end; ++i)
+                if (row[i] != row[i] || (!has_nan && row[i] == local)) break;
+            peak = row[i];
+            best = i;
+            if (has_nan) break;
+        }
+        peaks[m * worker.size() + worker.thread] = first < last ? peak : -INFINITY;
+        ids[m * worker.size() + worker.thread] = first < last ? best : -1;
+    }
+    worker.barrier();
+    if (worker.thread) return;
+    for (int64_t m = 0; m < op.num_rows; ++m) {
+        const float *part = peaks + m * worker.size();
+        int64_t best = -1;
+        for (int t = 0; t < worker.size(); ++t) {
+            if (ids[m * worker.size() + t] < 0) continue;
+            if (best >= 0 && part[best] != part[best]) break;
+            if (best < 0 || part[t] != part[t] || part[t] > part[best]) best = t;
+        }
+        op.ids[m] = ids[m * worker.size() + best];
+        op.peaks[m] = part[best];
+    }
+}
+
+template <class T>
+void gate_rows(const GateOp &op, const Worker &worker) {
+    int64_t first, last;
+    worker.share(op.num_rows * op.width, first, last);
+    for (int64_t i = first; i < last;) {
+        const int64_t m = i / op.width, column = i % op.width;
+        const int64_t end = std::min(last, (m + 1) * op.width) - m * op.width;
+        const T *gate = static_cast<const T *>(op.x) + m * 2 * op.width, *up = gate + op.width;
+        T *y = static_cast<T *>(op.y) + m * op.width;
+        int64_t c = column;
+        for (; c + kLanes <= end; c += kLanes) store(y + c, silu(load(gate + c)) * load(up + c));
+        for (; c < end; ++c) {
+            const float g = load_one(gate + c);
+            store_one(y + c, g / (1.f + std::exp(-g)) * load_one(up + c));
+        }
+        i = m * op.width + end;
+    }
+}
+
+void gate(const GateOp &op, const Worker &worker) {
+    op.type == DType::f32 ? gate_rows<float>(op, worker) : gate_rows<uint16_t>(op, worker);
+}
+
+template <class T>
+void embed(const EmbeddingOp &op, const Worker &worker) {
+    int64_t first, last;
+    worker.share(op.num_ids, first, last);
+    float *row = reinterpret_cast<float *>(worker.scratch) + worker.thread * op.width;
+    for (int64_t i = first; i < last; ++i) {
+        T *y = static_cast<T *>(op.y) + i * op.width;
+        const int64_t id = op.ids[i];
+        if (id < 0 || id >= op.num_rows) {
+            std::memset(y, 0, size_t(op.width) * sizeof(T));  // not reachable from checked input
+        } else if (op.packed) {
+            get_row(*op.packed, id, row);
+            narrow_row(row, y, op.width);
+        } else {
+            std::memcpy(y, static_cast<const T *>(op.table) + id * op.width, size_t(op.width) * sizeof(T));
+        }
+    }
+}
+
+void embedding(const EmbeddingOp &op, const Worker &worker) {
+    op.type == DType::f32 ? embed<float>(op, worker) : embed<uint16_t>(op, worker);
+}
+
+}  // namespace fdcpu::FDCPU_NAMESPACE

@@ -1,0 +1,152 @@
+// Sixteen lanes of float, int32 and so on, written once for every instruction set with the compiler's
+// vector types; only what has its own instruction is spelled out. Included inside each level's namespace.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if FDCPU_LEVEL >= 1
+#include <immintrin.h>
+#endif
+
+#define FDCPU_INLINE inline __attribute__((always_inline))
+
+namespace fdcpu::FDCPU_NAMESPACE {
+
+constexpr int kLanes = 16;
+using F = float __attribute__((vector_size(64)));
+using I = int32_t __attribute__((vector_size(64)));
+using U = uint32_t __attribute__((vector_size(64)));
+using H = uint16_t __attribute__((vector_size(32)));
+using B = uint8_t __attribute__((vector_size(64)));
+
+FDCPU_INLINE F splat(float x) { return F{} + x; }
+FDCPU_INLINE I splat_int(int32_t x) { return I{} + x; }
+
+template <class V>
+FDCPU_INLINE V load_as(const void *from) {
+    V value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+template <class V>
+FDCPU_INLINE void store_as(void *to, V value) {
+    std::memcpy(to, &value, sizeof value);
+}
+
+FDCPU_INLINE F load(const float *from) { return load_as<F>(from); }
+FDCPU_INLINE F load(const uint16_t *from) {  // bfloat16
+    return F(__builtin_convertvector(load_as<H>(from), U) << 16);
+}
+FDCPU_INLINE void store(float *to, F x) { store_as(to, x); }
+FDCPU_INLINE void store(uint16_t *to, F x) {
+    const U bits = U(x);
+    const U rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    const U quiet = bits >> 16 | 0x40;
+    const U is_nan = U((bits & 0x7fffffff) > 0x7f800000);
+    store_as(to, __builtin_convertvector((rounded & ~is_nan) | (quiet & is_nan), H));
+}
+
+FDCPU_INLINE float load_one(const float *from) { return *from; }
+FDCPU_INLINE float load_one(const uint16_t *from) {
+    const uint32_t bits = uint32_t(*from) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+FDCPU_INLINE void store_one(float *to, float x) { *to = x; }
+FDCPU_INLINE void store_one(uint16_t *to, float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    *to = (bits & 0x7fffffff) > 0x7f800000 ? uint16_t(bits >> 16 | 0x40)
+                                           : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+FDCPU_INLINE F maximum(F a, F b) { return a > b ? a : b; }
+FDCPU_INLINE F absolute(F x) { return F(U(x) & 0x7fffffff); }
+
+FDCPU_INLINE float sum_of(F x) {
+    float lanes[kLanes], total = 0;
+    store_as(lanes, x);
+    for (int width = kLanes / 2; width; width /= 2)
+        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+    total = lanes[0];
+    return total;
+}
+FDCPU_INLINE float max_of(F x) {
+    float lanes[kLanes];
+    store_as(lanes, x);
+    float most = lanes[0];
+    for (int i = 1; i < kLanes; ++i) most = lanes[i] > most ? lanes[i] : most;
+    return most;
+}
+
+FDCPU_INLINE I round_to_int(F x) {
+    // Adding 1.5 * 2^23 leaves the nearest integer, ties to even, in the low bits; |x| below 2^22.
+    const F magic = splat(12582912.f);
+    return I(x + magic) - splat_int(0x4b400000);
+}
+
+// e^x to within two units in the last place; below -87 it is 0, above 88 it stays at e^88.
+FDCPU_INLINE F exponential(F x) {
+    const F low = splat(-87.33654f), high = splat(88.37626f);
+    const I is_low = x < low;
+    x = x > high ? high : (x < low ? low : x);
+    const I n = round_to_int(x * 1.44269504088896341f);
+    const F whole = __builtin_convertvector(n, F);
+    const F r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+    F p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.f;
+    const F scaled = p * F((n + 127) << 23);
+    return F(U(scaled) & ~U(is_low));
+}
+
+FDCPU_INLINE F silu(F x) { return x / (exponential(-x) + 1.f); }
+
+// acc[lane] + sum over j < 4 of unsigned u[4 lane + j] times signed s[4 lane + j].
+FDCPU_INLINE I dot_bytes(I acc, B u, B s) {
+#if FDCPU_LEVEL >= 2
+    return I(_mm512_dpbusd_epi32(__m512i(acc), __m512i(u), __m512i(s)));
+#else
+    I result = acc;
+#if FDCPU_LEVEL == 1
+    // Even and odd bytes apart: products of a full unsigned and a signed byte in pairs do not fit 16 bits.
+    for (int half = 0; half < 2; ++half) {
+        __m256i uu, ss, aa;
+        std::memcpy(&uu, reinterpret_cast<const char *>(&u) + 32 * half, 32);
+        std::memcpy(&ss, reinterpret_cast<const char *>(&s) + 32 * half, 32);
+        std::memcpy(&aa, reinterpret_cast<const char *>(&result) + 32 * half, 32);
+        const __m256i low = _mm256_set1_epi16(0xff);
+        const __m256i even = _mm256_madd_epi16(_mm256_and_si256(uu, low), _mm256_srai_epi16(_mm256_slli_epi16(ss, 8), 8));
+        const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(uu, 8), _mm256_srai_epi16(ss, 8));
+        aa = _mm256_add_epi32(aa, _mm256_add_epi32(even, odd));
+        std::memcpy(reinterpret_cast<char *>(&result) + 32 * half, &aa, 32);
+    }
+#else
+    for (int lane = 0; lane < kLanes; ++lane)
+        for (int j = 0; j < 4; ++j) result[lane] += int32_t(u[4 * lane + j]) * int32_t(int8_t(s[4 * lane + j]));
+#endif
+    return result;
+#endif
+}
+
+FDCPU_INLINE B splat_bytes(const void *four) {
+    int32_t word;
+    std::memcpy(&word, four, sizeof word);
+    return B(splat_int(word));
+}
+
+// acc[lane] + a[2 lane] b[2 lane] + a[2 lane + 1] b[2 lane + 1] of bfloat16 pairs.
+FDCPU_INLINE F dot_pairs(F acc, I a, I b) {
+#if FDCPU_LEVEL >= 2
+    return F(_mm512_dpbf16_ps(__m512(acc), (__m512bh)a, (__m512bh)b));
+#else
+    const F low = F(a << 16) * F(b << 16) + acc;
+    return F(U(a) & 0xffff0000u) * F(U(b) & 0xffff0000u) + low;
+#endif
+}
+
+}  // namespace fdcpu::FDCPU_NAMESPACE

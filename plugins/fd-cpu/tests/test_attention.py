@@ -1,0 +1,137 @@
+"""Paged attention, experts, greedy search and recorded plans against plain numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import F32, address
+
+from fd_cpu import _native
+
+BLOCK, HEADS, KV_HEADS, DIM = 16, 6, 2, 40
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def rotated(x, positions, table):
+    half = table.shape[1] // 2
+    cos, sin = table[positions, :half][:, None], table[positions, half:][:, None]
+    a, b = x[..., :half], x[..., half : 2 * half]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], -1)
+
+
+@pytest.mark.parametrize("lengths", [[(0, 1)], [(33, 1), (0, 50), (15, 3), (16, 16)]])
+def test_rotation_cache_and_attention(runtime, lengths):
+    """Rows of (tokens in the cache before, new tokens), in blocks scattered over the pool; slots that
+    nobody has written hold NaN."""
+    rng = np.random.default_rng(5)
+    table = rng.standard_normal((80, 24)).astype(np.float32)
+    pool = rng.permutation(24).astype(np.int32)
+    keys = np.full((24, KV_HEADS, DIM, BLOCK), np.nan, np.float32)
+    values = np.full((24, KV_HEADS, BLOCK, DIM), np.nan, np.float32)
+    shape = _native.AttentionShape(HEADS, KV_HEADS, DIM, DIM, BLOCK, 0.3, False, F32, F32)
+    tables = np.zeros((len(lengths), 6), np.int32)
+    taken, wanted, history = 0, [], []
+    for row, (before, new) in enumerate(lengths):
+        count = -(-(before + new) // BLOCK)
+        tables[row, :count] = pool[taken : taken + count]
+        taken += count
+        history.append([rng.standard_normal((before + new, h, DIM)).astype(np.float32)
+                        for h in (HEADS, KV_HEADS, KV_HEADS)])  # fmt: skip
+
+    def step(pieces):
+        """Feed tokens [begin, end) of every row."""
+        q, k, v = (
+            np.ascontiguousarray(
+                np.concatenate([h[i][b:e] for h, (b, e) in zip(history, pieces, strict=True)])
+            )
+            for i in range(3)
+        )
+        positions = np.concatenate([np.arange(b, e) for b, e in pieces]).astype(np.int64)
+        owners = np.repeat(np.arange(len(pieces)), [e - b for b, e in pieces])
+        slots = (tables[owners, positions // BLOCK] * BLOCK + positions % BLOCK).astype(np.int64)
+        cu = np.cumsum([0, *(e - b for b, e in pieces)]).astype(np.int32)
+        lens = np.array([e for _, e in pieces], np.int32)
+        y = np.empty((len(q), HEADS * DIM), np.float32)
+        arrays = (q, k, v, table, positions, slots, cu, lens, tables, keys, values, y)
+        sizes = (HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM, len(q), len(pieces), 6, 24)
+        runtime.attention(shape, [address(a) for a in arrays], sizes)
+        return y
+
+    step([(0, max(1, before)) if before else (0, 0) for before, _ in lengths])
+    got = step([(before, before + new) for before, new in lengths])
+    for (before, new), (q, k, v) in zip(lengths, history, strict=True):
+        at = np.arange(before + new)
+        q, k = rotated(q, at, table), rotated(k, at, table)
+        for t in range(before, before + new):
+            for h in range(HEADS):
+                g = h // (HEADS // KV_HEADS)
+                wanted.append(softmax(0.3 * k[: t + 1, g] @ q[t, h]) @ v[: t + 1, g])
+    assert np.abs(got.reshape(-1, DIM) - np.array(wanted)).max() < 2e-5
+
+
+def test_experts(runtime):
+    rng = np.random.default_rng(9)
+    num_experts, width, inner, top_k, num_tokens = 5, 40, 36, 2, 9
+    ups = rng.standard_normal((num_experts, 2 * inner, width)).astype(np.float32) * 0.2
+    downs = rng.standard_normal((num_experts, width, inner)).astype(np.float32) * 0.2
+    made = []
+    for weights, gated in ((ups, True), (downs, False)):
+        made.append([])
+        for weight in weights:
+            matrix = _native.make_packed(0, *weight.shape, 0, gated)
+            matrix.set_rows(0, weight.shape[0], address(weight), F32, weight.shape[1])
+            made[-1].append(matrix)
+    x = rng.standard_normal((num_tokens, width)).astype(np.float32)
+    ids = np.array([rng.permutation(num_experts)[:top_k] for _ in range(num_tokens)], np.int64)
+    weights = rng.random((num_tokens, top_k)).astype(np.float32)
+    y = np.empty_like(x)
+    experts = _native.Experts(*made)
+    runtime.experts(
+        experts,
+        address(x),
+        address(ids),
+        address(weights),
+        address(y),
+        F32,
+        num_tokens,
+        width,
+        top_k,
+    )
+    wanted = np.zeros_like(x)
+    for t in range(num_tokens):
+        for e, w in zip(ids[t], weights[t], strict=True):
+            both = ups[e] @ x[t]
+            gate = both[:inner]
+            wanted[t] += w * (downs[e] @ (gate / (1 + np.exp(-gate)) * both[inner:]))
+    assert np.abs(y - wanted).max() < 1e-5
+
+
+def test_greedy_takes_the_smallest_of_equals_and_nan_before_all(runtime):
+    rng = np.random.default_rng(2)
+    logits = rng.standard_normal((4, 5003)).astype(np.float32)
+    logits[1, [40, 4000]] = 9
+    logits[2, [4100, 17]] = np.nan
+    ids, peaks = np.empty(4, np.int64), np.empty(4, np.float32)
+    runtime.greedy(address(logits), 4, 5003, address(ids), address(peaks))
+    assert ids.tolist() == [int(logits[0].argmax()), 40, 17, int(logits[3].argmax())]
+    assert np.isnan(peaks[2]) and peaks[1] == 9
+
+
+def test_a_recorded_plan_reads_what_its_buffers_hold_now(runtime):
+    weight = np.eye(64, dtype=np.float32) * 2
+    matrix = _native.make_packed(0, 64, 64, 0, False)
+    matrix.set_rows(0, 64, address(weight), F32, 64)
+    x, y = np.ones((3, 64), np.float32), np.empty((3, 64), np.float32)
+    plan = _native.Plan()
+    runtime.begin(plan)
+    for source, target in ((x, y), (y, y.copy())):
+        runtime.linear(matrix, address(source), F32, 3, 64, 0, 0.0, 0, 0, address(target), F32, 64)
+    runtime.end()
+    assert len(plan) == 2
+    x[:] = np.arange(64)
+    runtime.replay(plan)
+    assert np.array_equal(y, 2 * x)

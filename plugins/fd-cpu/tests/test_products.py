@@ -1,0 +1,112 @@
+"""Products of packed matrices against numpy's of what the packed matrix stands for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import F32, address, from_bf16, to_bf16
+
+from fd_cpu import _native
+
+# kind, group, and the relative error that rounding activations (bfloat16, int8) may cause.
+FORMATS = [
+    pytest.param(0, 0, 2e-6, id="f32"),
+    pytest.param(1, 0, 6e-3, id="bf16"),
+    pytest.param(2, 0, 1.5e-2, id="int8"),
+    pytest.param(2, 64, 1.5e-2, id="int8-64"),
+    pytest.param(3, 0, 1.5e-2, id="int4"),
+    pytest.param(3, 32, 1.5e-2, id="int4-32"),
+]
+
+
+def packed(kind, group, weight, gated=False):
+    matrix = _native.make_packed(kind, *weight.shape, group, gated)
+    matrix.set_rows(0, weight.shape[0], address(weight), F32, weight.shape[1])
+    meant = np.empty_like(weight)
+    matrix.get_rows(0, weight.shape[0], address(meant))
+    return matrix, meant
+
+
+def product(runtime, matrix, x, rows, bias=None, norm=None, residual=None):
+    y = np.empty((x.shape[0], rows), np.float32)
+    runtime.linear(
+        *(matrix, address(x), F32, x.shape[0], x.shape[1]),
+        *(0 if norm is None else address(norm), 1e-5),
+        *(0 if bias is None else address(bias), 0 if residual is None else address(residual)),
+        *(address(y), F32, rows),
+    )
+    return y
+
+
+def error(got, wanted):
+    return np.abs(got - wanted).max() / np.abs(wanted).max()
+
+
+@pytest.mark.parametrize(("kind", "group", "limit"), FORMATS)
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 7, 130])
+def test_product_of_odd_sizes(runtime, kind, group, limit, num_rows):
+    rng = np.random.default_rng(num_rows)
+    weight = rng.standard_normal((90, 128 if group else 101)).astype(np.float32) * 0.05
+    x = rng.standard_normal((num_rows, weight.shape[1])).astype(np.float32)
+    bias, residual = rng.standard_normal(90).astype(np.float32), rng.standard_normal((num_rows, 90))
+    residual = residual.astype(np.float32)
+    matrix, meant = packed(kind, group, weight)
+    got = product(runtime, matrix, x, 90, bias, residual=residual)
+    assert error(got, x @ meant.T + bias + residual) < limit
+
+
+@pytest.mark.parametrize(("kind", "group", "limit"), FORMATS)
+def test_gate_and_norm_around_the_product(runtime, kind, group, limit):
+    rng = np.random.default_rng(7)
+    weight = rng.standard_normal((2 * 45, 128)).astype(np.float32) * 0.2
+    x = rng.standard_normal((6, 128)).astype(np.float32) * 3
+    norm = rng.standard_normal(128).astype(np.float32)
+    matrix, meant = packed(kind, group, weight, gated=True)
+    normed = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * norm
+    both = normed @ meant.T
+    gate, up = both[:, :45], both[:, 45:]
+    wanted = gate / (1 + np.exp(-gate)) * up
+    assert error(product(runtime, matrix, x, 45, norm=norm), wanted) < 2 * limit
+
+
+@pytest.mark.parametrize(("kind", "bits"), [(2, 8), (3, 4)])
+def test_integers_are_kept_exactly(kind, bits):
+    rng = np.random.default_rng(bits)
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
+    values = rng.integers(low, high, (70, 96), dtype=np.int8)
+    scales = rng.random((70, 3)).astype(np.float32)
+    matrix = _native.make_packed(kind, 70, 96, 32, False)
+    matrix.set_quantized_rows(0, 70, address(values), address(scales))
+    meant = np.empty((70, 96), np.float32)
+    matrix.get_rows(0, 70, address(meant))
+    assert np.array_equal(meant, values * np.repeat(scales, 32, axis=1))
+
+
+def test_not_a_number_reaches_the_result(runtime):
+    weight = np.ones((64, 64), np.float32)
+    x = np.ones((2, 64), np.float32)
+    x[1, 5] = np.nan
+    for kind in range(4):
+        matrix, _ = packed(kind, 0, weight)
+        got = product(runtime, matrix, x, 64)
+        assert np.isfinite(got[0]).all() and np.isnan(got[1]).all(), kind
+
+
+def test_bfloat16_values_survive_packing():
+    rng = np.random.default_rng(3)
+    weight = to_bf16(rng.standard_normal((33, 50)))
+    matrix = _native.make_packed(1, 33, 50, 0, False)
+    matrix.set_rows(0, 33, address(weight), 1, 50)
+    meant = np.empty((33, 50), np.float32)
+    matrix.get_rows(0, 33, address(meant))
+    assert np.array_equal(meant, from_bf16(weight))
+
+
+def test_an_indivisible_group_is_refused():
+    with pytest.raises(ValueError, match="multiples of 32"):
+        _native.make_packed(3, 64, 128, 48, False)
+
+
+def test_an_unknown_instruction_set_is_refused_with_the_possible_ones():
+    with pytest.raises(ValueError, match="possible: scalar"):
+        _native.Runtime(1, [], "mmx")
