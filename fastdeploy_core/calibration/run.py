@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -165,7 +166,7 @@ class _Run:
         self.observer.layers.clear()
         for number in range(source.num_blocks):
             prefix = f"model.layers.{number}."
-            source.load(lambda name, prefix=prefix: name.startswith(prefix))
+            source.load(partial(_begins_with, prefix))
             self._block(number, batches)
             source.drop_block(number)
             self.writer.flush()
@@ -300,6 +301,10 @@ class _Run:
         if self.kind is not None:
             quantization["kv_cache_quant_type"] = self.kind.name
         return {**self.config.model.hf_config, "quantization_config": quantization}
+
+
+def _begins_with(prefix: str, name: str) -> bool:
+    return name.startswith(prefix)
 
 
 def _own(spec: LayerSpec, expert: int) -> LayerSpec:

@@ -149,7 +149,7 @@ class DrafterMaker:
                 )
             )
             driver = self._resolved.load("quantizer", name)
-            return driver(settings.config, self._device, self._kernels)  # type: ignore[no-any-return]
+            return driver(settings.config, self._device, self._kernels)
         return None if needs.draft_model else self._loaded.builder.quantizer
 
     def _load_model(

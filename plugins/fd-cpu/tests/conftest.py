@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from fd_cpu import _native
 
 F32, BF16 = 0, 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from conftest import F32, address
-
 from fd_cpu import _native
 
 BLOCK, HEADS, KV_HEADS, DIM = 16, 6, 2, 40

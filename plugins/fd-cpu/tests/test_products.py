@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from conftest import F32, address, from_bf16, to_bf16
-
 from fd_cpu import _native
 
 # kind, group, and the relative error that rounding activations (bfloat16, int8) may cause.
