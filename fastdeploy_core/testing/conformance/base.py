@@ -26,6 +26,11 @@ TOLERANCE = {
 }
 
 
+def values(seed: int, *shape: int) -> np.ndarray:
+    """Normal float32 numbers."""
+    return np.random.default_rng(seed).standard_normal(shape).astype("float32")
+
+
 class Conformance:
     """Base of every suite. Subclass one, set `driver_name`, override fixtures where needed."""
 

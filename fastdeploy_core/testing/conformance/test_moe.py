@@ -10,8 +10,8 @@ import pytest
 from fastdeploy_core.contracts.moe import MoEQuestion, MoESpec, RoutingSpec
 from fastdeploy_core.testing import oracle
 
-from .base import OnDevice
-from .test_ops import ROUTINGS, TOKENS, values
+from .base import OnDevice, values
+from .test_ops import ROUTINGS, TOKENS
 
 HIDDEN, INTERMEDIATE = 16, 24
 

@@ -11,8 +11,7 @@ from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
 from fastdeploy_core.quantization import rounding
 from fastdeploy_core.testing import oracle
 
-from .base import OnDevice
-from .test_ops import values
+from .base import OnDevice, values
 
 # (outputs, inputs, inputs that share a scale)
 SHAPES = ((48, 64, 0), (64, 128, 0), (96, 256, 32), (256, 384, 128))

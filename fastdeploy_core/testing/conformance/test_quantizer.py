@@ -9,8 +9,7 @@ import pytest
 
 from fastdeploy_core.contracts.quantizer import LayerSpec
 
-from .base import OnDevice
-from .test_ops import values
+from .base import OnDevice, values
 
 LAYERS = (
     LayerSpec("model.layers.0.mlp.up_proj", "linear", 64, 48),
