@@ -159,17 +159,20 @@ class BatchScheduler:
             self._measure(self._length, step, output)
 
     def _measure(self, length: DraftLength, step: ScheduledStep, output: ModelRunnerOutput) -> None:
-        """Tell how a step that only decoded fared, and how long the engine took over it: from the
-        results before to its own, everything in between included."""
+        """Tell how a step's drafts fared and, where it only decoded, how long the engine took over it:
+        from the results before to its own, everything in between included."""
         now, began = self._clock(), self._busy_since
         self._busy_since = now if self._roster.running else None
-        if not step.is_decode:
-            return
         right_at: list[int] = []
+        num_rows = len(step.cohort.seqs)
         if output.counts is not None:
-            right_at = [int((output.counts > n + 1).sum()) for n in range(step.asked)]
-        seconds = 0.0 if began is None else now - began
-        length.observe(step.num_rows, step.asked, right_at, seconds)
+            counts = output.counts[:num_rows]
+            right_at = [int((counts > n + 1).sum()) for n in range(step.asked)]
+        if step.is_decode:
+            seconds = 0.0 if began is None else now - began
+            length.observe(num_rows, step.asked, right_at, seconds)
+        elif step.asked:  # prompts take their own time
+            length.acceptance.observe(num_rows, step.asked, right_at)
 
     def fail(self, steps: list[ScheduledStep], message: str) -> None:
         """The first of these steps failed, and the later ones, submitted before that was known, are
