@@ -7,27 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from fastdeploy_core import envs
 from fastdeploy_core.config.model import checkpoint_layout, fit_dtype
-from fastdeploy_core.contracts.attention import AttentionBatch
 from fastdeploy_core.errors import ConfigError, WeightError
-from fastdeploy_core.layers import ForwardContext, ModelBuilder
+from fastdeploy_core.layers import ModelBuilder
 from fastdeploy_core.reference.attention import ReferenceAttention
 from fastdeploy_core.worker.weights import SafetensorsFile, SafetensorsTensor, find_files
 
 from .observer import ObservingKernels, ObservingMoE
+from .prefill import BLOCK_SIZE, grouped, prefill
 
 if TYPE_CHECKING:
     from fastdeploy_core.config import EngineConfig
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.layers.context import ForwardContext
     from fastdeploy_core.tensor import Tensor
 
     from .observer import Observer
-
-_BLOCK_SIZE = 64
 
 
 @dataclass(slots=True)
@@ -62,7 +59,7 @@ class SourceModel:
             ObservingKernels(kernels, show_cache),
             model_config.dtype,
             max_positions=model_config.max_model_len,
-            attention_factory=lambda s: ReferenceAttention(s, _BLOCK_SIZE, device, kernels),
+            attention_factory=lambda s: ReferenceAttention(s, BLOCK_SIZE, device, kernels),
             moe_factory=lambda s: ObservingMoE(s, device, kernels),
             quantizer=observer,
         )
@@ -133,54 +130,17 @@ class SourceModel:
 
     def batches(self, samples: list[list[int]], max_tokens: int) -> list[Batch]:
         """Group samples and look their tokens up."""
-        groups: list[list[list[int]]] = [[]]
-        for sample in samples:
-            if groups[-1] and sum(map(len, groups[-1])) + len(sample) > max_tokens:
-                groups.append([])
-            groups[-1].append(sample)
-        return [self._batch(group) for group in groups]
-
-    def _batch(self, samples: list[list[int]]) -> Batch:
-        to_device = self._device.to_device
-        lengths = np.array([len(sample) for sample in samples], np.int32)
-        blocks = -(-lengths // _BLOCK_SIZE)
-        first = np.concatenate(([0], np.cumsum(blocks)[:-1]))
-        tables = np.zeros((len(samples), int(blocks.max())), np.int32)
-        slots, positions = [], []
-        for row, length in enumerate(lengths):
-            tables[row, : blocks[row]] = np.arange(first[row], first[row] + blocks[row])
-            slots.append(first[row] * _BLOCK_SIZE + np.arange(length))
-            positions.append(np.arange(length))
-        cu_seqlens = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-        attention = AttentionBatch(
-            num_seqs=len(samples),
-            num_tokens=int(cu_seqlens[-1]),
-            cu_seqlens_q=cu_seqlens,
-            seq_lens=lengths,
-            block_tables=tables,
-            cu_seqlens_q_dev=to_device(cu_seqlens.copy()),
-            seq_lens_dev=to_device(lengths.copy()),
-            block_tables_dev=to_device(tables.copy()),
-            slot_mapping=to_device(np.concatenate(slots).astype(np.int64)),
-            positions=to_device(np.concatenate(positions).astype(np.int64)),
-        )
-        xp, drivers = self._device.xp, self.build.attention_drivers
-        caches: dict[Any, tuple[Tensor, ...]] = {
-            spec: tuple(
-                xp.zeros(shape, dtype=xp.dtype(spec.dtype), device=self._device.device)
-                for shape in driver.cache_shapes(int(blocks.sum()))
+        found = []
+        for group in grouped(samples, max_tokens):
+            ids, positions, context = prefill(
+                self._device,
+                self.build.attention_drivers,
+                self.build.kv_layers,
+                group,
+                shares_cache=True,
             )
-            for spec, driver in drivers.items()
-        }
-        # One block runs at a time: every layer may use the same cache.
-        context = ForwardContext(
-            attention,
-            {spec: driver.prepare(attention) for spec, driver in drivers.items()},
-            [caches[spec] for spec in self.build.kv_layers],
-        )
-        ids = np.concatenate([np.array(sample, np.int64) for sample in samples])
-        residual = self.model.embedding(to_device(ids))
-        return Batch(context, attention.positions, residual)
+            found.append(Batch(context, positions, self.model.embedding(ids)))
+        return found
 
     def run_block(self, number: int, batch: Batch, *, keep: bool) -> None:
         """One block over one batch; `keep` moves the batch on, else it was only to be observed."""
