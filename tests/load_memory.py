@@ -27,14 +27,14 @@ def anonymous() -> int:
 def main() -> None:
     """Load, watching memory after every tensor."""
     seen: list[int] = []
-    take = loader._Checkpoint._tensors
+    take = loader.Checkpoint._tensors
 
     def watched(self: Any) -> Iterator[Any]:
         for item in take(self):
             yield item
             seen.append(anonymous())
 
-    loader._Checkpoint._tensors = watched
+    loader.Checkpoint._tensors = watched
     xp = load(sys.argv[2])
     xp.linear(xp.zeros((2, 64)), xp.zeros((64, 64)))  # the library's own start is not the loader's
     before = anonymous()

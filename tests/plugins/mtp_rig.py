@@ -129,7 +129,7 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     model = model_class(config)(config, build)
     shapes = {name: p.shape for name, p in build.weights.placements.items()}
     for names in modules(config, config["num_nextn_predict_layers"]):
-        draft = build.extension(None, quantize_online=False)
+        draft = build.extension(None)
         draft.norm(names.embedding_norm, HIDDEN, 1e-5)
         draft.norm(names.hidden_norm, HIDDEN, 1e-5)
         draft.linear(names.projection, 2 * HIDDEN, HIDDEN)
@@ -214,7 +214,7 @@ class Bench:
             with Checkpoint(find_files(folder), self.device, rank) as tensors:
                 assert not self.model.load_weights(tensors)
             own = quantizer and quantizer({}, self.device, self.build.kernels)
-            draft = self.build.extension(own, quantize_online=quantizer is not None)
+            draft = self.build.extension(own)
             self.drafter = MTPDrafter(
                 DrafterContext(
                     num_speculative_tokens=num_drafts,

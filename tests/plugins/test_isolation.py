@@ -121,7 +121,7 @@ CASES = {
     ),
     "newer contract in the driver": Case(
         GOOD.format("bad").replace("(0, 1)", "(0, 99)"),
-        named="written for contract 0.99; this core speaks 0.1",
+        named="written for contract 0.99; this core speaks 0.2",
         error="ContractMismatch",
     ),
     "group of a later contract": Case(
