@@ -213,7 +213,7 @@ class Bench:
         with self.xp.no_grad():
             with Checkpoint(find_files(folder), self.device, rank) as tensors:
                 assert not self.model.load_weights(tensors)
-            own = quantizer and quantizer({}, self.device, self.build.kernels)
+            own = quantizer and quantizer({"is_quantized": False}, self.device, self.build.kernels)
             draft = self.build.extension(own)
             self.drafter = MTPDrafter(
                 DrafterContext(
