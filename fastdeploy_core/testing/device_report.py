@@ -39,76 +39,179 @@ MAY_OVERWRITE: Final = (
 TOLERANCE: Final = 1e-3  # absolute, of values around 1 in float32
 
 
-def sample_arguments(device: DeviceBackend) -> dict[str, Callable[[], tuple[Any, ...]]]:
+class _Make:
+    """Small tensors on the device, the same at every call."""
+
+    def __init__(self, device: DeviceBackend) -> None:
+        self._device, self._xp = device, device.xp
+
+    def floats(self, *shape: int, seed: int = 0) -> Any:
+        """Normal numbers."""
+        values = np.random.default_rng(seed).standard_normal(shape)
+        return self._device.to_device(values.astype(np.float32))
+
+    def ids(self, *values: int, dtype: str = "int64") -> Any:
+        """These integers."""
+        return self._device.to_device(np.array(values, dtype=dtype))
+
+    def cache(self) -> tuple[Any, Any]:
+        """Keys and values of four blocks."""
+        return self.floats(4, 4, 2, 8, seed=8), self.floats(4, 4, 2, 8, seed=9)
+
+    def column(self, value: float) -> Any:
+        """One number for each of two rows."""
+        return self._device.to_device(np.full(2, value, dtype=np.float32))
+
+    def zeros(self, shape: list[int], dtype: str) -> Any:
+        """Zeros."""
+        return self._xp.zeros(shape, dtype=self._xp.dtype(dtype), device=self._device.device)
+
+
+Arguments = dict[str, Callable[[], tuple[Any, ...]]]
+
+
+def sample_arguments(device: DeviceBackend) -> Arguments:
     """For every operation a maker of small arguments; fresh ones, since some change them in place."""
-    xp, put = device.xp, device.to_device
-
-    def floats(*shape: int, seed: int = 0) -> Any:
-        return put(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
-
-    def ids(*values: int, dtype: str = "int64") -> Any:
-        return put(np.array(values, dtype=dtype))
-
-    def cache() -> tuple[Any, Any]:
-        return floats(4, 4, 2, 8, seed=8), floats(4, 4, 2, 8, seed=9)
-
-    def column(value: float) -> Any:
-        return put(np.full(2, value, dtype=np.float32))
-
-    mask = xp.zeros([2, 1], dtype=xp.int32, device=device.device) + 7
+    make = _Make(device)
     routing = RoutingSpec(num_experts=4, top_k=2)
+    return (
+        _drawing_arguments(make)
+        | _fused_arguments(make)
+        | _step_arguments(make)
+        | {
+            "embedding": lambda: (make.ids(1, 3), make.floats(8, 16)),
+            "linear": lambda: (
+                make.floats(3, 16),
+                make.floats(8, 16, seed=1),
+                make.floats(8, seed=2),
+            ),
+            "rms_norm": lambda: (make.floats(3, 16), make.floats(16, seed=1), 1e-6),
+            "add_rms_norm": lambda: (
+                make.floats(3, 16),
+                make.floats(3, 16, seed=1),
+                make.floats(16, seed=2),
+                1e-6,
+            ),
+            "silu_and_mul": lambda: (make.floats(3, 16),),
+            "rotary_embedding": lambda: (
+                *(
+                    make.floats(3, 4, 8),
+                    make.floats(3, 2, 8, seed=1),
+                    make.ids(0, 1, 5),
+                    make.floats(8, 8, seed=2),
+                    False,
+                ),
+            ),
+            "kv_write": lambda: (
+                (make.floats(2, 2, 8), make.floats(2, 2, 8, seed=1)),
+                make.cache(),
+                make.ids(5, 6),
+            ),
+            "kv_copy_blocks": lambda: (make.cache(), make.ids(0), make.ids(2)),
+            "kv_read_blocks": lambda: (make.cache(), make.ids(1, 3)),
+            "kv_write_blocks": lambda: (
+                make.cache(),
+                make.ids(1),
+                (make.floats(1, 4, 2, 8), make.floats(1, 4, 2, 8)),
+            ),
+            "moe_routing": lambda: (make.floats(3, 4), None, routing),
+            "moe_experts": lambda: (
+                *(
+                    make.floats(2, 8),
+                    make.ids(0, 2, 1, 3).reshape([2, 2]),
+                    make.floats(2, 2, seed=1),
+                ),
+                *(make.floats(4, 12, 8, seed=2), make.floats(4, 8, 6, seed=3)),
+            ),
+        }
+    )
+
+
+def _drawing_arguments(make: _Make) -> Arguments:
+    """Operations between logits and tokens."""
+    mask = make.zeros([2, 1], "int32") + 7
     return {
-        "embedding": lambda: (ids(1, 3), floats(8, 16)),
-        "linear": lambda: (floats(3, 16), floats(8, 16, seed=1), floats(8, seed=2)),
-        "rms_norm": lambda: (floats(3, 16), floats(16, seed=1), 1e-6),
-        "add_rms_norm": lambda: (floats(3, 16), floats(3, 16, seed=1), floats(16, seed=2), 1e-6),
-        "silu_and_mul": lambda: (floats(3, 16),),
-        "rotary_embedding": lambda: (
-            *(floats(3, 4, 8), floats(3, 2, 8, seed=1), ids(0, 1, 5), floats(8, 8, seed=2), False),
-        ),
-        "kv_write": lambda: ((floats(2, 2, 8), floats(2, 2, 8, seed=1)), cache(), ids(5, 6)),
-        "kv_copy_blocks": lambda: (cache(), ids(0), ids(2)),
-        "kv_read_blocks": lambda: (cache(), ids(1, 3)),
-        "kv_write_blocks": lambda: (cache(), ids(1), (floats(1, 4, 2, 8), floats(1, 4, 2, 8))),
-        "moe_routing": lambda: (floats(3, 4), None, routing),
-        "moe_experts": lambda: (
-            *(floats(2, 8), put(np.array([[0, 2], [1, 3]])), floats(2, 2, seed=1)),
-            *(floats(4, 12, 8, seed=2), floats(4, 8, 6, seed=3)),
-        ),
         "apply_penalties": lambda: (
-            *(floats(2, 32), column(0.5), column(0.5), column(1.5)),
-            xp.zeros([2, 32], dtype=xp.int32, device=device.device),
-            xp.zeros([2, 32], dtype=xp.bool, device=device.device),
+            *(make.floats(2, 32), make.column(0.5), make.column(0.5), make.column(1.5)),
+            make.zeros([2, 32], "int32"),
+            make.zeros([2, 32], "bool"),
         ),
-        "apply_bitmask": lambda: (floats(2, 32), mask),
-        "filter_logits": lambda: (floats(2, 32), ids(5, 0), column(0.9), column(0.0)),
-        "sample": lambda: (floats(2, 32), ids(1, 2), ids(3, 4)),
-        "greedy": lambda: (floats(2, 32),),
-        "log_softmax": lambda: (floats(2, 32),),
-        "norm_linear": lambda: (*(floats(3, 16), floats(16, seed=1), 1e-6), floats(8, 16), None),
-        "gated_linear": lambda: (*(floats(3, 16), None, 1e-6), floats(8, 16, seed=1), None),
-        "linear_add": lambda: (floats(3, 16), floats(8, 16, seed=1), None, floats(3, 8, seed=2)),
+        "apply_bitmask": lambda: (make.floats(2, 32), mask),
+        "filter_logits": lambda: (
+            make.floats(2, 32),
+            make.ids(5, 0),
+            make.column(0.9),
+            make.column(0.0),
+        ),
+        "sample": lambda: (make.floats(2, 32), make.ids(1, 2), make.ids(3, 4)),
+        "greedy": lambda: (make.floats(2, 32),),
+        "log_softmax": lambda: (make.floats(2, 32),),
+    }
+
+
+def _fused_arguments(make: _Make) -> Arguments:
+    """Operations that a device may do in one."""
+    return {
+        "norm_linear": lambda: (
+            *(make.floats(3, 16), make.floats(16, seed=1), 1e-6),
+            make.floats(8, 16),
+            None,
+        ),
+        "gated_linear": lambda: (
+            *(make.floats(3, 16), None, 1e-6),
+            make.floats(8, 16, seed=1),
+            None,
+        ),
+        "linear_add": lambda: (
+            make.floats(3, 16),
+            make.floats(8, 16, seed=1),
+            None,
+            make.floats(3, 8, seed=2),
+        ),
         "qk_norm": lambda: (
-            *(floats(3, 4, 8), floats(3, 2, 8, seed=1), floats(8, seed=2), floats(8, seed=3), 1e-6),
+            *(
+                make.floats(3, 4, 8),
+                make.floats(3, 2, 8, seed=1),
+                make.floats(8, seed=2),
+                make.floats(8, seed=3),
+                1e-6,
+            ),
         ),
-        "linear_float32": lambda: (floats(3, 16), floats(8, 16, seed=1)),
-        "greedy_linear": lambda: (floats(3, 16), floats(32, 16, seed=1), None),
-        "mark_broken": lambda: (ids(4, 5), column(1.0), None),
+        "linear_float32": lambda: (make.floats(3, 16), make.floats(8, 16, seed=1)),
+        "greedy_linear": lambda: (make.floats(3, 16), make.floats(32, 16, seed=1), None),
+        "mark_broken": lambda: (make.ids(4, 5), make.column(1.0), None),
+    }
+
+
+def _step_arguments(make: _Make) -> Arguments:
+    """Operations around a decode step."""
+    return {
         # Three slots, the last of which is nobody's; two rows with a token each.
         "prepare_decode": lambda: (
-            *(ids(1, 0), ids(2, 3, 4, 5, 0, 0, dtype="int32").reshape([3, 2]), ids(3, 6, 0)),
             *(
-                ids(7, 8, 0),
-                xp.zeros([3, 0], dtype=xp.int64, device=device.device),
-                ids(0, 0, 0),
+                make.ids(1, 0),
+                make.ids(2, 3, 4, 5, 0, 0, dtype="int32").reshape([3, 2]),
+                make.ids(3, 6, 0),
+            ),
+            *(
+                make.ids(7, 8, 0),
+                make.zeros([3, 0], "int64"),
+                make.ids(0, 0, 0),
                 4,
             ),
-            *(ids(0, 0), ids(0, 0), ids(0, 0), ids(0, 0, dtype="int32")),
-            ids(0, 0, 0, 0, dtype="int32").reshape([2, 2]),
+            *(make.ids(0, 0), make.ids(0, 0), make.ids(0, 0), make.ids(0, 0, dtype="int32")),
+            make.ids(0, 0, 0, 0, dtype="int32").reshape([2, 2]),
         ),
         "finish_decode": lambda: (
-            *(ids(1, 0), ids(9, 8), ids(9, 8), None, ids(3, 6, 0), ids(7, 8, 0)),
-            ids(0, 0).reshape([2, 1]),
+            *(
+                make.ids(1, 0),
+                make.ids(9, 8),
+                make.ids(9, 8),
+                None,
+                make.ids(3, 6, 0),
+                make.ids(7, 8, 0),
+            ),
+            make.ids(0, 0).reshape([2, 1]),
         ),
     }
 
