@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -165,7 +166,7 @@ class _Run:
         self.observer.layers.clear()
         for number in range(source.num_blocks):
             prefix = f"model.layers.{number}."
-            source.load(lambda name, prefix=prefix: name.startswith(prefix))
+            source.load(partial(_starts_with, prefix))
             self._block(number, batches)
             source.drop_block(number)
             self.writer.flush()
@@ -302,6 +303,10 @@ class _Run:
         return {**self.config.model.hf_config, "quantization_config": quantization}
 
 
+def _starts_with(prefix: str, name: str) -> bool:
+    return name.startswith(prefix)
+
+
 def _own(spec: LayerSpec, expert: int) -> LayerSpec:
     """One expert's matrix of a layer of experts."""
     if not spec.num_experts:
@@ -349,10 +354,10 @@ Report = Mapping[str, Mapping[str, Any]]
 
 def summary(report: Report, worst: int = 10) -> list[tuple[str, str, str]]:
     """(layer, weight error, output error) rows for people: the worst layers, then the mean of all."""
-    key: Callable[[str], float] = lambda name: _error(report[name])  # noqa: E731
+    by_error = sorted(report, key=lambda name: _error(report[name]), reverse=True)
     rows = [
         (name, f"{report[name]['weight_error']:.6f}", _shown(report[name]))
-        for name in sorted(report, key=key, reverse=True)[:worst]
+        for name in by_error[:worst]
     ]
     total = sum(row["weights"] for row in report.values()) or 1
     weighted = sum(row["weight_error"] * row["weights"] for row in report.values()) / total

@@ -82,8 +82,8 @@ def weight_bytes(
         kernels,
         dtype,
         max_positions=_FEW_POSITIONS,
-        attention_factory=lambda spec: SimpleNamespace(unit="core"),  # type: ignore[arg-type,return-value]
-        moe_factory=lambda spec: SimpleNamespace(unit="routing_experts"),  # type: ignore[arg-type,return-value]
+        attention_factory=lambda spec: SimpleNamespace(unit="core"),
+        moe_factory=lambda spec: SimpleNamespace(unit="routing_experts"),
         tp_size=tp_size,
         quantizer=quantizer,
         is_dummy=True,

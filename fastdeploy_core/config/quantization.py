@@ -129,7 +129,7 @@ def _declared_kv(config: Mapping[str, Any], stored: Mapping[str, Any]) -> str:
     if declared or not isinstance(scheme, Mapping):
         return declared
     bits, kind = scheme.get("num_bits"), scheme.get("type")
-    found = {(8, "float"): "float8_e4m3fn", (8, "int"): "int8"}.get((bits, kind))
+    found = {"8 float": "float8_e4m3fn", "8 int": "int8"}.get(f"{bits} {kind}")
     if found is None:
         raise ConfigError(
             f"kv_cache_scheme of config.json asks for {bits} bits of type {kind!r}; possible: "

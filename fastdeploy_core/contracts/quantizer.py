@@ -152,7 +152,7 @@ class Calibration:
 
 
 @runtime_checkable
-class CalibratedQuantizer(Protocol):
+class CalibratedQuantizer(Quantizer, Protocol):
     """A Quantizer that rounds better, or only, with calibration; `fastdeploy quantize` asks it."""
 
     def calibration(self, layer: LayerSpec) -> Literal["none", "peak", "hessian"]:

@@ -115,14 +115,14 @@ class _Resolver:
         from fastdeploy_core.contracts.attention import AttentionQuestion
 
         kind = kv_format(self._quantization.kv_format)
-        cache = {"kv_format": kind.name if kind else "", "kv_static": self._quantization.kv_static}
+        name, is_static = kind.name if kind else "", self._quantization.kv_static
         questions = [
             AttentionQuestion(
                 device=self._chosen["device"],
                 tensor_library=self._tensor_library,
-                spec=replace(spec, **cache),
+                spec=replace(spec, kv_format=name, kv_static=is_static),
                 block_size=self._config.cache.block_size,
-                kv_dtype=kind.name if kind else "auto",
+                kv_dtype=name or "auto",
             )
             for spec in dict.fromkeys(specs)
         ]

@@ -189,8 +189,8 @@ class QuantizedWorld(World):
         else:
             scale, minimum = [s * np.float32(3.5 / kind.bound) for s in spread], []
         self.tables = [
-            (s.astype(np.float64), m.astype(np.float64) if m is not None else None)
-            for s, m in zip(scale, minimum or [None] * 2, strict=True)
+            (s.astype(np.float64), minimum[n].astype(np.float64) if minimum else None)
+            for n, s in enumerate(scale)
         ]
         to_device = self.device.to_device
         self.scales = KVScales(tuple(map(to_device, scale)), tuple(map(to_device, minimum)))
