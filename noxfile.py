@@ -23,6 +23,7 @@ TEST_TOOLS = (
     "pytest-asyncio>=1.0",
     "pytest-xdist>=3.6",
     "hypothesis>=6.120",
+    "compressed-tensors>=0.12",
     "httpx>=0.28",
     "jsonschema>=4.23",
     "hatchling>=1.27",

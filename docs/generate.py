@@ -18,7 +18,8 @@ from fastdeploy_core.config.argument_values import ROWS
 from fastdeploy_core.config.refused import ALWAYS, REFUSED
 from fastdeploy_core.contracts import hookspecs
 from fastdeploy_core.contracts.base import CONTRACT, HOOK_GROUP, KINDS
-from fastdeploy_core.contracts.ops import OPERATIONS
+from fastdeploy_core.contracts.ops import OPERATIONS, QUANTIZED_OPERATIONS
+from fastdeploy_core.contracts.quant_formats import FORMATS
 from fastdeploy_core.serving.metrics import Metrics
 
 FOLDER = Path(__file__).resolve().parent / "reference"
@@ -140,9 +141,23 @@ def hooks() -> str:
 def operations() -> str:
     """Operations a kernel table may fill."""
     rows = [(f"`{name}`", f"`{text}`") for name, text in OPERATIONS.items()]
-    return (
-        "# Operations\n\nWhat a device may implement through group `fastdeploy.kernels`, in any order; what it "
-        "lacks comes from the reference.\n\n" + table(("operation", "signature"), rows)
+    quantized = [(f"`{name}`", f"`{text}`") for name, text in QUANTIZED_OPERATIONS.items()]
+    formats = [
+        (f"`{f.name}`", f.summary, "; ".join(f"`{k}` {v}" for k, v in f.tensors.items()))
+        for f in FORMATS.values()
+    ]
+    return "\n".join(
+        [
+            "# Operations\n\nWhat a device may implement through group `fastdeploy.kernels`, in any order; "
+            "what it lacks comes from the reference.\n",
+            table(("operation", "signature"), rows),
+            "\n## Of quantized models\n\nLooked up when a layer needs them, so a device may leave them all "
+            "out. A weight is handed as the cell's `prepare` made it, else as a `PackedWeight`.\n",
+            table(("operation", "signature"), quantized),
+            "\n## Internal formats\n\nN outputs, K inputs, G = ceil(K / inputs that share a scale); experts "
+            "have one more dimension in front.\n",
+            table(("format", "meaning", "tensors"), formats),
+        ]
     )
 
 

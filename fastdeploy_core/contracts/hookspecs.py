@@ -64,9 +64,10 @@ def fd_quantizer_for(question: QuantizationQuestion) -> Candidate | None:
     """Does this plugin read this quantization? The first answer wins.
 
     Asked at start-up when a format was named or the checkpoint's config.json has a
-    quantization_config, not for full-precision models. Return None for formats of others, and a
-    Decline for an own format that cannot be served here: it stops start-up with its reason.
-    Added in contract 0.1.
+    quantization_config, not for full-precision models; before attention and experts are asked about.
+    Return None for formats of others, and a Decline for an own format that cannot be served here: it
+    stops start-up with its reason. `details["experts"]` of the answer names the internal formats that
+    experts will come in, which MoE drivers are asked about next. Added in contract 0.1.
     """
 
 
