@@ -32,6 +32,7 @@ TEST_TOOLS = (
     "transformers>=5,<6",
 )
 PLUGINS = sorted(str(path.parent) for path in Path("plugins").glob("fd-*/pyproject.toml"))
+LONG = ("engine", "speculative")
 # Tested by session `vendors`, on simulated devices.
 SIMULATED = ("simdevice", "gcu", "iluvatar", "metax", "gaudi", "xpu", "dcu")
 
@@ -71,6 +72,8 @@ def tests(session: nox.Session) -> None:
     for number, library in enumerate(libraries):
         # What needs no tensor library runs once.
         where = ["tests/cpu"] if number else ["tests"]
+        if number:  # long, and about the engine: once by default, on both in session `slow`
+            where += [f"--ignore=tests/cpu/test_{name}_equality.py" for name in LONG]
         session.run(
             "pytest",
             *where,
