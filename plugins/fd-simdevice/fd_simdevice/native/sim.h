@@ -36,7 +36,7 @@ static_assert(sizeof(Cell) == 64, "the Python side reads cells of 64 bytes");
 #define SIM_COUNTERS(X)                                                                        \
   X(launches) X(h2d) X(d2h) X(d2d) X(bytes_h2d) X(bytes_d2h) X(allocs) X(frees) X(used_bytes)  \
   X(stream_syncs) X(device_syncs) X(event_syncs) X(event_queries) X(streams) X(ccl_calls)      \
-  X(captures) X(graph_launches) X(profiler_calls) X(kernel_errors)
+  X(captures) X(graph_launches) X(profiler_calls) X(kernel_errors) X(programs)
 struct Panel {
 #define SIM_CELL(cell) Cell cell;
   SIM_KNOBS(SIM_CELL) SIM_COUNTERS(SIM_CELL)
