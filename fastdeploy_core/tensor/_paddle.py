@@ -94,7 +94,6 @@ class PaddleLibrary:
     cat = staticmethod(paddle.cat)
     stack = staticmethod(paddle.stack)
     split = staticmethod(paddle.compat.split)  # paddle.split counts pieces instead of sizes
-    where = staticmethod(paddle.where)
     nonzero = staticmethod(paddle.nonzero)
     matmul = staticmethod(paddle.matmul)
     addmm = staticmethod(paddle.addmm)
