@@ -14,6 +14,7 @@ from fastdeploy_core.tensor import namespace
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.attention import AttentionQuestion
+    from fastdeploy_core.contracts.moe import MoEQuestion
     from fastdeploy_core.tensor import Tensor
 
 OPERATORS = VendorOperators("paddlenlp_ops", "fastdeploy_ops")
@@ -34,6 +35,18 @@ def answer_attention(question: AttentionQuestion) -> Candidate:
         operators=OPERATORS,
         needed=ATTENTION,
         dtypes=("bfloat16", "float32"),
+    )
+
+
+def answer_moe(question: MoEQuestion) -> Candidate:
+    """Whether driver `gaudi_moe` can serve the layers."""
+    return vendor_operators.answer_moe(
+        question,
+        driver="gaudi_moe",
+        device="gaudi",
+        operators=OPERATORS,
+        needed=("fused_gate_moe",),
+        dtypes=("bfloat16",),
     )
 
 
