@@ -125,13 +125,17 @@ class AttentionBackend(Protocol):
 
     name: str
     contract: tuple[int, int]
-    unit: Literal["core", "rope_kv", "projections"]
     can_capture_decode: bool
     can_capture_mixed: bool
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable
     ) -> None: ...
+
+    @property
+    def unit(self) -> Literal["core", "rope_kv", "projections"]:
+        """What the driver claims; an attribute of the class will do."""
+        ...
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
         """Shapes of one layer's cache tensors; dimension 0 is the block. gqa: (k, v); mla: (latent,).

@@ -58,9 +58,13 @@ class MoEBackend(Protocol):
 
     name: str
     contract: tuple[int, int]
-    unit: Literal["experts", "routing_experts", "gate"]  # "gate": see GatedMoEBackend
 
     def __init__(self, spec: MoESpec, device: DeviceBackend, kernels: KernelTable) -> None: ...
+
+    @property
+    def unit(self) -> Literal["experts", "routing_experts", "gate"]:
+        """What the driver claims; an attribute of the class will do. "gate": see GatedMoEBackend."""
+        ...
 
     def prepare_weights(self, gate_up: Tensor | PackedWeight, down: Tensor | PackedWeight) -> Any:
         """Lay the weights out once after loading.
