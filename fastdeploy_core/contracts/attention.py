@@ -121,7 +121,10 @@ AttentionMetadata = Any
 
 @runtime_checkable
 class AttentionBackend(Protocol):
-    """Constructed as `Driver(spec, block_size, device, kernels)`, once per distinct spec."""
+    """Constructed as `Driver(spec, block_size, device, kernels)`, once per distinct spec.
+
+    A driver with an attribute `max_recorded_len` is not recorded where sequences may be longer.
+    """
 
     name: str
     contract: tuple[int, int]
