@@ -1,0 +1,110 @@
+// Packed weights to matrix operands. A slab is 16 outputs by 64 inputs; lane l of the warp that reads it holds
+// the rows l / 4 and l / 4 + 8 of it, in the places that mma.m16n8k16 and wgmma want, four registers for
+// each 16 inputs: (row, 2 q), (row + 8, 2 q), (row, 8 + 2 q), (row + 8, 8 + 2 q) with q = l % 4, each
+// with the input behind it. quant_layout.py packs them. FORMAT: what a slab's 16-byte pieces hold.
+#define INT4 0  // one piece: word s is inputs 16 s; pair i of it has its nibbles at bits 4 i and 16 + 4 i
+#define INT8 1  // two pieces: words 2 s and 2 s + 1; pair i of a word has bytes i and 2 + i
+#define FP8 2   // as INT8
+#define PIECES (FORMAT == INT4 ? 1 : 2)
+
+#if HALF
+#define ONES 0x3c003c00u
+#define MAGIC 0x64006400u         // 1024 + q
+#define MINUS_MIDDLE 0xe408e408u  // -1032
+#else
+#define ONES 0x3f803f80u
+#define MAGIC 0x43004300u         // 128 + q
+#define MINUS_MIDDLE 0xc308c308u  // -136
+#endif
+
+// INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
+
+__device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn." TYPE "x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+__device__ __forceinline__ uint4 load_once(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3},[%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+
+__device__ __forceinline__ u32 load_once(const u32* p) {
+  u32 v;
+  asm volatile("ld.global.nc.u32 %0,[%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+
+// END OF INSTRUCTIONS
+
+struct Slab {
+  uint4 piece[PIECES];
+};
+
+__device__ __forceinline__ u32 word(const Slab& slab, int n) {
+  const uint4& p = slab.piece[n / 4];
+  return n % 4 == 0 ? p.x : n % 4 == 1 ? p.y : n % 4 == 2 ? p.z : p.w;
+}
+
+// The operand of inputs 16 step to 16 step + 15.
+__device__ __forceinline__ void unpack(const Slab& slab, int step, u32* a) {
+#if FORMAT == INT4
+  const u32 w = word(slab, step);
+#pragma unroll
+  for (int i = 0; i < 4; i++) a[i] = fma2(((w >> (4 * i)) & 0x000f000fu) | MAGIC, ONES, MINUS_MIDDLE);
+#else
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const u32 w = word(slab, 2 * step + h);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+#if FORMAT == INT8
+      const u32 v = i ? w >> 8 : w;
+#if HALF
+      a[2 * h + i] = fma2((v & 0x00ff00ffu) ^ 0x64806480u, ONES, 0xe480e480u);  // - 1152
+#else
+      // 128 + the low seven bits, less 128 or 256.
+      a[2 * h + i] = fma2((v & 0x00800080u) | MAGIC, ONES ^ 0x80008000u, (v & 0x007f007fu) | MAGIC);
+#endif
+#else
+      const u32 v = i ? w : w << 8;
+#if HALF
+      a[2 * h + i] = fma2((v & 0x80008000u) | ((v & 0x7f007f00u) >> 1), 0x5c005c00u, 0x80008000u);  // * 2^8
+#else
+      a[2 * h + i] = fma2((v & 0x80008000u) | ((v & 0x7f007f00u) >> 4), 0x7b807b80u, 0x80008000u);  // * 2^120
+#endif
+#endif
+    }
+  }
+#endif
+}
+
+// What a group of inputs adds to a lane's two rows: the row's number in the low half, the row + 8's in the
+// high one. SCALED: 0 for one scale an output, 1 for groups with scales, 2 for groups with offsets and scales.
+struct Group {
+  u32 scales, offsets;
+};
+
+__device__ __forceinline__ Group load_group(const u32* table, int group) {
+  Group g = {0, 0};
+#if SCALED
+  g.scales = load_once(table + group * 8 * SCALED);
+  if (SCALED == 2) g.offsets = load_once(table + group * 16 + 8);
+#endif
+  return g;
+}
+
+__device__ __forceinline__ void apply_group(u32* a, const Group& g) {
+#if SCALED
+  const u32 upper = __byte_perm(g.scales, 0, 0x1010), lower = __byte_perm(g.scales, 0, 0x3232);
+  const u32 more = __byte_perm(g.offsets, 0, 0x1010), less = __byte_perm(g.offsets, 0, 0x3232);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    if (SCALED == 2) a[i] = fma2(a[i], ONES, i % 2 ? less : more);
+    a[i] = fma2(a[i], i % 2 ? lower : upper, 0x80008000u);
+  }
+#endif
+}

@@ -1,0 +1,222 @@
+// y[M, N] = x[M, K] W[N, K]^T with packed W, for M <= 8 * TILES: decode steps of few sequences.
+//
+// A block computes 16 * MT outputs; its WARPS warps take turns of 64 inputs. Weights go from memory
+// straight to registers, AHEAD turns ahead, and become matrix operands there (quant.cuh); x comes by
+// cp.async through a ring of the warp's own. GROUPED: blockIdx.y is a block of rows of one expert, and row n is row
+// slots[n] / divisor of x and row slots[n] of y. PAIRED: slab 0 is gate rows, slab 1 the up rows that belong to them.
+// A row of x comes out the same whatever M is.
+
+#include "common.cuh"
+#include "quant.cuh"
+
+#define COLUMNS (8 * TILES)
+#define STAGE (COLUMNS * 128)  // bytes of x of one turn
+#define RING (AHEAD * STAGE)
+#define PITCH (COLUMNS + 1)
+#define OUT (PAIRED ? 16 : 16 * MT)
+
+// INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void copy_async(u32 to, const void* from, bool inside) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+__device__ __forceinline__ void await_turn() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
+  __syncwarp();
+}
+
+__device__ __forceinline__ void load_matrices(u32* b, u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ void multiply(float* c, const u32* a, const u32* b) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
+               "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// END OF INSTRUCTIONS
+
+// A warp's part of x: which rows a lane fetches, from where.
+struct Rows {
+  u32 offset[2 * TILES];  // in 16 bytes
+  u32 present;
+};
+
+__device__ __forceinline__ void ask_for_inputs(const Rows& rows, const uint4* x, u32 stage, int turn, int K, int lane) {
+  const int chunk = lane & 7;
+  const bool inside = turn * 64 + chunk * 8 < K;
+#pragma unroll
+  for (int i = 0; i < 2 * TILES; i++) {
+    const int row = (lane >> 3) + 4 * i;
+    if (rows.present >> i & 1)
+      copy_async(stage + row * 128 + ((chunk ^ (row & 7)) << 4),
+                 x + (inside ? rows.offset[i] + turn * 8 + chunk : 0), inside);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
+quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* __restrict__ groups,
+           const float* __restrict__ scales, const float* x_scales, const u16* __restrict__ bias, u16* y,
+           const int* slots, const int* experts, const long long* ids, int M, int N, int K, int slabs,
+           int turns, int per_group, int divisor) {
+  // Inputs in the rings, then the warps' parts of the sums.
+  extern __shared__ __align__(128) unsigned char memory[];
+  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+  const int tile = blockIdx.x;
+  const int num_groups = (turns + per_group - 1) / per_group;
+#if GROUPED
+  let_next_start();
+  wait_for_previous();
+  const int expert = ids != nullptr ? (int)ids[blockIdx.y] : experts[blockIdx.y];
+  if (expert < 0) return;
+  w += (u64)expert * slabs * turns * 32 * PIECES;
+  groups += (u64)expert * slabs * num_groups * 8 * SCALED;
+  scales += (u64)expert * slabs * 16;
+#endif
+  const uint4* from[MT];
+  const u32* group_of[MT];
+#pragma unroll
+  for (int m = 0; m < MT; m++) {
+    // Slabs behind the last repeat it; nothing of theirs is stored.
+    const int slab = min(PAIRED ? tile + m * (slabs / 2) : tile * MT + m, slabs - 1);
+    from[m] = w + (u64)slab * turns * 32 * PIECES + lane;
+    group_of[m] = groups + (u64)slab * num_groups * 8 * SCALED + (lane >> 2);
+  }
+
+  Slab held[AHEAD][MT];
+  Group held_groups[AHEAD][MT];
+#pragma unroll
+  for (int i = 0; i < AHEAD; i++) {
+    const int turn = warp + i * WARPS;
+    if (turn < turns) {
+#pragma unroll
+      for (int m = 0; m < MT; m++) {
+#pragma unroll
+        for (int p = 0; p < PIECES; p++) held[i][m].piece[p] = load_once(from[m] + (turn * PIECES + p) * 32);
+        held_groups[i][m] = load_group(group_of[m], turn / per_group);
+      }
+    }
+  }
+#if !GROUPED
+  let_next_start();
+  wait_for_previous();
+#endif
+
+  Rows rows;
+  rows.present = 0;
+#pragma unroll
+  for (int i = 0; i < 2 * TILES; i++) {
+    const int row = (lane >> 3) + 4 * i;
+    int at = row;
+#if GROUPED
+    if (ids != nullptr) at = row == 0 ? (int)blockIdx.y : M;
+    else at = slots[blockIdx.y * COLUMNS + row];
+#endif
+    const bool is_there = at < M;
+    rows.offset[i] = is_there ? (u32)(GROUPED ? at / divisor : at) * x_stride : 0;
+    rows.present |= (u32)is_there << i;
+  }
+  const u32 ring = shared_address(memory) + warp * RING;
+#pragma unroll
+  for (int i = 0; i < AHEAD; i++) {
+    if (warp + i * WARPS < turns) ask_for_inputs(rows, x, ring + i * STAGE, warp + i * WARPS, K, lane);
+    commit();
+  }
+
+  float sum[MT][TILES][4];
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) sum[m][t][j] = 0.f;
+
+  for (int begin = warp; begin < turns; begin += AHEAD * WARPS) {
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) {
+      const int turn = begin + i * WARPS;
+      if (turn >= turns) break;
+      await_turn();
+      const u32 stage = ring + i * STAGE;
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        u32 b[TILES][4];
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+          const int row = t * 8 + (lane & 7), chunk = half * 4 + (lane >> 3);
+          load_matrices(b[t], stage + row * 128 + ((chunk ^ (row & 7)) << 4));
+        }
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+          for (int s = 0; s < 2; s++) {
+            u32 a[4];
+            unpack(held[i][m], half * 2 + s, a);
+            apply_group(a, held_groups[i][m]);
+#pragma unroll
+            for (int t = 0; t < TILES; t++) multiply(sum[m][t], a, b[t] + 2 * s);
+          }
+      }
+      const int next = turn + AHEAD * WARPS;
+      __syncwarp();
+      if (next < turns) {
+#pragma unroll
+        for (int m = 0; m < MT; m++) {
+#pragma unroll
+          for (int p = 0; p < PIECES; p++) held[i][m].piece[p] = load_once(from[m] + (next * PIECES + p) * 32);
+          held_groups[i][m] = load_group(group_of[m], next / per_group);
+        }
+        ask_for_inputs(rows, x, stage, next, K, lane);
+      }
+      commit();
+    }
+  }
+
+  __syncthreads();  // sums stand where x was
+  float* part = (float*)memory + warp * MT * 16 * PITCH;
+  const int r = lane >> 2, q = lane & 3;
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        part[(m * 16 + r + (j >> 1) * 8) * PITCH + t * 8 + 2 * q + (j & 1)] = sum[m][t][j];
+  __syncthreads();
+
+  const int width = PAIRED ? N / 2 : N;
+  for (int e = thread; e < COLUMNS * OUT; e += WARPS * 32) {
+    const int c = e % OUT, n = e / OUT, column = tile * OUT + c;
+    int at = n;
+#if GROUPED
+    if (ids != nullptr) at = n == 0 ? (int)blockIdx.y : M;
+    else at = slots[blockIdx.y * COLUMNS + n];
+#endif
+    if (at >= M || column >= width) continue;
+    float value = 0.f, other = 0.f;
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) {
+      const float* line = (const float*)memory + (i * MT * 16 + c) * PITCH + n;
+      value += line[0];
+      if (PAIRED) other += line[16 * PITCH];
+    }
+    const float x_scale = x_scales == nullptr ? 1.f : x_scales[GROUPED ? at / divisor : at];
+    value *= scales[column] * x_scale;
+    if (PAIRED) {
+      other *= scales[column + width] * x_scale;
+      value = silu(value) * other;
+    } else if (bias != nullptr) {
+      value += widen(bias[column]);
+    }
+    y[(u64)at * width + column] = narrow(value);
+  }
+}
