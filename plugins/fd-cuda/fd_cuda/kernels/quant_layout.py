@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 SLAB_ROWS: Final = 16
 TURN: Final = 64  # inputs of a slab
-INT4, INT8, FP8 = range(3)
+INT4, INT8, FP8, INT8_ROWS, FP8_ROWS = range(5)
 _MIDDLE: Final = {INT4: 8, INT8: 128, FP8: 0}
 
 
@@ -23,11 +23,11 @@ _MIDDLE: Final = {INT4: 8, INT8: 128, FP8: 0}
 class Slabs:
     """A weight [N, K], or one for each expert. `num_experts` is 0 for one matrix."""
 
-    kind: int  # INT4, INT8 or FP8
+    kind: int  # as native/quant.cuh spells it
     out_features: int
     in_features: int
     num_experts: int
-    data: torch.Tensor  # uint8 [(E,) slabs, turns, pieces, 32, 16]
+    data: torch.Tensor  # uint8 [(E,) slabs, turns, pieces, 32, 16]; by rows [(E,) N, K]
     scales: torch.Tensor  # float32 [(E,) slabs * 16]: of an output
     groups: torch.Tensor | None  # float32 [(E,) slabs, G, 1 or 2, 8, 2]: scale (and offset) of each row
     group_size: int
@@ -36,12 +36,12 @@ class Slabs:
     @property
     def num_slabs(self) -> int:
         """Sixteens of outputs, padding counted."""
-        return int(self.data.shape[-5])
+        return -(-self.out_features // SLAB_ROWS)
 
     @property
     def num_turns(self) -> int:
         """Sixty-fours of inputs, padding counted."""
-        return int(self.data.shape[-4])
+        return -(-self.in_features // TURN)
 
     @property
     def scaled(self) -> int:

@@ -5,7 +5,12 @@
 #define INT4 0  // one piece: word s is inputs 16 s; pair i of it has its nibbles at bits 4 i and 16 + 4 i
 #define INT8 1  // two pieces: words 2 s and 2 s + 1; pair i of a word has bytes i and 2 + i
 #define FP8 2   // as INT8
+// Two pieces, of the row and of the row + 8, cut from a matrix that lies row by row: 16 inputs in a piece, so
+// "input 2 q of step s" is input 16 q + 4 s of the turn, and 8 + 2 q the second one behind it.
+#define INT8_ROWS 3
+#define FP8_ROWS 4
 #define PIECES (FORMAT == INT4 ? 1 : 2)
+#define BY_ROWS (FORMAT >= INT8_ROWS)
 
 #if HALF
 #define ONES 0x3c003c00u
@@ -49,35 +54,41 @@ __device__ __forceinline__ u32 word(const Slab& slab, int n) {
   return n % 4 == 0 ? p.x : n % 4 == 1 ? p.y : n % 4 == 2 ? p.z : p.w;
 }
 
-// The operand of inputs 16 step to 16 step + 15.
+// Two 8-bit numbers: bytes 0 and 2 of v where they are integers, 1 and 3 where they are floats.
+__device__ __forceinline__ u32 widen_pair(u32 v) {
+#if FORMAT == INT8 || FORMAT == INT8_ROWS
+#if HALF
+  return fma2((v & 0x00ff00ffu) ^ 0x64806480u, ONES, 0xe480e480u);  // 1024 + 128 + q - 1152
+#else
+  // 128 + the low seven bits, less 128 or 256.
+  return fma2((v & 0x00800080u) | MAGIC, ONES ^ 0x80008000u, (v & 0x007f007fu) | MAGIC);
+#endif
+#elif HALF
+  return fma2((v & 0x80008000u) | ((v & 0x7f007f00u) >> 1), 0x5c005c00u, 0x80008000u);  // * 2^8
+#else
+  return fma2((v & 0x80008000u) | ((v & 0x7f007f00u) >> 4), 0x7b807b80u, 0x80008000u);  // * 2^120
+#endif
+}
+
+// The operand of step 0 to 3 of a turn.
 __device__ __forceinline__ void unpack(const Slab& slab, int step, u32* a) {
 #if FORMAT == INT4
   const u32 w = word(slab, step);
 #pragma unroll
   for (int i = 0; i < 4; i++) a[i] = fma2(((w >> (4 * i)) & 0x000f000fu) | MAGIC, ONES, MINUS_MIDDLE);
+#elif BY_ROWS
+  const u32 upper = word(slab, step), lower = word(slab, 4 + step);
+  const u32 first = FORMAT == INT8_ROWS ? 0x4140u : 0x1404u, second = FORMAT == INT8_ROWS ? 0x4342u : 0x3424u;
+  a[0] = widen_pair(__byte_perm(upper, 0, first));
+  a[1] = widen_pair(__byte_perm(lower, 0, first));
+  a[2] = widen_pair(__byte_perm(upper, 0, second));
+  a[3] = widen_pair(__byte_perm(lower, 0, second));
 #else
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    const u32 w = word(slab, 2 * step + h);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-#if FORMAT == INT8
-      const u32 v = i ? w >> 8 : w;
-#if HALF
-      a[2 * h + i] = fma2((v & 0x00ff00ffu) ^ 0x64806480u, ONES, 0xe480e480u);  // - 1152
-#else
-      // 128 + the low seven bits, less 128 or 256.
-      a[2 * h + i] = fma2((v & 0x00800080u) | MAGIC, ONES ^ 0x80008000u, (v & 0x007f007fu) | MAGIC);
-#endif
-#else
-      const u32 v = i ? w : w << 8;
-#if HALF
-      a[2 * h + i] = fma2((v & 0x80008000u) | ((v & 0x7f007f00u) >> 1), 0x5c005c00u, 0x80008000u);  // * 2^8
-#else
-      a[2 * h + i] = fma2((v & 0x80008000u) | ((v & 0x7f007f00u) >> 4), 0x7b807b80u, 0x80008000u);  // * 2^120
-#endif
-#endif
-    }
+    const u32 w = word(slab, 2 * step + h), other = FORMAT == INT8 ? w >> 8 : w << 8;
+    a[2 * h] = widen_pair(FORMAT == INT8 ? w : other);
+    a[2 * h + 1] = widen_pair(FORMAT == INT8 ? other : w);
   }
 #endif
 }

@@ -4,6 +4,7 @@
 // straight to registers, AHEAD turns ahead, and become matrix operands there (quant.cuh); x comes by
 // cp.async through a ring of the warp's own. GROUPED: blockIdx.y is a block of rows of one expert, and row n is row
 // slots[n] / divisor of x and row slots[n] of y. PAIRED: slab 0 is gate rows, slab 1 the up rows that belong to them.
+// w holds slabs, or 8-bit numbers row by row.
 // A row of x comes out the same whatever M is.
 
 #include "common.cuh"
@@ -33,6 +34,11 @@ __device__ __forceinline__ void await_turn() {
 
 __device__ __forceinline__ void load_matrices(u32* b, u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ void load_chunk(u32* b, u32 address) {
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");
 }
 
@@ -78,34 +84,47 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
   wait_for_previous();
   const int expert = ids != nullptr ? (int)ids[blockIdx.y] : experts[blockIdx.y];
   if (expert < 0) return;
-  w += (u64)expert * slabs * turns * 32 * PIECES;
+  w += (u64)expert * (BY_ROWS ? N * (K / 16) : slabs * turns * 32 * PIECES);
   groups += (u64)expert * slabs * num_groups * 8 * SCALED;
   scales += (u64)expert * slabs * 16;
 #endif
   const uint4* from[MT];
+  [[maybe_unused]] u32 second[MT];  // by rows: from a row to the row eight below
   const u32* group_of[MT];
 #pragma unroll
   for (int m = 0; m < MT; m++) {
     // Slabs behind the last repeat it; nothing of theirs is stored.
     const int slab = min(PAIRED ? tile + m * (slabs / 2) : tile * MT + m, slabs - 1);
-    from[m] = w + (u64)slab * turns * 32 * PIECES + lane;
+    if (BY_ROWS) {
+      const int row = min(slab * 16 + (lane >> 2), N - 1);
+      from[m] = w + (u64)row * (K / 16) + (lane & 3);
+      second[m] = (min(slab * 16 + (lane >> 2) + 8, N - 1) - row) * (K / 16);
+    } else {
+      from[m] = w + (u64)slab * turns * 32 * PIECES + lane;
+    }
     group_of[m] = groups + (u64)slab * num_groups * 8 * SCALED + (lane >> 2);
   }
 
   Slab held[AHEAD][MT];
   Group held_groups[AHEAD][MT];
+  const auto ask_w = [&](int i, int turn) {
 #pragma unroll
-  for (int i = 0; i < AHEAD; i++) {
-    const int turn = warp + i * WARPS;
-    if (turn < turns) {
+    for (int m = 0; m < MT; m++) {
+#if BY_ROWS
+      const bool inside = turn * 4 + (lane & 3) < K / 16;
 #pragma unroll
-      for (int m = 0; m < MT; m++) {
+      for (int p = 0; p < 2; p++)
+        held[i][m].piece[p] = inside ? load_once(from[m] + (p ? second[m] : 0) + turn * 4) : make_uint4(0, 0, 0, 0);
+#else
 #pragma unroll
-        for (int p = 0; p < PIECES; p++) held[i][m].piece[p] = load_once(from[m] + (turn * PIECES + p) * 32);
-        held_groups[i][m] = load_group(group_of[m], turn / per_group);
-      }
+      for (int p = 0; p < PIECES; p++) held[i][m].piece[p] = load_once(from[m] + (turn * PIECES + p) * 32);
+#endif
+      held_groups[i][m] = load_group(group_of[m], turn / per_group);
     }
-  }
+  };
+#pragma unroll
+  for (int i = 0; i < AHEAD; i++)
+    if (warp + i * WARPS < turns) ask_w(i, warp + i * WARPS);
 #if !GROUPED
   let_next_start();
   wait_for_previous();
@@ -152,8 +171,13 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
         u32 b[TILES][4];
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
+#if BY_ROWS
+          const int row = t * 8 + (lane >> 2), chunk = (lane & 3) * 2 + half;
+          load_chunk(b[t], stage + row * 128 + ((chunk ^ (row & 7)) << 4));
+#else
           const int row = t * 8 + (lane & 7), chunk = half * 4 + (lane >> 3);
           load_matrices(b[t], stage + row * 128 + ((chunk ^ (row & 7)) << 4));
+#endif
         }
 #pragma unroll
         for (int m = 0; m < MT; m++)
@@ -169,12 +193,7 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
       const int next = turn + AHEAD * WARPS;
       __syncwarp();
       if (next < turns) {
-#pragma unroll
-        for (int m = 0; m < MT; m++) {
-#pragma unroll
-          for (int p = 0; p < PIECES; p++) held[i][m].piece[p] = load_once(from[m] + (next * PIECES + p) * 32);
-          held_groups[i][m] = load_group(group_of[m], next / per_group);
-        }
+        ask_w(i, next);
         ask_for_inputs(rows, x, stage, next, K, lane);
       }
       commit();
