@@ -211,6 +211,11 @@ def _entry(name: str, value: Any) -> _Entry:
     return _Entry(dtype, tuple(shape), start, stop)
 
 
+# Numbers of a dummy tensor that are drawn; a larger one repeats them on the device, since drawing those of a
+# large model would take many minutes. Odd, so that rows differ.
+_DUMMY_NUMBERS: Final = (1 << 20) - 3
+
+
 class DummyTensor:
     """Seeded random numbers that look like a stored tensor; equal for any number of ranks."""
 
@@ -228,27 +233,36 @@ class DummyTensor:
         """The region of N(0, 0.02), of random bits, or of a number where noise would be wrong."""
         fill, xp = self._placement.fill, self._device.xp
         stream = np.random.default_rng([self._seed, zlib.crc32(self._placement.name.encode())])
+        count = int(np.prod(self.shape, dtype=np.int64))
+        made = min(count, _DUMMY_NUMBERS)
         if fill == "bits":
-            return self._bits(stream, region)
-        if fill == "normal":
-            whole = stream.standard_normal(self.shape, dtype=np.float32)
-            whole *= np.float32(0.02)
+            numbers = self._bits(stream, made)
+        elif fill == "normal":
+            numbers = xp.from_numpy(
+                stream.standard_normal(made, dtype=np.float32) * np.float32(0.02)
+            )
         else:
             is_whole_number = self.dtype.startswith(("int", "uint"))
-            whole = np.full(self.shape, fill, dtype=self.dtype if is_whole_number else np.float32)
-        part = np.ascontiguousarray(whole[region])
-        return xp.to_device(xp.from_numpy(part), self._device.device)
+            numbers = xp.from_numpy(
+                np.full(made, fill, dtype=self.dtype if is_whole_number else np.float32)
+            )
+        whole = xp.to_device(numbers, self._device.device)
+        if made < count:
+            times = -(-count // made)
+            whole = whole.unsqueeze(0).expand([times, made]).reshape([times * made])[:count]
+        part = whole.reshape(list(self.shape))[region].contiguous()
+        is_float8 = fill == "bits" and self.dtype.startswith("float8")
+        return part.view(xp.dtype(self.dtype)) if is_float8 else part
 
-    def _bits(self, stream: np.random.Generator, region: tuple[slice | int, ...]) -> Tensor:
-        xp, width = self._device.xp, DTYPE_BYTES[self.dtype]
-        raw = np.frombuffer(stream.bytes(self.nbytes), np.uint8)
+    def _bits(self, stream: np.random.Generator, count: int) -> Tensor:
+        """Whole numbers; those of float8 as bytes."""
+        width = DTYPE_BYTES[self.dtype]
+        raw = np.frombuffer(stream.bytes(count * width), np.uint8)
         if self.dtype.startswith("float8"):
             raw = raw & np.uint8(0xBF)  # magnitudes below 2, no NaN
-            whole = raw.reshape(self.shape)
         else:
-            whole = raw.view(f"{'u' if self.dtype == 'uint8' else 'i'}{width}").reshape(self.shape)
-        part = np.array(whole[region], order="C")
-        return xp.to_device(xp.from_numpy(part, xp.dtype(self.dtype)), self._device.device)
+            raw = raw.view(f"{'u' if self.dtype == 'uint8' else 'i'}{width}").copy()
+        return self._device.xp.from_numpy(raw)
 
 
 def dummy_tensors(

@@ -1,21 +1,18 @@
 """How packed weights lie for the native kernels: slabs of 16 outputs by 64 inputs, in the order in which
-the lanes of a warp hold them (native/quant.cuh). One bit more than a byte is never stored for a number.
+the lanes of a warp hold them (native/quant.cuh).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 
-if TYPE_CHECKING:
-    from fastdeploy_core.contracts.quant_formats import PackedWeight
-
 SLAB_ROWS: Final = 16
 TURN: Final = 64  # inputs of a slab
-INT4, INT8, FP8, INT8_ROWS, FP8_ROWS = range(5)
+INT4, INT8, FP8, INT8_ROWS, FP8_ROWS = range(5)  # as native/quant.cuh numbers them
 _MIDDLE: Final = {INT4: 8, INT8: 128, FP8: 0}
 
 
@@ -29,9 +26,14 @@ class Slabs:
     num_experts: int
     data: torch.Tensor  # uint8 [(E,) slabs, turns, pieces, 32, 16]; by rows [(E,) N, K]
     scales: torch.Tensor  # float32 [(E,) slabs * 16]: of an output
-    groups: torch.Tensor | None  # float32 [(E,) slabs, G, 1 or 2, 8, 2]: scale (and offset) of each row
+    groups: (
+        torch.Tensor | None
+    )  # float32 [(E,) slabs, G, 1 or 2, 8, 2]: scale (and offset) of each row
     group_size: int
-    tables: dict[torch.dtype, torch.Tensor]  # groups as the kernels read them
+    block_scales: torch.Tensor | None = None  # float32 [(E,) N / 128, K / 128], as stored
+    tables: dict[torch.dtype, torch.Tensor] = field(
+        default_factory=dict
+    )  # groups as kernels read them
 
     @property
     def num_slabs(self) -> int:
@@ -47,6 +49,15 @@ class Slabs:
     def scaled(self) -> int:
         """As native/quant.cuh spells it."""
         return 0 if self.groups is None else int(self.groups.shape[-3])
+
+    def expert(self, index: int) -> Slabs:
+        """One expert's matrix; shares memory."""
+        groups = None if self.groups is None else self.groups[index]
+        blocks = None if self.block_scales is None else self.block_scales[index]
+        return replace(
+            self, num_experts=0, data=self.data[index], scales=self.scales[index], groups=groups,
+            block_scales=blocks, tables={},
+        )  # fmt: skip
 
     def table(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Groups in the dtype of the activations."""
@@ -66,8 +77,14 @@ def _padded(x: torch.Tensor, rows: int, columns: int, value: int) -> torch.Tenso
 def pack_slabs(numbers: torch.Tensor, kind: int) -> torch.Tensor:
     """[..., N, K] uint8 (int4: 0..15 around 8; others: their bits) to [..., slabs, turns, pieces, 32, 16]."""
     numbers = _padded(numbers, SLAB_ROWS, TURN, _MIDDLE[kind] if kind == INT4 else 0)
-    lead, slabs, turns = numbers.shape[:-2], numbers.shape[-2] // SLAB_ROWS, numbers.shape[-1] // TURN
-    flat = numbers.reshape(-1, slabs, 2, 8, turns, 4, 2, 4, 2)  # e, slab, high, r, turn, s, far, q, odd
+    lead, slabs, turns = (
+        numbers.shape[:-2],
+        numbers.shape[-2] // SLAB_ROWS,
+        numbers.shape[-1] // TURN,
+    )
+    flat = numbers.reshape(
+        -1, slabs, 2, 8, turns, 4, 2, 4, 2
+    )  # e, slab, high, r, turn, s, far, q, odd
     if kind == INT4:
         # slab, turn, r, q, s, odd, far, high: nibbles of a word, lowest first
         nibbles = flat.permute(0, 1, 4, 3, 7, 5, 8, 6, 2)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import native
-from .quant_layout import Slabs
+from .quant_layout import TURN, Slabs
 
 if TYPE_CHECKING:
     from .routing import Order
@@ -42,9 +42,11 @@ class Gemm:
     split: int  # blocks that divide K
     stages: int
     ahead: int
+    resident: int = 1  # blocks a multiprocessor should hold
 
     def __str__(self) -> str:
-        return f"gemm {self.rows}x{self.groups * 64} /{self.split} {self.stages}st {self.ahead}a"
+        tile = f"{self.rows}x{self.groups * 64}"
+        return f"gemm {tile} /{self.split} {self.stages}st {self.ahead}a {self.resident}r"
 
 
 Shape = Gemv | Gemm
@@ -85,6 +87,7 @@ def product(
         "SCALED": weight.scaled,
         "PAIRED": int(paired),
         "GROUPED": int(grouping is not None),
+        "EVEN": int(x.shape[1] % TURN == 0),
     }
     order = None if grouping is None else grouping.order
     arguments = [
@@ -104,7 +107,7 @@ def product(
         x.shape[1],
         weight.num_slabs,
         weight.num_turns,
-        max(1, weight.group_size // 64) if weight.group_size else weight.num_turns,
+        weight.group_size // TURN if weight.group_size else weight.num_turns,
         1 if grouping is None else grouping.divisor,
     ]
     slabs = weight.num_slabs // 2 if paired else weight.num_slabs
@@ -116,7 +119,9 @@ def product(
     return y
 
 
-def _gemv(shape: Gemv, defines: dict[str, int], arguments: list[Any], slabs: int, blocks: int) -> None:
+def _gemv(
+    shape: Gemv, defines: dict[str, int], arguments: list[Any], slabs: int, blocks: int
+) -> None:
     per_block = 1 if defines["PAIRED"] else shape.slabs
     held = 2 if defines["PAIRED"] else shape.slabs
     sizes = {
@@ -132,20 +137,21 @@ def _gemv(shape: Gemv, defines: dict[str, int], arguments: list[Any], slabs: int
     native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared)
 
 
-def _gemm(shape: Gemm, defines: dict[str, int], arguments: list[Any], slabs: int, blocks: int) -> None:
+def _gemm(
+    shape: Gemm, defines: dict[str, int], arguments: list[Any], slabs: int, blocks: int
+) -> None:
     sizes = {
         "BN": shape.rows,
         "GROUPS": shape.groups,
         "SPLIT": shape.split,
         "STAGES": shape.stages,
         "AHEAD": shape.ahead,
+        "RESIDENT": shape.resident,
     }
     kernel = native.function("quant_gemm", {**defines, **sizes})
     grid = (-(-slabs // (4 * shape.groups)), blocks, shape.split)
     shared = gemm_shared(shape, paired=bool(defines["PAIRED"]))
-    native.launch(
-        kernel, grid, shape.groups * 128, arguments, shared=shared, cluster=shape.split
-    )
+    native.launch(kernel, grid, shape.groups * 128, arguments, shared=shared, cluster=shape.split)
 
 
 def gemm_shared(shape: Gemm, *, paired: bool) -> int:
@@ -153,3 +159,34 @@ def gemm_shared(shape: Gemm, *, paired: bool) -> int:
     tiles = shape.stages * shape.rows * 128
     parts = shape.rows * (shape.groups * 64 * (2 if paired else 1) + 4) * 4
     return 1024 + (tiles + parts if shape.split > 1 else max(tiles, parts))
+
+
+def unpack(weight: Slabs, dtype: torch.dtype) -> torch.Tensor:
+    """[N, K] of slabs in the dtype of activations, or as int8 without scales; K in whole eights."""
+    y = torch.empty(
+        (weight.out_features, weight.in_features), dtype=dtype, device=weight.data.device
+    )
+    is_int8 = dtype == torch.int8
+    defines = {
+        "HALF": int(dtype == torch.float16),
+        "FORMAT": weight.kind,
+        "SCALED": weight.scaled,
+        "NUMBERS": int(is_int8),
+    }
+    turns, slabs = weight.num_turns, weight.num_slabs
+    table = weight.table(torch.bfloat16 if is_int8 else dtype)
+    per_group = weight.group_size // TURN if weight.group_size else turns
+    arguments = [
+        weight.data,
+        table,
+        weight.scales,
+        y,
+        weight.out_features,
+        weight.in_features,
+        slabs,
+        turns,
+        per_group,
+    ]
+    kernel = native.function("quant_unpack", defines)
+    native.launch(kernel, (-(-turns // 8), slabs, 1), 256, arguments)
+    return y

@@ -30,6 +30,19 @@ __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
   return d;
 }
 
+// (v & mask) | bits: one instruction, which two constants written in C++ would not become.
+__device__ __forceinline__ u32 masked_or(u32 v, u32 mask, u32 bits) {
+  u32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(v), "r"(mask), "r"(bits));
+  return d;
+}
+
+__device__ __forceinline__ u32 masked_xor(u32 v, u32 mask, u32 bits) {
+  u32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(d) : "r"(v), "r"(mask), "r"(bits));
+  return d;
+}
+
 __device__ __forceinline__ uint4 load_once(const uint4* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3},[%4];"
@@ -58,15 +71,15 @@ __device__ __forceinline__ u32 word(const Slab& slab, int n) {
 __device__ __forceinline__ u32 widen_pair(u32 v) {
 #if FORMAT == INT8 || FORMAT == INT8_ROWS
 #if HALF
-  return fma2((v & 0x00ff00ffu) ^ 0x64806480u, ONES, 0xe480e480u);  // 1024 + 128 + q - 1152
+  return fma2(masked_xor(v, 0x00ff00ffu, 0x64806480u), ONES, 0xe480e480u);  // 1024 + 128 + q - 1152
 #else
   // 128 + the low seven bits, less 128 or 256.
-  return fma2((v & 0x00800080u) | MAGIC, ONES ^ 0x80008000u, (v & 0x007f007fu) | MAGIC);
+  return fma2(masked_or(v, 0x00800080u, MAGIC), ONES ^ 0x80008000u, masked_or(v, 0x007f007fu, MAGIC));
 #endif
 #elif HALF
-  return fma2((v & 0x80008000u) | ((v & 0x7f007f00u) >> 1), 0x5c005c00u, 0x80008000u);  // * 2^8
+  return fma2(masked_or(v, 0x80008000u, (v & 0x7f007f00u) >> 1), 0x5c005c00u, 0x80008000u);  // * 2^8
 #else
-  return fma2((v & 0x80008000u) | ((v & 0x7f007f00u) >> 4), 0x7b807b80u, 0x80008000u);  // * 2^120
+  return fma2(masked_or(v, 0x80008000u, (v & 0x7f007f00u) >> 4), 0x7b807b80u, 0x80008000u);  // * 2^120
 #endif
 }
 
@@ -75,7 +88,7 @@ __device__ __forceinline__ void unpack(const Slab& slab, int step, u32* a) {
 #if FORMAT == INT4
   const u32 w = word(slab, step);
 #pragma unroll
-  for (int i = 0; i < 4; i++) a[i] = fma2(((w >> (4 * i)) & 0x000f000fu) | MAGIC, ONES, MINUS_MIDDLE);
+  for (int i = 0; i < 4; i++) a[i] = fma2(masked_or(w >> (4 * i), 0x000f000fu, MAGIC), ONES, MINUS_MIDDLE);
 #elif BY_ROWS
   const u32 upper = word(slab, step), lower = word(slab, 4 + step);
   const u32 first = FORMAT == INT8_ROWS ? 0x4140u : 0x1404u, second = FORMAT == INT8_ROWS ? 0x4342u : 0x3424u;

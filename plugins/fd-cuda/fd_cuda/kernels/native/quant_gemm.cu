@@ -97,7 +97,7 @@ __device__ __forceinline__ void unpack_turn(u32 (*a)[4][4], const Slab* held, co
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* __restrict__ groups,
            const float* __restrict__ scales, const float* x_scales, const u16* __restrict__ bias, u16* y,
            const int* slots, const int* experts, const long long* ids, int M, int N, int K, int slabs,

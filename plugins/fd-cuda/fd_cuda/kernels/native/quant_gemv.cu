@@ -27,8 +27,8 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from, bool inside
 
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-__device__ __forceinline__ void await_turn() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
+__device__ __forceinline__ void await_turns() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD / 2 - 1) : "memory");
   __syncwarp();
 }
 
@@ -51,23 +51,11 @@ __device__ __forceinline__ void multiply(float* c, const u32* a, const u32* b) {
 
 // END OF INSTRUCTIONS
 
-// A warp's part of x: which rows a lane fetches, from where.
+// A lane's part of x: the rows it fetches 16 bytes of.
 struct Rows {
-  u32 offset[2 * TILES];  // in 16 bytes
+  const uint4* from[2 * TILES];
   u32 present;
 };
-
-__device__ __forceinline__ void ask_for_inputs(const Rows& rows, const uint4* x, u32 stage, int turn, int K, int lane) {
-  const int chunk = lane & 7;
-  const bool inside = turn * 64 + chunk * 8 < K;
-#pragma unroll
-  for (int i = 0; i < 2 * TILES; i++) {
-    const int row = (lane >> 3) + 4 * i;
-    if (rows.present >> i & 1)
-      copy_async(stage + row * 128 + ((chunk ^ (row & 7)) << 4),
-                 x + (inside ? rows.offset[i] + turn * 8 + chunk : 0), inside);
-  }
-}
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
 quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* __restrict__ groups,
@@ -76,7 +64,7 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
            int turns, int per_group, int divisor) {
   // Inputs in the rings, then the warps' parts of the sums.
   extern __shared__ __align__(128) unsigned char memory[];
-  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+  const int thread = threadIdx.x, lane = thread & 31, warp = __shfl_sync(~0u, thread >> 5, 0);
   const int tile = blockIdx.x;
   const int num_groups = (turns + per_group - 1) / per_group;
 #if GROUPED
@@ -141,14 +129,24 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
     else at = slots[blockIdx.y * COLUMNS + row];
 #endif
     const bool is_there = at < M;
-    rows.offset[i] = is_there ? (u32)(GROUPED ? at / divisor : at) * x_stride : 0;
+    rows.from[i] = x + (is_there ? (u64)(GROUPED ? at / divisor : at) * x_stride : 0) + (lane & 7);
     rows.present |= (u32)is_there << i;
   }
+  // Row 4 i + lane / 8, 16 bytes lane % 8, swizzled: 4 i does not change which.
   const u32 ring = shared_address(memory) + warp * RING;
+  const u32 own = ring + (lane >> 3) * 128;
+  const u32 swizzled[2] = {((lane & 7u) ^ (lane >> 3)) << 4, ((lane & 7u) ^ (4 + (lane >> 3))) << 4};
+  const auto ask_x = [&](int i, int turn) {
+    const bool inside = EVEN || turn * 64 + (lane & 7) * 8 < K;
+#pragma unroll
+    for (int j = 0; j < 2 * TILES; j++)
+      if (rows.present >> j & 1)
+        copy_async(own + i * STAGE + j * 512 + swizzled[j & 1], rows.from[j] + (inside ? turn * 8 : 0), inside);
+  };
 #pragma unroll
   for (int i = 0; i < AHEAD; i++) {
-    if (warp + i * WARPS < turns) ask_for_inputs(rows, x, ring + i * STAGE, warp + i * WARPS, K, lane);
-    commit();
+    if (warp + i * WARPS < turns) ask_x(i, warp + i * WARPS);
+    if (i % 2) commit();
   }
 
   float sum[MT][TILES][4];
@@ -159,43 +157,44 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
 #pragma unroll
       for (int j = 0; j < 4; j++) sum[m][t][j] = 0.f;
 
+  // Which 16 bytes of a row of a turn this lane reads: by rows the eight inputs it multiplies itself, else
+  // one of those that ldmatrix hands out.
+  const u32 row = BY_ROWS ? lane >> 2 : lane & 7, chunk = BY_ROWS ? (lane & 3) * 2 : lane >> 3;
+  const u32 reads[2] = {row * 128 + ((chunk ^ row) << 4), row * 128 + (((chunk + (BY_ROWS ? 1 : 4)) ^ row) << 4)};
   for (int begin = warp; begin < turns; begin += AHEAD * WARPS) {
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) {
-      const int turn = begin + i * WARPS;
-      if (turn >= turns) break;
-      await_turn();
-      const u32 stage = ring + i * STAGE;
+    for (int two = 0; two < AHEAD; two += 2) {
+      if (begin + two * WARPS >= turns) break;
+      await_turns();
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        u32 b[TILES][4];
+      for (int i = two; i < two + 2; i++) {
+        if (begin + i * WARPS >= turns) break;
 #pragma unroll
-        for (int t = 0; t < TILES; t++) {
-#if BY_ROWS
-          const int row = t * 8 + (lane >> 2), chunk = (lane & 3) * 2 + half;
-          load_chunk(b[t], stage + row * 128 + ((chunk ^ (row & 7)) << 4));
-#else
-          const int row = t * 8 + (lane & 7), chunk = half * 4 + (lane >> 3);
-          load_matrices(b[t], stage + row * 128 + ((chunk ^ (row & 7)) << 4));
-#endif
-        }
+        for (int half = 0; half < 2; half++) {
+          u32 b[TILES][4];
 #pragma unroll
-        for (int m = 0; m < MT; m++)
-#pragma unroll
-          for (int s = 0; s < 2; s++) {
-            u32 a[4];
-            unpack(held[i][m], half * 2 + s, a);
-            apply_group(a, held_groups[i][m]);
-#pragma unroll
-            for (int t = 0; t < TILES; t++) multiply(sum[m][t], a, b[t] + 2 * s);
+          for (int t = 0; t < TILES; t++) {
+            const u32 at = ring + i * STAGE + t * 1024 + reads[half];
+            if (BY_ROWS) load_chunk(b[t], at);
+            else load_matrices(b[t], at);
           }
+#pragma unroll
+          for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int s = 0; s < 2; s++) {
+              u32 a[4];
+              unpack(held[i][m], half * 2 + s, a);
+              apply_group(a, held_groups[i][m]);
+#pragma unroll
+              for (int t = 0; t < TILES; t++) multiply(sum[m][t], a, b[t] + 2 * s);
+            }
+        }
+        if (begin + (i + AHEAD) * WARPS < turns) ask_w(i, begin + (i + AHEAD) * WARPS);
       }
-      const int next = turn + AHEAD * WARPS;
       __syncwarp();
-      if (next < turns) {
-        ask_w(i, next);
-        ask_for_inputs(rows, x, stage, next, K, lane);
-      }
+#pragma unroll
+      for (int i = two; i < two + 2; i++)
+        if (begin + (i + AHEAD) * WARPS < turns) ask_x(i, begin + (i + AHEAD) * WARPS);
       commit();
     }
   }

@@ -1,0 +1,138 @@
+"""Products with packed weights, `linear_<format>` of contracts/quant_formats.py.
+
+Few rows: the native kernels, which read packed weights as they are. Many rows: cuBLAS on int8 or fp8 where
+the format rounds activations, else on weights unpacked for the call. Where native kernels cannot run (no Hopper
+GPU, float32) plain tensor code dequantizes at every call; so it does for what they cannot read.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+
+from . import native
+from .common import batch_invariant, num_processors
+from .matmul import matmul
+from .quant_layout import FP8_ROWS, INT8_ROWS, Slabs
+from .quant_native import Gemm, Gemv, Shape, product, unpack
+from .quant_round import round_blocks, round_rows, scale_product
+from .quant_weights import Weights, dequantized
+
+_FEW_ROWS: Final = 16
+_SOME_ROWS: Final = 256
+# cuBLAS multiplies int8 from so many rows on, in whole sixteens of K and N.
+_LEAST_INT8_ROWS: Final = 17
+
+
+def linear(x: torch.Tensor, weight: Weights, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [T, K] as the format sees it times weight [N, K] transposed, plus bias."""
+    slabs = weight.slabs
+    if slabs is None:
+        return _by_definition(x, weight, bias)
+    rows = x.shape[0]
+    if not rows:
+        return torch.empty((0, slabs.out_features), dtype=x.dtype, device=x.device)
+    x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
+    if not native_runs(x):
+        seen, scales = weight.round(x)
+        seen = seen if scales is None else seen * scales[:, None].to(x.dtype)
+        return _multiply(seen, dequantized(slabs, x.dtype), bias)
+    shape = choose(slabs, rows, has_rounding=bool(weight.rounding))
+    if shape is not None:
+        seen, scales = weight.round(x)
+        return product(shape, seen, slabs, bias, x_scales=scales)
+    return _by_library(x, weight, slabs, bias)
+
+
+def native_runs(x: torch.Tensor) -> bool:
+    """Whether the native kernels can multiply x: two-byte numbers on a Hopper GPU."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and native.has_wgmma()
+
+
+def choose(slabs: Slabs, rows: int, *, has_rounding: bool) -> Shape | None:
+    """The kernel for so many rows; None for the library."""
+    if batch_invariant():
+        # One order of sums for all numbers of rows.
+        return None if slabs.kind >= INT8_ROWS else gemm_shape(slabs.num_slabs, 128, split=1)
+    if rows <= _FEW_ROWS:
+        return gemv_shape(slabs, rows)
+    if slabs.kind >= INT8_ROWS or rows > _SOME_ROWS:
+        return None
+    return gemm_shape(slabs.num_slabs, rows)
+
+
+def gemv_shape(slabs: Slabs, rows: int) -> Gemv:
+    """Two slabs a warp where that leaves work for every multiprocessor."""
+    tiles = 1 if rows <= 8 else 2
+    if slabs.num_slabs >= 1.2 * num_processors() * 2 - 64:
+        return Gemv(tiles, 2, 8, 4, 2)
+    if slabs.num_slabs < num_processors():
+        return Gemv(tiles, 1, 16, 4, 1)
+    return Gemv(tiles, 1, 8, 4, 2)
+
+
+def gemm_shape(num_slabs: int, rows: int, split: int = 0) -> Gemm:
+    """So many parts of K that the blocks fill the card."""
+    block = 32 if rows <= 32 else 64 if rows <= 64 else 128
+    tiles = -(-num_slabs // 8) * -(-rows // block)
+    resident = 1 if block == 128 else 2
+    if not split:
+        split = 1
+        while split < 8 and tiles * split * 2 <= num_processors() * resident * 1.1:
+            split *= 2
+    return Gemm(block, 2, split, 4, 8 if resident == 2 else 4, resident)
+
+
+def _by_library(
+    x: torch.Tensor, weight: Weights, slabs: Slabs, bias: torch.Tensor | None
+) -> torch.Tensor:
+    rows, width, depth = x.shape[0], slabs.out_features, slabs.in_features
+    whole = width % 16 == 0 and depth % 16 == 0
+    if weight.rounding == "int8" and whole and rows >= _LEAST_INT8_ROWS:
+        numbers, scales = round_rows(x, torch.int8, weight.input_scale, is_fp8=False)
+        stored = (
+            slabs.data.view(torch.int8) if slabs.kind == INT8_ROWS else unpack(slabs, torch.int8)
+        )
+        return scale_product(
+            torch._int_mm(numbers, stored.t()), scales, slabs.scales, bias, x.dtype
+        )
+    if slabs.kind == FP8_ROWS and whole:
+        return _fp8_by_library(x, weight, slabs, bias)
+    seen, scales = weight.round(x)
+    seen = seen if scales is None else seen * scales[:, None].to(x.dtype)
+    by_rows = slabs.kind >= INT8_ROWS
+    return _multiply(seen, dequantized(slabs, x.dtype) if by_rows else unpack(slabs, x.dtype), bias)
+
+
+def _fp8_by_library(
+    x: torch.Tensor, weight: Weights, slabs: Slabs, bias: torch.Tensor | None
+) -> torch.Tensor:
+    stored = slabs.data.view(torch.float8_e4m3fn).t()
+    if weight.rounding == "block":
+        if slabs.out_features % 128 or slabs.in_features % 128:
+            return _multiply(weight.round(x)[0], dequantized(slabs, x.dtype), bias)
+        numbers, scales = round_blocks(x, scaled=False)
+        y = torch._scaled_mm(
+            numbers, stored, scales, slabs.block_scales.t(), out_dtype=torch.bfloat16
+        )
+        y = y.to(x.dtype)
+        return y if bias is None else y.add_(bias)
+    numbers, scales = round_rows(x, torch.float8_e4m3fn, weight.input_scale, is_fp8=True)
+    outputs = slabs.scales[: slabs.out_features].unsqueeze(0)
+    y = torch._scaled_mm(
+        numbers, stored, scales.unsqueeze(1), outputs, out_dtype=torch.bfloat16, use_fast_accum=True
+    ).to(x.dtype)
+    return y if bias is None else y.add_(bias)
+
+
+def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return matmul(x, weight, bias) if batch_invariant() else F.linear(x, weight, bias)
+
+
+def _by_definition(x: torch.Tensor, weight: Weights, bias: torch.Tensor | None) -> torch.Tensor:
+    packed = weight.packed
+    assert packed is not None
+    seen = packed.activate(x).to(x.dtype) if x.shape[0] else x
+    return _multiply(seen, packed.dequantize().to(x.dtype), bias)
