@@ -53,3 +53,26 @@ inline float silu(float x) { return x / (1.f + std::exp(-x)); }
 inline int __float2int_rn(float x) { return (int)std::nearbyint(x); }
 inline u32 masked_or(u32 v, u32 mask, u32 bits) { return (v & mask) | bits; }
 inline u32 masked_xor(u32 v, u32 mask, u32 bits) { return (v & mask) ^ bits; }
+inline u32 widen_fp8(u32 v) {
+  u32 result = 0;
+  for (int i = 0; i < 2; ++i) {
+    const int byte = v >> 8 * i & 255, exponent = byte >> 3 & 15, fraction = byte & 7;
+    const float size = exponent ? std::ldexp(8.f + fraction, exponent - 10) : std::ldexp((float)fraction, -9);
+    const _Float16 half = (_Float16)(byte & 128 ? -size : size);
+    u16 bits;
+    std::memcpy(&bits, &half, 2);
+    result |= (u32)bits << 16 * i;
+  }
+  return result;
+}
+#if defined(Y_HALF) && Y_HALF
+inline float widen_y(u16 bits) { _Float16 x; std::memcpy(&x, &bits, 2); return (float)x; }
+inline u16 narrow_y(float x) { _Float16 h = (_Float16)x; u16 bits; std::memcpy(&bits, &h, 2); return bits; }
+#else
+inline float widen_y(u16 bits) { u32 wide = (u32)bits << 16; float x; std::memcpy(&x, &wide, 4); return x; }
+inline u16 narrow_y(float x) {
+  u32 bits;
+  std::memcpy(&bits, &x, 4);
+  return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+#endif

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fastdeploy_core.testing.conformance.test_kv_formats import KVFormatConformance
 from fastdeploy_core.testing.conformance.test_quantized_ops import QuantizedOpsConformance
 from test_kernels import HAS_GPU, OnCuda
 
@@ -23,3 +24,14 @@ class TestQuantized(OnCuda, QuantizedOpsConformance):
 
         origins = kernels.origins()
         assert {o for o in FORMAT_OPERATIONS if origins[o] != "fd-cuda"} == set()
+
+
+class TestCacheFormats(OnCuda, KVFormatConformance):
+    """Attention over quantized caches."""
+
+    def _driver(self, request: Any, device: Any, kernels: Any, spec: Any, size: int) -> Any:
+        from fd_cuda.attention.quantized import QuantizedAttention
+
+        if spec.kind == "mla":
+            pytest.skip("latent rows are left to the reference")
+        return QuantizedAttention(spec, size, device, kernels)

@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any, Final
 
+from fastdeploy_core.contracts.kv_formats import KV_OPERATIONS
 from fastdeploy_core.contracts.ops import Kernel
 from fastdeploy_core.contracts.quant_formats import FORMATS
 
@@ -26,6 +27,7 @@ _MODULES: Final = {
         "kv_read_blocks",
         "kv_write_blocks",
     ),
+    "quant_cache": tuple(KV_OPERATIONS),
     "step": ("prepare_decode", "finish_decode", "mark_broken"),
     "routing": ("moe_routing",),
     "experts": ("moe_experts",),
@@ -44,7 +46,7 @@ def runs_here(facts: Mapping[str, Any]) -> bool:
 
 def _packed_cells() -> dict[str, Kernel]:
     """Products with packed weights: of the core's formats, and of fd-quant-wint2's trellis code."""
-    rooms = {kind: ("linear", "experts", "weights:prepare") for kind in FORMATS}
+    rooms = dict.fromkeys(FORMATS, ("linear", "experts", "weights:prepare"))
     rooms["tet2"] = ("trellis", "trellis", "trellis:prepare")
     return {
         operation: Kernel(

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from . import native
 from .common import batch_invariant, num_processors
 from .matmul import matmul
-from .quant_layout import FP8_ROWS, INT8_ROWS, Slabs
+from .quant_layout import FP8_ROWS, INT4, INT8_ROWS, Slabs
 from .quant_native import Gemm, Gemv, Shape, product, unpack
-from .quant_round import round_blocks, round_rows, scale_product
+from .quant_round import fp8_blocks, round_rows, scale_product
 from .quant_weights import Weights, dequantized
 
 _FEW_ROWS: Final = 16
@@ -36,13 +36,11 @@ def linear(x: torch.Tensor, weight: Weights, bias: torch.Tensor | None) -> torch
         return torch.empty((0, slabs.out_features), dtype=x.dtype, device=x.device)
     x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
     if not native_runs(x):
-        seen, scales = weight.round(x)
-        seen = seen if scales is None else seen * scales[:, None].to(x.dtype)
-        return _multiply(seen, dequantized(slabs, x.dtype), bias)
-    shape = choose(slabs, rows, has_rounding=bool(weight.rounding))
+        return _multiply(_seen(x, weight), dequantized(slabs, x.dtype), bias)
+    shape = choose(slabs, rows)
     if shape is not None:
         seen, scales = weight.round(x)
-        return product(shape, seen, slabs, bias, x_scales=scales)
+        return product(shape, seen, slabs, bias, dtype=x.dtype, x_scales=scales)
     return _by_library(x, weight, slabs, bias)
 
 
@@ -51,38 +49,43 @@ def native_runs(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and native.has_wgmma()
 
 
-def choose(slabs: Slabs, rows: int, *, has_rounding: bool) -> Shape | None:
-    """The kernel for so many rows; None for the library."""
+def choose(slabs: Slabs, rows: int) -> Shape | None:
+    """The kernel for so many rows, as measured on an H200; None for the library."""
     if batch_invariant():
         # One order of sums for all numbers of rows.
-        return None if slabs.kind >= INT8_ROWS else gemm_shape(slabs.num_slabs, 128, split=1)
-    if rows <= _FEW_ROWS:
-        return gemv_shape(slabs, rows)
+        return None if slabs.kind >= INT8_ROWS else Gemm(128, 2, 1, 4, 8)
+    if rows <= _FEW_ROWS or (rows <= 32 and slabs.kind == INT4 and slabs.num_slabs >= 256):
+        return _gemv_shape(slabs, rows)
     if slabs.kind >= INT8_ROWS or rows > _SOME_ROWS:
         return None
-    return gemm_shape(slabs.num_slabs, rows)
+    return _gemm_shape(slabs.num_slabs, rows)
 
 
-def gemv_shape(slabs: Slabs, rows: int) -> Gemv:
-    """Two slabs a warp where that leaves work for every multiprocessor."""
-    tiles = 1 if rows <= 8 else 2
-    if slabs.num_slabs >= 1.2 * num_processors() * 2 - 64:
+def _gemv_shape(slabs: Slabs, rows: int) -> Gemv:
+    """As many slabs a warp as leave work for every multiprocessor."""
+    tiles = 1 if rows <= 8 else 2 if rows <= 16 else 4
+    count, processors = slabs.num_slabs, num_processors()
+    if tiles > 1 and slabs.kind == INT4 and count >= 2 * processors:
+        return Gemv(tiles, 4, 8, 4, 1)
+    if count >= 2 * processors:
         return Gemv(tiles, 2, 8, 4, 2)
-    if slabs.num_slabs < num_processors():
-        return Gemv(tiles, 1, 16, 4, 1)
-    return Gemv(tiles, 1, 8, 4, 2)
+    return Gemv(tiles, 1, 8, 4, 2) if count >= processors else Gemv(tiles, 1, 16, 4, 1)
 
 
-def gemm_shape(num_slabs: int, rows: int, split: int = 0) -> Gemm:
-    """So many parts of K that the blocks fill the card."""
+def _gemm_shape(num_slabs: int, rows: int) -> Gemm:
+    """So many parts of K that the blocks fill the card once."""
     block = 32 if rows <= 32 else 64 if rows <= 64 else 128
-    tiles = -(-num_slabs // 8) * -(-rows // block)
-    resident = 1 if block == 128 else 2
-    if not split:
-        split = 1
-        while split < 8 and tiles * split * 2 <= num_processors() * resident * 1.1:
-            split *= 2
-    return Gemm(block, 2, split, 4, 8 if resident == 2 else 4, resident)
+    groups = 2 if num_slabs >= 128 else 1
+    tiles, split = -(-num_slabs // (4 * groups)) * -(-rows // block), 1
+    while split < 8 and tiles * split * 2 <= num_processors() * 1.1:
+        split *= 2
+    return Gemm(block, groups, split, 4 if block == 128 else 6, 8, 1)
+
+
+def _seen(x: torch.Tensor, weight: Weights) -> torch.Tensor:
+    """x as the product sees it, in its own dtype."""
+    seen, scales = weight.round(x)
+    return seen if scales is None else (seen.float() * scales[:, None]).to(x.dtype)
 
 
 def _by_library(
@@ -100,9 +103,7 @@ def _by_library(
         )
     if slabs.kind == FP8_ROWS and whole:
         return _fp8_by_library(x, weight, slabs, bias)
-    seen, scales = weight.round(x)
-    seen = seen if scales is None else seen * scales[:, None].to(x.dtype)
-    by_rows = slabs.kind >= INT8_ROWS
+    seen, by_rows = _seen(x, weight), slabs.kind >= INT8_ROWS
     return _multiply(seen, dequantized(slabs, x.dtype) if by_rows else unpack(slabs, x.dtype), bias)
 
 
@@ -112,8 +113,8 @@ def _fp8_by_library(
     stored = slabs.data.view(torch.float8_e4m3fn).t()
     if weight.rounding == "block":
         if slabs.out_features % 128 or slabs.in_features % 128:
-            return _multiply(weight.round(x)[0], dequantized(slabs, x.dtype), bias)
-        numbers, scales = round_blocks(x, scaled=False)
+            return _multiply(_seen(x, weight), dequantized(slabs, x.dtype), bias)
+        numbers, scales = fp8_blocks(x)
         y = torch._scaled_mm(
             numbers, stored, scales, slabs.block_scales.t(), out_dtype=torch.bfloat16
         )
@@ -133,6 +134,7 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
 
 def _by_definition(x: torch.Tensor, weight: Weights, bias: torch.Tensor | None) -> torch.Tensor:
     packed = weight.packed
-    assert packed is not None
+    if packed is None:
+        raise TypeError("a weight is neither laid out nor packed")
     seen = packed.activate(x).to(x.dtype) if x.shape[0] else x
     return _multiply(seen, packed.dequantize().to(x.dtype), bias)

@@ -73,16 +73,19 @@ def product(
     weight: Slabs,
     bias: torch.Tensor | None,
     *,
+    dtype: torch.dtype | None = None,
     x_scales: torch.Tensor | None = None,
     grouping: Grouping | None = None,
     paired: bool = False,
 ) -> torch.Tensor:
-    """x [T, K] times the weight; rows of it are whole 16 bytes."""
+    """x [T, K] times the weight, in dtype or in x's own; rows of x are whole 16 bytes."""
+    dtype = dtype or x.dtype
     num_rows = x.shape[0] if grouping is None else grouping.num_slots
     width = weight.out_features // 2 if paired else weight.out_features
-    y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    y = torch.empty((num_rows, width), dtype=dtype, device=x.device)
     defines = {
         "HALF": int(x.dtype == torch.float16),
+        "Y_HALF": int(dtype == torch.float16),
         "FORMAT": weight.kind,
         "SCALED": weight.scaled,
         "PAIRED": int(paired),
@@ -172,6 +175,7 @@ def unpack(weight: Slabs, dtype: torch.dtype) -> torch.Tensor:
         "FORMAT": weight.kind,
         "SCALED": weight.scaled,
         "NUMBERS": int(is_int8),
+        "Y_HALF": 0,
     }
     turns, slabs = weight.num_turns, weight.num_slabs
     table = weight.table(torch.bfloat16 if is_int8 else dtype)

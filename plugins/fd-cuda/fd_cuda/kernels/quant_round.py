@@ -1,7 +1,6 @@
 """Activations rounded as formats want them: to int8 or fp8, by token, by 128 inputs, or by a fixed scale.
 
-The numbers come out as int8 or fp8 for the libraries' products, or unscaled in the activations' own dtype, which
-holds them exactly, for the kernels here. fp8 by 128 inputs comes out scaled in the latter case.
+The numbers come out as int8 or fp8, or for the kernels of quant_native.py in a float that holds them.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ _MOST_AT_ONCE: Final = 8192
 
 
 @triton.jit
-def _to_even(x):
+def round_even(x):
     """Rounded to the nearest integer: what is added pushes the fraction out of a float32."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
-def _to_fp8(x):
+def round_fp8(x):
     """Rounded to float8_e4m3fn, still float32: three bits behind the leading one, down to 2^-9."""
     exponent = (x.to(tl.int32, bitcast=True) >> 23) & 0xFF
     # The power of two that moves the last kept bit to the place of ones.
     shift = tl.where(exponent > 121, 257 - exponent, 136) << 23
     power = shift.to(tl.float32, bitcast=True)
     inverse = ((254 << 23) - shift).to(tl.float32, bitcast=True)
-    return _to_even(x * power) * inverse
+    return round_even(x * power) * inverse
 
 
 @triton.jit
 def _rounded(x, scale, BOUND: tl.constexpr, IS_FP8: tl.constexpr):
     value = tl.minimum(tl.maximum(tl.div_rn(x, scale), -BOUND), BOUND)
-    return _to_fp8(value) if IS_FP8 else _to_even(value)
+    return round_fp8(value) if IS_FP8 else round_even(value)
 
 
 @triton.jit
@@ -73,10 +72,9 @@ def _round_rows(
 @triton.jit
 def _round_blocks(
     x_p, y_p, scales_p, width, stride, num_blocks, scale_stride,
-    BLOCKS: tl.constexpr, SIZE: tl.constexpr, BOUND: tl.constexpr, SCALED: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCKS: tl.constexpr, SIZE: tl.constexpr, BOUND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """scales_p: [blocks, T], blocks apart by scale_stride; SCALED: the numbers come out times them."""
+    """scales_p: [blocks, T], blocks apart by scale_stride."""
     join_chain(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -84,11 +82,32 @@ def _round_blocks(
     x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), BOUND), _TINY)
     number = _rounded(x, scale[:, None], BOUND, True)
-    if SCALED:
-        number *= scale[:, None]
-    else:
-        tl.store(scales_p + block * scale_stride + row, scale, mask=block < num_blocks)
+    tl.store(scales_p + block * scale_stride + row, scale, mask=block < num_blocks)
     tl.store(y_p + row * width + at, number.to(y_p.dtype.element_ty), mask=at < width)
+
+
+@triton.jit
+def _round_relative(
+    x_p, y_p, scales_p, width, stride,
+    BLOCKS: tl.constexpr, TURNS: tl.constexpr, SIZE: tl.constexpr, BOUND: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    join_chain(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    within = tl.arange(0, BLOCKS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    peak = tl.zeros((BLOCKS,), tl.float32)
+    for turn in tl.static_range(TURNS):
+        at = within + turn * BLOCKS * SIZE
+        x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
+        peak = tl.maximum(peak, tl.max(tl.abs(x), 1))
+    largest = tl.maximum(tl.max(peak, 0) / BOUND, _TINY)
+    tl.store(scales_p + row, largest)
+    for turn in tl.static_range(TURNS):
+        at = within + turn * BLOCKS * SIZE
+        x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
+        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), BOUND), _TINY)
+        number = _rounded(x, scale[:, None], BOUND, True) * (scale / largest)[:, None]
+        tl.store(y_p + row * width + at, number.to(y_p.dtype.element_ty), mask=at < width)
 
 
 def round_rows(
@@ -108,22 +127,35 @@ def round_rows(
     return y, scales
 
 
-def round_blocks(x: torch.Tensor, *, scaled: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """x in fp8 by token and 128 inputs: (fp8 [T, K], scales [T, blocks], tokens fastest), or with
-    `scaled` (times their scales in x's dtype, nothing)."""
+def fp8_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(fp8 [T, K], scales [T, blocks of 128 inputs], tokens fastest)."""
     rows, width = x.shape
-    y = torch.empty(
-        (rows, width), dtype=x.dtype if scaled else torch.float8_e4m3fn, device=x.device
-    )
+    y = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
     blocks = triton.cdiv(width, FP8_BLOCK)
-    scales = torch.empty((0 if scaled else blocks, rows), dtype=torch.float32, device=x.device)
+    scales = torch.empty((blocks, rows), dtype=torch.float32, device=x.device)
     if rows:
         each = min(pad2(blocks), 4 if INTERPRETED else 8)
         _round_blocks[(rows, triton.cdiv(blocks, each))](
             x, y, scales, width, x.stride(0), blocks, scales.stride(0), BLOCKS=each,
-            SIZE=FP8_BLOCK, BOUND=FP8_BOUND, SCALED=scaled, **options(num_warps=4),
+            SIZE=FP8_BLOCK, BOUND=FP8_BOUND, **options(num_warps=4),
         )  # fmt: skip
     return y, scales.t()
+
+
+def round_blocks(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """x in fp8 by token and 128 inputs: (numbers [T, K] in dtype, relative to the row's largest block; what
+    each row is to be multiplied with [T])."""
+    rows, width = x.shape
+    y = torch.empty((rows, width), dtype=dtype, device=x.device)
+    scales = torch.empty((rows,), dtype=torch.float32, device=x.device)
+    if rows:
+        blocks = triton.cdiv(width, FP8_BLOCK)
+        each = min(pad2(blocks), _MOST_AT_ONCE // FP8_BLOCK)
+        _round_relative[(rows,)](
+            x, y, scales, width, x.stride(0), BLOCKS=each, TURNS=triton.cdiv(blocks, each),
+            SIZE=FP8_BLOCK, BOUND=FP8_BOUND, **options(num_warps=8 if each > 8 else 4),
+        )  # fmt: skip
+    return y, scales
 
 
 @triton.jit

@@ -31,7 +31,6 @@ _TILE: Final = 64  # outputs of a strand
 _TURN: Final = 32  # inputs of four strands
 _ALONE: Final = 2
 _MANY: Final = 64  # rows from which decoding pays for dense layers
-_ROTATE_THREADS: Final = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -113,12 +112,15 @@ def rotated(x: torch.Tensor, weight: Trellis) -> torch.Tensor:
 
 def _rotate(x: torch.Tensor, weight: Trellis, outputs: list[torch.Tensor | None]) -> None:
     rows, width = x.shape
-    kernel = native.function("tet_rotate", {"HALF": int(x.dtype == torch.float16)})
+    threads = 1024 if width >= 4096 else 512 if width >= 2048 else 256
+    kernel = native.function(
+        "tet_rotate", {"HALF": int(x.dtype == torch.float16), "THREADS": threads}
+    )
     stride = ctypes.c_longlong(x.stride(0))
     norm = float(weight.block**-0.5)
     arguments = [x, stride, weight.signs, *outputs, width, weight.block, norm, _UNIT]
     shared = (width + width // 32 + 8) * 4
-    native.launch(kernel, (rows, 1, 1), _ROTATE_THREADS, arguments, shared=shared)
+    native.launch(kernel, (rows, 1, 1), threads, arguments, shared=shared)
 
 
 def _product(
@@ -138,7 +140,9 @@ def _product(
     columns = 1 if rows_together <= 8 else 2
     blocks = -(-num_rows // (8 * columns)) if grouping is None else grouping.blocks
     # Few tiles: more warps share one.
-    warps, ahead, resident = (8, 8, 1) if tiles * blocks < 400 else (4, 4, 4)
+    warps, ahead, resident = (
+        (16, 8 if columns == 1 else 4, 1) if tiles * blocks < 400 else (4, 4, 4)
+    )
     if paired:
         warps, ahead, resident = (4, 4, 3) if columns == 1 else (4, 4, 2)
     defines = {

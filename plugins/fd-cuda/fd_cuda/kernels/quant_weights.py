@@ -65,12 +65,14 @@ class Weights:
         )
 
     def round(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(x as the product sees it, in its own dtype; what rows of the result are multiplied with)."""
+        """(x as the product sees it, what rows of the result are multiplied with). Rounded numbers of
+        half floats come in float16, which holds them and is what fp8 weights become fastest."""
+        if not self.rounding:
+            return x, None
+        dtype = torch.float32 if x.dtype == torch.float32 else torch.float16
         if self.rounding == "block":
-            return round_blocks(x, scaled=True)[0], None
-        if self.rounding:
-            return round_rows(x, x.dtype, self.input_scale, is_fp8=self.rounding == "fp8")
-        return x, None
+            return round_blocks(x, dtype)
+        return round_rows(x, dtype, self.input_scale, is_fp8=self.rounding == "fp8")
 
 
 def prepare(weight: PackedWeight) -> Weights:
@@ -99,7 +101,6 @@ def _fits(weight: PackedWeight, kind: int) -> bool:
 def _slabs(weight: PackedWeight, kind: int) -> Slabs:
     rows, count = weight.out_features, weight.in_features
     data = _packed(weight, kind)
-    lead = data.shape[:1] if weight.num_experts else ()
     padded = -(-rows // SLAB_ROWS) * SLAB_ROWS
     scale, size, blocks = weight.tensors["scale"].float(), weight.group_size, None
     if weight.format.name == "block_fp8":
@@ -110,12 +111,11 @@ def _slabs(weight: PackedWeight, kind: int) -> Slabs:
     if scale.shape[-1] == 1 and zero is None:
         outputs = _filled(scale, padded)[..., 0].contiguous()
         return Slabs(kind, rows, count, weight.num_experts, data, outputs, None, 0, blocks)
-    # Scales of groups are rounded to the dtype of activations, those of outputs are not.
-    outputs = torch.ones((*lead, padded), device=data.device)
+    # Scales of groups are rounded to the dtype of activations: to fractions of the output's largest.
+    outputs = _filled(scale.abs().amax(-1, keepdim=True), padded)[..., 0].contiguous()
+    scale = scale / outputs[..., :rows, None]
     if scale.shape[-1] == 1:
         size = -(-count // TURN) * TURN
-        outputs = _filled(scale, padded)[..., 0].contiguous()
-        scale = torch.ones_like(scale)
     parts = [_by_slab(scale, padded)]
     if zero is not None:
         middle = 128.0 if kind == INT8 else 8.0

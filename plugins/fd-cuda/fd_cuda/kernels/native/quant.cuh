@@ -30,6 +30,34 @@ __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
   return d;
 }
 
+// Two fp8 numbers that lie side by side.
+__device__ __forceinline__ u32 widen_fp8(u32 v) {
+  u32 d;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low;}" : "=r"(d) : "r"(v));
+  return d;
+}
+
+// Results and biases are in the model's dtype, whatever x is in.
+__device__ __forceinline__ u16 narrow_y(float value) {
+  u16 y;
+#if Y_HALF
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(value));
+#else
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(value));
+#endif
+  return y;
+}
+
+__device__ __forceinline__ float widen_y(u16 value) {
+#if Y_HALF
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(value));
+  return y;
+#else
+  return __uint_as_float((u32)value << 16);
+#endif
+}
+
 // (v & mask) | bits: one instruction, which two constants written in C++ would not become.
 __device__ __forceinline__ u32 masked_or(u32 v, u32 mask, u32 bits) {
   u32 d;
@@ -89,6 +117,12 @@ __device__ __forceinline__ void unpack(const Slab& slab, int step, u32* a) {
   const u32 w = word(slab, step);
 #pragma unroll
   for (int i = 0; i < 4; i++) a[i] = fma2(masked_or(w >> (4 * i), 0x000f000fu, MAGIC), ONES, MINUS_MIDDLE);
+#elif FORMAT == FP8_ROWS && HALF
+  const u32 upper = word(slab, step), lower = word(slab, 4 + step);
+  a[0] = widen_fp8(upper);
+  a[1] = widen_fp8(lower);
+  a[2] = widen_fp8(upper >> 16);
+  a[3] = widen_fp8(lower >> 16);
 #elif BY_ROWS
   const u32 upper = word(slab, step), lower = word(slab, 4 + step);
   const u32 first = FORMAT == INT8_ROWS ? 0x4140u : 0x1404u, second = FORMAT == INT8_ROWS ? 0x4342u : 0x3424u;

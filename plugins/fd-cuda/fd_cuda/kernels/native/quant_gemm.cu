@@ -266,17 +266,17 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
       if (PAIRED) {
         value = silu(value) * (u[j] * scales[own + width] * x_scale);
       } else if (bias != nullptr) {
-        value += widen(bias[own]);
+        value += widen_y(bias[own]);
       }
       v[j] = value;
     }
     u16* to = y + (u64)at * width + column;
     if (column + 3 < width && (width & 3) == 0) {
-      *(uint2*)to = make_uint2(pack(v[0], v[1]), pack(v[2], v[3]));
+      *(uint2*)to = make_uint2(narrow_y(v[0]) | (u32)narrow_y(v[1]) << 16, narrow_y(v[2]) | (u32)narrow_y(v[3]) << 16);
     } else {
 #pragma unroll
       for (int j = 0; j < 4; j++)
-        if (column + j < width) to[j] = narrow(v[j]);
+        if (column + j < width) to[j] = narrow_y(v[j]);
     }
   }
 }

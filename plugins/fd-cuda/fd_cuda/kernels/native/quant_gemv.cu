@@ -233,8 +233,8 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
       other *= scales[column + width] * x_scale;
       value = silu(value) * other;
     } else if (bias != nullptr) {
-      value += widen(bias[column]);
+      value += widen_y(bias[column]);
     }
-    y[(u64)at * width + column] = narrow(value);
+    y[(u64)at * width + column] = narrow_y(value);
   }
 }

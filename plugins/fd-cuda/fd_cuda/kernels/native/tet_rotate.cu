@@ -3,7 +3,6 @@
 
 #include "common.cuh"
 
-#define THREADS 256
 
 // Banks: elements that a warp touches together lie 1, 8, 64, ... apart.
 __device__ __forceinline__ int at(int i) { return i + (i >> 5); }
