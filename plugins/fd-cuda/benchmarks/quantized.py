@@ -12,8 +12,11 @@ in float32.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -124,7 +127,28 @@ def dense_cell(kind: str, rows: int, width: int, depth: int) -> str:
     return f"{text}, error {float(error):.1e}, {shape or 'library'}"
 
 
+def compile_ahead(shapes: list[str], rows: list[int], kinds: list[str]) -> None:
+    """Kernels of all cells, on all processors."""
+    calls = []
+    for shape in shapes:
+        width, depth = (int(n) for n in shape.split("x"))
+        for kind in kinds:
+            weight = prepared(kind, width, depth)
+            product = quant_trellis.linear if kind == "tet2" else quant_linear.linear
+            for count in rows:
+                x = torch.randn(count, depth, device=DEVICE).to(DTYPE)
+                calls.append(partial(product, x, weight, None))
+
+    def once(call: Callable[[], Any]) -> None:
+        with torch.inference_mode(), contextlib.suppress(Exception):  # the cell itself will tell
+            call()
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(once, calls))
+
+
 def dense(shapes: list[str], rows: list[int], kinds: list[str]) -> None:
+    compile_ahead(shapes, rows, kinds)
     for shape in shapes:
         width, depth = (int(n) for n in shape.split("x"))
         for count in rows:

@@ -8,10 +8,14 @@ struct uint2 {
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 #define memory ((unsigned char*)shared)
 
+struct float2 {
+  float x, y;
+};
 inline u32 fma2(u32 a, u32 b, u32 c) {
   return pack((float)((double)low(a) * low(b) + low(c)), (float)((double)high(a) * high(b) + high(c)));
 }
 inline uint4 load_once(const uint4* p) { return *p; }
+inline uint2 load_once(const uint2* p) { return *p; }
 inline u32 load_once(const u32* p) { return *p; }
 inline u32 shared_address(const void* p) { return (u32)((const char*)p - (const char*)shared); }
 inline void copy_async(u32 to, const void* from, bool inside) {
@@ -76,3 +80,7 @@ inline u16 narrow_y(float x) {
   return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 #endif
+// volatile: nothing may be contracted
+inline float __fmul_rn(float a, float b) { volatile float r = a * b; return r; }
+inline float __fadd_rn(float a, float b) { volatile float r = a + b; return r; }
+inline int __float2int_rd(float x) { return (int)std::floor(x); }

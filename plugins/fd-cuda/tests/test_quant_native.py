@@ -5,9 +5,10 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
+from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight, QuantFormat
 from fastdeploy_core.testing.conformance.test_quantized_ops import make_packed
 from quant_emulation import Emulation
 
@@ -83,6 +84,46 @@ def test_product(case: tuple[str, int, int, int, torch.dtype, int, Shape]) -> No
     bias = torch.randn(rows, device=DEVICE).to(dtype)
     expected = x.double() @ weight.dequantize().double().T + bias.double()
     check(product(shape, x, slabs, bias), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_published_two_bits(dtype: torch.dtype) -> None:
+    """Against the layout's description, byte by byte."""
+    rows, count = 40, 256
+    rng = np.random.default_rng(0)
+    stored = rng.integers(0, 256, (count // 4, rows)).astype(np.uint8)
+    local = rng.integers(1, 256, (count // 128, rows)).astype(np.uint8)
+    outer = rng.uniform(0.5, 1, rows).astype(np.float32)
+    scale, zero = (
+        rng.uniform(118, 122, rows).astype(np.float32),
+        rng.uniform(-60, 480, rows).astype(np.float32),
+    )
+    dense = np.empty((rows, count))
+    for n, k in np.ndindex(rows, count):
+        code = int(
+            np.floor(
+                np.float32(np.float32(stored[k // 4, n]) * scale[n]) + zero[n] + np.float32(0.5)
+            )
+        )
+        nibble = local[k // 128, n] >> (0 if k // 64 % 2 else 4) & 15
+        dense[n, k] = ((code >> (9 - 3 * (k % 4)) & 63) - 32) * float(nibble) * float(outer[n])
+    held = {
+        "weight": stored,
+        "scale": local,
+        "super_scale": outer,
+        "code_scale": scale,
+        "code_zero": zero,
+    }
+    tensors = {key: torch.from_numpy(value).to(DEVICE) for key, value in held.items()}
+    weight = PackedWeight(QuantFormat("ccq2", "", {}, ""), rows, count, tensors)
+    slabs = quant_weights.prepare(weight).slabs
+    assert slabs is not None
+    own = quant_weights.dequantized(slabs, torch.float32).double().cpu().numpy()
+    assert np.allclose(own, dense, rtol=1e-6)
+    for shape, tokens in ((Gemv(1, 2, 2, 2, 1), 3), (Gemv(2, 1, 2, 2, 1), 11)):
+        x = torch.randn(tokens, count, device=DEVICE).to(dtype)
+        expected = x.double() @ torch.from_numpy(dense).to(DEVICE).T
+        check(product(shape, x, slabs, None), expected, dtype)
 
 
 @pytest.mark.parametrize("is_alone", [False, True])

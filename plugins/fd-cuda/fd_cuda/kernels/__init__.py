@@ -45,8 +45,9 @@ def runs_here(facts: Mapping[str, Any]) -> bool:
 
 
 def _packed_cells() -> dict[str, Kernel]:
-    """Products with packed weights: of the core's formats, and of fd-quant-wint2's trellis code."""
+    """Products with packed weights: of the core's formats, and of fd-quant-wint2's two."""
     rooms = dict.fromkeys(FORMATS, ("linear", "experts", "weights:prepare"))
+    rooms["ccq2"] = ("linear", "experts", "weights:prepare")
     rooms["tet2"] = ("trellis", "trellis", "trellis:prepare")
     return {
         operation: Kernel(

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from .common import INTERPRETED, batch_invariant
 from .experts import combined
 from .norm import silu_and_mul
-from .quant_layout import INT8_ROWS, Slabs
+from .quant_layout import CCQ, FP8_ROWS, INT8_ROWS, Slabs
 from .quant_linear import linear, native_runs
 from .quant_native import Gemm, Gemv, Grouping, Shape, product
 from .quant_rows import multiply_rows, tiles_for
@@ -45,7 +45,9 @@ def moe_experts(
     shape = choose(first, tokens * top_k / first.num_experts) if native_runs(x) else None
     whole = first.out_features % 32 == 0
     if shape is None or not whole:
-        if first.kind < INT8_ROWS or (x.dtype == torch.float32 and not INTERPRETED):
+        if first.kind not in (INT8_ROWS, FP8_ROWS) or (
+            x.dtype == torch.float32 and not INTERPRETED
+        ):
             return _one_by_one(x, topk_ids, topk_weights, gate_up, down)
         y = _by_triton(x, topk_ids, gate_up, down, first, second)
         return combined(y, topk_weights)
@@ -72,6 +74,8 @@ def choose(slabs: Slabs, each: float) -> Shape | None:
         return Gemv(1, 2, 8, 4, 2)
     if each <= 16:
         return Gemv(2, 2, 8, 4, 2)
+    if slabs.kind == CCQ:
+        return Gemv(4, 2, 8, 4, 1)
     if slabs.kind >= INT8_ROWS:
         return None
     return Gemm(64, 2, 1, 4, 4) if each <= 96 else Gemm(128, 2, 1, 4, 4)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 SLAB_ROWS: Final = 16
 TURN: Final = 64  # inputs of a slab
-INT4, INT8, FP8, INT8_ROWS, FP8_ROWS = range(5)  # as native/quant.cuh numbers them
+INT4, INT8, FP8, INT8_ROWS, FP8_ROWS, CCQ = range(6)  # as native/quant.cuh numbers them
 _MIDDLE: Final = {INT4: 8, INT8: 128, FP8: 0}
 
 
@@ -24,13 +24,14 @@ class Slabs:
     out_features: int
     in_features: int
     num_experts: int
-    data: torch.Tensor  # uint8 [(E,) slabs, turns, pieces, 32, 16]; by rows [(E,) N, K]
+    data: torch.Tensor  # uint8 [(E,) slabs, turns, pieces, 32, 16]; [(E,) N, K]; CCQ: pack_codes
     scales: torch.Tensor  # float32 [(E,) slabs * 16]: of an output
     groups: (
         torch.Tensor | None
     )  # float32 [(E,) slabs, G, 1 or 2, 8, 2]: scale (and offset) of each row
     group_size: int
     block_scales: torch.Tensor | None = None  # float32 [(E,) N / 128, K / 128], as stored
+    codes: torch.Tensor | None = None  # float32 [(E,) slabs * 16, 2]: CCQ's affine maps
     tables: dict[torch.dtype, torch.Tensor] = field(
         default_factory=dict
     )  # groups as kernels read them
@@ -54,9 +55,10 @@ class Slabs:
         """One expert's matrix; shares memory."""
         groups = None if self.groups is None else self.groups[index]
         blocks = None if self.block_scales is None else self.block_scales[index]
+        codes = None if self.codes is None else self.codes[index]
         return replace(
             self, num_experts=0, data=self.data[index], scales=self.scales[index], groups=groups,
-            block_scales=blocks, tables={},
+            block_scales=blocks, codes=codes, tables={},
         )  # fmt: skip
 
     def table(self, dtype: torch.dtype) -> torch.Tensor | None:
@@ -107,3 +109,18 @@ def unpack_slabs(data: torch.Tensor, kind: int) -> torch.Tensor:
         pieces = data.reshape(-1, slabs, turns, 2, 8, 4, 2, 2, 2, 2)
         flat = pieces.permute(0, 1, 9, 4, 2, 3, 6, 7, 5, 8)
     return flat.reshape(*lead, slabs * SLAB_ROWS, turns * TURN)
+
+
+def pack_codes(stored: torch.Tensor) -> torch.Tensor:
+    """CCQ's bytes [K / 4, N] to [slabs, turns, 32, 8]: a lane's four of a row, four of the row + 8."""
+    rows = _padded(stored.t(), SLAB_ROWS, TURN // 4, 0)
+    slabs, turns = rows.shape[0] // SLAB_ROWS, rows.shape[1] * 4 // TURN
+    flat = rows.reshape(slabs, 2, 8, turns, 4, 4)  # slab, high, r, turn, q, s
+    return flat.permute(0, 3, 2, 4, 1, 5).reshape(slabs, turns, 32, 8).contiguous()
+
+
+def unpack_codes(data: torch.Tensor) -> torch.Tensor:
+    """The inverse, by output: [..., slabs * 16, turns * 16]."""
+    lead, (slabs, turns) = data.shape[:-4], data.shape[-4:-2]
+    flat = data.reshape(-1, slabs, turns, 8, 4, 2, 4).permute(0, 1, 5, 3, 2, 4, 6)
+    return flat.reshape(*lead, slabs * SLAB_ROWS, turns * TURN // 4)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from . import native
 from .common import batch_invariant, num_processors
 from .matmul import matmul
-from .quant_layout import FP8_ROWS, INT4, INT8_ROWS, Slabs
+from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, Slabs
 from .quant_native import Gemm, Gemv, Shape, product, unpack
 from .quant_round import fp8_blocks, round_rows, scale_product
 from .quant_weights import Weights, dequantized
@@ -54,7 +54,8 @@ def choose(slabs: Slabs, rows: int) -> Shape | None:
     if batch_invariant():
         # One order of sums for all numbers of rows.
         return None if slabs.kind >= INT8_ROWS else Gemm(128, 2, 1, 4, 8)
-    if rows <= _FEW_ROWS or (rows <= 32 and slabs.kind == INT4 and slabs.num_slabs >= 256):
+    few = slabs.kind == CCQ or (slabs.kind == INT4 and slabs.num_slabs >= 256)
+    if rows <= _FEW_ROWS or (rows <= 32 and few):
         return _gemv_shape(slabs, rows)
     if slabs.kind >= INT8_ROWS or rows > _SOME_ROWS:
         return None

@@ -116,7 +116,7 @@ def product(
     slabs = weight.num_slabs // 2 if paired else weight.num_slabs
     blocks = -(-num_rows // shape.rows) if grouping is None else grouping.blocks
     if isinstance(shape, Gemv):
-        _gemv(shape, defines, arguments, slabs, blocks)
+        _gemv(shape, defines, [*arguments, weight.codes], slabs, blocks)
     else:
         _gemm(shape, defines, arguments, slabs, blocks)
     return y

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from .quant_layout import (
+    CCQ,
     FP8,
     FP8_ROWS,
     INT4,
@@ -22,7 +23,9 @@ from .quant_layout import (
     SLAB_ROWS,
     TURN,
     Slabs,
+    pack_codes,
     pack_slabs,
+    unpack_codes,
     unpack_slabs,
 )
 from .quant_round import FP8_BLOCK, round_blocks, round_rows
@@ -44,6 +47,7 @@ _KINDS: Final = {
     "wfp8afp8": (FP8_ROWS, "fp8"),
     "wfp8afp8_static": (FP8_ROWS, "fp8"),
     "block_fp8": (FP8_ROWS, "block"),
+    "ccq2": (CCQ, ""),
 }
 _PIECE: Final = 16  # bytes that a thread loads
 
@@ -83,12 +87,15 @@ def prepare(weight: PackedWeight) -> Weights:
     input_scale = None if given is None else given.float().reshape(-1).amax().reshape(1)
     if given is not None and bool((given.float() != input_scale).any()):
         return Weights(rounding, None, None, weight)
-    slabs = _slabs(weight, kind) if _fits(weight, kind) else None
+    make = _code_slabs if kind == CCQ else _slabs
+    slabs = make(weight, kind) if _fits(weight, kind) else None
     return Weights(rounding, input_scale, slabs, None if slabs is not None else weight)
 
 
 def _fits(weight: PackedWeight, kind: int) -> bool:
     """Whether the native kernels can read it: whole 16 bytes, groups of whole turns."""
+    if kind == CCQ:
+        return weight.in_features % (2 * TURN) == 0
     groups = weight.tensors["scale"].shape[-1]
     has_groups = weight.format.name.startswith("wint") and groups > 1
     if has_groups and (weight.group_size % TURN or weight.in_features % weight.group_size):
@@ -122,6 +129,25 @@ def _slabs(weight: PackedWeight, kind: int) -> Slabs:
         parts.append(_by_slab(middle - zero.float(), padded))
     groups = torch.stack(parts, -3)
     return Slabs(kind, rows, count, weight.num_experts, data, outputs, groups, size, blocks)
+
+
+def _code_slabs(weight: PackedWeight, kind: int) -> Slabs:
+    """CCQ: local scales, four bits of 64 inputs, become numbers of two bytes; kernels read those."""
+    held, rows = weight.tensors, weight.out_features
+    stored, padded = held["weight"], -(-rows // SLAB_ROWS) * SLAB_ROWS
+    data = (
+        torch.stack([pack_codes(own) for own in stored])
+        if weight.num_experts
+        else pack_codes(stored)
+    )
+    local = torch.stack((held["scale"] >> 4, held["scale"] & 15), -2).flatten(-3, -2)
+    groups = _by_slab(local.transpose(-1, -2).to(torch.bfloat16), padded).unsqueeze(-3).contiguous()
+    outputs = _filled(held["super_scale"].float().unsqueeze(-1), padded)[..., 0].contiguous()
+    codes = torch.stack((held["code_scale"], held["code_zero"]), -1).float()
+    codes = F.pad(codes, (0, 0, 0, padded - rows)).contiguous()
+    return Slabs(
+        kind, rows, weight.in_features, weight.num_experts, data, outputs, groups, TURN, codes=codes
+    )
 
 
 def _packed(weight: PackedWeight, kind: int) -> torch.Tensor:
@@ -161,9 +187,17 @@ def _by_slab(values: torch.Tensor, rows: int) -> torch.Tensor:
 def dequantized(slabs: Slabs, dtype: torch.dtype) -> torch.Tensor:
     """[(E,) N, K] by plain tensor code: where the native kernels cannot run."""
     rows, count = slabs.out_features, slabs.in_features
-    bits = slabs.data if slabs.kind >= INT8_ROWS else unpack_slabs(slabs.data, slabs.kind)
-    bits = bits[..., :rows, :count].contiguous()
-    if slabs.kind == INT4:
+    if slabs.codes is not None:
+        bits = unpack_codes(slabs.data)[..., :rows, : count // 4]
+    else:
+        bits = slabs.data if slabs.kind >= INT8_ROWS else unpack_slabs(slabs.data, slabs.kind)
+        bits = bits[..., :rows, :count].contiguous()
+    if slabs.codes is not None:
+        scale, zero = slabs.codes[..., :rows, 0:1], slabs.codes[..., :rows, 1:2]
+        code = (bits.float() * scale + zero + 0.5).floor().to(torch.int32)
+        numbers = torch.stack([(code >> shift & 63) - 32 for shift in (9, 6, 3, 0)], -1)
+        numbers = numbers.flatten(-2).float()
+    elif slabs.kind == INT4:
         numbers = bits.float() - 8
     elif slabs.kind in (INT8, INT8_ROWS):
         numbers = bits.view(torch.int8).float()
@@ -171,7 +205,7 @@ def dequantized(slabs: Slabs, dtype: torch.dtype) -> torch.Tensor:
         numbers = bits.view(torch.float8_e4m3fn).float()
     if slabs.groups is not None:
         for part in reversed(range(slabs.scaled)):
-            table = slabs.groups[..., part, :, :].transpose(-1, -3)
+            table = slabs.groups[..., part, :, :].float().transpose(-1, -3)
             spread = table.reshape(*table.shape[:-4], -1, table.shape[-1])[..., :rows, :]
             spread = torch.repeat_interleave(spread, slabs.group_size, -1)[..., :count]
             numbers = numbers + spread if part else numbers * spread

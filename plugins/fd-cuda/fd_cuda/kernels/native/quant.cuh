@@ -9,17 +9,23 @@
 // "input 2 q of step s" is input 16 q + 4 s of the turn, and 8 + 2 q the second one behind it.
 #define INT8_ROWS 3
 #define FP8_ROWS 4
+// Inputs as by rows, in slabs of eight bytes a lane: a byte, of the row or of the row + 8, is four inputs in the
+// affine code of ERNIE 4.5's published 2-bit checkpoints (fd-quant-wint2's ccq.py).
+#define CCQ 5
 #define PIECES (FORMAT == INT4 ? 1 : 2)
-#define BY_ROWS (FORMAT >= INT8_ROWS)
+#define BY_ROWS (FORMAT == INT8_ROWS || FORMAT == FP8_ROWS)
+#define INPUTS_BY_ROWS (FORMAT >= INT8_ROWS)
 
 #if HALF
 #define ONES 0x3c003c00u
 #define MAGIC 0x64006400u         // 1024 + q
 #define MINUS_MIDDLE 0xe408e408u  // -1032
+#define MINUS_32 0xe420e420u      // -1056
 #else
 #define ONES 0x3f803f80u
 #define MAGIC 0x43004300u         // 128 + q
 #define MINUS_MIDDLE 0xc308c308u  // -136
+#define MINUS_32 0xc320c320u      // -160
 #endif
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
@@ -78,6 +84,12 @@ __device__ __forceinline__ uint4 load_once(const uint4* p) {
   return v;
 }
 
+__device__ __forceinline__ uint2 load_once(const uint2* p) {
+  uint2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+
 __device__ __forceinline__ u32 load_once(const u32* p) {
   u32 v;
   asm volatile("ld.global.nc.u32 %0,[%1];" : "=r"(v) : "l"(p));
@@ -86,6 +98,34 @@ __device__ __forceinline__ u32 load_once(const u32* p) {
 
 // END OF INSTRUCTIONS
 
+// The affine maps of a lane's two rows, of format CCQ.
+struct Code {
+  float2 upper, lower;  // scale and offset
+};
+
+#if FORMAT == CCQ
+struct Slab {
+  uint2 piece;
+};
+
+// Two of the four 6-bit windows of a byte's code, less 32: the first at `shift`, the second three bits below.
+__device__ __forceinline__ u32 windows(int code, int shift) {
+  const u32 first = masked_or((u32)code >> shift, 0x3fu, MAGIC);
+  return fma2(masked_or((u32)code << (19 - shift), 0x003f0000u, first), ONES, MINUS_32);
+}
+
+__device__ __forceinline__ void unpack(const Slab& slab, int step, const Code& maps, u32* a) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const float2 map = i ? maps.lower : maps.upper;
+    const float byte = (float)((i ? slab.piece.y : slab.piece.x) >> (8 * step) & 255u);
+    // Rounded after every operation, as the definition is.
+    const int code = __float2int_rd(__fadd_rn(__fadd_rn(__fmul_rn(byte, map.x), map.y), 0.5f));
+    a[i] = windows(code, 9);
+    a[2 + i] = windows(code, 3);
+  }
+}
+#else
 struct Slab {
   uint4 piece[PIECES];
 };
@@ -112,7 +152,7 @@ __device__ __forceinline__ u32 widen_pair(u32 v) {
 }
 
 // The operand of step 0 to 3 of a turn.
-__device__ __forceinline__ void unpack(const Slab& slab, int step, u32* a) {
+__device__ __forceinline__ void unpack(const Slab& slab, int step, const Code&, u32* a) {
 #if FORMAT == INT4
   const u32 w = word(slab, step);
 #pragma unroll
@@ -139,6 +179,8 @@ __device__ __forceinline__ void unpack(const Slab& slab, int step, u32* a) {
   }
 #endif
 }
+
+#endif
 
 // What a group of inputs adds to a lane's two rows: the row's number in the low half, the row + 8's in the
 // high one. SCALED: 0 for one scale an output, 1 for groups with scales, 2 for groups with offsets and scales.

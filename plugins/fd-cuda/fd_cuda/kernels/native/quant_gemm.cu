@@ -92,7 +92,7 @@ __device__ __forceinline__ void unpack_turn(u32 (*a)[4][4], const Slab* held, co
   for (int m = 0; m < MT; m++)
 #pragma unroll
     for (int s = 0; s < 4; s++) {
-      unpack(held[m], s, a[m][s]);
+      unpack(held[m], s, Code{}, a[m][s]);
       apply_group(a[m][s], groups[m]);
     }
 }

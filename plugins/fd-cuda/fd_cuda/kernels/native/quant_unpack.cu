@@ -28,7 +28,7 @@ quant_unpack(const uint4* __restrict__ w, const u32* __restrict__ groups, const 
 #pragma unroll
   for (int s = 0; s < 4; s++) {
     u32 a[4];
-    unpack(held, s, a);
+    unpack(held, s, Code{}, a);
     if (!NUMBERS) apply_group(a, group);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
