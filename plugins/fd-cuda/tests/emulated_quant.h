@@ -84,3 +84,32 @@ inline u16 narrow_y(float x) {
 inline float __fmul_rn(float a, float b) { volatile float r = a * b; return r; }
 inline float __fadd_rn(float a, float b) { volatile float r = a + b; return r; }
 inline int __float2int_rd(float x) { return (int)std::floor(x); }
+
+// wgmma of bytes: a warp's 16 rows of A are its lanes' registers, B is in shared memory, 128-byte swizzle: row n 128 n
+// bytes behind the first, its 16-byte chunks exchanged by n % 8.
+inline void copy_async(u32 to, const void* from) { std::memcpy((char*)shared + to, from, 16); }
+template <int left>
+inline void await_copies() {}
+template <int left>
+inline void await_products() {}
+inline void begin_products() {}
+inline void end_products() {}
+inline void fence_registers(int*) {}
+inline u64 descriptor(u32 address) { return address >> 4; }
+#ifdef BN
+inline void multiply(int* d, u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+  struct Operands {
+    u32 a[4];
+  };
+  const Lanes<Operands> all(Operands{{a0, a1, a2, a3}});
+  const u32 address = (u32)b << 4, first = address & ~127u, chunk = address % 128 / 16;
+  for (int i = 0; i < BN / 2; ++i) {
+    const int row = lane_of() / 4 + i / 2 % 2 * 8, n = i / 4 * 8 + lane_of() % 4 * 2 + i % 2;
+    for (int k = 0; k < 32; ++k) {
+      const u32 x = all.value[row % 8 * 4 + k / 4 % 4].a[row / 8 + k / 16 * 2] >> k % 4 * 8;
+      const u32 at = first + n * 128 + (((chunk + k / 16) ^ (n & 7)) << 4) + k % 16;
+      d[i] += (int)(x & 255) * ((signed char*)shared)[at];
+    }
+  }
+}
+#endif

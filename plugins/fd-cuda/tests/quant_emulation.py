@@ -24,11 +24,17 @@ class Emulation:
     def function(self, name: str, defines: dict[str, int]) -> ctypes.CDLL:
         source = (FOLDER / f"{name}.cu").read_text("utf-8")
         source = source.replace('#include "common.cuh"', '#include "emulated_quant.h"')
-        source = source.replace('#include "quant.cuh"', (FOLDER / "quant.cuh").read_text("utf-8"))
+        for header in ("quant.cuh", "trellis.cuh"):
+            source = source.replace(f'#include "{header}"', (FOLDER / header).read_text("utf-8"))
         source = re.sub(r"// INSTRUCTIONS.*?// END OF INSTRUCTIONS", "", source, flags=re.S)
         source = re.sub(r"extern __shared__ \S+ float row\[\];", "float* row = shared;", source)
         source = re.sub(r"extern __shared__ .*?;", "", source)
-        threads = defines["WARPS"] * 32 if "WARPS" in defines else defines["THREADS"]
+        threads = 128 * defines.get("GROUPS", 1)
+        threads = (
+            defines.get("WARPS", threads // 32) * 32
+            if "THREADS" not in defines
+            else defines["THREADS"]
+        )
         sizes = {**defines, "KERNEL": name, "FIBERS": threads}
         options = [f"-D{key}={value}" for key, value in sorted(sizes.items())]
         key = hashlib.sha256("\0".join([source, *options]).encode()).hexdigest()[:16]

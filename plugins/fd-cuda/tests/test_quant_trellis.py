@@ -12,6 +12,7 @@ from fastdeploy_core.contracts.quant_formats import PackedWeight, QuantFormat
 from quant_emulation import Emulation
 
 from fd_cuda.kernels import native, quant_trellis
+from fd_cuda.kernels.routing import Order
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -97,6 +98,29 @@ def test_product(rows: int, count: int, block: int, tokens: int, dtype: torch.dt
     check(quant_trellis.linear(x, weight, bias), expected)
 
 
+def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its interpreter is other tests' business."""
+
+    def combined(y: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        return (y.view(*shares.shape, -1).float() * shares.unsqueeze(-1)).sum(1).to(y.dtype)
+
+    def order(ids: torch.Tensor, num_experts: int, rows: int) -> Order:
+        slots, blocks = [], []
+        for expert in range(num_experts):
+            own = torch.nonzero(ids.reshape(-1) == expert)[:, 0].tolist()
+            for begin in range(0, len(own), rows):
+                part = own[begin : begin + rows]
+                slots += part + [ids.numel()] * (rows - len(part))
+                blocks.append(expert)
+        return Order(
+            torch.tensor([*slots], dtype=torch.int32),
+            torch.tensor([*blocks, -1], dtype=torch.int32),
+        )
+
+    monkeypatch.setattr(quant_trellis, "combined", combined)
+    monkeypatch.setattr(quant_trellis, "order_by_expert", order)
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_experts(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, inner, count = 128, 128, 3
@@ -107,18 +131,36 @@ def test_experts(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
     ids = torch.tensor([[2, 0], [1, 2], [0, 1]], device=DEVICE)[:tokens]
     shares = torch.rand(tokens, 2, device=DEVICE)
-    if not HAS_GPU:  # Triton's interpreter is another test's business
+    if not HAS_GPU:
         monkeypatch.setattr(quant_trellis, "_ALONE", 3)
-        monkeypatch.setattr(
-            quant_trellis, "combined",
-            lambda y, w: (y.view(*w.shape, -1).float() * w.unsqueeze(-1)).sum(1).to(y.dtype),
-        )  # fmt: skip
+        without_triton(monkeypatch)
     got = quant_trellis.moe_experts(x, ids, shares, gate_up, down)
     expected = np.zeros((tokens, hidden))
     for token in range(tokens):
         for nth in range(2):
             expert = int(ids[token, nth])
             gate, up = np.split(first[expert] @ x[token].double().cpu().numpy(), 2)
+            inside = gate / (1 + np.exp(-gate)) * up
+            expected[token] += float(shares[token, nth]) * (second[expert] @ inside)
+    check(got, expected)
+
+
+@pytest.mark.parametrize("tokens", [14, 30, 150] if HAS_GPU else [14, 30])
+def test_experts_of_many_rows(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, inner, count = 256, 192, 3
+    gate_up, first = trellis(2 * inner, hidden, 128, count)
+    down, second = trellis(hidden, inner, 64, count)
+    x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
+    ids = torch.rand(tokens, count, device=DEVICE).topk(2, -1)[1]
+    shares = torch.rand(tokens, 2, device=DEVICE)
+    if not HAS_GPU:
+        without_triton(monkeypatch)
+    got = quant_trellis.moe_experts(x, ids, shares, gate_up, down)
+    wide, expected = x.double().cpu().numpy(), np.zeros((tokens, hidden))
+    for token in range(tokens):
+        for nth in range(2):
+            expert = int(ids[token, nth])
+            gate, up = np.split(first[expert] @ wide[token], 2)
             inside = gate / (1 + np.exp(-gate)) * up
             expected[token] += float(shares[token, nth]) * (second[expert] @ inside)
     check(got, expected)

@@ -1,7 +1,7 @@
 """Products with the trellis code of two bits: `linear_tet2`, `moe_experts_tet2` (fd-quant-wint2's format).
 
 Inputs are rotated and rounded to int8 by one kernel, then multiplied with the code as it is stored by another
-(native/tet_rotate.cu, native/tet_gemv.cu), sixteen rows at a time. Experts of one layer share a rotation. Many
+(native/tet_rotate.cu; native/tet_gemv.cu for few rows, tet_gemm.cu for more rows an expert). Experts of one layer share a rotation. Many
 rows: weights are decoded once and cuBLAS multiplies, expert by expert. Elsewhere (no Hopper GPU, float32) the format's own
 definition serves.
 """
@@ -30,6 +30,8 @@ _UNIT: Final = 1.03 / 128.0
 _TILE: Final = 64  # outputs of a strand
 _TURN: Final = 32  # inputs of four strands
 _ALONE: Final = 2
+_FEW: Final = 6  # rows an expert up to which tet_gemv.cu takes eight at a time
+_STAGES: Final = 5  # tiles of x in shared memory, tet_gemm.cu
 _MANY: Final = 64  # rows from which decoding pays for dense layers
 
 
@@ -93,13 +95,13 @@ class Rotated:
     sums: torch.Tensor
 
 
-def rotate(x: torch.Tensor, weight: Trellis) -> Rotated:
-    """x [T, K] through signs and transforms, rounded."""
+def rotate(x: torch.Tensor, weight: Trellis, *, by_pairs: bool = False) -> Rotated:
+    """x [T, K] through signs and transforms, rounded. `by_pairs`: in tet_gemm.cu's order."""
     rows, width = x.shape
     numbers = torch.empty((rows, 2 * width), dtype=torch.int8, device=x.device)
     scales = torch.empty((rows,), dtype=torch.float32, device=x.device)
     sums = torch.empty((rows,), dtype=torch.int32, device=x.device)
-    _rotate(x, weight, [numbers, None, scales, sums])
+    _rotate(x, weight, [numbers, None, scales, sums], by_pairs=by_pairs)
     return Rotated(numbers, scales, sums)
 
 
@@ -110,12 +112,21 @@ def rotated(x: torch.Tensor, weight: Trellis) -> torch.Tensor:
     return y
 
 
-def _rotate(x: torch.Tensor, weight: Trellis, outputs: list[torch.Tensor | None]) -> None:
+def _rotate(
+    x: torch.Tensor,
+    weight: Trellis,
+    outputs: list[torch.Tensor | None],
+    *,
+    by_pairs: bool = False,
+) -> None:
     rows, width = x.shape
     threads = 1024 if width >= 4096 else 512 if width >= 2048 else 256
-    kernel = native.function(
-        "tet_rotate", {"HALF": int(x.dtype == torch.float16), "THREADS": threads}
-    )
+    defines = {
+        "HALF": int(x.dtype == torch.float16),
+        "THREADS": threads,
+        "ORDER": int(by_pairs),
+    }
+    kernel = native.function("tet_rotate", defines)
     stride = ctypes.c_longlong(x.stride(0))
     norm = float(weight.block**-0.5)
     arguments = [x, stride, weight.signs, *outputs, width, weight.block, norm, _UNIT]
@@ -138,7 +149,7 @@ def _product(
     weight: Trellis,
     bias: torch.Tensor | None,
     num_rows: int,
-    rows_together: float,
+    rows_together: int,
     grouping: Grouping | None,
     *,
     paired: bool,
@@ -207,18 +218,68 @@ def moe_experts(
     slots, experts = tokens * top_k, gate_up.packed.num_experts
     each = slots / experts
     if tokens <= _ALONE and not batch_invariant():
-        each = 1
-        rows = [Grouping(slots, divisor, ids=topk_ids) for divisor in (top_k, 1)]
+        rows, wide = 8, 0
+        groups = [Grouping(slots, divisor, ids=topk_ids) for divisor in (top_k, 1)]
     else:
-        order = order_by_expert(topk_ids, experts, 8 if each <= 6 else 16)
-        rows = [Grouping(slots, divisor, order) for divisor in (top_k, 1)]
-    together = 8 if each <= 6 else 16
-    dtype = x.dtype
-    hidden = _product(
-        rotate(x, gate_up), dtype, gate_up, None, slots, together, rows[0], paired=True
-    )
-    y = _product(rotate(hidden, down), dtype, down, None, slots, together, rows[1], paired=False)
-    return combined(y, topk_weights)
+        wide = _wide_rows(each, gate_up, down)
+        rows = wide or (8 if each <= _FEW else 16)
+        order = order_by_expert(topk_ids, experts, rows)
+        groups = [Grouping(slots, divisor, order) for divisor in (top_k, 1)]
+
+    def multiply(
+        x: torch.Tensor, weight: Trellis, group: Grouping, *, paired: bool
+    ) -> torch.Tensor:
+        seen = rotate(x, weight, by_pairs=wide > 0)
+        if wide:
+            return _wide_product(seen, x.dtype, weight, wide, group, paired=paired)
+        return _product(seen, x.dtype, weight, None, slots, rows, group, paired=paired)
+
+    hidden = multiply(x, gate_up, groups[0], paired=True)
+    return combined(multiply(hidden, down, groups[1], paired=False), topk_weights)
+
+
+def _wide_rows(each: float, *weights: Trellis) -> int:
+    """Rows of a block of tet_gemm.cu for so many rows an expert; 0: few rows, or sizes it cannot read."""
+    if each <= _FEW or any(weight.packed.in_features % (2 * _TURN) for weight in weights):
+        return 0
+    return 16 if each <= 12 else 32 if each <= 24 else 64
+
+
+def _wide_product(
+    x: Rotated, dtype: torch.dtype, weight: Trellis, rows: int, grouping: Grouping, *, paired: bool
+) -> torch.Tensor:
+    """tet_gemm.cu: rows by expert, `rows` a block."""
+    width = weight.packed.out_features // (2 if paired else 1)
+    y = torch.empty((grouping.num_slots, width), dtype=dtype, device=x.numbers.device)
+    defines = {
+        "HALF": int(dtype == torch.float16),
+        "BN": rows,
+        "GROUPS": 1,
+        "AHEAD": 2 if rows == 64 else 4,
+        "STAGES": _STAGES,
+        "PAIRED": int(paired),
+    }
+    order = grouping.order
+    arguments = [
+        x.numbers,
+        x.scales,
+        x.sums,
+        weight.words,
+        weight.scales,
+        y,
+        None if order is None else order.slots,
+        None if order is None else order.experts,
+        grouping.num_slots,
+        weight.packed.out_features,
+        weight.tiles,
+        weight.packed.in_features // (2 * _TURN),
+        grouping.divisor,
+    ]
+    shared = 1024 + max(_STAGES * rows * 128, rows * (256 + 4) * 4)
+    blocks = -(-weight.tiles // 4)  # of four tiles, half of them gates where paired
+    kernel = native.function("tet_gemm", defines)
+    native.launch(kernel, (blocks, grouping.blocks, 1), 128, arguments, shared=shared)
+    return y
 
 
 def _one_by_one(

@@ -8,20 +8,13 @@
 // Sums are whole numbers: their order does not matter.
 
 #include "common.cuh"
+#include "trellis.cuh"
 
 #define COLUMNS (8 * TILES)
-#define MULTIPLIER 0x67edf2ebu
 #define PITCH (COLUMNS + 1)
 #define OUT (PAIRED ? 64 : 64 * MT)
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
-
-__device__ __forceinline__ uint4 load_once(const uint4* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3},[%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
 
 __device__ __forceinline__ void copy_async(uint4* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from)
@@ -42,19 +35,6 @@ __device__ __forceinline__ void multiply(int* c, u32 a0, u32 a1, u32 a2, u32 a3,
 }
 
 // END OF INSTRUCTIONS
-
-// The eight windows that end in a word, times the constant: two outputs by four pairs of inputs.
-__device__ __forceinline__ void products(u32 before, u32 word, u32* p) {
-  const u32 a = __funnelshift_r(before, word, 20), b = __funnelshift_r(before, word, 24), c = word >> 4;
-  p[0] = (a & 0xffffu) * MULTIPLIER;
-  p[1] = (b & 0xffffu) * MULTIPLIER;
-  p[2] = __byte_perm(a, 0, 0x4421) * MULTIPLIER;
-  p[3] = (word & 0xffffu) * MULTIPLIER;
-  p[4] = (a >> 16) * MULTIPLIER;
-  p[5] = (b >> 16) * MULTIPLIER;
-  p[6] = __byte_perm(c, 0, 0x4421) * MULTIPLIER;
-  p[7] = (word >> 16) * MULTIPLIER;
-}
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
 tet_gemv(const uint4* x, const float* x_scales, const int* x_sums, const uint4* __restrict__ w,

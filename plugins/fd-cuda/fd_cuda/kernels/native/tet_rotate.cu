@@ -1,5 +1,6 @@
 // What tet_gemv.cu multiplies with: x times signs, Hadamard transforms of `block` inputs, then int8 by the largest
 // magnitude of the row. Two inputs become four numbers (x0, x0 + x1, x1, x1 - x0). One block of threads a row.
+// ORDER 0: pairs of inputs follow each other. 1: of every 32 inputs, the first pair of each eight, then the second ...
 
 #include "common.cuh"
 
@@ -82,7 +83,13 @@ tet_rotate(const u16* x, long long x_stride, const signed char* __restrict__ sig
       sum += q[0] + q[1] + q[2] + q[3];
       words[e] = (q[0] & 255) | (q[1] & 255) << 8 | (q[2] & 255) << 16 | (u32)q[3] << 24;
     }
-    *(uint4*)(rotated + (u64)blockIdx.x * 2 * K + 2 * i) = make_uint4(words[0], words[1], words[2], words[3]);
+    signed char* to = rotated + (u64)blockIdx.x * 2 * K;
+#if ORDER
+#pragma unroll
+    for (int e = 0; e < 4; e++) *(u32*)(to + i / 32 * 64 + e * 16 + i % 32 / 2) = words[e];
+#else
+    *(uint4*)(to + 2 * i) = make_uint4(words[0], words[1], words[2], words[3]);
+#endif
   }
 #pragma unroll
   for (int s = 16; s; s /= 2) sum += __shfl_xor_sync(~0u, sum, s);
