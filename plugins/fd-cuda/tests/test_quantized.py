@@ -10,8 +10,12 @@ from fastdeploy_core.testing.conformance.test_kv_formats import KVFormatConforma
 from fastdeploy_core.testing.conformance.test_quantized_ops import QuantizedOpsConformance
 from test_kernels import HAS_GPU, OnCuda
 
-# Of the conformance kit's attention batches and shapes.
-IN_INTERPRETER = ("mixed", "gqa 6:2, narrow values")
+# Of the conformance kit's batches or shapes and cache formats: every way through the kernels.
+IN_INTERPRETER = {
+    ("mixed", "int8"),
+    ("mixed", "int4_zp"),
+    ("gqa 6:2, narrow values", "float8_e4m3fn"),
+}
 
 
 class TestQuantized(OnCuda, QuantizedOpsConformance):
@@ -43,7 +47,8 @@ class TestCacheFormats(OnCuda, KVFormatConformance):
 
         if spec.kind == "mla":
             pytest.skip("latent rows are left to the reference")
-        callspec = request.node.callspec.params
-        if not HAS_GPU and callspec.get("batch", callspec.get("shape")) not in IN_INTERPRETER:
+        given = request.node.callspec.params
+        case = (given.get("batch", given.get("shape")), given["name"])
+        if not HAS_GPU and case not in IN_INTERPRETER:
             pytest.skip("runs on a GPU; interpreting takes its time")
         return QuantizedAttention(spec, size, device, kernels)

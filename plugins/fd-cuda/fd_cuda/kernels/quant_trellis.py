@@ -66,7 +66,7 @@ def prepare(weight: PackedWeight) -> Trellis:
         held["weight"].contiguous(),
         held["scale"].float().contiguous(),
         signs.contiguous(),
-        int(blocks[0].item()),
+        int(blocks[0]),
         is_shared and whole and weight.in_features % 8 == 0,
     )
 
