@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
-from safetensors.numpy import load_file
+import safetensors
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -56,13 +57,29 @@ def write_gguf(
         write_tokenizer(writer, tokenizer)
     for name, array in converted(checkpoint, config, architecture).items():
         choice = _type_of(kind, name, array)
-        data = gguf.quants.quantize(array, choice)
-        writer.add_tensor(name, data, raw_dtype=choice)
+        writer.add_tensor(name, quantized(array, choice), raw_dtype=choice)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return target
+
+
+def quantized(array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Rows of bytes; for formats that the package only reads, random ones of a weight's size."""
+    try:
+        return gguf.quants.quantize(array, kind)
+    except NotImplementedError:
+        values, size = gguf.GGML_QUANT_SIZES[kind]
+        shape = (*array.shape[:-1], array.shape[-1] // values, size)
+        seed = zlib.crc32(np.ascontiguousarray(array).tobytes())
+        blocks = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+        scale = np.array([2e-4], np.float16).view(np.uint8)
+        if kind == _TYPES.Q6_K:
+            blocks[..., -2:] = scale
+        else:  # Q4_K, Q5_K: the scale, then the minimum's
+            blocks[..., 0:2], blocks[..., 2:4] = scale, np.array([1e-3], np.float16).view(np.uint8)
+        return blocks.reshape(*array.shape[:-1], -1)
 
 
 def _type_of(kind: str | Choose, name: str, array: np.ndarray) -> gguf.GGMLQuantizationType:
@@ -76,7 +93,7 @@ def converted(checkpoint: Path, config: dict[str, Any], architecture: str) -> di
     by_name = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     table = gguf.get_tensor_name_map(by_name[architecture], config["num_hidden_layers"])
     found: dict[str, np.ndarray] = {}
-    for name, array in _merged(load_file(checkpoint / "model.safetensors"), config).items():
+    for name, array in _merged(_load(checkpoint), config).items():
         if name == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
         if architecture == "llama" and re.search(r"\.(q|k)_proj\.", name):
@@ -93,6 +110,20 @@ def converted(checkpoint: Path, config: dict[str, Any], architecture: str) -> di
         found[new] = array.astype(np.float32)
     if config.get("rope_parameters", {}).get("rope_type") == "llama3":
         found["rope_freqs.weight"] = _llama3_factors(config)
+    return found
+
+
+def _load(checkpoint: Path) -> dict[str, np.ndarray]:
+    """All tensors but those of multi-token prediction, float32."""
+    raw = (checkpoint / "model.safetensors").read_bytes()
+    found = {}
+    for name, entry in safetensors.deserialize(raw):
+        bits = {"F32": np.float32, "BF16": np.uint16}[entry["dtype"]]
+        array = np.frombuffer(entry["data"], bits).reshape(entry["shape"])
+        if entry["dtype"] == "BF16":
+            array = (array.astype(np.uint32) << 16).view(np.float32)
+        if not name.startswith("model.mtp_"):
+            found[name] = array
     return found
 
 
