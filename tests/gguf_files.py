@@ -224,7 +224,9 @@ def _write_experts(writer: gguf.GGUFWriter, config: dict[str, Any], count: int) 
     if "moe_layer_start_index" in config:
         writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
         writer.add_leading_dense_block_count(config["moe_layer_start_index"])
-        writer.add_expert_shared_count(config["moe_num_shared_experts"])
+        shared = config["moe_num_shared_experts"]
+        writer.add_expert_shared_count(shared)
+        writer.add_expert_shared_feed_forward_length(shared * config["moe_intermediate_size"])
     if "first_k_dense_replace" in config:
         writer.add_leading_dense_block_count(config["first_k_dense_replace"])
         writer.add_expert_shared_count(config["n_shared_experts"])

@@ -22,6 +22,8 @@ METHOD: Final = "gguf"  # quant_method of the config.json made here
 PACKED: Final[dict[str, str]] = {"Q8_0": "wint8", "Q4_0": "wint4"}
 _MATRICES: Final = ("_proj", "_proj_with_mqa", "lm_head")  # ends of names that a quantizer is asked for
 _SIGMOID: Final = 2
+_MAX_ROPE_FACTORS: Final = 4096
+_MAX_CONTEXT: Final = 1 << 24  # more is damage: tables are made for every position
 _SAMPLING: Final[dict[str, str]] = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -49,7 +51,7 @@ class _Settings:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             shown = value.tolist()[:8] if isinstance(value, np.ndarray) else value
             raise ConfigError(
-                f"{self.model.path}: setting {self.architecture}.{key} is {shown!r}; expected a whole "
+                f"{self.model.path}: setting {self.architecture}.{key} is {shown!r:.60}; expected a whole "
                 f"number from {least} up, the same for every block"
             )
         return value
@@ -59,9 +61,18 @@ class _Settings:
         value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool) or not np.isfinite(value):
             raise ConfigError(
-                f"{self.model.path}: setting {self.architecture}.{key} is {value!r}; expected a number"
+                f"{self.model.path}: setting {self.architecture}.{key} is {value!r:.60}; expected a number"
             )
         return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError(
+                f"{self.model.path}: setting {self.architecture}.{key} is {value!r:.60}; expected true or "
+                "false"
+            )
+        return bool(value)
 
     def tensor(self, name: str, *shape: int) -> GGUFTensor:
         """A tensor that must be there; 0 in `shape` stands for any size."""
@@ -88,7 +99,7 @@ def model_config(model: GGUFModel) -> dict[str, Any]:
     read = _Settings(model)
     if read.architecture not in _FAMILIES:
         raise UnsupportedModel(
-            f"{model.path} has a model of architecture {read.architecture!r}; possible as GGUF: "
+            f"{model.path} has a model of architecture {read.architecture!r:.60}; possible as GGUF: "
             f"{', '.join(_FAMILIES)}"
         )
     hf_class, family = _FAMILIES[read.architecture]
@@ -126,7 +137,12 @@ def _common(read: _Settings) -> dict[str, Any]:
             f"{read.model.path}: {read.architecture}.block_count asks for {layers} blocks, the file has "
             f"tensors of {len(numbers)}; finish the download"
         )
-    heads = read.size("attention.head_count")
+    heads, context = read.size("attention.head_count"), read.size("context_length")
+    if context > _MAX_CONTEXT:
+        raise ConfigError(
+            f"{read.model.path}: setting {read.architecture}.context_length is {context}; expected at most "
+            f"{_MAX_CONTEXT}"
+        )
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
@@ -135,7 +151,7 @@ def _common(read: _Settings) -> dict[str, Any]:
         "num_key_value_heads": read.size("attention.head_count_kv", heads),
         "head_dim": read.size("attention.key_length", max(1, hidden // heads)),
         "intermediate_size": read.size("feed_forward_length"),
-        "max_position_embeddings": read.size("context_length"),
+        "max_position_embeddings": context,
         "rms_norm_eps": read.number("attention.layer_norm_rms_epsilon", 1e-6),
         "tie_word_embeddings": not read.has("output.weight"),
         "hidden_act": "silu",
@@ -145,24 +161,30 @@ def _common(read: _Settings) -> dict[str, Any]:
 
 def _rope(read: _Settings) -> dict[str, Any]:
     found: dict[str, Any] = {"rope_theta": read.number("rope.freq_base", 10000.0)}
-    kind = str(read.get("rope.scaling.type") or "none")
     if read.has(ROPE_FACTORS):
-        factors = read.model.tensors[ROPE_FACTORS]
-        with np.errstate(all="ignore"):
-            values = factors.format.decode(factors.rows(0, factors.num_rows)).reshape(-1)
-        if len(values) > 4096 or not (np.isfinite(values).all() and (values > 0).all()):
-            raise WeightError(f"{read.model.path}: tensor {ROPE_FACTORS} holds impossible numbers")
-        return {**found, "rope_type": "factors", "factors": values.tolist()}
-    if kind == "none":
+        return {**found, "rope_type": "factors", "factors": _rope_factors(read)}
+    kind = read.get("rope.scaling.type")
+    if kind is None or isinstance(kind, str) and kind in ("", "none"):
         return {**found, "rope_type": "default"}
-    if kind not in ("linear", "yarn"):
+    if not isinstance(kind, str) or kind not in ("linear", "yarn"):
         raise UnsupportedModel(
-            f"{read.model.path} has rope scaling {kind!r}; possible as GGUF: none, linear, yarn"
+            f"{read.model.path} has rope scaling {kind!r:.60}; possible as GGUF: none, linear, yarn"
         )
     found.update(rope_type=kind, factor=read.number("rope.scaling.factor", 1.0))
     if kind == "yarn":
         found.update(_yarn(read))
     return found
+
+
+def _rope_factors(read: _Settings) -> list[float]:
+    tensor = read.model.tensors[ROPE_FACTORS]
+    if tensor.num_rows != 1 or tensor.shape[-1] > _MAX_ROPE_FACTORS:
+        raise WeightError(f"{read.model.path}: tensor {ROPE_FACTORS} has shape {list(tensor.shape)}")
+    with np.errstate(all="ignore"):
+        values = tensor.format.decode(tensor.rows(0, 1))[0]
+    if not (np.isfinite(values).all() and (values > 0).all()):
+        raise WeightError(f"{read.model.path}: tensor {ROPE_FACTORS} holds impossible numbers")
+    return [float(value) for value in values]
 
 
 def _yarn(read: _Settings) -> dict[str, Any]:
@@ -274,7 +296,7 @@ def _deepseek(read: _Settings, config: dict[str, Any]) -> dict[str, Any]:
         "n_group": read.size("expert_group_count", 1),
         "topk_group": read.size("expert_group_used_count", 1),
         "routed_scaling_factor": read.number("expert_weights_scale", 1.0) or 1.0,
-        "norm_topk_prob": bool(read.get("expert_weights_norm")),
+        "norm_topk_prob": read.flag("expert_weights_norm"),
     }
 
 

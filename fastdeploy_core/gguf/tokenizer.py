@@ -218,7 +218,7 @@ def _merges(vocabulary: _Vocabulary, scores: np.ndarray) -> list[list[str]]:
     ids, tokens, types = vocabulary.ids, vocabulary.tokens, vocabulary.types
     pieces = {t for t, kind in zip(tokens, types, strict=True) if kind in (_NORMAL, _USER_DEFINED)}
     found: list[list[str]] = []
-    for number in np.argsort(-scores, kind="stable").tolist():
+    for number in np.argsort(-scores.astype(np.float64), kind="stable").tolist():
         piece = tokens[number]
         if types[number] != _NORMAL or not 1 < len(piece) <= _MAX_PIECE_CHARS:
             continue
