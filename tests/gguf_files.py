@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "DeepseekV3ForCausalLM": "deepseek2",
 }
 _TYPES = gguf.GGMLQuantizationType
+SMALL_HIDDEN, SMALL_VOCAB = 64, 40
 # Which type each tensor of 2 or more dimensions gets; vectors are float32.
 Choose = Callable[[str, np.ndarray], gguf.GGMLQuantizationType]
 
@@ -159,7 +160,9 @@ def _halves(name: str, array: np.ndarray, config: dict[str, Any], table: Any) ->
     heads = array.reshape(config["num_attention_heads"], nope + width, -1).astype(np.float32)
     parts = {"k_b_proj": heads[:, :nope].swapaxes(1, 2), "v_b_proj": heads[:, nope:]}
     return {
-        table.get_name(name.replace("kv_b_proj", half), try_suffixes=(".weight",)): np.ascontiguousarray(a)
+        table.get_name(
+            name.replace("kv_b_proj", half), try_suffixes=(".weight",)
+        ): np.ascontiguousarray(a)
         for half, a in parts.items()
     }
 
@@ -198,7 +201,14 @@ def _write_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_rope_dimension_count(dim)
         writer.add_key_length(dim)
         writer.add_value_length(dim)
-    count = next((config[k] for k in ("moe_num_experts", "num_experts", "n_routed_experts", "num_local_experts") if k in config), None)
+    count = next(
+        (
+            config[k]
+            for k in ("moe_num_experts", "num_experts", "n_routed_experts", "num_local_experts")
+            if k in config
+        ),
+        None,
+    )
     if count is not None:
         _write_experts(writer, config, count)
 
@@ -268,3 +278,49 @@ def write_tokenizer(writer: gguf.GGUFWriter, folder: Path, pre: str = "qwen2") -
     writer.add_token_types(types)
     special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=len(tokens))
     special.add_to_gguf(writer, quiet=True)
+
+
+def write_small(path: Path, **changes: object) -> Path:
+    """A one-block qwen2 model of random numbers; `changes` are settings below its name."""
+    rng = np.random.default_rng(1)
+    writer = gguf.GGUFWriter(path, "qwen2")
+    settings = {
+        "block_count": 1,
+        "context_length": 128,
+        "embedding_length": SMALL_HIDDEN,
+        "feed_forward_length": 96,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        **changes,
+    }
+    for key, value in settings.items():
+        name = f"qwen2.{key}"
+        if isinstance(value, str):
+            writer.add_string(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
+        elif isinstance(value, list):
+            writer.add_array(name, value)
+        else:
+            writer.add_uint32(name, value)
+    write_byte_tokens(writer, SMALL_VOCAB)
+    shapes = {
+        "token_embd.weight": (SMALL_VOCAB, SMALL_HIDDEN),
+        "output_norm.weight": (SMALL_HIDDEN,),
+        "blk.0.attn_norm.weight": (SMALL_HIDDEN,),
+        "blk.0.ffn_norm.weight": (SMALL_HIDDEN,),
+        "blk.0.attn_q.weight": (64, SMALL_HIDDEN),
+        "blk.0.attn_k.weight": (32, SMALL_HIDDEN),
+        "blk.0.attn_v.weight": (32, SMALL_HIDDEN),
+        "blk.0.attn_output.weight": (SMALL_HIDDEN, 64),
+        "blk.0.ffn_gate.weight": (96, SMALL_HIDDEN),
+        "blk.0.ffn_up.weight": (96, SMALL_HIDDEN),
+        "blk.0.ffn_down.weight": (SMALL_HIDDEN, 96),
+    }
+    for name, shape in shapes.items():
+        writer.add_tensor(name, rng.standard_normal(shape, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -120,11 +120,16 @@ def _find(path: Path, asked: Mapping[str, Any]) -> _Found:
 def _find_gguf(file: Path, tokenizer: Any, quantization: str) -> _Found:
     from fastdeploy_core.gguf.folder import tokenizer_folder
     from fastdeploy_core.gguf.reader import GGUFModel
-    from fastdeploy_core.gguf.settings import METHOD, generation_config, model_config
+    from fastdeploy_core.gguf.settings import METHOD, PACKED, generation_config, model_config
 
     model = GGUFModel(file)
     hf_config = model_config(model)
     packed = hf_config.pop("quantization_config", None)
+    if packed is None and quantization == METHOD:
+        raise ConfigError(
+            f"{file} has no matrix in a format that can stay packed ({', '.join(PACKED)}); leave "
+            "--quantization out to compute in the model's dtype, or round anew with wint8 or wint4"
+        )
     if packed is not None and quantization in ("", METHOD):
         hf_config["quantization_config"] = {**packed, "is_kept": quantization == METHOD}
     # With any other --quantization the file is decoded and rounded anew.

@@ -30,8 +30,15 @@ class BlockFormat:
 def to_bfloat16(wide: np.ndarray) -> np.ndarray:
     """float32 to bfloat16 bits (uint16), to the nearest, ties to even; NaN stays NaN."""
     bits = np.ascontiguousarray(wide, np.float32).view(np.uint32)
-    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
-    return np.where(np.isnan(wide), (bits >> 16) | np.uint32(0x40), rounded).astype(np.uint16)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    found = rounded.view(np.uint16)[..., 1::2].copy()  # the high halves; no file here is big-endian
+    undefined = np.isnan(wide)
+    if undefined.any():
+        found[undefined] = 0x7FC0
+    return found
 
 
 def _fields(raw: np.ndarray, fields: list[tuple[str, str, int]]) -> dict[str, np.ndarray]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -45,7 +44,7 @@ def tokenizer_folder(model: GGUFModel) -> Path:
             for name, value in files.items():
                 text = json.dumps(value, ensure_ascii=False)
                 (made / name).write_text(text, encoding="utf-8")
-            os.replace(made, folder)
+            made.replace(folder)
         except OSError:
             shutil.rmtree(made, ignore_errors=True)
             if not folder.is_dir():  # nobody else made it meanwhile

@@ -128,7 +128,9 @@ def _half_order(tensor: GGUFTensor, hf_config: dict[str, Any], part: str) -> np.
 def _up_projection(model: GGUFModel, name: str, block: str, key: GGUFTensor) -> Source:
     value = model.tensors.get(f"blk.{block}.attn_v_b.weight")
     if value is None:
-        raise WeightError(f"{model.path}: tensor {key.name} comes without blk.{block}.attn_v_b.weight")
+        raise WeightError(
+            f"{model.path}: tensor {key.name} comes without blk.{block}.attn_v_b.weight"
+        )
     is_pair = len(key.shape) == len(value.shape) == 3
     if not is_pair or (key.shape[0], key.shape[1]) != (value.shape[0], value.shape[2]):
         raise WeightError(

@@ -181,7 +181,9 @@ class GGUFFile:
         name = header.name("the name of a tensor")
         num_dims = header.number("I")
         if not 1 <= num_dims <= _MAX_DIMS:
-            raise ValueError(f"tensor {name} has {num_dims} dimensions, more than {_MAX_DIMS} or none")
+            raise ValueError(
+                f"tensor {name} has {num_dims} dimensions, more than {_MAX_DIMS} or none"
+            )
         dims = [int(header.number("Q")) for _ in range(num_dims)]
         return name, tuple(reversed(dims)), int(header.number("I")), int(header.number("Q"))
 

@@ -48,12 +48,14 @@ _LLAMA3: Final = _Words(
 _DEEPSEEK3: Final = _Words(
     (
         r"\p{N}{1,3}",
-        "[一-龥぀-ゟ゠-ヿ]+",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
         r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"""
         r""" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
     )
 )
-_GPT2: Final = _Words((r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",))
+_GPT2: Final = _Words(
+    (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",)
+)
 _PRE_TOKENIZERS: Final[Mapping[str, _Words]] = {
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
@@ -175,7 +177,12 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
         {"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated", "invert": False}
         for p in words.patterns
     ]
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
     return _tokenizer(
         vocabulary,
         model=_bpe(vocabulary, pairs, ignore_merges=words.ignore_merges),
@@ -262,7 +269,12 @@ def _tokenizer(
     eos = vocabulary.token("eos_token_id") if vocabulary.flag("add_eos_token", False) else None
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [
-        {"id": number, "content": token, **flags, "special": vocabulary.types[number] != _USER_DEFINED}
+        {
+            "id": number,
+            "content": token,
+            **flags,
+            "special": vocabulary.types[number] != _USER_DEFINED,
+        }
         for token, number in vocabulary.ids.items()
         if token and vocabulary.types[number] in (_UNKNOWN, _CONTROL, _USER_DEFINED)
     ]
@@ -279,7 +291,9 @@ def _tokenizer(
     }
 
 
-def _post_processor(ids: Mapping[str, int], bos: str | None, eos: str | None) -> dict[str, Any] | None:
+def _post_processor(
+    ids: Mapping[str, int], bos: str | None, eos: str | None
+) -> dict[str, Any] | None:
     """Writes the begin and end tokens that the file asks for."""
     if not bos and not eos:
         return None
@@ -295,6 +309,8 @@ def _post_processor(ids: Mapping[str, int], bos: str | None, eos: str | None) ->
         "single": around("A", 0),
         "pair": [*around("A", 0), *around("B", 1)],
         "special_tokens": {
-            token: {"id": token, "ids": [ids[token]], "tokens": [token]} for token in (bos, eos) if token
+            token: {"id": token, "ids": [ids[token]], "tokens": [token]}
+            for token in (bos, eos)
+            if token
         },
     }

@@ -1,6 +1,6 @@
 """Tensors of a GGUF file as a model's weights: decoded while they are read, or packed as they are.
 
-What is read is decoded a few megabytes at a time and at once in the dtype the model computes in, so
+What is read is decoded a megabyte at a time and at once in the dtype the model computes in, so
 that no second copy of a tensor exists. Where a quantizer has asked for a matrix's packed numbers and
 scales, those are what it gets.
 """
@@ -24,13 +24,12 @@ if TYPE_CHECKING:
     from fastdeploy_core.gguf.reader import GGUFTensor
     from fastdeploy_core.tensor import Tensor
 
-_CHUNK_BYTES: Final = 8 * 1024 * 1024  # of decoded numbers
+_CHUNK_BYTES: Final = 1024 * 1024  # of decoded numbers: they stay in the processor's cache
 _BITS: Final[dict[str, str]] = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 _SPLIT: Final[dict[str, Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]]] = {
     "Q4_0": split_q4_0,
     "Q8_0": split_q8_0,
 }
-
 
 
 class GGUFWeights:

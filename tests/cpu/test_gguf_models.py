@@ -146,7 +146,11 @@ def test_another_quantization_rounds_the_decoded_numbers_anew(
 
 @pytest.mark.parametrize("variant", ["gguf-deepseek", "llama", "gguf-wide"])
 def test_any_region_of_any_weight_is_that_part_of_the_whole(
-    checkpoints: Path, variant: str, tensor_library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Path,
+    variant: str,
+    tensor_library: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("fastdeploy_core.worker.gguf_weights._CHUNK_BYTES", 4096)  # many chunks
     kind = "Q8_0" if variant == "gguf-wide" else "F32"
@@ -173,7 +177,9 @@ def test_names_are_those_of_the_checkpoint(checkpoints: Path, tmp_path: Path) ->
     for variant in ("ernie-moe", "gguf-deepseek"):
         source = checkpoints / variant
         model = GGUFModel(write_gguf(source, tmp_path / f"{variant}.gguf"))
-        ours = {s.name.replace("experts.0.", "experts.") for s in sources(model, model_config(model))}
+        ours = {
+            s.name.replace("experts.0.", "experts.") for s in sources(model, model_config(model))
+        }
         config = json.loads((source / "config.json").read_text())
         architecture = str(model.settings["general.architecture"])
         assert len(converted(source, config, architecture)) == len(model.tensors)
