@@ -280,7 +280,7 @@ def write_tokenizer(writer: gguf.GGUFWriter, folder: Path, pre: str = "qwen2") -
     special.add_to_gguf(writer, quiet=True)
 
 
-def write_small(path: Path, **changes: object) -> Path:
+def write_small(path: Path, kind: str = "F32", **changes: object) -> Path:
     """A one-block qwen2 model of random numbers; `changes` are settings below its name."""
     rng = np.random.default_rng(1)
     writer = gguf.GGUFWriter(path, "qwen2")
@@ -312,13 +312,18 @@ def write_small(path: Path, **changes: object) -> Path:
         "blk.0.attn_q.weight": (64, SMALL_HIDDEN),
         "blk.0.attn_k.weight": (32, SMALL_HIDDEN),
         "blk.0.attn_v.weight": (32, SMALL_HIDDEN),
+        "blk.0.attn_q.bias": (64,),
+        "blk.0.attn_k.bias": (32,),
+        "blk.0.attn_v.bias": (32,),
         "blk.0.attn_output.weight": (SMALL_HIDDEN, 64),
         "blk.0.ffn_gate.weight": (96, SMALL_HIDDEN),
         "blk.0.ffn_up.weight": (96, SMALL_HIDDEN),
         "blk.0.ffn_down.weight": (SMALL_HIDDEN, 96),
     }
     for name, shape in shapes.items():
-        writer.add_tensor(name, rng.standard_normal(shape, dtype=np.float32))
+        array = rng.standard_normal(shape, dtype=np.float32)
+        choice = _type_of(kind, name, array)
+        writer.add_tensor(name, quantized(array, choice), raw_dtype=choice)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -176,7 +176,7 @@ def test_parts_of_a_split_model_are_found_and_missing_ones_named(model: Path) ->
     writer.write_tensors_to_file()
     writer.close()
     found = GGUFModel(first)
-    assert len(found.tensors) == 12 and found.tensors["more.weight"].shape == (2, 3)
+    assert len(found.tensors) == 15 and found.tensors["more.weight"].shape == (2, 3)
     assert find_gguf(folder) == first
 
 
