@@ -101,12 +101,18 @@ def _find(path: Path, asked: Mapping[str, Any]) -> _Found:
         from fastdeploy_core.gguf.reader import find_gguf
 
         file = find_gguf(path)
+        if file is not None and asked.get("load_format") == "safetensors":
+            raise ConfigError(
+                f"{file} is a GGUF file and --load-format says safetensors; leave the flag out, or pass a "
+                "folder with *.safetensors"
+            )
         if file is not None:
             return _find_gguf(file, tokenizer, str(asked.get("quantization") or ""))
     if not path.is_dir():
         raise ConfigError(
-            f"model {str(path)!r} is not on this machine; expected a folder with config.json, "
-            "tokenizer.json and *.safetensors, or a *.gguf file; download the model first and pass its path"
+            f"model {str(path)!r} is not a folder on this machine, nor a GGUF file; expected a folder with "
+            "config.json, tokenizer.json and *.safetensors, or a file *.gguf; download the model first and "
+            "pass its path"
         )
     own = path / "generation_config.json"
     return _Found(

@@ -15,6 +15,12 @@ from .names import ROPE_FACTORS
 from .values import Settings
 
 _SIGMOID: Final = 2
+# Settings that change what a model computes, and that no family here has.
+_REFUSED: Final = (
+    "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "residual_scale",
+    "embedding_scale", "attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias",
+    "rope.scaling.alpha", "expert_group_scale",
+)  # fmt: skip
 
 
 def _ernie(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
@@ -121,6 +127,19 @@ FAMILIES: Final[dict[str, tuple[str, Callable[[Settings, dict[str, Any]], dict[s
     "llama": ("LlamaForCausalLM", _llama),
     "deepseek2": ("DeepseekV3ForCausalLM", _deepseek),
 }
+
+
+def refuse_extras(read: Settings) -> None:
+    """UnsupportedModel for a file that asks for something that would otherwise be left out."""
+    asked = [key for key in _REFUSED if read.number(key, 0.0) != 0]
+    window = read.size("attention.sliding_window", 0, least=0)
+    if 0 < window < read.size("context_length"):
+        asked.append("attention.sliding_window")
+    if asked:
+        raise UnsupportedModel(
+            f"{read.model.path} sets {', '.join(asked)}, which this {read.architecture} is not served "
+            "with; possible: models without"
+        )
 
 
 def check_blocks(read: Settings, config: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from fastdeploy_core.errors import ConfigError, UnsupportedModel, WeightError
 
 from .blocks import BlockFormat
-from .families import FAMILIES, check_blocks
+from .families import FAMILIES, check_blocks, refuse_extras
 from .names import ROPE_FACTORS, sources
 from .reader import GGUFModel
 from .values import Settings
@@ -46,6 +46,7 @@ def model_config(model: GGUFModel) -> dict[str, Any]:
             f"{model.path} has a model of architecture {read.architecture!r:.60}; possible as GGUF: "
             f"{', '.join(FAMILIES)}"
         )
+    refuse_extras(read)
     hf_class, family = FAMILIES[read.architecture]
     config = {"architectures": [hf_class], **_common(read)}
     config.update(family(read, config))

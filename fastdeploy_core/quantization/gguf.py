@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.quantizer import LayerSpec, ParameterSpec
     from fastdeploy_core.tensor import Tensor
 
-_GROUP_SIZE: Final = 32
+GROUP_SIZE: Final = 32
 _CORE: Final = "fastdeploy-core"
 
 
@@ -39,7 +39,7 @@ class GGUFQuantizer:
         self._matrices: Mapping[str, str] = config.get("matrices") or {}
         self._is_kept = bool(config.get("is_kept", False))
         self._origins = kernels.origins()
-        own = {"group_size": _GROUP_SIZE, "is_quantized": True, "tensor_layout": PLAIN}
+        own = {"group_size": GROUP_SIZE, "is_quantized": True, "tensor_layout": PLAIN}
         own["lm_head"] = True
         self._drivers: dict[str, IntegerQuantizer] = {
             driver.name: driver(own, device, kernels) for driver in (WInt8, WInt4)
@@ -60,7 +60,11 @@ class GGUFQuantizer:
     def supports(self, layer: LayerSpec) -> bool:
         """Layers all of whose matrices are packed alike, if the device has a kernel for them."""
         formats = self._formats(layer)
-        if len(formats) != 1 or layer.in_features % _GROUP_SIZE or layer.role == "embedding":
+        # A rank holds whole groups, and more than one, which would look like one scale for all ranks.
+        is_cut = layer.in_features % GROUP_SIZE or (
+            layer.shards > 1 and layer.in_features == GROUP_SIZE
+        )
+        if len(formats) != 1 or is_cut or layer.role == "embedding":
             return False
         (found,) = formats
         if found not in self._drivers:

@@ -21,6 +21,7 @@ from fastdeploy_core.worker.weights import find_files
 from tests.checkpoints import GGUF_VARIANTS, VARIANTS, build, reference
 from tests.gguf_files import converted, quantized, write_gguf
 from tests.paged import PagedModel, with_quantizer
+from tests.tp_rank import run_ranks
 
 PACKED = with_quantizer("gguf")
 ARCHITECTURES = [name for name in VARIANTS if name not in ("qwen3-moe", "deepseek")]
@@ -105,6 +106,16 @@ def test_packed_experts_have_the_logits_of_decoded_ones(
     assert packed.loaded.builder.unquantized == ["model.embed_tokens"]
     want, have = logits(plain), logits(packed)
     assert np.abs(want - have).max() < 2e-5 * np.abs(want).max()
+
+
+def test_two_ranks_divide_packed_matrices(
+    checkpoints: Path, tensor_library: str, tmp_path: Path
+) -> None:
+    file = write_gguf(checkpoints / "gguf-wide", tmp_path / "model.gguf", "Q8_0")
+    prompts = {"a": [5, 9, 77, 3, 12, 60, 61, 62]}
+    one = opened(file, tensor_library, quantization="gguf").greedy(prompts, 12)
+    ranks = run_ranks(file, tensor_library, 2, tmp_path / "group", prompts, 12)
+    assert [rank["tokens"] for rank in ranks] == [one, one]
 
 
 def test_a_layer_of_two_formats_is_decoded(

@@ -216,6 +216,9 @@ def test_settings_become_a_config(model: Path) -> None:
         ({"rope.scaling.type": "longrope"}, "rope scaling 'longrope'"),
         ({"rope.scaling.type": "yarn"}, "rope.scaling.original_context_length"),
         ({"rope.freq_base": float("nan")}, "rope.freq_base is nan"),
+        ({"context_length": 1 << 25}, "context_length is 33554432; expected at most"),
+        ({"attention.sliding_window": 64}, "sets attention.sliding_window, which this qwen2"),
+        ({"final_logit_softcapping": 30.0}, "sets final_logit_softcapping"),
     ],
 )
 def test_settings_that_do_not_fit_the_tensors_are_named(
@@ -223,6 +226,16 @@ def test_settings_that_do_not_fit_the_tensors_are_named(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         read_model_config(write_small(tmp_path / "bad.gguf", **changes))
+
+
+def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
+    file = write_small(tmp_path / "model.gguf", **{"attention.sliding_window": 128})
+    assert read_model_config(file).max_model_len == 128
+
+
+def test_a_load_format_that_the_file_has_not_is_an_error(model: Path) -> None:
+    with pytest.raises(ConfigError, match="is a GGUF file and --load-format says safetensors"):
+        read_model_config(model, {"load_format": "safetensors"})
 
 
 def test_an_unknown_architecture_lists_the_known_ones(model: Path) -> None:
