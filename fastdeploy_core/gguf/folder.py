@@ -29,7 +29,12 @@ _LAYOUT: Final = "1"  # changes when what is made of a header changes
 def tokenizer_folder(model: GGUFModel) -> Path:
     """The folder with the model's tokenizer, made when it is not there yet."""
     digest = hashlib.sha256(_LAYOUT.encode() + model.files[0].header()).hexdigest()
-    root = Path(envs.FD_CACHE_DIR).expanduser() / "gguf"
+    try:
+        root = Path(envs.FD_CACHE_DIR).expanduser() / "gguf"
+    except RuntimeError:  # nobody's home
+        raise ConfigError(
+            f"FD_CACHE_DIR {envs.FD_CACHE_DIR!r} leads nowhere: this user has no home; set it to a folder"
+        ) from None
     folder = root / digest[:32]
     if folder.is_dir():
         return folder

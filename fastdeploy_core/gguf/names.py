@@ -7,6 +7,7 @@ cut into its key half (transposed) and its value half.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import numpy as np
 from fastdeploy_core.errors import WeightError
 
 from .reader import GGUFModel, GGUFTensor
+
+logger = logging.getLogger(__name__)
 
 _WHOLE: Final[dict[str, str]] = {
     "token_embd": "model.embed_tokens",
@@ -57,6 +60,7 @@ _CORRECTION: Final[dict[str, str]] = {  # by architecture of the file
     "deepseek2": "mlp.gate.e_score_correction_bias",
 }
 ROPE_FACTORS: Final = "rope_freqs.weight"  # read into the settings
+_NUMBER: Final = re.compile(r"^blk\.(\d{1,9})\.")
 _NAME: Final = re.compile(r"^(?:blk\.(\d+)\.)?([a-z_0-9]+)\.(weight|bias)$")
 
 
@@ -77,9 +81,15 @@ class Source:
 
 
 def sources(model: GGUFModel, hf_config: dict[str, Any]) -> Iterator[Source]:
-    """Every weight of the model; tensors nobody knows come under their own name."""
+    """Every weight of the model; tensors nobody knows come under their own name. Blocks behind the last,
+    which predict further tokens, are left out."""
     architecture = str(model.settings.get("general.architecture"))
+    left_out = 0
     for name, tensor in model.tensors.items():
+        behind = _NUMBER.match(name)
+        if behind and int(behind[1]) >= hf_config["num_hidden_layers"]:
+            left_out += 1
+            continue
         match = _NAME.match(name)
         block, part, suffix = match.groups() if match else (None, "", "")
         if block is None:
@@ -105,6 +115,12 @@ def sources(model: GGUFModel, hf_config: dict[str, Any]) -> Iterator[Source]:
             yield Source(known, tensor.shape, tensor, order=order)
         else:
             yield Source(name, tensor.shape, tensor)
+    if left_out:
+        logger.info(
+            "%s: %d tensors of blocks behind the last are not read (drafts need a checkpoint of their own)",
+            model.path,
+            left_out,
+        )
 
 
 def _experts(prefix: str, part: str, tensor: GGUFTensor) -> Iterator[Source]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import gguf
@@ -196,6 +197,20 @@ def test_names_are_those_of_the_checkpoint(checkpoints: Path, tmp_path: Path) ->
         assert len(converted(source, config, architecture)) == len(model.tensors)
         assert "model.layers.1.mlp.experts.down_proj.weight" in ours
         assert not [name for name in ours if name.startswith(("blk.", "token"))]
+
+
+def test_blocks_that_predict_further_tokens_are_left_out_in_words(
+    checkpoints: Path, tensor_library: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = checkpoints / "gguf-wide"
+    whole = write_gguf(source, tmp_path / "whole.gguf")
+    # Its second block as the one behind the last.
+    file = write_gguf(source, tmp_path / "model.gguf", nextn_predict_layers=1)
+    with caplog.at_level(logging.INFO):
+        model = PagedModel(file, tensor_library)
+    assert "11 tensors of blocks behind the last are not read" in caplog.text
+    assert model.loaded.shapes.num_layers == 1
+    assert not np.array_equal(logits(model), logits(PagedModel(whole, tensor_library)))
 
 
 def test_a_weight_that_is_missing_or_unknown_is_named(
