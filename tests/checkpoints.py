@@ -127,6 +127,14 @@ GGUF_VARIANTS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "head_dim": 64,
     },
+    "gguf-tied": {
+        "architecture": "Qwen3",
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 1,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
     "gguf-experts": {
         **VARIANTS["qwen3-moe"],
         "mlp_only_layers": [],

@@ -54,7 +54,13 @@ def model_config(model: GGUFModel) -> dict[str, Any]:
     config["torch_dtype"] = _dtype(model)
     kept = _packed_matrices(model, config)
     if kept:
-        config["quantization_config"] = {"quant_method": METHOD, "matrices": kept}
+        embedding = model.tensors["token_embd.weight"].format
+        config["quantization_config"] = {
+            "quant_method": METHOD,
+            "matrices": kept,
+            # A head in few bits that shares the token table: rounding it to int8 loses little.
+            "rounds_head": config["tie_word_embeddings"] and not embedding.dtype,
+        }
     return config
 
 

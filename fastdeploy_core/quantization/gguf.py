@@ -38,6 +38,7 @@ class GGUFQuantizer:
     ) -> None:
         self._matrices: Mapping[str, str] = config.get("matrices") or {}
         self._is_kept = bool(config.get("is_kept", False))
+        self._rounds_head = bool(config.get("rounds_head", False))
         self._origins = kernels.origins()
         own = {"group_size": GROUP_SIZE, "is_quantized": True, "tensor_layout": PLAIN}
         own["lm_head"] = True
@@ -58,7 +59,10 @@ class GGUFQuantizer:
         return self._drivers[found]
 
     def supports(self, layer: LayerSpec) -> bool:
-        """Layers all of whose matrices are packed alike, if the device has a kernel for them."""
+        """Layers all of whose matrices are packed alike, if the device has a kernel for them. So is a head
+        that shares a token table of few bits: the device may round it to int8."""
+        if self._is_shared_head(layer):
+            return True
         formats = self._formats(layer)
         # A rank holds whole groups, and more than one, which would look like one scale for all ranks.
         is_cut = layer.in_features % GROUP_SIZE or (
@@ -78,9 +82,12 @@ class GGUFQuantizer:
         """Parts become one tensor."""
         return True
 
+    def _is_shared_head(self, layer: LayerSpec) -> bool:
+        return layer.role == "lm_head" and self._rounds_head
+
     def is_stored(self, layer: LayerSpec) -> bool:
-        """Always: what is not stored packed is not supported."""
-        return True
+        """What is not stored packed is not supported, but for a shared head."""
+        return not self._is_shared_head(layer)
 
     def parameters(self, layer: LayerSpec) -> dict[str, ParameterSpec]:
         """weight and weight_scale."""

@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from fastdeploy_core.config.model import read_model_config
 from fastdeploy_core.contracts.device import DeviceOptions
+from fastdeploy_core.contracts.quantizer import LayerSpec
 from fastdeploy_core.errors import WeightError
 from fastdeploy_core.gguf.names import sources
 from fastdeploy_core.gguf.reader import GGUFModel
 from fastdeploy_core.gguf.settings import model_config
+from fastdeploy_core.plugins.kernels import build_kernel_table
+from fastdeploy_core.quantization.gguf import GGUFQuantizer
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.worker.gguf_weights import GGUFWeights
 from fastdeploy_core.worker.weights import find_files
@@ -142,6 +146,25 @@ def test_packed_matrices_are_decoded_where_the_device_has_no_kernel_of_its_own(
     file = write_gguf(checkpoints / "gguf-wide", tmp_path / "model.gguf", "Q8_0")
     left = opened(file, tensor_library).loaded.builder.unquantized
     assert {"model.layers.0.self_attn.o_proj", "model.layers.1.mlp.gate_up_proj"} <= set(left)
+
+
+@pytest.mark.parametrize(("kind", "rounds"), [("Q8_0", True), ("BF16", False)])
+def test_a_shared_head_of_few_bits_may_be_rounded(
+    checkpoints: Path, kind: str, rounds: bool, tensor_library: str, tmp_path: Path
+) -> None:
+    types = gguf.GGMLQuantizationType
+
+    def table(name: str, array: np.ndarray) -> gguf.GGMLQuantizationType:
+        return types[kind] if "token_embd" in name else types.Q4_0
+
+    file = write_gguf(checkpoints / "gguf-tied", tmp_path / "model.gguf", table)
+    config = read_model_config(file, {"quantization": "gguf"}).hf_config["quantization_config"]
+    device = CpuDevice(DeviceOptions(tensor_library=tensor_library, num_threads=1))
+    quantizer = GGUFQuantizer(config, device, build_kernel_table("cpu"))
+    head = LayerSpec("lm_head", "lm_head", 256, 131, dtype="float32")
+    assert (quantizer.supports(head), quantizer.is_stored(head)) == (rounds, not rounds)
+    linear = LayerSpec("model.layers.0.self_attn.o_proj", "linear", 256, 256, dtype="float32")
+    assert quantizer.supports(linear) and quantizer.is_stored(linear)
 
 
 def test_another_quantization_rounds_the_decoded_numbers_anew(
