@@ -10,7 +10,7 @@ import json
 import mmap
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -50,6 +50,8 @@ _DTYPES: Final[dict[str, tuple[str, str]]] = {
 
 def find_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint, each checked to be inside the folder."""
+    if not folder.is_dir():
+        raise WeightError(f"{folder} is no folder; expected one with *.safetensors")
     if list(folder.glob("rank*/*.safetensors")):
         raise WeightError(
             f"the checkpoint in {folder} is divided into rank folders for one parallel size; expected "
@@ -129,6 +131,15 @@ class SafetensorsFile:
             # A private writable mapping: tensor libraries take its memory without a copy, and
             # nothing can ever change the file.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def names(self) -> Iterable[str]:
+        """Checkpoint names of all tensors."""
+        return self.entries.keys()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.stop - entry.start for entry in self.entries.values())
 
     def tensors(self) -> Iterator[tuple[str, SafetensorsTensor]]:
         """Every tensor in file order, which is the cheapest order to read."""
