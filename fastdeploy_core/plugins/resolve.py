@@ -29,7 +29,7 @@ from fastdeploy_core.errors import (
 )
 
 from .discovery import Inventory, PluginEntry, discover
-from .drivers import available, check_import, find
+from .drivers import available, check_imports, find
 from .manager import HookManager, hook_manager
 from .negotiate import CandidateRow, Decision, ask_candidates, decide, merge_decisions
 from .resolved import ResolvedEntry, ResolvedPlugins
@@ -259,12 +259,13 @@ class _Resolver:
 
     def finish(self) -> ResolvedPlugins:
         """Pre-flight the strangers among the chosen, then freeze."""
+        strangers = []
         for chosen in self._entries.values():
             plugin = chosen.as_plugin()
             needed = self._chosen.get(plugin.kind) == plugin.name
-            if plugin.is_core or not (needed or plugin.kind == "logits_processor"):
-                continue
-            check_import(plugin)
+            if not plugin.is_core and (needed or plugin.kind == "logits_processor"):
+                strangers.append(plugin)
+        check_imports(strangers)
         for entry in self._hooks.entries:
             self._add(entry)
         return ResolvedPlugins(

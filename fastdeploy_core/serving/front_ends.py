@@ -16,6 +16,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +45,8 @@ END_S = 8.0
 MAX_RESTARTS = 3  # of one API server, in a row within RESTART_WINDOW_S
 RESTART_WINDOW_S = 60.0
 TARGET = "fastdeploy_core.serving.front_end:main"
+# Nothing that imports prometheus_client, which looks for its folder then.
+EARLY_MODULES = ("fastapi", "uvicorn", "fastdeploy_core.tokenizer", "fastdeploy_core.engine.client")
 
 
 class FrontEnds(Listener):
@@ -53,7 +56,7 @@ class FrontEnds(Listener):
         self,
         engine_config: EngineConfig,
         server_config: ServerConfig,
-        resolved: ResolvedPlugins,
+        resolved: Future[ResolvedPlugins],
         listener: socket.socket,
     ) -> None:
         self._engine_config, self._server_config = engine_config, server_config
@@ -108,7 +111,9 @@ class FrontEnds(Listener):
         threading.Thread(target=self._receive, name="fd-hall", daemon=True).start()
         try:
             for number in range(self._count):
-                self._start(number)
+                self._spawn(number)
+            for number in range(self._count):
+                self._tell_first(number)
             if not self._wait_open():
                 return 0
             self.door.start()
@@ -180,21 +185,29 @@ class FrontEnds(Listener):
 
     # -- processes --------------------------------------------------------------------------------------
 
-    def _start(self, number: int) -> None:
+    def _spawn(self, number: int) -> None:
+        """Start a process, which imports what it needs while plugins are resolved."""
+        self._starts.setdefault(number, []).append(time.monotonic())
+        self._processes[number] = child.spawn_early(
+            TARGET, f"fastdeploy-api{number}", EARLY_MODULES
+        )
+
+    def _tell_first(self, number: int) -> None:
+        """Tell it what it is to do."""
+        resolved = self._resolved.result()
         init = FrontEndInit(
             engine_config=self._engine_config,
             # One of them writes the line about the engine.
             server_config=replace(
                 self._server_config, log_stats=self._server_config.log_stats and number == 0
             ),
-            resolved=self._resolved,
-            digest=self._resolved.digest,
+            resolved=resolved,
+            digest=resolved.digest,
             folder=str(self._folder),
             number=number,
             count=self._count,
         )
-        self._starts.setdefault(number, []).append(time.monotonic())
-        self._processes[number] = child.spawn(TARGET, wire.encode(init), f"fastdeploy-api{number}")
+        child.give(self._processes[number], wire.encode(init))
 
     def _running(self) -> list[int]:
         return [number for number, p in self._processes.items() if p.poll() is None]
@@ -232,7 +245,8 @@ class FrontEnds(Listener):
                 logger.critical("API server %d %s again and again; giving up", number, ended)
                 return False
             logger.error("API server %d %s; it is started again", number, ended)
-            self._start(number)
+            self._spawn(number)
+            self._tell_first(number)
             with self._lock:
                 if self._state is not None:
                     self._sockets[number].send(wire.encode(self._state))

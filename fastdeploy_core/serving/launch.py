@@ -12,8 +12,10 @@ import importlib
 import logging
 import signal
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core import __version__
@@ -79,10 +81,24 @@ def _serve_by_many(
         logger.info("%d API servers ready after %.1f s", count, time.monotonic() - started_at)
         _log_ready(listener, server_config)
 
-    resolved = resolve_plugins(engine_config)
+    resolved = _resolving(engine_config)
     status = FrontEnds(engine_config, server_config, resolved, listener).run(on_ready)
     logger.info("stopped")
     return status
+
+
+def _resolving(config: EngineConfig) -> Future[ResolvedPlugins]:
+    """Asking plugins takes its time; other processes start meanwhile."""
+    resolved: Future[ResolvedPlugins] = Future()
+
+    def resolve() -> None:
+        try:
+            resolved.set_result(resolve_plugins(config))
+        except BaseException as error:
+            resolved.set_exception(error)
+
+    threading.Thread(target=resolve, name="fd-resolve", daemon=True).start()
+    return resolved
 
 
 class _Signals:
@@ -162,7 +178,7 @@ async def running_app(
     started_at = time.monotonic()
     _log_model(engine_config)
     check_parsers(server_config)
-    resolved = await asyncio.to_thread(resolve_plugins, engine_config)
+    resolved = _resolving(engine_config)
     starting = AsyncEngine.start(engine_config, resolved)
     async with _app_around(starting, engine_config, server_config, resolved) as (app, engine):
         _log_engine(engine.info, time.monotonic() - started_at)
@@ -175,9 +191,11 @@ async def attached_app(
 ) -> AsyncIterator[tuple[FastAPI, AsyncEngine]]:
     """The app of one of several API servers, whose engine another process starts and ends."""
     config = init.engine_config
+    plugins: Future[ResolvedPlugins] = Future()
+    plugins.set_result(init.resolved)
     starting = AsyncEngine.attach(config, init.folder, init.number, on_drain)
     async with _app_around(
-        starting, config, init.server_config, init.resolved, occupancy
+        starting, config, init.server_config, plugins, occupancy
     ) as app_and_engine:
         yield app_and_engine
 
@@ -187,7 +205,7 @@ async def _app_around(
     starting: Coroutine[Any, Any, AsyncEngine],
     engine_config: EngineConfig,
     server_config: ServerConfig,
-    resolved: ResolvedPlugins,
+    resolved: Future[ResolvedPlugins],
     occupancy: OwnOccupancy | None = None,
 ) -> AsyncIterator[tuple[FastAPI, AsyncEngine]]:
     """What an app needs, made while the engine starts."""
@@ -240,7 +258,7 @@ def _log_model(config: EngineConfig) -> None:
 
 
 def _prepare_app(
-    model: ModelConfig, resolved: ResolvedPlugins
+    model: ModelConfig, resolved: Future[ResolvedPlugins]
 ) -> tuple[Tokenizer, list[tuple[str, Any]]]:
     """The slow parts of an app that need no engine."""
     importlib.import_module(".app", __package__)
@@ -249,7 +267,7 @@ def _prepare_app(
     from fastdeploy_core.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(model.tokenizer_path, chat_template=model.chat_template)
-    return tokenizer, plugin_routers(resolved)
+    return tokenizer, plugin_routers(resolved.result())
 
 
 def plugin_routers(resolved: ResolvedPlugins | None) -> list[tuple[str, Any]]:

@@ -17,13 +17,14 @@ from fastdeploy_core.config.model import checkpoint_layout, fit_dtype
 from fastdeploy_core.config.quantization import quantization_of
 from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
 from fastdeploy_core.contracts.kv_formats import kv_format
-from fastdeploy_core.contracts.model import ModelShapes
+from fastdeploy_core.contracts.model import ModelShapes, StoredTensor
 from fastdeploy_core.contracts.small import CausalLM
 from fastdeploy_core.errors import WeightError
 from fastdeploy_core.layers import ModelBuilder
 from fastdeploy_core.layers.cache_scales import CACHE_SCALE_NAMES
 
-from .weights import DummyTensor, SafetensorsFile, SafetensorsTensor, dummy_tensors, find_files
+from .read_ahead import ReadAhead
+from .weights import SafetensorsFile, SafetensorsTensor, dummy_tensors, find_files
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LoadDriver = Callable[[str, str], Any]
-Named = tuple[str, SafetensorsTensor | DummyTensor]
+Stored = tuple[str, SafetensorsTensor]
+Named = tuple[str, StoredTensor]
 
 
 @dataclass(slots=True)
@@ -138,9 +140,12 @@ def fill_from_folder(
         else:
             layout = checkpoint_layout(hf_config, force_torch=envs.FD_FOR_TORCH_MODEL_FORMAT)
             build.weights.swap_linear = layout == "paddle"
-            tensors = stack.enter_context(
+            stored = stack.enter_context(
                 Checkpoint(find_files(folder), build.device, build.tp_rank)
             )
+            tensors = stored
+            if build.device.limits.asynchronous:
+                tensors = stack.enter_context(ReadAhead(build.device, build.weights)).over(stored)
             source = f"the checkpoint in {folder}"
         unknown = model.load_weights(tensors)
     if unknown:
@@ -184,13 +189,13 @@ class Checkpoint:
             disable=True if tp_rank else None,  # None: only where there is a terminal
         )
 
-    def __enter__(self) -> Iterator[Named]:
+    def __enter__(self) -> Iterator[Stored]:
         return self._tensors()
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
 
-    def _tensors(self) -> Iterator[Named]:
+    def _tensors(self) -> Iterator[Stored]:
         for file in self._files:
             for name, tensor in file.tensors():
                 yield name, tensor

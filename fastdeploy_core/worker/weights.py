@@ -20,6 +20,8 @@ import numpy as np
 from fastdeploy_core.errors import WeightError
 from fastdeploy_core.tensor import DTYPE_BYTES
 
+from .noise import LARGE, SPREAD, Noise
+
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.layers.weight_map import Placement
@@ -214,8 +216,11 @@ def _entry(name: str, value: Any) -> _Entry:
 class DummyTensor:
     """Seeded random numbers that look like a stored tensor; equal for any number of ranks."""
 
-    def __init__(self, placement: Placement, seed: int, device: DeviceBackend) -> None:
+    def __init__(
+        self, placement: Placement, seed: int, device: DeviceBackend, noise: Noise
+    ) -> None:
         self._placement, self._seed, self._device = placement, seed, device
+        self._noise = noise
         self.shape = placement.shape
         self.dtype = placement.dtype or "float32"
 
@@ -227,12 +232,15 @@ class DummyTensor:
     def read(self, *region: slice | int) -> Tensor:
         """The region of N(0, 0.02), of random bits, or of a number where noise would be wrong."""
         fill, xp = self._placement.fill, self._device.xp
+        count = int(np.prod(self.shape, dtype=np.int64))
+        if fill == "normal" and count >= LARGE:
+            return self._noise.normal(self._placement.name, self.shape, count)[region]
         stream = np.random.default_rng([self._seed, zlib.crc32(self._placement.name.encode())])
         if fill == "bits":
             return self._bits(stream, region)
         if fill == "normal":
             whole = stream.standard_normal(self.shape, dtype=np.float32)
-            whole *= np.float32(0.02)
+            whole *= SPREAD
         else:
             is_whole_number = self.dtype.startswith(("int", "uint"))
             whole = np.full(self.shape, fill, dtype=self.dtype if is_whole_number else np.float32)
@@ -241,7 +249,10 @@ class DummyTensor:
 
     def _bits(self, stream: np.random.Generator, region: tuple[slice | int, ...]) -> Tensor:
         xp, width = self._device.xp, DTYPE_BYTES[self.dtype]
-        raw = np.frombuffer(stream.bytes(self.nbytes), np.uint8)
+        if self.nbytes >= LARGE:
+            raw = self._noise.bits(self._placement.name, self.nbytes)
+        else:
+            raw = np.frombuffer(stream.bytes(self.nbytes), np.uint8)
         if self.dtype.startswith("float8"):
             raw = raw & np.uint8(0xBF)  # magnitudes below 2, no NaN
             whole = raw.reshape(self.shape)
@@ -255,5 +266,6 @@ def dummy_tensors(
     placements: Mapping[str, Placement], seed: int, device: DeviceBackend
 ) -> Iterator[tuple[str, DummyTensor]]:
     """What `--load-format dummy` loads: one tensor for every placement."""
+    noise = Noise(seed, device)
     for name, placement in placements.items():
-        yield name, DummyTensor(placement, seed, device)
+        yield name, DummyTensor(placement, seed, device, noise)

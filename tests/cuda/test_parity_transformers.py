@@ -155,7 +155,9 @@ def test_bfloat16_decode_steps_give_the_logits_of_the_prompt(
     model.step([(n, prompts[n][:first]) for n in names])
     found: dict[str, list[np.ndarray]] = {n: [] for n in names}
     for at in range(first, first + 12):
-        for name, row in zip(names, model.step([(n, [prompts[n][at]]) for n in names]), strict=True):
+        for name, row in zip(
+            names, model.step([(n, [prompts[n][at]]) for n in names]), strict=True
+        ):
             found[name].append(row[0])
     decoded = {n: np.stack(rows) for n, rows in found.items()}
     true = {n: truth["logits"][n][first : first + 12] for n in names}
