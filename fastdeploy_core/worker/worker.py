@@ -74,15 +74,7 @@ class Worker:
             resolved=self.resolved,
         )
         free_before = device.memory().free_bytes
-        loaded = load_model(
-            self.config,
-            device,
-            kernels,
-            self.rank,
-            self.world_size,
-            self._communicator,
-            self.resolved.load,
-        )
+        loaded = self._load_model(device, kernels, free_before)
         drafters = None
         if self.config.speculative is not None:
             drafters = DrafterMaker(
@@ -134,6 +126,29 @@ class Worker:
         if self._runner is None or self.device is None:
             raise WorkerError(f"worker rank {self.rank} has no model; call load() first")
         return self._runner, self.device
+
+    def _load_model(
+        self, device: DeviceBackend, kernels: ChosenKernels, free_bytes: int
+    ) -> LoadedModel:
+        try:
+            return load_model(
+                self.config,
+                device,
+                kernels,
+                self.rank,
+                self.world_size,
+                self._communicator,
+                self.resolved.load,
+            )
+        except Exception as error:
+            if not device.is_oom(error):
+                raise
+            total = device.memory().total_bytes
+            raise ResourceError(
+                f"the weights do not fit into the memory of rank {self.rank}'s device: "
+                f"{free_bytes / 1024**3:.2f} of {total / 1024**3:.2f} GiB were free; end what else "
+                "uses it, or choose a larger --tensor-parallel-size or a --quantization"
+            ) from error
 
     def _open_device(self) -> DeviceBackend:
         config = self.config.device
