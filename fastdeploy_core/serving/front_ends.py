@@ -30,9 +30,9 @@ from fastdeploy_core.engine import child, wire
 from fastdeploy_core.engine.egress import connect
 from fastdeploy_core.engine.supervisor import Listener, Supervisor
 from fastdeploy_core.errors import FastDeployError, WorkerError
-from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.types.engine import EngineInfo
 
+from .asking import Plugins
 from .front_door import FrontDoor
 from .front_end import METRICS_FOLDER, FrontEndInit, Hello, door_path, occupancy_path
 from .occupancy import Occupancy
@@ -56,11 +56,11 @@ class FrontEnds(Listener):
         self,
         engine_config: EngineConfig,
         server_config: ServerConfig,
-        resolved: Future[ResolvedPlugins],
+        plugins: Plugins,
         listener: socket.socket,
     ) -> None:
         self._engine_config, self._server_config = engine_config, server_config
-        self._resolved = resolved
+        self._resolved = plugins.resolved
         self._count = server_config.api_server_count
         self._folder = child.PrivateFolder("api")
         (self._folder.path / METRICS_FOLDER).mkdir(mode=0o700)
@@ -71,7 +71,8 @@ class FrontEnds(Listener):
         self._lock = threading.Lock()  # of the sockets
         self._state: wire.ToFrontEnd | None = None  # what one that starts late has to know
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._supervisor = Supervisor(engine_config, resolved, self, addresses)
+        self._supervisor = Supervisor(engine_config, plugins.resolved, self, addresses)
+        plugins.checked.add_done_callback(self._on_checked)
         table = Occupancy(self._count, occupancy_path(folder), create=True)
         self._is_draining = False
         self.door = FrontDoor(
@@ -99,6 +100,11 @@ class FrontEnds(Listener):
         """No engine will be started any more."""
         self._tell(wire.Dead(type(error).__name__, str(error)))
         self._events.put(error)
+
+    def _on_checked(self, checked: Future[None]) -> None:
+        """In the thread that checks plugins: one that cannot be imported ends the start."""
+        if (error := checked.exception()) is not None:
+            self._events.put(error)
 
     # -- this process's main thread -------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ import importlib
 import logging
 import signal
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import Future
@@ -28,8 +27,8 @@ from fastdeploy_core.config.arguments import (
 )
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.client import AsyncEngine
-from fastdeploy_core.engine.selection import resolve_plugins
 
+from .asking import Plugins
 from .listening import bind_socket, url_of
 from .parser_choice import check_parsers
 
@@ -81,24 +80,10 @@ def _serve_by_many(
         logger.info("%d API servers ready after %.1f s", count, time.monotonic() - started_at)
         _log_ready(listener, server_config)
 
-    resolved = _resolving(engine_config)
-    status = FrontEnds(engine_config, server_config, resolved, listener).run(on_ready)
+    plugins = Plugins(engine_config)
+    status = FrontEnds(engine_config, server_config, plugins, listener).run(on_ready)
     logger.info("stopped")
     return status
-
-
-def _resolving(config: EngineConfig) -> Future[ResolvedPlugins]:
-    """Asking plugins takes its time; other processes start meanwhile."""
-    resolved: Future[ResolvedPlugins] = Future()
-
-    def resolve() -> None:
-        try:
-            resolved.set_result(resolve_plugins(config))
-        except BaseException as error:
-            resolved.set_exception(error)
-
-    threading.Thread(target=resolve, name="fd-resolve", daemon=True).start()
-    return resolved
 
 
 class _Signals:
@@ -178,11 +163,31 @@ async def running_app(
     started_at = time.monotonic()
     _log_model(engine_config)
     check_parsers(server_config)
-    resolved = _resolving(engine_config)
-    starting = AsyncEngine.start(engine_config, resolved)
-    async with _app_around(starting, engine_config, server_config, resolved) as (app, engine):
+    plugins = Plugins(engine_config)
+    starting = _checked(AsyncEngine.start(engine_config, plugins.resolved), plugins)
+    async with _app_around(starting, engine_config, server_config, plugins.resolved) as (
+        app,
+        engine,
+    ):
         _log_engine(engine.info, time.monotonic() - started_at)
         yield app, engine
+
+
+async def _checked(starting: Coroutine[Any, Any, AsyncEngine], plugins: Plugins) -> AsyncEngine:
+    """The engine, once its plugins are known to import; a plugin that does not ends the start at once."""
+    engine = asyncio.create_task(starting)
+    check = asyncio.wrap_future(plugins.checked)
+    try:
+        await asyncio.wait({engine, check}, return_when=asyncio.FIRST_EXCEPTION)
+        if check.done():
+            check.result()
+        return await engine
+    finally:
+        if not check.cancel() and not check.cancelled():
+            check.exception()  # seen
+        if not engine.done():
+            engine.cancel()
+            await asyncio.gather(engine, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

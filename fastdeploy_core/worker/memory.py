@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, Final
 
 from fastdeploy_core.contracts.device import MemoryInfo
 
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.device import DeviceBackend
+
+_RESIDENT: Final = Path("/proc/self/statm")
+_VAST: Final = 1 << 60
 GIB = 1024**3
 POLL_S = 0.002
 # Where the pool and everything else share the host's memory, half of what is free stays free.
 SHARED_FRACTION = 0.5
+
+
+def probe(device: DeviceBackend) -> Callable[[], MemoryInfo]:
+    """How to see what a step takes. Of memory that is the host's, what this process holds counts: other
+    programs come and go meanwhile."""
+    is_shared = device.limits.shares_host_memory
+    return _own_memory if is_shared and _RESIDENT.exists() else device.memory
+
+
+def _own_memory() -> MemoryInfo:
+    """As if this process were alone on a machine of that size."""
+    resident = int(_RESIDENT.read_text().split()[1]) * mmap.PAGESIZE
+    return MemoryInfo(total_bytes=_VAST, free_bytes=_VAST - resident)
 
 
 class LowWater:

@@ -7,6 +7,7 @@ Called by engine/executor.py only. What a step does is model_runner.py's.
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import os
 from typing import TYPE_CHECKING
@@ -22,16 +23,25 @@ from fastdeploy_core.types.worker import WorkerInfo
 
 from .drafters import DrafterMaker
 from .loader import LoadedModel, load_model
-from .memory import LowWater, MemoryProfile
+from .memory import LowWater, MemoryProfile, probe
 from .model_runner import ModelRunner
 from .pending import PendingOutput
-from .start_up import device_lines, dummy_step, kernel_lines, turned_off_lines, warm_up
+from .start_up import (
+    Stopwatch,
+    device_lines,
+    dummy_step,
+    kernel_lines,
+    turned_off_lines,
+    warm_up,
+)
 from .step_graphs import graph_sizes
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator
     from fastdeploy_core.plugins.kernels import ChosenKernels
     from fastdeploy_core.plugins.resolve import ResolvedPlugins
+
+logger = logging.getLogger(__name__)
 
 # How many times smaller than the largest a first step is from which its memory is bounded.
 SMALL_PART = 8
@@ -62,7 +72,9 @@ class Worker:
 
         All ranks must be loading at the same time: they meet in collectives.
         """
+        clock = Stopwatch()
         device = self.device = self._open_device()
+        clock.lap("device")
         if not gc.isenabled():  # a process of ours that starts: what was imported is no garbage
             gc.freeze()
         if self.world_size > 1:
@@ -82,13 +94,17 @@ class Worker:
             ).make(self.rank)
         gc.collect()
         weight_bytes = max(0, free_before - device.memory().free_bytes)
+        clock.lap("weights")
         sizes, about_graphs = graph_sizes(
             self.config, device.limits, loaded.attention.values(), self.world_size
         )
         self._runner = ModelRunner(
             self.config, device, kernels, loaded, self.rank, self._communicator, sizes, drafters
         )
-        return self._info(device, loaded, kernels, weight_bytes, about_graphs)
+        info = self._info(device, loaded, kernels, weight_bytes, about_graphs)
+        clock.lap("memory measured")
+        logger.info("rank %d: %s", self.rank, clock)
+        return info
 
     def initialize_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Allocate the KV pool, and the host tier when num_host_blocks is above 0; then record decode
@@ -261,9 +277,10 @@ class Worker:
         `part` they are so many times shorter; nothing grows faster than the square of the length."""
         runner, device = self._ready()
         steps, num_blocks = largest_steps(self.config, part)
-        before = device.memory()
+        before, look = device.memory(), probe(device)
+        untouched = look().free_bytes
         try:
-            with LowWater(device.memory) as water:
+            with LowWater(look) as water:
                 runner.allocate_cache(num_blocks, 0)
                 for step in steps:
                     runner.launch(step).wait()
@@ -276,7 +293,7 @@ class Worker:
                 f"({weight_bytes / 1024**3:.2f} GiB): {error}"
             ) from error
         logits_bytes = PenaltyTables.num_bytes(self.config.batch.max_num_seqs, runner.vocab_size)
-        peak = before.free_bytes - water.free_bytes - num_blocks * bytes_per_block
+        peak = untouched - water.free_bytes - num_blocks * bytes_per_block
         limits, config = device.limits, self.config
         per_sequence = -(-config.model.max_model_len // config.cache.block_size)
         return MemoryProfile(
