@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 from collections.abc import Callable
@@ -26,14 +27,20 @@ SHARED_FRACTION = 0.5
 def probe(device: DeviceBackend) -> Callable[[], MemoryInfo]:
     """How to see what a step takes. Of memory that is the host's, what this process holds counts: other
     programs come and go meanwhile."""
-    is_shared = device.limits.shares_host_memory
-    return _own_memory if is_shared and _RESIDENT.exists() else device.memory
+    if not (device.limits.shares_host_memory and _RESIDENT.exists()):
+        return device.memory
+    # What was freed but kept would be used again unseen.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    return _own_memory
 
 
 def _own_memory() -> MemoryInfo:
-    """As if this process were alone on a machine of that size."""
-    resident = int(_RESIDENT.read_text().split()[1]) * mmap.PAGESIZE
-    return MemoryInfo(total_bytes=_VAST, free_bytes=_VAST - resident)
+    """As if this process were alone on a machine of that size; files that it maps do not count."""
+    _, resident, files, *_ = map(int, _RESIDENT.read_text().split())
+    used = (resident - files) * mmap.PAGESIZE
+    return MemoryInfo(total_bytes=_VAST, free_bytes=_VAST - used)
 
 
 class LowWater:

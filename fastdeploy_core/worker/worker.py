@@ -47,8 +47,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How many times smaller than the largest a first step is from which its memory is bounded.
-SMALL_PART = 8
+# How many times smaller than the largest the first steps are from which its memory is bounded.
+SMALL_PARTS = (32, 8)
+SEEN_BYTES = 1 << 20
 
 
 class Worker:
@@ -269,9 +270,10 @@ class Worker:
         """What the largest step takes. Where memory is the host's and there is plenty, a small step
         is enough to know: a slow device would need seconds for the largest one."""
         if self._ready()[1].limits.shares_host_memory and self.world_size == 1:
-            profile = self._measure(weight_bytes, bytes_per_block, SMALL_PART)
-            if profile.available_bytes >= profile.most_bytes:
-                return profile
+            for part in SMALL_PARTS:
+                profile = self._measure(weight_bytes, bytes_per_block, part)
+                if profile.available_bytes >= profile.most_bytes:
+                    return profile
         return self._measure(weight_bytes, bytes_per_block)
 
     def _measure(self, weight_bytes: int, bytes_per_block: int, part: int = 1) -> MemoryProfile:
@@ -302,7 +304,8 @@ class Worker:
             total_bytes=before.total_bytes,
             free_bytes=before.free_bytes,
             weight_bytes=weight_bytes,
-            step_bytes=max(0, peak) * part**2 + logits_bytes,
+            # A step too small to be seen is not taken for one that needs nothing.
+            step_bytes=max(SEEN_BYTES if part > 1 else 0, peak) * part**2 + logits_bytes,
             is_bound=part > 1,
             graph_bytes=graph_bytes,
             utilization=self.config.cache.memory_utilization,
