@@ -142,6 +142,7 @@ class PagedModel:
         cu_seqlens = np.cumsum([0, *(len(t) for _, t in rows)]).astype(np.int32)
         seq_lens = np.array(lengths, np.int32)
         to_device = self.device.to_device
+        is_decode = all(len(tokens) == 1 for _, tokens in rows)
         batch = AttentionBatch(
             num_seqs=len(rows),
             num_tokens=int(cu_seqlens[-1]),
@@ -153,6 +154,7 @@ class PagedModel:
             block_tables_dev=to_device(block_tables.copy()),
             slot_mapping=to_device(np.array(slots, np.int64)),
             positions=to_device(np.array(positions, np.int64)),
+            tokens_per_row=1 if is_decode else 0,
         )
         flat = np.array([token for _, tokens in rows for token in tokens], np.int64)
         return batch, to_device(flat)
