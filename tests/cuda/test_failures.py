@@ -19,7 +19,7 @@ pytestmark = pytest.mark.device("cuda")
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "ernie-tiny"
 PROMPTS = [[5, 6, 7, 8], list(range(3, 90)), [9]]
-SETTINGS = {"device": "cuda", "tensor_library": "torch", "max_model_len": 512}
+SETTINGS = {"device": "cuda", "tensor_library": "torch", "max_model_len": 512, "max_num_seqs": 8}
 # Run by every Python process that finds it on its path.
 WITHOUT_TRITON = """
 import importlib.machinery, sys
@@ -165,7 +165,8 @@ import json, time, torch
 from fastdeploy_core.api.llm import LLM
 from fastdeploy_core.errors import FastDeployError
 from fastdeploy_core.types import SamplingParams
-llm = LLM({model!r}, device="cuda", tensor_library="torch", max_model_len=512)
+llm = LLM({model!r}, device="cuda", tensor_library="torch", max_model_len=512,
+          num_gpu_blocks_override=64)
 params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 llm.generate([[5, 6, 7]], params, False)
 # An index outside of a tensor: the device asserts, and no later call of this process works.

@@ -6,6 +6,7 @@ whose shapes reach the kernels that real models run on.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,12 @@ PROMPT_LENGTHS = (5, 23, 150)
 
 @pytest.fixture(scope="module", params=[*VARIANTS, *WIDE_VARIANTS])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    return build(folder, [request.param]) / request.param
+    """Made anew, or kept in the folder FD_TEST_CHECKPOINTS, since transformers takes its time."""
+    kept = os.environ.get("FD_TEST_CHECKPOINTS")
+    folder = Path(kept) if kept else tmp_path_factory.mktemp("checkpoints")
+    if not (folder / request.param / "reference.npz").exists():
+        build(folder, [request.param])
+    return folder / request.param
 
 
 @pytest.fixture(scope="module")

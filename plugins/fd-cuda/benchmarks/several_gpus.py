@@ -267,8 +267,8 @@ def engine(options: argparse.Namespace) -> None:
             _compare(Path(options.same), firsts)
         for batch in options.batch:
             run(batch, 4)
-            prefill = statistics.median(run(batch, 1)[0] for _ in range(2))
-            total = statistics.median(run(batch, ANSWER)[0] for _ in range(2))
+            prefill = statistics.median(run(batch, 1)[0] for _ in range(options.runs))
+            total = statistics.median(run(batch, ANSWER)[0] for _ in range(options.runs))
             step_ms = (total - prefill) / (ANSWER - 1) * 1e3
             print(
                 f"{name}, batch {batch}: decode {step_ms:.2f} ms a step, prefill "
@@ -332,6 +332,7 @@ def main() -> None:
         sub.add_argument("world_size", type=int)
         sub.add_argument("--batch", type=int, nargs="+", default=[1, 64, 256])
         sub.add_argument("--same", default="")
+        sub.add_argument("--runs", type=int, default=2)
     rank = kinds.add_parser("rank")
     rank.add_argument("what")
     rank.add_argument("rank", type=int)
