@@ -36,6 +36,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tensor-library", default="", choices=["", "torch", "paddle"])
     parser.add_argument("--quiet", action="store_true", help="no log lines")
+    parser.add_argument("--show-each", action="store_true", help="log lines of every round")
     own, _, serve = " ".join(["", *sys.argv[1:]]).partition(" -- ")
     options = parser.parse_args(own.split())
     options.serve = serve.split()
@@ -120,8 +121,8 @@ def main() -> None:
         rounds.append(result)
         shown = ", ".join(f"{name} {value:.2f}" for name, value in result.items())
         print(f"round {number + 1}: {shown}", flush=True)
-    if not options.quiet:
-        start.show()
+        if options.show_each or (number + 1 == options.rounds and not options.quiet):
+            start.show()
     median = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
     print(
         f"{options.model} {' '.join(options.serve)}: ready after {median['ready_s']:.2f} s, first "
