@@ -178,7 +178,8 @@ async def _checked(starting: Coroutine[Any, Any, AsyncEngine], plugins: Plugins)
     engine = asyncio.create_task(starting)
     check = asyncio.wrap_future(plugins.checked)
     try:
-        await asyncio.wait({engine, check}, return_when=asyncio.FIRST_EXCEPTION)
+        both: set[asyncio.Future[Any]] = {engine, check}
+        await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
         if check.done():
             check.result()
         return await engine
