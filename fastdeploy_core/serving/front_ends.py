@@ -45,8 +45,6 @@ END_S = 8.0
 MAX_RESTARTS = 3  # of one API server, in a row within RESTART_WINDOW_S
 RESTART_WINDOW_S = 60.0
 TARGET = "fastdeploy_core.serving.front_end:main"
-# Nothing that imports prometheus_client, which looks for its folder then.
-EARLY_MODULES = ("fastapi", "uvicorn", "fastdeploy_core.tokenizer", "fastdeploy_core.engine.client")
 
 
 class FrontEnds(Listener):
@@ -192,11 +190,9 @@ class FrontEnds(Listener):
     # -- processes --------------------------------------------------------------------------------------
 
     def _spawn(self, number: int) -> None:
-        """Start a process, which imports what it needs while plugins are resolved."""
+        """Start a process, which imports its module while plugins are resolved."""
         self._starts.setdefault(number, []).append(time.monotonic())
-        self._processes[number] = child.spawn_early(
-            TARGET, f"fastdeploy-api{number}", EARLY_MODULES
-        )
+        self._processes[number] = child.spawn_early(TARGET, f"fastdeploy-api{number}")
 
     def _tell_first(self, number: int) -> None:
         """Tell it what it is to do."""
