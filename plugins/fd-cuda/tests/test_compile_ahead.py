@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fd_cuda.kernels import linear, native, plans
-from fd_cuda.kernels.plans import LIBRARY, ROWS, Product
+from fd_cuda.kernels.plans import LIBRARY, Product
 
 Specialization = tuple[str, tuple[tuple[str, int], ...]]
 
@@ -51,10 +51,9 @@ def test_what_is_compiled_ahead_is_what_launches_ask_for(
     h200: dict[str, set[Specialization]], epilogue: str, has_norm: bool, width: int, depth: int
 ) -> None:
     product = Product(epilogue, has_norm, width, depth, "bfloat16")
-    linear._prepare_all(product)
+    linear._prepare_all(epilogue, has_norm, (width, depth), torch.bfloat16)
     weight, norm = torch.empty(width, depth).bfloat16(), torch.empty(depth).bfloat16()
-    for rows in ROWS:
-        plan = plans.choose(product, rows)
+    for rows, plan in plans.foreseen(product).items():
         if plan == LIBRARY:
             continue
         x, own = torch.empty(rows, depth).bfloat16(), norm if plan.fuses_norm and has_norm else None
@@ -68,5 +67,5 @@ def test_unknown_products_are_measured_first(
     h200: dict[str, set[Specialization]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FD_CUDA_TUNE", "1")
-    linear._prepare_all(Product("plain", True, 12345 * 8, 512, "bfloat16"))
+    linear._prepare_all("plain", True, (12345 * 8, 512), torch.bfloat16)
     assert not h200["ahead"]

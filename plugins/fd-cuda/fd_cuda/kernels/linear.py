@@ -127,15 +127,16 @@ def _plan(epilogue: str, x: torch.Tensor, weight: torch.Tensor, *, has_norm: boo
     width, depth = weight.shape
     if epilogue == "gated" and width % 2:
         return LIBRARY
+    _prepare_all(epilogue, has_norm, weight.shape, x.dtype)
     product = Product(epilogue, has_norm, width, depth, str(x.dtype).removeprefix("torch."))
-    _prepare_all(product)
     return choose(product, x.shape[0])
 
 
 @functools.cache
-def _prepare_all(product: Product) -> None:
+def _prepare_all(epilogue: str, has_norm: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """A product is met for the first time: other numbers of rows will follow, whose kernels are compiled
     meanwhile, on all processors."""
+    product = Product(epilogue, has_norm, *shape, str(dtype).removeprefix("torch."))
     for rows, plan in foreseen(product).items():
         if plan.kind != "library":
             name, defines = _specialization(plan, product, rows)
