@@ -23,6 +23,7 @@ from fastdeploy_core.errors import WeightError
 from fastdeploy_core.layers import ModelBuilder
 from fastdeploy_core.layers.cache_scales import CACHE_SCALE_NAMES
 
+from .read_ahead import ReadAhead
 from .weights import SafetensorsFile, dummy_tensors, find_files
 
 if TYPE_CHECKING:
@@ -138,9 +139,11 @@ def fill_from_folder(
         else:
             layout = checkpoint_layout(hf_config, force_torch=envs.FD_FOR_TORCH_MODEL_FORMAT)
             build.weights.swap_linear = layout == "paddle"
-            tensors = stack.enter_context(
-                Checkpoint(open_files(folder, build, hf_config), build.tp_rank)
-            )
+            files = open_files(folder, build, hf_config)
+            tensors = stack.enter_context(Checkpoint(files, build.tp_rank))
+            if build.device.limits.asynchronous and not folder.is_file():
+                # What a GGUF file holds is decoded on the host.
+                tensors = stack.enter_context(ReadAhead(build.device, build.weights)).over(tensors)
             source = f"the checkpoint in {folder}"
         unknown = model.load_weights(tensors)
     if unknown:
@@ -214,13 +217,13 @@ class Checkpoint:
             disable=True if tp_rank else None,  # None: only where there is a terminal
         )
 
-    def __enter__(self) -> Iterator[Named]:
+    def __enter__(self) -> Iterator[Stored]:
         return self._tensors()
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
 
-    def _tensors(self) -> Iterator[Named]:
+    def _tensors(self) -> Iterator[Stored]:
         for file in self._files:
             for name, tensor in file.tensors():
                 yield name, tensor
