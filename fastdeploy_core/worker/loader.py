@@ -217,13 +217,13 @@ class Checkpoint:
             disable=True if tp_rank else None,  # None: only where there is a terminal
         )
 
-    def __enter__(self) -> Iterator[Stored]:
+    def __enter__(self) -> Iterator[Named]:
         return self._tensors()
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
 
-    def _tensors(self) -> Iterator[Stored]:
+    def _tensors(self) -> Iterator[Named]:
         for file in self._files:
             for name, tensor in file.tensors():
                 yield name, tensor
