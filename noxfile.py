@@ -24,6 +24,7 @@ TEST_TOOLS = (
     "pytest-xdist>=3.6",
     "hypothesis>=6.120",
     "compressed-tensors>=0.12",
+    "gguf>=0.17",
     "httpx>=0.28",
     "jsonschema>=4.23",
     "hatchling>=1.27",

@@ -212,7 +212,8 @@ class ModelRunner:
             with self._xp.no_grad():
                 return self._launch(step)
         except Exception as error:
-            if self._slots is not None:
+            # A lost device fails whatever is asked of it, which would hide why.
+            if self._slots is not None and not self._device.is_lost(error):
                 self._slots.forget()
             self._raise_if_device_failed(error, step.step_id)
             raise

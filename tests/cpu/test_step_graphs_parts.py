@@ -29,7 +29,7 @@ from fastdeploy_core.testing.capturing import (
 from fastdeploy_core.worker.staging import Downloads, Uploads
 from fastdeploy_core.worker.step_graphs import graph_sizes, ladder
 from fastdeploy_core.worker.worker import Worker
-from tests.worker_steps import engine_config, make_worker, write_model
+from tests.worker_steps import Steps, engine_config, make_worker, write_model
 
 
 @pytest.fixture(scope="module")
@@ -356,4 +356,29 @@ def test_the_report_and_the_log_say_what_is_recorded(
     with caplog.at_level(logging.INFO):
         worker.initialize_cache(64, 0)
     assert any("recorded 3 decode steps of up to 4 rows" in m for m in caplog.messages)
+    worker.close()
+
+
+def test_a_lost_device_is_called_so_although_its_state_cannot_be_cleared(
+    folder: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is asked of it afterwards fails, too, in words that do not say why."""
+    config = dataclasses.replace(engine_config(folder, tensor_library), graphs=GraphConfig())
+    worker = make_worker(config)
+    worker.resolved = OnCapturingDevice(worker.resolved)  # type: ignore[assignment]
+    worker.load()
+    steps = Steps(worker)
+    steps.add(1, [5, 6, 7])
+
+    def lose(*_: Any) -> Any:
+        raise RuntimeError("the device is gone")
+
+    def fail() -> None:
+        raise RuntimeError("something else failed")
+
+    monkeypatch.setattr(worker._runner._slots, "forget", fail)
+    monkeypatch.setattr(worker._runner._model, "forward", lose)
+    monkeypatch.setattr(type(worker.device), "is_lost", lambda _, e: "gone" in str(e))
+    with pytest.raises(WorkerError, match=r"lost.*the device is gone"):
+        steps.launch([steps.row(1)])
     worker.close()
