@@ -44,6 +44,8 @@ from .device import (
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor, TensorLibrary
 
+    from .torch_device import TorchFacts
+
 GIB = 1024**3
 SCORE = 100  # a chip that is here beats the reference
 # What PaddlePaddle's exceptions say; they are plain OSErrors, of which the code tells the kind.
@@ -85,8 +87,29 @@ class PaddleFacts:
     )
 
 
-def probe(facts: PaddleFacts, question: DeviceQuestion) -> Candidate:
-    """The answer to fd_device_probe: cheap checks first, PaddlePaddle's own word last."""
+def probe(
+    facts: PaddleFacts, question: DeviceQuestion, on_torch: TorchFacts | None = None
+) -> Candidate:
+    """The answer to fd_device_probe. Where the vendor's torch is another door, PaddlePaddle is tried
+    first unless torch is asked for."""
+    if on_torch is None or question.tensor_library == "paddle":
+        return _probe(facts, question)
+    from . import torch_device
+
+    if question.tensor_library == "torch":
+        return torch_device.probe(on_torch, question)
+    first = _probe(facts, question)
+    if isinstance(first.verdict, Accept):
+        return first
+    second = torch_device.probe(on_torch, question)
+    if isinstance(second.verdict, Accept):
+        return second
+    reasons = f"{first.verdict.reason}; and on torch: {second.verdict.reason}"
+    return Candidate(facts.name, Decline(reasons))
+
+
+def _probe(facts: PaddleFacts, question: DeviceQuestion) -> Candidate:
+    """Cheap checks first, PaddlePaddle's own word last."""
     reason = _why_not(facts, question)
     if reason:
         return Candidate(facts.name, Decline(reason))
@@ -177,6 +200,14 @@ class PaddleDevice:
     contract = CONTRACT
     worker = ""
     facts: ClassVar[PaddleFacts]
+    # The driver where torch is the tensor library; none: it runs on PaddlePaddle alone.
+    on_torch: ClassVar[Callable[[DeviceOptions], Any] | None] = None
+
+    def __new__(cls, options: DeviceOptions) -> Any:
+        """An instance of the class for the tensor library."""
+        if options.tensor_library == "torch" and cls.on_torch is not None:
+            return cls.on_torch(options)
+        return object.__new__(cls)
 
     def __init__(self, options: DeviceOptions) -> None:
         if options.tensor_library not in ("", "paddle"):

@@ -1,4 +1,5 @@
-"""Operators that a vendor's own packages bring: found by name when they are installed, never copied."""
+"""Operators that a vendor's own packages bring for PaddlePaddle: found by name when they are installed,
+never copied."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.errors import PluginLoadError
-from fastdeploy_core.tensor import namespace
+from fastdeploy_core.tensor import loaded, namespace
 
 from .base import Accept, Candidate, Decline
 
@@ -52,6 +53,8 @@ class VendorOperators:
 
     def _find(self, name: str) -> Callable[..., Any] | None:
         if self._modules is None:
+            if loaded() == ["torch"]:  # the vendor's torch is at work: these take no such tensors
+                return None
             self._modules = [m for m in map(_import, self._names) if m is not None]
         for module in self._modules:
             for spelling in (name, self._aliases.get(name, name)):
@@ -74,6 +77,8 @@ def answer_attention(
     spec, reason = question.spec, ""
     if question.device != device:
         reason = f"runs on device {device!r} only"
+    elif question.tensor_library == "torch":
+        reason = "the vendor's operators take PaddlePaddle's tensors"
     elif spec.kind != "gqa" or spec.head_dim != spec.v_head_dim:
         reason = f"kind {spec.kind!r} with values of {spec.v_head_dim}; possible: gqa, equal widths"
     elif spec.dtype not in dtypes or question.kv_dtype not in ("auto", spec.dtype):
@@ -96,6 +101,8 @@ def answer_moe(
     routing, reason = question.spec.routing, ""
     if question.device != device:
         reason = f"runs on device {device!r} only"
+    elif question.tensor_library == "torch":
+        reason = "the vendor's operators take PaddlePaddle's tensors"
     elif routing.scoring != "softmax" or routing.num_groups > 1 or routing.scaling_factor != 1.0:
         reason = "possible: softmax scores without groups and scaling"
     elif not routing.renormalize:

@@ -36,7 +36,16 @@ from fastdeploy_core.errors import ConfigError
 
 from .library import DTYPE_BYTES, TensorLibrary
 
-__all__ = ["DTYPE_BYTES", "LIBRARIES", "Tensor", "TensorLibrary", "available", "load", "namespace"]
+__all__ = [
+    "DTYPE_BYTES",
+    "LIBRARIES",
+    "Tensor",
+    "TensorLibrary",
+    "available",
+    "load",
+    "loaded",
+    "namespace",
+]
 
 # A torch.Tensor or a paddle.Tensor. Not a union of both: neither may be imported to name it.
 Tensor: TypeAlias = Any
@@ -58,6 +67,11 @@ def early_import(asked: str) -> str:
     found = available()
     name = asked or (found[0] if len(found) == 1 else "")
     return f"{__name__}._torch" if name == "torch" and name in found else ""
+
+
+def loaded() -> list[str]:
+    """Names of the libraries that this process works with."""
+    return list(_loaded)
 
 
 def load(name: str) -> TensorLibrary:

@@ -6,6 +6,7 @@ import json
 
 from fastdeploy_core.contracts.device import DeviceLimits
 from fastdeploy_core.contracts.paddle_device import PaddleDevice, PaddleFacts
+from fastdeploy_core.contracts.torch_device import TorchAcceleratorDevice, TorchFacts
 
 FACTS = PaddleFacts(
     name="dcu",
@@ -26,10 +27,29 @@ FACTS = PaddleFacts(
 )
 
 
+TORCH = TorchFacts(
+    name=FACTS.name,
+    type_name="cuda",
+    limits=FACTS.limits,
+    collectives="nccl",
+    version_mark="das",  # as in 2.4.1+das.opt1.dtk25041
+    visible_env=FACTS.visible_env,
+    pinned_memory=True,
+    install="the vendor's torch (DTK)",
+)
+
+
+class DcuTorchDevice(TorchAcceleratorDevice):
+    """The same chip through the vendor's torch."""
+
+    name, facts = TORCH.name, TORCH
+
+
 class DcuDevice(PaddleDevice):
     """One K100AI."""
 
     name, facts = FACTS.name, FACTS
+    on_torch = DcuTorchDevice
 
     @staticmethod
     def parse_memory(output: str) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import os
 
 from fastdeploy_core.contracts.device import DeviceLimits, StepBuckets
 from fastdeploy_core.contracts.paddle_device import PaddleDevice, PaddleFacts
+from fastdeploy_core.contracts.torch_device import TorchAcceleratorDevice, TorchFacts
 from fastdeploy_core.errors import ConfigError
 
 MIB = 1024**2
@@ -71,10 +72,29 @@ FACTS = PaddleFacts(
 )
 
 
+TORCH = TorchFacts(
+    name=FACTS.name,
+    type_name="hpu",
+    limits=FACTS.limits,
+    collectives="hccl",
+    module="habana_frameworks.torch.core",
+    visible_env=("HABANA_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES"),
+    environment=(("PT_HPU_LAZY_MODE", "0"),),  # operations run when they are called
+    install="the vendor's torch 2.7.1 and habana_frameworks",
+)
+
+
+class GaudiTorchDevice(TorchAcceleratorDevice):
+    """The same chip through the vendor's torch."""
+
+    name, facts = TORCH.name, TORCH
+
+
 class GaudiDevice(PaddleDevice):
     """One Gaudi2."""
 
     name, facts = FACTS.name, FACTS
+    on_torch = GaudiTorchDevice
 
     @staticmethod
     def parse_memory(output: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Answers at start-up. Light: PaddlePaddle is imported only when a runtime is installed."""
+"""Answers at start-up. Light: a tensor library is imported only when a runtime is installed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from fastdeploy_core.contracts.device import DeviceQuestion
 from fastdeploy_core.contracts.moe import MoEQuestion
 from fastdeploy_core.contracts.paddle_device import probe
 
-from .device import FACTS
+from .device import FACTS, TORCH
 from .operators import answer_attention, answer_moe
 
 
 @hookimpl
 def fd_device_probe(question: DeviceQuestion) -> Candidate:
-    """Is a chip here, and does PaddlePaddle see it?"""
-    return probe(FACTS, question)
+    """Is a chip here, and does PaddlePaddle or torch see it?"""
+    return probe(FACTS, question, TORCH)
 
 
 @hookimpl

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastdeploy_core.contracts.device import DeviceLimits
 from fastdeploy_core.contracts.paddle_device import PaddleDevice, PaddleFacts
+from fastdeploy_core.contracts.torch_device import TorchAcceleratorDevice, TorchFacts
 
 FACTS = PaddleFacts(
     name="gcu",
@@ -23,7 +24,25 @@ FACTS = PaddleFacts(
 )
 
 
+TORCH = TorchFacts(
+    name=FACTS.name,
+    type_name="gcu",
+    limits=FACTS.limits,
+    collectives="eccl",
+    module="torch_gcu",
+    visible_env=FACTS.visible_env,
+    install="the vendor's torch 2.8 and torch_gcu",
+)
+
+
+class GcuTorchDevice(TorchAcceleratorDevice):
+    """The same chip through the vendor's torch."""
+
+    name, facts = TORCH.name, TORCH
+
+
 class GcuDevice(PaddleDevice):
     """One S60."""
 
     name, facts = FACTS.name, FACTS
+    on_torch = GcuTorchDevice

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastdeploy_core.contracts.device import DeviceLimits
 from fastdeploy_core.contracts.paddle_device import PaddleDevice, PaddleFacts
+from fastdeploy_core.contracts.torch_device import TorchAcceleratorDevice, TorchFacts
 
 FACTS = PaddleFacts(
     name="iluvatar",
@@ -27,7 +28,26 @@ FACTS = PaddleFacts(
 )
 
 
+TORCH = TorchFacts(
+    name=FACTS.name,
+    type_name="cuda",
+    limits=FACTS.limits,
+    collectives="nccl",
+    version_mark="corex",  # as in 2.7.1+corex.4.4.0
+    visible_env=FACTS.visible_env,
+    pinned_memory=True,
+    install="the vendor's torch (corex)",
+)
+
+
+class IluvatarTorchDevice(TorchAcceleratorDevice):
+    """The same chip through the vendor's torch."""
+
+    name, facts = TORCH.name, TORCH
+
+
 class IluvatarDevice(PaddleDevice):
     """One of a card's two dies."""
 
     name, facts = FACTS.name, FACTS
+    on_torch = IluvatarTorchDevice

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastdeploy_core.contracts.device import DeviceLimits
 from fastdeploy_core.contracts.paddle_device import PaddleDevice, PaddleFacts
+from fastdeploy_core.contracts.torch_device import TorchAcceleratorDevice, TorchFacts
 
 FACTS = PaddleFacts(
     name="metax",
@@ -23,7 +24,26 @@ FACTS = PaddleFacts(
 )
 
 
+TORCH = TorchFacts(
+    name=FACTS.name,
+    type_name="cuda",
+    limits=FACTS.limits,
+    collectives="nccl",
+    version_mark="metax",  # as in 2.6.0+metax3.3.0.2
+    visible_env=FACTS.visible_env,
+    pinned_memory=True,
+    install="the vendor's torch (mcPytorch)",
+)
+
+
+class MetaxTorchDevice(TorchAcceleratorDevice):
+    """The same chip through the vendor's torch."""
+
+    name, facts = TORCH.name, TORCH
+
+
 class MetaxDevice(PaddleDevice):
     """One C550."""
 
     name, facts = FACTS.name, FACTS
+    on_torch = MetaxTorchDevice

@@ -46,7 +46,19 @@ def build() -> Path:
     digest = hashlib.sha256(importlib.metadata.version("paddlepaddle").encode())
     for path in sorted(NATIVE.iterdir()):
         digest.update(path.read_bytes())
-    target = _cache_folder() / f"runtime-{digest.hexdigest()[:16]}.so"
+    include = package / "include"
+    options = [
+        *FLAGS,
+        *(f"-I{include}", f"-I{include / 'third_party'}"),
+        *map(str, sources),
+        *(f"-L{package / 'libs'}", *LIBRARIES, "-Wl,--allow-shlib-undefined"),
+    ]
+    return compiled(f"runtime-{digest.hexdigest()[:16]}.so", options)
+
+
+def compiled(name: str, options: list[str]) -> Path:
+    """The library of that name in the cache folder, made by g++ with these options if it is not there."""
+    target = _cache_folder() / name
     if target.exists():
         return target
     compiler = shutil.which("g++")
@@ -55,14 +67,7 @@ def build() -> Path:
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(handle)
-    include = package / "include"
-    command = [
-        compiler,
-        *FLAGS,
-        *(f"-I{include}", f"-I{include / 'third_party'}"),
-        *map(str, sources),
-        *(f"-L{package / 'libs'}", *LIBRARIES, "-Wl,--allow-shlib-undefined", "-o", name),
-    ]
+    command = [compiler, *options, "-o", name]
     result = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     if result.returncode:
         Path(name).unlink()
