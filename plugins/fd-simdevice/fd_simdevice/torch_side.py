@@ -107,6 +107,8 @@ def _make_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
             gloo.allgather([host], [x.cpu()]).wait()
             return self._back([out], [torch.cat(host)])
 
+        all_gather_single = _allgather_base  # its name in newer torch
+
         def getBackendName(self) -> str:  # noqa: N802 - torch's name
             return "simulated"
 

@@ -61,6 +61,7 @@ void deliver() {
     std::lock_guard guard(state().lock);
     arrived.swap(state().late);
   }
+  const c10::InferenceMode anything_may_be_written;
   for (auto& copy : arrived) copy.target.copy_(copy.values);
 }
 
@@ -227,6 +228,16 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   return target;
 }
 
+// Of the memory of `ours` what `x`, a view made on the processor, sees of it.
+at::Tensor view_like(const at::Tensor& ours, const at::Tensor& x) {
+  auto view = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(ours.storage()), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), x.dtype());
+  const auto* start = static_cast<const char*>(on_host(ours.storage().data()));
+  const auto bytes = static_cast<const char*>(x.data_ptr()) - start;
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(x.sizes(), x.strides(), bytes / x.itemsize());
+  return view;
+}
+
 // Any operation: on the processor, over the same memory. What it makes is moved to the device.
 void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   check_alive();
@@ -273,8 +284,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         beside(ours).copy_(x);
         return ours;
       }
-      TORCH_CHECK(!x.numel() || !x.is_alias_of(lent[i].toTensor()),
-                  "simulated device: ", schema.name(), " makes a view, which it does not know");
+      if (x.numel() && x.is_alias_of(lent[i].toTensor())) return view_like(ours, x);
     }
     auto ours = at::empty_strided(x.sizes(), x.strides(), x.options().device(device));
     if (x.numel()) beside(ours).copy_(x);
