@@ -38,6 +38,12 @@ def package_of(name: str) -> Path:
     return PLUGINS / f"fd-{name}" / f"fd_{name}"
 
 
+def on_torch(facts: Any) -> str:
+    """Type and collectives of the vendor's torch, where the plugin has that door, too."""
+    door = getattr(importlib.import_module(f"fd_{facts.name}.device"), "TORCH", None)
+    return f"`{door.type_name}`, {door.collectives}" if door else "no"
+
+
 # Column title -> the cell of a facts record.
 COLUMNS: dict[str, Cell] = {
     "device": lambda f: f"[`{f.name}`](../devices/{f.name}.md)",
@@ -58,6 +64,7 @@ COLUMNS: dict[str, Cell] = {
     "padded to": lambda f: "rows x tokens x blocks" if f.limits.step_buckets else "no",
     "graphs": lambda f: _yes(f.limits.graph_capture),
     "ranks": lambda f: str(f.limits.max_tensor_parallel_size),
+    "on torch": on_torch,
     "lines of code": lambda f: str(sum(map(code_lines, package_of(f.name).glob("*.py")))),
     "visible by": lambda f: ", ".join(f"`{v}`" for v in f.visible_env),
 }
@@ -85,10 +92,12 @@ def devices(table: Callable[..., str]) -> str:
     """The whole page."""
     rows = [tuple(cell(record) for cell in COLUMNS.values()) for record in facts()]
     return (
-        "# Devices on PaddlePaddle\n\nFrom the facts that each plugin states; the scheduler obeys the same record. "
+        "# Vendor devices\n\nFrom the facts that each plugin states; the scheduler obeys the same record. "
         "*simulated device*: loaded, served and conformance-tested on a simulated device behind PaddlePaddle's "
         "custom-device interface with the vendor's type name (asynchronous streams, protected memory, limits, faults, "
         "two-rank collectives, graph capture). *stand-in*: the same under another name; the vendor's built-in place "
-        "has not been exercised. No vendor kernel, no vendor collective, no performance and no numeric behaviour of "
+        "has not been exercised. *on torch*: type "
+        "name and collectives with --tensor-library torch; exercised for `gcu` only, on a simulated PrivateUse1 "
+        "device. No vendor kernel, no vendor collective, no performance and no numeric behaviour of "
         "any of these chips has been tested.\n\n" + table(tuple(COLUMNS), rows)
     )

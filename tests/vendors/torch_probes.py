@@ -19,7 +19,7 @@ from fastdeploy_core.contracts.device import DeviceQuestion
 
 VERSIONS = {
     "plain": "2.8.0",
-    "dcu": "2.4.1+das.opt1.dtk25041",
+    "dcu": "2.9.0+das.opt1.dtk2604",
     "iluvatar": "2.7.1+corex.4.4.0",
     "metax": "2.6.0+metax3.3.0.2",
 }
@@ -33,7 +33,7 @@ def answer(vendor: str, library: str = "torch") -> dict[str, Any]:
     is_accepted = isinstance(candidate.verdict, Accept)
     return {
         "accepted": is_accepted,
-        "reason": candidate.verdict.reason,
+        "reason": "" if is_accepted else candidate.verdict.reason,
         "details": candidate.details,
     }
 
@@ -50,7 +50,7 @@ def write_module(folder: Path, name: str) -> None:
     """An importable module of that name."""
     path = folder.joinpath(*name.split("."))
     for package in [p for p in path.parents if p.is_relative_to(folder) and p != folder]:
-        package.mkdir(exist_ok=True)
+        package.mkdir(parents=True, exist_ok=True)
         (package / "__init__.py").touch()
     path.with_suffix(".py").touch()
     importlib.invalidate_caches()
