@@ -90,7 +90,9 @@ def test_whole_kit(stand_in: dict[str, str]) -> None:
 @pytest.fixture(scope="module")
 def probes(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Answers of all probes on builds of torch that exist as metadata and empty modules."""
-    return last_line(run("-m", "tests.vendors.torch_probes", str(tmp_path_factory.mktemp("builds"))))
+    return last_line(
+        run("-m", "tests.vendors.torch_probes", str(tmp_path_factory.mktemp("builds")))
+    )
 
 
 @pytest.mark.parametrize("vendor", [*MARKED, *MODULES])

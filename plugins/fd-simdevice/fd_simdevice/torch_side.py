@@ -109,7 +109,7 @@ def _make_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
 
         all_gather_single = _allgather_base  # its name in newer torch
 
-        def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        def getBackendName(self) -> str:
             return "simulated"
 
         @staticmethod
