@@ -200,13 +200,14 @@ class PaddleDevice:
     contract = CONTRACT
     worker = ""
     facts: ClassVar[PaddleFacts]
-    # The driver where torch is the tensor library; none: it runs on PaddlePaddle alone.
-    on_torch: ClassVar[Callable[[DeviceOptions], Any] | None] = None
+    on_torch: ClassVar[TorchFacts | None] = None  # the vendor's torch as another door
 
     def __new__(cls, options: DeviceOptions) -> Any:
         """An instance of the class for the tensor library."""
         if options.tensor_library == "torch" and cls.on_torch is not None:
-            return cls.on_torch(options)
+            from .torch_device import TorchAcceleratorDevice
+
+            return TorchAcceleratorDevice(options, cls.on_torch)
         return object.__new__(cls)
 
     def __init__(self, options: DeviceOptions) -> None:

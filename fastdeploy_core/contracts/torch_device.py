@@ -6,7 +6,7 @@
         name, facts = TORCH.name, TORCH
 
 and its hook module answers `fd_device_probe` with `probe(TORCH, question)`. A plugin that runs on
-PaddlePaddle, too, names this class in its PaddleDevice's `on_torch` and its facts in paddle_device.probe.
+PaddlePaddle, too, writes no class: TORCH is its PaddleDevice's `on_torch`, and paddle_device.probe's.
 Importing this imports no tensor library.
 """
 
@@ -17,7 +17,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -118,9 +118,11 @@ class TorchAcceleratorDevice:
     name: str = ""
     contract = CONTRACT
     worker = ""
-    facts: ClassVar[TorchFacts]
+    facts: TorchFacts
 
-    def __init__(self, options: DeviceOptions) -> None:
+    def __init__(self, options: DeviceOptions, facts: TorchFacts | None = None) -> None:
+        if facts is not None:
+            self.name, self.facts = facts.name, facts
         if reason := _why_not(self.facts, options.tensor_library):
             raise PluginLoadError(f"device {self.name!r} cannot be opened on torch: {reason}")
         _prepare_environment(self.facts)

@@ -6,7 +6,7 @@ import json
 
 from fastdeploy_core.contracts.device import DeviceLimits
 from fastdeploy_core.contracts.paddle_device import PaddleDevice, PaddleFacts
-from fastdeploy_core.contracts.torch_device import TorchAcceleratorDevice, TorchFacts
+from fastdeploy_core.contracts.torch_device import TorchFacts
 
 FACTS = PaddleFacts(
     name="dcu",
@@ -39,17 +39,10 @@ TORCH = TorchFacts(
 )
 
 
-class DcuTorchDevice(TorchAcceleratorDevice):
-    """The same chip through the vendor's torch."""
-
-    name, facts = TORCH.name, TORCH
-
-
 class DcuDevice(PaddleDevice):
     """One K100AI."""
 
-    name, facts = FACTS.name, FACTS
-    on_torch = DcuTorchDevice
+    name, facts, on_torch = FACTS.name, FACTS, TORCH
 
     @staticmethod
     def parse_memory(output: str) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import os
 
 from fastdeploy_core.contracts.device import DeviceLimits, StepBuckets
 from fastdeploy_core.contracts.paddle_device import PaddleDevice, PaddleFacts
-from fastdeploy_core.contracts.torch_device import TorchAcceleratorDevice, TorchFacts
+from fastdeploy_core.contracts.torch_device import TorchFacts
 from fastdeploy_core.errors import ConfigError
 
 MIB = 1024**2
@@ -84,17 +84,10 @@ TORCH = TorchFacts(
 )
 
 
-class GaudiTorchDevice(TorchAcceleratorDevice):
-    """The same chip through the vendor's torch."""
-
-    name, facts = TORCH.name, TORCH
-
-
 class GaudiDevice(PaddleDevice):
     """One Gaudi2."""
 
-    name, facts = FACTS.name, FACTS
-    on_torch = GaudiTorchDevice
+    name, facts, on_torch = FACTS.name, FACTS, TORCH
 
     @staticmethod
     def parse_memory(output: str) -> tuple[int, int]:

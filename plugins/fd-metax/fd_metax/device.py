@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastdeploy_core.contracts.device import DeviceLimits
 from fastdeploy_core.contracts.paddle_device import PaddleDevice, PaddleFacts
-from fastdeploy_core.contracts.torch_device import TorchAcceleratorDevice, TorchFacts
+from fastdeploy_core.contracts.torch_device import TorchFacts
 
 FACTS = PaddleFacts(
     name="metax",
@@ -36,14 +36,7 @@ TORCH = TorchFacts(
 )
 
 
-class MetaxTorchDevice(TorchAcceleratorDevice):
-    """The same chip through the vendor's torch."""
-
-    name, facts = TORCH.name, TORCH
-
-
 class MetaxDevice(PaddleDevice):
     """One C550."""
 
-    name, facts = FACTS.name, FACTS
-    on_torch = MetaxTorchDevice
+    name, facts, on_torch = FACTS.name, FACTS, TORCH

@@ -74,7 +74,6 @@ def _device_module(type_name: str, ops: Any) -> ModuleType:
     module.device_count = ops.count
     module.current_device = ops.current
     module.set_device = ops.use
-    module.synchronize = lambda device=None: ops.synchronize()
     module.mem_get_info = lambda device=0: (ops.free(device), ops.total())
     module.manual_seed_all = lambda seed: None
     module._is_in_bad_fork = lambda: False

@@ -323,7 +323,6 @@ TORCH_LIBRARY(fd_simdevice, m) {
   m.def("total() -> int", [] { return state().limit; });
   m.def("current() -> int", [] { return int64_t(current); });
   m.def("use(int device) -> ()", [](int64_t device) { Guard().setDevice(c10::Device(kType, device)); });
-  m.def("synchronize() -> ()", [] { Guard().synchronizeDevice(current); });
   m.def("late_copies() -> int", [] { return state().late_copies; });
   m.def("lose(bool lost) -> ()", [](bool lost) { state().is_lost = lost; });
   m.def("operations() -> Dict(str, int)", [] {
