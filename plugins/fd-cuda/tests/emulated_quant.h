@@ -16,6 +16,7 @@ inline u32 fma2(u32 a, u32 b, u32 c) {
 }
 inline uint4 load_once(const uint4* p) { return *p; }
 inline uint2 load_once(const uint2* p) { return *p; }
+inline u32 load_once(const unsigned char* p) { return *p; }
 inline u32 load_once(const u32* p) { return *p; }
 inline u32 shared_address(const void* p) { return (u32)((const char*)p - (const char*)shared); }
 inline void copy_async(u32 to, const void* from, bool inside) {

@@ -65,6 +65,8 @@ class Slabs:
         """Groups in the dtype of the activations."""
         if self.groups is None:
             return None
+        if self.codes is not None:
+            return self.groups
         if dtype not in self.tables:
             self.tables[dtype] = self.groups.to(dtype).contiguous()
         return self.tables[dtype]

@@ -132,7 +132,7 @@ def _slabs(weight: PackedWeight, kind: int) -> Slabs:
 
 
 def _code_slabs(weight: PackedWeight, kind: int) -> Slabs:
-    """CCQ: local scales, four bits of 64 inputs, become numbers of two bytes; kernels read those."""
+    """CCQ: the local scales of a row and the row + 8 share a byte."""
     held, rows = weight.tensors, weight.out_features
     stored, padded = held["weight"], -(-rows // SLAB_ROWS) * SLAB_ROWS
     data = (
@@ -141,7 +141,8 @@ def _code_slabs(weight: PackedWeight, kind: int) -> Slabs:
         else pack_codes(stored)
     )
     local = torch.stack((held["scale"] >> 4, held["scale"] & 15), -2).flatten(-3, -2)
-    groups = _by_slab(local.transpose(-1, -2).to(torch.bfloat16), padded).unsqueeze(-3).contiguous()
+    rows_of = _by_slab(local.transpose(-1, -2), padded)
+    groups = (rows_of[..., 0:1] | rows_of[..., 1:2] << 4).unsqueeze(-3).contiguous()
     outputs = _filled(held["super_scale"].float().unsqueeze(-1), padded)[..., 0].contiguous()
     codes = torch.stack((held["code_scale"], held["code_zero"]), -1).float()
     codes = F.pad(codes, (0, 0, 0, padded - rows)).contiguous()
@@ -205,7 +206,10 @@ def dequantized(slabs: Slabs, dtype: torch.dtype) -> torch.Tensor:
         numbers = bits.view(torch.float8_e4m3fn).float()
     if slabs.groups is not None:
         for part in reversed(range(slabs.scaled)):
-            table = slabs.groups[..., part, :, :].float().transpose(-1, -3)
+            table = slabs.groups[..., part, :, :]
+            if slabs.codes is not None:
+                table = torch.cat((table & 15, table >> 4), -1)
+            table = table.float().transpose(-1, -3)
             spread = table.reshape(*table.shape[:-4], -1, table.shape[-1])[..., :rows, :]
             spread = torch.repeat_interleave(spread, slabs.group_size, -1)[..., :count]
             numbers = numbers + spread if part else numbers * spread
