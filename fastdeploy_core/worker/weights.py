@@ -10,7 +10,7 @@ import json
 import mmap
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -50,6 +50,8 @@ _DTYPES: Final[dict[str, tuple[str, str]]] = {
 
 def find_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint, each checked to be inside the folder."""
+    if not folder.is_dir():
+        raise WeightError(f"{folder} is no folder; expected one with *.safetensors")
     if list(folder.glob("rank*/*.safetensors")):
         raise WeightError(
             f"the checkpoint in {folder} is divided into rank folders for one parallel size; expected "
@@ -129,6 +131,15 @@ class SafetensorsFile:
             # A private writable mapping: tensor libraries take its memory without a copy, and
             # nothing can ever change the file.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def names(self) -> Iterable[str]:
+        """Checkpoint names of all tensors."""
+        return self.entries.keys()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.stop - entry.start for entry in self.entries.values())
 
     def tensors(self) -> Iterator[tuple[str, SafetensorsTensor]]:
         """Every tensor in file order, which is the cheapest order to read."""
@@ -213,7 +224,7 @@ def _entry(name: str, value: Any) -> _Entry:
 
 # A larger dummy tensor repeats so many numbers that lie on the device, from a place of its own on: drawing those of
 # a large model would take many minutes. Odd, so that rows differ.
-_DUMMY_NUMBERS: Final = (1 << 20) - 3
+DUMMY_NUMBERS: Final = (1 << 20) - 3
 
 
 class DummyTensor:
@@ -243,17 +254,17 @@ class DummyTensor:
         fill, xp = self._placement.fill, self._device.xp
         place = zlib.crc32(self._placement.name.encode())
         count = int(np.prod(self.shape, dtype=np.int64))
-        if count <= _DUMMY_NUMBERS:
+        if count <= DUMMY_NUMBERS:
             whole = self._drawn(fill, np.random.default_rng([self._seed, place]), count)
         else:
             key = (str(fill), self.dtype)
             if key not in self._pools:
                 stream = np.random.default_rng([self._seed, len(str(fill))])
-                self._pools[key] = self._drawn(fill, stream, _DUMMY_NUMBERS)
-            first = place % _DUMMY_NUMBERS
-            times = -(-(first + count) // _DUMMY_NUMBERS)
-            many = self._pools[key].unsqueeze(0).expand([times, _DUMMY_NUMBERS])
-            whole = many.reshape([times * _DUMMY_NUMBERS])[first : first + count]
+                self._pools[key] = self._drawn(fill, stream, DUMMY_NUMBERS)
+            first = place % DUMMY_NUMBERS
+            times = -(-(first + count) // DUMMY_NUMBERS)
+            many = self._pools[key].unsqueeze(0).expand([times, DUMMY_NUMBERS])
+            whole = many.reshape([times * DUMMY_NUMBERS])[first : first + count]
         part = whole.reshape(list(self.shape))[region].contiguous()
         is_float8 = fill == "bits" and self.dtype.startswith("float8")
         return part.view(xp.dtype(self.dtype)) if is_float8 else part
