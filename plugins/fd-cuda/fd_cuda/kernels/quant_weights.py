@@ -56,6 +56,7 @@ _PIECE: Final = 16  # bytes that a thread loads
 class Weights:
     """One matrix or one for each expert. Exactly one of `slabs` and `packed` is there."""
 
+    out_features: int
     rounding: str
     input_scale: torch.Tensor | None
     slabs: Slabs | None
@@ -67,6 +68,21 @@ class Weights:
         return replace(
             self, slabs=slabs, packed=None if self.packed is None else self.packed.expert(index)
         )
+
+    def seen(self, x: torch.Tensor) -> torch.Tensor:
+        """x as the product sees it, in its own dtype."""
+        if self.packed is not None:
+            return self.packed.activate(x).to(x.dtype)
+        numbers, scales = self.round(x)
+        return numbers if scales is None else (numbers.float() * scales[:, None]).to(x.dtype)
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """[(E,) N, K] by plain tensor code."""
+        if self.slabs is not None:
+            return dequantized(self.slabs, dtype)
+        if self.packed is None:
+            raise TypeError("a weight is neither laid out nor packed")
+        return self.packed.dequantize().to(dtype)
 
     def round(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(x as the product sees it, what rows of the result are multiplied with). Rounded numbers of
@@ -86,10 +102,12 @@ def prepare(weight: PackedWeight) -> Weights:
     # Experts come with a scale each, of one input.
     input_scale = None if given is None else given.float().reshape(-1).amax().reshape(1)
     if given is not None and bool((given.float() != input_scale).any()):
-        return Weights(rounding, None, None, weight)
+        return Weights(weight.out_features, rounding, None, None, weight)
     make = _code_slabs if kind == CCQ else _slabs
     slabs = make(weight, kind) if _fits(weight, kind) else None
-    return Weights(rounding, input_scale, slabs, None if slabs is not None else weight)
+    return Weights(
+        weight.out_features, rounding, input_scale, slabs, None if slabs is not None else weight
+    )
 
 
 def _fits(weight: PackedWeight, kind: int) -> bool:
