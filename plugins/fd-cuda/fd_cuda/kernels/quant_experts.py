@@ -1,8 +1,8 @@
 """Experts with packed weights, `moe_experts_<format>`: two grouped products and the weighted sum.
 
-Few rows an expert: the native kernels of quant_native.py, which pair gate and up. Many: for slabs the same with
-larger tiles, for int8 and fp8 row by row a Triton kernel that multiplies what is stored. Elsewhere (no Hopper
-GPU, float32) all experts are dequantized for the call.
+Few rows an expert: the native kernels of quant_native.py, which pair gate and up. Many: for slabs
+the same with larger tiles, for int8 and fp8 row by row a Triton kernel that multiplies what is
+stored. Elsewhere (no Hopper GPU, float32) all experts are dequantized for the call.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""How packed weights lie for the native kernels: slabs of 16 outputs by 64 inputs, in the order in which
-the lanes of a warp hold them (native/quant.cuh).
+"""How packed weights lie for the native kernels: slabs of 16 outputs by 64 inputs, in the order in
+which the lanes of a warp hold them (native/quant.cuh).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Products with packed weights, `linear_<format>` of contracts/quant_formats.py.
 
-Few rows: the native kernels, which read packed weights as they are. Many rows: cuBLAS on int8 or fp8 where
-the format rounds activations, else on weights unpacked for the call. Where native kernels cannot run (no Hopper
-GPU, float32) plain tensor code dequantizes at every call; so it does for what they cannot read.
+Few rows: the native kernels, which read packed weights as they are. Many rows: cuBLAS on int8 or
+fp8 where the format rounds activations, else on weights unpacked for the call. Where native kernels
+cannot run (no Hopper GPU, float32) plain tensor code dequantizes at every call; so it does for what
+they cannot read.
 """
 
 from __future__ import annotations

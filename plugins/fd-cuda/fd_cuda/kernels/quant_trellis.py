@@ -1,9 +1,10 @@
-"""Products with the trellis code of two bits: `linear_tet2`, `moe_experts_tet2` (fd-quant-wint2's format).
+"""Products with the trellis code of two bits: `linear_tet2`, `moe_experts_tet2` (fd-quant-wint2's
+format).
 
-Inputs are rotated and rounded to int8 by one kernel, then multiplied with the code as it is stored by another
-(native/tet_rotate.cu; native/tet_gemv.cu for few rows, tet_gemm.cu for more rows an expert). Experts of one layer share a rotation. Many
-rows: weights are decoded once and cuBLAS multiplies, expert by expert. Elsewhere (no Hopper GPU, float32) the format's own
-definition serves.
+Inputs are rotated and rounded to int8 by one kernel, then multiplied with the code as it is stored
+by another (native/tet_rotate.cu; native/tet_gemv.cu for few rows, tet_gemm.cu for more rows an
+expert). Experts of one layer share a rotation. Many rows: weights are decoded once and cuBLAS
+multiplies, expert by expert. Elsewhere (no Hopper GPU, float32) the format's own definition serves.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Packed weights as the products here want them: made once after loading, by every cell's `prepare`.
+"""Packed weights as the products here want them: made once after loading, by every cell's
+`prepare`.
 
-Weight-only formats and int4 weights lie as slabs, int8 and fp8 weights with rounded activations row by row, so that
-both the kernels here and cuBLAS read them. What neither can read (odd sizes, groups of 32) keeps
-its internal format and is dequantized at every call.
+Weight-only formats and int4 weights lie as slabs, int8 and fp8 weights with rounded activations row
+by row, so that both the kernels here and cuBLAS read them. What neither can read (odd sizes, groups
+of 32) keeps its internal format and is dequantized at every call.
 """
 
 from __future__ import annotations
