@@ -113,6 +113,36 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "deepseek-no-q-lora": {**_DEEPSEEK, "q_lora_rank": None, "attention_bias": True},
 }
+# Saved when asked for by name: what a GGUF file can hold, in sizes that its blocks divide.
+GGUF_VARIANTS: dict[str, dict[str, Any]] = {
+    "gguf-qwen3-moe": {**VARIANTS["qwen3-moe"], "mlp_only_layers": []},
+    "gguf-deepseek": {
+        **VARIANTS["deepseek"],
+        "rope_parameters": {**_YARN, "mscale": 1.2, "mscale_all_dim": 1.2},
+    },
+    "gguf-wide": {
+        "architecture": "Qwen3",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "head_dim": 64,
+    },
+    "gguf-tied": {
+        "architecture": "Qwen3",
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 1,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+    "gguf-experts": {
+        **VARIANTS["qwen3-moe"],
+        "mlp_only_layers": [],
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 2,
+    },
+}
 # The same families as wide as kernels for real models want them: heads of 128, products of whole tiles.
 _WIDE = {
     "vocab_size": 1031,
@@ -240,7 +270,7 @@ def _save(name: str, folder: Path) -> None:
     import torch
     import transformers
 
-    settings = {**_COMMON, **(VARIANTS | WIDE_VARIANTS)[name]}
+    settings = {**_COMMON, **(VARIANTS | GGUF_VARIANTS | WIDE_VARIANTS)[name]}
     family = settings.pop("architecture")
     config = getattr(transformers, f"{family}Config")(**settings)
     config._attn_implementation = "eager"

@@ -135,6 +135,7 @@ class _Resolver:
                 spec=replace(spec, kv_format=cache_format, kv_static=is_static),
                 block_size=self._config.cache.block_size,
                 kv_dtype=cache_format or "auto",
+                plain_projections=not self._quantization.method,
             )
             for spec in dict.fromkeys(specs)
         ]

@@ -12,9 +12,8 @@ from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.layers.weight_map import Placement, WeightMap
 from fastdeploy_core.plugins import lookup
 from fastdeploy_core.worker import read_ahead
-from fastdeploy_core.worker.noise import LARGE
 from fastdeploy_core.worker.read_ahead import ReadAhead
-from fastdeploy_core.worker.weights import SafetensorsFile, dummy_tensors
+from fastdeploy_core.worker.weights import DUMMY_NUMBERS, SafetensorsFile, dummy_tensors
 from tests.checkpoints import to_bfloat16, write_safetensors
 
 REGIONS = {
@@ -80,7 +79,7 @@ def test_unknown_tensors_pass_and_are_named(device: Any, file: SafetensorsFile) 
 
 @pytest.mark.parametrize("fill", ["normal", "bits"])
 def test_large_dummy_weights_repeat_a_block_and_belong_to_one_whole(device: Any, fill: Any) -> None:
-    rows = LARGE // 256 * 5
+    rows = DUMMY_NUMBERS * 5 // 256
     shape, dtype = (rows, 256), "uint8" if fill == "bits" else ""
     whole = (slice(0, rows), slice(0, 256))
     made = {

@@ -68,6 +68,10 @@ class Unable(RecordableAttention):
     name, can_capture_decode = "unable", False
 
 
+class Short(RecordableAttention):
+    name, max_recorded_len = "short", 16
+
+
 CAPABLE = DeviceLimits(graph_capture=True)
 
 
@@ -78,6 +82,7 @@ CAPABLE = DeviceLimits(graph_capture=True)
         ({"enabled": False}, CAPABLE, [RecordableAttention], 1, (), "as asked"),
         ({}, DeviceLimits(), [RecordableAttention], 1, (), "device records nothing"),
         ({}, CAPABLE, [RecordableAttention, Unable], 1, (), "driver unable cannot"),
+        ({}, CAPABLE, [RecordableAttention, Short], 1, (), "too long"),
         ({}, CAPABLE, [RecordableAttention], 2, (), "collectives"),
         ({"sizes": (3, 5, 9)}, CAPABLE, [RecordableAttention], 1, (3, 5), "2 sizes, 3 to 5"),
         ({"max_size": 5}, CAPABLE, [RecordableAttention], 1, (1, 2, 4, 5), "1 to 5"),

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import logging
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 PLAIN, ADD, GATED = range(3)
 _HERE: Final = Path(__file__).parent
+_INCLUDE: Final = re.compile(r'^#include "(\w+\.cuh)"$', re.M)
 _OLDEST: Final = (8, 0)  # mma.sync on bfloat16
 _ATTRIBUTE_CLUSTER: Final = 4
 _ATTRIBUTE_PDL: Final = 6
@@ -138,8 +140,8 @@ def cache_folder() -> Path:
 
 
 def _source(name: str) -> str:
-    common = (_HERE / "common.cuh").read_text("utf-8")
-    return (_HERE / f"{name}.cu").read_text("utf-8").replace('#include "common.cuh"', common)
+    source = (_HERE / f"{name}.cu").read_text("utf-8")
+    return _INCLUDE.sub(lambda match: (_HERE / match[1]).read_text("utf-8"), source)
 
 
 def compile_ahead(name: str, defines: dict[str, int]) -> None:
