@@ -32,6 +32,7 @@ from .pending import Launched, PendingOutput
 from .reading import NOT_KEPT, StepReader
 from .sequence_state import SequenceState
 from .speculation import Speculation
+from .staging import wait_for
 from .step_graphs import RecordedStep, StepGraphs
 from .step_shapes import StepShapes
 
@@ -376,6 +377,7 @@ class ModelRunner:
 
     def _read(self, launched: Launched) -> None:
         try:
+            wait_for(launched.event)  # without the lock
             self._reader.read_until(launched)
         except Exception as error:
             self._raise_if_device_failed(error, launched.step_id)

@@ -13,7 +13,7 @@ from fastdeploy_core.sampling.columns import SamplingPlan
 from fastdeploy_core.sampling.logprobs import LogprobTensors
 from fastdeploy_core.types import ModelRunnerOutput, TokenLogprobs
 
-from .staging import Download, wait_for
+from .staging import Download
 from .step_rows import StepRows
 
 if TYPE_CHECKING:
@@ -89,7 +89,6 @@ class PendingOutput:
         if self._output is None:
             began = time.perf_counter()
             launched = self._launched
-            wait_for(launched.event)  # without the runner's lock
             self._read(launched)
             self._output = build_output(launched)
             self._output.execute_s = launched.launch_s + time.perf_counter() - began

@@ -382,3 +382,23 @@ def test_a_lost_device_is_called_so_although_its_state_cannot_be_cleared(
     with pytest.raises(WorkerError, match=r"lost.*the device is gone"):
         steps.launch([steps.row(1)])
     worker.close()
+
+
+def test_a_device_lost_while_a_step_runs_is_called_so(
+    folder: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asynchronous errors show when the result is waited for."""
+    worker = make_worker(engine_config(folder, tensor_library))
+    worker.load()
+    steps = Steps(worker)
+    steps.add(1, [5, 6, 7])
+
+    class Event:
+        def query(self) -> bool:
+            raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(type(worker.device), "record_event", lambda _: Event())
+    monkeypatch.setattr(type(worker.device), "is_lost", lambda _, e: "gone" in str(e))
+    with pytest.raises(WorkerError, match=r"lost.*the device is gone"):
+        steps.launch([steps.row(1)]).wait()
+    worker.close()
