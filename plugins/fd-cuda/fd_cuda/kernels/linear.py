@@ -8,6 +8,9 @@ tiling computes every product (matmul.py), so that a row does not depend on how 
 from __future__ import annotations
 
 import ctypes
+import functools
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -123,11 +126,9 @@ def _plan(epilogue: str, x: torch.Tensor, weight: torch.Tensor, *, has_norm: boo
     aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
     if not aligned or x.stride(1) != 1 or not weight.is_contiguous():
         return LIBRARY
-    width, depth = weight.shape
-    if epilogue == "gated" and width % 2:
+    if epilogue == "gated" and weight.shape[0] % 2:
         return LIBRARY
-    product = Product(epilogue, has_norm, width, depth, str(x.dtype).removeprefix("torch."))
-    return choose(product, x.shape[0])
+    return choose(epilogue, has_norm, weight.shape, x.dtype, x.shape[0])
 
 
 def _launch(
@@ -142,34 +143,52 @@ def _launch(
     y: torch.Tensor,
 ) -> None:
     num_rows, (width, depth) = x.shape[0], weight.shape
-    defines = {
-        "HALF": int(x.dtype == torch.float16),
-        "NORM": int(norm_weight is not None),
-        "EPILOGUE": _EPILOGUES[epilogue],
-    }
-    stride = ctypes.c_longlong(x.stride(0))
-    tensors = [norm_weight, weight, bias, residual, y]
+    is_half, has_norm = x.dtype == torch.float16, norm_weight is not None
+    sizes = (num_rows, width, depth)
+    how = _prepared(plan, epilogue, is_half, has_norm, sizes, torch.cuda.current_device())
+    arguments = [x, ctypes.c_longlong(x.stride(0)), norm_weight, weight, bias, residual, y]
+    arguments += (num_rows, width, float(eps)) if plan.kind == "gemv" else (*sizes, float(eps))
+    native.launch(
+        how.kernel, how.grid, how.threads, arguments, shared=how.shared, cluster=plan.split
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """All that a launch needs but its arguments."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    threads: int
+    shared: int
+
+
+@functools.cache
+def _prepared(
+    plan: Plan,
+    epilogue: str,
+    is_half: bool,
+    has_norm: bool,
+    sizes: tuple[int, int, int],
+    device: int,  # kernels are loaded for one
+) -> _Launch:
+    num_rows, width, depth = sizes
+    defines = {"HALF": int(is_half), "NORM": int(has_norm), "EPILOGUE": _EPILOGUES[epilogue]}
+    outputs = width // 2 if epilogue == "gated" else width
     if plan.kind == "gemv":
-        more = {"K": depth, "TILES": -(-num_rows // 8), "WARPS": plan.warps, "AHEAD": _AHEAD}
-        kernel = native.function("gemv", {**defines, **more})
-        out = 8 if epilogue == "gated" else 16
-        blocks = -(-(width // 2 if epilogue == "gated" else width) // out)
-        arguments = [x, stride, *tensors, num_rows, width, float(eps)]
-        native.launch(kernel, (blocks, 1, 1), plan.warps * 32, arguments)
-        return
+        defines |= {"K": depth, "TILES": -(-num_rows // 8), "WARPS": plan.warps, "AHEAD": _AHEAD}
+        blocks = -(-outputs // (8 if epilogue == "gated" else 16))
+        return _Launch(native.function("gemv", defines), (blocks, 1, 1), plan.warps * 32, 0)
     share = -(-depth // 64 // plan.split)
-    product = Product(epilogue, norm_weight is not None, width, depth, "")
+    product = Product(epilogue, has_norm, width, depth, "")
     shared = shared_bytes(product, plan.rows, plan.columns, plan.stages, plan.split)
-    sizes = {
+    defines |= {
         "BM": plan.rows,
         "BN": plan.columns,
         "STAGES": plan.stages,
         "SPLIT": plan.split,
         "RESIDENT": int(share <= plan.stages),
     }
-    kernel = native.function("gemm", {**defines, **sizes})
-    out = plan.columns // 2 if epilogue == "gated" else plan.columns
-    blocks = -(-(width // 2 if epilogue == "gated" else width) // out) * -(-num_rows // plan.rows)
-    arguments = [x, stride, *tensors, num_rows, width, depth, float(eps)]
-    grid = (blocks, 1, plan.split)
-    native.launch(kernel, grid, plan.rows * 2, arguments, shared=shared, cluster=plan.split)
+    columns = plan.columns // 2 if epilogue == "gated" else plan.columns
+    grid = (-(-outputs // columns) * -(-num_rows // plan.rows), 1, plan.split)
+    return _Launch(native.function("gemm", defines), grid, plan.rows * 2, shared)
