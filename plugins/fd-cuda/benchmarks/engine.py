@@ -36,7 +36,7 @@ from fastdeploy_core.types import Request, SamplingParams
 from fastdeploy_core.worker import weights
 
 PROFILED = 24
-NAMES_SHOWN = 72
+NAMES_SHOWN, KERNELS_SHOWN = 72, 24
 
 
 @dataclass(frozen=True)
@@ -253,25 +253,25 @@ class Bench:
 
 
 def summary(recorded: Any, steps: int) -> str:
-    """Idle share of the device, and kernels by time."""
-    spans, by_name = [], collections.defaultdict(lambda: [0, 0.0])
-    for event in recorded.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            spans.append((event.time_range.start, event.time_range.end))
-            entry = by_name[event.name[:NAMES_SHOWN]]
-            entry[0] += 1
-            entry[1] += event.time_range.end - event.time_range.start
+    """Idle share of the device, and kernels by the time that passes from the end of the one before (or
+    their own start, if that is later) to their end: kernels that start early and wait overlap."""
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name[:NAMES_SHOWN])
+        for event in recorded.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
     if not spans:
         return "nothing was recorded"
-    spans.sort()
-    # The first and the last steps are cut off by the profiler's start and end.
+    by_name: dict[str, list[float]] = collections.defaultdict(lambda: [0, 0.0])
     busy, end = 0.0, spans[0][0]
-    for start, stop in spans:
-        busy += max(0.0, stop - max(start, end))
-        end = max(end, stop)
+    for start, stop, name in spans:
+        own = max(0.0, stop - max(start, end))
+        by_name[name][0] += 1
+        by_name[name][1] += own
+        busy, end = busy + own, max(end, stop)
     whole = end - spans[0][0]
     lines = [f"idle {100 * (1 - busy / whole):.1f} %, {whole / steps:.0f} us a step"]
-    for name, (count, us) in sorted(by_name.items(), key=lambda item: -item[1][1])[:20]:
+    for name, (count, us) in sorted(by_name.items(), key=lambda item: -item[1][1])[:KERNELS_SHOWN]:
         lines.append(f"  {us / steps:9.1f} us {count / steps:7.1f} x {name}")
     return "\n".join(lines)
 

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import logging
 import os
+import re
 import struct
 import sys
 import tempfile
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 PLAIN, ADD, GATED = range(3)
 _HERE: Final = Path(__file__).parent
+_INCLUDE: Final = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 _OLDEST: Final = (8, 0)  # mma.sync on bfloat16
 _ATTRIBUTE_CLUSTER: Final = 4
 _ATTRIBUTE_PDL: Final = 6
@@ -178,9 +180,11 @@ def cache_folder() -> Path:
     return Path(root) / "fastdeploy" / "cuda"
 
 
+@functools.cache
 def _source(name: str) -> str:
-    common = (_HERE / "common.cuh").read_text("utf-8")
-    return (_HERE / f"{name}.cu").read_text("utf-8").replace('#include "common.cuh"', common)
+    """The file with what it includes in place: NVRTC looks into no folders."""
+    text = (_HERE / name).read_text("utf-8")
+    return _INCLUDE.sub(lambda match: _source(match[1]), text)
 
 
 def _compile(name: str, defines: dict[str, int]) -> bytes:
@@ -192,7 +196,7 @@ def _compile(name: str, defines: dict[str, int]) -> bytes:
         "--std=c++17",
         *(f"-D{key}={value}" for key, value in sorted(defines.items())),
     ]
-    source, nvrtc = _source(name), _nvrtc()
+    source, nvrtc = _source(f"{name}.cu"), _nvrtc()
     version = (ctypes.c_int * 2)()
     nvrtc.nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, 4))
     key = hashlib.sha256("\0".join([source, *options, *map(str, version)]).encode()).hexdigest()
