@@ -15,8 +15,8 @@ from .sampling import ordered
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.moe import RoutingSpec
 
-_SOFTMAX_FLOOR = 1e-12
-_SIGMOID_FLOOR = 1e-20
+SOFTMAX_FLOOR = 1e-12
+SIGMOID_FLOOR = 1e-20
 _TAKEN = tl.constexpr(-(2**63))
 # Up to here every expert's program looks at all assignments; above, sorting them is cheaper.
 _FEW_SLOTS = 4096
@@ -143,7 +143,7 @@ def moe_routing(
         _route[(tokens,)](
             router_logits, router_logits if correction_bias is None else correction_bias,
             ids, weights, router_logits.stride(0),
-            _SOFTMAX_FLOOR if spec.scoring == "softmax" else _SIGMOID_FLOOR,
+            SOFTMAX_FLOOR if spec.scoring == "softmax" else SIGMOID_FLOOR,
             float(spec.scaling_factor), EXPERTS=experts, GROUPS=spec.num_groups,
             OPEN=spec.top_k_groups, TOP_K=spec.top_k, SIGMOID=spec.scoring == "sigmoid",
             RENORMALIZE=spec.renormalize, HAS_BIAS=correction_bias is not None,

@@ -41,7 +41,7 @@ _FUNCTION_SHARED_BYTES: Final = 8
 # Whether a compiler knows this card is found out by trying.
 _TRIAL: Final = {"HALF": 0, "NORM": 0, "EPILOGUE": PLAIN, "PDL": 0}
 _lock = threading.Lock()
-_functions: dict[tuple[Any, ...], _Function] = {}
+_functions: dict[tuple[Any, ...], Function] = {}
 _thread = threading.local()
 
 
@@ -98,7 +98,7 @@ def _code(argument: Any) -> str:
 
 
 @dataclass(slots=True)
-class _Function:
+class Function:
     name: str
     handle: ctypes.c_void_p
     most_shared: int = 48 * 1024  # bytes of shared memory that may be asked for at launch
@@ -264,7 +264,7 @@ def _check(code: int, what: str) -> None:
         raise RuntimeError(f"CUDA error: {message} (code {code}, kernel {what})")
 
 
-def function(name: str, defines: dict[str, int]) -> _Function:
+def function(name: str, defines: dict[str, int]) -> Function:
     """The kernel `name` of name.cu, specialized; compiled and loaded at the first call."""
     device = torch.cuda.current_device()
     key = (device, name, *sorted(defines.items()))
@@ -278,12 +278,12 @@ def function(name: str, defines: dict[str, int]) -> _Function:
             driver, module, handle = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
             _check(driver.cuModuleLoadData(ctypes.byref(module), cubin), name)
             _check(driver.cuModuleGetFunction(ctypes.byref(handle), module, name.encode()), name)
-            _functions[key] = _Function(name, handle)
+            _functions[key] = Function(name, handle)
     return _functions[key]
 
 
 def launch(
-    kernel: _Function,
+    kernel: Function,
     grid: tuple[int, int, int],
     threads: int,
     arguments: Sequence[Any],
