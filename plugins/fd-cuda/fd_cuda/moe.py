@@ -1,4 +1,4 @@
-"""MoE driver `cuda`: routing and experts through the device's kernels.
+"""MoE driver `cuda`: whole blocks, or routing and experts, through the device's kernels.
 
 Weights stay as checkpoints hold them; the kernels read them so. Quantized experts come in through
 prepare_weights (what it returns is what forward gets) and an operation of their own in place of
@@ -7,7 +7,10 @@ moe_experts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from .kernels import experts, few_experts, matmul, norm, routing
+from .kernels.common import batch_invariant
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
@@ -16,8 +19,12 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
 
+# From so many tokens on, cuBLAS is faster for experts that every token visits.
+_MANY_TOKENS: Final = 1024
+
+
 class CudaMoE:
-    """See MoEBackend."""
+    """See MoEBlockBackend."""
 
     name = "cuda"
     contract = (0, 1)
@@ -25,7 +32,6 @@ class CudaMoE:
 
     def __init__(self, spec: MoESpec, device: DeviceBackend, kernels: KernelTable) -> None:
         self.spec = spec
-        self._route, self._experts = kernels["moe_routing"], kernels["moe_experts"]
 
     def prepare_weights(self, gate_up: Tensor, down: Tensor) -> Any:
         """As they are, in one piece."""
@@ -41,6 +47,52 @@ class CudaMoE:
         topk_weights: Tensor | None,
     ) -> Tensor:
         """[num_tokens, hidden]; routes by spec.routing unless the routing is given."""
+        return self._sum(x, weights, router_logits, correction_bias, topk_ids, topk_weights, None)
+
+    def forward_block(
+        self,
+        x: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        router_weight: Tensor,
+        correction_bias: Tensor | None,
+        weights: Any,
+    ) -> Tensor:
+        """x + experts(rms_norm(x))."""
+        spec = self.spec.routing
+        if few_experts.can_compute(x, router_weight, spec, *weights):
+            bias = correction_bias
+            return few_experts.compute(x, norm_weight, eps, router_weight, bias, spec, *weights)
+        y = norm.rms_norm(x, norm_weight, eps)
+        logits = matmul.linear_float32(y, router_weight)
+        return self._sum(y, weights, logits, correction_bias, None, None, x)
+
+    def _sum(
+        self,
+        x: Tensor,
+        weights: Any,
+        router_logits: Tensor,
+        correction_bias: Tensor | None,
+        topk_ids: Tensor | None,
+        topk_weights: Tensor | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """residual + routed and shared experts; the residual may be overwritten."""
+        spec, shared = self.spec, self.spec.num_shared_experts
+        gate_up, down = weights
+        is_apart = shared > 0 and x.shape[0] >= _MANY_TOKENS and not batch_invariant()
+        joined = 0 if is_apart else shared
         if topk_ids is None or topk_weights is None:
-            topk_ids, topk_weights = self._route(router_logits, correction_bias, self.spec.routing)
-        return self._experts(x, topk_ids, topk_weights, *weights)
+            topk_ids, topk_weights = routing.route(
+                router_logits, correction_bias, spec.routing, joined
+            )
+        elif joined:
+            topk_ids, topk_weights = routing.with_shared(
+                topk_ids, topk_weights, spec.routing.num_experts, joined
+            )
+        total = experts.sum_of_experts(x, topk_ids, topk_weights, gate_up, down, residual)
+        if is_apart:
+            first = spec.routing.num_experts
+            for expert in range(first, first + shared):
+                total = experts.add_expert(x, gate_up[expert], down[expert], total)
+        return total

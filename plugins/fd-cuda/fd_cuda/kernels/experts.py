@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from .common import INTERPRETED, batch_invariant, join_chain, options, pad2
+from .linear import gated_linear, linear_add
 from .routing import Order, order_by_expert
 
 
@@ -107,8 +108,9 @@ def _grouped(
 
 @triton.jit
 def _combine(
-    y_p, weights_p, out_p, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    y_p, weights_p, residual_p, out_p, width, residual_stride, TOP_K: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     join_chain(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -118,6 +120,9 @@ def _combine(
         row = token * TOP_K + j
         y = tl.load(y_p + row * width + columns, mask=inside, other=0.0)
         total += tl.load(weights_p + row) * y.to(tl.float32)
+    if HAS_RESIDUAL:
+        x = tl.load(residual_p + token * residual_stride + columns, mask=inside, other=0.0)
+        total += x.to(tl.float32)
     tl.store(out_p + token * width + columns, total.to(out_p.dtype.element_ty), mask=inside)
 
 
@@ -129,11 +134,23 @@ def moe_experts(
     down: torch.Tensor,
 ) -> torch.Tensor:
     """Weighted sum of the chosen experts' gated MLPs: x [T, H], gate_up [E, 2I, H], down [E, H, I]."""
+    return sum_of_experts(x, topk_ids, topk_weights, gate_up, down, None)
+
+
+def sum_of_experts(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    """moe_experts, and a residual [T, H]."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
     tokens, top_k = topk_ids.shape
     if not tokens:
-        return torch.empty_like(x)
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
     tiles = tiles_for(tokens, top_k, gate_up.shape[0], x.dtype)
     if tokens <= _ALONE and not batch_invariant():
         order = Order(topk_ids, topk_ids.view(-1), is_alone=True)
@@ -141,7 +158,15 @@ def moe_experts(
         order = order_by_expert(topk_ids, gate_up.shape[0], tiles.rows)
     hidden = grouped(x, gate_up, order, tiles, topk_ids.numel(), top_k, gated=True)
     y = grouped(hidden, down, order, tiles, topk_ids.numel(), 1, gated=False)
-    return _combined(y, topk_weights)
+    return _combined(y, topk_weights, residual)
+
+
+def add_expert(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, total: torch.Tensor
+) -> torch.Tensor:
+    """total + one expert's gated MLP, in total's memory."""
+    inner = gated_linear(x, None, 0.0, gate_up, None)
+    return linear_add(inner, down, None, total)
 
 
 def grouped(
@@ -169,13 +194,17 @@ def grouped(
     return y
 
 
-def _combined(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sum over a token's experts: rows token * k + j of y times weights [T, k]."""
+def _combined(
+    y: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None
+) -> torch.Tensor:
+    """Sum over a token's experts: rows token * k + j of y times weights [T, k], and the residual."""
     tokens, top_k = weights.shape
     width = y.shape[1]
     out = torch.empty((tokens, width), dtype=y.dtype, device=y.device)
     block = min(1024, pad2(width))
     _combine[(tokens, triton.cdiv(width, block))](
-        y, weights, out, width, TOP_K=top_k, BLOCK=block, **options(num_warps=4)
-    )
+        y, weights, y if residual is None else residual, out, width,
+        0 if residual is None else residual.stride(0), TOP_K=top_k,
+        HAS_RESIDUAL=residual is not None, BLOCK=block, **options(num_warps=4),
+    )  # fmt: skip
     return out

@@ -32,7 +32,7 @@ def _rank(x, index):
 def _route(
     logits_p, bias_p, ids_p, weights_p, stride, floor, scaling,
     EXPERTS: tl.constexpr, GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP_K: tl.constexpr,
-    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, SHARED: tl.constexpr,
     PAD_GROUPS: tl.constexpr, PAD_SIZE: tl.constexpr, PAD_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     join_chain(PDL)
@@ -78,9 +78,12 @@ def _route(
         rank = tl.where(chosen, _TAKEN, rank)
     if RENORMALIZE:
         weights = weights / tl.maximum(tl.sum(weights, 0), floor)
-    place = token * TOP_K + nth
-    tl.store(ids_p + place, ids, mask=nth < TOP_K)
-    tl.store(weights_p + place, weights * scaling, mask=nth < TOP_K)
+    # Behind the chosen ones stand those that every token visits.
+    ids = tl.where(nth < TOP_K, ids, EXPERTS + nth - TOP_K)
+    weights = tl.where(nth < TOP_K, weights * scaling, 1.0)
+    place = token * (TOP_K + SHARED) + nth
+    tl.store(ids_p + place, ids, mask=nth < TOP_K + SHARED)
+    tl.store(weights_p + place, weights, mask=nth < TOP_K + SHARED)
 
 
 @triton.jit(do_not_specialize=["num_slots", "max_blocks"])
@@ -134,10 +137,21 @@ def moe_routing(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(topk_ids [T, k] int64, topk_weights [T, k] float32). Batch-invariant; ids are valid whatever the
     logits hold."""
+    return route(router_logits, correction_bias, spec, 0)
+
+
+def route(
+    router_logits: torch.Tensor,
+    correction_bias: torch.Tensor | None,
+    spec: RoutingSpec,
+    num_shared: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """moe_routing, and behind each token's choice the experts that all visit, [T, k + num_shared]."""
     tokens, experts = router_logits.shape
     router_logits = router_logits if router_logits.stride(-1) == 1 else router_logits.contiguous()
-    ids = torch.empty((tokens, spec.top_k), dtype=torch.int64, device=router_logits.device)
-    weights = torch.empty((tokens, spec.top_k), dtype=torch.float32, device=router_logits.device)
+    shape, device = (tokens, spec.top_k + num_shared), router_logits.device
+    ids = torch.empty(shape, dtype=torch.int64, device=device)
+    weights = torch.empty(shape, dtype=torch.float32, device=device)
     if tokens:
         size = pad2(experts // spec.num_groups)
         _route[(tokens,)](
@@ -146,11 +160,21 @@ def moe_routing(
             SOFTMAX_FLOOR if spec.scoring == "softmax" else SIGMOID_FLOOR,
             float(spec.scaling_factor), EXPERTS=experts, GROUPS=spec.num_groups,
             OPEN=spec.top_k_groups, TOP_K=spec.top_k, SIGMOID=spec.scoring == "sigmoid",
-            RENORMALIZE=spec.renormalize, HAS_BIAS=correction_bias is not None,
-            PAD_GROUPS=pad2(spec.num_groups), PAD_SIZE=size, PAD_K=pad2(spec.top_k),
+            RENORMALIZE=spec.renormalize, HAS_BIAS=correction_bias is not None, SHARED=num_shared,
+            PAD_GROUPS=pad2(spec.num_groups), PAD_SIZE=size, PAD_K=pad2(spec.top_k + num_shared),
             **options(num_warps=1),
         )  # fmt: skip
     return ids, weights
+
+
+def with_shared(
+    ids: torch.Tensor, weights: torch.Tensor, num_experts: int, num_shared: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A given routing with the experts that all visit behind it."""
+    shape = (ids.shape[0], num_shared)
+    shared = torch.arange(num_experts, num_experts + num_shared, device=ids.device).expand(shape)
+    ones = torch.ones(shape, dtype=weights.dtype, device=weights.device)
+    return torch.cat([ids, shared], 1), torch.cat([weights, ones], 1)
 
 
 def order_by_expert(ids: torch.Tensor, num_experts: int, rows: int) -> Order:
