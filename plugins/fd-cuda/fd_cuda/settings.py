@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 from fastdeploy_core.errors import ConfigError
@@ -48,8 +49,13 @@ VARIABLES: dict[str, tuple[tuple[str, ...], str, str]] = {
 
 def setting(name: str) -> str:
     """The variable's value; ConfigError names the possible ones."""
+    return _read(name, os.environ.get(name, ""))
+
+
+@functools.cache
+def _read(name: str, text: str) -> str:
     possible, default, _ = VARIABLES[name]
-    value = os.environ.get(name, "").strip() or default
+    value = text.strip() or default
     if value not in possible:
         raise ConfigError(
             f"environment variable {name} cannot be read: got {value!r:.80}; "

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import triton
 from fastdeploy_core.errors import CapabilityError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fd_cuda.device import CONTRACT
+from fd_cuda.kernels.common import cdiv, pad2
 from fd_cuda.kernels.common import options as launch_options
 from fd_cuda.settings import is_batch_invariant
 
@@ -89,8 +89,8 @@ class PagedAttention:
         self._exact = spec.dtype == "float32"
         self._invariant = is_batch_invariant()
         self._scale = spec.scale * _LOG2E
-        self._v_pad = max(16, triton.next_power_of_2(spec.v_head_dim))
-        self._pad = max(16, triton.next_power_of_2(spec.head_dim))
+        self._v_pad = max(16, pad2(spec.v_head_dim))
+        self._pad = max(16, pad2(spec.head_dim))
         self._most_tokens = MAX_ROWS // self._group
         self._native = NativeDecode(spec, block_size)
         # Rows must not notice that others of their batch feed more tokens than they do.
@@ -132,7 +132,7 @@ class PagedAttention:
     def _decodes(self, batch: AttentionBatch, max_tokens: int) -> _Decodes:
         spec, num_seqs = self.spec, batch.num_seqs
         heads = spec.num_kv_heads
-        rows = triton.next_power_of_2(max_tokens * self._group)
+        rows = pad2(max_tokens * self._group)
         native, columns = None, self._native.columns(max_tokens)
         if columns:
             native = self.sizes.native(
@@ -248,7 +248,7 @@ class PagedAttention:
             GROUP=self._group,
             **self._widths(rotary),
             BLOCK_SIZE=self.block_size,
-            TOKENS=max(16, triton.next_power_of_2(decodes.max_tokens)),
+            TOKENS=max(16, pad2(decodes.max_tokens)),
             M=max(16, decodes.rows),
             ROWS=decodes.rows,
             TILE=shape.tile,
@@ -271,7 +271,7 @@ class PagedAttention:
         """The rotated keys, contiguous."""
         tokens, heads = k.shape[0], self.spec.num_kv_heads
         rotated = k.new_empty((tokens, heads, self.spec.head_dim))
-        rotate_and_write[(triton.cdiv(tokens * heads, _ROPE_ROWS),)](
+        rotate_and_write[(cdiv(tokens * heads, _ROPE_ROWS),)](
             k,
             v,
             rotated,

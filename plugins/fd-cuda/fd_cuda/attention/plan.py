@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fd_cuda.kernels.common import has_pdl
+from fd_cuda.kernels.common import cdiv, has_pdl, pad2
 
 # Of one work item; kernels read them by these numbers.
 ROW, TILE_BEGIN, TILE_END, SPLIT, NUM_SPLITS, CONTEXT, FIRST_TOKEN, NUM_TOKENS = range(8)
@@ -145,8 +145,8 @@ def decode_items(
     num_items = shape.num_items(num_seqs, invariant=invariant)
     items = torch.empty((num_items, ITEM), dtype=torch.int32, device=seq_lens.device)
     counters = torch.empty(num_counters, dtype=torch.int32, device=seq_lens.device)
-    rows = max(16, triton.next_power_of_2(num_seqs))
-    cut_decodes[(triton.cdiv(num_items, _ITEMS_PER_PROGRAM),)](
+    rows = max(16, pad2(num_seqs))
+    cut_decodes[(cdiv(num_items, _ITEMS_PER_PROGRAM),)](
         seq_lens,
         cu_seqlens,
         items,

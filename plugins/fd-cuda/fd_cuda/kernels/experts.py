@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import INTERPRETED, batch_invariant, join_chain, options, pad2
+from .common import INTERPRETED, batch_invariant, cdiv, join_chain, options, pad2
 from .linear import gated_linear, linear_add
 from .routing import Order, order_by_expert
 
@@ -183,7 +183,7 @@ def grouped(
     width, depth = weight.shape[1] // (2 if gated else 1), weight.shape[2]
     y = torch.empty((num_slots, width), dtype=x.dtype, device=x.device)
     columns = tiles.columns if gated else tiles.down_columns
-    across = triton.cdiv(width, columns)
+    across = cdiv(width, columns)
     _grouped[(len(order.experts) * across,)](
         x, weight, y, order.slots, order.experts, num_slots, width, depth, x.stride(0), across,
         ALONE=order.is_alone, DIVISOR=divisor, BM=tiles.rows, BN=columns, BK=tiles.depth, GATED=gated,
@@ -202,7 +202,7 @@ def _combined(
     width = y.shape[1]
     out = torch.empty((tokens, width), dtype=y.dtype, device=y.device)
     block = min(1024, pad2(width))
-    _combine[(tokens, triton.cdiv(width, block))](
+    _combine[(tokens, cdiv(width, block))](
         y, weights, y if residual is None else residual, out, width,
         0 if residual is None else residual.stride(0), TOP_K=top_k,
         HAS_RESIDUAL=residual is not None, BLOCK=block, **options(num_warps=4),

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import INTERPRETED, batch_invariant, join_chain, options, pad2
+from .common import INTERPRETED, batch_invariant, cdiv, join_chain, options, pad2
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -81,9 +81,9 @@ def linear_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return y
     if num_rows <= 16 or batch_invariant():
         columns, chunk = 4, min(1024, pad2(depth))
-        _scores[(num_rows, triton.cdiv(width, columns))](
+        _scores[(num_rows, cdiv(width, columns))](
             x, weight, y, width, depth, x.stride(0), BN=columns, BK=chunk,
-            CHUNKS=triton.cdiv(depth, chunk), **options(num_warps=4),
+            CHUNKS=cdiv(depth, chunk), **options(num_warps=4),
         )  # fmt: skip
         return y
     # bfloat16 and float16 have fewer digits than TF32, so of x nothing is lost, and three products keep
@@ -106,7 +106,7 @@ def _product(
 ) -> None:
     num_rows, (width, depth) = x.shape[0], weight.shape
     rows, columns, step = tile
-    _matmul[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
+    _matmul[(cdiv(num_rows, rows), cdiv(width, columns))](
         x, weight, weight if bias is None else bias, y, num_rows, width, depth, x.stride(0),
         BM=rows, BN=columns, BK=step, HAS_BIAS=bias is not None, PRECISION=precision, WIDE=wide,
         **options(num_warps=4, num_stages=3),
