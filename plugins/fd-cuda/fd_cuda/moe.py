@@ -64,7 +64,7 @@ class CudaMoE:
             bias = correction_bias
             return few_experts.compute(x, norm_weight, eps, router_weight, bias, spec, *weights)
         y = norm.rms_norm(x, norm_weight, eps)
-        logits = matmul.linear_float32(y, router_weight)
+        logits = matmul.scores_in_parts(y, router_weight)
         return self._sum(y, weights, logits, correction_bias, None, None, x)
 
     def _sum(

@@ -10,6 +10,7 @@ import emulation
 import pytest
 import torch
 from fastdeploy_core.contracts.moe import RoutingSpec
+from moe_reference import reference
 
 from fd_cuda.kernels import few_experts, native
 
@@ -48,38 +49,6 @@ def emulated(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "launch", launch)
     for cached in (few_experts._kernels, few_experts._serves, few_experts._arrived):
         cached.cache_clear()
-
-
-def reference(
-    x: torch.Tensor,
-    gain: torch.Tensor,
-    router: torch.Tensor,
-    bias: torch.Tensor | None,
-    spec: RoutingSpec,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-) -> torch.Tensor:
-    """In float64, expert by expert."""
-    wide = x.double()
-    y = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-5) * gain.double()
-    logits = y @ router.double().T
-    scores = logits.softmax(-1) if spec.scoring == "softmax" else logits.sigmoid()
-    ranking = scores if bias is None else scores + bias.double()
-    out = wide.clone()
-    for token in range(x.shape[0]):
-        ids = ranking[token].topk(spec.top_k).indices.tolist()
-        chosen = scores[token, ids]
-        if spec.renormalize:
-            chosen = chosen / chosen.sum()
-        weights = [*(chosen * spec.scaling_factor).tolist()]
-        for expert in range(spec.num_experts, gate_up.shape[0]):
-            ids.append(expert)
-            weights.append(1.0)
-        for expert, weight in zip(ids, weights, strict=True):
-            gate, up = (gate_up[expert].double() @ y[token]).chunk(2)
-            inner = torch.nn.functional.silu(gate) * up
-            out[token] += weight * (down[expert].double() @ inner)
-    return out
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from . import many_rows
 from .common import INTERPRETED, batch_invariant, cdiv, join_chain, options, pad2
 from .linear import gated_linear, linear_add
 from .routing import Order, order_by_expert
@@ -151,13 +152,18 @@ def sum_of_experts(
     tokens, top_k = topk_ids.shape
     if not tokens:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
-    tiles = tiles_for(tokens, top_k, gate_up.shape[0], x.dtype)
+    num_slots, num_experts = topk_ids.numel(), gate_up.shape[0]
+    tiles = tiles_for(tokens, top_k, num_experts, x.dtype)
+    if tiles is _MANY_ROWS and many_rows.can_compute(x, gate_up, down):
+        order = order_by_expert(topk_ids, num_experts, many_rows.ROWS)
+        hidden = many_rows.gated(x, gate_up, order, num_slots, top_k)
+        return _combined(many_rows.plain(hidden, down, order, num_slots), topk_weights, residual)
     if tokens <= _ALONE and not batch_invariant():
         order = Order(topk_ids, topk_ids.view(-1), is_alone=True)
     else:
-        order = order_by_expert(topk_ids, gate_up.shape[0], tiles.rows)
-    hidden = grouped(x, gate_up, order, tiles, topk_ids.numel(), top_k, gated=True)
-    y = grouped(hidden, down, order, tiles, topk_ids.numel(), 1, gated=False)
+        order = order_by_expert(topk_ids, num_experts, tiles.rows)
+    hidden = grouped(x, gate_up, order, tiles, num_slots, top_k, gated=True)
+    y = grouped(hidden, down, order, tiles, num_slots, 1, gated=False)
     return _combined(y, topk_weights, residual)
 
 
