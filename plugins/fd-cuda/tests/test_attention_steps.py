@@ -138,6 +138,16 @@ def test_uniform_latent_steps(device: Any, tokens: int) -> None:
     step.check(driver, step.batch(tokens_per_row=tokens, is_exact=False))
 
 
+@pytest.mark.parametrize("heads", [(4, 2), (8, 1)])
+def test_mixed_steps_that_only_the_device_knows(device: Any, heads: tuple[int, int]) -> None:
+    spec = gqa("float32", *heads)
+    rows = [*MIXED, (0, 5), (0, 0)]
+    step = Step(device, spec, rows, rotary_dim=32)
+    batch = step.batch(is_exact=False)
+    batch.cu_seqlens_q = np.array([0] + [batch.num_tokens] * len(rows), np.int32)
+    step.check(PagedAttention(spec, 16, device, None), batch)
+
+
 def test_mixed_latent_steps(device: Any) -> None:
     spec = mla("float32")
     step = Step(device, spec, MIXED)

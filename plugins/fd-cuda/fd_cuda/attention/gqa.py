@@ -22,7 +22,15 @@ from fd_cuda.settings import is_batch_invariant
 
 from .decode import decode_attention
 from .native_decode import NativeDecode, NativeShape
-from .plan import ITEM, TILE_WORDS, DecodeShape, decode_items, prefill_tiles, split_parts
+from .plan import (
+    ITEM,
+    TILE_WORDS,
+    DecodeShape,
+    decode_items,
+    prefill_tiles,
+    prompt_tiles,
+    split_parts,
+)
 from .prefill import prefill_attention
 from .question import MAX_ROWS
 from .rope import rotate_and_write
@@ -78,7 +86,7 @@ class PagedAttention:
     contract = CONTRACT
     unit: Literal["core", "rope_kv"] = "rope_kv"
     can_capture_decode = True
-    can_capture_mixed = False
+    can_capture_mixed = True
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable
@@ -117,6 +125,8 @@ class PagedAttention:
             return _Metadata(batch, None, None)
         if 0 < batch.tokens_per_row <= self._most_tokens:
             return _Metadata(batch, self._decodes(batch, batch.tokens_per_row), None)
+        if not batch.is_exact and not batch.tokens_per_row:
+            return _Metadata(batch, self._decodes(batch, 1), self._tiles_found_there(batch))
         if not batch.is_exact:
             raise CapabilityError(
                 f"attention driver {self.name!r} cannot capture {batch.tokens_per_row} tokens per row "
@@ -161,6 +171,13 @@ class PagedAttention:
         tiles = prefill_tiles(batch.cu_seqlens_q, batch.seq_lens, self._short, tokens)
         return _Tiles(chosen, tokens, self._device.to_device(tiles))
 
+    def _tiles_found_there(self, batch: AttentionBatch) -> _Tiles:
+        """Of rows that only the device knows."""
+        chosen = self.sizes.prefill(self._group, self._pad, self._itemsize)
+        tokens = chosen.rows // self._group
+        lengths, starts = batch.seq_lens_dev, batch.cu_seqlens_q_dev
+        return _Tiles(chosen, tokens, prompt_tiles(lengths, starts, batch.num_tokens, tokens))
+
     # -- once a layer -----------------------------------------------------------------------------
 
     def forward(
@@ -175,7 +192,8 @@ class PagedAttention:
         """[num_tokens, num_heads * v_head_dim]; k is rotated, k and v are written here."""
         batch, spec = metadata.batch, self.spec
         out = q.new_empty((q.shape[0], spec.num_heads * spec.v_head_dim))
-        if q.shape[0] > batch.cu_seqlens_q[-1]:  # tokens of no row: nobody reads theirs
+        is_open = not batch.is_exact and not batch.tokens_per_row
+        if is_open or q.shape[0] > batch.cu_seqlens_q[-1]:  # tokens of no row: nobody reads theirs
             out.zero_()
         tiles, decodes = metadata.tiles, metadata.decodes
         if tiles is not None:
