@@ -21,6 +21,8 @@ from fastdeploy_core.contracts.small import GreedyLM
 from fastdeploy_core.errors import ResourceError, WorkerError
 from fastdeploy_core.layers.context import ForwardContext
 
+from .prompt_graphs import PromptGraphs
+
 if TYPE_CHECKING:
     from fastdeploy_core.config import EngineConfig
     from fastdeploy_core.contracts.attention import AttentionBackend
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 
     from .device_slots import DeviceSlots
     from .loader import LoadedModel
+    from .prompt_graphs import RecordedPrompt
+    from .step_rows import StepRows
 
 logger = logging.getLogger(__name__)
 
@@ -257,6 +261,7 @@ class StepGraphs:
         communicator: Communicator | None = None,
         draft_numbers: tuple[int, ...] = (),
         propose: Callable[[RecordedStep, int], Tensor] | None = None,
+        prompt_sizes: tuple[int, ...] = (),
     ) -> None:
         self.draft_numbers, self.propose = draft_numbers, propose
         self.device, self.xp, self.slots, self.block_size = device, device.xp, slots, block_size
@@ -271,6 +276,21 @@ class StepGraphs:
         }
         self._steps: dict[tuple[int, int], RecordedStep] = {}
         self._caches: list[tuple[Tensor, ...]] = []
+        self._prompts: PromptGraphs | None = None
+        if prompt_sizes:
+            self._prompts = PromptGraphs(
+                device,
+                loaded.model,
+                self.context,
+                prompt_sizes,
+                max_num_seqs=int(slots.tables.shape[0]) - 1,
+                max_blocks=max_blocks,
+                max_model_len=max_model_len,
+            )
+
+    def find_prompt(self, rows: StepRows) -> RecordedPrompt | None:
+        """A recorded step for rows that are not all decodes."""
+        return None if self._prompts is None else self._prompts.find(rows)
 
     def find(self, num_rows: int, width: int) -> RecordedStep | None:
         """The smallest recorded step that holds the rows."""
@@ -294,9 +314,10 @@ class StepGraphs:
         self._record_all(caches, bar)
         used = max(0, free - self.device.memory().free_bytes) / 1024**3
         logger.info(
-            "recorded %d decode steps of up to %d rows in %.1f s, %.2f GiB",
+            "recorded %d decode steps of up to %d rows, prompts of %d sizes, in %.1f s, %.2f GiB",
             len(self._steps),
             max(self.sizes),
+            0 if self._prompts is None else len(self._prompts.sizes),
             time.perf_counter() - began,
             used,
         )
@@ -312,13 +333,18 @@ class StepGraphs:
         for size, width in wanted[:3]:
             beside = self._record(size, width, beside)
             free.append(self.device.memory().free_bytes)
-        self.drop()
         other = max(0, free[2] - free[3]) if len(free) > 3 else 0
-        return max(0, free[0] - free[-1]) + other * (len(wanted) - len(free) + 1)
+        needed = max(0, free[0] - free[-1]) + other * (len(wanted) - len(free) + 1)
+        if self._prompts is not None:
+            needed += self._prompts.estimate(beside)
+        self.drop()
+        return needed
 
     def drop(self) -> None:
         """Forget all recordings and the caches they point to."""
         self._steps.clear()
+        if self._prompts is not None:
+            self._prompts.drop()
         self._caches = []
         gc.collect()
 
@@ -333,6 +359,8 @@ class StepGraphs:
         beside: CapturedGraph | None = None
         for size, width in wanted:
             beside = self._record(size, width, beside)
+        if self._prompts is not None:
+            self._prompts.record(beside)
 
     def _record(self, size: int, width: int, beside: CapturedGraph | None) -> CapturedGraph:
         step = RecordedStep(self, size, width)
