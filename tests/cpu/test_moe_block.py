@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ class WholeBlocks(ReferenceMoE):
     """The reference, and what MoEBlockBackend adds."""
 
     blocks = 0
-    shared: set[int] = set()
+    shared: ClassVar[set[int]] = set()
 
     def __init__(self, spec: Any, device: Any, kernels: Any) -> None:
         super().__init__(spec, device, kernels)
