@@ -25,15 +25,18 @@ if TYPE_CHECKING:
 
     from .step_rows import StepRows
 
-# Beyond, a step keeps an accelerator busy for longer than the host needs to queue it.
-MOST_TOKENS = 4096
+# Beyond, a step keeps an accelerator busy for longer than any host needs to queue it.
+MOST_TOKENS = 16384
+# A recording of more than FEW_TOKENS is used if at least this share of it is tokens: padding is computed.
+LEAST_SHARE, FEW_TOKENS = 0.75, 2048
+_LADDER = (64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192,
+           10240, 12288, 14336, 16384)  # fmt: skip
 
 
 def prompt_ladder(max_step_tokens: int) -> tuple[int, ...]:
-    """Numbers of tokens to record: a quarter apart at most."""
+    """Numbers of tokens to record, the largest step among them."""
     most = min(max_step_tokens, MOST_TOKENS)
-    steps = [64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096]
-    return tuple(size for size in steps if size <= most)
+    return (*(size for size in _LADDER if size < most), most)
 
 
 def prompt_sizes(drivers: Iterable[AttentionBackend], max_step_tokens: int) -> tuple[int, ...]:
@@ -155,7 +158,7 @@ class PromptGraphs:
             return None
         tokens = int(rows.counts.sum())
         size = next((size for size in self.sizes if size >= tokens), 0)
-        if rows.slots.size > size:
+        if rows.slots.size > size or (size > FEW_TOKENS and tokens < LEAST_SHARE * size):
             return None
         return self._steps.get(size)
 

@@ -122,7 +122,7 @@ def test_rows_and_tokens_of_an_earlier_step_leave_no_trace(pair: tuple[Steps, St
 
 
 def test_sizes() -> None:
-    assert prompt_graphs.prompt_ladder(50) == ()
+    assert prompt_graphs.prompt_ladder(50) == (50,)
     ladder = prompt_graphs.prompt_ladder(10**6)
     assert ladder[-1] == prompt_graphs.MOST_TOKENS
     assert all(b - a <= a for a, b in itertools.pairwise(ladder))

@@ -18,6 +18,7 @@ def reference(
     """x + routed and shared experts of rms_norm(x); shared ones stand behind the routed ones."""
     wide = x.double()
     y = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-5) * gain.double()
+    y = y.to(x.dtype).double()  # what is near a tie may depend on it
     logits = y @ router.double().T
     scores = logits.softmax(-1) if spec.scoring == "softmax" else logits.sigmoid()
     ranking = scores if bias is None else scores + bias.double()

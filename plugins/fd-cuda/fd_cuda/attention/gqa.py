@@ -197,8 +197,8 @@ class PagedAttention:
             out.zero_()
         tiles, decodes = metadata.tiles, metadata.decodes
         if tiles is not None:
-            rotated = self._rotate_and_write(k, v, cache, batch, rotary)
-            self._prefill(q, rotated, v, cache, batch, tiles, rotary, out)
+            turned, keys = self._rotate_and_write(q, k, v, cache, batch, rotary)
+            self._prefill(turned, keys, v, cache, batch, tiles, out)
         if decodes is not None:
             self._decode(q, k, v, cache, batch, decodes, rotary, out, writes=tiles is None)
         return out
@@ -280,33 +280,39 @@ class PagedAttention:
 
     def _rotate_and_write(
         self,
+        q: Tensor,
         k: Tensor,
         v: Tensor,
         cache: tuple[Tensor, ...],
         batch: AttentionBatch,
         rotary: Tensor | None,
-    ) -> Tensor:
-        """The rotated keys, contiguous."""
-        tokens, heads = k.shape[0], self.spec.num_kv_heads
-        rotated = k.new_empty((tokens, heads, self.spec.head_dim))
-        rotate_and_write[(cdiv(tokens * heads, _ROPE_ROWS),)](
+    ) -> tuple[Tensor, Tensor]:
+        """Rotated queries and keys, contiguous; queries as they are where nothing is rotated."""
+        spec = self.spec
+        tokens, heads = k.shape[0], spec.num_kv_heads
+        rotated = k.new_empty((tokens, heads, spec.head_dim))
+        queries, num_queries = q, 0
+        if rotary is not None:
+            queries, num_queries = q.new_empty(q.shape), tokens * spec.num_heads
+        rotate_and_write[(cdiv(tokens * heads, _ROPE_ROWS) + cdiv(num_queries, _ROPE_ROWS),)](
+            q,
             k,
             v,
+            queries,
             rotated,
             *cache,
             batch.slot_mapping,
             batch.positions,
             rotary,
             tokens * heads,
-            stride_k=k.stride(0),
-            stride_v=v.stride(0),
-            stride_k_head=k.stride(1),
-            stride_v_head=v.stride(1),
+            num_queries,
+            **self._strides(q, k, v),
+            NUM_HEADS=spec.num_heads,
             NUM_KV_HEADS=heads,
             **self._widths(rotary),
             ROWS=_ROPE_ROWS,
         )
-        return rotated
+        return queries, rotated
 
     def _prefill(
         self,
@@ -316,9 +322,9 @@ class PagedAttention:
         cache: tuple[Tensor, ...],
         batch: AttentionBatch,
         tiles: _Tiles,
-        rotary: Tensor | None,
         out: Tensor,
     ) -> None:
+        """Of queries and keys that are rotated."""
         spec, shape = self.spec, tiles.shape
         heads = spec.num_kv_heads
         engine = self._has_engine and v.stride(0) % 8 == 0 and v.data_ptr() % 16 == 0
@@ -343,8 +349,6 @@ class PagedAttention:
             *tensors,
             tiles.tiles,
             batch.block_tables_dev,
-            batch.positions,
-            rotary,
             self._scale,
             stride_q=q.stride(0),
             stride_v=v.stride(0),
@@ -353,7 +357,10 @@ class PagedAttention:
             stride_table=batch.block_tables_dev.stride(0),
             NUM_KV_HEADS=heads,
             GROUP=self._group,
-            **self._widths(rotary),
+            WIDTH=spec.head_dim,
+            V_WIDTH=spec.v_head_dim,
+            WIDTH_PAD=self._pad,
+            V_WIDTH_PAD=self._v_pad,
             BLOCK_SIZE=self.block_size,
             TOKENS=tiles.tokens,
             M=shape.rows,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LOWEST, load_rotated, look_up, product, slots_of
+from .common import LOWEST, look_up, product, slots_of
 
 
 @triton.jit
@@ -37,8 +37,6 @@ def prefill_attention(
     v_cache_tiles,
     tiles,
     block_tables,
-    positions,
-    cos_sin,
     scale,
     stride_q,
     stride_v,
@@ -51,8 +49,6 @@ def prefill_attention(
     V_WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
     V_WIDTH_PAD: tl.constexpr,
-    ROTARY: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
     M: tl.constexpr,
@@ -66,8 +62,7 @@ def prefill_attention(
 ):
     """Grid (kv heads, tiles). ENGINE: tensor descriptors *_tiles instead of addresses.
 
-    The tile's own diagonal comes first: its keys and values are on their way while the queries are
-    loaded and rotated, which is most of the time of a short prompt.
+    The tile's own diagonal comes first: its keys and values are on their way while the queries are.
     """
     head = tl.program_id(0)
     tile = tiles + tl.program_id(1) * TILE_WORDS
@@ -96,18 +91,8 @@ def prefill_attention(
     of_row = (token < fed) & (m < TOKENS * GROUP)
     q_head = head * GROUP + m % GROUP
     at = (first_token + token).to(tl.int64)
-    position = tl.load(positions + at, mask=of_row, other=0)
-    queries = load_rotated(
-        q,
-        at * stride_q + q_head * stride_q_head,
-        of_row,
-        position,
-        cos_sin,
-        WIDTH,
-        WIDTH_PAD,
-        ROTARY,
-        INTERLEAVED,
-    )
+    q_rows = q + at * stride_q + q_head * stride_q_head
+    queries = tl.load(q_rows[:, None] + dims[None, :], mask=of_row[:, None] & wide, other=0.0)
     scores_max = tl.full([M], LOWEST, tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, V_WIDTH_PAD], tl.float32)

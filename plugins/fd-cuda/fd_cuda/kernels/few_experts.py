@@ -17,7 +17,7 @@ from .routing import SIGMOID_FLOOR, SOFTMAX_FLOOR
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.moe import RoutingSpec
 
-MOST_TOKENS: Final = 4
+MOST_TOKENS: Final = 1
 _MOST_EXPERTS: Final = 256
 _MOST_SHARED_BYTES: Final = 40 * 1024  # of experts_down: what all experts of one token made
 _ROUTE_WARPS: Final = 8
@@ -59,7 +59,7 @@ def _serves(
         and spec.num_experts <= _MOST_EXPERTS
         and choices <= 32
         and depth % 256 == 0
-        and depth % (32 * _UP["WARPS"]) == 0
+        and depth % (64 * _UP["WARPS"]) == 0
         and width % 32 == 0
         and choices * width * 2 <= _MOST_SHARED_BYTES
         and native.available()
@@ -141,4 +141,4 @@ def _kernels(
 @functools.cache
 def _arrived(device: torch.device) -> torch.Tensor:
     """Counters of blocks that have come, by token; kernels leave them as they find them."""
-    return torch.zeros(MOST_TOKENS, dtype=torch.int32, device=device)
+    return torch.zeros(32, dtype=torch.int32, device=device)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import native
+from . import many_rows, native
 from .common import batch_invariant
 from .matmul import matmul
 from .norm import rms_norm, silu_and_mul
@@ -27,6 +27,7 @@ _EPILOGUES = {
     "add": native.ADD,
     "gated": native.GATED,
 }
+_MANY, _SHALLOW = 1024, 1536  # of _is_fused: rows, and values a row
 _AHEAD = 12  # 16-byte loads of each weight row that a gemv thread has under way
 
 
@@ -105,6 +106,8 @@ def _by_library(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
+    if epilogue == "gated" and bias is None and _is_fused(x, weight):
+        return many_rows.dense_gated(x, weight)
     if batch_invariant():
         y = matmul(x, weight, bias)
         y = y if residual is None else residual.add_(y)
@@ -115,6 +118,17 @@ def _by_library(
     else:
         y = F.linear(x, weight, bias)
     return silu_and_mul(y) if epilogue == "gated" else y
+
+
+def _is_fused(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the activation is part of the product: prompts, and so few values a row that writing the
+    product and reading it again would take long beside it."""
+    return (
+        x.shape[0] >= _MANY
+        and weight.shape[1] <= _SHALLOW
+        and not batch_invariant()
+        and many_rows.can_gate(x, weight)
+    )
 
 
 def _plan(epilogue: str, x: torch.Tensor, weight: torch.Tensor, *, has_norm: bool = False) -> Plan:

@@ -31,8 +31,8 @@ class Shape:
 
 
 _GATED: Final = Shape(128, 8, 4)
-_PLAIN: Final = Shape(256, 8, 4)
-_DENSE: Final = Shape(128, 8, 4)
+_PLAIN: Final = Shape(256, 8, 3)
+_DENSE: Final = Shape(64, 4, 3)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -84,15 +84,25 @@ def _product(
 
 def can_compute(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
     """Whether the copy engine can read them, and no tile of columns reaches into the next expert."""
-    width, depth = gate_up.shape[-2] // 2, gate_up.shape[-1]
-    return (
-        x.dtype in (torch.bfloat16, torch.float16)
-        and width % _GATED.columns == 0
-        and depth % _PLAIN.columns == 0
-        and x.stride(0) % 8 == 0
-        and all(t.data_ptr() % 16 == 0 for t in (x, gate_up, down))
-        and (INTERPRETED or (x.is_cuda and torch.cuda.get_device_capability() >= (9, 0)))
-    )
+    width, depth = gate_up.shape[1] // 2, gate_up.shape[2]
+    is_even = width % _GATED.columns == 0 and depth % _PLAIN.columns == 0
+    return is_even and _has_engine(x) and all(_is_aligned(t) for t in (x, gate_up, down))
+
+
+def can_gate(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """The same of dense_gated."""
+    is_even = weight.shape[0] // 2 % _DENSE.columns == 0
+    return is_even and _has_engine(x) and _is_aligned(x) and _is_aligned(weight)
+
+
+def _has_engine(x: torch.Tensor) -> bool:
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return INTERPRETED or (x.is_cuda and torch.cuda.get_device_capability() >= (9, 0))
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    return x.stride(-1) == 1 and x.stride(-2) % 8 == 0 and x.data_ptr() % 16 == 0
 
 
 def _tiles(x: torch.Tensor, rows: int) -> TensorDescriptor:

@@ -5,8 +5,9 @@
 // (experts_down.cu) starts once every block here has waited, so it finds the ids without waiting.
 #include "few_rows.cuh"
 
-#define STEP (32 * WARPS)
-#define ROUNDS (K / STEP)
+#define ROUNDS (K / (32 * WARPS))
+// Where round i of a warp begins: two rounds read the two halves of the same lines of memory.
+#define AT(i) ((i) / 2 * 64 * WARPS + (i) % 2 * 32)
 #define HELD (ROUNDS < AHEAD ? ROUNDS : AHEAD)
 #define CHOICES (TOP_K + SHARED)
 
@@ -17,8 +18,8 @@ struct Weights {
 __device__ __forceinline__ void ask(Weights& w, const u16* upper, const u16* lower) {
 #pragma unroll
   for (int i = 0; i < HELD; i++) {
-    w.a[i] = load_weight(upper + i * STEP);
-    w.b[i] = load_weight(lower + i * STEP);
+    w.a[i] = load_weight(upper + AT(i));
+    w.b[i] = load_weight(lower + AT(i));
   }
 }
 
@@ -27,7 +28,7 @@ experts_up(const u16* __restrict__ x, long long x_stride, const u16* __restrict_
            const u16* __restrict__ w, const int* ids, u16* y, float eps) {
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, r = lane >> 2, q = lane & 3;
   const int token = blockIdx.y / CHOICES, choice = CHOICES - 1 - blockIdx.y % CHOICES;
-  const int row = min(blockIdx.x * 8 + r, WIDTH - 1), offset = warp * 32 + q * 8;
+  const int row = min(blockIdx.x * 8 + r, WIDTH - 1), offset = warp * 64 + q * 8;
   const u16* gate = w + (u64)row * K + offset;
   const u64 size = (u64)2 * WIDTH * K, half = (u64)WIDTH * K;
   Weights held;
@@ -61,10 +62,10 @@ experts_up(const u16* __restrict__ x, long long x_stride, const u16* __restrict_
 #pragma unroll
   for (int i = 0; i < ROUNDS; i++) {
     // All columns are the same row; only the first is kept.
-    multiply(sums[i % 2], held.a[i % HELD], held.b[i % HELD], *(const uint4*)(inputs + offset + i * STEP));
+    multiply(sums[i % 2], held.a[i % HELD], held.b[i % HELD], *(const uint4*)(inputs + offset + AT(i)));
     if (i + HELD < ROUNDS) {
-      held.a[i % HELD] = load_weight(upper + (i + HELD) * STEP);
-      held.b[i % HELD] = load_weight(upper + half + (i + HELD) * STEP);
+      held.a[i % HELD] = load_weight(upper + AT(i + HELD));
+      held.b[i % HELD] = load_weight(upper + half + AT(i + HELD));
     }
   }
 

@@ -8,8 +8,10 @@
 
 #include "few_rows.cuh"
 
-#define STEP (32 * WARPS)
-#define ROUNDS (K / STEP)
+#define ROUNDS (K / (32 * WARPS))
+// Where round i of a warp begins: two rounds read the two halves of the same lines of memory.
+#define PAIRED (ROUNDS % 2 == 0)
+#define AT(i) (PAIRED ? (i) / 2 * 64 * WARPS + (i) % 2 * 32 : (i) * 32 * WARPS)
 #define HELD (ROUNDS < AHEAD ? ROUNDS : AHEAD)
 #define GROUP (TILES > 1 || (NORM && ROUNDS > 8) ? 3 : 6)  // rounds whose inputs are asked for at once
 
@@ -25,7 +27,7 @@ __device__ __forceinline__ void ask_for_gains(Inputs& in, const u16* norm, int b
 #if NORM
 #pragma unroll
   for (int i = 0; i < GROUP; i++)
-    if (begin + i < ROUNDS) in.gain[i] = load_weight(norm + (begin + i) * STEP);
+    if (begin + i < ROUNDS) in.gain[i] = load_weight(norm + AT(begin + i));
 #endif
 }
 
@@ -34,7 +36,7 @@ __device__ __forceinline__ void ask_for_inputs(Inputs& in, const u16* const (&x)
   for (int i = 0; i < GROUP; i++)
     if (begin + i < ROUNDS) {
 #pragma unroll
-      for (int m = 0; m < TILES; m++) in.x[i][m] = load_input(x[m] + (begin + i) * STEP);
+      for (int m = 0; m < TILES; m++) in.x[i][m] = load_input(x[m] + AT(begin + i));
     }
 }
 
@@ -46,7 +48,7 @@ gemv(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
   constexpr int TURNS = (COUNT + THREADS - 1) / THREADS;
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, r = lane >> 2, q = lane & 3;
   const int row = blockIdx.x * OUT + r;
-  const int offset = warp * 32 + q * 8;
+  const int offset = warp * (PAIRED ? 64 : 32) + q * 8;
   // Rows behind the last repeat it; nothing of theirs is stored.
   const int last = EPILOGUE == GATED ? N / 2 - 1 : N - 1;
   const int first = min(row, last), second = EPILOGUE == GATED ? first + N / 2 : min(row + 8, last);
@@ -56,8 +58,8 @@ gemv(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
   uint4 a[HELD], b[HELD];
 #pragma unroll
   for (int i = 0; i < HELD; i++) {
-    a[i] = load_weight(upper + i * STEP);
-    b[i] = load_weight(lower + i * STEP);
+    a[i] = load_weight(upper + AT(i));
+    b[i] = load_weight(lower + AT(i));
   }
   Inputs in[2];
   ask_for_gains(in[0], norm + offset, 0);
@@ -117,8 +119,8 @@ gemv(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
           multiply(sums[m][round % 2], wa, wb, now.x[i][m]);
         }
         if (round + HELD < ROUNDS) {
-          wa = load_weight(upper + (round + HELD) * STEP);
-          wb = load_weight(lower + (round + HELD) * STEP);
+          wa = load_weight(upper + AT(round + HELD));
+          wb = load_weight(lower + AT(round + HELD));
         }
       }
     }
