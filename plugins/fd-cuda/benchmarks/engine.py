@@ -6,16 +6,17 @@
 Random bfloat16 weights and prompts of random tokens, all requests at once, greedy, prefix cache off.
 prefill: tokens over the time until each request has one token. decode: (time of 128 tokens - time of
 one) / 127. step: the median step while all requests decode. host: scheduling, launching and updating,
-per such step; the device is waited for otherwise. idle: 1 - busy / span of the device in a profile of
-such steps, where a kernel that starts early and waits counts as busy. floor: bytes over 4.30 TB/s for
-decode, operations over 790 TFLOP/s for prefill. vLLM is 0.25.1 on the same kind of card (one NVIDIA
-H200, CUDA graphs and torch.compile, the same workload).
+per such step; the device is waited for otherwise. idle: 1 - busy / step, busy being the time in which
+kernels run in a profile of such steps; one that starts early and waits counts only from the end of the
+one before. floor: bytes over 4.30 TB/s for decode, operations over 790 TFLOP/s for prefill. vLLM is
+0.25.1 on the same kind of card (one NVIDIA H200, CUDA graphs and torch.compile, the same workload).
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import gc
 import itertools
 import json
 import random
@@ -142,6 +143,7 @@ class Bench:
     def __init__(self, name: str, model: Model, options: argparse.Namespace) -> None:
         self._name, self._model, self._options = name, model, options
         self._number = 0
+        self._step_s: dict[int, float] = {}  # by batch, as measured
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(model.config))
             config = build_engine_config(
@@ -213,12 +215,13 @@ class Bench:
     def measure(self, batch: int) -> None:
         """One line."""
         options, model = self._options, self._model
-        self.run(batch, 4)  # compile what has to be
+        self.run(batch, 8)  # compile what has to be, steps of prompts beside decodes among it
         prefill = [self.run(batch, 1)[0] for _ in range(options.rounds)]
         runs = [self.run(batch, options.output) for _ in range(options.rounds)]
         first, whole = statistics.median(prefill), statistics.median(run[0] for run in runs)
         decode = (whole - first) / (options.output - 1)
         step = statistics.median(s for run in runs for s in run[1])
+        self._step_s[batch] = step
         host = statistics.median(run[2] for run in runs)
         rate = batch * options.prompt / first
         print(
@@ -249,11 +252,13 @@ class Bench:
         while self._engine.has_work():
             self._engine.step()
         what = "prompts" if prompts else "decode"
-        print(f"{self._name} batch {batch} {what}, {steps} steps: " + summary(recorded, steps))
+        step_s = 0.0 if prompts else self._step_s.get(batch, 0.0)
+        text = summary(recorded, steps, step_s)
+        print(f"{self._name} batch {batch} {what}, {steps} steps: {text}", flush=True)
 
 
-def summary(recorded: Any, steps: int) -> str:
-    """Idle share of the device, and kernels by the time that passes from the end of the one before (or
+def summary(recorded: Any, steps: int, step_s: float) -> str:
+    """Idle share of the device in a step of `step_s` seconds (0: in the profile itself), and kernels by the time that passes from the end of the one before (or
     their own start, if that is later) to their end: kernels that start early and wait overlap."""
     spans = sorted(
         (event.time_range.start, event.time_range.end, event.name[:NAMES_SHOWN])
@@ -270,7 +275,9 @@ def summary(recorded: Any, steps: int) -> str:
         by_name[name][1] += own
         busy, end = busy + own, max(end, stop)
     whole = end - spans[0][0]
-    lines = [f"idle {100 * (1 - busy / whole):.1f} %, {whole / steps:.0f} us a step"]
+    step_us = step_s * 1e6 or whole / steps
+    idle = 1 - busy / steps / step_us
+    lines = [f"busy {busy / steps:.0f} of {step_us:.0f} us, idle {100 * idle:.1f} %"]
     for name, (count, us) in sorted(by_name.items(), key=lambda item: -item[1][1])[:KERNELS_SHOWN]:
         lines.append(f"  {us / steps:9.1f} us {count / steps:7.1f} x {name}")
     return "\n".join(lines)
@@ -309,6 +316,7 @@ def main() -> int:
             bench.profile(max(options.batch), prompts=True)
         bench.close()
         del bench
+        gc.collect()  # an engine's parts know each other
         torch.cuda.empty_cache()
     return 0
 
