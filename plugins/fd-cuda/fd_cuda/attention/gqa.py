@@ -31,7 +31,7 @@ from .plan import (
     prompt_tiles,
     split_parts,
 )
-from .prefill import prefill_attention
+from .prefill import clear_padding, prefill_attention
 from .question import MAX_ROWS
 from .rope import rotate_and_write
 from .tuning import Gpu, PrefillShape, Sizes
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 # Rows of a mixed batch that feed at most so many tokens are split by keys, not tiled by tokens.
 SHORT = 8
-_ROPE_ROWS = 16
+_ROPE_ROWS, _CLEARED_ROWS = 16, 16
 # Keys per tile of the cached prefix: no more than a common block holds.
 _MAX_CACHE_KEYS = 64
 _LOG2E = math.log2(math.e)
@@ -192,8 +192,14 @@ class PagedAttention:
         """[num_tokens, num_heads * v_head_dim]; k is rotated, k and v are written here."""
         batch, spec = metadata.batch, self.spec
         out = q.new_empty((q.shape[0], spec.num_heads * spec.v_head_dim))
-        is_open = not batch.is_exact and not batch.tokens_per_row
-        if is_open or q.shape[0] > batch.cu_seqlens_q[-1]:  # tokens of no row: nobody reads theirs
+        # Tokens of no row: nobody reads theirs.
+        if not batch.is_exact and not batch.tokens_per_row:
+            tokens, width = out.shape
+            clear_padding[(cdiv(tokens, _CLEARED_ROWS),)](
+                out, batch.cu_seqlens_q_dev, batch.num_seqs, tokens, width, ROWS=_CLEARED_ROWS,
+                BLOCK=256, num_warps=4,
+            )  # fmt: skip
+        elif q.shape[0] > batch.cu_seqlens_q[-1]:
             out.zero_()
         tiles, decodes = metadata.tiles, metadata.decodes
         if tiles is not None:

@@ -24,6 +24,23 @@ def _soften(scores, scores_max, total, acc):
 
 
 @triton.jit
+def clear_padding(
+    out, cu_seqlens, num_seqs, num_tokens, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Zeros for the tokens behind the last row's. Grid (cdiv(num_tokens, ROWS))."""
+    begin = tl.program_id(0) * ROWS
+    first = tl.load(cu_seqlens + num_seqs)
+    if begin + ROWS > first:
+        rows = begin + tl.arange(0, ROWS)
+        mask = (rows >= first) & (rows < num_tokens)
+        for start in range(0, width, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            place = out + rows.to(tl.int64)[:, None] * width + columns[None, :]
+            zeros = tl.zeros([ROWS, BLOCK], out.dtype.element_ty)
+            tl.store(place, zeros, mask=mask[:, None] & (columns < width)[None, :])
+
+
+@triton.jit
 def prefill_attention(
     q,
     k,
