@@ -216,14 +216,19 @@ def compile_cases(capability: int) -> Iterator[Callable[[], Any]]:
             ([(8, 30), (8, 9)], 8),
             ([(1, 30), (40, 70)], 0),
         ):
+            kinds = (True, False) if not same and spec.kind == "gqa" else (True,)
+            for is_exact in kinds:
 
-            def case(spec=spec, rotary=rotary, size=block_size, rows=rows, same=same, d=driver):
-                built = d(spec, size, Host(), None)
-                built.use(Sizes(Gpu(132, capability >= 90)))
-                step = Step(Host(), spec, rows, rotary_dim=rotary, block_size=size)
-                return step.run(built, step.batch(tokens_per_row=same))
+                def case(
+                    spec=spec, rotary=rotary, size=block_size, rows=rows, same=same, d=driver,
+                    is_exact=is_exact,
+                ):  # fmt: skip
+                    built = d(spec, size, Host(), None)
+                    built.use(Sizes(Gpu(132, capability >= 90)))
+                    step = Step(Host(), spec, rows, rotary_dim=rotary, block_size=size)
+                    return step.run(built, step.batch(tokens_per_row=same, is_exact=is_exact))
 
-            yield case
+                yield case
 
     def one_shot() -> None:
         from fd_cuda.one_shot import OneShot

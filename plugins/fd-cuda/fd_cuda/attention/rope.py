@@ -62,8 +62,8 @@ def rotate_and_write(
             q, token * stride_q + head * stride_q_head, inside, position, cos_sin,
             WIDTH, WIDTH_PAD, ROTARY, INTERLEAVED,
         )  # fmt: skip
-        place = rows.to(tl.int64)[:, None] * WIDTH + dims[None, :]
-        tl.store(q_rotated + place, queries, mask=inside[:, None] & wide)
+        own = rows.to(tl.int64)[:, None] * WIDTH + dims[None, :]
+        tl.store(q_rotated + own, queries, mask=inside[:, None] & wide)
     else:
         rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         inside = rows < num_rows
