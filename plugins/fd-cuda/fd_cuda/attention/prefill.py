@@ -94,15 +94,6 @@ def prefill_attention(
     end = tl.minimum(begin + TOKENS, fed)
     k_base = k + (first_token.to(tl.int64) * NUM_KV_HEADS + head) * WIDTH
     v_base = v + first_token.to(tl.int64) * stride_v + head * stride_v_head
-    rows = (diagonal + own)[:, None]
-    inside = rows < fed
-    first_keys = tl.load(
-        k_base + rows * (NUM_KV_HEADS * WIDTH) + dims[None, :], mask=inside & wide, other=0.0
-    )
-    first_values = tl.load(
-        v_base + rows * stride_v + v_dims[None, :], mask=inside & v_wide, other=0.0
-    )
-
     m = tl.arange(0, M)
     token = begin + m // GROUP
     of_row = (token < fed) & (m < TOKENS * GROUP)
@@ -113,24 +104,6 @@ def prefill_attention(
     scores_max = tl.full([M], LOWEST, tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, V_WIDTH_PAD], tl.float32)
-    scores = product(queries, tl.trans(first_keys), None, EXACT) * scale
-    scores = tl.where((diagonal + own)[None, :] <= token[:, None], scores, float("-inf"))
-    weights, scores_max, total, acc = _soften(scores, scores_max, total, acc)
-    acc = product(weights.to(first_values.dtype), first_values, acc, EXACT)
-    for first in tl.range(diagonal + N, end, N, num_stages=1):
-        rows = (first + own)[:, None]
-        inside = rows < fed
-        keys = tl.load(
-            k_base + rows * (NUM_KV_HEADS * WIDTH) + dims[None, :], mask=inside & wide, other=0.0
-        )
-        values = tl.load(
-            v_base + rows * stride_v + v_dims[None, :], mask=inside & v_wide, other=0.0
-        )
-        scores = product(queries, tl.trans(keys), None, EXACT) * scale
-        scores = tl.where((first + own)[None, :] <= token[:, None], scores, float("-inf"))
-        weights, scores_max, total, acc = _soften(scores, scores_max, total, acc)
-        acc = product(weights.to(values.dtype), values, acc, EXACT)
-
     # The step's own tokens before: every token of the tile sees them.
     for first in tl.range(0, diagonal, N, num_stages=STAGES):
         if ENGINE:
@@ -143,6 +116,21 @@ def prefill_attention(
             )
             values = tl.load(v_base + rows * stride_v + v_dims[None, :], mask=v_wide, other=0.0)
         scores = product(queries, tl.trans(keys), None, EXACT) * scale
+        weights, scores_max, total, acc = _soften(scores, scores_max, total, acc)
+        acc = product(weights.to(values.dtype), values, acc, EXACT)
+
+    # And those that some tokens of the tile see. Behind the row stand others' values.
+    for first in tl.range(diagonal, end, N, num_stages=1):
+        rows = (first + own)[:, None]
+        inside = rows < fed
+        keys = tl.load(
+            k_base + rows * (NUM_KV_HEADS * WIDTH) + dims[None, :], mask=inside & wide, other=0.0
+        )
+        values = tl.load(
+            v_base + rows * stride_v + v_dims[None, :], mask=inside & v_wide, other=0.0
+        )
+        scores = product(queries, tl.trans(keys), None, EXACT) * scale
+        scores = tl.where((first + own)[None, :] <= token[:, None], scores, float("-inf"))
         weights, scores_max, total, acc = _soften(scores, scores_max, total, acc)
         acc = product(weights.to(values.dtype), values, acc, EXACT)
 

@@ -99,9 +99,11 @@ class Sizes:
         """For prompts."""
         if itemsize == 4:
             return PrefillShape(max(16, _power_of_2(group)), 16, 4, 1)
-        # Two stages leave room for three programs on a multiprocessor, whose turns overlap.
+        # So much shared memory that two programs share a multiprocessor, and their turns overlap.
         rows = max(64, _power_of_2(group))
-        return PrefillShape(rows, 64, 4 if rows == 64 and width <= 128 else 8, 2)
+        return PrefillShape(
+            rows, 64, 4 if rows == 64 and width <= 128 else 8, 3 if width <= 128 else 2
+        )
 
     def latent(self, head_blocks: int, itemsize: int) -> DecodeShape:
         """For latent rows of up to 576 values."""
