@@ -16,33 +16,18 @@ from fastdeploy_core.errors import ResourceError, WorkerError
 from fastdeploy_core.layers.context import ForwardContext
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
-    from fastdeploy_core.contracts.attention import AttentionBackend
     from fastdeploy_core.contracts.device import CapturedGraph, DeviceBackend
     from fastdeploy_core.contracts.small import CausalLM
     from fastdeploy_core.tensor import Tensor
 
+    from .loader import LoadedModel
+    from .step_graphs import StepGraphs
     from .step_rows import StepRows
 
-# Beyond, a step keeps an accelerator busy for longer than any host needs to queue it.
-MOST_TOKENS = 16384
 # A recording of more than FEW_TOKENS is used if at least this share of it is tokens: padding is computed.
 LEAST_SHARE, FEW_TOKENS = 0.75, 2048
-_LADDER = (64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192,
-           10240, 12288, 14336, 16384)  # fmt: skip
-
-
-def prompt_ladder(max_step_tokens: int) -> tuple[int, ...]:
-    """Numbers of tokens to record, the largest step among them."""
-    most = min(max_step_tokens, MOST_TOKENS)
-    return (*(size for size in _LADDER if size < most), most)
-
-
-def prompt_sizes(drivers: Iterable[AttentionBackend], max_step_tokens: int) -> tuple[int, ...]:
-    """The ladder if every attention driver can be recorded in such steps."""
-    able = all(driver.can_capture_mixed for driver in drivers)
-    return prompt_ladder(max_step_tokens) if able else ()
 
 
 class PromptBuffers:
@@ -197,3 +182,21 @@ class PromptGraphs:
     def drop(self) -> None:
         """Forget all recordings."""
         self._steps.clear()
+
+
+def forward(
+    graphs: StepGraphs | None,
+    loaded: LoadedModel,
+    caches: list[tuple[Tensor, ...]],
+    rows: StepRows,
+    batch: AttentionBatch,
+    input_ids: Tensor,
+) -> tuple[ForwardContext, Tensor]:
+    """Queue a step that is built on the host, recorded or operation by operation: what its layers were
+    given, and the hidden states of its tokens."""
+    recorded = None if graphs is None else graphs.find_prompt(rows)
+    if recorded is not None:
+        return recorded.run(batch, input_ids)
+    metadata = {spec: driver.prepare(batch) for spec, driver in loaded.attention.items()}
+    context = ForwardContext(batch, metadata, caches)
+    return context, loaded.model.forward(input_ids, batch.positions, context)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,13 +24,10 @@ from fastdeploy_core.layers.context import ForwardContext
 from .prompt_graphs import PromptGraphs
 
 if TYPE_CHECKING:
-    from fastdeploy_core.config import EngineConfig
-    from fastdeploy_core.contracts.attention import AttentionBackend
     from fastdeploy_core.contracts.device import (
         CapturedGraph,
         Communicator,
         DeviceBackend,
-        DeviceLimits,
     )
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
@@ -41,42 +38,6 @@ if TYPE_CHECKING:
     from .step_rows import StepRows
 
 logger = logging.getLogger(__name__)
-
-MAX_CAPTURED_ROWS = 512
-
-
-def ladder(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes to record when none are given, FastDeploy's: steps of 8 up to 128, of 16 up to 256, of
-    32 above, and the largest batch itself."""
-    most = min(max_num_seqs, MAX_CAPTURED_ROWS)
-    steps = [1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, 1025, 32)]
-    return (*(size for size in steps if size < most), most)
-
-
-def graph_sizes(
-    config: EngineConfig,
-    limits: DeviceLimits,
-    drivers: Iterable[AttentionBackend],
-    num_ranks: int,
-) -> tuple[tuple[int, ...], str]:
-    """Batch sizes to record, none if the device cannot or shall not, and a line for the report."""
-    unable = [driver.name for driver in drivers if not driver.can_capture_decode]
-    obstacles = (
-        (not config.graphs.enabled, "as asked"),
-        (not limits.graph_capture, "the device records nothing"),
-        (bool(unable), f"attention driver {unable[0] if unable else ''} cannot be recorded"),
-        (num_ranks > 1 and not limits.graph_collectives, "the device's collectives cannot"),
-    )
-    for applies, why in obstacles:
-        if applies:
-            return (), f"recorded decode steps: none, {why}"
-    most = min(config.batch.max_num_seqs, config.graphs.max_size or config.batch.max_num_seqs)
-    buckets = limits.step_buckets.decode_rows if limits.step_buckets else None
-    wanted = config.graphs.sizes or buckets or ladder(most)
-    sizes = tuple(size for size in wanted if size <= most)
-    if not sizes:
-        return (), f"recorded decode steps: none, no size up to {most} is among {list(wanted)}"
-    return sizes, f"recorded decode steps: {len(sizes)} sizes, {sizes[0]} to {sizes[-1]} rows"
 
 
 class RecordedStep:

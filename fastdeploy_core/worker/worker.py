@@ -25,6 +25,7 @@ from .loader import LoadedModel, load_model
 from .memory import LowWater, MemoryProfile
 from .model_runner import ModelRunner
 from .pending import PendingOutput
+from .recorded_sizes import graph_sizes
 from .start_up import (
     device_lines,
     dummy_step,
@@ -34,7 +35,6 @@ from .start_up import (
     turned_off_lines,
     warm_up,
 )
-from .step_graphs import graph_sizes
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator

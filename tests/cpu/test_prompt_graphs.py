@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastdeploy_core.config import GraphConfig
+from fastdeploy_core.config import GraphConfig, SpeculativeConfig
 from fastdeploy_core.testing.capturing import (
     CapturingDevice,
     OnCapturingDevice,
     RecordableAttention,
     _Metadata,
 )
-from fastdeploy_core.worker import prompt_graphs
+from fastdeploy_core.worker import recorded_sizes
 from tests.cpu.test_model_runner import Life
 from tests.worker_steps import VOCAB, Steps, engine_config, make_worker, sharpen, write_model
 
@@ -79,7 +79,7 @@ def pair(
     folder: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Steps, Steps]]:
     """Without recordings, and with."""
-    monkeypatch.setattr(prompt_graphs, "prompt_ladder", lambda most: SIZES)
+    monkeypatch.setattr(recorded_sizes, "prompt_ladder", lambda most: SIZES)
     eager = make_steps(folder, tensor_library, GraphConfig(enabled=False))
     recorded = make_steps(folder, tensor_library, GraphConfig())
     yield eager, recorded
@@ -122,9 +122,17 @@ def test_rows_and_tokens_of_an_earlier_step_leave_no_trace(pair: tuple[Steps, St
 
 
 def test_sizes() -> None:
-    assert prompt_graphs.prompt_ladder(50) == (50,)
-    ladder = prompt_graphs.prompt_ladder(10**6)
-    assert ladder[-1] == prompt_graphs.MOST_TOKENS
+    assert recorded_sizes.prompt_ladder(50) == (50,)
+    ladder = recorded_sizes.prompt_ladder(10**6)
+    assert ladder[-1] == recorded_sizes.MOST_TOKENS
     assert all(b - a <= a for a, b in itertools.pairwise(ladder))
-    assert prompt_graphs.prompt_sizes([RecordableAttention], 1024) == ()  # type: ignore[list-item]
-    assert prompt_graphs.prompt_sizes([RecordablePrompts], 128) == (64, 128)  # type: ignore[list-item]
+
+
+def test_what_is_recorded(folder: Path) -> None:
+    config = engine_config(folder, "torch", max_num_seqs=6)
+    tokens = config.batch.max_num_batched_tokens
+    able: list[Any] = [RecordablePrompts]
+    assert recorded_sizes.prompt_sizes(able, config) == recorded_sizes.prompt_ladder(tokens)
+    assert recorded_sizes.prompt_sizes([*able, RecordableAttention], config) == ()
+    drafts = dataclasses.replace(config, speculative=SpeculativeConfig("ngram", 2))
+    assert recorded_sizes.prompt_sizes(able, drafts) == ()
