@@ -144,6 +144,7 @@ class Bench:
         self._name, self._model, self._options = name, model, options
         self._number = 0
         self._step_s: dict[int, float] = {}  # by batch, as measured
+        length = options.prompt + options.output + 64
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(model.config))
             config = build_engine_config(
@@ -152,10 +153,10 @@ class Bench:
                     "load_format": "dummy",
                     "device": "cuda",
                     "seed": 0,
-                    "max_model_len": options.prompt + options.output + 64,
+                    "max_model_len": length,
                     "max_num_seqs": max(options.batch),
                     "block_size": 64,
-                    "max_num_batched_tokens": options.tokens,
+                    "max_num_batched_tokens": min(options.tokens, length * max(options.batch)),
                     "enable_prefix_caching": False,
                     "cudagraph_capture_sizes": [str(size) for size in options.batch],
                 }
