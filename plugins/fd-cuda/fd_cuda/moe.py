@@ -1,13 +1,14 @@
 """MoE driver `cuda`: whole blocks, or routing and experts, through the device's kernels.
 
-Weights stay as checkpoints hold them; the kernels read them so. Quantized experts come in through
-prepare_weights (what it returns is what forward gets) and an operation of their own in place of
-moe_experts.
+Weights stay as checkpoints hold them; the kernels read them so. Quantized experts are laid out by the
+operation of their format, which takes the place of moe_experts.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, Literal
+
+from fastdeploy_core.contracts.quant_formats import PackedWeight
 
 from .kernels import experts, few_experts, matmul, norm, routing
 from .kernels.common import batch_invariant
@@ -31,11 +32,14 @@ class CudaMoE:
     unit: Literal["experts", "routing_experts"] = "routing_experts"
 
     def __init__(self, spec: MoESpec, device: DeviceBackend, kernels: KernelTable) -> None:
-        self.spec = spec
+        self.spec, self._kernels = spec, kernels
 
-    def prepare_weights(self, gate_up: Tensor, down: Tensor) -> Any:
-        """As they are, in one piece."""
-        return gate_up.contiguous(), down.contiguous()
+    def prepare_weights(self, gate_up: Tensor | PackedWeight, down: Tensor | PackedWeight) -> Any:
+        """With the kernel of their format; None: they are in the model's dtype."""
+        if isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
+            name, kernels = gate_up.format.experts, self._kernels
+            return kernels[name], kernels.prepare(name, gate_up), kernels.prepare(name, down)
+        return None, gate_up.contiguous(), down.contiguous()
 
     def forward(
         self,
@@ -47,7 +51,15 @@ class CudaMoE:
         topk_weights: Tensor | None,
     ) -> Tensor:
         """[num_tokens, hidden]; routes by spec.routing unless the routing is given."""
-        return self._sum(x, weights, router_logits, correction_bias, topk_ids, topk_weights, None)
+        packed, gate_up, down = weights
+        if packed is None:
+            given = (topk_ids, topk_weights)
+            return self._sum(x, gate_up, down, router_logits, correction_bias, *given, None)
+        if topk_ids is None or topk_weights is None:
+            route = self._kernels["moe_routing"]
+            topk_ids, topk_weights = route(router_logits, correction_bias, self.spec.routing)
+        y: Tensor = packed(x, topk_ids, topk_weights, gate_up, down)
+        return y
 
     def forward_block(
         self,
@@ -59,18 +71,18 @@ class CudaMoE:
         weights: Any,
     ) -> Tensor:
         """x + experts(rms_norm(x))."""
-        spec = self.spec.routing
-        if few_experts.can_compute(x, router_weight, spec, *weights):
-            bias = correction_bias
-            return few_experts.compute(x, norm_weight, eps, router_weight, bias, spec, *weights)
+        spec, bias, matrices = self.spec.routing, correction_bias, weights[1:]
+        if few_experts.can_compute(x, router_weight, spec, *matrices):
+            return few_experts.compute(x, norm_weight, eps, router_weight, bias, spec, *matrices)
         y = norm.rms_norm(x, norm_weight, eps)
         logits = matmul.scores_in_parts(y, router_weight)
-        return self._sum(y, weights, logits, correction_bias, None, None, x)
+        return self._sum(y, *matrices, logits, bias, None, None, x)
 
     def _sum(
         self,
         x: Tensor,
-        weights: Any,
+        gate_up: Tensor,
+        down: Tensor,
         router_logits: Tensor,
         correction_bias: Tensor | None,
         topk_ids: Tensor | None,
@@ -79,7 +91,6 @@ class CudaMoE:
     ) -> Tensor:
         """residual + routed and shared experts; the residual may be overwritten."""
         spec, shared = self.spec, self.spec.num_shared_experts
-        gate_up, down = weights
         is_apart = shared > 0 and x.shape[0] >= _MANY_TOKENS and not batch_invariant()
         joined = 0 if is_apart else shared
         if topk_ids is None or topk_weights is None:

@@ -157,14 +157,14 @@ def sum_of_experts(
     if tiles is _MANY_ROWS and many_rows.can_compute(x, gate_up, down):
         order = order_by_expert(topk_ids, num_experts, many_rows.ROWS)
         hidden = many_rows.gated(x, gate_up, order, num_slots, top_k)
-        return _combined(many_rows.plain(hidden, down, order, num_slots), topk_weights, residual)
+        return combined(many_rows.plain(hidden, down, order, num_slots), topk_weights, residual)
     if tokens <= _ALONE and not batch_invariant():
         order = Order(topk_ids, topk_ids.view(-1), is_alone=True)
     else:
         order = order_by_expert(topk_ids, num_experts, tiles.rows)
     hidden = grouped(x, gate_up, order, tiles, num_slots, top_k, gated=True)
     y = grouped(hidden, down, order, tiles, num_slots, 1, gated=False)
-    return _combined(y, topk_weights, residual)
+    return combined(y, topk_weights, residual)
 
 
 def add_expert(
@@ -200,8 +200,8 @@ def grouped(
     return y
 
 
-def _combined(
-    y: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None
+def combined(
+    y: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Sum over a token's experts: rows token * k + j of y times weights [T, k], and the residual."""
     tokens, top_k = weights.shape
