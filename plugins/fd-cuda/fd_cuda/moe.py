@@ -36,7 +36,7 @@ class CudaMoE:
 
     def prepare_weights(self, gate_up: Tensor | PackedWeight, down: Tensor | PackedWeight) -> Any:
         """With the kernel of their format; None: they are in the model's dtype."""
-        if isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
+        if isinstance(gate_up, PackedWeight) or isinstance(down, PackedWeight):
             name, kernels = gate_up.format.experts, self._kernels
             return kernels[name], kernels.prepare(name, gate_up), kernels.prepare(name, down)
         return None, gate_up.contiguous(), down.contiguous()
@@ -71,12 +71,14 @@ class CudaMoE:
         weights: Any,
     ) -> Tensor:
         """x + experts(rms_norm(x))."""
-        spec, bias, matrices = self.spec.routing, correction_bias, weights[1:]
-        if few_experts.can_compute(x, router_weight, spec, *matrices):
-            return few_experts.compute(x, norm_weight, eps, router_weight, bias, spec, *matrices)
+        spec, bias = self.spec.routing, correction_bias
+        _, gate_up, down = weights
+        if few_experts.can_compute(x, router_weight, spec, gate_up, down):
+            own = (router_weight, bias, spec, gate_up, down)
+            return few_experts.compute(x, norm_weight, eps, *own)
         y = norm.rms_norm(x, norm_weight, eps)
         logits = matmul.scores_in_parts(y, router_weight)
-        return self._sum(y, *matrices, logits, bias, None, None, x)
+        return self._sum(y, gate_up, down, logits, bias, None, None, x)
 
     def _sum(
         self,

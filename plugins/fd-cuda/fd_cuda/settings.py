@@ -39,6 +39,11 @@ VARIABLES: dict[str, tuple[tuple[str, ...], str, str]] = {
         "1",
         "products of shapes that no table has are measured at first use; 0: a rule chooses kernels",
     ),
+    "FD_SAMPLING_CLASS": (
+        ("base", "base_non_truncated", "air", "rejection"),
+        "base",
+        "FastDeploy's names of ways to draw; one exact way without sorting is behind all of them",
+    ),
     "FD_BATCH_INVARIANT": (
         ("0", "1"),
         "0",
