@@ -62,9 +62,13 @@ class MoEBackend(Protocol):
 
     name: str
     contract: tuple[int, int]
-    unit: Literal["experts", "routing_experts"]
 
     def __init__(self, spec: MoESpec, device: DeviceBackend, kernels: KernelTable) -> None: ...
+
+    @property
+    def unit(self) -> Literal["experts", "routing_experts", "gate"]:
+        """What the driver claims; an attribute of the class will do. "gate": see GatedMoEBackend."""
+        ...
 
     def prepare_weights(self, gate_up: Tensor | PackedWeight, down: Tensor | PackedWeight) -> Any:
         """Lay the weights out once after loading.
@@ -115,6 +119,17 @@ class MoEBlockBackend(MoEBackend, Protocol):
 
         x: [num_tokens, hidden], may be overwritten; router_weight: [num_experts, hidden] float32.
         """
+        ...
+
+
+@runtime_checkable
+class GatedMoEBackend(MoEBackend, Protocol):
+    """A driver of unit "gate": it computes the router's logits, too. Its forward() is not called."""
+
+    def forward_gate(
+        self, x: Tensor, weights: Any, router: Tensor, correction_bias: Tensor | None
+    ) -> Tensor:
+        """As MoEBackend.forward; router: [num_experts, hidden] float32."""
         ...
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from fastdeploy_core.contracts.quant_formats import PackedWeight
 
-from .kernels import experts, few_experts, matmul, norm, routing
+from .kernels import experts, matmul, norm, routing
 from .kernels.common import batch_invariant
 
 if TYPE_CHECKING:
@@ -71,14 +71,10 @@ class CudaMoE:
         weights: Any,
     ) -> Tensor:
         """x + experts(rms_norm(x))."""
-        spec, bias = self.spec.routing, correction_bias
         _, gate_up, down = weights
-        if few_experts.can_compute(x, router_weight, spec, gate_up, down):
-            own = (router_weight, bias, spec, gate_up, down)
-            return few_experts.compute(x, norm_weight, eps, *own)
         y = norm.rms_norm(x, norm_weight, eps)
         logits = matmul.scores_in_parts(y, router_weight)
-        return self._sum(y, gate_up, down, logits, bias, None, None, x)
+        return self._sum(y, gate_up, down, logits, correction_bias, None, None, x)
 
     def _sum(
         self,

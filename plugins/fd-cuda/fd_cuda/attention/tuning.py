@@ -101,9 +101,8 @@ class Sizes:
             return PrefillShape(max(16, _power_of_2(group)), 16, 4, 1)
         # So much shared memory that two programs share a multiprocessor, and their turns overlap.
         rows = max(64, _power_of_2(group))
-        return PrefillShape(
-            rows, 64, 4 if rows == 64 and width <= 128 else 8, 3 if width <= 128 else 2
-        )
+        warps, stages = 4 if rows == 64 and width <= 128 else 8, 3 if width <= 128 else 2
+        return PrefillShape(rows, 64 if group > 5 else 32, warps, stages)
 
     def latent(self, head_blocks: int, itemsize: int) -> DecodeShape:
         """For latent rows of up to 576 values."""

@@ -36,7 +36,8 @@ class Tiles:
 
 
 _EXACT: Final = Tiles(16, 32, 32, 32, 4, 2)  # float32, without shortened mantissas
-_FEW_ROWS: Final = Tiles(16, 64, 64, 128, 4, 3)
+_ONE_ROW: Final = Tiles(16, 32, 64, 128, 4, 4)
+_FEW_ROWS: Final = Tiles(32, 64, 64, 128, 4, 3)
 _SOME_ROWS: Final = Tiles(64, 64, 128, 64, 4, 4)
 _MANY_ROWS: Final = Tiles(128, 128, 256, 64, 8, 3)
 # Up to so many tokens every assignment is a block of its own: hardly two share an expert, and finding
@@ -51,6 +52,8 @@ def tiles_for(tokens: int, top_k: int, num_experts: int, dtype: torch.dtype) -> 
     if batch_invariant():
         return _SOME_ROWS
     each = tokens * top_k / num_experts
+    if each <= 4:
+        return _ONE_ROW
     if each <= 12:
         return _FEW_ROWS
     return _SOME_ROWS if each <= 80 else _MANY_ROWS

@@ -19,7 +19,7 @@ from . import many_rows, native
 from .common import batch_invariant
 from .matmul import matmul
 from .norm import rms_norm, silu_and_mul
-from .plans import LIBRARY, ROWS, Plan, Product, choose, shared_bytes
+from .plans import LIBRARY, ROWS, Plan, Product, choose, foreseen, shared_bytes
 from .sampling import greedy_of
 
 _EPILOGUES = {
@@ -28,7 +28,7 @@ _EPILOGUES = {
     "gated": native.GATED,
 }
 _MANY, _SHALLOW = 1024, 1536  # of _is_fused: rows, and values a row
-_AHEAD = 12  # 16-byte loads of each weight row that a gemv thread has under way
+_AHEAD = 6  # 16-byte loads of each weight row that a gemv thread has under way
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -142,7 +142,40 @@ def _plan(epilogue: str, x: torch.Tensor, weight: torch.Tensor, *, has_norm: boo
         return LIBRARY
     if epilogue == "gated" and weight.shape[0] % 2:
         return LIBRARY
+    _prepare_all(epilogue, has_norm, weight.shape, x.dtype)
     return choose(epilogue, has_norm, weight.shape, x.dtype, x.shape[0])
+
+
+@functools.cache
+def _prepare_all(epilogue: str, has_norm: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """A product is met for the first time: other numbers of rows will follow, whose kernels are compiled
+    meanwhile, on all processors."""
+    product = Product(epilogue, has_norm, *shape, str(dtype).removeprefix("torch."))
+    for rows, plan in foreseen(product).items():
+        if plan.kind != "library":
+            name, defines = _specialization(plan, product, rows)
+            native.compile_ahead(name, defines)
+
+
+def _specialization(plan: Plan, product: Product, num_rows: int) -> tuple[str, dict[str, int]]:
+    """The native kernel and what it is compiled for."""
+    defines = {
+        "HALF": int(product.dtype == "float16"),
+        "NORM": int(product.has_norm and plan.fuses_norm),
+        "EPILOGUE": _EPILOGUES[product.epilogue],
+    }
+    if plan.kind == "gemv":
+        more = {"K": product.depth, "TILES": -(-num_rows // 8), "WARPS": plan.warps}
+        return "gemv", {**defines, **more, "AHEAD": _AHEAD}
+    share = -(-product.depth // 64 // plan.split)
+    sizes = {
+        "BM": plan.rows,
+        "BN": plan.columns,
+        "STAGES": plan.stages,
+        "SPLIT": plan.split,
+        "RESIDENT": int(share <= plan.stages),
+    }
+    return "gemm", {**defines, **sizes}
 
 
 def _launch(
@@ -187,22 +220,14 @@ def _prepared(
     device: int,  # kernels are loaded for one
 ) -> _Launch:
     num_rows, width, depth = sizes
-    defines = {"HALF": int(is_half), "NORM": int(has_norm), "EPILOGUE": _EPILOGUES[epilogue]}
+    dtype = "float16" if is_half else "bfloat16"
+    product = Product(epilogue, has_norm, width, depth, dtype)
+    kernel = native.function(*_specialization(plan, product, num_rows))
     outputs = width // 2 if epilogue == "gated" else width
     if plan.kind == "gemv":
-        defines |= {"K": depth, "TILES": -(-num_rows // 8), "WARPS": plan.warps, "AHEAD": _AHEAD}
         blocks = -(-outputs // (8 if epilogue == "gated" else 16))
-        return _Launch(native.function("gemv", defines), (blocks, 1, 1), plan.warps * 32, 0)
-    share = -(-depth // 64 // plan.split)
-    product = Product(epilogue, has_norm, width, depth, "")
+        return _Launch(kernel, (blocks, 1, 1), plan.warps * 32, 0)
     shared = shared_bytes(product, plan.rows, plan.columns, plan.stages, plan.split)
-    defines |= {
-        "BM": plan.rows,
-        "BN": plan.columns,
-        "STAGES": plan.stages,
-        "SPLIT": plan.split,
-        "RESIDENT": int(share <= plan.stages),
-    }
     columns = plan.columns // 2 if epilogue == "gated" else plan.columns
     grid = (-(-outputs // columns) * -(-num_rows // plan.rows), 1, plan.split)
-    return _Launch(native.function("gemm", defines), grid, plan.rows * 2, shared)
+    return _Launch(kernel, grid, plan.rows * 2, shared)

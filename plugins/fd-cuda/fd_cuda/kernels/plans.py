@@ -214,6 +214,20 @@ def choose(
     return plan
 
 
+def foreseen(product: Product) -> dict[int, Plan]:
+    """What will be chosen for each number of rows, as far as that needs no measuring."""
+    if not native.available() or product.dtype not in ("bfloat16", "float16") or product.depth % 64:
+        return {}
+    if product.key not in _table() and setting("FD_CUDA_TUNE") != "0":
+        return {}
+    return {size: _choose(product, size)[0] for size in ROWS if _is_settled(product, size)}
+
+
+def _is_settled(product: Product, size: int) -> bool:
+    is_measured = str(size) in _table().get(product.key, {})
+    return is_measured or setting("FD_CUDA_TUNE") == "0"
+
+
 # What has been chosen: the decode loop must not think twice.
 _chosen: dict[tuple[str, bool, tuple[int, ...], torch.dtype, int], Plan] = {}
 _known: dict[tuple[Product, int], Plan] = {}

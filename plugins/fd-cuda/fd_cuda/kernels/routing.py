@@ -15,8 +15,8 @@ from .sampling import ordered
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.moe import RoutingSpec
 
-SOFTMAX_FLOOR = 1e-12
-SIGMOID_FLOOR = 1e-20
+_SOFTMAX_FLOOR = 1e-12
+_SIGMOID_FLOOR = 1e-20
 _TAKEN = tl.constexpr(-(2**63))
 # Up to here every expert's program looks at all assignments; above, each program looks at a few.
 _FEW_SLOTS = 4096
@@ -205,7 +205,7 @@ def route(
         _route[(tokens,)](
             router_logits, router_logits if correction_bias is None else correction_bias,
             ids, weights, router_logits.stride(-2), router_logits.stride(0),
-            SOFTMAX_FLOOR if spec.scoring == "softmax" else SIGMOID_FLOOR,
+            _SOFTMAX_FLOOR if spec.scoring == "softmax" else _SIGMOID_FLOOR,
             float(spec.scaling_factor), PARTS=parts, EXPERTS=experts, GROUPS=spec.num_groups,
             OPEN=spec.top_k_groups, TOP_K=spec.top_k, SIGMOID=spec.scoring == "sigmoid",
             RENORMALIZE=spec.renormalize, HAS_BIAS=correction_bias is not None, SHARED=num_shared,

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -42,6 +43,7 @@ _FUNCTION_SHARED_BYTES: Final = 8
 _TRIAL: Final = {"HALF": 0, "NORM": 0, "EPILOGUE": PLAIN, "PDL": 0}
 _lock = threading.Lock()
 _functions: dict[tuple[Any, ...], Function] = {}
+_compiling: dict[Path, threading.Lock] = {}
 _thread = threading.local()
 
 
@@ -187,6 +189,17 @@ def _source(name: str) -> str:
     return _INCLUDE.sub(lambda match: _source(match[1]), text)
 
 
+def compile_ahead(name: str, defines: dict[str, int]) -> None:
+    """Start to compile a specialization that will be asked for; nothing happens if it cannot be."""
+    _compilers().submit(_compile, name, {**defines, "PDL": int(has_pdl())})
+
+
+@functools.cache
+def _compilers() -> ThreadPoolExecutor:
+    """Threads, each busy with one kernel."""
+    return ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1), "fd-cuda-compile")
+
+
 def _compile(name: str, defines: dict[str, int]) -> bytes:
     """Machine code of one specialization, from the cache folder where it has been made before."""
     major, minor = torch.cuda.get_device_capability()
@@ -201,11 +214,15 @@ def _compile(name: str, defines: dict[str, int]) -> bytes:
     nvrtc.nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, 4))
     key = hashlib.sha256("\0".join([source, *options, *map(str, version)]).encode()).hexdigest()
     path = cache_folder() / f"{name}-{key[:32]}.cubin"
-    try:
-        return path.read_bytes()
-    except OSError:
-        pass
-    program = ctypes.c_void_p()
+    with _compiling.setdefault(path, threading.Lock()):  # another thread may be at it
+        try:
+            return path.read_bytes()
+        except OSError:
+            return _compile_now(name, source, options, path)
+
+
+def _compile_now(name: str, source: str, options: list[str], path: Path) -> bytes:
+    nvrtc, program = _nvrtc(), ctypes.c_void_p()
     _check(
         nvrtc.nvrtcCreateProgram(
             ctypes.byref(program), source.encode(), name.encode(), 0, None, None
