@@ -95,11 +95,10 @@ class MoEConformance(OnDevice):
         prepared = backend.prepare_weights(
             *(self.to_device(device, w, dtype) for w in (gate_up, down))
         )
-        on_device = (self.to_device(device, a, dtype) for a in (x, gain))
-        got = self.to_host(
-            device,
-            backend.forward_block(*on_device, 1e-5, self.to_device(device, router), None, prepared),
-        )
+        inputs, scale = (self.to_device(device, a, dtype) for a in (x, gain))
+        scorer = self.to_device(device, router)
+        result = backend.forward_block(inputs, scale, 1e-5, scorer, None, prepared)
+        got = self.to_host(device, result)
         x, gain, gate_up, down = (self.rounded(device, a, dtype) for a in (x, gain, gate_up, down))
         normed = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * gain
         normed = self.rounded(device, normed.astype("float32"), dtype)
