@@ -18,7 +18,6 @@ import numpy as np
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.contracts.attention import cache_dtypes
 from fastdeploy_core.errors import RequestError, ResourceError, WorkerError
-from fastdeploy_core.layers.context import ForwardContext
 from fastdeploy_core.sampling.columns import SamplingColumns, SamplingPlan
 from fastdeploy_core.types import BlockCopies, NewSequence, SchedulerOutput
 
@@ -29,7 +28,9 @@ from .host_tier import BlockMover
 from .input_batch import InputBatch
 from .judging import DraftJudge
 from .pending import Launched, PendingOutput
+from .prompt_graphs import forward
 from .reading import NOT_KEPT, StepReader
+from .recorded_sizes import prompt_sizes
 from .sequence_state import SequenceState
 from .speculation import Speculation
 from .staging import wait_for
@@ -147,6 +148,7 @@ class ModelRunner:
             communicator=communicator,
             draft_numbers=self._recorded_drafts(),
             propose=None if speculation is None else partial(speculation.propose_recorded, slots),
+            prompt_sizes=prompt_sizes(self._loaded.attention.values(), config),
         )
 
     def _recorded_drafts(self) -> tuple[int, ...]:
@@ -294,11 +296,9 @@ class ModelRunner:
         with self._lock:
             attention, token_slots, positions = self.batch.attention_batch(rows)
             input_ids = self.batch.input_ids(rows, token_slots, positions)
-        metadata = {
-            spec: driver.prepare(attention) for spec, driver in self._loaded.attention.items()
-        }
-        context = ForwardContext(attention, metadata, self._caches)
-        hidden = self._model.forward(input_ids, attention.positions, context)
+        context, hidden = forward(
+            self._graphs, self._loaded, self._caches, rows, attention, input_ids
+        )
         launched.target = TargetStep(attention, context, input_ids, hidden)
         launched.prompt_logprobs = self._drawer.prompt_logprobs(hidden, rows)
         if not rows.sample_tokens.size:

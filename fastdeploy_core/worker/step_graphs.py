@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,63 +21,23 @@ from fastdeploy_core.contracts.small import GreedyLM
 from fastdeploy_core.errors import ResourceError, WorkerError
 from fastdeploy_core.layers.context import ForwardContext
 
+from .prompt_graphs import PromptGraphs
+
 if TYPE_CHECKING:
-    from fastdeploy_core.config import EngineConfig
-    from fastdeploy_core.contracts.attention import AttentionBackend
     from fastdeploy_core.contracts.device import (
         CapturedGraph,
         Communicator,
         DeviceBackend,
-        DeviceLimits,
     )
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
 
     from .device_slots import DeviceSlots
     from .loader import LoadedModel
+    from .prompt_graphs import RecordedPrompt
+    from .step_rows import StepRows
 
 logger = logging.getLogger(__name__)
-
-MAX_CAPTURED_ROWS = 512
-
-
-def ladder(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes to record when none are given, FastDeploy's: steps of 8 up to 128, of 16 up to 256, of
-    32 above, and the largest batch itself."""
-    most = min(max_num_seqs, MAX_CAPTURED_ROWS)
-    steps = [1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, 1025, 32)]
-    return (*(size for size in steps if size < most), most)
-
-
-def graph_sizes(
-    config: EngineConfig,
-    limits: DeviceLimits,
-    drivers: Iterable[AttentionBackend],
-    num_ranks: int,
-) -> tuple[tuple[int, ...], str]:
-    """Batch sizes to record, none if the device cannot or shall not, and a line for the report."""
-    unable, long = [], False
-    for driver in drivers:
-        if not driver.can_capture_decode:
-            unable.append(driver.name)
-        long |= config.model.max_model_len > getattr(driver, "max_recorded_len", math.inf)
-    obstacles = (
-        (not config.graphs.enabled, "as asked"),
-        (not limits.graph_capture, "the device records nothing"),
-        (bool(unable), f"attention driver {unable[0] if unable else ''} cannot be recorded"),
-        (long, f"sequences of {config.model.max_model_len} tokens are too long for it here"),
-        (num_ranks > 1 and not limits.graph_collectives, "the device's collectives cannot"),
-    )
-    for applies, why in obstacles:
-        if applies:
-            return (), f"recorded decode steps: none, {why}"
-    most = min(config.batch.max_num_seqs, config.graphs.max_size or config.batch.max_num_seqs)
-    buckets = limits.step_buckets.decode_rows if limits.step_buckets else None
-    wanted = config.graphs.sizes or buckets or ladder(most)
-    sizes = tuple(size for size in wanted if size <= most)
-    if not sizes:
-        return (), f"recorded decode steps: none, no size up to {most} is among {list(wanted)}"
-    return sizes, f"recorded decode steps: {len(sizes)} sizes, {sizes[0]} to {sizes[-1]} rows"
 
 
 class RecordedStep:
@@ -263,6 +222,7 @@ class StepGraphs:
         communicator: Communicator | None = None,
         draft_numbers: tuple[int, ...] = (),
         propose: Callable[[RecordedStep, int], Tensor] | None = None,
+        prompt_sizes: tuple[int, ...] = (),
     ) -> None:
         self.draft_numbers, self.propose = draft_numbers, propose
         self.device, self.xp, self.slots, self.block_size = device, device.xp, slots, block_size
@@ -277,6 +237,21 @@ class StepGraphs:
         }
         self._steps: dict[tuple[int, int], RecordedStep] = {}
         self._caches: list[tuple[Tensor, ...]] = []
+        self._prompts: PromptGraphs | None = None
+        if prompt_sizes:
+            self._prompts = PromptGraphs(
+                device,
+                loaded.model,
+                self.context,
+                prompt_sizes,
+                max_num_seqs=int(slots.tables.shape[0]) - 1,
+                max_blocks=max_blocks,
+                max_model_len=max_model_len,
+            )
+
+    def find_prompt(self, rows: StepRows) -> RecordedPrompt | None:
+        """A recorded step for rows that are not all decodes."""
+        return None if self._prompts is None else self._prompts.find(rows)
 
     def find(self, num_rows: int, width: int) -> RecordedStep | None:
         """The smallest recorded step that holds the rows."""
@@ -300,9 +275,10 @@ class StepGraphs:
         self._record_all(caches, bar)
         used = max(0, free - self.device.memory().free_bytes) / 1024**3
         logger.info(
-            "recorded %d decode steps of up to %d rows in %.1f s, %.2f GiB",
+            "recorded %d decode steps of up to %d rows, prompts of %d sizes, in %.1f s, %.2f GiB",
             len(self._steps),
             max(self.sizes),
+            0 if self._prompts is None else len(self._prompts.sizes),
             time.perf_counter() - began,
             used,
         )
@@ -318,13 +294,18 @@ class StepGraphs:
         for size, width in wanted[:3]:
             beside = self._record(size, width, beside)
             free.append(self.device.memory().free_bytes)
-        self.drop()
         other = max(0, free[2] - free[3]) if len(free) > 3 else 0
-        return max(0, free[0] - free[-1]) + other * (len(wanted) - len(free) + 1)
+        needed = max(0, free[0] - free[-1]) + other * (len(wanted) - len(free) + 1)
+        if self._prompts is not None:
+            needed += self._prompts.estimate(beside)
+        self.drop()
+        return needed
 
     def drop(self) -> None:
         """Forget all recordings and the caches they point to."""
         self._steps.clear()
+        if self._prompts is not None:
+            self._prompts.drop()
         self._caches = []
         gc.collect()
 
@@ -339,6 +320,8 @@ class StepGraphs:
         beside: CapturedGraph | None = None
         for size, width in wanted:
             beside = self._record(size, width, beside)
+        if self._prompts is not None:
+            self._prompts.record(beside)
 
     def _record(self, size: int, width: int, beside: CapturedGraph | None) -> CapturedGraph:
         step = RecordedStep(self, size, width)

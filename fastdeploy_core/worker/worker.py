@@ -26,6 +26,7 @@ from .loader import LoadedModel, load_model
 from .memory import LowWater, MemoryProfile, probe
 from .model_runner import ModelRunner
 from .pending import PendingOutput
+from .recorded_sizes import graph_sizes
 from .start_up import (
     Stopwatch,
     device_lines,
@@ -36,7 +37,6 @@ from .start_up import (
     turned_off_lines,
     warm_up,
 )
-from .step_graphs import graph_sizes
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator

@@ -26,8 +26,8 @@ from fastdeploy_core.testing.capturing import (
     OnCapturingDevice,
     RecordableAttention,
 )
+from fastdeploy_core.worker.recorded_sizes import graph_sizes, ladder
 from fastdeploy_core.worker.staging import Downloads, Uploads
-from fastdeploy_core.worker.step_graphs import graph_sizes, ladder
 from fastdeploy_core.worker.worker import Worker
 from tests.worker_steps import Steps, engine_config, make_worker, write_model
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import join_chain, options, pad2
+from .common import cdiv, join_chain, options, pad2
 
 # Codes the host reads in place of tokens; see contracts/ops.py.
 NOT_ACCEPTED = tl.constexpr(-1)
@@ -141,7 +141,7 @@ def mark_broken(
     out = torch.empty_like(drawn)
     if drawn.shape[0]:
         block = 256
-        _mark[(triton.cdiv(drawn.shape[0], block),)](
+        _mark[(cdiv(drawn.shape[0], block),)](
             drawn, peaks, drawn if possible is None else possible, out, drawn.shape[0],
             HAS_POSSIBLE=possible is not None, BLOCK=block, **options(num_warps=2),
         )  # fmt: skip
