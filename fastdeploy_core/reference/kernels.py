@@ -40,6 +40,7 @@ TABLE: Final[dict[str, str | Kernel]] = {
     "kv_write_blocks": f"{_CACHE}:kv_write_blocks",
     "prepare_decode": f"{_STEP}:prepare_decode",
     "finish_decode": f"{_STEP}:finish_decode",
+    "keep_drafts": f"{_STEP}:keep_drafts",
     "moe_routing": f"{_MOE}:moe_routing",
     "moe_experts": f"{_MOE}:moe_experts",
     "apply_penalties": f"{_SAMPLING}:apply_penalties",

@@ -52,12 +52,14 @@ class StepPlanner:
         step = self._step
         step.begin()
         num_drafts = 0
+        is_ahead = False
         if self._length is not None:
-            if self._awaits_drafts():
-                return None
+            is_ahead = self._awaits_drafts()
             num_drafts = self._num_drafts(self._length)
         self._lookahead = self._settings.lookahead_tokens if num_drafts else 0
-        if self._roster.num_suspects:
+        if is_ahead:
+            self._plan_ahead()
+        elif self._roster.num_suspects:
             self._plan_suspect()
         elif self._settings.mixed_batches:
             self._plan_decodes()
@@ -80,8 +82,7 @@ class StepPlanner:
         )
 
     def _awaits_drafts(self) -> bool:
-        """Whether tokens are on their way whose number depends on drafts. The whole batch waits for
-        them: what could run meanwhile would only take the device from it."""
+        """Whether tokens are on their way whose number depends on drafts."""
         return bool((self._roster.columns.awaits[self._roster.running_places()] >= 0).any())
 
     def _num_drafts(self, length: DraftLength) -> int:
@@ -94,6 +95,51 @@ class StepPlanner:
         """Of the running sequences; those of which a drafter's cache has missed too much cannot."""
         rested = self._roster.columns.rested[self._roster.running_places()]
         return rested <= MAX_RESTED if rested.size else np.ones(1, dtype=bool)
+
+    def _plan_ahead(self) -> None:
+        """Have the rows of the step before go on before it is known how many of its drafts are right:
+        the device knows. Otherwise the whole batch waits for that step: what could run meanwhile would
+        only take the device from it."""
+        roster, step, settings = self._roster, self._step, self._settings
+        columns, places = roster.columns, roster.running_places()
+        if (
+            not 0 < step.num_decoded <= settings.max_rows_ahead
+            or roster.num_suspects
+            or (roster.num_waiting and len(roster.running) < settings.max_num_seqs)
+            or not columns.goes_ahead[places].all()
+        ):
+            return
+        limit, computed = columns.limit[places], columns.computed[places]
+        # One token of the step before is certain; where that is the last one, nothing is left to do.
+        is_due = columns.known[places] + columns.pending[places] < limit
+        if not (columns.step[places[is_due]] == step.step_id).all():
+            return
+        end = np.minimum(computed + 1 + step.asked, limit)
+        if int(is_due.sum()) * (1 + step.asked) > step.budget or not self._grow_all(
+            is_due, end
+        ):
+            return
+        seqs = roster.running.copy()
+        if not is_due.all():
+            places, seqs = places[is_due], list(compress(seqs, is_due))
+        if seqs:
+            step.put_decodes(seqs, places, np.full(places.size, step.asked), is_ahead=True)
+
+    def _grow_all(self, chosen: np.ndarray, end: np.ndarray) -> bool:
+        """Blocks for so many tokens of each chosen running sequence, and for a drafter's own entries
+        behind them; none at all if there are too few for all."""
+        roster, kv = self._roster, self._kv
+        columns, places = roster.columns, roster.running_places()
+        wanted = np.minimum(end + self._lookahead, columns.limit[places])
+        rows = np.flatnonzero(chosen & (wanted > columns.room[places])).tolist()
+        seqs = [roster.running[row] for row in rows]
+        counts = [kv.num_blocks_for(int(wanted[row])) for row in rows]
+        missing = sum(n - len(s.table.blocks) for n, s in zip(counts, seqs, strict=True))
+        if missing > kv.pool.num_available:
+            return False
+        return all(
+            self._try_grow(seq, int(wanted[row])) for row, seq in zip(rows, seqs, strict=True)
+        )
 
     def _plan_decodes(self) -> None:
         columns, places = self._roster.columns, self._roster.running_places()

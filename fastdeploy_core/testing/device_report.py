@@ -197,10 +197,17 @@ def _step_arguments(make: _Make) -> Arguments:
                 make.ids(7, 8, 0),
                 make.zeros([3, 0], "int64"),
                 make.ids(0, 0, 0),
+                make.ids(8, 8, 0),
                 4,
             ),
             *(make.ids(0, 0), make.ids(0, 0), make.ids(0, 0), make.ids(0, 0, dtype="int32")),
             make.ids(0, 0, 0, 0, dtype="int32").reshape([2, 2]),
+        ),
+        "keep_drafts": lambda: (
+            make.ids(1, 0),
+            make.ids(9, 8, 7, -1).reshape([2, 2]),
+            *(make.ids(2), 32, make.ids(3, 6, 0), make.ids(8, 8, 0)),
+            *(make.zeros([3, 2], "int64"), make.ids(0, 0, 0)),
         ),
         "finish_decode": lambda: (
             *(

@@ -19,12 +19,14 @@ from .staging import Uploads
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
 
     from .input_batch import InputBatch
     from .step_rows import StepRows
 
 UNKNOWN = -1
+ON_DEVICE = -2  # in place of a number of drafts: those that a drafter has left there
 Update: TypeAlias = "tuple[Tensor, np.ndarray | None, np.ndarray]"
 
 
@@ -40,9 +42,12 @@ class DeviceSlots:
         batch: InputBatch,
         max_drafts: int = 0,
         *,
+        kernels: KernelTable,
+        vocab_size: int,
         refuses_drafts: bool = False,
     ) -> None:
         """refuses_drafts: see DraftJudge."""
+        self._keep, self._vocab_size = kernels["keep_drafts"], vocab_size
         xp, num_slots = device.xp, batch.max_num_seqs + 1
         self._refuses_drafts = refuses_drafts
         self._xp, self._batch, self._uploads = xp, batch, Uploads(device)
@@ -58,6 +63,7 @@ class DeviceSlots:
         self.drafts = zeros(num_slots, max_drafts)
         self.num_drafts = zeros(num_slots)
         self.room = zeros(num_slots)  # tokens that the slot's blocks hold
+        self.limit = zeros(1)  # drafts that a row may have
         self.rows = zeros(batch.max_num_seqs) + batch.max_num_seqs
         # What the device holds, as far as the host knows.
         self._rows = np.full(batch.max_num_seqs, batch.max_num_seqs, dtype=np.int64)
@@ -68,6 +74,7 @@ class DeviceSlots:
         self._num_blocks = np.zeros(batch.max_num_seqs, dtype=np.int64)
         self._drafts = np.zeros((batch.max_num_seqs, max_drafts), dtype=np.int64)
         self._num_drafts = np.zeros(batch.max_num_seqs, dtype=np.int64)
+        self._limit = 0
 
     def reset(self, slot: int) -> None:
         """The slot's sequence left; of the next one the device knows nothing."""
@@ -88,22 +95,31 @@ class DeviceSlots:
         """A step failed: what the device holds is not known."""
         self._last, self._ahead = (None, 0), None
         self._rows[:] = UNKNOWN
+        self._limit = UNKNOWN
         for slot in range(self._computed.size):
             self.reset(slot)
         self._batch.newest[:] = NOWHERE
 
-    def sync(self, rows: StepRows, size: int) -> None:
-        """Make the device's state that of the rows, which are padded to `size`."""
+    def sync(self, rows: StepRows, size: int, limit: int = 0) -> None:
+        """Make the device's state that of the rows, which are padded to `size` and get up to `limit`
+        drafts behind the step."""
         batch = self._batch
-        goes_on = self._last[0] is rows.slots and self._last[1] == size
-        if goes_on and rows.starts is self._ahead and self._num_appends == batch.num_appends:
+        goes_on = self._last[0] is rows.slots and self._last[1] == size and limit == self._limit
+        is_known = rows.is_ahead or rows.starts is self._ahead
+        if goes_on and is_known and self._num_appends == batch.num_appends:
             return
         self._ahead = None
         updates = self._rows_update(rows.slots, size)
         updates += self._block_updates(rows.slots)
-        updates += self._position_updates(rows)
-        if not rows.is_decode:
-            updates += self._draft_updates(rows)
+        if limit != self._limit:
+            self._limit = limit
+            updates.append((self.limit, None, np.array([limit])))
+        if rows.is_ahead:
+            self._check_held(rows)
+        else:
+            updates += self._position_updates(rows)
+            if not rows.is_decode:
+                updates += self._draft_updates(rows)
         self._num_appends = batch.num_appends
         updates = [update for update in updates if update[2].size]
         if not updates:
@@ -122,8 +138,9 @@ class DeviceSlots:
     def advance(self, rows: StepRows) -> None:
         """The device has been told to write back what it draws for these rows."""
         slots, batch = rows.slots, self._batch
-        self._ahead = rows.seq_lens if rows.is_decode else None
-        if rows.is_decode:
+        is_known = rows.is_decode and not rows.is_ahead
+        self._ahead = rows.seq_lens if is_known else None
+        if is_known:
             self._computed[slots] = batch.newest[slots] = rows.seq_lens
         else:  # how many drafts are right is the device's secret
             self._computed[slots] = batch.newest[slots] = TRUSTED
@@ -132,14 +149,28 @@ class DeviceSlots:
         """These rows go on in a step that the slots take no part in."""
         self._computed[rows.slots] = UNKNOWN
 
-    def count_accepted(self, rows: Tensor, drawn: Tensor) -> Tensor:
-        """[B] int64: leading drafts of each row that equal what was drawn in their place. rows: [B] slots;
-        drawn: [B, 1 + drafts fed] int64."""
+    def keep_drafts(self, rows: Tensor, proposals: Tensor) -> Tensor:
+        """The slots of these rows take what a drafter proposes, as far as it is tokens and there is room.
+        proposals: [B, n] int64; the same with -1 behind what was taken."""
+        return self._keep(
+            *(rows, proposals, self.limit, self._vocab_size, self.num_computed, self.room),
+            *(self.drafts, self.num_drafts),
+        )
+
+    def holds_drafts(self, rows: StepRows) -> None:
+        """The device has been told to keep drafts for these rows."""
+        self._num_drafts[rows.slots] = ON_DEVICE
+
+    def count_accepted(self, rows: Tensor, drawn: Tensor, marked: Tensor) -> Tensor:
+        """[B] int64: leading drafts of each row that equal what was drawn in their place. Behind a draft
+        that leads to nothing (mark_broken) the row is cut. rows: [B] slots; drawn, marked: [B, 1 + drafts
+        fed] int64."""
         xp = self._xp
         width = drawn.shape[1] - 1
         drafts = xp.index_select(self.drafts, 0, rows)[:, :width]
         nth = xp.arange(width, dtype=xp.int64, device=drawn.device)
-        fed = (nth < xp.index_select(self.num_drafts, 0, rows).unsqueeze(1)).to(xp.int64)
+        fed = nth < xp.index_select(self.num_drafts, 0, rows).unsqueeze(1)
+        fed = (fed & (marked[:, 1:] >= 0)).to(xp.int64)
         if self._refuses_drafts:
             fed = fed * 0
         return count_accepted(xp, drawn, (drafts + 1) * fed - 1)
@@ -173,6 +204,17 @@ class DeviceSlots:
             (self._flat_tables, entries, batch.block_tables[rows, columns]),
             (self.room, slots, batch.room[slots]),
         ]
+
+    def _check_held(self, rows: StepRows) -> None:
+        slots = rows.slots
+        lost = (self._computed[slots] == UNKNOWN) | (self._batch.newest[slots] == NOWHERE)
+        if rows.num_drafts.any():
+            lost |= self._num_drafts[slots] != ON_DEVICE
+        if lost.any():
+            raise WorkerError(
+                f"a step goes ahead of results with rows that the device does not hold: sequences "
+                f"{self._batch.seq_ids[slots[lost]].tolist()}"
+            )
 
     def _position_updates(self, rows: StepRows) -> list[Update]:
         """Rows whose number of tokens or newest token the device does not have."""

@@ -38,6 +38,7 @@ class Drafters:
     drafter: Drafter | None  # None where another rank drafts
     follower: Drafter | None  # a host drafter that continues its drafts
     first_layer: int  # attention layers from here on are the drafter's
+    is_continued: bool = False  # on one of the ranks there is a follower
 
 
 class DrafterMaker:
@@ -76,7 +77,8 @@ class DrafterMaker:
             drafter = self._on_device(driver, needs)
         elif rank == 0:
             drafter = self._construct(driver, self._context(self._speculative.options))
-        return Drafters(on_device, drafter, follower, first_layer)
+        is_continued = bool(needs.continued_by)
+        return Drafters(on_device, drafter, follower, first_layer, is_continued)
 
     def _on_device(self, driver: Any, needs: Requirements) -> Drafter:
         self._check_device(self._speculative.method)

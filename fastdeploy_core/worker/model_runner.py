@@ -20,6 +20,7 @@ from fastdeploy_core.contracts.attention import cache_dtypes
 from fastdeploy_core.errors import RequestError, ResourceError, WorkerError
 from fastdeploy_core.layers.context import ForwardContext
 from fastdeploy_core.sampling.columns import SamplingColumns, SamplingPlan
+from fastdeploy_core.sampling.processors import BUILTIN_PROCESSORS
 from fastdeploy_core.types import BlockCopies, NewSequence, SchedulerOutput
 
 from .device_slots import DeviceSlots
@@ -114,6 +115,8 @@ class ModelRunner:
             self._device,
             self.batch,
             self._max_drafts,
+            kernels=self._kernels,
+            vocab_size=self.vocab_size,
             refuses_drafts=self._judge.refuses_all,
         )
         self.batch.watch(slots)
@@ -130,6 +133,20 @@ class ModelRunner:
             draft_numbers=self._recorded_drafts(),
             propose=None if speculation is None else partial(speculation.propose_recorded, slots),
         )
+
+    @property
+    def max_rows_ahead(self) -> int:
+        """WorkerInfo.max_rows_ahead: of decode steps that neither wait for a host drafter nor for
+        processors, which may look at any text."""
+        speculation, config = self._speculation, self._config
+        if self._graphs is None or speculation is None or not speculation.leaves_drafts:
+            return 0
+        assert config.speculative is not None
+        if config.speculative.acceptance != "lossless" or any(
+            name not in BUILTIN_PROCESSORS for name in config.logits_processors
+        ):
+            return 0
+        return max(self._graphs.sizes)
 
     def _recorded_drafts(self) -> tuple[int, ...]:
         """Numbers of drafts that a drafter on the device is recorded for."""
@@ -227,6 +244,8 @@ class ModelRunner:
         drafts = None
         if self._speculation is not None:
             drafts = self._speculation.propose(launched, recorded)
+            if drafts is not None and recorded is not None and self._slots is not None:
+                self._slots.holds_drafts(launched.rows)
         with self._lock:
             if self._rank:  # rank 0 answers; this one only keeps the tokens on its device
                 launched.event, launched.is_read = self._device.record_event(), True
@@ -262,9 +281,11 @@ class ModelRunner:
         if width == 1 and not rows.is_decode:
             return None
         recorded = graphs.find(rows.slots.size, width)
+        if recorded is None and rows.is_ahead:
+            raise WorkerError(f"no recorded step takes {rows.slots.size} rows ahead of results")
         if recorded is None or not (rows.is_decode or rows.fits(self._max_drafts)):
             return None
-        slots.sync(rows, recorded.size)
+        slots.sync(rows, recorded.size, max(0, launched.max_drafts))
         if width > 1:
             launched.rows = rows.widen(width)
         return recorded
@@ -301,10 +322,13 @@ class ModelRunner:
             if self._is_plain(plan, rows):
                 return recorded.replay_greedy(num_rows)
             logits = recorded.replay_head(num_rows)
-        drafts = self._judge.drafts_of(rows, plan)
+        drafts = None if rows.is_ahead else self._judge.drafts_of(rows, plan)
         launched.draft_ids = None if drafts is None else drafts.ids
+        positions: Tensor | None = None
+        if recorded is not None and rows.is_ahead:
+            positions = recorded.attention.positions[: plan.num_rows] + 1
         drawn = self._drawer.draw(
-            logits, rows, plan, launched.sample_errors, self._reader.read_all, drafts
+            *(logits, rows, plan, launched.sample_errors, self._reader.read_all, drafts, positions)
         )
         launched.sampled_logprobs, launched.drawn = drawn.logprobs, drawn.token_ids
         if recorded is not None:

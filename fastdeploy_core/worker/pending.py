@@ -42,6 +42,7 @@ class Launched:
     accepted: Tensor | None = (
         None  # [S] on the device, of rows that sample; None: there were no drafts
     )
+    fed_ahead: np.ndarray | None = None  # ModelRunnerOutput.num_drafts
     has_drafts: bool = False  # drafts made on the device come to the host, too
     model_s: float = 0.0
     draft_s: float = 0.0
@@ -105,6 +106,7 @@ def build_output(launched: Launched) -> ModelRunnerOutput:
     output = ModelRunnerOutput(
         step_id=launched.step_id,
         token_ids=token_ids,
+        num_drafts=launched.fed_ahead,
         next_drafts=launched.next_drafts,
         model_s=launched.model_s,
         draft_s=launched.draft_s,

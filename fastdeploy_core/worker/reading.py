@@ -52,6 +52,8 @@ class StepReader:
         self._speculation = speculation
         self._downloads = Downloads(device)
         self._unread: deque[Launched] = deque()
+        # By slot: drafts that the newest step which was read has left on the device.
+        self._num_kept = np.zeros(batch.max_num_seqs, dtype=np.int64)
 
     def start(
         self, launched: Launched, results: Tensor | None, drafts: Tensor | None = None
@@ -90,9 +92,15 @@ class StepReader:
         download = launched.download
         assert download is not None
         arrays = iter(download.arrays)
+        rows, batch = launched.rows, self._batch
+        if rows.is_ahead:
+            most, kept = rows.num_drafts, self._num_kept[rows.slots]
+            rows.settle(batch.num_known[rows.slots] - 1, np.minimum(most, kept))
+            launched.fed_ahead = rows.num_drafts
         if launched.has_results:
             self._take_tokens(launched, next(arrays).copy())
         drafts = next(arrays) if launched.has_drafts else None
+        self._num_kept[rows.slots] = 0 if drafts is None else (drafts >= 0).sum(1)
         if self._speculation is not None:
             began = time.perf_counter()
             launched.next_drafts = self._speculation.collect(launched, drafts)
@@ -115,7 +123,7 @@ class StepReader:
         marked = marked.reshape(-1)
         ids = launched.token_ids = np.maximum(marked, 0)
         is_kept: np.ndarray | None = None
-        if rows.num_drafts.any():
+        if not rows.is_decode and (rows.is_ahead or rows.num_drafts.any()):
             is_kept = marked != NOT_KEPT
         if self._state is not None and (launched.sample_errors or marked.min(initial=0) < NOT_KEPT):
             is_kept = self._find_broken_rows(launched, marked, is_kept)
@@ -123,6 +131,8 @@ class StepReader:
         valid = batch.owner[rows.slots] == launched.owners
         if not rows.is_decode:
             valid = valid[rows.sample_rows]
+        if rows.is_ahead:  # a sequence may have come to its end with the step before
+            valid &= rows.sample_positions <= batch.max_model_len
         if is_kept is not None:
             valid = valid & is_kept
             counts = np.bincount(rows.sample_rows[is_kept], minlength=rows.slots.size)

@@ -52,6 +52,8 @@ class Speculation:
         self._drafter, self._follower = drafters.drafter, drafters.follower
         self._batches = DraftBatches(device, loaded, batch, drafters.first_layer)
         self.on_device = drafters.on_device
+        # Whether its drafts can stay on the device: no host drafter has a say in them.
+        self.leaves_drafts = drafters.on_device and not drafters.is_continued
         self._draw_plan: SamplingPlan | None = None
         self.num_failures = 0  # proposals lost to an exception or to nonsense
 
@@ -75,7 +77,12 @@ class Speculation:
                 launched.drawn = recorded.drawn[: num_rows * recorded.width]
             if launched.accepted is not None:
                 launched.accepted = launched.accepted[:num_rows]
-        if drafts is None and step is not None:
+            drafts = self._propose(drafter, launched, step, max_drafts)
+            if max_drafts:
+                drafts = recorded.keep_drafts(
+                    num_rows, self._nothing(num_rows, max_drafts) if drafts is None else drafts
+                )
+        elif drafts is None and step is not None:
             drafts = self._propose(drafter, launched, step, max_drafts)
         launched.draft_s = time.perf_counter() - began
         return drafts
@@ -108,6 +115,11 @@ class Speculation:
                 raise
             self._count_failure(drafter, error)
             return None
+
+    def _nothing(self, num_rows: int, max_drafts: int) -> Tensor:
+        xp = self._xp
+        shape = [num_rows, max_drafts]
+        return xp.full(shape, NO_DRAFT, dtype=xp.int64, device=self._device.device)
 
     def _plan(self, slots: np.ndarray) -> SamplingPlan:
         """How the rows draw; kept while they stay."""

@@ -117,7 +117,8 @@ class RecordedStep:
         assert make is not None
 
         def propose() -> None:
-            self._drafts[number] = make(self, number)
+            proposals = make(self, number)
+            self._drafts[number] = self.keep_drafts(self.size, proposals)
 
         propose()
         self._proposals[number] = self._graphs.device.capture(propose, beside)
@@ -129,6 +130,11 @@ class RecordedStep:
             return None
         self._proposals[min(fitting)].replay()
         return self._drafts[min(fitting)][:num_rows, :number]
+
+    def keep_drafts(self, num_rows: int, proposals: Tensor) -> Tensor:
+        """The rows' slots take drafts for the next step; what they took."""
+        slots = self._graphs.slots
+        return slots.keep_drafts(slots.rows[:num_rows], proposals)
 
     def replay(self) -> None:
         """Queue everything up to the hidden states."""
@@ -158,6 +164,7 @@ class RecordedStep:
             slots.newest,
             slots.drafts,
             slots.num_drafts,
+            slots.room,
             graphs.block_size,
             self.input_ids,
             batch.positions,
@@ -190,7 +197,8 @@ class RecordedStep:
         graphs, slots, results = self._graphs, self._graphs.slots, self._buffers.results[:num_rows]
         rows, accepted = slots.rows[:num_rows], None
         if self.width > 1:
-            accepted = slots.count_accepted(rows, drawn.view([num_rows, self.width]))
+            shape = [num_rows, self.width]
+            accepted = slots.count_accepted(rows, drawn.view(shape), marked.view(shape))
         self.accepted = accepted
         graphs.finish(rows, drawn, marked, accepted, slots.num_computed, slots.newest, results)
         return results

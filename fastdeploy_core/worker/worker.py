@@ -202,6 +202,7 @@ class Worker:
             host_tier=limits.host_tier,
             logprobs=limits.logprobs,
             drafts_with_cache=runner.drafts_with_cache,
+            max_rows_ahead=runner.max_rows_ahead,
             device=device.name,
             tensor_library=device.xp.name,
             drivers={

@@ -169,6 +169,7 @@ def test_step_state_equals_the_references(width: int, rows: int) -> None:
     computed, newest = torch.randint(0, 20, (7,)), torch.randint(0, 99, (7,))
     drafts, num_drafts = torch.randint(0, 99, (7, 2)), torch.randint(0, width, (7,))
     computed[-1] = num_drafts[-1] = 0
+    room = computed + torch.tensor([9, 9, 1, 9, 9, 0, 0])  # row 5 has none
 
     def outputs() -> list[torch.Tensor]:
         shapes = [(rows * width,)] * 3
@@ -176,12 +177,22 @@ def test_step_state_equals_the_references(width: int, rows: int) -> None:
         found += [torch.full((rows,), -7).int(), torch.full((rows, 11), -7).int()]
         return found
 
-    state = (slots, tables, computed, newest, drafts, num_drafts)
+    state = (slots, tables, computed, newest, drafts, num_drafts, room)
     expected, got = outputs(), [t.to(DEVICE) for t in outputs()]
     ops_step.prepare_decode(*state, 4, *expected)
     step.prepare_decode(*(t.to(DEVICE) for t in state), 4, *got)
     for mine, theirs in zip(got, expected, strict=True):
         assert torch.equal(mine.cpu(), theirs)
+    for n in (1, 2):
+        proposals, limit = torch.randint(-1, 60, (rows, n)), torch.tensor([width])
+        theirs = (drafts.clone(), num_drafts.clone())
+        mine = tuple(t.to(DEVICE) for t in theirs)
+        taken = ops_step.keep_drafts(slots, proposals, limit, 50, computed, room, *theirs)
+        moved = (t.to(DEVICE) for t in (slots, proposals, limit))
+        places = (t.to(DEVICE) for t in (computed, room))
+        found = step.keep_drafts(*moved, 50, *places, *mine)
+        for ours, reference in zip((*mine, found), (*theirs, taken), strict=True):
+            assert torch.equal(ours.cpu(), reference)
     drawn, accepted = torch.randint(0, 99, (rows * width,)), torch.randint(0, width, (rows,))
     for num_accepted in (None, accepted):
         theirs = (computed.clone(), newest.clone(), torch.full((rows, width), -9))

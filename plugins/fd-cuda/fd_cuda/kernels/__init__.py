@@ -25,7 +25,7 @@ _MODULES: Final = {
         "kv_read_blocks",
         "kv_write_blocks",
     ),
-    "step": ("prepare_decode", "finish_decode", "mark_broken"),
+    "step": ("prepare_decode", "finish_decode", "keep_drafts", "mark_broken"),
     "routing": ("moe_routing",),
     "experts": ("moe_experts",),
     "sampling": ("greedy", "sample", "apply_penalties", "apply_bitmask", "log_softmax"),
