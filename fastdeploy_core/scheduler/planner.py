@@ -115,9 +115,7 @@ class StepPlanner:
         if not (columns.step[places[is_due]] == step.step_id).all():
             return
         end = np.minimum(computed + 1 + step.asked, limit)
-        if int(is_due.sum()) * (1 + step.asked) > step.budget or not self._grow_all(
-            is_due, end
-        ):
+        if int(is_due.sum()) * (1 + step.asked) > step.budget or not self._grow_all(is_due, end):
             return
         seqs = roster.running.copy()
         if not is_due.all():

@@ -165,7 +165,6 @@ def test_no_token_changes_over_recorded_steps(benches: Any, name: str, seed: int
     run_mix(benches, name, seed)
     device = benches(name)[0].worker.device
     assert sum(work.num_replays for work in device.recorded) > 20
-    print(benches(name)[0]._executor.num_ahead, benches(name)[0]._executor.num_steps)
 
 
 @pytest.mark.slow
