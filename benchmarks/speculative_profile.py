@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -94,8 +95,8 @@ def report(events: list[dict[str, Any]]) -> None:
             f"of which busy {median(p[2] for p in parts):.0f}; the device waited "
             f"{median(before):.1f} us before it"
         )
-    between = [b[0][0] - a[-1][1] for a, b in zip(steps, steps[1:], strict=False)]
-    whole = [b[0][0] - a[0][0] for a, b in zip(steps, steps[1:], strict=False)]
+    between = [b[0][0] - a[-1][1] for a, b in pairwise(steps)]
+    whole = [b[0][0] - a[0][0] for a, b in pairwise(steps)]
     if whole:
         print(f"  from step to step {median(whole):.0f} us; between steps {median(between):.1f} us")
     ahead = [e for e, s in zip(launches, spans, strict=False) if s[0] - e["ts"] - e["dur"] > 0]

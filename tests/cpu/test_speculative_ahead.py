@@ -12,13 +12,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 
-from fastdeploy_core.types import BatchRows
-from tests.cpu.engine_mixes import MAX_STEPS, Settings
+from tests.cpu.engine_mixes import Settings
 from tests.cpu.speculative_mixes import (
-    NUM_DRAFTS,
     DetailCollector,
     SpeculativeBench,
     SpoilsDevice,
