@@ -67,6 +67,14 @@ OPERATIONS: Final[dict[str, str]] = {
     "None: all 0, num_computed [S] int64, newest [S] int64, results [B,q] int64) -> None; in place, with a "
     "accepted drafts: newest becomes drawn token a of the row, num_computed grows by 1 + a, results are "
     "the row's marked tokens up to a, then -1. The last slot stays as it is",
+    # Tokens of S sequences of which L fit, row S - 1 nobody's.
+    "append_history": "(slots [B] int64, results [B,q] int64: of finish_decode, num_computed [S] int64: behind "
+    "it, history [S,L] int32) -> None; in place: the row's leading results that are not negative stand up to "
+    "position num_computed",
+    "match_ngrams": "(history [S,L] int32, slots [B] int64, num_known [B] int64, min_size, max_size, n) -> "
+    "[B,n] int64: what followed the last tokens of the first num_known where the longest end of them, of "
+    "min_size to max_size tokens, stood before, at the latest such place; behind the newest token it goes on "
+    "with itself. -1 where there is none",
     # Mixture of experts
     "moe_routing": "(router_logits [T,E] float32, correction_bias [E] | None, spec: RoutingSpec) "
     "-> (topk_ids [T,k] int64, topk_weights [T,k] float32)",

@@ -209,6 +209,16 @@ def _step_arguments(make: _Make) -> Arguments:
             *(make.ids(2), 32, make.ids(3, 6, 0), make.ids(8, 8, 0)),
             *(make.zeros([3, 2], "int64"), make.ids(0, 0, 0)),
         ),
+        "append_history": lambda: (
+            make.ids(1, 0),
+            make.ids(9, -1, 7, 8).reshape([2, 2]),
+            make.ids(3, 6, 0),
+            make.zeros([3, 9], "int32"),
+        ),
+        "match_ngrams": lambda: (
+            make.ids(5, 6, 5, 6, 5, 0, 0, 0, 0, 0, 0, 0, dtype="int32").reshape([2, 6]),
+            *(make.ids(0), make.ids(4), 1, 3, 2),
+        ),
         "finish_decode": lambda: (
             *(
                 make.ids(1, 0),

@@ -45,8 +45,10 @@ class DeviceSlots:
         kernels: KernelTable,
         vocab_size: int,
         refuses_drafts: bool = False,
+        keeps_history: bool = False,
     ) -> None:
-        """refuses_drafts: see DraftJudge."""
+        """refuses_drafts: see DraftJudge. keeps_history: see DraftBatch.history."""
+        self._append = kernels["append_history"]
         self._keep, self._vocab_size = kernels["keep_drafts"], vocab_size
         xp, num_slots = device.xp, batch.max_num_seqs + 1
         self._refuses_drafts = refuses_drafts
@@ -65,6 +67,11 @@ class DeviceSlots:
         self.room = zeros(num_slots)  # tokens that the slot's blocks hold
         self.limit = zeros(1)  # drafts that a row may have
         self.rows = zeros(batch.max_num_seqs) + batch.max_num_seqs
+        self.history: Tensor | None = None
+        if keeps_history:
+            longest = batch.max_model_len + max_drafts + 4  # what ended may go on for two steps
+            self.history = zeros(num_slots, longest, dtype=xp.int32)
+        self._has_history = np.zeros(batch.max_num_seqs, dtype=bool)
         # What the device holds, as far as the host knows.
         self._rows = np.full(batch.max_num_seqs, batch.max_num_seqs, dtype=np.int64)
         self._last: tuple[np.ndarray | None, int] = (None, 0)
@@ -81,6 +88,7 @@ class DeviceSlots:
         self._computed[slot] = self._num_drafts[slot] = UNKNOWN
         self._num_blocks[slot] = 0
         self._drafts[slot] = 0
+        self._has_history[slot] = False
 
     def stand_down(self) -> None:
         """New caches: no table entry of former ones stays, and every row is nobody's, so that a step
@@ -120,7 +128,11 @@ class DeviceSlots:
             updates += self._position_updates(rows)
             if not rows.is_decode:
                 updates += self._draft_updates(rows)
+            updates += self._history_updates(rows.slots)
         self._num_appends = batch.num_appends
+        self._send(updates)
+
+    def _send(self, updates: list[Update]) -> None:
         updates = [update for update in updates if update[2].size]
         if not updates:
             return
@@ -160,6 +172,21 @@ class DeviceSlots:
     def holds_drafts(self, rows: StepRows) -> None:
         """The device has been told to keep drafts for these rows."""
         self._num_drafts[rows.slots] = ON_DEVICE
+
+    def take_drawn(self, rows: StepRows, drawn: Tensor) -> None:
+        """A step that the slots take no part in drew these: histories go on. drawn: [R] int64, of which
+        those behind a wrong draft are overwritten later."""
+        if self.history is None:
+            return
+        self._send(self._history_updates(rows.slots))
+        where = rows.slots[rows.sample_rows] * self.history.shape[1] + rows.sample_positions
+        index = self._uploads.send(where)[0]
+        self._xp.index_copy_(self.history.view([-1]), 0, index, drawn.to(self._xp.int32))
+
+    def append_history(self, rows: Tensor, results: Tensor) -> None:
+        """What a recorded step has drawn and kept. results: see kernel finish_decode."""
+        if self.history is not None:
+            self._append(rows, results, self.num_computed, self.history)
 
     def count_accepted(self, rows: Tensor, drawn: Tensor, marked: Tensor) -> Tensor:
         """[B] int64: leading drafts of each row that equal what was drawn in their place. Behind a draft
@@ -237,6 +264,20 @@ class DeviceSlots:
             (self.num_computed, miscounted, starts[~counted]),
             (self.newest, lost, batch.token_ids[lost, where]),
         ]
+
+    def _history_updates(self, slots: np.ndarray) -> list[Update]:
+        """All tokens of sequences that are new here; the device adds to them itself."""
+        if self.history is None:
+            return []
+        batch, slots = self._batch, slots[~self._has_history[slots]]
+        if not slots.size:
+            return []
+        self._has_history[slots] = True
+        counts = batch.num_known[slots]
+        nth = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        rows = np.repeat(slots, counts)
+        entries = rows * self.history.shape[1] + nth
+        return [(self.history.view([-1]), entries, batch.token_ids[rows, nth])]
 
     def _draft_updates(self, rows: StepRows) -> list[Update]:
         slots, counts = rows.slots, rows.num_drafts

@@ -143,6 +143,9 @@ class DraftBatches:
             last=last,
             draw=draw,
             decode=decode,
+            history=slots.history,
+            history_rows=slots.rows[:size],
+            num_known=xp.index_select(slots.num_computed, 0, slots.rows[:size]) + 1,
         )
 
     def _next_ids(self, rows: StepRows, step: TargetStep, drawn: Tensor | None) -> Tensor:

@@ -57,10 +57,14 @@ class DrafterMaker:
         self._device, self._kernels = device, kernels
         self._loaded, self._resolved = loaded, resolved
 
-    def make(self, rank: int) -> Drafters:
-        """What drafts on the host does so on rank 0, what drafts on the device on every rank."""
+    def make(self, rank: int, *, records: bool = False) -> Drafters:
+        """What drafts on the host does so on rank 0, what drafts on the device on every rank. `records`:
+        decode steps will be recorded."""
         method, needs = self._speculative.method, self._resolved.speculative
         driver = self._resolved.load("speculative", method)
+        # Rank 0 alone knows the tokens, so histories can be kept on the device of a single rank only.
+        if records and self._config.parallel.tensor_parallel_size == 1:
+            driver = getattr(driver, "on_device", driver)
         runs_on = getattr(driver, "runs_on", "")
         if runs_on not in ("host", "device"):
             raise PluginLoadError(

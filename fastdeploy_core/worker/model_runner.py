@@ -118,6 +118,7 @@ class ModelRunner:
             kernels=self._kernels,
             vocab_size=self.vocab_size,
             refuses_drafts=self._judge.refuses_all,
+            keeps_history=speculation is not None and speculation.reads_history,
         )
         self.batch.watch(slots)
         return StepGraphs(
@@ -243,7 +244,7 @@ class ModelRunner:
                 results = self._draw(launched, logits, recorded)
         drafts = None
         if self._speculation is not None:
-            drafts = self._speculation.propose(launched, recorded)
+            drafts = self._speculation.propose(launched, recorded, self._slots)
             if drafts is not None and recorded is not None and self._slots is not None:
                 self._slots.holds_drafts(launched.rows)
         with self._lock:
@@ -337,11 +338,15 @@ class ModelRunner:
                 self._drawer.count_kept(plan, drawn.token_ids, results.reshape([-1]) != NOT_KEPT)
             return results
         if drafts is None:
+            if self._slots is not None:
+                self._slots.take_drawn(rows, drawn.token_ids)
             batch.sampled(plan.slots, plan.slots_dev, rows.sample_positions, drawn.token_ids)
             return drawn.marked
         verdict = self._judge.judge(drafts, drawn.token_ids)
         launched.accepted = verdict.num_accepted
         self._drawer.count_kept(plan, drawn.token_ids, verdict.kept)
+        if self._slots is not None:
+            self._slots.take_drawn(rows, drawn.token_ids)
         slots = plan.slots[drafts.layout.first]
         batch.drawn_behind_drafts(slots, self._device.to_device(slots), verdict.next_ids)
         return verdict.mark(drawn.marked)

@@ -52,6 +52,8 @@ class Speculation:
         self._drafter, self._follower = drafters.drafter, drafters.follower
         self._batches = DraftBatches(device, loaded, batch, drafters.first_layer)
         self.on_device = drafters.on_device
+        # Such a drafter draws nothing, so one recording serves every kind of sampling.
+        self.reads_history = bool(getattr(drafters.drafter, "reads_history", False))
         # Whether its drafts can stay on the device: no host drafter has a say in them.
         self.leaves_drafts = drafters.on_device and not drafters.is_continued
         self._draw_plan: SamplingPlan | None = None
@@ -59,7 +61,9 @@ class Speculation:
 
     # -- drafting on the device -------------------------------------------------------------------
 
-    def propose(self, launched: Launched, recorded: RecordedStep | None) -> Tensor | None:
+    def propose(
+        self, launched: Launched, recorded: RecordedStep | None, slots: DeviceSlots | None
+    ) -> Tensor | None:
         """[B, max_drafts] drafts behind a launched step; None: none are made here. Every rank comes
         here alike."""
         drafter, step, max_drafts = self._drafter, launched.target, launched.max_drafts
@@ -68,7 +72,7 @@ class Speculation:
             return None
         began, num_rows = time.perf_counter(), launched.rows.slots.size
         drafts: Tensor | None = None
-        if recorded is not None and launched.drawn is None:
+        if recorded is not None and (launched.drawn is None or self.reads_history):
             drafts = recorded.replay_proposal(max_drafts, num_rows)
         if recorded is not None and drafts is None:
             step = TargetStep.of_recorded(recorded, num_rows, self._batches)
@@ -77,13 +81,13 @@ class Speculation:
                 launched.drawn = recorded.drawn[: num_rows * recorded.width]
             if launched.accepted is not None:
                 launched.accepted = launched.accepted[:num_rows]
-            drafts = self._propose(drafter, launched, step, max_drafts)
+            drafts = self._propose(drafter, launched, step, max_drafts, slots)
             if max_drafts:
                 drafts = recorded.keep_drafts(
                     num_rows, self._nothing(num_rows, max_drafts) if drafts is None else drafts
                 )
         elif drafts is None and step is not None:
-            drafts = self._propose(drafter, launched, step, max_drafts)
+            drafts = self._propose(drafter, launched, step, max_drafts, slots)
         launched.draft_s = time.perf_counter() - began
         return drafts
 
@@ -101,12 +105,20 @@ class Speculation:
         return self._checked(self._drafter.propose(batch), recorded.size, max_drafts)
 
     def _propose(
-        self, drafter: Drafter, launched: Launched, step: TargetStep, max_drafts: int
+        self,
+        drafter: Drafter,
+        launched: Launched,
+        step: TargetStep,
+        max_drafts: int,
+        slots: DeviceSlots | None,
     ) -> Tensor | None:
         rows = launched.rows
         draw = _Draw(self, self._plan(rows.slots))
         batch = self._batches.make(rows, step, launched.drawn, launched.accepted, max_drafts, draw)
         draw.positions = self._xp.index_select(batch.attention.positions, 0, batch.last)
+        if slots is not None and slots.history is not None:
+            batch.history, batch.history_rows = slots.history, self._device.to_device(rows.slots)
+            batch.num_known = draw.positions + 2
         try:
             drafts = drafter.propose(batch)
             return self._checked(drafts, rows.slots.size, max_drafts) if max_drafts else None

@@ -89,8 +89,8 @@ class RecordedStep:
         self.context: ForwardContext | None = None
         self.hidden: Tensor = None  # [size * width, hidden size]
         self.logits: Tensor = None  # [size * width, vocabulary] float32
-        self.drawn: Tensor = None  # [size * width] int64, the likeliest tokens
-        self.accepted: Tensor | None = None  # [rows] int64 drafts that were right; None at width 1
+        self.drawn: Tensor = None  # [size * width] int64
+        self.accepted: Tensor | None = None  # [size] int64 drafts that were right; None at width 1
         self._proposals: dict[int, CapturedGraph] = {}  # by number of drafts
         self._drafts: dict[int, Tensor] = {}  # [size, number] int64
 
@@ -189,19 +189,28 @@ class RecordedStep:
             drawn = graphs.greedy_kernel(logits)
             peaks = graphs.xp.gather(logits, 1, drawn.unsqueeze(1)).squeeze(1)
         self.drawn = drawn
-        self.write_back(self.size, drawn, graphs.mark(drawn, peaks, None))
+        self.accepted = self._finish(self.size, drawn, graphs.mark(drawn, peaks, None))
 
     def write_back(self, num_rows: int, drawn: Tensor, marked: Tensor) -> Tensor:
-        """The slots take what was drawn, as far as drafts are right; [num_rows, width] marked tokens
-        for the host, -1 behind the last one."""
+        """What a sampler drew that is not recorded, as if `draw_greedily` had: marked tokens of the
+        rows."""
+        accepted = self._finish(num_rows, drawn, marked)
+        self.drawn[: num_rows * self.width].copy_(drawn)
+        if accepted is not None and self.accepted is not None:
+            self.accepted[:num_rows].copy_(accepted)
+        return self._buffers.results[:num_rows]
+
+    def _finish(self, num_rows: int, drawn: Tensor, marked: Tensor) -> Tensor | None:
+        """The slots take what was drawn, as far as drafts are right, and the results are marked tokens
+        for the host, -1 behind each row's last one. The number of right drafts."""
         graphs, slots, results = self._graphs, self._graphs.slots, self._buffers.results[:num_rows]
         rows, accepted = slots.rows[:num_rows], None
         if self.width > 1:
             shape = [num_rows, self.width]
             accepted = slots.count_accepted(rows, drawn.view(shape), marked.view(shape))
-        self.accepted = accepted
         graphs.finish(rows, drawn, marked, accepted, slots.num_computed, slots.newest, results)
-        return results
+        slots.append_history(rows, results)
+        return accepted
 
 
 class StepBuffers:

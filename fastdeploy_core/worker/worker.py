@@ -83,16 +83,16 @@ class Worker:
             self._communicator,
             self.resolved.load,
         )
+        sizes, about_graphs = graph_sizes(
+            self.config, device.limits, loaded.attention.values(), self.world_size
+        )
         drafters = None
         if self.config.speculative is not None:
             drafters = DrafterMaker(
                 self.config, self.config.speculative, device, kernels, loaded, self.resolved
-            ).make(self.rank)
+            ).make(self.rank, records=bool(sizes))
         gc.collect()
         weight_bytes = max(0, free_before - device.memory().free_bytes)
-        sizes, about_graphs = graph_sizes(
-            self.config, device.limits, loaded.attention.values(), self.world_size
-        )
         self._runner = ModelRunner(
             self.config, device, kernels, loaded, self.rank, self._communicator, sizes, drafters
         )

@@ -41,12 +41,17 @@ def world(folder: Path, tensor_library: str) -> tuple[list[Any], DetailCollector
     return requests, answers_alone(plain, requests)
 
 
-@pytest.fixture(scope="module")
-def bench(folder: Path, tensor_library: str) -> SpeculativeBench:
-    """Drafts by the target's double, every third of them spoilt."""
-    made = SpeculativeBench(
-        folder, tensor_library, "draft_model", {"model": str(folder)}, captures=True, processors=()
-    )
+OPTIONS: dict[str, dict[str, Any]] = {"ngram_match": {"min_ngram_size": 1}, "draft_model": {}}
+
+
+@pytest.fixture(scope="module", params=OPTIONS)
+def bench(folder: Path, tensor_library: str, request: pytest.FixtureRequest) -> SpeculativeBench:
+    """Drafts by the target's double, every third of them spoilt, or by n-grams on the device."""
+    method = request.param
+    options = OPTIONS[method] or {"model": str(folder)}
+    made = SpeculativeBench(folder, tensor_library, method, options, captures=True, processors=())
+    if method == "ngram_match":
+        return made
     drafter, xp = made.speculation._drafter, made.worker.device.xp
     made.speculation._drafter = SpoilsDevice(drafter, xp, made.vocab_size)
     return made
@@ -74,7 +79,7 @@ def run_mix(bench: SpeculativeBench, world: Any, seed: int, seen: Counter[str]) 
 
 
 @pytest.mark.parametrize(
-    "num_mixes", [12, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])]
+    "num_mixes", [7, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])]
 )
 def test_steps_ahead_of_results_change_no_token(
     bench: SpeculativeBench, world: Any, num_mixes: int
@@ -83,5 +88,5 @@ def test_steps_ahead_of_results_change_no_token(
     for seed in range(num_mixes):
         run_mix(bench, world, seed, seen)
     assert seen["ahead"] > seen["steps"] // 4, seen
-    assert seen["accepted"] > 10 * num_mixes and seen["refused"] > 10 * num_mixes
+    assert seen["accepted"] > 2 * num_mixes and seen["refused"] > 4 * num_mixes
     assert seen["preemptions"] and not seen["failures"]

@@ -204,3 +204,26 @@ def test_step_state_equals_the_references(width: int, rows: int) -> None:
         for ours, reference in zip(mine[:2], theirs[:2], strict=True):
             assert torch.equal(ours.cpu()[:-1], reference[:-1])
         assert torch.equal(mine[2].cpu(), theirs[2])
+
+
+def test_histories_equal_the_references() -> None:
+    from fastdeploy_core.reference import ops_history
+
+    from fd_cuda.kernels import history
+
+    torch.manual_seed(0)
+    slots = torch.tensor([2, 0, 3, 4])  # slot 4 is nobody's
+    computed, width = torch.tensor([20, 7, 3, 1, 0]), 3
+    given = torch.randint(0, 3, (5, 2100), dtype=torch.int32)
+    results = torch.randint(0, 3, (4, width))
+    results[0, 1:] = results[2, 2:] = -1
+    expected, got = given.clone(), given.to(DEVICE)
+    ops_history.append_history(slots, results, computed, expected)
+    moved = [t.to(DEVICE) for t in (slots, results, computed)]
+    history.append_history(*moved, got)
+    assert torch.equal(got.cpu()[:-1], expected[:-1])
+    known = torch.tensor([2080, 1, 40, 0])
+    for least, most, number in ((1, 4, 3), (2, 5, 1), (8, 12, 6)):
+        wanted = ops_history.match_ngrams(expected, slots, known, least, most, number)
+        found = history.match_ngrams(got, moved[0], known.to(DEVICE), least, most, number)
+        assert torch.equal(found.cpu()[:3], wanted[:3])

@@ -26,6 +26,7 @@ _MODULES: Final = {
         "kv_write_blocks",
     ),
     "step": ("prepare_decode", "finish_decode", "keep_drafts", "mark_broken"),
+    "history": ("append_history", "match_ngrams"),
     "routing": ("moe_routing",),
     "experts": ("moe_experts",),
     "sampling": ("greedy", "sample", "apply_penalties", "apply_bitmask", "log_softmax"),
