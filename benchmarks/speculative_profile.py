@@ -12,10 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import threading
-import time
 from collections import Counter
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,27 +32,29 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", default=["", "mtp"], help="'': without")
     parser.add_argument("--k", nargs="+", type=int, default=[1])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 32])
-    parser.add_argument("--seconds", type=float, default=0.15, help="of the profile")
+    parser.add_argument(
+        "--steps", type=int, default=60, help="pieces of each answer in the profile"
+    )
     add_arguments(parser)
     return parser.parse_args()
 
 
-def profile(llm: Any, prompts: list[str], seconds: float, folder: Path) -> list[dict[str, Any]]:
-    """Events of a stretch of steady decoding."""
+def profile(llm: Any, prompts: list[str], num_steps: int, folder: Path) -> list[dict[str, Any]]:
+    """Events of a stretch of steady decoding, in the thread that launches it."""
     import torch
     from torch.profiler import ProfilerActivity
 
     from fastdeploy import SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
-    llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=64), use_tqdm=False)
-    worker = threading.Thread(target=lambda: llm.generate(prompts, params, use_tqdm=False))
-    worker.start()
-    time.sleep(0.1)
+    params = SamplingParams(temperature=0.0, max_tokens=600, ignore_eos=True)
+    pieces = llm.generate(prompts, params, use_tqdm=False, stream=True)
+    for _ in islice(pieces, 50 * len(prompts)):
+        pass
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as found:
-        time.sleep(seconds)
-    worker.join()
+        for _ in islice(pieces, num_steps * len(prompts)):
+            pass
+    pieces.close()
     path = folder / "trace.json"
     found.export_chrome_trace(str(path))
     events: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["traceEvents"]
@@ -87,6 +87,9 @@ def report(events: list[dict[str, Any]]) -> None:
     steps = [spans[n : n + width] for n in firsts if n + width <= len(spans)]
     print(f"  {len(steps)} steps of {width} recordings; calls that wait for the device: "
           f"{dict(waits) or 'none'}")  # fmt: skip
+    if not steps:
+        print("  the profile holds no replayed recordings: nothing is recorded on this device")
+        return
     for nth in range(width):
         parts = [step[nth] for step in steps]
         before = [step[nth][0] - step[nth - 1][1] for step in steps] if nth else [0.0]
@@ -128,7 +131,7 @@ def main() -> None:
                     for batch in options.batch:
                         prompts = questions(options.model, "reciting", batch)
                         print(f"{method or 'none'} k={k} batch {batch}", flush=True)
-                        report(profile(llm, prompts, options.seconds, Path(folder)))
+                        report(profile(llm, prompts, options.steps, Path(folder)))
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ class StepPlanner:
             self._kv.take_copies(),
             num_drafts,
             rests=self._settings.drafts_with_cache,
+            fills=self._length is not None and not self._length.is_off(self._num_rows()),
         )
 
     def _awaits_drafts(self) -> bool:
@@ -89,7 +90,12 @@ class StepPlanner:
         """Drafts to ask for behind this step."""
         if self._settings.drafts_with_cache and not self._can_draft().any():
             return 0
-        return length.choose(max(1, len(self._roster.running)))
+        return length.choose(self._num_rows())
+
+    def _num_rows(self) -> int:
+        """Rows that the step, or the next one, will have."""
+        roster = self._roster
+        return max(1, min(self._settings.max_num_seqs, len(roster.running) + roster.num_waiting))
 
     def _can_draft(self) -> np.ndarray:
         """Of the running sequences; those of which a drafter's cache has missed too much cannot."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from fastdeploy_core.types import BatchRows, BlockCopies, NewSequence, SchedulerOutput
 
-from .columns import Columns
+from .columns import NEVER, Columns
 from .sequence import Sequence
 
 _TOKEN_IDS, _STOP_IDS, _REQUEST_ID, _ATTEMPT, _TENANT = map(
@@ -184,9 +184,15 @@ class StepBuilder:
         self._new_blocks.setdefault(seq.seq_id, []).extend(blocks)
 
     def finish(
-        self, forgotten: list[int], copies: BlockCopies, max_drafts: int = 0, *, rests: bool = False
+        self,
+        forgotten: list[int],
+        copies: BlockCopies,
+        max_drafts: int = 0,
+        *,
+        rests: bool = False,
+        fills: bool = True,
     ) -> ScheduledStep:
-        """The step. max_drafts, rests: see `_ask`."""
+        """The step. max_drafts, rests, fills: see `_ask`."""
         cohort = self._cohort if self._has_cohort else NO_COHORT
         has_drafts = self._is_ahead or bool(self._draft_ids.size)
         message = SchedulerOutput(
@@ -220,25 +226,27 @@ class StepBuilder:
             }
         self.step_id = self._number
         self.num_decoded = 0 if self._rows else len(cohort.seqs)
-        self._ask(step, max_drafts, rests=rests)
+        self._ask(step, max_drafts, rests=rests, fills=fills)
         return step
 
     def _awaited(self, cohort: Cohort) -> np.ndarray:
         places = [row.seq.place for row in self._rows if row.sample]
         return np.concatenate((cohort.places, np.array(places, dtype=np.int64)))
 
-    def _ask(self, step: ScheduledStep, max_drafts: int, *, rests: bool) -> None:
+    def _ask(self, step: ScheduledStep, max_drafts: int, *, rests: bool, fills: bool) -> None:
         """Say in the message how many drafts are wanted behind the step. `rests`: a drafter with a
-        cache of its own is asked for none, and misses what decodes here."""
+        cache of its own is asked for none, and misses what decodes here; prompts, too, unless it
+        `fills` its cache with them for later."""
         self.asked = max_drafts
         columns = self._columns
         columns.awaits[step.awaited] = self._number
         if max_drafts or not rests:
             step.output.max_drafts = max_drafts
-        elif self.num_prefills:
+        elif self.num_prefills and fills:
             step.output.max_drafts = 0
         else:
-            columns.rested[[seq.place for seq in step.seqs()]] += 1
+            columns.rested[step.cohort.places] += 1
+            columns.rested[[row.seq.place for row in self._rows]] = NEVER
 
     def _columns_of(self, cohort: Cohort) -> BatchRows:
         """Explicit rows for a message: the cohort's, then the others."""

@@ -129,11 +129,17 @@ class ModelRunner:
             sizes,
             block_size=config.cache.block_size,
             max_model_len=config.model.max_model_len,
-            widths=(1, 1 + self._max_drafts) if self._max_drafts else (1,),
+            widths=self._widths(),
             communicator=communicator,
             draft_numbers=self._recorded_drafts(),
             propose=None if speculation is None else partial(speculation.propose_recorded, slots),
         )
+
+    def _widths(self) -> tuple[int, ...]:
+        """Tokens per row that steps are recorded for; fewer drafts are padded."""
+        most, speculative = self._max_drafts, self._config.speculative
+        adapts = speculative is not None and speculative.adaptive_length
+        return tuple(sorted({1, 1 + most, 2 if adapts and most > 2 else 1}))
 
     @property
     def max_rows_ahead(self) -> int:
@@ -278,7 +284,7 @@ class ModelRunner:
         rows, graphs, slots = launched.rows, self._graphs, self._slots
         if graphs is None or slots is None:
             return None
-        width = 1 if rows.is_decode else 1 + self._max_drafts
+        width = 1 if rows.is_decode else 1 + int(rows.num_drafts.max())
         if width == 1 and not rows.is_decode:
             return None
         recorded = graphs.find(rows.slots.size, width)
@@ -287,8 +293,8 @@ class ModelRunner:
         if recorded is None or not (rows.is_decode or rows.fits(self._max_drafts)):
             return None
         slots.sync(rows, recorded.size, max(0, launched.max_drafts))
-        if width > 1:
-            launched.rows = rows.widen(width)
+        if not rows.is_decode:
+            launched.rows = rows.widen(recorded.width)
         return recorded
 
     def _compute(self, launched: Launched) -> Tensor | None:

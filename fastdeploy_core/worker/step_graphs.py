@@ -289,9 +289,10 @@ class StepGraphs:
         self._caches: list[tuple[Tensor, ...]] = []
 
     def find(self, num_rows: int, width: int) -> RecordedStep | None:
-        """The smallest recorded step that holds the rows."""
+        """The smallest recorded step that holds so many rows of up to `width` tokens."""
         size = next((size for size in self.sizes if size >= num_rows), 0)
-        return self._steps.get((size, width))
+        wide = next((wide for wide in sorted(self.widths) if wide >= width), 0)
+        return self._steps.get((size, wide))
 
     def context(self, batch: AttentionBatch) -> ForwardContext:
         """What the model's layers need."""
