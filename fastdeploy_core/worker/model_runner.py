@@ -32,7 +32,7 @@ from .judging import DraftJudge
 from .pending import Launched, PendingOutput
 from .reading import NOT_KEPT, StepReader
 from .sequence_state import SequenceState
-from .speculation import Speculation
+from .speculation import Speculation, recorded_widths
 from .step_graphs import RecordedStep, StepGraphs
 
 if TYPE_CHECKING:
@@ -94,9 +94,11 @@ class ModelRunner:
             device, batch, refuses_all=speculative is not None and speculative.benchmark_mode
         )
         self._speculation: Speculation | None = None
-        if drafters is not None:
+        if drafters is not None and speculative is not None:
             rank_of = (self._columns, self._state, communicator)
-            self._speculation = Speculation(device, loaded, batch, *rank_of, drafters, kernels)
+            self._speculation = Speculation(
+                *(device, loaded, batch, *rank_of, drafters, kernels, speculative)
+            )
         self._reader = StepReader(device, batch, self._state, self._lock, self._speculation)
         self._slots: DeviceSlots | None = None
         self._graphs: StepGraphs | None = None
@@ -129,17 +131,13 @@ class ModelRunner:
             sizes,
             block_size=config.cache.block_size,
             max_model_len=config.model.max_model_len,
-            widths=self._widths(),
+            widths=recorded_widths(config.speculative),
             communicator=communicator,
-            draft_numbers=self._recorded_drafts(),
+            draft_numbers=() if speculation is None else speculation.recorded_numbers(),
+            # A drafter that reads histories draws nothing.
+            draft_draws=(False,) if slots.history is not None else (False, True),
             propose=None if speculation is None else partial(speculation.propose_recorded, slots),
         )
-
-    def _widths(self) -> tuple[int, ...]:
-        """Tokens per row that steps are recorded for; fewer drafts are padded."""
-        most, speculative = self._max_drafts, self._config.speculative
-        adapts = speculative is not None and speculative.adaptive_length
-        return tuple(sorted({1, 1 + most, 2 if adapts and most > 2 else 1}))
 
     @property
     def max_rows_ahead(self) -> int:
@@ -154,14 +152,6 @@ class ModelRunner:
         ):
             return 0
         return max(self._graphs.sizes)
-
-    def _recorded_drafts(self) -> tuple[int, ...]:
-        """Numbers of drafts that a drafter on the device is recorded for."""
-        speculation, speculative = self._speculation, self._config.speculative
-        if speculation is None or speculative is None or not speculation.on_device:
-            return ()
-        most = speculative.num_speculative_tokens
-        return tuple(sorted({1, most})) if speculative.adaptive_length else (most,)
 
     # -- cache ------------------------------------------------------------------------------------
 

@@ -15,8 +15,10 @@ from fastdeploy_core.contracts.speculative import NO_DRAFT, Drafter, HostDraftIn
 from fastdeploy_core.sampling.columns import SamplingColumns, SamplingPlan
 
 from .draft_batch import DraftBatches, TargetStep
+from .recorded_draws import RecordedDraws
 
 if TYPE_CHECKING:
+    from fastdeploy_core.config import SpeculativeConfig
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
@@ -45,8 +47,11 @@ class Speculation:
         communicator: Communicator | None,
         drafters: Drafters,
         kernels: KernelTable,
+        config: SpeculativeConfig,
     ) -> None:
+        self._config = config
         self._greedy = kernels["greedy"]
+        self._draws = RecordedDraws(device, kernels, columns, batch.max_num_seqs)
         self._device, self._xp, self._batch, self._columns = device, device.xp, batch, columns
         self._state, self._communicator = state, communicator
         self._drafter, self._follower = drafters.drafter, drafters.follower
@@ -58,6 +63,13 @@ class Speculation:
         self.leaves_drafts = drafters.on_device and not drafters.is_continued
         self._draw_plan: SamplingPlan | None = None
         self.num_failures = 0  # proposals lost to an exception or to nonsense
+
+    def recorded_numbers(self) -> tuple[int, ...]:
+        """Numbers of drafts that a drafter on the device is recorded for."""
+        if not self.on_device:
+            return ()
+        most = self._config.num_speculative_tokens
+        return tuple(sorted({1, most})) if self._config.adaptive_length else (most,)
 
     # -- drafting on the device -------------------------------------------------------------------
 
@@ -72,8 +84,11 @@ class Speculation:
             return None
         began, num_rows = time.perf_counter(), launched.rows.slots.size
         drafts: Tensor | None = None
-        if recorded is not None and (launched.drawn is None or self.reads_history):
-            drafts = recorded.replay_proposal(max_drafts, num_rows)
+        if recorded is not None:
+            is_random = launched.drawn is not None and not self.reads_history
+            if is_random:
+                self._draws.fill(launched.rows.slots)
+            drafts = recorded.replay_proposal(max_drafts, num_rows, is_random)
         if recorded is not None and drafts is None:
             step = TargetStep.of_recorded(recorded, num_rows, self._batches)
             launched.accepted = recorded.accepted
@@ -92,13 +107,17 @@ class Speculation:
         return drafts
 
     def propose_recorded(
-        self, slots: DeviceSlots, recorded: RecordedStep, max_drafts: int
+        self, slots: DeviceSlots, recorded: RecordedStep, max_drafts: int, is_random: bool
     ) -> Tensor:
-        """What is recorded behind a step that draws greedily: [rows, max_drafts]."""
+        """What is recorded behind a step: [rows, max_drafts]."""
         assert self._drafter is not None
 
         def draw(logits: Tensor, step: int) -> Tensor:
-            ids = self._greedy(logits)
+            if is_random:
+                last = self._xp.index_select(batch.attention.positions, 0, batch.last)
+                ids = self._draws.draw(logits, last + (2 + step))
+            else:
+                ids = self._greedy(logits)
             return ids if self._communicator is None else self._communicator.broadcast(ids, 0)
 
         batch = self._batches.make_recorded(recorded, slots, max_drafts, draw)
@@ -280,6 +299,14 @@ class Speculation:
                 drafter.name,
                 exc_info=error,
             )
+
+
+def recorded_widths(config: SpeculativeConfig | None) -> tuple[int, ...]:
+    """Tokens per row that steps are recorded for; fewer drafts are padded."""
+    if config is None:
+        return (1,)
+    most = config.num_speculative_tokens
+    return tuple(sorted({1, 1 + most, 2 if config.adaptive_length and most > 2 else 1}))
 
 
 class _Draw:

@@ -91,8 +91,9 @@ class RecordedStep:
         self.logits: Tensor = None  # [size * width, vocabulary] float32
         self.drawn: Tensor = None  # [size * width] int64
         self.accepted: Tensor | None = None  # [size] int64 drafts that were right; None at width 1
-        self._proposals: dict[int, CapturedGraph] = {}  # by number of drafts
-        self._drafts: dict[int, Tensor] = {}  # [size, number] int64
+        # By number of drafts, and whether rows draw them at random.
+        self._proposals: dict[tuple[int, bool], CapturedGraph] = {}
+        self._drafts: dict[tuple[int, bool], Tensor] = {}  # [size, number] int64
 
     def record(self, beside: CapturedGraph | None) -> CapturedGraph:
         """Run once to get ready, then record; the memory of `beside` is used again."""
@@ -108,28 +109,31 @@ class RecordedStep:
             self._forward.replay()
             self._greedy.replay()
         for number in self._graphs.draft_numbers:
-            self._record_proposal(number, beside)
+            for is_random in self._graphs.draft_draws:
+                self._record_proposal(number, is_random, beside)
         return beside
 
-    def _record_proposal(self, number: int, beside: CapturedGraph) -> None:
-        """`number` drafts behind `draw_greedily`, by a drafter on the device."""
+    def _record_proposal(self, number: int, is_random: bool, beside: CapturedGraph) -> None:
+        """`number` drafts behind what was drawn, by a drafter on the device."""
         make = self._graphs.propose
         assert make is not None
 
         def propose() -> None:
-            proposals = make(self, number)
-            self._drafts[number] = self.keep_drafts(self.size, proposals)
+            proposals = make(self, number, is_random)
+            self._drafts[number, is_random] = self.keep_drafts(self.size, proposals)
 
         propose()
-        self._proposals[number] = self._graphs.device.capture(propose, beside)
+        self._proposals[number, is_random] = self._graphs.device.capture(propose, beside)
 
-    def replay_proposal(self, number: int, num_rows: int) -> Tensor | None:
-        """Queue the drafts behind `replay_greedy`: [rows, number]. None: not recorded."""
-        fitting = [recorded for recorded in self._proposals if recorded >= number]
+    def replay_proposal(self, number: int, num_rows: int, is_random: bool) -> Tensor | None:
+        """Queue the drafts behind `replay_greedy` or `write_back`: [rows, number]. None: not
+        recorded."""
+        fitting = [made for made, kind in self._proposals if made >= number and kind == is_random]
         if not fitting:
             return None
-        self._proposals[min(fitting)].replay()
-        return self._drafts[min(fitting)][:num_rows, :number]
+        key = (min(fitting), is_random)
+        self._proposals[key].replay()
+        return self._drafts[key][:num_rows, :number]
 
     def keep_drafts(self, num_rows: int, proposals: Tensor) -> Tensor:
         """The rows' slots take drafts for the next step; what they took."""
@@ -256,7 +260,8 @@ class StepBuffers:
 class StepGraphs:
     """All recorded steps of one rank. `widths`: tokens per row, 1 and with speculation 1 + drafts.
 
-    `propose` makes drafts behind a step; it is recorded for each of the `draft_numbers`.
+    `propose` makes drafts behind a step; it is recorded for each of the `draft_numbers`, and for greedy
+    rows or ones that draw at random as `draft_draws` says.
     """
 
     def __init__(
@@ -272,9 +277,10 @@ class StepGraphs:
         widths: tuple[int, ...] = (1,),
         communicator: Communicator | None = None,
         draft_numbers: tuple[int, ...] = (),
-        propose: Callable[[RecordedStep, int], Tensor] | None = None,
+        draft_draws: tuple[bool, ...] = (False,),
+        propose: Callable[[RecordedStep, int, bool], Tensor] | None = None,
     ) -> None:
-        self.draft_numbers, self.propose = draft_numbers, propose
+        self.draft_numbers, self.draft_draws, self.propose = draft_numbers, draft_draws, propose
         self.device, self.xp, self.slots, self.block_size = device, device.xp, slots, block_size
         self.model, self.communicator, self._loaded = loaded.model, communicator, loaded
         self.prepare, self.finish = kernels["prepare_decode"], kernels["finish_decode"]
