@@ -63,7 +63,8 @@ class DrafterMaker:
         method, needs = self._speculative.method, self._resolved.speculative
         driver = self._resolved.load("speculative", method)
         # Rank 0 alone knows the tokens, so histories can be kept on the device of a single rank only.
-        if records and self._config.parallel.tensor_parallel_size == 1:
+        can_keep = records and self._device.limits.step_buckets is None
+        if can_keep and self._config.parallel.tensor_parallel_size == 1:
             driver = getattr(driver, "on_device", driver)
         runs_on = getattr(driver, "runs_on", "")
         if runs_on not in ("host", "device"):
@@ -96,10 +97,10 @@ class DrafterMaker:
         return drafter
 
     def _check_device(self, method: str) -> None:
-        if self._device.limits.token_buckets is not None:
+        if self._device.limits.step_buckets is not None:
             raise CapabilityError(
                 f"speculative method {method!r} cannot run on device {self._device.name!r}, which only "
-                "takes batches of certain sizes; possible: ngram_match or suffix, which draft on the "
+                "takes steps of certain shapes; possible: ngram_match or suffix, which draft on the "
                 "host"
             )
 

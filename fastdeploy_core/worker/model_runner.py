@@ -16,17 +16,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastdeploy_core.config import EngineConfig
-from fastdeploy_core.contracts.attention import cache_dtypes
 from fastdeploy_core.errors import RequestError, ResourceError, WorkerError
 from fastdeploy_core.layers.context import ForwardContext
 from fastdeploy_core.sampling.columns import SamplingColumns, SamplingPlan
 from fastdeploy_core.sampling.processors import BUILTIN_PROCESSORS
-from fastdeploy_core.types import BlockCopies, NewSequence, SchedulerOutput
+from fastdeploy_core.types import NewSequence, SchedulerOutput
 
+from .caches import Caches
 from .device_slots import DeviceSlots
 from .draft_batch import TargetStep
 from .drawing import TokenDrawer, is_simple
-from .host_tier import BlockMover
 from .input_batch import InputBatch
 from .judging import DraftJudge
 from .pending import Launched, PendingOutput
@@ -34,6 +33,7 @@ from .reading import NOT_KEPT, StepReader
 from .sequence_state import SequenceState
 from .speculation import Speculation, recorded_widths
 from .step_graphs import RecordedStep, StepGraphs
+from .step_shapes import StepShapes
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
@@ -74,6 +74,7 @@ class ModelRunner:
             parts += self._state.parts
         speculative = config.speculative
         self._max_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+        self.shapes = StepShapes.of(config, device.limits)
         batch = self.batch = InputBatch(
             device,
             config.batch.max_num_seqs,
@@ -81,6 +82,7 @@ class ModelRunner:
             config.cache.block_size,
             parts,
             self._max_drafts,
+            self.shapes,
         )
         self._lock = threading.RLock()
         self._drawer = TokenDrawer(
@@ -107,8 +109,7 @@ class ModelRunner:
         self._num_ranks = 1 if communicator is None else communicator.world_size
         self._is_simple = np.zeros(config.batch.max_num_seqs, dtype=bool)  # see is_simple()
         self._refused: dict[int, str] = {}  # by seq_id: what their parameters lack
-        self._caches: list[tuple[Tensor, ...]] = []
-        self._mover: BlockMover | None = None
+        self.caches = Caches(device, kernels, loaded)
 
     def _make_graphs(self, sizes: tuple[int, ...], communicator: Communicator | None) -> StepGraphs:
         """Recordings to be made, and the device's own state of the sequences that they work on."""
@@ -155,23 +156,10 @@ class ModelRunner:
 
     # -- cache ------------------------------------------------------------------------------------
 
-    def cache_shapes(self, num_blocks: int) -> list[list[tuple[tuple[int, ...], str]]]:
-        """(shape, dtype) of each tensor of each layer's cache."""
-        layers = []
-        for spec in self._loaded.kv_layers:
-            shapes = self._loaded.attention[spec].cache_shapes(num_blocks)
-            layers.append(list(zip(shapes, cache_dtypes(spec, len(shapes)), strict=True)))
-        return layers
-
     def allocate_cache(self, num_blocks: int, num_host_blocks: int) -> None:
         """Zeroed caches of every layer; what was there before is dropped first."""
-        xp, device = self._xp, self._device
         self._drop_cache()
-        self._caches = [
-            tuple(xp.zeros(s, dtype=xp.dtype(dtype), device=device.device) for s, dtype in layer)
-            for layer in self.cache_shapes(num_blocks)
-        ]
-        self._mover = BlockMover(device, self._kernels, self._caches, num_host_blocks)
+        self.caches.allocate(num_blocks, num_host_blocks)
 
     def free_cache(self) -> None:
         """Drop caches and every sequence."""
@@ -185,20 +173,20 @@ class ModelRunner:
     def _drop_cache(self) -> None:
         if self._graphs is not None:
             self._graphs.drop()
-        self._mover, self._caches = None, []
+        self.caches.drop()
 
     def record_graphs(self) -> None:
         """Record decode steps over the caches there are, if steps are to be recorded."""
         if self._graphs is not None:
             with self._xp.no_grad():
-                self._graphs.record(self._caches, is_first_rank=self._rank == 0)
+                self._graphs.record(self.caches.tensors, is_first_rank=self._rank == 0)
 
     def graph_bytes(self) -> int:
         """What record_graphs() will take, measured over the caches there are."""
         if self._graphs is None:
             return 0
         with self._xp.no_grad():
-            return self._graphs.estimate(self._caches)
+            return self._graphs.estimate(self.caches.tensors)
 
     # -- a step -----------------------------------------------------------------------------------
 
@@ -261,7 +249,7 @@ class ModelRunner:
                 self._speculation.forget(seq_id)
         for new in step.new_sequences:
             self._add(new)
-        self._move_blocks(step.copies)
+        self.caches.move(step.copies)
         rows = batch.rows(step)
         launched = Launched(step.step_id, rows, batch.owner[rows.slots], max_drafts=step.max_drafts)
         for row, seq_id in enumerate(batch.seq_ids[rows.slots].tolist()) if self._refused else ():
@@ -296,14 +284,14 @@ class ModelRunner:
         metadata = {
             spec: driver.prepare(attention) for spec, driver in self._loaded.attention.items()
         }
-        context = ForwardContext(attention, metadata, self._caches)
+        context = ForwardContext(attention, metadata, self.caches.tensors)
         hidden = self._model.forward(input_ids, attention.positions, context)
         launched.target = TargetStep(attention, context, input_ids, hidden)
         launched.prompt_logprobs = self._drawer.prompt_logprobs(hidden, rows)
         if not rows.sample_tokens.size:
             return None
         if not rows.is_decode or hidden.shape[0] != rows.slots.size:
-            index = self._device.to_device(rows.sample_tokens)
+            index = self._device.to_device(rows.padded_samples())
             hidden = self._xp.index_select(hidden, 0, index)
         return self._model.compute_logits(hidden)
 
@@ -319,6 +307,10 @@ class ModelRunner:
             if self._is_plain(plan, rows):
                 return recorded.replay_greedy(num_rows)
             logits = recorded.replay_head(num_rows)
+        if recorded is None and rows.shape is not None and logits is not None:
+            if self._is_simple[rows.slots].all() and not rows.num_drafts.any():
+                return self._draw_padded(launched, logits)
+            logits = logits[: plan.num_rows]
         drafts = None if rows.is_ahead else self._judge.drafts_of(rows, plan)
         launched.draft_ids = None if drafts is None else drafts.ids
         positions: Tensor | None = None
@@ -347,6 +339,18 @@ class ModelRunner:
         batch.drawn_behind_drafts(slots, self._device.to_device(slots), verdict.next_ids)
         return verdict.mark(drawn.marked)
 
+    def _draw_padded(self, launched: Launched, logits: Tensor) -> Tensor:
+        """The likeliest token of each row of a padded step; those of nobody's rows go nowhere."""
+        batch, rows, plan = self.batch, launched.rows, launched.plan
+        assert plan is not None
+        drawn = self._drawer.draw_greedily(logits)
+        launched.drawn = drawn.token_ids
+        slots = np.full(logits.shape[0], batch.max_num_seqs, dtype=np.int64)
+        slots[: plan.num_rows] = plan.slots
+        slots_dev = self._device.to_device(slots)
+        batch.sampled(plan.slots, slots_dev, rows.sample_positions, drawn.token_ids)
+        return drawn.marked
+
     def _is_plain(self, plan: SamplingPlan, rows: StepRows) -> bool:
         """Whether the likeliest tokens are all that is wanted. Ranks must agree on it, although rank 0
         alone knows everything."""
@@ -368,12 +372,6 @@ class ModelRunner:
         except Exception as error:  # a plugin's own failure costs its request only
             logger.exception("sequence %s cannot be sampled as asked", new.seq_id)
             self._refused[new.seq_id] = f"sampling_setup_failed: {type(error).__name__}"
-
-    def _move_blocks(self, copies: BlockCopies) -> None:
-        if copies.device_to_host or copies.host_to_device or copies.device_to_device:
-            if self._mover is None:
-                raise WorkerError("a step copies blocks before the cache was allocated")
-            self._mover.apply(copies)
 
     def _read(self, launched: Launched) -> None:
         try:

@@ -67,7 +67,8 @@ def graph_sizes(
         if applies:
             return (), f"recorded decode steps: none, {why}"
     most = min(config.batch.max_num_seqs, config.graphs.max_size or config.batch.max_num_seqs)
-    wanted = config.graphs.sizes or limits.token_buckets or ladder(most)
+    buckets = limits.step_buckets.decode_rows if limits.step_buckets else None
+    wanted = config.graphs.sizes or buckets or ladder(most)
     sizes = tuple(size for size in wanted if size <= most)
     if not sizes:
         return (), f"recorded decode steps: none, no size up to {most} is among {list(wanted)}"
