@@ -149,12 +149,15 @@ def generate(
     max_tokens: int,
     *,
     ignore_eos: bool = False,
+    temperature: float = 0.0,
     answers: list[list[int]] | None = None,
 ) -> tuple[float, int, dict[str, Any]]:
     """(seconds, tokens, change of the engine's counters). `answers` gets the tokens."""
     from fastdeploy import SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)
+    params = SamplingParams(
+        temperature=temperature, top_p=0.95, seed=1, max_tokens=max_tokens, ignore_eos=ignore_eos
+    )
     before = llm.get_metrics()
     began = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -36,6 +36,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--least", type=int, default=6, help="requests of a round, at least")
     parser.add_argument("--ignore-eos", action="store_true")
+    parser.add_argument("--temperature", type=float, default=0.0, help="above 0: with top_p 0.95")
     parser.add_argument("--fixed", action="store_true", help="adaptive length off")
     parser.add_argument("--overhead", action="store_true", help="benchmark_mode: nothing accepted")
     parser.add_argument("--equality", action="store_true")
@@ -74,7 +75,12 @@ class Comparison:
         for first in range(0, len(prompts), batch):
             part = prompts[first : first + batch]
             took, made, change = generate(
-                llm, part, max_tokens, ignore_eos=self.options.ignore_eos, answers=answers
+                llm,
+                part,
+                max_tokens,
+                ignore_eos=self.options.ignore_eos,
+                temperature=self.options.temperature,
+                answers=answers,
             )
             seconds, tokens = seconds + took, tokens + made
             total = {name: total.get(name, 0) + value for name, value in change.items()}
