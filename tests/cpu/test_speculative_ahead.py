@@ -6,6 +6,8 @@ finds out later. Sequences end, are aborted and preempted meanwhile.
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,13 @@ from typing import Any
 
 import pytest
 
-from tests.cpu.engine_mixes import Settings
+from fastdeploy_core.config import ParallelConfig, SpeculativeConfig
+from fastdeploy_core.engine.core import EngineCore
+from fastdeploy_core.engine.selection import resolve_plugins
+from fastdeploy_core.engine.worker_process import make_worker
+from fastdeploy_core.testing.capturing import OnCapturingDevice
+from fastdeploy_core.types import SchedulerOutput
+from tests.cpu.engine_mixes import LateResult, Settings, play
 from tests.cpu.speculative_mixes import (
     DetailCollector,
     SpeculativeBench,
@@ -90,3 +98,92 @@ def test_steps_ahead_of_results_change_no_token(
     assert seen["ahead"] > seen["steps"] // 6, seen
     assert seen["accepted"] > 2 * num_mixes and seen["refused"] > 4 * num_mixes
     assert seen["preemptions"] and not seen["failures"]
+
+
+def test_requests_aborted_while_steps_are_ahead_leave_nothing_behind(
+    bench: SpeculativeBench, world: Any
+) -> None:
+    requests, truth = world
+    settings = Settings(overlap=True, max_num_seqs=8, num_blocks=64)
+    core, collector = bench.engine(settings), DetailCollector()
+    chosen = [r for r in requests if len(truth.answers(r.request_id)[0]) > 20][:5]
+    assert len(chosen) == 5
+    for request in chosen:
+        core.add(request)
+    gone = {4: chosen[1], 7: chosen[3]}
+    for number in range(200):
+        if number in gone:
+            assert len(core._in_flight) < 2 or core._in_flight[-1][0].is_ahead
+            core.abort([gone[number].request_id])
+        if not core.has_work():
+            break
+        collector.take(core.step())
+    core.scheduler.check_idle()
+    bench._num_seq_ids = core.scheduler._next_seq_id
+    check(collector, [r for r in chosen if r not in gone.values()], truth)
+
+
+class TwoRanks:
+    """An executor whose second rank runs in a thread."""
+
+    world_size = 2
+
+    def __init__(self, config: Any, resolved: Any, address: Path) -> None:
+        self.workers = [make_worker(config, resolved, rank, 2, str(address)) for rank in range(2)]
+        self.num_ahead = 0
+        self._calls: queue.Queue[Any] = queue.Queue()
+        self._answers: queue.Queue[Any] = queue.Queue()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        while (call := self._calls.get()) is not None:
+            self._answers.put(call(self.workers[1]))
+
+    def _together(self, call: Any) -> Any:
+        self._calls.put(call)
+        own = call(self.workers[0])
+        self._answers.get(timeout=60)
+        return own
+
+    def load(self) -> list[Any]:
+        return [self._together(lambda worker: worker.load())]
+
+    def initialize_cache(self, *sizes: int) -> None:
+        self._together(lambda worker: worker.initialize_cache(*sizes))
+
+    def submit(self, step: SchedulerOutput) -> LateResult:
+        self.num_ahead += step.rows is not None and step.rows.is_ahead
+        return LateResult(self._together(lambda worker: worker.launch(step)))
+
+    def close(self) -> None:
+        self._calls.put(None)
+        self._thread.join(60)
+        for worker in self.workers:
+            worker.close()
+
+
+def test_two_ranks_go_ahead_together(folder: Path, tensor_library: str, tmp_path: Path) -> None:
+    plain = SpeculativeBench(folder, tensor_library, sharp=False)
+    requests = make_free_requests(Random(8), 6, plain.vocab_size)
+    truth = answers_alone(plain, requests)
+    config = replace(
+        plain.config,
+        parallel=ParallelConfig(tensor_parallel_size=2),
+        logits_processors=(),
+        speculative=SpeculativeConfig(
+            "draft_model", 3, adaptive_length=False, options={"model": str(folder)}
+        ),
+    )
+    config = Settings(overlap=True, max_num_seqs=8).apply(config, plain.block_bytes)
+    address = tmp_path / "ranks"
+    address.mkdir(mode=0o700)
+    resolved: Any = OnCapturingDevice(resolve_plugins(config))
+    ranks = TwoRanks(config, resolved, address)
+    try:
+        core = EngineCore(config, resolved, ranks)  # type: ignore[arg-type]
+        check(play(core, [(0, r) for r in requests], DetailCollector()), requests, truth)
+        stats = core.stats()
+        assert stats.accepted_draft_tokens_total > 20 and ranks.num_ahead > 5
+    finally:
+        ranks.close()
