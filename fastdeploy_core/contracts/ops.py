@@ -58,6 +58,9 @@ OPERATIONS: Final[dict[str, str]] = {
     "num_computed + j, seq_lens is num_computed + q. Tokens behind num_drafts: id 0, slot_mapping -1, the "
     "row's first position. Rows of the last slot, and those whose num_computed is not below their room: id "
     "0, slot_mapping -1 and position 0 for all tokens, seq_lens 0",
+    "judge_drafts": "(slots [B] int64, drawn [B,q] int64, marked [B,q] int64: see mark_broken, drafts [S,k] "
+    "int64, num_drafts [S] int64) -> [B] int64: how many leading drafts of the row, of num_drafts and at most "
+    "q - 1, are what was drawn in their place, before one behind which marked is negative",
     "keep_drafts": "(slots [B] int64, proposals [B,n] int64, limit [1] int64, vocab_size, num_computed [S] "
     "int64, room [S] int64, drafts [S,k] int64, num_drafts [S] int64) -> [B,n] int64; in place, n <= k: "
     "each row's proposals up to the first outside 0 to vocab_size - 1 become its drafts, at most limit of "

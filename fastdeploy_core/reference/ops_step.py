@@ -83,6 +83,19 @@ def finish_decode(
     results.copy_(xp.where(nth <= last, marked.view([num_rows, width]), nothing))
 
 
+def judge_drafts(
+    slots: Tensor, drawn: Tensor, marked: Tensor, drafts: Tensor, num_drafts: Tensor
+) -> Tensor:
+    """Leading drafts of each row that are what was drawn in their place and led to something."""
+    xp = namespace(slots)
+    width = drawn.shape[1] - 1
+    fed = xp.index_select(drafts, 0, slots)[:, :width]
+    nth = xp.arange(width, dtype=xp.int64, device=slots.device).unsqueeze(0)
+    is_right = (drawn[:, :width] == fed) & (marked[:, 1:] >= 0)
+    is_right = is_right & (nth < xp.index_select(num_drafts, 0, slots).unsqueeze(1))
+    return (xp.cumsum(1 - is_right.to(xp.int64), 1) == 0).to(xp.int64).sum(dim=1)
+
+
 def keep_drafts(
     slots: Tensor,
     proposals: Tensor,

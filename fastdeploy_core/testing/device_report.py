@@ -203,6 +203,11 @@ def _step_arguments(make: _Make) -> Arguments:
             *(make.ids(0, 0), make.ids(0, 0), make.ids(0, 0), make.ids(0, 0, dtype="int32")),
             make.ids(0, 0, 0, 0, dtype="int32").reshape([2, 2]),
         ),
+        "judge_drafts": lambda: (
+            make.ids(1, 0),
+            *(make.ids(9, 8, 7, 6).reshape([2, 2]), make.ids(9, 8, 7, -2).reshape([2, 2])),
+            *(make.ids(7, 0, 9, 0, 0, 0).reshape([3, 2]), make.ids(1, 1, 0)),
+        ),
         "keep_drafts": lambda: (
             make.ids(1, 0),
             make.ids(9, 8, 7, -1).reshape([2, 2]),

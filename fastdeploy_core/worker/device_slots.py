@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from fastdeploy_core.errors import WorkerError
-from fastdeploy_core.speculative.verify import count_accepted
 
 from .input_batch import NOWHERE, TRUSTED
 from .staging import Uploads
@@ -48,7 +47,7 @@ class DeviceSlots:
         keeps_history: bool = False,
     ) -> None:
         """refuses_drafts: see DraftJudge. keeps_history: see DraftBatch.history."""
-        self._append = kernels["append_history"]
+        self._append, self._judge = kernels["append_history"], kernels["judge_drafts"]
         self._keep, self._vocab_size = kernels["keep_drafts"], vocab_size
         xp, num_slots = device.xp, batch.max_num_seqs + 1
         self._refuses_drafts = refuses_drafts
@@ -66,6 +65,7 @@ class DeviceSlots:
         self.num_drafts = zeros(num_slots)
         self.room = zeros(num_slots)  # tokens that the slot's blocks hold
         self.limit = zeros(1)  # drafts that a row may have
+        self._none = zeros(num_slots)
         self.rows = zeros(batch.max_num_seqs) + batch.max_num_seqs
         self.history: Tensor | None = None
         if keeps_history:
@@ -192,15 +192,9 @@ class DeviceSlots:
         """[B] int64: leading drafts of each row that equal what was drawn in their place. Behind a draft
         that leads to nothing (mark_broken) the row is cut. rows: [B] slots; drawn, marked: [B, 1 + drafts
         fed] int64."""
-        xp = self._xp
-        width = drawn.shape[1] - 1
-        drafts = xp.index_select(self.drafts, 0, rows)[:, :width]
-        nth = xp.arange(width, dtype=xp.int64, device=drawn.device)
-        fed = nth < xp.index_select(self.num_drafts, 0, rows).unsqueeze(1)
-        fed = (fed & (marked[:, 1:] >= 0)).to(xp.int64)
-        if self._refuses_drafts:
-            fed = fed * 0
-        return count_accepted(xp, drawn, (drafts + 1) * fed - 1)
+        fed = self._none if self._refuses_drafts else self.num_drafts
+        found: Tensor = self._judge(rows, drawn, marked, self.drafts, fed)
+        return found
 
     # -- what differs: (where to, at which entries, what); None: at its beginning ------------------
 

@@ -80,7 +80,7 @@ class Speculation:
         here alike."""
         drafter, step, max_drafts = self._drafter, launched.target, launched.max_drafts
         launched.target = None
-        if drafter is None or not self.on_device or max_drafts < 0:
+        if drafter is None or not self.on_device or max_drafts < int(self.reads_history):
             return None
         began, num_rows = time.perf_counter(), launched.rows.slots.size
         drafts: Tensor | None = None

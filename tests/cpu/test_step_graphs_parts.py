@@ -159,6 +159,25 @@ def test_prepare_decode_is_what_a_slow_loop_says(
             assert (ids[place], positions[place], mapping[place]) == wanted
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_judge_drafts_is_what_a_slow_loop_says(device: CapturingDevice, seed: int) -> None:
+    rng, width = np.random.default_rng(seed), 3
+    rows = np.array([3, 0, 2, 5])
+    drafts, num_drafts = rng.integers(0, 2, (6, 4)), rng.integers(0, 5, 6)
+    drawn = rng.integers(0, 2, (4, width))
+    marked = np.where(rng.random(drawn.shape) < 0.1, -2, drawn)
+    given = (CpuDevice.to_device(device, a.copy()) for a in (rows, drawn, marked, drafts))
+    table = build_kernel_table("cpu")
+    found = table["judge_drafts"](*given, CpuDevice.to_device(device, num_drafts.copy()))
+    for row, slot in enumerate(rows.tolist()):
+        count = 0
+        while count < min(num_drafts[slot], width - 1):
+            if drawn[row, count] != drafts[slot, count] or marked[row, count + 1] < 0:
+                break
+            count += 1
+        assert int(device.to_host(found)[row]) == count
+
+
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
 def test_keep_drafts_is_what_a_slow_loop_says(

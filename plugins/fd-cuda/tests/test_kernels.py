@@ -183,6 +183,12 @@ def test_step_state_equals_the_references(width: int, rows: int) -> None:
     step.prepare_decode(*(t.to(DEVICE) for t in state), 4, *got)
     for mine, theirs in zip(got, expected, strict=True):
         assert torch.equal(mine.cpu(), theirs)
+    drawn = torch.randint(0, 3, (rows, width))
+    marked = torch.where(torch.rand(rows, width) < 0.2, -2, drawn)
+    few = drafts % 3
+    wanted = ops_step.judge_drafts(slots, drawn, marked, few, num_drafts)
+    moved = (t.to(DEVICE) for t in (slots, drawn, marked, few, num_drafts))
+    assert torch.equal(step.judge_drafts(*moved).cpu(), wanted)
     for n in (1, 2):
         proposals, limit = torch.randint(-1, 60, (rows, n)), torch.tensor([width])
         theirs = (drafts.clone(), num_drafts.clone())

@@ -25,7 +25,7 @@ _MODULES: Final = {
         "kv_read_blocks",
         "kv_write_blocks",
     ),
-    "step": ("prepare_decode", "finish_decode", "keep_drafts", "mark_broken"),
+    "step": ("prepare_decode", "finish_decode", "judge_drafts", "keep_drafts", "mark_broken"),
     "history": ("append_history", "match_ngrams"),
     "routing": ("moe_routing",),
     "experts": ("moe_experts",),

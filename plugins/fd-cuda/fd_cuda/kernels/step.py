@@ -67,6 +67,23 @@ def _finish(
     tl.store(results_p + row * WIDTH + nth, marked, mask=nth < WIDTH)
 
 
+@triton.jit
+def _judge(
+    slots_p, drawn_p, marked_p, drafts_p, num_drafts_p, out_p, k,
+    WIDTH: tl.constexpr, PAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    join_chain(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_p + row)
+    nth = tl.arange(0, PAD)
+    fed = (nth < tl.load(num_drafts_p + slot)) & (nth < WIDTH - 1)
+    drawn = tl.load(drawn_p + row * WIDTH + nth, mask=fed, other=-1)
+    behind = tl.load(marked_p + row * WIDTH + nth + 1, mask=fed, other=-1)
+    drafts = tl.load(drafts_p + slot * k + nth, mask=fed, other=-2)
+    is_right = fed & (drawn == drafts) & (behind >= 0)
+    tl.store(out_p + row, tl.min(tl.where(is_right, PAD, nth), 0).to(tl.int64))
+
+
 @triton.jit(do_not_specialize=["num_slots", "vocab_size"])
 def _keep(
     slots_p, proposals_p, limit_p, vocab_size, computed_p, room_p, drafts_p, num_drafts_p, out_p,
@@ -157,6 +174,24 @@ def finish_decode(
             WIDTH=width, PAD=pad2(width), HAS_ACCEPTED=num_accepted is not None,
             **options(num_warps=1),
         )  # fmt: skip
+
+
+def judge_drafts(
+    slots: torch.Tensor,
+    drawn: torch.Tensor,
+    marked: torch.Tensor,
+    drafts: torch.Tensor,
+    num_drafts: torch.Tensor,
+) -> torch.Tensor:
+    """[B] leading drafts that are right."""
+    num_rows, width = drawn.shape
+    found = torch.empty((num_rows,), dtype=torch.int64, device=drawn.device)
+    if num_rows:
+        _judge[(num_rows,)](
+            slots, drawn, marked, drafts, num_drafts, found, drafts.shape[1],
+            WIDTH=width, PAD=pad2(width), **options(num_warps=1),
+        )  # fmt: skip
+    return found
 
 
 def keep_drafts(
