@@ -82,7 +82,8 @@ class Outcome:
             seq.num_pending -= row.sample
             status = seq.status
             if status is not RequestStatus.FINISHED:
-                self._take(row, results.of_row(number))
+                is_newest = int(self._roster.columns.step[seq.place]) == output.step_id
+                self._take(row, results.of_row(number), takes_drafts=is_newest)
             # Ended within _take, it has left already: nothing was in flight any more.
             if status is not RequestStatus.RUNNING and not seq.num_in_flight:
                 self._roster.settle(seq)

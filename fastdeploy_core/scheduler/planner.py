@@ -109,7 +109,7 @@ class StepPlanner:
         roster, step, settings = self._roster, self._step, self._settings
         columns, places = roster.columns, roster.running_places()
         if (
-            not 0 < step.num_decoded <= settings.max_rows_ahead
+            not 0 < step.num_drawn <= settings.max_rows_ahead
             or roster.num_suspects
             or (roster.num_waiting and len(roster.running) < settings.max_num_seqs)
             or not columns.goes_ahead[places].all()

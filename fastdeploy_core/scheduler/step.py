@@ -86,7 +86,7 @@ class StepBuilder:
         # Rows of the step before, if they can simply go on: every one sampled, none had drafts.
         self._last_seq_ids = NO_COHORT.seq_ids
         self.asked = 0  # drafts asked for with the step before
-        self.num_decoded = 0  # rows of the step before, if all of them decoded
+        self.num_drawn = 0  # rows of the step before, if all of them drew a token
         self.step_id = -1
         self.begin()
 
@@ -225,7 +225,7 @@ class StepBuilder:
                 row: blocks[owner] for row, owner in zip(rows.tolist(), owners, strict=True)
             }
         self.step_id = self._number
-        self.num_decoded = 0 if self._rows else len(cohort.seqs)
+        self.num_drawn = step.num_rows if all(row.sample for row in self._rows) else 0
         self._ask(step, max_drafts, rests=rests, fills=fills)
         return step
 

@@ -119,9 +119,7 @@ class DeviceSlots:
         self._ahead = None
         updates = self._rows_update(rows.slots, size)
         updates += self._block_updates(rows.slots)
-        if limit != self._limit:
-            self._limit = limit
-            updates.append((self.limit, None, np.array([limit])))
+        updates += self._limit_update(limit)
         if rows.is_ahead:
             self._check_held(rows)
         else:
@@ -172,6 +170,22 @@ class DeviceSlots:
     def holds_drafts(self, rows: StepRows) -> None:
         """The device has been told to keep drafts for these rows."""
         self._num_drafts[rows.slots] = ON_DEVICE
+
+    def follow(self, rows: StepRows, accepted: Tensor | None, limit: int) -> None:
+        """A step that the slots took no part in has drawn tokens: its sequences stand behind it now, so
+        that a step can go ahead of its results. accepted: [rows that sample] right drafts; None: the step
+        fed none. limit: see `sync`."""
+        slots = rows.slots[rows.samples]
+        ends = (rows.seq_lens - rows.num_drafts)[rows.samples]
+        updates = self._block_updates(slots) + self._limit_update(limit)
+        if accepted is None:
+            self._computed[slots] = ends
+            self._send([*updates, (self.num_computed, slots, ends)])
+            return
+        self._send(updates)
+        self._computed[slots] = TRUSTED
+        where, known = self._uploads.send(slots, ends)
+        self._xp.index_copy_(self.num_computed, 0, where, known + accepted)
 
     def take_drawn(self, rows: StepRows, drawn: Tensor) -> None:
         """A step that the slots take no part in drew these: histories go on. drawn: [R] int64, of which
@@ -225,6 +239,12 @@ class DeviceSlots:
             (self._flat_tables, entries, batch.block_tables[rows, columns]),
             (self.room, slots, batch.room[slots]),
         ]
+
+    def _limit_update(self, limit: int) -> list[Update]:
+        if limit == self._limit:
+            return []
+        self._limit = limit
+        return [(self.limit, None, np.array([limit]))]
 
     def _check_held(self, rows: StepRows) -> None:
         slots = rows.slots

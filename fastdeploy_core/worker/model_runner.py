@@ -229,8 +229,6 @@ class ModelRunner:
         drafts = None
         if self._speculation is not None:
             drafts = self._speculation.propose(launched, recorded, self._slots)
-            if drafts is not None and recorded is not None and self._slots is not None:
-                self._slots.holds_drafts(launched.rows)
         with self._lock:
             if self._rank:  # rank 0 answers; this one only keeps the tokens on its device
                 launched.event, launched.is_read = self._device.record_event(), True

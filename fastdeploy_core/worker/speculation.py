@@ -78,6 +78,30 @@ class Speculation:
     ) -> Tensor | None:
         """[B, max_drafts] drafts behind a launched step; None: none are made here. Every rank comes
         here alike."""
+        drafts = self._make(launched, recorded, slots)
+        if slots is not None and self.leaves_drafts:
+            if recorded is None and launched.drawn is not None:
+                drafts = self._leave(launched, drafts, slots)
+            if drafts is not None:
+                slots.holds_drafts(launched.rows)
+        return drafts
+
+    def _leave(
+        self, launched: Launched, drafts: Tensor | None, slots: DeviceSlots
+    ) -> Tensor | None:
+        """Behind a step that is not recorded: have the device hold what a step needs that goes ahead of
+        its results. What was taken of the drafts."""
+        rows, limit = launched.rows, max(0, launched.max_drafts)
+        slots.follow(rows, launched.accepted, limit)
+        if not limit:
+            return drafts
+        if drafts is None:
+            drafts = self._nothing(rows.slots.size, limit)
+        return slots.keep_drafts(self._device.to_device(rows.slots), drafts)
+
+    def _make(
+        self, launched: Launched, recorded: RecordedStep | None, slots: DeviceSlots | None
+    ) -> Tensor | None:
         drafter, step, max_drafts = self._drafter, launched.target, launched.max_drafts
         launched.target = None
         if drafter is None or not self.on_device or max_drafts < int(self.reads_history):
@@ -148,6 +172,7 @@ class Speculation:
             return None
 
     def _nothing(self, num_rows: int, max_drafts: int) -> Tensor:
+        """In place of drafts that could not be made."""
         xp = self._xp
         shape = [num_rows, max_drafts]
         return xp.full(shape, NO_DRAFT, dtype=xp.int64, device=self._device.device)

@@ -123,6 +123,32 @@ def test_requests_aborted_while_steps_are_ahead_leave_nothing_behind(
     check(collector, [r for r in chosen if r not in gone.values()], truth)
 
 
+def test_a_row_with_nan_fails_alone_while_steps_are_ahead(
+    bench: SpeculativeBench, world: Any
+) -> None:
+    requests, truth = world
+    core, collector = bench.engine(Settings(overlap=True, max_num_seqs=8)), DetailCollector()
+    chosen = [r for r in requests if len(truth.answers(r.request_id)[0]) > 20][:4]
+    for request in chosen:
+        core.add(request)
+    for number in range(200):
+        if number == 5:
+            assert core._in_flight[-1][0].is_ahead
+            broken = core.scheduler._roster.running[1]
+            keys, _ = bench.worker._runner.caches.tensors[0]
+            keys[broken.table.blocks[0]] = float("nan")
+        if not core.has_work():
+            break
+        collector.take(core.step())
+    core.scheduler.check_idle()
+    bench._num_seq_ids = core.scheduler._next_seq_id
+    name = broken.request_id
+    assert set(collector.errors) == {name}
+    told = collector.tokens[name][0]
+    assert told == truth.tokens[name][0][: len(told)]
+    check(collector, [r for r in chosen if r.request_id != name], truth)
+
+
 class TwoRanks:
     """An executor whose second rank runs in a thread."""
 
