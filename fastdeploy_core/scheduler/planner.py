@@ -43,6 +43,7 @@ class StepPlanner:
         self._settings = settings
         self._on_stuck = on_stuck  # called with a sequence that cannot get the blocks it needs
         self._lookahead = 0
+        self._free: np.ndarray | None = None  # places of sequences that all go ahead
         self._prefills_first = True
         self._step = StepBuilder(roster.columns, settings.max_num_batched_tokens)
         self._admission = Admission(roster, settings, counters, self._step, on_stuck)
@@ -112,31 +113,32 @@ class StepPlanner:
             not 0 < step.num_drawn <= settings.max_rows_ahead
             or roster.num_suspects
             or (roster.num_waiting and len(roster.running) < settings.max_num_seqs)
-            or not columns.goes_ahead[places].all()
+            or not (places is self._free or columns.goes_ahead[places].all())
         ):
             return
-        limit, computed = columns.limit[places], columns.computed[places]
+        self._free = places  # the array is another one as soon as other sequences run
+        limit, seqs = columns.limit[places], roster.running
         # One token of the step before is certain; where that is the last one, nothing is left to do.
         is_due = columns.known[places] + columns.pending[places] < limit
-        if not (columns.step[places[is_due]] == step.step_id).all():
-            return
-        end = np.minimum(computed + 1 + step.asked, limit)
-        if int(is_due.sum()) * (1 + step.asked) > step.budget or not self._grow_all(is_due, end):
-            return
-        seqs = roster.running.copy()
         if not is_due.all():
-            places, seqs = places[is_due], list(compress(seqs, is_due))
-        if seqs:
-            step.put_decodes(seqs, places, np.full(places.size, step.asked), is_ahead=True)
+            places, seqs, limit = places[is_due], list(compress(seqs, is_due)), limit[is_due]
+        if not seqs or (columns.step[places] != step.step_id).any():
+            return
+        end = columns.computed[places] + (1 + step.asked + self._lookahead)
+        if len(seqs) * (1 + step.asked) > step.budget or not self._grow_all(
+            seqs, places, np.minimum(end, limit)
+        ):
+            return
+        step.put_decodes(seqs, places, np.full(places.size, step.asked), is_ahead=True)
 
-    def _grow_all(self, chosen: np.ndarray, end: np.ndarray) -> bool:
-        """Blocks for so many tokens of each chosen running sequence, and for a drafter's own entries
-        behind them; none at all if there are too few for all."""
-        roster, kv = self._roster, self._kv
-        columns, places = roster.columns, roster.running_places()
-        wanted = np.minimum(end + self._lookahead, columns.limit[places])
-        rows = np.flatnonzero(chosen & (wanted > columns.room[places])).tolist()
-        seqs = [roster.running[row] for row in rows]
+    def _grow_all(self, seqs: list[Sequence], places: np.ndarray, wanted: np.ndarray) -> bool:
+        """Blocks for so many tokens of each sequence; none at all if there are too few for all."""
+        kv = self._kv
+        is_short = wanted > self._roster.columns.room[places]
+        if not is_short.any():
+            return True
+        rows = np.flatnonzero(is_short).tolist()
+        seqs = [seqs[row] for row in rows]
         counts = [kv.num_blocks_for(int(wanted[row])) for row in rows]
         missing = sum(n - len(s.table.blocks) for n, s in zip(counts, seqs, strict=True))
         if missing > kv.pool.num_available:

@@ -123,9 +123,10 @@ class StepBuilder:
         """Rows for sequences that decode, of their newest token and so many of their drafts; once per
         step. They are its first rows. is_ahead: see BatchRows."""
         columns = self._columns
-        seq_ids = columns.seq_id[places]
-        if not np.array_equal(seq_ids, self._cohort.seq_ids):
-            self._cohort = Cohort(seqs, places, seq_ids)
+        if places is not self._cohort.places:
+            seq_ids = columns.seq_id[places]
+            if not np.array_equal(seq_ids, self._cohort.seq_ids):
+                self._cohort = Cohort(seqs.copy(), places, seq_ids)
         self._has_cohort = True
         self._starts = columns.computed[places]
         columns.computed[places] += 1
@@ -230,6 +231,8 @@ class StepBuilder:
         return step
 
     def _awaited(self, cohort: Cohort) -> np.ndarray:
+        if not self._rows:
+            return cohort.places
         places = [row.seq.place for row in self._rows if row.sample]
         return np.concatenate((cohort.places, np.array(places, dtype=np.int64)))
 
@@ -250,16 +253,7 @@ class StepBuilder:
 
     def _columns_of(self, cohort: Cohort) -> BatchRows:
         """Explicit rows for a message: the cohort's, then the others."""
-        rows = self._rows
-        single = BatchRows.of(
-            [row.seq.seq_id for row in rows],
-            [row.start for row in rows],
-            [row.num_tokens for row in rows],
-            [row.sample for row in rows],
-        )
-        if not cohort.seqs:
-            return single
-        drafts = self._num_drafts
+        rows, drafts = self._rows, self._num_drafts
         if not rows:  # the same array as long as the sequences are the same
             return BatchRows(
                 seq_ids=cohort.seq_ids,
@@ -270,6 +264,14 @@ class StepBuilder:
                 draft_token_ids=self._draft_ids,
                 is_ahead=self._is_ahead,
             )
+        single = BatchRows.of(
+            [row.seq.seq_id for row in rows],
+            [row.start for row in rows],
+            [row.num_tokens for row in rows],
+            [row.sample for row in rows],
+        )
+        if not cohort.seqs:
+            return single
         return BatchRows(
             seq_ids=np.concatenate((cohort.seq_ids, single.seq_ids)),
             starts=np.concatenate((self._starts, single.starts)),

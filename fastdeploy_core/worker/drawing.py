@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -62,11 +62,16 @@ class TokenDrawer:
         self._columns, self._state, self._communicator = columns, state, communicator
         self._mark = kernels["mark_broken"]
         self._plan: SamplingPlan | None = None
+        self._made_of: tuple[Any, Any] = (None, None)  # arrays that stay while the rows do
 
     def plan(self, rows: StepRows) -> SamplingPlan:
         """What the rows need; kept while they stay as they are."""
+        plan, version, made_of = self._plan, self._columns.version, self._made_of
+        is_same = made_of[0] is rows.slots and made_of[1] is rows.sample_rows
+        if plan is not None and plan.version == version and is_same:
+            return plan
+        self._made_of = (rows.slots, rows.sample_rows)
         slots = rows.slots if rows.is_decode else rows.slots[rows.sample_rows]
-        plan = self._plan
         if plan is None or not plan.matches(self._columns, slots):
             plan = self._plan = SamplingPlan(self._columns, slots, self._device)
         return plan

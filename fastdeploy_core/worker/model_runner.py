@@ -266,10 +266,11 @@ class ModelRunner:
         recorded = graphs.find(rows.slots.size, width)
         if recorded is None and rows.is_ahead:
             raise WorkerError(f"no recorded step takes {rows.slots.size} rows ahead of results")
-        if recorded is None or not (rows.is_decode or rows.fits(self._max_drafts)):
+        fits = rows.is_decode or rows.is_ahead or rows.fits(self._max_drafts)
+        if recorded is None or not fits:
             return None
         slots.sync(rows, recorded.size, max(0, launched.max_drafts))
-        if not rows.is_decode:
+        if not rows.is_decode and not (rows.is_ahead and width == recorded.width):
             launched.rows = rows.widen(recorded.width)
         return recorded
 

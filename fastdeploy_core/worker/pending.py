@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
     from .draft_batch import TargetStep
+    from .step_graphs import DraftsWithResults
 
 
 @dataclass(slots=True)
@@ -43,6 +44,7 @@ class Launched:
         None  # [S] on the device, of rows that sample; None: there were no drafts
     )
     fed_ahead: np.ndarray | None = None  # ModelRunnerOutput.num_drafts
+    together: DraftsWithResults | None = None  # results and drafts in one
     has_drafts: bool = False  # drafts made on the device come to the host, too
     model_s: float = 0.0
     draft_s: float = 0.0

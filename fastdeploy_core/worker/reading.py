@@ -19,6 +19,7 @@ from fastdeploy_core.sampling import columns as bits
 from fastdeploy_core.sampling.logprobs import read
 
 from .staging import Downloads, wait_for
+from .step_graphs import DraftsWithResults
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
@@ -56,12 +57,18 @@ class StepReader:
         self._num_kept = np.zeros(batch.max_num_seqs, dtype=np.int64)
 
     def start(
-        self, launched: Launched, results: Tensor | None, drafts: Tensor | None = None
+        self,
+        launched: Launched,
+        results: Tensor | None,
+        drafts: Tensor | DraftsWithResults | None = None,
     ) -> None:
         """Queue the copies of a step that has just been launched. `results`: its marked tokens, one
         per sampled position, -1 behind a row's last accepted one. `drafts`: [rows, k] for the next
         step, made on the device."""
-        tensors = [x for x in (results, drafts) if x is not None]
+        if isinstance(drafts, DraftsWithResults):
+            launched.together, tensors = drafts, [drafts.values]
+        else:
+            tensors = [x for x in (results, drafts) if x is not None]
         launched.has_drafts = drafts is not None
         for _, records in launched.logprob_parts():
             tensors += records.tensors()
@@ -97,9 +104,16 @@ class StepReader:
             most, kept = rows.num_drafts, self._num_kept[rows.slots]
             rows.settle(batch.num_known[rows.slots] - 1, np.minimum(most, kept))
             launched.fed_ahead = rows.num_drafts
-        if launched.has_results:
-            self._take_tokens(launched, next(arrays).copy())
-        drafts = next(arrays) if launched.has_drafts else None
+        drafts: np.ndarray | None = None
+        if launched.together is not None:
+            marked, drafts = launched.together.split(next(arrays), rows.slots.size)
+            drafts = drafts[:, : launched.max_drafts]
+            self._take_tokens(launched, marked.copy())
+        else:
+            if launched.has_results:
+                self._take_tokens(launched, next(arrays).copy())
+            if launched.has_drafts:
+                drafts = next(arrays)
         self._num_kept[rows.slots] = 0 if drafts is None else (drafts >= 0).sum(1)
         if self._speculation is not None:
             began = time.perf_counter()

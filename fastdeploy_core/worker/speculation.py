@@ -16,6 +16,7 @@ from fastdeploy_core.sampling.columns import SamplingColumns, SamplingPlan
 
 from .draft_batch import DraftBatches, TargetStep
 from .recorded_draws import RecordedDraws
+from .step_graphs import DraftsWithResults
 
 if TYPE_CHECKING:
     from fastdeploy_core.config import SpeculativeConfig
@@ -61,6 +62,7 @@ class Speculation:
         self.reads_history = bool(getattr(drafters.drafter, "reads_history", False))
         # Whether its drafts can stay on the device: no host drafter has a say in them.
         self.leaves_drafts = drafters.on_device and not drafters.is_continued
+        self._is_kept = False  # whether recorded steps keep drafts where they are made
         self._draw_plan: SamplingPlan | None = None
         self.num_failures = 0  # proposals lost to an exception or to nonsense
 
@@ -75,12 +77,14 @@ class Speculation:
 
     def propose(
         self, launched: Launched, recorded: RecordedStep | None, slots: DeviceSlots | None
-    ) -> Tensor | None:
+    ) -> Tensor | DraftsWithResults | None:
         """[B, max_drafts] drafts behind a launched step; None: none are made here. Every rank comes
         here alike."""
         drafts = self._make(launched, recorded, slots)
+        self._is_kept = slots is not None and self.leaves_drafts
         if slots is not None and self.leaves_drafts:
             if recorded is None and launched.drawn is not None:
+                assert not isinstance(drafts, DraftsWithResults), "only recorded steps make these"
                 drafts = self._leave(launched, drafts, slots)
             if drafts is not None:
                 slots.holds_drafts(launched.rows)
@@ -101,31 +105,19 @@ class Speculation:
 
     def _make(
         self, launched: Launched, recorded: RecordedStep | None, slots: DeviceSlots | None
-    ) -> Tensor | None:
+    ) -> Tensor | DraftsWithResults | None:
         drafter, step, max_drafts = self._drafter, launched.target, launched.max_drafts
         launched.target = None
         if drafter is None or not self.on_device or max_drafts < int(self.reads_history):
             return None
-        began, num_rows = time.perf_counter(), launched.rows.slots.size
-        drafts: Tensor | None = None
+        began = time.perf_counter()
+        drafts: Tensor | DraftsWithResults | None = None
         if recorded is not None:
             is_random = launched.drawn is not None and not self.reads_history
             if is_random:
                 self._draws.fill(launched.rows.slots)
-            drafts = recorded.replay_proposal(max_drafts, num_rows, is_random)
-        if recorded is not None and drafts is None:
-            step = TargetStep.of_recorded(recorded, num_rows, self._batches)
-            launched.accepted = recorded.accepted
-            if launched.drawn is None:
-                launched.drawn = recorded.drawn[: num_rows * recorded.width]
-            if launched.accepted is not None:
-                launched.accepted = launched.accepted[:num_rows]
-            drafts = self._propose(drafter, launched, step, max_drafts, slots)
-            if max_drafts:
-                drafts = recorded.keep_drafts(
-                    num_rows, self._nothing(num_rows, max_drafts) if drafts is None else drafts
-                )
-        elif drafts is None and step is not None:
+            drafts = recorded.replay_proposal(max_drafts, is_random)
+        elif step is not None:
             drafts = self._propose(drafter, launched, step, max_drafts, slots)
         launched.draft_s = time.perf_counter() - began
         return drafts
@@ -213,6 +205,8 @@ class Speculation:
         self._observe(launched)
         if limit <= 0:
             return None
+        if from_device is not None and self._is_kept:
+            return self._as_kept(launched, from_device)
         slots = rows.slots
         goes_on = rows.samples & (batch.owner[slots] == launched.owners)
         if launched.errors:
@@ -229,6 +223,18 @@ class Speculation:
         if self._state is not None:
             self._state.cut_forbidden(slots, table)
         return table if (table[:, :1] != NO_DRAFT).any() else None
+
+    def _as_kept(self, launched: Launched, drafts: np.ndarray) -> np.ndarray | None:
+        """Drafts that the device keeps, which has taken only what fits: for steps that go by what the host
+        says, as those of grammars do."""
+        table = drafts.copy()  # the memory is lent
+        lowest = int(table.min(initial=0))
+        if lowest < NO_DRAFT and self._drafter is not None:
+            self._count_failure(self._drafter, self._no_token(lowest))
+            table = np.maximum(table, NO_DRAFT)
+        if self._state is not None:
+            self._state.cut_forbidden(launched.rows.slots, table)
+        return table
 
     def _valid_rows(self, drafter: Drafter, drafts: np.ndarray, limits: np.ndarray) -> np.ndarray:
         """Each row up to its limit and to the first that is no draft; what is no token of the

@@ -11,7 +11,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -75,6 +75,21 @@ def graph_sizes(
     return sizes, f"recorded decode steps: {len(sizes)} sizes, {sizes[0]} to {sizes[-1]} rows"
 
 
+class DraftsWithResults(NamedTuple):
+    """What the host is told of a recorded step that drafts: its results, then drafts for the next one."""
+
+    values: Tensor  # [size * (width + number)] int64
+    size: int
+    width: int
+    number: int
+
+    def split(self, values: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """The values on the host as [rows, width] and [rows, number]."""
+        end = self.size * self.width
+        results = values[:end].reshape(self.size, self.width)
+        return results[:num_rows], values[end:].reshape(self.size, self.number)[:num_rows]
+
+
 class RecordedStep:
     """A decode step of `size` rows with `width` tokens each."""
 
@@ -94,7 +109,7 @@ class RecordedStep:
         self.accepted: Tensor | None = None  # [size] int64 drafts that were right; None at width 1
         # By number of drafts, and whether rows draw them at random.
         self._proposals: dict[tuple[int, bool], CapturedGraph] = {}
-        self._drafts: dict[tuple[int, bool], Tensor] = {}  # [size, number] int64
+        self._drafts: dict[tuple[int, bool], DraftsWithResults] = {}
 
     def record(self, beside: CapturedGraph | None) -> CapturedGraph:
         """Run once to get ready, then record; the memory of `beside` is used again."""
@@ -121,20 +136,22 @@ class RecordedStep:
 
         def propose() -> None:
             proposals = make(self, number, is_random)
-            self._drafts[number, is_random] = self.keep_drafts(self.size, proposals)
+            kept = self.keep_drafts(self.size, proposals)
+            # One copy to the host for both: it costs the host more than this costs the device.
+            parts = (self._buffers.results[: self.size].reshape([-1]), kept.reshape([-1]))
+            self._drafts[number, is_random] = DraftsWithResults(
+                self._graphs.xp.cat(parts), self.size, self.width, number
+            )
 
         propose()
         self._proposals[number, is_random] = self._graphs.device.capture(propose, beside)
 
-    def replay_proposal(self, number: int, num_rows: int, is_random: bool) -> Tensor | None:
-        """Queue the drafts behind `replay_greedy` or `write_back`: [rows, number]. None: not
-        recorded."""
-        fitting = [made for made, kind in self._proposals if made >= number and kind == is_random]
-        if not fitting:
-            return None
-        key = (min(fitting), is_random)
+    def replay_proposal(self, number: int, is_random: bool) -> DraftsWithResults:
+        """Queue the drafts behind `replay_greedy` or `write_back`: those of the smallest recorded number,
+        of which the slots take no more than is asked."""
+        key = (next(n for n in self._graphs.draft_numbers if n >= number), is_random)
         self._proposals[key].replay()
-        return self._drafts[key][:num_rows, :number]
+        return self._drafts[key]
 
     def keep_drafts(self, num_rows: int, proposals: Tensor) -> Tensor:
         """The rows' slots take drafts for the next step; what they took."""
@@ -286,7 +303,7 @@ class StepGraphs:
         self.model, self.communicator, self._loaded = loaded.model, communicator, loaded
         self.prepare, self.finish = kernels["prepare_decode"], kernels["finish_decode"]
         self.greedy_kernel, self.mark = kernels["greedy"], kernels["mark_broken"]
-        self.sizes, self.widths = tuple(sorted(sizes)), widths
+        self.sizes, self.widths = tuple(sorted(sizes)), tuple(sorted(widths))
         max_blocks = slots.tables.shape[1]
         self.buffers = {
             width: StepBuffers(device, max(sizes), width, max_blocks, max_model_len + width - 1)
@@ -298,7 +315,7 @@ class StepGraphs:
     def find(self, num_rows: int, width: int) -> RecordedStep | None:
         """The smallest recorded step that holds so many rows of up to `width` tokens."""
         size = next((size for size in self.sizes if size >= num_rows), 0)
-        wide = next((wide for wide in sorted(self.widths) if wide >= width), 0)
+        wide = next((wide for wide in self.widths if wide >= width), 0)
         return self._steps.get((size, wide))
 
     def context(self, batch: AttentionBatch) -> ForwardContext:
