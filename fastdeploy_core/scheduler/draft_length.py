@@ -106,6 +106,11 @@ class _Size:
         self.since = 0
         self.is_trial = True
 
+    def turn_off(self) -> None:
+        """No drafts until the next trial."""
+        self.best = self.current = 0
+        self.is_trial = False
+
 
 class DraftLength:
     """Asked once per step, told of every step that only decoded. Deterministic given what it is told."""
@@ -152,11 +157,18 @@ class DraftLength:
                 self._judge(size)
         elif size.since >= size.pause:
             self._begin_trial(size)
-        elif size.left <= 0:
+        elif size.left <= 0 and size.best:  # without drafts only a trial can tell
             self._judge(size)
 
     def _size(self, num_rows: int) -> _Size:
-        return self._sizes.setdefault(num_rows.bit_length(), _Size(self._most))
+        key = num_rows.bit_length()
+        if key not in self._sizes:
+            self._sizes[key] = size = _Size(self._most)
+            settled = [k for k, other in self._sizes.items() if not other.is_trial]
+            nearest = min(settled, key=lambda k: (abs(k - key), k), default=None)
+            if nearest is not None and not self._sizes[nearest].best:
+                size.turn_off()  # to be tried, but not with the first prompts of such a batch
+        return self._sizes[key]
 
     def _judge(self, size: _Size) -> None:
         """Compare what every number promises; not before doing without drafts has been measured."""
