@@ -1,6 +1,6 @@
 """What every number format costs the demo model: exact answers, perplexity, bytes.
 
-    python benchmarks/quantization_quality.py [--count 200] [--only wint4 ...] [--seeds 3]
+    python benchmarks/quantization_quality.py [--count 200] [--only wint4 ...] [--seeds 3] [--device cuda]
 
 Questions are held out of training by construction (models/ernie-tiny). An answer counts when greedy
 decoding gives it character by character; it is found in one pass, because that is the case exactly
@@ -120,18 +120,18 @@ def questions(count: int) -> dict[str, list[tuple[list[int], list[int]]]]:
 
 
 class Loaded:
-    """A model on the reference device, asked for whole texts at once."""
+    """A model on one device, asked for whole texts at once."""
 
-    def __init__(self, folder: Path, method: str, cache: str, library: str) -> None:
+    def __init__(self, folder: Path, method: str, cache: str, where: DeviceConfig) -> None:
         model = read_model_config(folder, {"quantization": method, "max_model_len": MAX_LENGTH})
         config = EngineConfig(
             model=model,
             cache=CacheConfig(block_size=BLOCK_SIZE, kv_dtype=cache),
-            device=DeviceConfig(device="cpu", tensor_library=library),
+            device=where,
         )
         resolved = resolve_plugins(config)
-        self.device = resolved.load("device")(DeviceOptions(tensor_library=library))
-        kernels = build_kernel_table("cpu", resolved=resolved)
+        self.device = resolved.load("device")(DeviceOptions(tensor_library=where.tensor_library))
+        kernels = build_kernel_table(self.device.name, resolved=resolved)
         self.loaded = load_model(config, self.device, kernels, 0, 1, None, resolved.load)
 
     def score(self, samples: list[list[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -185,7 +185,9 @@ def judge(model: Loaded, asked: dict[str, list[tuple[list[int], list[int]]]]) ->
     }
 
 
-def measure(row: Row, asked: Any, text: Path, library: str, seed: int, max_tokens: int) -> Judged:
+def measure(
+    row: Row, asked: Any, text: Path, where: DeviceConfig, seed: int, max_tokens: int
+) -> Judged:
     """Load or quantize, then judge."""
     began = time.perf_counter()
     method = row.method or ""
@@ -197,11 +199,12 @@ def measure(row: Row, asked: Any, text: Path, library: str, seed: int, max_token
             folder = Path(scratch) / "model"
             options = QuantizeOptions(
                 MODEL, method, folder, text, row.static_cache,
-                max_tokens=max_tokens, tensor_library=library, show_progress=False,
+                max_tokens=max_tokens, device=where.device, tensor_library=where.tensor_library,
+                show_progress=False,
             )  # fmt: skip
             quantize(options)
             method = ""
-        model = Loaded(folder, method, row.cache, library)
+        model = Loaded(folder, method, row.cache, where)
     return Judged(
         **judge(model, asked),
         weight_bytes=model.loaded.weight_bytes,
@@ -223,6 +226,7 @@ def calibration_text(folder: Path) -> Path:
 def lines(options: argparse.Namespace) -> Iterator[tuple[str, Judged]]:
     """One result for every row, and for every seed where there are several."""
     asked = questions(options.count)
+    where = DeviceConfig(device=options.device, tensor_library=options.tensor_library)
     with tempfile.TemporaryDirectory(prefix="quality-") as scratch:
         text = calibration_text(Path(scratch))
         for row in ROWS:
@@ -230,9 +234,7 @@ def lines(options: argparse.Namespace) -> Iterator[tuple[str, Judged]]:
                 continue
             for seed in range(options.seeds if row.seeds else 1):
                 name = f"{row.name}, rotation {seed}" if row.seeds else row.name
-                result = measure(
-                    row, asked, text, options.tensor_library, seed, options.calibration_tokens
-                )
+                result = measure(row, asked, text, where, seed, options.calibration_tokens)
                 yield name, result
 
 
@@ -243,11 +245,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="rows whose name has one of these")
     parser.add_argument("--seeds", type=int, default=3, help="rotations of the 2-bit code")
     parser.add_argument("--calibration-tokens", type=int, default=32768)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--tensor-library", default="torch")
     options = parser.parse_args()
     print(
         f"{options.count} questions of each of {', '.join(curriculum.JUDGED)}; perplexity over held-out "
-        f"texts of all tasks; reference device, {options.tensor_library}; weights in bytes as held (embeddings and "
+        f"texts of all tasks; device {options.device}, {options.tensor_library}; weights in bytes as held (embeddings and "
         "norms in float32)\n",
         flush=True,
     )
