@@ -1,6 +1,6 @@
 """Speculative methods on the demo model's tasks: speed beside none, and what drafting costs.
 
-    python benchmarks/speculative_speed.py --methods ngram_match mtp --k 1 3 --batch 1 8 32 128
+    python benchmarks/speculative_speed.py --methods mtp:1,2,3 ngram_match:3,5 --batch 1 8 32 128
     python benchmarks/speculative_speed.py --overhead      # nothing accepted: a step's whole price
     python benchmarks/speculative_speed.py --equality      # the same tokens as without, or exit status 1
 
@@ -30,7 +30,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--methods", nargs="+", default=["ngram_match", "suffix", "draft_model"])
-    parser.add_argument("--k", nargs="+", type=int, default=[3])
+    parser.add_argument("--k", nargs="+", type=int, default=[3], help="where no method:k,k says")
     parser.add_argument("--tasks", nargs="+", default=REPETITIVE)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=3)
@@ -137,8 +137,9 @@ def main() -> None:
         f"\n{'method':14}{'k':>3}{'batch':>7}{'tokens/s':>10}{'without':>10}{'ratio':>8}{'decode':>8}"
         f"{'tok/step':>10}{'drafts/tok':>12}{'ms/step':>9}{'without':>9}{'drafting':>10}"
     )
-    for method in options.methods:
-        for k in options.k:
+    for named in options.methods:
+        method, _, numbers = named.partition(":")
+        for k in map(int, numbers.split(",")) if numbers else options.k:
             with comparison.drafting(method, k) as llm:
                 for batch in options.batch:
                     row = comparison.compare(llm, batch)
