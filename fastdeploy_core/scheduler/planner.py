@@ -75,6 +75,10 @@ class StepPlanner:
             self._prefills_first = not step.num_prefills
         if step.is_empty:
             return None
+        if step.num_prefills and self._settings.max_rows_ahead:
+            # Prompts are computed by steps that are not recorded, where drafting would cost more than
+            # a draft saves, and the next step would have to wait for the drafts.
+            num_drafts = 0
         return step.finish(
             self._roster.take_forgotten(),
             self._kv.take_copies(),

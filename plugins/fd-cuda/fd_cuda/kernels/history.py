@@ -9,6 +9,7 @@ import triton.language as tl
 from .common import join_chain, options, pad2
 
 BLOCK = 2048
+MOST = 32  # drafts of one kernel, so that fewer ones need no other
 
 
 @triton.jit(do_not_specialize=["num_slots", "length"])
@@ -28,7 +29,7 @@ def _append(
     tl.store(history_p + slot * length + where, tokens.to(tl.int32), mask=keeps)
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["length", "n"])
 def _match(
     history_p, slots_p, known_p, out_p, length, n,
     MIN: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr, PAD: tl.constexpr,
@@ -84,7 +85,7 @@ def match_ngrams(
     if num_rows and n:
         _match[(num_rows,)](
             history, slots, num_known, out, history.shape[1], n,
-            MIN=min_size, MAX=max_size, BLOCK=min(BLOCK, pad2(history.shape[1])), PAD=pad2(n),
+            MIN=min_size, MAX=max_size, BLOCK=min(BLOCK, pad2(history.shape[1])), PAD=max(MOST, pad2(n)),
             **options(num_warps=8),
         )  # fmt: skip
     return out

@@ -84,7 +84,7 @@ def _judge(
     tl.store(out_p + row, tl.min(tl.where(is_right, PAD, nth), 0).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["num_slots", "vocab_size"])
+@triton.jit(do_not_specialize=["num_slots", "vocab_size", "n"])
 def _keep(
     slots_p, proposals_p, limit_p, vocab_size, computed_p, room_p, drafts_p, num_drafts_p, out_p,
     num_slots, n, k, PAD: tl.constexpr, PDL: tl.constexpr,
