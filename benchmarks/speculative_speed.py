@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from typing import Any
 
 from speculative_acceptance import Runs, add_arguments, generate, print_conditions, questions
@@ -38,6 +39,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ignore-eos", action="store_true")
     parser.add_argument("--temperature", type=float, default=0.0, help="above 0: with top_p 0.95")
     parser.add_argument("--fixed", action="store_true", help="adaptive length off")
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="of this process, on a machine with other users",
+    )
     parser.add_argument("--overhead", action="store_true", help="benchmark_mode: nothing accepted")
     parser.add_argument("--equality", action="store_true")
     add_arguments(parser)
@@ -80,6 +86,7 @@ class Comparison:
                 max_tokens,
                 ignore_eos=self.options.ignore_eos,
                 temperature=self.options.temperature,
+                clock=time.process_time if self.options.processor_time else time.perf_counter,
                 answers=answers,
             )
             seconds, tokens = seconds + took, tokens + made
