@@ -31,6 +31,9 @@ class DeviceLimits:
     # None: any number of tokens; else padded up to one of these, all of which run once at start-up.
     token_buckets: tuple[int, ...] | None = None
     graph_capture: bool = False
+    # Rows of nobody at the end of a captured step cost nothing, so one recording of the largest batch
+    # serves every batch.
+    graph_any_size: bool = False
     graph_collectives: bool = False  # a captured graph may hold the communicator's collectives
     overlap: bool = True  # a step may be queued before the previous one's tokens reached the host
     # Calls only queue work, so that launching a step returns at once and needs no thread of its own.

@@ -43,7 +43,7 @@ class Linear:
 
     x: [num_tokens, in_features of this rank], model dtype; y: [num_tokens, sum of part.rows], or half as
     many with `gated`: the outputs are gate values then up values, and y is silu(gate) * up.
-    `weight` is None once a quantizer has taken it over.
+    `weight` is as the kernel wants it that multiplies it, and None where a quantizer has taken it over.
 
     Around it stand a norm before and a sum behind. Where one kernel can do both, it does, so layers call
     `after` and `add_to`; what is still to be added travels beside x, for the next norm to add.
@@ -63,12 +63,13 @@ class Linear:
         dtype: str = "",
         quantize: bool = True,
         role: Literal["linear", "lm_head"] = "linear",
+        kernel: Literal["linear", "linear_float32"] = "linear",
     ) -> None:
         self._build, self._parts = build, list(parts)
         self._in_piece = build.piece if parallel == "row" else WHOLE
         self._in_full = in_features
         self._in = in_features // self._in_piece.count
-        self._gated = gated
+        self._gated, self._kernel = gated, "gated_linear" if gated else kernel
         self._product, self._activation = build.kernels["linear"], build.kernels["silu_and_mul"]
         self._norm_product = build.kernels["norm_linear"]
         self._gated_product = build.kernels["gated_linear"]
@@ -76,7 +77,7 @@ class Linear:
         is_sum = parallel == "row" and reduce and build.tp_size > 1
         self._reduce = build.all_reduce if is_sum else None
         self._dtype = build.xp.dtype(dtype or build.dtype)
-        self.weight: Tensor | None = None
+        self.weight: Any = None
         self.bias: Tensor | None = None
         self.spec = LayerSpec(
             name=name,
@@ -175,7 +176,11 @@ class Linear:
             self.weight = self._build.empty(shape, self._dtype)
         self.weight[start : start + tensor.shape[0]] = tensor.to(self._dtype)
         self._outstanding -= 1
-        if self._outstanding == 0 and self._quantizer is not None:
+        if self._outstanding:
+            return
+        if self._quantizer is None:
+            self.weight = self._build.kernels.prepare(self._kernel, self.weight)
+        else:
             first = 0
             for number, (spec, _) in enumerate(self._products):
                 rows = self.weight[first : first + spec.out_features]

@@ -59,7 +59,7 @@ class ChosenKernels:
     ) -> None:
         self.device = device
         self.functions, self._origins = chosen.functions, chosen.origins
-        self._prepare = chosen.prepare
+        self._prepare, self._composed = chosen.prepare, set[str]()
         self._late, self._allow_fallback = set(late), allow_fallback
         self.fallbacks: list[str] = []  # late operations that layers did ask for
 
@@ -92,11 +92,13 @@ class ChosenKernels:
 
     def add(self, operation: str, function: Callable[..., Any], distribution: str) -> None:
         """One more, made of the others."""
+        self._composed.add(operation)
         self.functions[operation], self._origins[operation] = function, distribution
 
     def prepare(self, operation: str, weight: Any) -> Any:
-        """The weight as the chosen cell wants it; itself where the cell has no wish."""
-        prepare = self._prepare.get(operation)
+        """The weight as the chosen cell wants it; itself where the cell has no wish. Products that are
+        composed of others multiply with "linear"."""
+        prepare = self._prepare.get("linear" if operation in self._composed else operation)
         return weight if prepare is None else prepare(weight)
 
     def __contains__(self, operation: object) -> bool:

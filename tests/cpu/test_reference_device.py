@@ -1,4 +1,4 @@
-"""The device `cpu`: limits, memory, errors."""
+"""Devices in host memory, by the example of `cpu`: limits, memory, errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from fastdeploy_core import tensor
 from fastdeploy_core.contracts.device import DeviceBackend, DeviceOptions
 from fastdeploy_core.errors import CapabilityError, ConfigError
-from fastdeploy_core.reference import device as module
+from fastdeploy_core.contracts import host_device as module
 from fastdeploy_core.reference.device import CpuDevice
 
 

@@ -46,13 +46,14 @@ FDCPU_INLINE void rotate(const AttentionOp &op, const T *from, int64_t position,
     const int64_t half = op.rotary / 2;
     const float *cosine = op.cos_sin + position * op.rotary, *sine = cosine + half;
     for (int64_t i = 0; i < half; ++i) {
-        const int64_t a = op.interleaved ? 2 * i : i, b = op.interleaved ? 2 * i + 1 : i + half;
+        const int64_t a = op.rotary_begin + (op.interleaved ? 2 * i : i);
+        const int64_t b = op.rotary_begin + (op.interleaved ? 2 * i + 1 : i + half);
         const float x = to[a], y = to[b];
         to[a] = x * cosine[i] - y * sine[i];
         to[b] = y * cosine[i] + x * sine[i];
     }
     if (sizeof(T) == 2)
-        for (int64_t i = 0; i < op.rotary; ++i) {
+        for (int64_t i = op.rotary_begin; i < op.rotary_begin + op.rotary; ++i) {
             uint16_t rounded;
             store_one(&rounded, to[i]);
             to[i] = load_one(&rounded);
@@ -69,6 +70,10 @@ void write_cache(const AttentionOp &op, const Worker &worker, float *row) {
         const int64_t block = slot / op.block_size, offset = slot % op.block_size;
         for (int64_t h = 0; h < op.num_kv_heads; ++h) {
             rotate(op, static_cast<const T *>(op.k) + t * op.k_stride + h * op.head_dim, op.positions[t], op.head_dim, row);
+            if (!op.values) {
+                narrow_row(row, static_cast<C *>(op.keys) + slot * op.head_dim, op.head_dim);
+                continue;
+            }
             C *keys = static_cast<C *>(op.keys) + (block * op.num_kv_heads + h) * op.head_dim * op.block_size + offset;
             for (int64_t d = 0; d < op.head_dim; ++d) store_one(keys + d * op.block_size, row[d]);
             widen_row(static_cast<const T *>(op.v) + t * op.v_stride + h * op.v_head_dim, row, op.v_head_dim);
@@ -92,9 +97,29 @@ FDCPU_INLINE void score_tile(const AttentionOp &op, const C *keys, const float *
     }
 }
 
+// The same over rows of keys, as latent attention keeps them.
+template <int R, class C>
+FDCPU_INLINE void score_rows(const AttentionOp &op, const C *keys, int64_t tokens, const float *q, float *scores) {
+    const int64_t whole = op.head_dim / kLanes * kLanes;
+    for (int64_t t = 0; t < tokens; ++t) {
+        const C *key = keys + t * op.head_dim;
+        F acc[R] = {};
+        for (int64_t d = 0; d < whole; d += kLanes) {
+            const F part = load(key + d);
+            for (int r = 0; r < R; ++r) acc[r] = part * load(q + r * op.head_dim + d) + acc[r];
+        }
+        for (int r = 0; r < R; ++r) {
+            float score = sum_of(acc[r]);
+            for (int64_t d = whole; d < op.head_dim; ++d) score += q[r * op.head_dim + d] * load_one(key + d);
+            scores[r * op.block_size + t] = score;
+        }
+    }
+}
+
 // out[R][v_head_dim] += weights[R][tokens] values[tokens][v_head_dim].
 template <int R, class C>
 FDCPU_INLINE void value_tile(const AttentionOp &op, const C *values, int64_t tokens, const float *weights, float *out) {
+    const int64_t stride = op.values ? op.v_head_dim : op.head_dim;
     int64_t d = 0;
     for (; d + 2 * kLanes <= op.v_head_dim; d += 2 * kLanes) {
         F low[R], high[R];
@@ -103,7 +128,7 @@ FDCPU_INLINE void value_tile(const AttentionOp &op, const C *values, int64_t tok
             high[r] = load(out + r * op.v_head_dim + d + kLanes);
         }
         for (int64_t t = 0; t < tokens; ++t) {
-            const F v0 = load(values + t * op.v_head_dim + d), v1 = load(values + t * op.v_head_dim + d + kLanes);
+            const F v0 = load(values + t * stride + d), v1 = load(values + t * stride + d + kLanes);
             for (int r = 0; r < R; ++r) {
                 const F p = splat(weights[r * op.block_size + t]);
                 low[r] = v0 * p + low[r];
@@ -118,7 +143,15 @@ FDCPU_INLINE void value_tile(const AttentionOp &op, const C *values, int64_t tok
     for (; d < op.v_head_dim; ++d)
         for (int r = 0; r < R; ++r)
             for (int64_t t = 0; t < tokens; ++t)
-                out[r * op.v_head_dim + d] += weights[r * op.block_size + t] * load_one(values + t * op.v_head_dim + d);
+                out[r * op.v_head_dim + d] += weights[r * op.block_size + t] * load_one(values + t * stride + d);
+}
+
+template <int R, class C>
+FDCPU_INLINE void score_block(const AttentionOp &op, const C *keys, int64_t tokens, const float *q, float *scores) {
+    if (op.values)
+        score_tile<R>(op, keys, q, scores);
+    else
+        score_rows<R>(op, keys, tokens, q, scores);
 }
 
 // One row's scores of a block become weights; what was summed before is scaled to the new maximum.
@@ -153,12 +186,14 @@ void attend(const AttentionOp &op, const AttentionScratch &s, int64_t seq, int64
     for (int64_t first = 0; first < top; first += op.block_size) {
         const int64_t block = op.block_tables[seq * op.max_blocks + first / op.block_size];
         const C *keys = static_cast<const C *>(op.keys) + (block * op.num_kv_heads + head) * op.head_dim * op.block_size;
-        const C *values = static_cast<const C *>(op.values) + (block * op.num_kv_heads + head) * op.block_size * op.v_head_dim;
+        const int64_t in_values = (block * op.num_kv_heads + head) * op.block_size * op.v_head_dim;
+        const C *values = op.values ? static_cast<const C *>(op.values) + in_values : keys;
         const int64_t tokens = std::min(op.block_size, top - first);
         int64_t r = 0;
         for (; r + kTileRows <= rows; r += kTileRows)
-            score_tile<kTileRows>(op, keys, s.q + r * op.head_dim, s.scores + r * op.block_size);
-        for (; r < rows; ++r) score_tile<1>(op, keys, s.q + r * op.head_dim, s.scores + r * op.block_size);
+            score_block<kTileRows>(op, keys, tokens, s.q + r * op.head_dim, s.scores + r * op.block_size);
+        for (; r < rows; ++r)
+            score_block<1>(op, keys, tokens, s.q + r * op.head_dim, s.scores + r * op.block_size);
         for (r = 0; r < rows; ++r) soften(op, s, r, first);
         for (r = 0; r + kTileRows <= rows; r += kTileRows)
             value_tile<kTileRows>(op, values, tokens, s.scores + r * op.block_size, s.out + r * op.v_head_dim);

@@ -15,7 +15,9 @@ struct Worker {
     Team &team;
     int thread;
     uint8_t *scratch;  // shared by all threads of one operation
+    int64_t most_rows = INT64_MAX;  // of tokens that count: see Plan
 
+    int64_t clip(int64_t num_rows) const { return num_rows < most_rows ? num_rows : most_rows; }
     int size() const { return team.size(); }
     void barrier() const { team.barrier(); }
     // This thread's share of `count` items.
@@ -70,7 +72,9 @@ struct EmbeddingOp {
 
 // Rotation of the first `rotary` dimensions, and the write into the cache; then attention over it.
 // Cache of one layer: keys [block, kv head, head_dim, block_size], values [block, kv head, block_size,
-// head_dim]: a register of keys holds sixteen tokens, one of values sixteen dimensions of a token.
+// head_dim]: a register of keys holds sixteen tokens, one of values sixteen dimensions of a token. Of
+// latent attention (one kv head) only rows [block, block_size, head_dim] are kept: `keys`, with `values`
+// null; the first v_head_dim of a row are its values.
 struct AttentionOp {
     const void *q, *k, *v;
     DType type;
@@ -78,7 +82,7 @@ struct AttentionOp {
     int64_t num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, v_head_dim, block_size, max_blocks;
     float scale;
     const float *cos_sin;  // [positions, rotary]; null: nothing is rotated
-    int64_t rotary;
+    int64_t rotary, rotary_begin;  // dimensions [begin, begin + rotary) of a head are rotated
     bool interleaved;
     const int64_t *positions;     // [num_tokens]
     const int64_t *slot_mapping;  // [num_tokens]; -1: no write

@@ -1,0 +1,62 @@
+"""Internal number formats of quantized checkpoints in the native layout, and the products with them.
+
+Weights keep their integers. Activations are rounded to int8 on the way in, for each token and each group
+of inputs that shares a scale; formats that leave activations alone are served the same way, because
+products of integers are several times as fast: see README.md for what that costs in accuracy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from fastdeploy_core.contracts.ops import Kernel
+
+from .packing import Packed, pack_integers
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.quant_formats import PackedWeight
+    from fastdeploy_core.tensor import Tensor
+
+# Format -> bits of the native layout. Four bits with a zero point need eight without one.
+FORMATS: Final = {"wint8": 8, "wint4": 4, "wint4_zp": 8, "w8a8": 8, "w4a8": 4}
+
+CELLS: Final = {
+    f"linear_{name}": Kernel("fd_cpu.formats:linear", prepare="fd_cpu.formats:prepare")
+    for name in FORMATS
+}
+_INT4_OFFSET = 8
+
+
+def pack_format(weight: PackedWeight, dtype: Any = None, *, gated: bool = False) -> Packed:
+    """One matrix; its integers are not rounded again."""
+    from fastdeploy_core.tensor import namespace
+
+    xp = namespace(weight.tensors["weight"])
+    stored = xp.to_numpy(weight.tensors["weight"])
+    scales = xp.to_numpy(weight.tensors["scale"].float())
+    values, bits = stored, FORMATS[weight.format.name]
+    if stored.shape[-1] != weight.in_features or weight.format.name in ("wint4", "w4a8", "wint4_zp"):
+        pairs = np.stack((stored & 15, stored >> 4), -1).reshape(len(stored), -1)
+        values = pairs[:, : weight.in_features].astype(np.int8)
+        zero = weight.tensors.get("zero")
+        if zero is None:
+            values -= _INT4_OFFSET
+        else:
+            wide = np.repeat(xp.to_numpy(zero).astype(np.int8), weight.group_size or 1, -1)
+            values -= wide if wide.shape[1] == 1 else wide[:, : weight.in_features]
+    group = weight.group_size if scales.shape[-1] > 1 else 0
+    return pack_integers(values, scales, dtype, bits=bits, group=group, gated=gated)
+
+
+def prepare(weight: PackedWeight) -> Packed:
+    """Kernel.prepare of every linear_<format>."""
+    return pack_format(weight)
+
+
+def linear(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
+    """x [T, K] times the weight transposed."""
+    from .kernels import linear as product
+
+    return product(x, weight, bias)
