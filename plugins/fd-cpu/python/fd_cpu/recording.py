@@ -7,6 +7,7 @@ operand whether a recorded operation made it.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
 
     from .team import Team
 
+logger = logging.getLogger(__name__)
+
 # Calls of torch that compute nothing.
 _VIEWS = ("view", "slice", "select", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "transpose")
-_HARMLESS = (*_VIEWS, "permute", "expand", "as_strided", "alias", "detach", "empty", "split", "t")
+_HARMLESS = (*_VIEWS, "lift_fresh", "permute", "expand", "as_strided", "alias", "detach", "empty", "split", "t")
 
 
 class Recording:
@@ -103,8 +106,10 @@ class Recorder:
         if not len(recording.native):
             recording.foreign = recording.foreign or "no kernel of this device"
         if recording.foreign:
+            logger.info("a recorded step repeats its call: %s is part of it", recording.foreign)
             return RepeatedCall(run, recording.foreign)
         self._finished.add(recording)
+        logger.info("a recorded step is a plan of %d operations", len(recording.native))
         return NativeGraph(team, recording)
 
 
