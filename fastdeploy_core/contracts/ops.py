@@ -103,13 +103,16 @@ class Kernel:
     also handed to "norm_linear", "linear_add", "linear_logits" and "greedy_linear", and, where
     embedding and head share their weight, to "embedding": a table that prepares "linear" either fills
     these itself or leaves them to the reference's compositions, "embedding" it fills in any case.
-    Other weights of "embedding" stay as they are.
+    Other weights of "embedding" stay as they are. `formats`, of "linear" and "gated_linear": internal
+    formats (quant_formats.py) whose PackedWeights `prepare` takes as well; layers in these formats are
+    then computed by the plain operations.
     """
 
     target: str
     predicate: str = ""
     prepare: str = ""
     composes: bool = False
+    formats: tuple[str, ...] = ()
 
 
 class KernelTable(Protocol):
@@ -128,6 +131,10 @@ class KernelTable(Protocol):
     def prepare(self, operation: str, weight: Any) -> Any:
         """The weight (a tensor or a PackedWeight) as the chosen cell of that operation wants it; itself
         where the cell has no wish. The rows of a plain weight of "gated_linear" are gate then up."""
+        ...
+
+    def takes(self, operation: str, format_name: str) -> bool:
+        """Whether `prepare` of that plain operation takes PackedWeights of the internal format."""
         ...
 
     def origins(self) -> Mapping[str, str]:

@@ -194,15 +194,22 @@ class LMHead:
 
     @property
     def weight(self) -> Any:
-        """As the kernel wants it; None where a quantizer holds it."""
+        """As the kernel wants it; None where a quantizer multiplies."""
+        if self._linear is not None:
+            return self._linear.weight
         return None if self._matrix is None else self._matrix.value
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[rows of this rank]."""
+        return self._bias if self._linear is None else self._linear.bias
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """The full logits."""
-        if self._linear is not None:
+        if self._linear is not None and self.weight is None:
             logits = self._linear(hidden).float()
         else:
-            logits = self._product(hidden, self.weight, self._bias)
+            logits = self._product(hidden, self.weight, self.bias)
         if self._build.tp_size > 1:
             logits = self._build.all_gather(logits)
             if logits.shape[-1] != self._share.size:
@@ -214,11 +221,11 @@ class LMHead:
         ([num_rows] float32, NaN if the row has one); the logits are never held as a whole."""
         build, share, xp = self._build, self._share, self._build.xp
         is_padded = share.rows * build.tp_size != share.size  # these rows win over negative logits
-        if is_padded or self._matrix is None:
+        if is_padded or self.weight is None:
             logits = self(hidden)
             ids = self._greedy(logits)
             return ids, xp.gather(logits, 1, ids.unsqueeze(1)).squeeze(1)
-        ids, peaks = self._greedy_product(hidden, self.weight, self._bias)
+        ids, peaks = self._greedy_product(hidden, self.weight, self.bias)
         if build.tp_size == 1:
             return ids, peaks
         # Ranks hold consecutive ids and the first among equals is taken, so the smallest id wins.

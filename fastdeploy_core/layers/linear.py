@@ -11,7 +11,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastdeploy_core.contracts.quantizer import LayerPart, LayerSpec, Quantizer
+from fastdeploy_core.contracts.quantizer import (
+    LayerPart,
+    LayerSpec,
+    PackingQuantizer,
+    Quantizer,
+)
 
 from .stored import WHOLE, Piece, StoredLayer, StoredPart
 from .weight_map import FusedPart, Placement
@@ -43,7 +48,7 @@ class Linear:
 
     x: [num_tokens, in_features of this rank], model dtype; y: [num_tokens, sum of part.rows], or half as
     many with `gated`: the outputs are gate values then up values, and y is silu(gate) * up.
-    `weight` is as the kernel wants it that multiplies it, and None where a quantizer has taken it over.
+    `weight` is as the kernel wants it that multiplies it, and None where a quantizer multiplies.
 
     Around it stand a norm before and a sum behind. Where one kernel can do both, it does, so layers call
     `after` and `add_to`; what is still to be added travels beside x, for the next norm to add.
@@ -181,18 +186,23 @@ class Linear:
         if self._quantizer is None:
             self.weight = self._build.kernels.prepare(self._kernel, self.weight)
         else:
-            first = 0
+            whole, self.weight, first = self.weight, None, 0
             for number, (spec, _) in enumerate(self._products):
-                rows = self.weight[first : first + spec.out_features]
+                rows = whole[first : first + spec.out_features]
                 self._take(self._quantizer, number, self._quantizer.quantize(spec, rows))
                 first += spec.out_features
-            self._build.release(self.weight)
-            self.weight = None
+            self._build.release(whole)
 
     def _take(self, quantizer: Quantizer, number: int, tensors: dict[str, Tensor]) -> None:
         """Quantized tensors of one product are whole."""
         spec, _ = self._products[number]
         self._build.hold(tensors)
+        if len(self._products) == 1 and isinstance(quantizer, PackingQuantizer):
+            packed, kernels = quantizer.packed(spec, tensors), self._build.kernels
+            if packed is not None and kernels.takes(self._kernel, packed.format.name):
+                self.weight = kernels.prepare(self._kernel, packed)
+                self._quantizer = None  # from here on like an unquantized layer
+                return
         self._products[number] = (spec, quantizer.prepare(spec, tensors))
 
     def _place_bias(self) -> None:

@@ -41,6 +41,7 @@ class _Chosen:
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     prepare: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    formats: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class ChosenKernels:
@@ -60,6 +61,7 @@ class ChosenKernels:
         self.device = device
         self.functions, self._origins = chosen.functions, chosen.origins
         self._prepare, self._composed = chosen.prepare, set[str]()
+        self._formats = chosen.formats
         self._late, self._allow_fallback = set(late), allow_fallback
         self.fallbacks: list[str] = []  # late operations that layers did ask for
 
@@ -100,6 +102,11 @@ class ChosenKernels:
         composed of others multiply with "linear"."""
         prepare = self._prepare.get("linear" if operation in self._composed else operation)
         return weight if prepare is None else prepare(weight)
+
+    def takes(self, operation: str, format_name: str) -> bool:
+        """Whether the plain operation's weights may be of that internal format."""
+        plain = "linear" if operation in self._composed else operation
+        return format_name in self._formats.get(plain, ())
 
     def __contains__(self, operation: object) -> bool:
         """Whether there is a kernel for the operation."""
@@ -153,6 +160,7 @@ def build_kernel_table(
         chosen.functions | rest.functions,
         chosen.origins | rest.origins,
         chosen.prepare | rest.prepare,
+        chosen.formats | rest.formats,
     )
     return _compose(ChosenKernels(device_name, both, late, allow_fallback), composing, facts)
 
@@ -226,6 +234,7 @@ def _choose(cells: Iterable[_Cell], facts: Mapping[str, Any]) -> _Chosen:
             chosen.origins[cell.operation] = cell.entry.distribution
             if prepare is not None:
                 chosen.prepare[cell.operation] = prepare
+                chosen.formats[cell.operation] = cell.kernel.formats
         except KeyboardInterrupt:
             raise
         except BaseException as error:

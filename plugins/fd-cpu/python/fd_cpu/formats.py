@@ -11,21 +11,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from fastdeploy_core.contracts.ops import Kernel
+from fastdeploy_core.contracts.quant_formats import PackedWeight
 
-from .packing import Packed, pack_integers
+from .packing import Packed, pack, pack_integers
 
 if TYPE_CHECKING:
-    from fastdeploy_core.contracts.quant_formats import PackedWeight
     from fastdeploy_core.tensor import Tensor
 
 # Format -> bits of the native layout. Four bits with a zero point need eight without one.
 FORMATS: Final = {"wint8": 8, "wint4": 4, "wint4_zp": 8, "w8a8": 8, "w4a8": 4}
 
-CELLS: Final = {
-    f"linear_{name}": Kernel("fd_cpu.formats:linear", prepare="fd_cpu.formats:prepare")
-    for name in FORMATS
-}
 _INT4_OFFSET = 8
 
 
@@ -50,13 +45,13 @@ def pack_format(weight: PackedWeight, dtype: Any = None, *, gated: bool = False)
     return pack_integers(values, scales, dtype, bits=bits, group=group, gated=gated)
 
 
-def prepare(weight: PackedWeight) -> Packed:
-    """Kernel.prepare of every linear_<format>."""
-    return pack_format(weight)
+def prepare(weight: Tensor | PackedWeight, *, gated: bool = False) -> Packed:
+    """Kernel.prepare of every product: a float matrix in its own dtype, or one of FORMATS."""
+    if isinstance(weight, PackedWeight):
+        return pack_format(weight, gated=gated)
+    return pack(weight, gated=gated)
 
 
-def linear(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
-    """x [T, K] times the weight transposed."""
-    from .kernels import linear as product
-
-    return product(x, weight, bias)
+def prepare_gated(weight: Tensor | PackedWeight) -> Packed:
+    """Kernel.prepare of "gated_linear": gate and up outputs side by side."""
+    return prepare(weight, gated=True)

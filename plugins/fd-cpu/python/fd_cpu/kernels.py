@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fastdeploy_core.contracts.ops import Kernel
 
-from .formats import CELLS
+from .formats import FORMATS
 from .packing import Packed
 from .team import address, rows_of, team
 
@@ -21,12 +21,19 @@ _OWN = (
 )
 TABLE: Final[dict[str, str | Kernel]] = {
     **{name: f"fd_cpu.kernels:{name}" for name in _OWN},
-    "linear": Kernel("fd_cpu.kernels:linear", prepare="fd_cpu.packing:prepare_linear"),
-    "linear_float32": Kernel(
-        "fd_cpu.kernels:linear_float32", prepare="fd_cpu.packing:prepare_linear"
+    "linear": Kernel(
+        "fd_cpu.kernels:linear", prepare="fd_cpu.formats:prepare", formats=tuple(FORMATS)
     ),
-    "gated_linear": Kernel("fd_cpu.kernels:gated_linear", prepare="fd_cpu.packing:prepare_gated"),
-    **CELLS,
+    "gated_linear": Kernel(
+        "fd_cpu.kernels:gated_linear",
+        prepare="fd_cpu.formats:prepare_gated",
+        formats=tuple(FORMATS),
+    ),
+    "linear_float32": Kernel("fd_cpu.kernels:linear_float32", prepare="fd_cpu.formats:prepare"),
+    **{
+        f"linear_{name}": Kernel("fd_cpu.kernels:linear", prepare="fd_cpu.formats:prepare")
+        for name in FORMATS
+    },
 }
 
 

@@ -54,11 +54,3 @@ def pack_integers(
     return Packed(native, dtype)
 
 
-def prepare_linear(weight: Tensor) -> Packed:
-    """Kernel.prepare of "linear" and "linear_float32"."""
-    return pack(weight)
-
-
-def prepare_gated(weight: Tensor) -> Packed:
-    """Kernel.prepare of "gated_linear": gate and up outputs side by side."""
-    return pack(weight, gated=True)
