@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from .kv_formats import KV_OPERATIONS
 from .quant_formats import FORMAT_OPERATIONS
@@ -105,7 +105,9 @@ class Kernel:
     these itself or leaves them to the reference's compositions, "embedding" it fills in any case.
     Other weights of "embedding" stay as they are. `formats`, of "linear" and "gated_linear": internal
     formats (quant_formats.py) whose PackedWeights `prepare` takes as well; layers in these formats are
-    then computed by the plain operations.
+    then computed by the plain operations. `activations`, of a linear_<format> whose format leaves them
+    as they are: "int8" rounds x to int8 by absmax / 127, for each token and each group of inputs that
+    shares a scale, and so do plain products of that format.
     """
 
     target: str
@@ -113,6 +115,7 @@ class Kernel:
     prepare: str = ""
     composes: bool = False
     formats: tuple[str, ...] = ()
+    activations: Literal["", "int8"] = ""
 
 
 class KernelTable(Protocol):
@@ -135,6 +138,10 @@ class KernelTable(Protocol):
 
     def takes(self, operation: str, format_name: str) -> bool:
         """Whether `prepare` of that plain operation takes PackedWeights of the internal format."""
+        ...
+
+    def activations(self, operation: str) -> str:
+        """Kernel.activations of the chosen cell."""
         ...
 
     def origins(self) -> Mapping[str, str]:

@@ -42,6 +42,7 @@ class _Chosen:
     origins: dict[str, str] = field(default_factory=dict)
     prepare: dict[str, Callable[..., Any]] = field(default_factory=dict)
     formats: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    activations: dict[str, str] = field(default_factory=dict)
 
 
 class ChosenKernels:
@@ -61,7 +62,7 @@ class ChosenKernels:
         self.device = device
         self.functions, self._origins = chosen.functions, chosen.origins
         self._prepare, self._composed = chosen.prepare, set[str]()
-        self._formats = chosen.formats
+        self._formats, self._activations = chosen.formats, chosen.activations
         self._late, self._allow_fallback = set(late), allow_fallback
         self.fallbacks: list[str] = []  # late operations that layers did ask for
 
@@ -107,6 +108,10 @@ class ChosenKernels:
         """Whether the plain operation's weights may be of that internal format."""
         plain = "linear" if operation in self._composed else operation
         return format_name in self._formats.get(plain, ())
+
+    def activations(self, operation: str) -> str:
+        """How the chosen cell rounds activations that its format leaves alone."""
+        return self._activations.get(operation, "")
 
     def __contains__(self, operation: object) -> bool:
         """Whether there is a kernel for the operation."""
@@ -161,6 +166,7 @@ def build_kernel_table(
         chosen.origins | rest.origins,
         chosen.prepare | rest.prepare,
         chosen.formats | rest.formats,
+        chosen.activations | rest.activations,
     )
     return _compose(ChosenKernels(device_name, both, late, allow_fallback), composing, facts)
 
@@ -232,6 +238,7 @@ def _choose(cells: Iterable[_Cell], facts: Mapping[str, Any]) -> _Chosen:
             prepare = _import(cell.kernel.prepare) if cell.kernel.prepare else None
             chosen.functions[cell.operation] = _import(cell.kernel.target)
             chosen.origins[cell.operation] = cell.entry.distribution
+            chosen.activations[cell.operation] = cell.kernel.activations
             if prepare is not None:
                 chosen.prepare[cell.operation] = prepare
                 chosen.formats[cell.operation] = cell.kernel.formats

@@ -126,7 +126,7 @@ class AttentionConformance(OnDevice):
         if not (device.limits.graph_capture and backend.can_capture_decode):
             pytest.skip("limits.graph_capture and can_capture_decode are not both True")
         world = World(self, device, kernels, spec, self._block_size(device), BATCHES["decodes"])
-        inputs = world.write(backend.cache_shapes(world.num_blocks))
+        inputs = world.write(backend)
         batch = world.batch()
         exact = backend.forward(*inputs, world.cache, backend.prepare(batch))
         eager = np.array(device.to_host(exact.float()))
@@ -171,7 +171,7 @@ class AttentionConformance(OnDevice):
         size = self._block_size(device)
         backend = self._backend(request, device, kernels, spec, size)
         world = World(self, device, kernels, spec, size, BATCHES["mixed"])
-        inputs = world.write(backend.cache_shapes(world.num_blocks))
+        inputs = world.write(backend)
 
         def cycle() -> None:
             device.to_host(
@@ -227,7 +227,7 @@ class AttentionConformance(OnDevice):
         size = block_size or self._block_size(device)
         backend = self._backend(request, device, kernels, spec, size)
         world = World(self, device, kernels, spec, size, rows, shared_blocks, first_seed)
-        inputs = world.write(backend.cache_shapes(world.num_blocks))
+        inputs = world.write(backend)
         got = backend.forward(*inputs, world.cache, backend.prepare(world.batch()))
         width = spec.num_heads * (spec.kv_lora_rank if spec.kind == "mla" else spec.v_head_dim)
         assert tuple(got.shape) == (world.num_tokens, width)
@@ -313,15 +313,21 @@ class World:
         v = rng.standard_normal((total, spec.num_kv_heads, spec.v_head_dim)).astype("float32")
         return Row(num_new, q, k, v)
 
-    def write(self, shapes: tuple[tuple[int, ...], ...]) -> tuple[Any, Any, Any]:
-        """Fill the cache through the device's own kernel; returns (q, k, v) of the step."""
+    def write(self, backend: Any) -> tuple[Any, Any, Any]:
+        """Fill the cache, through the device's kernel or a driver that writes it itself; returns
+        (q, k, v) of the step."""
         device, spec = self.device, self.spec
+        shapes = backend.cache_shapes(self.num_blocks)
         arrays = [np.full(shape, np.nan, "float32") for shape in shapes]
         owned = sorted({b for row in self.rows for b in row.blocks})
         for array in arrays:
             # What may be loaded and masked away is finite garbage; what may not be touched is NaN.
             array[[0, *owned]] = GARBAGE
         self.cache = tuple(self.put(a) for a in arrays)
+        if self.rows and backend.unit == "rope_kv":
+            self._feed_everything(backend)
+            self.before = [np.array(device.to_host(c.float())) for c in self.cache]
+            return self.step_inputs()
         slots = [
             row.blocks[t // self.block_size] * self.block_size + t % self.block_size
             for row in self.rows
@@ -338,6 +344,18 @@ class World:
             )
         self.before = [np.array(device.to_host(c.float())) for c in self.cache]
         return self.step_inputs()
+
+    def _feed_everything(self, backend: Any) -> None:
+        """A step of all tokens of all rows, as prompts: the driver writes them in its own layout."""
+        whole = [
+            Row(len(row.k), np.zeros((len(row.k), *row.q.shape[1:]), "float32"), row.k, row.v, row.blocks)
+            for row in self.rows
+        ]
+        own, self.rows = self.rows, whole
+        self.num_tokens = sum(row.num_new for row in whole)
+        backend.forward(*self.step_inputs(), self.cache, backend.prepare(self.batch()))
+        self.rows = own
+        self.num_tokens = sum(row.num_new for row in own)
 
     def put(self, array: np.ndarray) -> Any:
         """On the device, in the spec's dtype."""

@@ -98,7 +98,7 @@ class KVFormatConformance(OnDevice):
         kind, size = KV_FORMATS[spec.kv_format], int(device.limits.default_block_size)
         backend = self._driver(request, device, kernels, spec, size)
         world = QuantizedWorld(self, device, kernels, spec, size, rows)
-        inputs = world.write(backend.cache_shapes(world.num_blocks))
+        inputs = world.write(backend)
         metadata = backend.prepare(world.batch())
         got = backend.forward(*inputs, world.cache, metadata, None, world.scales)
         world.check_canaries()

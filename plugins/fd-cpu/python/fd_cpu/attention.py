@@ -19,7 +19,7 @@ class X86Attention:
     """Keys [block, kv head, head_dim, block_size]: sixteen tokens a register; values [block, kv head,
     block_size, head_dim]: sixteen dimensions of one token. Latent attention keeps rows of tokens."""
 
-    name = "x86"
+    name = "x86_paged"
     contract = CONTRACT
     unit: Literal["core", "rope_kv"] = "rope_kv"
     can_capture_decode = True
@@ -43,7 +43,7 @@ class X86Attention:
         """(keys, values), or (latent rows,)."""
         spec, size = self._spec, self._block_size
         if self._is_latent:
-            return ((num_blocks, size, spec.head_dim),)
+            return ((num_blocks, size, 1, spec.head_dim),)
         return (
             (num_blocks, spec.num_kv_heads, spec.head_dim, size),
             (num_blocks, spec.num_kv_heads, size, spec.v_head_dim),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fastdeploy_core.contracts.device import CapturedGraph, DeviceLimits, DeviceOptions
 from fastdeploy_core.contracts.host_device import MAX_TENSOR_PARALLEL, HostDevice
 
+from .formats import FORMATS
 from .recording import Recorder
 from .team import close_team, open_team
 
@@ -41,9 +42,12 @@ class X86Device(HostDevice):
         return self._recorder.capture(run)
 
     def report(self) -> list[str]:
-        """Instructions and threads in use."""
+        """Instructions and threads in use, and what quantized weights mean here."""
         native = self._team.native
-        return [f"native kernels: {native.isa}, {native.num_threads} threads"]
+        return [
+            f"native kernels: {native.isa}, {native.num_threads} threads",
+            f"products with {', '.join(FORMATS)} round activations to int8, for each token and group",
+        ]
 
     def close(self) -> None:
         """The threads end with the last device of the process."""

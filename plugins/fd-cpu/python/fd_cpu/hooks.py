@@ -13,6 +13,7 @@ from fastdeploy_core.contracts.moe import MoEQuestion
 from fastdeploy_core.tensor import LIBRARIES, available
 
 NAME = "x86"
+_ATTENTION, _EXPERTS = "x86_paged", "x86_experts"
 # Above the reference, below any accelerator.
 _DEVICE_SCORE = 20
 _BACKEND_SCORE = 150
@@ -50,29 +51,29 @@ def fd_device_probe(question: DeviceQuestion) -> Candidate:
 def fd_attention_backends(question: AttentionQuestion) -> list[Candidate]:
     """Grouped-query and latent attention over a cache in the model's dtype."""
     if question.device != NAME:
-        return []
+        return [Candidate(_ATTENTION, Decline(f"it runs on device {NAME} only"))]
     spec = question.spec
     if spec.kind not in ("gqa", "mla"):
-        return [Candidate(NAME, Decline(f"kind {spec.kind!r}; possible: gqa, mla"))]
+        return [Candidate(_ATTENTION, Decline(f"kind {spec.kind!r}; possible: gqa, mla"))]
     if question.kv_dtype not in ("auto", spec.dtype):
         reason = f"cache format {question.kv_dtype!r}; possible: auto, {spec.dtype}"
-        return [Candidate(NAME, Decline(reason))]
+        return [Candidate(_ATTENTION, Decline(reason))]
     if question.block_size % 16:
         reason = f"KV blocks of {question.block_size} tokens; possible: multiples of 16"
-        return [Candidate(NAME, Decline(reason))]
-    return [Candidate(NAME, Accept(_BACKEND_SCORE, "native, rotation and cache write included"))]
+        return [Candidate(_ATTENTION, Decline(reason))]
+    return [Candidate(_ATTENTION, Accept(_BACKEND_SCORE, "native, rotation and cache write included"))]
 
 
 @hookimpl
 def fd_moe_backends(question: MoEQuestion) -> list[Candidate]:
     """Experts whose number format the native products know."""
     if question.device != NAME:
-        return []
+        return [Candidate(_EXPERTS, Decline(f"it runs on device {NAME} only"))]
     from .formats import FORMATS
 
     formats = [name for name in question.quantization.split(",") if name]
     missing = [name for name in formats if name not in FORMATS]
     if missing:
         reason = f"experts in {', '.join(missing)}; possible: {', '.join(FORMATS)}, or unquantized"
-        return [Candidate(NAME, Decline(reason))]
-    return [Candidate(NAME, Accept(_BACKEND_SCORE, "native, grouped by expert"))]
+        return [Candidate(_EXPERTS, Decline(reason))]
+    return [Candidate(_EXPERTS, Accept(_BACKEND_SCORE, "native, grouped by expert"))]

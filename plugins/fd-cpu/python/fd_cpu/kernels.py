@@ -31,7 +31,11 @@ TABLE: Final[dict[str, str | Kernel]] = {
     ),
     "linear_float32": Kernel("fd_cpu.kernels:linear_float32", prepare="fd_cpu.formats:prepare"),
     **{
-        f"linear_{name}": Kernel("fd_cpu.kernels:linear", prepare="fd_cpu.formats:prepare")
+        f"linear_{name}": Kernel(
+            "fd_cpu.kernels:linear",
+            prepare="fd_cpu.formats:prepare",
+            activations="int8" if name.startswith("wint") else "",
+        )
         for name in FORMATS
     },
 }

@@ -31,7 +31,7 @@ class PackedExperts:
 class X86MoE:
     """One instance per distinct spec."""
 
-    name = "x86"
+    name = "x86_experts"
     contract = CONTRACT
     unit: Literal["experts", "routing_experts"] = "routing_experts"
 
