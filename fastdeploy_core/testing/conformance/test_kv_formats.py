@@ -143,9 +143,10 @@ class QuantizedWorld(World):
 
     scales: KVScales | None = None
 
-    def write(self, shapes: tuple[tuple[int, ...], ...]) -> tuple[Any, Any, Any]:
+    def write(self, backend: Any) -> tuple[Any, Any, Any]:
         """Fill the cache through the format's own operation; returns (q, k, v) of the step."""
         device, spec, xp = self.device, self.spec, self.device.xp
+        shapes = backend.cache_shapes(self.num_blocks)
         dtypes = cache_dtypes(spec, len(shapes))
         owned = sorted({0, *(b for row in self.rows for b in row.blocks)})
         pools = []
