@@ -186,6 +186,45 @@ void submit_mark_broken(Runtime &runtime, uintptr_t drawn, uintptr_t peaks, uint
     runtime.submit(clipped(op, &MarkBrokenOp::num_rows, mark_broken), 0);
 }
 
+void submit_sample(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width, uintptr_t seeds,
+                   uintptr_t positions, uintptr_t ids) {
+    nb::gil_scoped_release release;
+    const SampleOp op{at<const float>(logits), num_rows, width, at<const int64_t>(seeds),
+                      at<const int64_t>(positions), at<int64_t>(ids)};
+    runtime.submit(clipped(op, &SampleOp::num_rows, runtime.kernels().sample),
+                   size_t(num_rows * runtime.num_threads() + 2) * 12);
+}
+
+void submit_filter(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width, uintptr_t top_k,
+                   uintptr_t top_p, uintptr_t min_p) {
+    nb::gil_scoped_release release;
+    const FilterOp op{at<float>(logits), num_rows, width, at<const int64_t>(top_k), at<const float>(top_p),
+                      at<const float>(min_p)};
+    const auto &kernels = runtime.kernels();
+    runtime.submit(clipped(op, &FilterOp::num_rows, kernels.filter),
+                   kernels.filter_scratch(op, runtime.num_threads()));
+}
+
+void submit_penalize(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width,
+                     std::vector<uintptr_t> factors, uintptr_t counts, int64_t count_bytes, uintptr_t prompt_seen) {
+    nb::gil_scoped_release release;
+    const PenaltyOp op{at<float>(logits), num_rows, width, at<const float>(factors[0]), at<const float>(factors[1]),
+                       at<const float>(factors[2]), at(counts), count_bytes, at<const bool>(prompt_seen)};
+    runtime.submit(clipped(op, &PenaltyOp::num_rows, runtime.kernels().penalize), 0);
+}
+
+void submit_mask(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width, uintptr_t bits) {
+    nb::gil_scoped_release release;
+    const MaskOp op{at<float>(logits), num_rows, width, at<const int32_t>(bits)};
+    runtime.submit(clipped(op, &MaskOp::num_rows, runtime.kernels().mask), 0);
+}
+
+void submit_log_softmax(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width, uintptr_t y) {
+    nb::gil_scoped_release release;
+    const LogSoftmaxOp op{at<const float>(logits), num_rows, width, at<float>(y)};
+    runtime.submit(clipped(op, &LogSoftmaxOp::num_rows, runtime.kernels().log_softmax), 0);
+}
+
 void submit_route(Runtime &runtime, uintptr_t logits, uintptr_t bias, uintptr_t ids, uintptr_t weights,
                   int64_t num_tokens, int64_t num_experts, int64_t top_k, int64_t num_groups, int64_t top_k_groups,
                   bool is_sigmoid, bool renormalize, float scaling_factor) {
@@ -257,7 +296,12 @@ NB_MODULE(_native, m) {
         .def("prepare_decode", &submit_prepare_decode)
         .def("finish_decode", &submit_finish_decode)
         .def("mark_broken", &submit_mark_broken)
-        .def("route", &submit_route);
+        .def("route", &submit_route)
+        .def("sample", &submit_sample)
+        .def("filter", &submit_filter)
+        .def("penalize", &submit_penalize)
+        .def("mask", &submit_mask)
+        .def("log_softmax", &submit_log_softmax);
     nb::class_<Experts>(m, "Experts").def("__init__", [](Experts *self, const std::vector<PackedMatrix *> &gate_up, const std::vector<PackedMatrix *> &down) {
         new (self) Experts{{gate_up.begin(), gate_up.end()}, {down.begin(), down.end()}};
     });

@@ -124,6 +124,42 @@ struct HeadNormOp {
     int64_t num_tokens, num_heads, num_kv_heads, head_dim, q_stride, k_stride;
 };
 
+// Float32 logits [num_rows, width]; changed in place where they are not const.
+struct SampleOp {
+    const float *logits;
+    int64_t num_rows, width;
+    const int64_t *seeds, *positions;
+    int64_t *ids;
+};
+
+struct FilterOp {
+    float *logits;
+    int64_t num_rows, width;
+    const int64_t *top_k;
+    const float *top_p, *min_p;
+};
+
+struct PenaltyOp {
+    float *logits;
+    int64_t num_rows, width;
+    const float *presence, *frequency, *repetition;
+    const void *counts;  // integers of count_bytes
+    int64_t count_bytes;
+    const bool *prompt_seen;
+};
+
+struct MaskOp {
+    float *logits;
+    int64_t num_rows, width;
+    const int32_t *bits;
+};
+
+struct LogSoftmaxOp {
+    const float *logits;
+    int64_t num_rows, width;
+    float *y;
+};
+
 struct Kernels {
     void (*linear)(const LinearOp &, const Worker &);
     size_t (*linear_scratch)(const LinearOp &, int num_threads);
@@ -136,6 +172,12 @@ struct Kernels {
     size_t (*experts_scratch)(const ExpertsOp &, int num_threads);
     void (*greedy)(const GreedyOp &, const Worker &);
     void (*head_norm)(const HeadNormOp &, const Worker &);
+    void (*sample)(const SampleOp &, const Worker &);
+    void (*filter)(const FilterOp &, const Worker &);
+    size_t (*filter_scratch)(const FilterOp &, int num_threads);
+    void (*penalize)(const PenaltyOp &, const Worker &);
+    void (*mask)(const MaskOp &, const Worker &);
+    void (*log_softmax)(const LogSoftmaxOp &, const Worker &);
 };
 
 namespace scalar { extern const Kernels kernels; }

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fastdeploy_core.contracts.ops import Kernel
 
+from . import sampling
 from .formats import FORMATS
 from .packing import Packed
 from .team import address, rows_of, team
@@ -21,6 +22,7 @@ _OWN = (
 )
 TABLE: Final[dict[str, str | Kernel]] = {
     **{name: f"fd_cpu.kernels:{name}" for name in _OWN},
+    **sampling.CELLS,
     "linear": Kernel(
         "fd_cpu.kernels:linear", prepare="fd_cpu.formats:prepare", formats=tuple(FORMATS)
     ),
