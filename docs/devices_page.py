@@ -33,9 +33,7 @@ COLUMNS: dict[str, Cell] = {
     "mixed batches": lambda f: _yes(f.limits.mixed_batches),
     "prompts in parts": lambda f: _yes(f.limits.chunked_prefill),
     "prompts per step": lambda f: str(f.limits.max_prefills_per_step or "any"),
-    "padded to": lambda f: (
-        f"{len(f.limits.token_buckets)} buckets" if f.limits.token_buckets else "no"
-    ),
+    "padded to": lambda f: "rows x tokens x blocks" if f.limits.step_buckets else "no",
     "graphs": lambda f: _yes(f.limits.graph_capture),
     "ranks": lambda f: str(f.limits.max_tensor_parallel_size),
     "visible by": lambda f: ", ".join(f"`{v}`" for v in f.visible_env),

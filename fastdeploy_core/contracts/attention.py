@@ -91,6 +91,10 @@ class AttentionBatch:
     stands in for a sequence: its results are read by nobody but must be finite, its slot_mapping is -1.
     Tokens at the end of a row whose slot_mapping is -1 are padding, too: no token of the row stands behind
     them, so none that counts sees them.
+
+    A padded step (`is_padded`, where the device has limits.step_buckets) has rows of nobody and padding in
+    the same way, counted in seq_lens; the host's arrays say the same as the device's. What a driver queues
+    for it depends on the shapes of the batch's tensors and on nothing else.
     """
 
     num_seqs: int
@@ -105,6 +109,7 @@ class AttentionBatch:
     positions: Tensor  # [num_tokens] int64
     tokens_per_row: int = 0  # above 0: every row feeds as many, and there are no tokens of no row
     is_exact: bool = True  # False: see above
+    is_padded: bool = False
 
 
 # What prepare() returns is the driver's own business.

@@ -14,6 +14,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class StepBuckets:
+    """Shapes of steps where every shape is compiled. A step is padded to a rectangle of rows with as many
+    tokens each; all rectangles run once at start-up, and no other is run afterwards.
+
+    Steps are then of prompts or of decodes, never of both. Attention drivers get such a step as
+    AttentionBatch.is_padded says.
+    """
+
+    prompt_rows: tuple[int, ...]  # rows of a step of prompts
+    prompt_tokens: tuple[int, ...]  # tokens of each of these rows
+    decode_rows: tuple[int, ...]  # rows of a step of decodes, with one token each
+    table_blocks: tuple[
+        int, ...
+    ]  # width of the block table; beyond the last one: the widest there can be
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceLimits:
     """What the scheduler and the model runner must respect. Unknown means unsupported."""
 
@@ -28,8 +45,7 @@ class DeviceLimits:
     mixed_batches: bool = True  # prefill chunks and decodes in one forward pass
     max_prefills_per_step: int | None = None
     chunked_prefill: bool = True  # False: a prompt runs in one step, whole
-    # None: any number of tokens; else padded up to one of these, all of which run once at start-up.
-    token_buckets: tuple[int, ...] | None = None
+    step_buckets: StepBuckets | None = None  # None: steps of any shape
     graph_capture: bool = False
     # Rows of nobody at the end of a captured step cost nothing, so one recording of the largest batch
     # serves every batch.

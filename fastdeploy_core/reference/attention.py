@@ -17,6 +17,7 @@ import numpy as np
 from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.kv_formats import kv_format
 
+from . import attention_fixed
 from .attention_plan import (
     MAX_CHUNK,
     TILE,
@@ -72,6 +73,7 @@ class _Metadata:
     ragged: tuple[Any, Tensor | None] | None  # pattern, rows of q and of the output
     groups: list[_Group]
     longs: list[tuple[Tensor, list[_Chunk]]]
+    fixed: attention_fixed.FixedStep | None = None  # instead of all the others
 
 
 class ReferenceAttention:
@@ -80,7 +82,7 @@ class ReferenceAttention:
     name = "reference"
     contract = CONTRACT
     unit: Literal["core", "rope_kv"] = "core"
-    can_capture_decode = False
+    can_capture_decode = False  # of an instance: where the device can
     can_capture_mixed = False
 
     def __init__(
@@ -103,6 +105,7 @@ class ReferenceAttention:
             and self._heads.group <= _MAX_RAGGED_GROUP
             and not spec.kv_format
         )
+        self.can_capture_decode = device.limits.graph_capture
         self._kv = kv_format(spec.kv_format)
         self._narrow = xp.dtype(spec.dtype) if spec.dtype != "float32" else None
 
@@ -119,6 +122,9 @@ class ReferenceAttention:
 
     def prepare(self, batch: AttentionBatch) -> _Metadata:
         """Row numbers and masks of this step, for every layer of this spec."""
+        if batch.is_padded or not batch.is_exact:
+            fixed = attention_fixed.prepare(self._device.xp, batch, self._heads)
+            return _Metadata(batch.num_tokens, None, [], [], fixed)
         to_device = self._device.to_device
         ragged, groups = None, []
         if self._uses_lists:
@@ -195,6 +201,14 @@ class ReferenceAttention:
         keys = self._pool(cache, 0, spec.head_dim, scales)
         values = keys if spec.kind == "mla" else self._pool(cache, 1, spec.v_head_dim, scales)
         queries = (self._wide(q) * spec.scale).reshape([shape[0], spec.head_dim])
+        if metadata.fixed is not None:
+            pools = (keys, values)
+            out = attention_fixed.attend(
+                *(xp, metadata.fixed, self._heads, queries),
+                lambda index, rows: self._rows(xp, pools[index], rows),
+                self._value_dim,
+            )
+            return out.to(q.dtype)
 
         if metadata.ragged is not None and metadata.ragged[1] is None:
             return self._lists(xp, metadata.ragged[0], queries, keys, values).reshape(whole)

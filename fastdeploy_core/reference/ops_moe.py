@@ -20,6 +20,11 @@ _SIGMOID_FLOOR = 1e-20
 # as long as padding them to the busiest one's does not multiply the work.
 _MAX_TOGETHER = 64
 _MAX_PADDING = 2
+# An accelerator that decodes runs every expert over every token: sorting tokens by expert would mean
+# waiting for it in every layer, and could not be recorded. Prompts of more tokens are sorted.
+_MAX_UNSORTED = 256
+# Numbers that this may hold at once.
+_MAX_HELD = 1 << 24
 Compute = Callable[[Any, np.ndarray, np.ndarray, np.ndarray], tuple["Tensor", np.ndarray]]
 
 
@@ -72,6 +77,8 @@ def moe_experts(
     x [T, H], topk_ids [T, k] int64, topk_weights [T, k] float32, gate_up [E, 2I, H] (gate rows
     first), down [E, H, I]: [T, H] in x's dtype.
     """
+    if str(x.device) != "cpu" and 0 < x.shape[0] <= _MAX_UNSORTED:
+        return _all_experts(namespace(x), x, topk_ids, topk_weights, gate_up, down)
 
     def compute(
         xp: Any, order: np.ndarray, ids: np.ndarray, counts: np.ndarray
@@ -86,6 +93,24 @@ def moe_experts(
         return one_by_one(xp, x, order, counts, expert), np.arange(len(order))
 
     return through_experts(x, topk_ids, topk_weights, gate_up.shape[0], compute)
+
+
+def _all_experts(
+    xp: Any, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    """Every expert over every token, times a weight that mostly is 0; experts of others may not be
+    finite, so they are left out by choice and not by the product."""
+    experts, tokens = gate_up.shape[0], x.shape[0]
+    none = xp.full([tokens, experts], -1.0, dtype=xp.float32, device=x.device)
+    weights = xp.scatter(none, 1, topk_ids, topk_weights.float()).transpose(0, 1).unsqueeze(2)
+    total, step = None, max(1, _MAX_HELD // (tokens * gate_up.shape[1]))
+    for first in range(0, experts, step):
+        part = slice(first, first + step)
+        rows = x.unsqueeze(0).expand([gate_up[part].shape[0], *x.shape])
+        y = xp.matmul_nt(xp.silu_and_mul(xp.matmul_nt(rows, gate_up[part])), down[part]).float()
+        own = xp.where(weights[part] >= 0, y * weights[part], xp.zeros_like(y)).sum(0)
+        total = own if total is None else total + own
+    return total.to(x.dtype)
 
 
 def through_experts(

@@ -74,11 +74,13 @@ def make_settings(
 
 def _within(batch: BatchConfig, info: WorkerInfo) -> BatchConfig:
     """What was asked for, cut to what the device takes in one step."""
-    tokens = batch.max_num_batched_tokens
-    if info.token_buckets:
-        tokens = min(tokens, max(info.token_buckets))
-    chunked = batch.enable_chunked_prefill and info.chunked_prefill
-    return replace(batch, max_num_batched_tokens=tokens, enable_chunked_prefill=chunked)
+    tokens, rows = batch.max_num_batched_tokens, batch.max_num_seqs
+    return replace(
+        batch,
+        max_num_batched_tokens=min(tokens, info.max_step_tokens or tokens),
+        max_num_seqs=min(rows, info.max_step_rows or rows),
+        enable_chunked_prefill=batch.enable_chunked_prefill and info.chunked_prefill,
+    )
 
 
 def _check(batch: BatchConfig, max_model_len: int) -> None:

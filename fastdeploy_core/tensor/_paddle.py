@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -22,32 +21,10 @@ with hidden_module("tvm_ffi"):
     import paddle
     import paddle.nn.functional as F
 
+    from ._paddle_rows import BYTES, NARROW, bits_of, words_of
+
 # Paddle keeps its eager mode in the importing thread: when that ends, so would the mode, for everybody.
 _eager_mode = paddle.base.framework.global_var._functional_dygraph_context_manager
-# Paddle's CPU kernels that pick and place rows do not know these; their bits are moved instead.
-_NARROW = {
-    paddle.int8: np.int8,
-    paddle.uint8: np.uint8,
-    paddle.float8_e4m3fn: np.uint8,
-    paddle.float8_e5m2: np.uint8,
-    paddle.float16: np.int16,
-    paddle.bfloat16: np.int16,
-}
-
-
-def _bits_of(x: Any) -> np.ndarray:
-    """The memory of a contiguous CPU tensor as an array of integers, valid as long as the tensor.
-
-    DLPack would hand out the same memory, but only to read.
-    """
-    carrier = np.dtype(_NARROW[x.dtype])
-    size = int(x.size)
-    if not size:
-        return np.empty(x.shape, carrier)
-    memory = (ctypes.c_uint8 * (size * carrier.itemsize)).from_address(x.data_ptr())
-    return np.frombuffer(memory, carrier, size).reshape(x.shape)
-
-
 _fused_rms_norm = paddle.incubate.nn.functional.fused_rms_norm
 
 
@@ -83,7 +60,6 @@ class PaddleLibrary:
     cat = staticmethod(paddle.cat)
     stack = staticmethod(paddle.stack)
     split = staticmethod(paddle.compat.split)  # paddle.split counts pieces instead of sizes
-    where = staticmethod(paddle.where)
     nonzero = staticmethod(paddle.nonzero)
     matmul = staticmethod(paddle.matmul)
     addmm = staticmethod(paddle.addmm)
@@ -181,10 +157,21 @@ class PaddleLibrary:
         array = np.frombuffer(buffer, dtype=carrier).reshape(tuple(shape))
         return self.from_numpy(array, self.dtype(dtype))
 
+    def where(self, condition: Any, a: Any, b: Any) -> Any:
+        dtype = getattr(a, "dtype", None)
+        if dtype in BYTES and not a.place.is_cpu_place():  # no accelerator's kernel knows bytes
+            carrier = paddle.int8 if dtype == paddle.int8 else paddle.uint8
+            a, b = (x.view(carrier).astype(paddle.int32) for x in (a, b))
+            return paddle.where(condition, a, b).astype(carrier).view(dtype)
+        return paddle.where(condition, a, b)
+
     def index_select(self, x: Any, dim: int, index: Any) -> Any:
-        if x.dtype in _NARROW and x.place.is_cpu_place():
+        if x.dtype in NARROW and x.place.is_cpu_place():
             whole = x.contiguous()
-            return self.from_numpy(np.take(_bits_of(whole), index.numpy(), dim)).view(x.dtype)
+            return self.from_numpy(np.take(bits_of(whole), index.numpy(), dim)).view(x.dtype)
+        words = words_of(x) if dim == 0 else None
+        if words is not None:
+            return paddle.gather(words, index, 0).view(x.dtype)
         # Three to eight times as fast where it applies.
         return paddle.gather(x, index, 0) if dim == 0 else paddle.index_select(x, index, dim)
 
@@ -192,14 +179,21 @@ class PaddleLibrary:
         return paddle.take_along_axis(x, index, dim, broadcast=False)
 
     def scatter(self, x: Any, dim: int, index: Any, source: Any) -> Any:
-        return paddle.put_along_axis(x, index, source, dim, broadcast=False)
+        if x.place.is_cpu_place():
+            return paddle.put_along_axis(x, index, source, dim, broadcast=False)
+        # Without paddle's check of the index, which would wait for the accelerator.
+        return paddle._C_ops.put_along_axis(x, index, source, dim, "assign", True)
 
     def index_copy_(self, x: Any, dim: int, index: Any, source: Any) -> Any:
         if dim != 0:
             raise ValueError(f"index_copy_ works along dimension 0 only, got {dim}")
-        if x.dtype in _NARROW and x.place.is_cpu_place():
+        if x.dtype in NARROW and x.place.is_cpu_place():
             source = source.contiguous()
-            _bits_of(x)[index.numpy()] = _bits_of(source)
+            bits_of(x)[index.numpy()] = bits_of(source)
+            return x
+        words = words_of(x)
+        if words is not None:
+            paddle.scatter_(words, index, source.contiguous().view(words.dtype))
             return x
         return paddle.scatter_(x, index, source)
 
@@ -252,9 +246,11 @@ class PaddleLibrary:
         if dim == -1 and x.ndim and x.dtype == paddle.float32 and x.place.is_cpu_place():
             return self.from_numpy(np.asarray(x.numpy().argmax(-1)))
         index = paddle.argmax(x, dim)
-        # paddle's skips NaN where torch's takes it for the largest. The sum tells at little cost
-        # whether there may be one.
-        if x.is_floating_point() and x.size and math.isnan(float(x.sum())):
+        # paddle's skips NaN where torch's takes it for the largest. On the CPU the sum tells at little
+        # cost whether there may be one; elsewhere asking would wait for the device.
+        if x.is_floating_point() and x.size:
+            if x.place.is_cpu_place() and not math.isnan(float(x.sum())):
+                return index
             odd = paddle.isnan(x)
             index = paddle.where(odd.any(dim), paddle.argmax(odd.astype(paddle.int32), dim), index)
         return index

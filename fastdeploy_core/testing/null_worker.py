@@ -52,7 +52,8 @@ class NullOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     mixed_batches: bool = True
     max_prefills_per_step: int | None = None
     chunked_prefill: bool = True
-    token_buckets: tuple[int, ...] | None = None
+    max_step_tokens: int | None = None
+    max_step_rows: int | None = None
     overlap: bool = True
     asynchronous: bool = True  # a step is queued and waited for, not done by its launch
     host_tier: bool = True
@@ -160,7 +161,8 @@ class NullWorker:
             mixed_batches=options.mixed_batches,
             max_prefills_per_step=options.max_prefills_per_step,
             chunked_prefill=options.chunked_prefill,
-            token_buckets=options.token_buckets,
+            max_step_tokens=options.max_step_tokens,
+            max_step_rows=options.max_step_rows,
             overlap=options.overlap,
             asynchronous=options.asynchronous,
             host_tier=options.host_tier,

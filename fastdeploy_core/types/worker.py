@@ -23,7 +23,8 @@ class WorkerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     mixed_batches: bool = True  # False: a step has prefills or decodes, never both
     max_prefills_per_step: int | None = None
     chunked_prefill: bool = True  # False: a prompt runs in one step
-    token_buckets: tuple[int, ...] | None = None
+    max_step_tokens: int | None = None  # what the device takes in one step
+    max_step_rows: int | None = None
     overlap: bool = True  # a step may be launched before the tokens of the one before are known
     asynchronous: bool = False  # launching a step only queues its work
     host_tier: bool = True  # blocks can move to host memory and back

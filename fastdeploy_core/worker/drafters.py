@@ -90,10 +90,10 @@ class DrafterMaker:
         return drafter
 
     def _check_device(self, method: str) -> None:
-        if self._device.limits.token_buckets is not None:
+        if self._device.limits.step_buckets is not None:
             raise CapabilityError(
                 f"speculative method {method!r} cannot run on device {self._device.name!r}, which only "
-                "takes batches of certain sizes; possible: ngram_match or suffix, which draft on the "
+                "takes steps of certain shapes; possible: ngram_match or suffix, which draft on the "
                 "host"
             )
 

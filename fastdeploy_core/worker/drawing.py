@@ -93,6 +93,21 @@ class TokenDrawer:
             ids = communicator.broadcast(ids, 0)
         return Drawn(ids, ids)
 
+    def draw_greedily(self, logits: Tensor) -> Drawn:
+        """The likeliest token of every row, whoever it belongs to; the same on every rank."""
+        if self._state is not None:
+            sampled = self._state.sampler.greedy(logits)
+            marked = self._mark(sampled.token_ids, sampled.peak.reshape([-1]), None)
+            drawn = Drawn(sampled.token_ids, marked)
+        else:
+            ids = self._xp.zeros(
+                (logits.shape[0],), dtype=self._xp.int64, device=self._device.device
+            )
+            drawn = Drawn(ids, ids)
+        if self._communicator is not None:
+            drawn.token_ids = self._communicator.broadcast(drawn.token_ids, 0)
+        return drawn
+
     def _lead(
         self,
         logits: Tensor,
@@ -129,7 +144,7 @@ class TokenDrawer:
         if rows.is_decode:
             return found
         wanted = self._columns.flags[rows.slots] & bits.PROMPT_LOGPROBS
-        first = np.cumsum(rows.counts) - rows.counts
+        first = rows.first_tokens()
         for row in np.flatnonzero(wanted).tolist():
             slot, start = int(rows.slots[row]), int(rows.starts[row])
             end = min(int(rows.seq_lens[row]), int(self._batch.num_prompt[slot]) - 1)

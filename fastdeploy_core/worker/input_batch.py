@@ -16,11 +16,14 @@ from fastdeploy_core.contracts.attention import AttentionBatch
 from fastdeploy_core.errors import WorkerError
 from fastdeploy_core.types import BatchRows, NewSequence, SchedulerOutput
 
+from . import padded_batch
 from .step_rows import StepRows
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.tensor import Tensor
+
+    from .step_shapes import StepShapes
 
 
 # In place of the position of the token in newest_dev. NOWHERE: it is of no use. TRUSTED: it is the newest
@@ -47,7 +50,9 @@ class InputBatch:
         block_size: int,
         parts: Sequence[SlotState] = (),
         max_drafts: int = 0,
+        shapes: StepShapes | None = None,
     ) -> None:
+        self._shapes = shapes  # what steps are padded to; None: as they come
         self._device, self._xp = device, device.xp
         self.max_num_seqs, self.max_model_len, self.block_size = (
             max_num_seqs,
@@ -157,8 +162,8 @@ class InputBatch:
             rows = self._decode_rows(slots, message.starts)
         else:
             rows = self._mixed_rows(message, slots)
-        self._last = rows
-        return rows
+        self._last = self._shaped(rows)
+        return self._last
 
     def _next_rows(self, step: SchedulerOutput) -> StepRows:
         """The rows of the step before go on, each with the token that it sampled."""
@@ -170,8 +175,13 @@ class InputBatch:
         self._num_gone = 0
         for row, block_ids in step.new_block_ids.items():
             self._append_blocks(int(last.slots[row]), block_ids)
-        rows = self._last = self._decode_rows(last.slots, last.seq_lens)
-        return rows
+        self._last = self._shaped(self._decode_rows(last.slots, last.seq_lens))
+        return self._last
+
+    def _shaped(self, rows: StepRows) -> StepRows:
+        if self._shapes is None or not rows.slots.size:
+            return rows
+        return rows.shaped(self._shapes.find(rows))
 
     def _slots_of(self, seq_ids: np.ndarray) -> np.ndarray:
         try:
@@ -260,18 +270,18 @@ class InputBatch:
             offsets = rows.starts - cu_seqlens[:-1]
             positions = np.arange(token_slots.size) + np.repeat(offsets, rows.counts)
             cu_seqlens_dev = to_device(cu_seqlens)
+        if rows.shape is not None:
+            padded = padded_batch.attention_batch(
+                self._device, self, rows, rows.shape, token_slots, positions
+            )
+            return padded, token_slots, positions
         block, offset = np.divmod(positions, self.block_size)
         slot_mapping = self.block_tables[token_slots, block] * self._block_size + offset
         block_tables, block_tables_dev = self._block_tables(rows)
         seq_lens = rows.seq_lens.astype(np.int32)
-        num_padding = self._num_padding(positions.size)
-        padded = positions
-        if num_padding:  # tokens of no row: they write nothing, and nobody reads their output
-            slot_mapping = np.pad(slot_mapping, (0, num_padding), constant_values=-1)
-            padded = np.pad(positions, (0, num_padding))
         batch = AttentionBatch(
             num_seqs=num_seqs,
-            num_tokens=int(padded.size),
+            num_tokens=int(positions.size),
             cu_seqlens_q=cu_seqlens,
             seq_lens=seq_lens,
             block_tables=block_tables,
@@ -279,8 +289,8 @@ class InputBatch:
             seq_lens_dev=to_device(seq_lens),
             block_tables_dev=block_tables_dev,
             slot_mapping=to_device(slot_mapping),
-            positions=to_device(padded),
-            tokens_per_row=1 if rows.is_decode and not num_padding else 0,
+            positions=to_device(positions),
+            tokens_per_row=1 if rows.is_decode else 0,
         )
         return batch, token_slots, positions
 
@@ -288,10 +298,9 @@ class InputBatch:
         """[T] int64: from the host where it knows the token, else the newest one on the device."""
         xp, to_device = self._xp, self._device.to_device
         behind = positions >= self.num_known[token_slots]
-        num_padding = self._num_padding(positions.size)
-        if not behind.any():
-            known = self.token_ids[token_slots, positions].astype(np.int64)
-            return to_device(np.pad(known, (0, num_padding)) if num_padding else known)
+        known = self.token_ids[token_slots, positions].astype(np.int64)
+        if not behind.any() and rows.shape is None:
+            return to_device(known)
         newest = self.newest[token_slots]
         newest = np.where(newest == TRUSTED, np.repeat(rows.starts, rows.counts), newest)
         unknown = behind & (positions == newest)
@@ -300,28 +309,17 @@ class InputBatch:
                 f"a step feeds tokens nobody knows: starts {rows.starts.tolist()}, "
                 f"lengths {rows.seq_lens.tolist()}, known {self.num_known[rows.slots].tolist()}"
             )
+        if rows.shape is not None:
+            slots = np.where(unknown, token_slots, -1)
+            return padded_batch.input_ids(self._device, self, rows, rows.shape, known, slots)
         if unknown.all():
-            slots = np.pad(token_slots, (0, num_padding)) if num_padding else token_slots
-            return xp.index_select(self.newest_dev, 0, to_device(slots))
-        known = self.token_ids[token_slots, positions].astype(np.int64)
-        input_ids = to_device(np.pad(known, (0, num_padding)))
+            return xp.index_select(self.newest_dev, 0, to_device(token_slots))
+        input_ids = to_device(known)
         if unknown.any():
             where = np.flatnonzero(unknown)
             newest = xp.index_select(self.newest_dev, 0, to_device(token_slots[where]))
             xp.index_copy_(input_ids, 0, to_device(where), newest)
         return input_ids
-
-    def _num_padding(self, num_tokens: int) -> int:
-        """Tokens to add where the device only knows batches of certain sizes."""
-        buckets = self._device.limits.token_buckets
-        if buckets is None:
-            return 0
-        fitting = [bucket for bucket in buckets if bucket >= num_tokens]
-        if not fitting:
-            raise WorkerError(
-                f"a step has {num_tokens} tokens; the device takes at most {max(buckets)}"
-            )
-        return min(fitting) - num_tokens
 
     def sampled(
         self, slots: np.ndarray, slots_dev: Tensor, positions: np.ndarray, ids: Tensor

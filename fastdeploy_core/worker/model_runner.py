@@ -33,6 +33,7 @@ from .reading import NOT_KEPT, StepReader
 from .sequence_state import SequenceState
 from .speculation import Speculation
 from .step_graphs import RecordedStep, StepGraphs
+from .step_shapes import StepShapes
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
@@ -73,6 +74,7 @@ class ModelRunner:
             parts += self._state.parts
         speculative = config.speculative
         self._max_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+        self.shapes = self._make_shapes()
         batch = self.batch = InputBatch(
             device,
             config.batch.max_num_seqs,
@@ -80,6 +82,7 @@ class ModelRunner:
             config.cache.block_size,
             parts,
             self._max_drafts,
+            self.shapes,
         )
         self._lock = threading.RLock()
         self._drawer = TokenDrawer(
@@ -106,6 +109,20 @@ class ModelRunner:
         self._refused: dict[int, str] = {}  # by seq_id: what their parameters lack
         self._caches: list[tuple[Tensor, ...]] = []
         self._mover: BlockMover | None = None
+
+    def _make_shapes(self) -> StepShapes | None:
+        """Shapes to which steps are padded, where the device compiles every one."""
+        config, buckets = self._config, self._device.limits.step_buckets
+        if buckets is None:
+            return None
+        return StepShapes(
+            buckets,
+            max_num_seqs=config.batch.max_num_seqs,
+            max_step_tokens=config.batch.max_num_batched_tokens,
+            max_model_len=config.model.max_model_len,
+            block_size=config.cache.block_size,
+            max_drafts=self._max_drafts,
+        )
 
     def _make_graphs(self, sizes: tuple[int, ...], communicator: Communicator | None) -> StepGraphs:
         """Recordings to be made, and the device's own state of the sequences that they work on."""
@@ -285,7 +302,7 @@ class ModelRunner:
         if not rows.sample_tokens.size:
             return None
         if not rows.is_decode or hidden.shape[0] != rows.slots.size:
-            index = self._device.to_device(rows.sample_tokens)
+            index = self._device.to_device(rows.padded_samples())
             hidden = self._xp.index_select(hidden, 0, index)
         return self._model.compute_logits(hidden)
 
@@ -301,6 +318,10 @@ class ModelRunner:
             if self._is_plain(plan, rows):
                 return recorded.replay_greedy(num_rows)
             logits = recorded.replay_head(num_rows)
+        if recorded is None and rows.shape is not None and logits is not None:
+            if self._is_simple[rows.slots].all() and not rows.num_drafts.any():
+                return self._draw_padded(launched, logits)
+            logits = logits[: plan.num_rows]
         drafts = self._judge.drafts_of(rows, plan)
         launched.draft_ids = None if drafts is None else drafts.ids
         drawn = self._drawer.draw(
@@ -321,6 +342,18 @@ class ModelRunner:
         slots = plan.slots[drafts.layout.first]
         batch.drawn_behind_drafts(slots, self._device.to_device(slots), verdict.next_ids)
         return verdict.mark(drawn.marked)
+
+    def _draw_padded(self, launched: Launched, logits: Tensor) -> Tensor:
+        """The likeliest token of each row of a padded step; those of nobody's rows go nowhere."""
+        batch, rows, plan = self.batch, launched.rows, launched.plan
+        assert plan is not None
+        drawn = self._drawer.draw_greedily(logits)
+        launched.drawn = drawn.token_ids
+        slots = np.full(logits.shape[0], batch.max_num_seqs, dtype=np.int64)
+        slots[: plan.num_rows] = plan.slots
+        slots_dev = self._device.to_device(slots)
+        batch.sampled(plan.slots, slots_dev, rows.sample_positions, drawn.token_ids)
+        return drawn.marked
 
     def _is_plain(self, plan: SamplingPlan, rows: StepRows) -> bool:
         """Whether the likeliest tokens are all that is wanted. Ranks must agree on it, although rank 0

@@ -112,7 +112,7 @@ class StepReader:
     def _take_tokens(self, launched: Launched, marked: np.ndarray) -> None:
         rows, plan, batch = launched.rows, launched.plan, self._batch
         assert plan is not None
-        marked = marked.reshape(-1)
+        marked = marked.reshape(-1)[: plan.num_rows]  # behind these: padding of the step
         ids = launched.token_ids = np.maximum(marked, 0)
         is_kept: np.ndarray | None = None
         if rows.num_drafts.any():

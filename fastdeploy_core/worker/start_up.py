@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.contracts.device import ReportingDevice
 from fastdeploy_core.types import BatchRows, NewSequence, SamplingParams, SchedulerOutput
 
 if TYPE_CHECKING:
-    from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.contracts.device import DeviceBackend, DeviceLimits, StepBuckets
     from fastdeploy_core.plugins.kernels import ChosenKernels
 
     from .model_runner import ModelRunner
+    from .step_shapes import StepShape, StepShapes
 
 logger = logging.getLogger(__name__)
 
@@ -61,31 +62,73 @@ def dummy_step(
     )
 
 
-def warm_up(
-    runner: ModelRunner, config: EngineConfig, buckets: Sequence[int], num_blocks: int
-) -> None:
-    """Run every bucket a step can fall into once, as one prompt and as decodes, so that a device that
-    compiles for each shape does so now. Afterwards the sequences are gone."""
+def warm_up(runner: ModelRunner, config: EngineConfig, shapes: StepShapes, num_blocks: int) -> None:
+    """Run every shape that a step can have once, so that a device that compiles for each does so now.
+    Afterwards the sequences are gone."""
     began = time.perf_counter()
-    longest = min(config.model.max_model_len, num_blocks * config.cache.block_size)
-    most_rows = min(config.batch.max_num_seqs, num_blocks)
-    largest = next((b for b in buckets if b >= config.batch.max_num_batched_tokens), max(buckets))
     step_id, finished = 0, list[int]()
-    reached = 0
-    for bucket in buckets:
-        if bucket > largest:
-            break
-        smallest = reached + 1  # of the numbers of tokens that are padded to this bucket
-        for lengths in ([min(bucket, longest)], [1] * min(bucket, most_rows)):
-            if smallest <= sum(lengths):
-                step = dummy_step(config, step_id, lengths, finished)
-                runner.launch(step).wait()
-                finished = [n.seq_id for n in step.new_sequences]
-                step_id += 1
-        reached = bucket
+    for shape, start, count in shapes:
+        step = shaped_step(config, step_id, shape, start, count, num_blocks, finished)
+        runner.launch(step).wait()
+        finished = [n.seq_id for n in step.new_sequences]
+        step_id += 1
     nobody = BatchRows.of([], [], [])
     runner.launch(SchedulerOutput(step_id=step_id, rows=nobody, finished_seq_ids=finished)).wait()
     logger.info("warm-up: %d shapes in %.1f s", step_id, time.perf_counter() - began)
+
+
+def shaped_step(
+    config: EngineConfig,
+    step_id: int,
+    shape: StepShape,
+    start: int,
+    count: int,
+    num_blocks: int,
+    finished: list[int],
+) -> SchedulerOutput:
+    """A step that is padded to the shape: `count` tokens behind `start` cached ones in each row. Rows may
+    write over each other, since nobody needs what they write."""
+    size, most = config.cache.block_size, min(shape.rows, config.batch.max_num_seqs)
+    blocks = [i % num_blocks for i in range(-(-(start + count) // size))]
+    new = [
+        NewSequence(
+            seq_id=step_id * config.batch.max_num_seqs + number,
+            token_ids=[0] * (start + count),
+            num_prompt_tokens=start + count,
+            block_ids=blocks,
+            sampling=SamplingParams(temperature=0.0),
+            seed=0,
+        )
+        for number in range(most)
+    ]
+    rows = BatchRows.of([n.seq_id for n in new], [start] * most, [count] * most)
+    return SchedulerOutput(step_id=step_id, new_sequences=new, rows=rows, finished_seq_ids=finished)
+
+
+def largest_padded_step(
+    config: EngineConfig, shapes: StepShapes
+) -> tuple[list[SchedulerOutput], int]:
+    """The rectangle with most tokens, then the widest sampling; and blocks for them."""
+    shape, start, count = max(shapes, key=lambda s: (s[0].rows * s[0].tokens, s[0].blocks))
+    num_blocks = -(-(start + count) // config.cache.block_size)
+    steps = [shaped_step(config, 0, shape, start, count, num_blocks, [])]
+    rows = min(config.batch.max_num_seqs, max(s.rows for s, _, _ in shapes))
+    steps.append(dummy_step(config, 1, [1] * rows, [n.seq_id for n in steps[0].new_sequences]))
+    return steps, max(num_blocks, rows)
+
+
+def step_limits(limits: DeviceLimits) -> dict[str, Any]:
+    """What the batch scheduler must respect of the device, as fields of WorkerInfo."""
+    buckets, most = limits.step_buckets, limits.max_prefills_per_step
+    if buckets is None:
+        return {"mixed_batches": limits.mixed_batches, "max_prefills_per_step": most}
+    rows = max(buckets.prompt_rows)
+    return {
+        "mixed_batches": False,
+        "max_prefills_per_step": min(rows, most or rows),
+        "max_step_tokens": max(buckets.prompt_tokens),
+        "max_step_rows": max(buckets.decode_rows),
+    }
 
 
 def device_lines(device: DeviceBackend) -> list[str]:
@@ -98,7 +141,7 @@ def device_lines(device: DeviceBackend) -> list[str]:
         (not limits.mixed_batches, "a step has prompts or decodes, never both"),
         (not limits.chunked_prefill, "a prompt runs in one step"),
         (limits.max_prefills_per_step, f"{limits.max_prefills_per_step} prompt(s) per step"),
-        (limits.token_buckets, f"steps are padded to {_numbers(limits.token_buckets)} tokens"),
+        (limits.step_buckets, _bucket_words(limits.step_buckets)),
         (not limits.logprobs, "no logprobs"),
     )
     lines = [f"limit of device {device.name}: {words}" for applies, words in said if applies]
@@ -124,18 +167,31 @@ def kernel_lines(kernels: ChosenKernels) -> list[str]:
 def turned_off_lines(config: EngineConfig, device: DeviceBackend) -> list[str]:
     """For the start-up table: what was asked for and the device cannot do."""
     limits, batch, cache = device.limits, config.batch, config.cache
+    most_rows = max(limits.step_buckets.decode_rows) if limits.step_buckets else batch.max_num_seqs
+    fits_rows = batch.max_num_seqs <= most_rows
     asked = (
         (batch.overlap, limits.overlap, "overlap of scheduling and execution"),
         (cache.swap_space_bytes > 0, limits.host_tier, "the host-memory KV tier"),
         (cache.enable_prefix_caching, limits.block_sharing, "prefix caching"),
         (batch.enable_chunked_prefill, limits.mixed_batches, "prefill beside decode"),
         (batch.enable_chunked_prefill, limits.chunked_prefill, "chunked prefill"),
+        (batch.max_num_seqs, fits_rows, f"more than {most_rows} sequences at once"),
     )
     return [
         f"turned off: {what}; device {device.name} cannot do it"
         for wanted, possible, what in asked
         if wanted and not possible
     ]
+
+
+def _bucket_words(buckets: StepBuckets | None) -> str:
+    if buckets is None:
+        return ""
+    return (
+        f"steps are padded: {_numbers(buckets.prompt_rows)} prompts of "
+        f"{_numbers(buckets.prompt_tokens)} tokens, or {_numbers(buckets.decode_rows)} decodes; tables "
+        f"of {_numbers(buckets.table_blocks)} blocks"
+    )
 
 
 def _numbers(values: Sequence[int] | None) -> str:

@@ -68,7 +68,8 @@ def graph_sizes(
             return (), f"recorded decode steps: none, {why}"
     most = min(config.batch.max_num_seqs, config.graphs.max_size or config.batch.max_num_seqs)
     usual = (most,) if limits.graph_any_size else ladder(most)
-    wanted = config.graphs.sizes or limits.token_buckets or usual
+    buckets = limits.step_buckets.decode_rows if limits.step_buckets else None
+    wanted = config.graphs.sizes or buckets or usual
     sizes = tuple(size for size in wanted if size <= most)
     if not sizes:
         return (), f"recorded decode steps: none, no size up to {most} is among {list(wanted)}"

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from .step_shapes import StepShape
 
 
 @dataclass(slots=True)
@@ -22,6 +26,26 @@ class StepRows:
     sample_rows: np.ndarray  # [R] int64
     sample_tokens: np.ndarray  # [R] int64: which of the T tokens its logits come from
     sample_positions: np.ndarray  # [R] int64: where the sampled token will stand
+    shape: StepShape | None = None  # what the step is padded to, if it is; T is then of that
+
+    def first_tokens(self) -> np.ndarray:
+        """[B] which of the T tokens each row begins with."""
+        if self.shape is not None:
+            return np.arange(self.slots.size) * self.shape.tokens
+        return np.cumsum(self.counts) - self.counts
+
+    def padded_samples(self) -> np.ndarray:
+        """sample_tokens; in a padded step with any further ones, so that their number goes with the shape."""
+        if self.shape is None:
+            return self.sample_tokens
+        size = self.shape.rows * (self.shape.tokens if self.num_drafts.any() else 1)
+        return np.resize(self.sample_tokens, size)
+
+    def shaped(self, shape: StepShape) -> StepRows:
+        """The same rows in a padded step."""
+        own = self.sample_tokens - self.first_tokens()[self.sample_rows]
+        first = self.sample_rows * shape.tokens
+        return replace(self, shape=shape, sample_tokens=first + own)
 
     def fits_next(self) -> bool:
         """Whether each row can be fed the token it sampled, with nothing to be judged before."""

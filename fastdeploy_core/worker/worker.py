@@ -25,13 +25,23 @@ from .loader import LoadedModel, load_model
 from .memory import LowWater, MemoryProfile
 from .model_runner import ModelRunner
 from .pending import PendingOutput
-from .start_up import device_lines, dummy_step, kernel_lines, turned_off_lines, warm_up
+from .start_up import (
+    device_lines,
+    dummy_step,
+    kernel_lines,
+    largest_padded_step,
+    step_limits,
+    turned_off_lines,
+    warm_up,
+)
 from .step_graphs import graph_sizes
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator
     from fastdeploy_core.plugins.kernels import ChosenKernels
     from fastdeploy_core.plugins.resolve import ResolvedPlugins
+
+    from .step_shapes import StepShapes
 
 # How many times smaller than the largest a first step is from which its memory is bounded.
 SMALL_PART = 8
@@ -112,8 +122,8 @@ class Worker:
                 f"the KV cache of {num_blocks} blocks ({size:.2f} GiB) does not fit into memory; "
                 "lower --gpu-memory-utilization or --num-gpu-blocks-override"
             ) from error
-        if device.limits.token_buckets:
-            warm_up(runner, self.config, device.limits.token_buckets, num_blocks)
+        if runner.shapes is not None:
+            warm_up(runner, self.config, runner.shapes, num_blocks)
         runner.record_graphs()
 
     def launch(self, step: SchedulerOutput) -> PendingOutput:
@@ -193,10 +203,8 @@ class Worker:
             memory_arithmetic=arithmetic,
             block_size=config.cache.block_size,
             block_sharing=limits.block_sharing,
-            mixed_batches=limits.mixed_batches,
-            max_prefills_per_step=limits.max_prefills_per_step,
+            **step_limits(limits),
             chunked_prefill=limits.chunked_prefill,
-            token_buckets=limits.token_buckets,
             overlap=limits.overlap and config.batch.overlap,
             asynchronous=limits.asynchronous,
             host_tier=limits.host_tier,
@@ -245,7 +253,7 @@ class Worker:
         """Run the largest prefill and the widest sampling there can be, and see what they take. With
         `part` they are so many times shorter; nothing grows faster than the square of the length."""
         runner, device = self._ready()
-        steps, num_blocks = largest_steps(self.config, part)
+        steps, num_blocks = largest_steps(self.config, part, runner.shapes)
         before = device.memory()
         try:
             with LowWater(device.memory) as water:
@@ -277,9 +285,13 @@ class Worker:
         )
 
 
-def largest_steps(config: EngineConfig, part: int = 1) -> tuple[list[SchedulerOutput], int]:
+def largest_steps(
+    config: EngineConfig, part: int = 1, shapes: StepShapes | None = None
+) -> tuple[list[SchedulerOutput], int]:
     """The step with most tokens in fewest rows, the step with most rows; and blocks for them. With
     `part` the tokens are divided by it."""
+    if shapes is not None:
+        return largest_padded_step(config, shapes)
     longest, batch = -(-config.model.max_model_len // part), config.batch
     most = config.speculative.num_speculative_tokens if config.speculative is not None else 0
     # Drafts that every row can have at once; drafters make as many again.

@@ -16,7 +16,7 @@ from tests.cpu.engine_mixes import Bench, Settings, make_engine_config, make_req
 from tests.null_engine import Collector, make_request
 
 VARIANTS = ("ernie-moe", "qwen3")
-NUM_MIXES = 110  # per model
+NUM_MIXES = (30, pytest.param(110, marks=[pytest.mark.slow, pytest.mark.timeout(900)]))  # per model
 NUM_RANK_MIXES = (6, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(900)]))
 
 
@@ -46,11 +46,12 @@ def check(collector: Collector, requests: list, alone: dict) -> None:
         assert collector.answers(name) == alone[name], (name, request.sampling)
 
 
-def test_random_mixes_give_the_tokens_of_each_request_alone(bench: Bench) -> None:
+@pytest.mark.parametrize("num_mixes", NUM_MIXES)
+def test_random_mixes_give_the_tokens_of_each_request_alone(bench: Bench, num_mixes: int) -> None:
     requests = make_requests(Random(5), 40)
     alone = answers_alone(bench, requests)
     seen: Counter[str] = Counter()
-    for seed in range(NUM_MIXES):
+    for seed in range(num_mixes):
         random = Random(seed)
         settings = Settings.random(random)
         chosen = random.sample(requests, random.randrange(4, 9))
@@ -62,8 +63,9 @@ def test_random_mixes_give_the_tokens_of_each_request_alone(bench: Bench) -> Non
         seen["host hits"] += stats.host_hit_tokens_total
         seen["shared steps"] += stats.step_sequences_total > stats.steps_total
         seen["overlap"] += core.info.overlap
-    assert seen["preemptions"] > 50 and seen["host hits"] > 50 and seen["prefix hits"] > 500
-    assert seen["shared steps"] > NUM_MIXES // 2 and NUM_MIXES // 4 < seen["overlap"] < NUM_MIXES
+    assert seen["preemptions"] > num_mixes // 2 and seen["host hits"] > num_mixes // 2
+    assert seen["prefix hits"] > 5 * num_mixes and seen["shared steps"] > num_mixes // 2
+    assert num_mixes // 4 < seen["overlap"] < num_mixes
 
 
 def test_each_way_of_running_alone_gives_the_same_tokens(bench: Bench) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from fastdeploy_core.contracts.device import StepBuckets
 from fastdeploy_core.contracts.speculative import DraftBatch, HostDraftInput
 from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.errors import CapabilityError, ConfigError, PluginLoadError, WeightError
@@ -228,7 +229,9 @@ def test_devices_that_only_take_certain_sizes_draft_on_the_host(device: Speculat
     class Buckets(CpuDevice):
         def __init__(self, options: Any) -> None:
             super().__init__(options)
-            self.limits = replace(self.limits, token_buckets=(16, 64, 128))
+            self.limits = replace(
+                self.limits, step_buckets=StepBuckets((4,), (16, 128), (8,), (4,))
+            )
 
     with pytest.raises(CapabilityError, match="possible: ngram_match or suffix"):
         start_with(device, Buckets, "device")

@@ -12,7 +12,12 @@ import numpy as np
 import pytest
 
 from fastdeploy_core.config import GraphConfig
-from fastdeploy_core.contracts.device import DeviceLimits, DeviceOptions, MemoryInfo
+from fastdeploy_core.contracts.device import (
+    DeviceLimits,
+    DeviceOptions,
+    MemoryInfo,
+    StepBuckets,
+)
 from fastdeploy_core.errors import ResourceError, WorkerError
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.device import CpuDevice
@@ -80,7 +85,7 @@ CAPABLE = DeviceLimits(graph_capture=True)
         ({"sizes": (9, 99)}, CAPABLE, [RecordableAttention], 1, (), "no size up to 8"),
         (
             {},
-            dataclasses.replace(CAPABLE, token_buckets=(2, 6, 64)),
+            dataclasses.replace(CAPABLE, step_buckets=StepBuckets((1,), (64,), (2, 6, 64), (1,))),
             [RecordableAttention],
             1,
             (2, 6),

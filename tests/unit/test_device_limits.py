@@ -37,9 +37,11 @@ def test_device_that_cannot_continue_prompts_needs_steps_as_long_as_one() -> Non
         make_core(null={"chunked_prefill": False}, max_num_batched_tokens=32, max_model_len=128)
 
 
-def test_steps_fit_into_the_largest_bucket() -> None:
-    core = make_core(null={"token_buckets": [4, 12]}, max_num_batched_tokens=32, overlap=False)
-    request = make_request("r", prompt(30), max_tokens=3)
-    collector = run(core, [request])
-    fed = [int(rows.counts.sum()) for rows in rows_of(core)]
-    assert max(fed) == 12 and collector.answers("r") == expected_answers(request)
+def test_steps_are_no_larger_than_the_device_takes() -> None:
+    limits = {"max_step_tokens": 12, "max_step_rows": 2}
+    core = make_core(null=limits, max_num_batched_tokens=32, overlap=False)
+    requests = [make_request(f"r{i}", prompt(30, i), max_tokens=3) for i in range(4)]
+    collector = run(core, requests)
+    assert max(int(rows.counts.sum()) for rows in rows_of(core)) == 12
+    assert max(rows.seq_ids.size for rows in rows_of(core)) == 2
+    assert all(collector.answers(r.request_id) == expected_answers(r) for r in requests)

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server_process import REPOSITORY, ServerProcess, serving
+from tests.server_process import REPOSITORY, ServerProcess
 from tests.server_support import wait_for
+from tests.vendors.conftest import DEVICES
+from tests.vendors.servers import server_on, single_root
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -65,7 +68,7 @@ class Load:
 
 def ask(url: str, number: int) -> tuple[int, list[int]]:
     body = {
-        "model": "ernie-tiny",
+        "model": "tested",
         "prompt": [10 + number] * (3 + 5 * number),
         "max_tokens": 16,
         "temperature": 0,
@@ -91,24 +94,30 @@ def blocks_used(url: str) -> float:
 
 
 @contextmanager
-def server_on(panels: Path, device: str, *arguments: str, **extra: str) -> Iterator[ServerProcess]:
-    options = ("--device", device, "--dtype", "float32", "--num-threads", "1")
-    limits = ("--max-model-len", "256", "--num-gpu-blocks-override", "64", "--max-num-seqs", "8")
+def guarded(device: str, *arguments: str, **extra: str) -> Iterator[ServerProcess]:
+    """A server whose watchdog is quick."""
+    limits = ("--max-model-len", "256", "--num-gpu-blocks-override", "64")
+    name = ("--served-model-name", "tested")
     watchdog = ("--progress-timeout", str(PROGRESS_TIMEOUT_S), "--max-restarts", "5")
-    environment = {"FD_DEVICE_MEMORY_GIB": "1", "FD_PLUGINS": "fd-gcu,fd-metax", **extra}
-    with serving(MODEL, *options, *limits, *watchdog, *arguments, extra=environment) as server:
+    with server_on(device, MODEL, *limits, *name, *watchdog, *arguments, **extra) as server:
         yield server
 
 
 @pytest.fixture
-def panel(panels: Path) -> Any:
+def device(request: pytest.FixtureRequest) -> str:
+    """What is served on: gcu, or what the test is parametrized with."""
+    return str(getattr(request, "param", "gcu"))
+
+
+@pytest.fixture
+def panel(panels: Path, device: str) -> Any:
     from fd_simdevice.panel import Panel
 
     from fastdeploy_core.tensor import load
 
     load("paddle")  # the first process that loads the device types makes their panels
-    panel = Panel(panels, "gcu")
-    faults = dict.fromkeys((*ONCE, "fail_kernel_at", "hang_at", "lost"), 0)
+    panel = Panel(panels, DEVICES[device])
+    faults = dict.fromkeys((*ONCE, "fail_kernel_at", "hang_at", "lost", "limit_bytes"), 0)
     panel.set(delay_us=50, **faults)
     yield panel
     panel.set(**faults)
@@ -124,9 +133,14 @@ def check_answers(load: Load, expected: dict[int, list[int]]) -> None:
         assert tokens == expected[number], "an answer was corrupted"
 
 
-@pytest.mark.parametrize("fault", ONCE)
-def test_one_failed_call_costs_no_wrong_answer(panels: Path, panel: Any, fault: str) -> None:
-    with server_on(panels, "gcu") as server:
+@pytest.mark.parametrize(
+    ("device", "fault"),
+    # On metax decode steps are recorded: it is the launch of a graph that fails.
+    [*(("gcu", fault) for fault in ONCE), ("metax", "fail_launch_at"), ("gaudi", "fail_copy_at")],
+    indirect=["device"],
+)
+def test_one_failed_call_costs_no_wrong_answer(panel: Any, device: str, fault: str) -> None:
+    with guarded(device) as server:
         expected = truth(server)
         load = Load(server)
         for _ in range(4):
@@ -140,6 +154,38 @@ def test_one_failed_call_costs_no_wrong_answer(panels: Path, panel: Any, fault: 
         check_answers(load, expected)
         assert truth(server) == expected
         wait_for(lambda: blocks_used(server.url) == 0, "blocks to come back", 10)
+
+
+def test_memory_that_runs_out_costs_what_does_not_fit(panel: Any) -> None:
+    """Nothing more is to be had for a while: whatever needs more fails, the rest goes on."""
+    with guarded("gcu") as server:
+        expected = truth(server)
+        load = Load(server)
+        load.wait(2)
+        panel.set(limit_bytes=panel.get("used_bytes"))
+        refused = panel.get("refused_allocs")
+        long_prompt = [ask_many(server.url) for _ in range(2)]
+        assert panel.get("refused_allocs") > refused, "memory was enough"
+        assert any(status >= 500 for statuses in long_prompt for status in statuses)
+        panel.set(limit_bytes=0)
+        load.wait(NUM_CLIENTS)
+        load.stop()
+        assert is_healthy(server.url), server.log[-2000:]
+        check_answers(load, expected)
+        assert truth(server) == expected
+        assert "device memory ran out" in server.log
+        wait_for(lambda: blocks_used(server.url) == 0, "blocks to come back", 10)
+
+
+def ask_many(url: str) -> list[int]:
+    """Statuses of six long prompts at once."""
+
+    def one(number: int) -> int:
+        body = {"model": "tested", "prompt": [20 + number] * 240, "max_tokens": 4}
+        return httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code
+
+    with ThreadPoolExecutor(6) as pool:
+        return list(pool.map(one, range(6)))
 
 
 def wait_zero(panel: Any, knob: str) -> bool:
@@ -161,8 +207,9 @@ def check_recovery(server: ServerProcess, load: Load, expected: dict[int, list[i
     wait_for(lambda: blocks_used(server.url) == 0, "blocks to come back", 10)
 
 
-def test_late_kernel_fault_is_a_lost_device(panels: Path, panel: Any) -> None:
-    with server_on(panels, "gcu") as server:
+@pytest.mark.parametrize("device", ["gcu", "metax", "xpu"], indirect=True)
+def test_late_kernel_fault_is_a_lost_device(panel: Any, device: str) -> None:
+    with guarded(device) as server:
         expected = truth(server)
         load = Load(server)
         load.wait(NUM_CLIENTS)
@@ -172,8 +219,9 @@ def test_late_kernel_fault_is_a_lost_device(panels: Path, panel: Any) -> None:
         assert "the device of rank 0 is lost" in server.log
 
 
-def test_lost_device_comes_back_with_a_restart(panels: Path, panel: Any) -> None:
-    with server_on(panels, "gcu") as server:
+@pytest.mark.parametrize("device", ["gcu", "dcu"], indirect=True)
+def test_lost_device_comes_back_with_a_restart(panel: Any, device: str) -> None:
+    with guarded(device) as server:
         expected = truth(server)
         load = Load(server)
         load.wait(NUM_CLIENTS)
@@ -181,11 +229,13 @@ def test_lost_device_comes_back_with_a_restart(panels: Path, panel: Any) -> None
         until_red(server, 20)
         panel.set(lost=0)
         check_recovery(server, load, expected)
+        assert "the device of rank 0 is lost" in server.log
 
 
-def test_hang_is_seen_from_outside(panels: Path, panel: Any) -> None:
+@pytest.mark.parametrize("device", ["gcu", "iluvatar"], indirect=True)
+def test_hang_is_seen_from_outside(panel: Any, device: str) -> None:
     """The hung call holds whatever locks it likes: the watchdog is another process."""
-    with server_on(panels, "gcu") as server:
+    with guarded(device) as server:
         expected = truth(server)
         load = Load(server)
         load.wait(NUM_CLIENTS)
@@ -199,7 +249,7 @@ def test_hang_is_seen_from_outside(panels: Path, panel: Any) -> None:
 
 def test_dead_peer_ends_the_group_at_once(panels: Path, panel: Any) -> None:
     one_type = single_root(panels, "gcu")
-    with server_on(panels, "gcu", "--tensor-parallel-size", "2", **one_type) as server:
+    with guarded("gcu", "--tensor-parallel-size", "2", **one_type) as server:
         expected = truth(server)
         load = Load(server)
         load.wait(NUM_CLIENTS)
@@ -219,18 +269,11 @@ def rank_process(server: ServerProcess) -> int:
     raise AssertionError("there is no rank 1")
 
 
-def single_root(panels: Path, type_name: str) -> dict[str, str]:
-    """A root with one type: PaddlePaddle joins ranks of the first one it finds."""
-    from fd_simdevice.build import install
-
-    return install(panels.parent / f"only-{type_name}", [type_name])
-
-
 def test_two_ranks_answer_as_one(panels: Path) -> None:
-    with server_on(panels, "gcu") as server:
+    with guarded("gcu") as server:
         expected = truth(server)
     alone = single_root(panels, "gcu")
-    with server_on(panels, "gcu", "--tensor-parallel-size", "2", **alone) as server:
+    with guarded("gcu", "--tensor-parallel-size", "2", **alone) as server:
         assert truth(server) == expected
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -39,9 +40,10 @@ class DeviceConformance(OnDevice):
         if limits.block_sizes is not None:
             assert limits.default_block_size in limits.block_sizes
         assert limits.default_block_size >= 1 and limits.max_tensor_parallel_size >= 1
-        assert limits.token_buckets is None or sorted(limits.token_buckets) == list(
-            limits.token_buckets
-        )
+        if (buckets := limits.step_buckets) is not None:
+            for sizes in dataclasses.astuple(buckets):
+                assert sizes and sizes == tuple(sorted(set(sizes))) and sizes[0] >= 1, sizes
+            assert not limits.mixed_batches, "a padded step is of prompts or of decodes"
 
     def test_worker_is_declared_by_the_class(self, driver: Any) -> None:
         # The engine reads it before it makes an instance.

@@ -1,34 +1,41 @@
 """What is particular about Intel Gaudi2, as PaddlePaddle's custom device `intel_hpu`.
 
-Every new shape compiles for seconds to minutes, so steps are padded to a few numbers of tokens and all
-of these run once at start-up.
+Every new shape compiles for seconds to minutes, so steps are padded to a few rectangles and all of these
+run once at start-up.
 """
 
 from __future__ import annotations
 
 import os
 
-from fastdeploy_core.contracts.device import DeviceLimits
+from fastdeploy_core.contracts.device import DeviceLimits, StepBuckets
 from fastdeploy_core.contracts.paddle_device import PaddleDevice, PaddleFacts
 from fastdeploy_core.errors import ConfigError
 
 MIB = 1024**2
-# FastDeploy 2.x's names and defaults: prompts in steps of 128 tokens up to this length, decodes in
-# steps of 4 sequences.
-PREFILL_STEP, DECODE_STEP, MOST_DECODES = "SEQUENCE_STEP_PREFILL", "BATCH_STEP_DECODE", 64
-LONGEST = "HPU_WARMUP_MODEL_LEN"
-DEFAULTS = {PREFILL_STEP: 128, DECODE_STEP: 4, LONGEST: 4096}
+BLOCK_SIZE, MOST_DECODES = 128, 64
+# FastDeploy 2.x's names and defaults.
+PROMPTS, PROMPT_TOKENS, LONGEST = "MAX_PREFILL_NUM", "SEQUENCE_STEP_PREFILL", "HPU_WARMUP_MODEL_LEN"
+DECODES = "BATCH_STEP_DECODE"
+DEFAULTS = {PROMPTS: 3, PROMPT_TOKENS: 128, LONGEST: 4096, DECODES: 4}
 
 
-def token_buckets() -> tuple[int, ...]:
-    """1, then decodes in small steps, then prompts in large ones that double."""
-    prefill, decode, longest = (_setting(name) for name in (PREFILL_STEP, DECODE_STEP, LONGEST))
-    buckets = {1, *range(decode, MOST_DECODES + 1, decode)}
-    size = prefill
-    while size < longest:
-        buckets.add(size)
-        size *= 2
-    return tuple(sorted(buckets | {longest}))
+def step_buckets() -> StepBuckets:
+    """Up to so many prompts of lengths that double, decodes in small steps, tables that double."""
+    longest, decodes = _setting(LONGEST), _setting(DECODES)
+    return StepBuckets(
+        prompt_rows=tuple(range(1, _setting(PROMPTS) + 1)),
+        prompt_tokens=_doubled(_setting(PROMPT_TOKENS), longest),
+        decode_rows=tuple(range(decodes, max(decodes, MOST_DECODES) + 1, decodes)),
+        table_blocks=_doubled(1, -(-longest // BLOCK_SIZE)),
+    )
+
+
+def _doubled(first: int, last: int) -> tuple[int, ...]:
+    sizes = [min(first, last)]
+    while sizes[-1] < last:
+        sizes.append(min(2 * sizes[-1], last))
+    return tuple(sizes)
 
 
 def _setting(name: str) -> int:
@@ -48,10 +55,10 @@ FACTS = PaddleFacts(
     type_name="intel_hpu",
     limits=DeviceLimits(
         dtypes=("bfloat16", "float32"),
-        block_sizes=(128,),
-        default_block_size=128,
+        block_sizes=(BLOCK_SIZE,),
+        default_block_size=BLOCK_SIZE,
         mixed_batches=False,
-        token_buckets=token_buckets(),
+        step_buckets=step_buckets(),
         max_tensor_parallel_size=8,
     ),
     packages=("paddle-intel-hpu",),

@@ -46,3 +46,18 @@ def kv_write_blocks(cache: tuple[Tensor, ...], blocks: Tensor, data: tuple[Tenso
     """Overwrite whole blocks."""
     for pool, part in zip(cache, data, strict=True):
         OPERATORS["index_copy_"](pool, blocks, part, 0)
+
+
+def moe_experts(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    """Every expert over every token; what a token's other experts say is left out."""
+    xp = namespace(x)
+    total = xp.zeros(list(x.shape), dtype=xp.float32, device=x.device)
+    for expert in range(gate_up.shape[0]):
+        chosen = topk_ids == expert
+        weight = (chosen.float() * topk_weights).sum(1).unsqueeze(1)
+        y = xp.linear(xp.silu_and_mul(xp.linear(x, gate_up[expert])), down[expert]).float()
+        is_meant = chosen.any(1).unsqueeze(1)
+        total = total + xp.where(is_meant, y * weight, xp.zeros_like(y))
+    return total.to(x.dtype)

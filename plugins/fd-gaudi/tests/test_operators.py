@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from fd_gaudi.device import GaudiDevice, token_buckets
+from fd_gaudi.device import GaudiDevice, step_buckets
 from fd_gaudi.operators import OPERATORS
 from fd_simdevice.stand_in import StandIn, check, read, standing_in, write
 
-from fastdeploy_core.contracts.device import DeviceOptions
+from fastdeploy_core.contracts.device import DeviceOptions, StepBuckets
 from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.plugins.kernels import build_kernel_table
 
@@ -56,13 +56,15 @@ def test_cache_write_has_the_same_shape_whatever_is_padding(device, slots):
 
 
 def test_buckets_follow_the_operators_variables(monkeypatch):
-    assert token_buckets()[:4] == (1, 4, 8, 12) and token_buckets()[-2:] == (2048, 4096)
+    assert step_buckets().prompt_tokens == (128, 256, 512, 1024, 2048, 4096)
+    assert step_buckets().decode_rows[:3] == (4, 8, 12) and step_buckets().decode_rows[-1] == 64
     monkeypatch.setenv("HPU_WARMUP_MODEL_LEN", "300")
     monkeypatch.setenv("BATCH_STEP_DECODE", "32")
-    assert token_buckets() == (1, 32, 64, 128, 256, 300)
+    monkeypatch.setenv("MAX_PREFILL_NUM", "2")
+    assert step_buckets() == StepBuckets((1, 2), (128, 256, 300), (32, 64), (1, 2, 3))
     monkeypatch.setenv("SEQUENCE_STEP_PREFILL", "many")
     with pytest.raises(ConfigError, match="SEQUENCE_STEP_PREFILL"):
-        token_buckets()
+        step_buckets()
 
 
 def test_memory_tool_is_read():

@@ -1,12 +1,20 @@
-"""The core's conformance kit on a simulated device of this vendor's type name."""
+"""The core's whole conformance kit on a simulated device of this vendor's type name."""
 
 import pytest
 
 from fastdeploy_core.testing.conformance.test_attention import AttentionConformance
 from fastdeploy_core.testing.conformance.test_device import DeviceConformance
+from fastdeploy_core.testing.conformance.test_hygiene import HygieneConformance
+from fastdeploy_core.testing.conformance.test_kv_formats import KVFormatConformance
+from fastdeploy_core.testing.conformance.test_moe import MoEConformance
 from fastdeploy_core.testing.conformance.test_ops import OpsConformance
+from fastdeploy_core.testing.conformance.test_quantized_ops import QuantizedOpsConformance
 
 pytestmark = pytest.mark.usefixtures("simulated")
+
+
+class TestIluvatarHygiene(HygieneConformance):
+    kind, driver_name = "device", "iluvatar"
 
 
 class TestIluvatar(DeviceConformance):
@@ -19,6 +27,20 @@ class TestIluvatarKernels(OpsConformance):
 
 
 @pytest.mark.slow
+class TestIluvatarQuantizedKernels(QuantizedOpsConformance):
+    driver_name = "iluvatar"
+
+
+@pytest.mark.slow
 class TestIluvatarWithReferenceAttention(AttentionConformance):
-    driver_name = "reference"
-    runs_on = "iluvatar"
+    driver_name, runs_on = "reference", "iluvatar"
+
+
+@pytest.mark.slow
+class TestIluvatarWithReferenceKVFormats(KVFormatConformance):
+    driver_name, runs_on = "reference", "iluvatar"
+
+
+@pytest.mark.slow
+class TestIluvatarWithReferenceMoE(MoEConformance):
+    driver_name, runs_on = "reference", "iluvatar"

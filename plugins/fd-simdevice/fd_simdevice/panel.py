@@ -2,7 +2,9 @@
 
 Knobs: delay_us and random_delay (before every launch), async, late_h2d, strict_copy, fail_alloc_at,
 fail_copy_at, fail_launch_at, fail_kernel_at, hang_at (n: the n-th such call from now), lost,
-ccl_timeout_ms. Counters: launches, h2d, d2h, allocs, used_bytes, stream_syncs, ccl_calls, ...
+limit_bytes (of memory in use, on all devices of the type), ccl_timeout_ms.
+Counters: launches, h2d, d2h, allocs, refused_allocs, used_bytes, stream_syncs, ccl_calls, programs
+(operations with shapes not met before in their process: what a compiling device would compile), ...
 """
 
 from __future__ import annotations

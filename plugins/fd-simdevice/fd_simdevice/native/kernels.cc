@@ -69,6 +69,7 @@ void arange_tensor(const phi::CustomContext& ctx, const DenseTensor& start, cons
   double first = scalar_at(start), by = scalar_at(step);
   int64_t count = std::max<int64_t>(0, std::ceil((scalar_at(end) - first) / by));
   out->Resize(phi::make_ddim({count}));
+  note_program("arange_tensor," + std::to_string(count));
   T* target = (T*)host(ctx.Alloc<T>(out));
   launch_kernel(ctx, "arange_tensor", [=] {
     for (int64_t i = 0; i < count; ++i) target[i] = T(first + by * i);

@@ -66,6 +66,12 @@ C_Status memory_allocate(int device, void** out, size_t size) {
   Arena& arena = *arenas()[device];
   std::lock_guard<std::mutex> guard(arena.lock);
   size = std::max<size_t>(kAlign, (size + kAlign - 1) & ~(kAlign - 1));
+  // As if somebody else had taken the rest of the memory meanwhile.
+  long most = panel().limit_bytes;
+  if (most && panel().used_bytes + (long)size > most) {
+    ++panel().refused_allocs;
+    return C_FAILED;
+  }
   for (auto it = arena.free_spans.begin(); it != arena.free_spans.end(); ++it) {
     if (it->second < size) continue;
     size_t offset = it->first, rest = it->second - size;

@@ -3,6 +3,9 @@
 
 #include <stdio.h>
 
+#include <mutex>
+#include <set>
+
 namespace sim {
 namespace {
 
@@ -80,6 +83,15 @@ std::vector<DataType> possible_types(const char* name) {
     if (has(type) || (is_narrow(type) && has(DataType::FLOAT32))) found.push_back(type);
   if (found.empty()) fprintf(stderr, "[sim] Paddle has no CPU kernel %s\n", name);
   return found;
+}
+
+void note_program(const std::string& key) {
+  static std::mutex lock;
+  static auto* seen = new std::set<std::string>;
+  std::lock_guard<std::mutex> guard(lock);
+  if (!seen->insert(key).second) return;
+  ++panel().programs;
+  if (setting("LOG_PROGRAMS", 0)) fprintf(stderr, "[sim] program %s\n", key.c_str());
 }
 
 void launch_kernel(const phi::CustomContext& ctx, const char* name, std::function<void()> work) {

@@ -127,6 +127,25 @@ inline void collect(DenseTensor* x, std::vector<DataType>*, std::vector<DataType
 template <class Other>
 void collect(const Other&, std::vector<DataType>*, std::vector<DataType>*) {}
 
+// ---- what a device that compiles for every shape would compile for ----------------------------------
+inline void describe(const DenseTensor& x, std::string* key) {
+  *key += '|' + std::to_string((int)x.dtype());
+  for (int i = 0; i < x.dims().size(); ++i) *key += ',' + std::to_string(x.dims()[i]);
+}
+inline void describe(const paddle::optional<DenseTensor>& x, std::string* key) {
+  if (x) describe(*x, key);
+}
+inline void describe(const std::vector<const DenseTensor*>& all, std::string* key) {
+  for (auto* x : all) describe(*x, key);
+}
+inline void describe(DenseTensor* x, std::string* key) {
+  if (x) describe(*x, key);
+}
+template <class Other>
+void describe(const Other&, std::string*) {}
+// Counts it in panel().programs when it was not seen before.
+void note_program(const std::string& key);
+
 template <class Signature, class Op>
 struct Native;
 
@@ -136,6 +155,9 @@ struct Native<void (*)(const phi::CustomContext&, Args...), Op> {
     std::vector<DataType> in, out;
     (collect(args, &in, &out), ...);
     DataType key = Op::kKey == Key::kOutput ? out[0] : in[Op::kKey == Key::kSecond ? 1 : 0];
+    std::string program = Op::kName;
+    (describe(args, &program), ...);
+    note_program(program);
     DataType narrow = DataType::UNDEFINED;
     const phi::Kernel& kernel = cpu_kernel(Op::kName, key, &narrow);
     auto call = kernel.GetVariadicKernelFn<void (*)(const phi::DeviceContext&, Args...)>();

@@ -32,11 +32,12 @@ static_assert(sizeof(Cell) == 64, "the Python side reads cells of 64 bytes");
 // Knobs. *_at counts down to the n-th matching call, which then fails once.
 #define SIM_KNOBS(X)                                                                              \
   X(delay_us) X(random_delay) X(async) X(late_h2d) X(strict_copy) X(fail_alloc_at) X(fail_copy_at) \
-  X(fail_launch_at) X(fail_kernel_at) X(hang_at) X(lost) X(ccl_timeout_ms)
+  X(fail_launch_at) X(fail_kernel_at) X(hang_at) X(lost) X(ccl_timeout_ms) X(limit_bytes)
 #define SIM_COUNTERS(X)                                                                        \
   X(launches) X(h2d) X(d2h) X(d2d) X(bytes_h2d) X(bytes_d2h) X(allocs) X(frees) X(used_bytes)  \
   X(stream_syncs) X(device_syncs) X(event_syncs) X(event_queries) X(streams) X(ccl_calls)      \
-  X(captures) X(graph_launches) X(profiler_calls) X(kernel_errors)
+  X(captures) X(graph_launches) X(profiler_calls) X(kernel_errors) X(programs) \
+  X(refused_allocs)
 struct Panel {
 #define SIM_CELL(cell) Cell cell;
   SIM_KNOBS(SIM_CELL) SIM_COUNTERS(SIM_CELL)

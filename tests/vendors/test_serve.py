@@ -1,0 +1,115 @@
+"""`fastdeploy serve` on every vendor's device gives over HTTP the tokens that transformers gives.
+
+Streams are late at random, the host cannot read device memory, and PaddlePaddle may not detour over
+the CPU from the first moment of the process on.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.checkpoints import NUM_GREEDY, ask, build, reference
+from tests.vendors.conftest import DEVICES
+from tests.vendors.servers import (
+    FALLBACK_LINE,
+    FALLBACK_LOG,
+    NO_FALLBACK,
+    complete,
+    server_on,
+    single_root,
+)
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "ernie-tiny"
+# Model -> copies to the host per step: the token, and of each layer with experts who goes to whom.
+MODELS = {"demo": 1, "qwen3": 1, "deepseek": 1, "ernie-moe": 1}
+SMALL = (
+    "--max-model-len",
+    "128",
+    "--num-gpu-blocks-override",
+    "48",
+    "--served-model-name",
+    "tested",
+)
+QUICK = {("dcu", "ernie-moe"), ("metax", "qwen3")}
+CASES = [
+    pytest.param(device, model, marks=() if (device, model) in QUICK else pytest.mark.slow)
+    for device in DEVICES
+    for model in MODELS
+]
+Answers = list[dict[str, np.ndarray]]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Answers]]:
+    """Of each model its folder, and what transformers says."""
+    folder = build(tmp_path_factory.mktemp("checkpoints"), list(MODELS)[1:])
+    found = {name: (folder / name, reference(folder / name)) for name in list(MODELS)[1:]}
+    return found | {"demo": (DEMO, ask(DEMO, tmp_path_factory.mktemp("demo")))}
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("device", "model"), CASES)
+def test_64_greedy_tokens_equal_transformers(
+    panels: Path, checkpoints: dict[str, Any], device: str, model: str
+) -> None:
+    from fd_simdevice.panel import Panel
+
+    folder, answers = checkpoints[model]
+    prompts = [answer["prompt"].tolist() for answer in answers]
+    expected = [answer["greedy"].tolist() for answer in answers]
+    environment = single_root(panels, DEVICES[device]) | NO_FALLBACK
+    late = {"SIM_DELAY_US": "200", "SIM_RANDOM_DELAY": "1"}
+    tokenizer = ("--tokenizer", str(DEMO))
+    with server_on(device, folder, *SMALL, *tokenizer, **environment, **late) as server:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            found = list(pool.map(lambda p: complete(server, p, NUM_GREEDY), prompts))
+        assert found == expected
+        panel = Panel(Path(environment["SIM_PANEL"]), DEVICES[device])
+        assert panel.get("delay_us") == 200 and panel.get("random_delay") == 1
+        with panel.counting() as counted:
+            assert complete(server, prompts[0], NUM_GREEDY) == expected[0]
+    assert counted["launches"] > 20 * NUM_GREEDY and "kernel_errors" not in counted
+    # A detour would bring its operation's tensors to the host.
+    assert counted["d2h"] == MODELS[model] * NUM_GREEDY, counted
+    # What waits holding the interpreter lock is never used.
+    assert "device_syncs" not in counted and "event_syncs" not in counted
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_detour_is_taken_where_it_may_be(
+    panels: Path, checkpoints: dict[str, Any], device: str
+) -> None:
+    """The counter that real devices have, too: PaddlePaddle's own word for every detour."""
+    folder, answers = checkpoints["ernie-moe"]
+    environment = single_root(panels, DEVICES[device]) | FALLBACK_LOG
+    with server_on(device, folder, *SMALL, "--tokenizer", str(DEMO), **environment) as server:
+        prompt = answers[0]["prompt"].tolist()
+        assert complete(server, prompt, NUM_GREEDY) == answers[0]["greedy"].tolist()
+        assert "visible devices count" in server.log, "PaddlePaddle's log is not in the server's"
+        detours = [line for line in server.lines if FALLBACK_LINE in line]
+    assert not detours, detours[:3]
+
+
+def test_the_log_tells_of_a_detour(panels: Path) -> None:
+    """Control for the above."""
+    import os
+    import subprocess
+    import sys
+
+    program = (
+        "import paddle\n"
+        "paddle.set_device('gcu:0')\n"
+        "paddle.linalg.cholesky(paddle.to_tensor([[4.0, 1.0], [1.0, 3.0]]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True,
+        env={**os.environ, **FALLBACK_LOG},
+    )  # fmt: skip
+    assert "missing gcu kernel: cholesky" in done.stderr and FALLBACK_LINE in done.stderr
