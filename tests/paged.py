@@ -1,6 +1,6 @@
 """Runs a model step by step over a small paged cache, without engine or scheduler.
 
-The reference drivers do the work; blocks are handed out in a scattered order, so that nothing works
+The reference drivers do the work unless others are given; blocks are handed out in a scattered order, so that nothing works
 by luck of being contiguous.
 """
 
@@ -53,15 +53,20 @@ class PagedModel:
         rank: int = 0,
         tp_size: int = 1,
         address: str = "",
+        device: str = "cpu",
+        block_size: int = BLOCK_SIZE,
+        num_threads: int = 1,
         drivers: Any = load_driver,
         kv_dtype: str = "auto",
         **overrides: Any,
     ) -> None:
-        self.device = CpuDevice(DeviceOptions(tensor_library=library, num_threads=1))
+        driver = CpuDevice if device == "cpu" else lookup("device", device)
+        self.device = driver(DeviceOptions(tensor_library=library, num_threads=num_threads))
+        self.block_size = block_size
         self.xp = self.device.xp
         config = EngineConfig(
             model=read_model_config(folder, overrides),
-            cache=CacheConfig(block_size=BLOCK_SIZE, kv_dtype=kv_dtype),
+            cache=CacheConfig(block_size=block_size, kv_dtype=kv_dtype),
             parallel=ParallelConfig(tensor_parallel_size=tp_size),
         )
         self.communicator = None
@@ -70,7 +75,7 @@ class PagedModel:
         self.loaded: LoadedModel = load_model(
             config,
             self.device,
-            build_kernel_table("cpu"),
+            build_kernel_table(device),
             rank,
             tp_size,
             self.communicator,
@@ -114,9 +119,10 @@ class PagedModel:
         return tokens
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group, give the device back."""
         if self.communicator is not None:
             self.communicator.close()
+        self.device.close()
 
     def _batch(self, rows: list[tuple[str, list[int]]]) -> tuple[AttentionBatch, Any]:
         tables, lengths, positions, slots = [], [], [], []
@@ -124,14 +130,14 @@ class PagedModel:
             start = self._lengths.get(name, 0)
             blocks = self._blocks.setdefault(name, [])
             stop = start + len(tokens)
-            while len(blocks) * BLOCK_SIZE < stop:
+            while len(blocks) * self.block_size < stop:
                 blocks.append(int(self._free.pop()))
             self._lengths[name] = stop
             lengths.append(stop)
             tables.append(blocks)
             positions.extend(range(start, stop))
             slots.extend(
-                blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, stop)
+                blocks[p // self.block_size] * self.block_size + p % self.block_size for p in range(start, stop)
             )
         width = max(map(len, tables))
         block_tables = np.zeros((len(rows), width), np.int32)
