@@ -137,7 +137,8 @@ class PagedModel:
             tables.append(blocks)
             positions.extend(range(start, stop))
             slots.extend(
-                blocks[p // self.block_size] * self.block_size + p % self.block_size for p in range(start, stop)
+                blocks[p // self.block_size] * self.block_size + p % self.block_size
+                for p in range(start, stop)
             )
         width = max(map(len, tables))
         block_tables = np.zeros((len(rows), width), np.int32)

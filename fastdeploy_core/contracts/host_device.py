@@ -42,7 +42,7 @@ class HostDevice:
 
     def __init__(self, options: DeviceOptions) -> None:
         self.xp: TensorLibrary = load(options.tensor_library or self._default_library())
-        self.num_threads = options.num_threads or usable_cores()
+        self.num_threads = options.num_threads or asked_threads() or usable_cores()
         self.xp.tune_allocator()
 
     def _default_library(self) -> str:
@@ -114,6 +114,12 @@ class HostEvent:
     def query(self) -> bool:
         """True."""
         return True
+
+
+def asked_threads() -> int:
+    """OMP_NUM_THREADS, which operators set for everything that computes on a CPU; 0: not set."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return min(int(first), os.cpu_count() or 1) if first.isdecimal() and int(first) else 0
 
 
 def usable_cores() -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from fastdeploy_core.contracts.quantizer import LayerSpec, PackingQuantizer, find_quantizer
+
 from .linear import Linear, LinearPart
 from .weight_map import Placement
 
@@ -16,6 +18,11 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
     from .builder import ModelBuilder
+
+
+# What a weight shared by embedding and head is rounded to, if it is, and how much of it at a time.
+HEAD_FORMAT = "wint8"
+ROWS_AT_ONCE = 4096
 
 
 class VocabShare:
@@ -73,7 +80,8 @@ class VocabMatrix:
         """like: that one's weight is used unless the checkpoint has a tensor `name` that differs."""
         self.operation = operation if like is None else like.operation
         self._build, self._share, self._like = build, share, like
-        self._hidden, self._value = hidden, None
+        self._name, self._hidden, self._value = name.removesuffix(".weight"), hidden, None
+        self._format = ""  # that the weight is rounded to
         is_linear = operation == "linear"
         share.announce(
             build, name, (hidden,), self._accept, is_linear=is_linear, required=like is None
@@ -86,16 +94,49 @@ class VocabMatrix:
             return self._like.value
         return self._value
 
+    def share_with_head(self, name: str) -> None:
+        """A head multiplies with it, too. Where the quantizer rounds heads and the device's products take
+        the format, one rounded weight serves both."""
+        build = self._build
+        self.operation, quantizer = "linear", build.quantizer
+        spec = self._head_spec(name)
+        rounds = quantizer is not None and not quantizer.is_stored(spec) and quantizer.supports(spec)
+        if rounds and build.kernels.takes("linear", HEAD_FORMAT):
+            self._format = HEAD_FORMAT
+            build.unquantized.remove(self._name)
+        else:
+            build.leave_unquantized(name)
+
+    def _head_spec(self, name: str = "") -> LayerSpec:
+        rows, dtype = self._share.rows, self._build.dtype
+        return LayerSpec(name or "embedding", "lm_head", self._hidden, rows, dtype=dtype)
+
+    def _rounded(self, whole: Tensor) -> Any:
+        """In `_format`, a few rows at a time: in float32 they would take several times their memory."""
+        build, spec = self._build, self._head_spec()
+        quantizer = find_quantizer(self._format)({}, build.device, build.kernels)
+        parts = [
+            quantizer.quantize(spec, whole[first : first + ROWS_AT_ONCE])
+            for first in range(0, int(whole.shape[0]), ROWS_AT_ONCE)
+        ]
+        tensors = {name: build.xp.cat([part[name] for part in parts], 0) for name in parts[0]}
+        build.hold(tensors)
+        packed = quantizer.packed(spec, tensors) if isinstance(quantizer, PackingQuantizer) else None
+        return build.kernels.prepare(self.operation, packed)
+
     def _accept(self, tensor: Tensor) -> None:
         build, xp = self._build, self._build.xp
         rows = tensor.to(xp.dtype(build.dtype))
-        if self._like is not None and self._is_likes(rows):
+        if self._is_likes(rows):
             return
         shape = (self._share.rows, self._hidden)
         whole = rows
         if tuple(rows.shape) != shape:
             whole = xp.zeros(shape, dtype=rows.dtype, device=build.device.device)
             whole[: rows.shape[0]] = rows
+        if self._format:
+            self._value = self._rounded(whole)
+            return
         prepared = build.kernels.prepare(self.operation, whole)
         build.hold({self.operation: whole})
         if prepared is whole and whole.data_ptr() == tensor.data_ptr():  # the checkpoint's own
@@ -105,8 +146,7 @@ class VocabMatrix:
 
     def _is_likes(self, rows: Tensor) -> bool:
         """Whether these rows are the shared ones; what has been laid out anew cannot be compared."""
-        assert self._like is not None
-        value = self._like.value
+        value = None if self._like is None else self._like.value
         if not isinstance(value, self._build.xp.tensor_type):
             return False
         return bool((rows == value[: rows.shape[0]]).all())
@@ -187,9 +227,8 @@ class LMHead:
             self._matrix = VocabMatrix(build, share, f"{name}.weight", hidden, "linear")
         else:
             self._matrix = tied.matrix
-            tied.matrix.operation = "linear"
+            tied.matrix.share_with_head(name)
             build.weights.ignore(f"{name}.weight")
-            build.leave_unquantized(name)
         self._bias = share.place(build, f"{name}.bias") if bias else None
 
     @property

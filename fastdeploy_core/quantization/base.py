@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastdeploy_core.contracts.base import CONTRACT
@@ -97,7 +98,7 @@ class PackedQuantizer:
         for suffix, tensor in tensors.items():
             if "scale" in suffix:
                 check_scale(self.xp, f"{layer.name}.{suffix}", tensor)
-        return self.pack(layer, tensors)
+        return replace(self.pack(layer, tensors), dtype=layer.dtype)
 
     def apply(self, layer: LayerSpec, prepared: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """The kernel's product."""

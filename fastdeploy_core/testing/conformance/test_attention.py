@@ -348,7 +348,13 @@ class World:
     def _feed_everything(self, backend: Any) -> None:
         """A step of all tokens of all rows, as prompts: the driver writes them in its own layout."""
         whole = [
-            Row(len(row.k), np.zeros((len(row.k), *row.q.shape[1:]), "float32"), row.k, row.v, row.blocks)
+            Row(
+                len(row.k),
+                np.zeros((len(row.k), *row.q.shape[1:]), "float32"),
+                row.k,
+                row.v,
+                row.blocks,
+            )
             for row in self.rows
         ]
         own, self.rows = self.rows, whole

@@ -128,9 +128,7 @@ class QuantizedOpsConformance(OnDevice):
             pytest.skip("the device's plain products do not take the format")
         if group and not name.startswith("wint"):
             pytest.skip("the format has no groups")
-        packed = make_packed(
-            device.xp, name, self.to_device(device, values(0, rows, count)), group
-        )
+        packed = make_packed(device.xp, name, self.to_device(device, values(0, rows, count)), group)
         rounds = kernels.activations(packed.format.linear)
         plain, gated = (kernels.prepare(o, packed) for o in ("linear", "gated_linear"))
         bias = self.to_device(device, values(2, rows), dtype)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-
 from fastdeploy_core.contracts.quant_formats import PackedWeight
 
 from .packing import Packed, pack, pack_integers
@@ -32,7 +31,11 @@ def pack_format(weight: PackedWeight, dtype: Any = None, *, gated: bool = False)
     stored = xp.to_numpy(weight.tensors["weight"])
     scales = xp.to_numpy(weight.tensors["scale"].float())
     values, bits = stored, FORMATS[weight.format.name]
-    if stored.shape[-1] != weight.in_features or weight.format.name in ("wint4", "w4a8", "wint4_zp"):
+    if stored.shape[-1] != weight.in_features or weight.format.name in (
+        "wint4",
+        "w4a8",
+        "wint4_zp",
+    ):
         pairs = np.stack((stored & 15, stored >> 4), -1).reshape(len(stored), -1)
         values = pairs[:, : weight.in_features].astype(np.int8)
         zero = weight.tensors.get("zero")
@@ -41,6 +44,8 @@ def pack_format(weight: PackedWeight, dtype: Any = None, *, gated: bool = False)
         else:
             wide = np.repeat(xp.to_numpy(zero).astype(np.int8), weight.group_size or 1, -1)
             values -= wide if wide.shape[1] == 1 else wide[:, : weight.in_features]
+    if dtype is None and weight.dtype:
+        dtype = xp.dtype(weight.dtype)
     group = weight.group_size if scales.shape[-1] > 1 else 0
     return pack_integers(values, scales, dtype, bits=bits, group=group, gated=gated)
 

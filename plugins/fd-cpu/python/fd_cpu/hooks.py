@@ -36,7 +36,9 @@ def fd_device_probe(question: DeviceQuestion) -> Candidate:
     try:
         from . import _native
     except ImportError as error:
-        reason = f"its native module does not load ({error}); run: pip install --force-reinstall fd-cpu"
+        reason = (
+            f"its native module does not load ({error}); run: pip install --force-reinstall fd-cpu"
+        )
         return Candidate(NAME, Decline(reason))
     level, chosen = _native.available_isas()[-1], wanted or found[0]
     note = f"native kernels for {level}, memory by {chosen}"
@@ -61,7 +63,9 @@ def fd_attention_backends(question: AttentionQuestion) -> list[Candidate]:
     if question.block_size % 16:
         reason = f"KV blocks of {question.block_size} tokens; possible: multiples of 16"
         return [Candidate(_ATTENTION, Decline(reason))]
-    return [Candidate(_ATTENTION, Accept(_BACKEND_SCORE, "native, rotation and cache write included"))]
+    return [
+        Candidate(_ATTENTION, Accept(_BACKEND_SCORE, "native, rotation and cache write included"))
+    ]
 
 
 @hookimpl

@@ -41,7 +41,13 @@ def pack(weight: Tensor, *, gated: bool = False) -> Packed:
 
 
 def pack_integers(
-    values: np.ndarray, scales: np.ndarray, dtype: Any, *, bits: int, group: int, gated: bool = False
+    values: np.ndarray,
+    scales: np.ndarray,
+    dtype: Any,
+    *,
+    bits: int,
+    group: int,
+    gated: bool = False,
 ) -> Packed:
     """Integers [N, K] int8 (of 4 bits -8..7) and their scales [N, groups]; group 0: one for a row."""
     from . import _native
@@ -52,5 +58,3 @@ def pack_integers(
     scales = np.ascontiguousarray(scales, dtype=np.float32)
     native.set_quantized_rows(0, num_rows, values.ctypes.data, scales.ctypes.data)
     return Packed(native, dtype)
-
-

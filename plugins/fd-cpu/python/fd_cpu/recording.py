@@ -23,7 +23,18 @@ logger = logging.getLogger(__name__)
 
 # Calls of torch that compute nothing.
 _VIEWS = ("view", "slice", "select", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "transpose")
-_HARMLESS = (*_VIEWS, "lift_fresh", "permute", "expand", "as_strided", "alias", "detach", "empty", "split", "t")
+_HARMLESS = (
+    *_VIEWS,
+    "lift_fresh",
+    "permute",
+    "expand",
+    "as_strided",
+    "alias",
+    "detach",
+    "empty",
+    "split",
+    "t",
+)
 
 
 class Recording:

@@ -11,8 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from fastdeploy_core.errors import ConfigError
+from fastdeploy_core.errors import ConfigError, WorkerError
 
 from .recording import Recording
 
@@ -113,7 +112,8 @@ def close_team(closed: Team) -> None:
 
 def team() -> Team:
     """The process's team."""
-    assert _team is not None, "the x86 device was not opened in this process"
+    if _team is None:
+        raise WorkerError("kernels of device x86 were called, but no such device is open in this process")
     return _team
 
 
