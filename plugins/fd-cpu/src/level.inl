@@ -1,4 +1,5 @@
-// Everything of one instruction-set level. A level's .cpp sets FDCPU_LEVEL and FDCPU_NAMESPACE first.
+// Everything of one instruction-set level. A level's .cpp sets FDCPU_LEVEL (0 scalar, 1 AVX2, 2 AVX512),
+// FDCPU_TILES (0 none, 1 AMX, 2 emulated) and FDCPU_NAMESPACE first.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -6,8 +7,15 @@
 
 #include "ops.h"
 #include "simd.h"
+#if FDCPU_TILES
+#include "tiles.h"
+#endif
 
 #include "rows.inl"
+#include "activations.inl"
+#if FDCPU_TILES
+#include "tiled.inl"
+#endif
 #include "linear.inl"
 #include "attention.inl"
 #include "moe.inl"

@@ -65,7 +65,7 @@ std::unique_ptr<PackedMatrix> make_packed(WeightKind kind, int64_t outputs, int6
     matrix->kind = kind;
     matrix->outputs = outputs;
     matrix->inputs = inputs;
-    matrix->padded_inputs = round_up(inputs, grouped ? group : kind == WeightKind::f32 ? 1 : kind == WeightKind::bf16 ? 2 : 64);
+    matrix->padded_inputs = round_up(inputs, grouped ? group : kind == WeightKind::f32 ? 1 : kind == WeightKind::bf16 ? 32 : 64);
     matrix->group = grouped ? group : matrix->padded_inputs;
     matrix->gated = gated;
     matrix->num_panels = gated ? (outputs / 2 + kHalf - 1) / kHalf : (outputs + kPanel - 1) / kPanel;

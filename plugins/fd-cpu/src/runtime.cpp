@@ -10,7 +10,9 @@ const Kernels &kernels_of(Isa isa) {
     switch (isa) {
         case Isa::scalar: return scalar::kernels;
         case Isa::avx2: return avx2::kernels;
-        default: return avx512::kernels;
+        case Isa::avx512: return avx512::kernels;
+        case Isa::amx: return amx::kernels;
+        default: return emulated::kernels;
     }
 }
 

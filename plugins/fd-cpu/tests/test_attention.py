@@ -56,7 +56,7 @@ def test_rotation_cache_and_attention(runtime, lengths):
         lens = np.array([e for _, e in pieces], np.int32)
         y = np.empty((len(q), HEADS * DIM), np.float32)
         arrays = (q, k, v, table, positions, slots, cu, lens, tables, keys, values, y)
-        sizes = (HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM, len(q), len(pieces), 6, 24)
+        sizes = (HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM, len(q), len(pieces), 6, 24, 0)
         runtime.attention(shape, [address(a) for a in arrays], sizes)
         return y
 
