@@ -28,18 +28,25 @@ Step clipped(const Op &op, int64_t Op::*rows, void (*run)(const Op &, const Work
     };
 }
 
-void set_rows(PackedMatrix &matrix, int64_t first, int64_t count, uintptr_t values, int dtype, int64_t stride) {
+void set_rows(Runtime &runtime, PackedMatrix &matrix, int64_t count, uintptr_t values, int dtype, int64_t stride) {
     nb::gil_scoped_release release;
     const int64_t size = dtype == int(DType::f32) ? 4 : 2;
-    for (int64_t i = 0; i < count; ++i)
-        set_row(matrix, first + i, at<uint8_t>(values) + i * stride * size, DType(dtype));
+    runtime.divide(count, [&](int64_t i) {
+        set_row(matrix, i, at<uint8_t>(values) + i * stride * size, DType(dtype));
+    });
 }
 
-void set_quantized_rows(PackedMatrix &matrix, int64_t first, int64_t count, uintptr_t values, uintptr_t scales) {
+void set_quantized_rows(Runtime &runtime, PackedMatrix &matrix, int64_t count, uintptr_t values, uintptr_t scales,
+                        bool in_pairs) {
     nb::gil_scoped_release release;
-    for (int64_t i = 0; i < count; ++i)
-        set_quantized_row(matrix, first + i, at<int8_t>(values) + i * matrix.inputs,
-                          at<float>(scales) + i * matrix.num_groups());
+    const int64_t width = in_pairs ? (matrix.inputs + 1) / 2 : matrix.inputs;
+    runtime.divide(count, [&](int64_t i) {
+        const float *own = at<float>(scales) + i * matrix.num_groups();
+        if (in_pairs)
+            set_nibble_row(matrix, i, at<uint8_t>(values) + i * width, own);
+        else
+            set_quantized_row(matrix, i, at<int8_t>(values) + i * width, own);
+    });
 }
 
 void get_rows(const PackedMatrix &matrix, int64_t first, int64_t count, uintptr_t values) {
@@ -250,8 +257,6 @@ NB_MODULE(_native, m) {
         .def_ro("group", &PackedMatrix::group)
         .def_prop_ro("num_groups", &PackedMatrix::num_groups)
         .def_prop_ro("num_bytes", &PackedMatrix::num_bytes)
-        .def("set_rows", &set_rows)
-        .def("set_quantized_rows", &set_quantized_rows)
         .def("get_rows", &get_rows);
     m.def("make_packed",
           [](int kind, int64_t outputs, int64_t inputs, int64_t group, bool gated) {
@@ -284,6 +289,8 @@ NB_MODULE(_native, m) {
         .def("begin", &Runtime::begin, nb::keep_alive<1, 2>())
         .def("end", &Runtime::end)
         .def("replay", &Runtime::replay, nb::call_guard<nb::gil_scoped_release>())
+        .def("set_rows", &set_rows)
+        .def("set_quantized_rows", &set_quantized_rows)
         .def("linear", &submit_linear)
         .def("add_norm", &submit_add_norm)
         .def("gate", &submit_gate)

@@ -42,6 +42,15 @@ void Runtime::submit_first(Step step, std::function<int64_t()> count_rows) {
     submit(std::move(step), 0);
 }
 
+void Runtime::divide(int64_t count, const std::function<void(int64_t)> &work) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    team_.run([&](int thread) {
+        int64_t first, last;
+        Worker{team_, thread, nullptr}.share(count, first, last);
+        for (int64_t i = first; i < last; ++i) work(i);
+    });
+}
+
 void Runtime::begin(Plan *plan) {
     if (recording) throw std::logic_error("this thread is recording a plan already");
     recording = plan;

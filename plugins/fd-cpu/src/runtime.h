@@ -37,6 +37,8 @@ public:
     void submit(Step step, size_t scratch_bytes);
     // The same, and from here on the plan's operations are for so many rows.
     void submit_first(Step step, std::function<int64_t()> count_rows);
+    // Calls work(i) for i below count, divided among the threads; never part of a plan.
+    void divide(int64_t count, const std::function<void(int64_t)> &work);
     void begin(Plan *plan);
     void end();
     void replay(const Plan &plan);

@@ -82,7 +82,7 @@ def test_experts(runtime):
         made.append([])
         for weight in weights:
             matrix = _native.make_packed(0, *weight.shape, 0, gated)
-            matrix.set_rows(0, weight.shape[0], address(weight), F32, weight.shape[1])
+            runtime.set_rows(matrix, weight.shape[0], address(weight), F32, weight.shape[1])
             made[-1].append(matrix)
     x = rng.standard_normal((num_tokens, width)).astype(np.float32)
     ids = np.array([rng.permutation(num_experts)[:top_k] for _ in range(num_tokens)], np.int64)
@@ -123,7 +123,7 @@ def test_greedy_takes_the_smallest_of_equals_and_nan_before_all(runtime):
 def test_a_recorded_plan_reads_what_its_buffers_hold_now(runtime):
     weight = np.eye(64, dtype=np.float32) * 2
     matrix = _native.make_packed(0, 64, 64, 0, False)
-    matrix.set_rows(0, 64, address(weight), F32, 64)
+    runtime.set_rows(matrix, 64, address(weight), F32, 64)
     x, y = np.ones((3, 64), np.float32), np.empty((3, 64), np.float32)
     plan = _native.Plan()
     runtime.begin(plan)

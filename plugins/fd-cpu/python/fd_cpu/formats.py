@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 # Format -> bits of the native layout. Four bits with a zero point need eight without one.
 FORMATS: Final = {"wint8": 8, "wint4": 4, "wint4_zp": 8, "w8a8": 8, "w4a8": 4}
 
-_INT4_OFFSET = 8
 
 
 def pack_format(weight: PackedWeight, dtype: Any = None, *, gated: bool = False) -> Packed:
@@ -30,24 +29,30 @@ def pack_format(weight: PackedWeight, dtype: Any = None, *, gated: bool = False)
     xp = namespace(weight.tensors["weight"])
     stored = xp.to_numpy(weight.tensors["weight"])
     scales = xp.to_numpy(weight.tensors["scale"].float())
-    values, bits = stored, FORMATS[weight.format.name]
-    if stored.shape[-1] != weight.in_features or weight.format.name in (
-        "wint4",
-        "w4a8",
-        "wint4_zp",
-    ):
-        pairs = np.stack((stored & 15, stored >> 4), -1).reshape(len(stored), -1)
-        values = pairs[:, : weight.in_features].astype(np.int8)
-        zero = weight.tensors.get("zero")
-        if zero is None:
-            values -= _INT4_OFFSET
-        else:
-            wide = np.repeat(xp.to_numpy(zero).astype(np.int8), weight.group_size or 1, -1)
-            values -= wide if wide.shape[1] == 1 else wide[:, : weight.in_features]
+    bits, zero = FORMATS[weight.format.name], weight.tensors.get("zero")
+    if zero is not None:
+        stored = _without_zero(stored, xp.to_numpy(zero), weight)
     if dtype is None and weight.dtype:
         dtype = xp.dtype(weight.dtype)
     group = weight.group_size if scales.shape[-1] > 1 else 0
-    return pack_integers(values, scales, dtype, bits=bits, group=group, gated=gated)
+    return pack_integers(
+        *(stored, scales, dtype),
+        width=weight.in_features,
+        bits=bits,
+        group=group,
+        gated=gated,
+    )
+
+
+def _without_zero(pairs: np.ndarray, zero: np.ndarray, weight: PackedWeight) -> np.ndarray:
+    """Integers of 4 bits minus their zero points, int8."""
+    values = np.empty((len(pairs), 2 * pairs.shape[1]), np.int8)
+    values[:, ::2], values[:, 1::2] = pairs & 15, pairs >> 4
+    values = values[:, : weight.in_features]
+    wide = zero.astype(np.int8)
+    if wide.shape[1] > 1:
+        wide = np.repeat(wide, weight.group_size, -1)[:, : weight.in_features]
+    return values - wide
 
 
 def prepare(weight: Tensor | PackedWeight, *, gated: bool = False) -> Packed:

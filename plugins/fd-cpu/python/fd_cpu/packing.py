@@ -36,7 +36,7 @@ def pack(weight: Tensor, *, gated: bool = False) -> Packed:
     kind = KINDS[team().xp.dtype_name(weight.dtype)]
     native = _native.make_packed(kind, num_rows, width, 0, gated)
     weight = weight.contiguous()
-    native.set_rows(0, num_rows, address(weight), team().code(weight), width)
+    team().native.set_rows(native, num_rows, address(weight), team().code(weight), width)
     return Packed(native, weight.dtype)
 
 
@@ -45,16 +45,20 @@ def pack_integers(
     scales: np.ndarray,
     dtype: Any,
     *,
+    width: int,
     bits: int,
     group: int,
     gated: bool = False,
 ) -> Packed:
-    """Integers [N, K] int8 (of 4 bits -8..7) and their scales [N, groups]; group 0: one for a row."""
+    """Integers [N, K] int8, or of 4 bits pairs [N, ceil(K/2)] uint8 with 8 added, low nibble first; their
+    scales [N, groups]; group 0: one for a row."""
     from . import _native
 
-    num_rows, width = values.shape
+    num_rows = len(values)
     native = _native.make_packed(KINDS[f"int{bits}"], num_rows, width, group, gated)
-    values = np.ascontiguousarray(values, dtype=np.int8)
+    values = np.ascontiguousarray(values)
     scales = np.ascontiguousarray(scales, dtype=np.float32)
-    native.set_quantized_rows(0, num_rows, values.ctypes.data, scales.ctypes.data)
+    team().native.set_quantized_rows(
+        *(native, num_rows, values.ctypes.data, scales.ctypes.data, values.dtype == np.uint8)
+    )
     return Packed(native, dtype)
