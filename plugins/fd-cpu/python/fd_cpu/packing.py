@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastdeploy_core.errors import CapabilityError
+
 from .team import address, team
 
 if TYPE_CHECKING:
@@ -55,7 +57,13 @@ def pack_integers(
     from . import _native
 
     num_rows = len(values)
-    native = _native.make_packed(KINDS[f"int{bits}"], num_rows, width, group, gated)
+    try:
+        native = _native.make_packed(KINDS[f"int{bits}"], num_rows, width, group, gated)
+    except ValueError as error:
+        raise CapabilityError(
+            f"device x86 cannot hold a weight [{num_rows}, {width}] of {bits} bits: {error}; quantize "
+            "the model with another --group-size, or serve it with --device cpu"
+        ) from None
     values = np.ascontiguousarray(values)
     scales = np.ascontiguousarray(scales, dtype=np.float32)
     team().native.set_quantized_rows(
