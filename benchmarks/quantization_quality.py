@@ -70,6 +70,7 @@ ROWS = (
     Row("block_wise_fp8", "block_wise_fp8"),
     Row("wfp8afp8", "wfp8afp8"),
     Row("wint4, per output", WINT4),
+    Row("wint4, groups of 32", {**WINT4, "group_size": 32}),
     Row("wint4, groups of 64", {**WINT4, "group_size": 64}),
     Row("wint4, groups of 64, calibrated", {**WINT4, "group_size": 64}, calibrated=True),
     Row("wint4 (experts), wint8", "wint4"),
@@ -120,18 +121,18 @@ def questions(count: int) -> dict[str, list[tuple[list[int], list[int]]]]:
 
 
 class Loaded:
-    """A model on the reference device, asked for whole texts at once."""
+    """A model on a device, asked for whole texts at once."""
 
-    def __init__(self, folder: Path, method: str, cache: str, library: str) -> None:
+    def __init__(self, folder: Path, method: str, cache: str, device: str, library: str) -> None:
         model = read_model_config(folder, {"quantization": method, "max_model_len": MAX_LENGTH})
         config = EngineConfig(
             model=model,
             cache=CacheConfig(block_size=BLOCK_SIZE, kv_dtype=cache),
-            device=DeviceConfig(device="cpu", tensor_library=library),
+            device=DeviceConfig(device=device, tensor_library=library),
         )
         resolved = resolve_plugins(config)
         self.device = resolved.load("device")(DeviceOptions(tensor_library=library))
-        kernels = build_kernel_table("cpu", resolved=resolved)
+        kernels = build_kernel_table(device, resolved=resolved)
         self.loaded = load_model(config, self.device, kernels, 0, 1, None, resolved.load)
 
     def score(self, samples: list[list[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -185,8 +186,9 @@ def judge(model: Loaded, asked: dict[str, list[tuple[list[int], list[int]]]]) ->
     }
 
 
-def measure(row: Row, asked: Any, text: Path, library: str, seed: int, max_tokens: int) -> Judged:
+def measure(row: Row, asked: Any, text: Path, seed: int, options: argparse.Namespace) -> Judged:
     """Load or quantize, then judge."""
+    library, max_tokens = options.tensor_library, options.calibration_tokens
     began = time.perf_counter()
     method = row.method or ""
     if isinstance(method, dict):
@@ -195,13 +197,13 @@ def measure(row: Row, asked: Any, text: Path, library: str, seed: int, max_token
         folder = MODEL
         if row.calibrated:
             folder = Path(scratch) / "model"
-            options = QuantizeOptions(
+            order = QuantizeOptions(
                 MODEL, method, folder, text, row.static_cache,
                 max_tokens=max_tokens, tensor_library=library, show_progress=False,
             )  # fmt: skip
-            quantize(options)
+            quantize(order)
             method = ""
-        model = Loaded(folder, method, row.cache, library)
+        model = Loaded(folder, method, row.cache, options.device, library)
     return Judged(
         **judge(model, asked),
         weight_bytes=model.loaded.weight_bytes,
@@ -230,10 +232,7 @@ def lines(options: argparse.Namespace) -> Iterator[tuple[str, Judged]]:
                 continue
             for seed in range(options.seeds if row.seeds else 1):
                 name = f"{row.name}, rotation {seed}" if row.seeds else row.name
-                result = measure(
-                    row, asked, text, options.tensor_library, seed, options.calibration_tokens
-                )
-                yield name, result
+                yield name, measure(row, asked, text, seed, options)
 
 
 def main() -> None:
@@ -244,10 +243,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="rotations of the 2-bit code")
     parser.add_argument("--calibration-tokens", type=int, default=32768)
     parser.add_argument("--tensor-library", default="torch")
+    parser.add_argument("--device", default="cpu", help="cpu is the reference")
     options = parser.parse_args()
     print(
         f"{options.count} questions of each of {', '.join(curriculum.JUDGED)}; perplexity over held-out "
-        f"texts of all tasks; reference device, {options.tensor_library}; weights in bytes as held (embeddings and "
+        f"texts of all tasks; device {options.device}, {options.tensor_library}; weights in bytes as held (embeddings and "
         "norms in float32)\n",
         flush=True,
     )

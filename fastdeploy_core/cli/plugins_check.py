@@ -82,9 +82,7 @@ def suites(kind: str) -> list[str]:
 
 def device_of(inventory: Inventory, name: str) -> str:
     """The device of a distribution that has one and is asked for by its own name; else the name."""
-    devices = {
-        e.name for e in inventory.entries if e.kind == "device" and e.distribution == name
-    }
+    devices = {e.name for e in inventory.entries if e.kind == "device" and e.distribution == name}
     return devices.pop() if len(devices) == 1 else name
 
 

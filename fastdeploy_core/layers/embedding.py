@@ -78,7 +78,7 @@ class VocabMatrix:
         like: VocabMatrix | None = None,
     ) -> None:
         """like: that one's weight is used unless the checkpoint has a tensor `name` that differs."""
-        self.operation = operation if like is None else like.operation
+        self.operation: str = operation if like is None else like.operation
         self._build, self._share, self._like = build, share, like
         self._name, self._hidden, self._value = name.removesuffix(".weight"), hidden, None
         self._format = ""  # that the weight is rounded to
@@ -100,7 +100,9 @@ class VocabMatrix:
         build = self._build
         self.operation, quantizer = "linear", build.quantizer
         spec = self._head_spec(name)
-        rounds = quantizer is not None and not quantizer.is_stored(spec) and quantizer.supports(spec)
+        rounds = (
+            quantizer is not None and not quantizer.is_stored(spec) and quantizer.supports(spec)
+        )
         if rounds and build.kernels.takes("linear", HEAD_FORMAT):
             self._format = HEAD_FORMAT
             build.unquantized.remove(self._name)
@@ -121,7 +123,9 @@ class VocabMatrix:
         ]
         tensors = {name: build.xp.cat([part[name] for part in parts], 0) for name in parts[0]}
         build.hold(tensors)
-        packed = quantizer.packed(spec, tensors) if isinstance(quantizer, PackingQuantizer) else None
+        packed = (
+            quantizer.packed(spec, tensors) if isinstance(quantizer, PackingQuantizer) else None
+        )
         return build.kernels.prepare(self.operation, packed)
 
     def _accept(self, tensor: Tensor) -> None:
@@ -146,10 +150,9 @@ class VocabMatrix:
 
     def _is_likes(self, rows: Tensor) -> bool:
         """Whether these rows are the shared ones; what has been laid out anew cannot be compared."""
-        value = None if self._like is None else self._like.value
-        if not isinstance(value, self._build.xp.tensor_type):
-            return False
-        return bool((rows == value[: rows.shape[0]]).all())
+        value: Any = None if self._like is None else self._like.value
+        is_tensor = isinstance(value, self._build.xp.tensor_type)
+        return is_tensor and bool((rows == value[: rows.shape[0]]).all())
 
 
 class Embedding:
@@ -166,7 +169,7 @@ class Embedding:
     ) -> None:
         self.share = VocabShare(build, vocab_size)
         shared = None if like is None else like.matrix
-        self.matrix = VocabMatrix(
+        self.matrix: VocabMatrix = VocabMatrix(
             build, self.share, f"{name}.weight", hidden, "embedding", like=shared
         )
         build.leave_unquantized(name)

@@ -21,8 +21,9 @@ from fastdeploy_core.contracts.base import Accept
 from fastdeploy_core.contracts.kv_formats import KV_FORMATS, KVFormat
 from fastdeploy_core.testing import oracle
 
+from .attention_world import Row, World
 from .base import OnDevice
-from .test_attention import BATCHES, Row, World, gqa_spec, mla_spec
+from .test_attention import BATCHES, gqa_spec, mla_spec
 
 # A number that falls between two levels may be rounded either way: one step of one channel.
 TOLERANCE = {"int8": 4e-3, "float8_e4m3fn": 2e-2, "int4_zp": 6e-2}

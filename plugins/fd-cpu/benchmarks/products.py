@@ -50,9 +50,13 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=15)
     asked = parser.parse_args()
     runtime = _native.Runtime(asked.threads, [], asked.isa)
-    print(f"{runtime.isa}, {asked.threads} threads, [{asked.outputs}, {asked.inputs}], median of {asked.runs} runs")
+    print(
+        f"{runtime.isa}, {asked.threads} threads, [{asked.outputs}, {asked.inputs}], median of {asked.runs} runs"
+    )
     print(f"{'format':>20} {'rows':>5} {'ms':>8} {'Gop/s':>8} {'GB/s':>8}")
-    weight = np.random.default_rng(0).standard_normal((asked.outputs, asked.inputs)).astype(np.float32)
+    weight = (
+        np.random.default_rng(0).standard_normal((asked.outputs, asked.inputs)).astype(np.float32)
+    )
     for name, (kind, group) in FORMATS.items():
         matrix = _native.make_packed(kind, asked.outputs, asked.inputs, group, False)
         runtime.set_rows(matrix, asked.outputs, weight.ctypes.data, 0, asked.inputs)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 FORMATS: Final = {"wint8": 8, "wint4": 4, "wint4_zp": 8, "w8a8": 8, "w4a8": 4}
 
 
-
 def pack_format(weight: PackedWeight, dtype: Any = None, *, gated: bool = False) -> Packed:
     """One matrix; its integers are not rounded again."""
     from fastdeploy_core.tensor import namespace

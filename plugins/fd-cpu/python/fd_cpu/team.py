@@ -113,7 +113,9 @@ def close_team(closed: Team) -> None:
 def team() -> Team:
     """The process's team."""
     if _team is None:
-        raise WorkerError("kernels of device x86 were called, but no such device is open in this process")
+        raise WorkerError(
+            "kernels of device x86 were called, but no such device is open in this process"
+        )
     return _team
 
 
