@@ -72,7 +72,8 @@ struct EmbeddingOp {
 
 // Rotation of the first `rotary` dimensions, and the write into the cache; then attention over it.
 // Cache of one layer: keys [block, kv head, head_dim, block_size], values [block, kv head, block_size,
-// head_dim]: a register of keys holds sixteen tokens, one of values sixteen dimensions of a token. Of
+// head_dim], of bfloat16 in pairs (attention.inl): a register of keys holds sixteen tokens, one of values
+// sixteen dimensions. Of
 // latent attention (one kv head) only rows [block, block_size, head_dim] are kept: `keys`, with `values`
 // null; the first v_head_dim of a row are its values.
 struct AttentionOp {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import F32, address
+from conftest import BF16, F32, address, from_bf16, to_bf16
 from fd_cpu import _native
 
 BLOCK, HEADS, KV_HEADS, DIM = 16, 6, 2, 40
@@ -22,16 +22,21 @@ def rotated(x, positions, table):
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], -1)
 
 
+def stored(values, kind):
+    return np.ascontiguousarray(values) if kind == F32 else to_bf16(values)
+
+
+@pytest.mark.parametrize("kind", [F32, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("lengths", [[(0, 1)], [(33, 1), (0, 50), (15, 3), (16, 16)]])
-def test_rotation_cache_and_attention(runtime, lengths):
+def test_rotation_cache_and_attention(runtime, lengths, kind):
     """Rows of (tokens in the cache before, new tokens), in blocks scattered over the pool; slots that
     nobody has written hold NaN."""
     rng = np.random.default_rng(5)
     table = rng.standard_normal((80, 24)).astype(np.float32)
     pool = rng.permutation(24).astype(np.int32)
-    keys = np.full((24, KV_HEADS, DIM, BLOCK), np.nan, np.float32)
-    values = np.full((24, KV_HEADS, BLOCK, DIM), np.nan, np.float32)
-    shape = _native.AttentionShape(HEADS, KV_HEADS, DIM, DIM, BLOCK, 0.3, False, F32, F32)
+    keys = stored(np.full((24, KV_HEADS, DIM, BLOCK), np.nan, np.float32), kind)
+    values = stored(np.full((24, KV_HEADS, BLOCK, DIM), np.nan, np.float32), kind)
+    shape = _native.AttentionShape(HEADS, KV_HEADS, DIM, DIM, BLOCK, 0.3, False, kind, kind)
     tables = np.zeros((len(lengths), 6), np.int32)
     taken, wanted, history = 0, [], []
     for row, (before, new) in enumerate(lengths):
@@ -44,8 +49,8 @@ def test_rotation_cache_and_attention(runtime, lengths):
     def step(pieces):
         """Feed tokens [begin, end) of every row."""
         q, k, v = (
-            np.ascontiguousarray(
-                np.concatenate([h[i][b:e] for h, (b, e) in zip(history, pieces, strict=True)])
+            stored(
+                np.concatenate([h[i][b:e] for h, (b, e) in zip(history, pieces, strict=True)]), kind
             )
             for i in range(3)
         )
@@ -54,11 +59,11 @@ def test_rotation_cache_and_attention(runtime, lengths):
         slots = (tables[owners, positions // BLOCK] * BLOCK + positions % BLOCK).astype(np.int64)
         cu = np.cumsum([0, *(e - b for b, e in pieces)]).astype(np.int32)
         lens = np.array([e for _, e in pieces], np.int32)
-        y = np.empty((len(q), HEADS * DIM), np.float32)
+        y = np.empty((len(q), HEADS * DIM), q.dtype)
         arrays = (q, k, v, table, positions, slots, cu, lens, tables, keys, values, y)
         sizes = (HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM, len(q), len(pieces), 6, 24, 0)
         runtime.attention(shape, [address(a) for a in arrays], sizes)
-        return y
+        return y if kind == F32 else from_bf16(y)
 
     step([(0, max(1, before)) if before else (0, 0) for before, _ in lengths])
     got = step([(before, before + new) for before, new in lengths])
@@ -69,7 +74,8 @@ def test_rotation_cache_and_attention(runtime, lengths):
             for h in range(HEADS):
                 g = h // (HEADS // KV_HEADS)
                 wanted.append(softmax(0.3 * k[: t + 1, g] @ q[t, h]) @ v[: t + 1, g])
-    assert np.abs(got.reshape(-1, DIM) - np.array(wanted)).max() < 2e-5
+    limit = 2e-5 if kind == F32 else 4e-2
+    assert np.abs(got.reshape(-1, DIM) - np.array(wanted)).max() < limit
 
 
 def test_experts(runtime):
