@@ -24,6 +24,7 @@ TEST_TOOLS = (
     "pytest-xdist>=3.6",
     "hypothesis>=6.120",
     "compressed-tensors>=0.12",
+    "gguf>=0.17",
     "httpx>=0.28",
     "jsonschema>=4.23",
     "hatchling>=1.27",
@@ -115,9 +116,10 @@ def vendors(session: nox.Session) -> None:
     arguments = list(session.posargs)
     markers = "slow or not slow" if "--slow" in arguments else "not slow"
     arguments = [a for a in arguments if a != "--slow"]
-    for suite in (*(f"plugins/fd-{name}/tests" for name in SIMULATED), "tests/vendors"):
+    suites = {f"plugins/fd-{name}/tests": "loadscope" for name in SIMULATED}
+    for suite, how in (suites | {"tests/vendors": "worksteal"}).items():
         session.run(
-            *("pytest", suite, "-q", "-m", markers, "-n2", "--dist=loadscope", *arguments),
+            *("pytest", suite, "-q", "-m", markers, "-n2", f"--dist={how}", *arguments),
             env={"OMP_NUM_THREADS": "1"},
         )
 

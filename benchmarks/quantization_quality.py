@@ -1,6 +1,6 @@
 """What every number format costs the demo model: exact answers, perplexity, bytes.
 
-    python benchmarks/quantization_quality.py [--count 200] [--only wint4 ...] [--seeds 3]
+    python benchmarks/quantization_quality.py [--count 200] [--only wint4 ...] [--seeds 3] [--device cuda]
 
 Questions are held out of training by construction (models/ernie-tiny). An answer counts when greedy
 decoding gives it character by character; it is found in one pass, because that is the case exactly
@@ -121,18 +121,18 @@ def questions(count: int) -> dict[str, list[tuple[list[int], list[int]]]]:
 
 
 class Loaded:
-    """A model on a device, asked for whole texts at once."""
+    """A model on one device, asked for whole texts at once."""
 
-    def __init__(self, folder: Path, method: str, cache: str, device: str, library: str) -> None:
+    def __init__(self, folder: Path, method: str, cache: str, where: DeviceConfig) -> None:
         model = read_model_config(folder, {"quantization": method, "max_model_len": MAX_LENGTH})
         config = EngineConfig(
             model=model,
             cache=CacheConfig(block_size=BLOCK_SIZE, kv_dtype=cache),
-            device=DeviceConfig(device=device, tensor_library=library),
+            device=where,
         )
         resolved = resolve_plugins(config)
-        self.device = resolved.load("device")(DeviceOptions(tensor_library=library))
-        kernels = build_kernel_table(device, resolved=resolved)
+        self.device = resolved.load("device")(DeviceOptions(tensor_library=where.tensor_library))
+        kernels = build_kernel_table(self.device.name, resolved=resolved)
         self.loaded = load_model(config, self.device, kernels, 0, 1, None, resolved.load)
 
     def score(self, samples: list[list[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -186,9 +186,10 @@ def judge(model: Loaded, asked: dict[str, list[tuple[list[int], list[int]]]]) ->
     }
 
 
-def measure(row: Row, asked: Any, text: Path, seed: int, options: argparse.Namespace) -> Judged:
+def measure(
+    row: Row, asked: Any, text: Path, where: DeviceConfig, seed: int, max_tokens: int
+) -> Judged:
     """Load or quantize, then judge."""
-    library, max_tokens = options.tensor_library, options.calibration_tokens
     began = time.perf_counter()
     method = row.method or ""
     if isinstance(method, dict):
@@ -197,13 +198,14 @@ def measure(row: Row, asked: Any, text: Path, seed: int, options: argparse.Names
         folder = MODEL
         if row.calibrated:
             folder = Path(scratch) / "model"
-            order = QuantizeOptions(
+            options = QuantizeOptions(
                 MODEL, method, folder, text, row.static_cache,
-                max_tokens=max_tokens, tensor_library=library, show_progress=False,
+                max_tokens=max_tokens, device=where.device, tensor_library=where.tensor_library,
+                show_progress=False,
             )  # fmt: skip
-            quantize(order)
+            quantize(options)
             method = ""
-        model = Loaded(folder, method, row.cache, options.device, library)
+        model = Loaded(folder, method, row.cache, where)
     return Judged(
         **judge(model, asked),
         weight_bytes=model.loaded.weight_bytes,
@@ -225,6 +227,7 @@ def calibration_text(folder: Path) -> Path:
 def lines(options: argparse.Namespace) -> Iterator[tuple[str, Judged]]:
     """One result for every row, and for every seed where there are several."""
     asked = questions(options.count)
+    where = DeviceConfig(device=options.device, tensor_library=options.tensor_library)
     with tempfile.TemporaryDirectory(prefix="quality-") as scratch:
         text = calibration_text(Path(scratch))
         for row in ROWS:
@@ -232,7 +235,8 @@ def lines(options: argparse.Namespace) -> Iterator[tuple[str, Judged]]:
                 continue
             for seed in range(options.seeds if row.seeds else 1):
                 name = f"{row.name}, rotation {seed}" if row.seeds else row.name
-                yield name, measure(row, asked, text, seed, options)
+                result = measure(row, asked, text, where, seed, options.calibration_tokens)
+                yield name, result
 
 
 def main() -> None:
@@ -242,8 +246,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="rows whose name has one of these")
     parser.add_argument("--seeds", type=int, default=3, help="rotations of the 2-bit code")
     parser.add_argument("--calibration-tokens", type=int, default=32768)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--tensor-library", default="torch")
-    parser.add_argument("--device", default="cpu", help="cpu is the reference")
     options = parser.parse_args()
     print(
         f"{options.count} questions of each of {', '.join(curriculum.JUDGED)}; perplexity over held-out "

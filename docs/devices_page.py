@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 from collections.abc import Callable
@@ -14,6 +15,27 @@ Cell = Callable[[Any], str]
 
 def _yes(value: object) -> str:
     return "yes" if value else "no"
+
+
+def code_lines(path: Path) -> int:
+    """Lines of a file that are neither empty nor comments nor docstrings."""
+    text = path.read_text("utf-8")
+    documents: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        body = getattr(node, "body", None)
+        first = body[0] if isinstance(body, list) and body else None
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+            documents |= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    lines = enumerate(text.splitlines(), 1)
+    return sum(
+        number not in documents and bool(line.strip()) and not line.lstrip().startswith("#")
+        for number, line in lines
+    )
+
+
+def package_of(name: str) -> Path:
+    """Where a device's plugin keeps its code."""
+    return PLUGINS / f"fd-{name}" / f"fd_{name}"
 
 
 # Column title -> the cell of a facts record.
@@ -36,6 +58,7 @@ COLUMNS: dict[str, Cell] = {
     "padded to": lambda f: "rows x tokens x blocks" if f.limits.step_buckets else "no",
     "graphs": lambda f: _yes(f.limits.graph_capture),
     "ranks": lambda f: str(f.limits.max_tensor_parallel_size),
+    "lines of code": lambda f: str(sum(map(code_lines, package_of(f.name).glob("*.py")))),
     "visible by": lambda f: ", ".join(f"`{v}`" for v in f.visible_env),
 }
 

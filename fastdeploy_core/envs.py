@@ -149,6 +149,13 @@ VARIABLES: Final[dict[str, Variable]] = {
             _boolean,
         ),
         Variable(
+            "FD_CACHE_DIR",
+            "folder",
+            "~/.cache/fastdeploy",
+            "Where files are kept that can be made again: the tokenizers of GGUF models.",
+            _text,
+        ),
+        Variable(
             "FD_API_KEY",
             "comma-separated keys",
             (),

@@ -113,6 +113,72 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "deepseek-no-q-lora": {**_DEEPSEEK, "q_lora_rank": None, "attention_bias": True},
 }
+# Saved when asked for by name: what a GGUF file can hold, in sizes that its blocks divide.
+GGUF_VARIANTS: dict[str, dict[str, Any]] = {
+    "gguf-qwen3-moe": {**VARIANTS["qwen3-moe"], "mlp_only_layers": []},
+    "gguf-deepseek": {
+        **VARIANTS["deepseek"],
+        "rope_parameters": {**_YARN, "mscale": 1.2, "mscale_all_dim": 1.2},
+    },
+    "gguf-wide": {
+        "architecture": "Qwen3",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "head_dim": 64,
+    },
+    "gguf-tied": {
+        "architecture": "Qwen3",
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 1,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+    "gguf-experts": {
+        **VARIANTS["qwen3-moe"],
+        "mlp_only_layers": [],
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 2,
+    },
+}
+# The same families as wide as kernels for real models want them: heads of 128, products of whole tiles.
+_WIDE = {
+    "vocab_size": 1031,
+    "hidden_size": 512,
+    "intermediate_size": 768,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+}
+_WIDE_EXPERTS = {"moe_intermediate_size": 128}
+WIDE_VARIANTS: dict[str, dict[str, Any]] = {
+    "wide-llama": {**VARIANTS["llama"], **_WIDE},
+    "wide-qwen2": {**VARIANTS["qwen2"], **_WIDE},
+    "wide-qwen3": {**VARIANTS["qwen3"], **_WIDE},
+    "wide-qwen3-moe": {**VARIANTS["qwen3-moe"], **_WIDE, **_WIDE_EXPERTS, "num_experts": 32},
+    "wide-ernie": {**VARIANTS["ernie"], **_WIDE, "use_bias": False},
+    "wide-ernie-moe": {
+        **VARIANTS["ernie-moe"],
+        **_WIDE,
+        **_WIDE_EXPERTS,
+        "use_bias": False,
+        "moe_num_experts": 32,
+    },
+    "wide-deepseek": {
+        **VARIANTS["deepseek"],
+        **{key: value for key, value in _WIDE.items() if key != "head_dim"},
+        **_WIDE_EXPERTS,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 32,
+        "q_lora_rank": 256,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    },
+}
 SHARDED = ("qwen3-moe",)  # saved once more in several files, in the subfolder "sharded"
 
 
@@ -204,7 +270,7 @@ def _save(name: str, folder: Path) -> None:
     import torch
     import transformers
 
-    settings = {**_COMMON, **VARIANTS[name]}
+    settings = {**_COMMON, **(VARIANTS | GGUF_VARIANTS | WIDE_VARIANTS)[name]}
     family = settings.pop("architecture")
     config = getattr(transformers, f"{family}Config")(**settings)
     config._attn_implementation = "eager"
@@ -242,12 +308,13 @@ def _randomize(model: Any) -> None:
     """Larger than initial values, so that attention and routing are far from uniform."""
     import torch
 
+    spread = 0.15 * (_COMMON["hidden_size"] / model.config.hidden_size) ** 0.5
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith(("norm.weight", "layernorm.weight")):
                 tensor.copy_(1 + 0.2 * torch.randn_like(tensor))
             elif "inv_freq" not in name:
-                tensor.copy_(0.15 * torch.randn_like(tensor))
+                tensor.copy_(spread * torch.randn_like(tensor))
         model.tie_weights()
 
 

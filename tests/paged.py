@@ -20,12 +20,11 @@ from fastdeploy_core.models.shapes import model_class
 from fastdeploy_core.plugins import lookup
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.attention import ReferenceAttention
-from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.reference.moe import ReferenceMoE
 from fastdeploy_core.worker.loader import LoadedModel, load_model
 
 BLOCK_SIZE = 8
-NUM_BLOCKS = 48
+NUM_BLOCKS = 96
 
 
 def load_driver(kind: str, name: str) -> Any:
@@ -53,15 +52,16 @@ class PagedModel:
         rank: int = 0,
         tp_size: int = 1,
         address: str = "",
-        device: str = "cpu",
         block_size: int = BLOCK_SIZE,
         num_threads: int = 1,
         drivers: Any = load_driver,
         kv_dtype: str = "auto",
+        device: str = "cpu",
         **overrides: Any,
     ) -> None:
-        driver = CpuDevice if device == "cpu" else lookup("device", device)
-        self.device = driver(DeviceOptions(tensor_library=library, num_threads=num_threads))
+        self.device = lookup("device", device)(
+            DeviceOptions(index=rank, tensor_library=library, num_threads=num_threads)
+        )
         self.block_size = block_size
         self.xp = self.device.xp
         config = EngineConfig(
@@ -75,7 +75,7 @@ class PagedModel:
         self.loaded: LoadedModel = load_model(
             config,
             self.device,
-            build_kernel_table(device),
+            build_kernel_table(device, {"dtype": config.model.dtype, "tensor_library": library}),
             rank,
             tp_size,
             self.communicator,
@@ -104,7 +104,7 @@ class PagedModel:
             )
             model = self.loaded.model
             hidden = model.forward(input_ids, batch.positions, context)
-            logits = self.device.to_host(model.compute_logits(hidden))
+            logits = self.device.to_host(model.compute_logits(hidden).float())
         return np.split(np.array(logits), batch.cu_seqlens_q[1:-1])
 
     def greedy(self, prompts: dict[str, list[int]], num_tokens: int) -> dict[str, list[int]]:
@@ -147,6 +147,7 @@ class PagedModel:
         cu_seqlens = np.cumsum([0, *(len(t) for _, t in rows)]).astype(np.int32)
         seq_lens = np.array(lengths, np.int32)
         to_device = self.device.to_device
+        is_decode = all(len(tokens) == 1 for _, tokens in rows)
         batch = AttentionBatch(
             num_seqs=len(rows),
             num_tokens=int(cu_seqlens[-1]),
@@ -158,6 +159,7 @@ class PagedModel:
             block_tables_dev=to_device(block_tables.copy()),
             slot_mapping=to_device(np.array(slots, np.int64)),
             positions=to_device(np.array(positions, np.int64)),
+            tokens_per_row=1 if is_decode else 0,
         )
         flat = np.array([token for _, tokens in rows for token in tokens], np.int64)
         return batch, to_device(flat)

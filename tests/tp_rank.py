@@ -56,8 +56,9 @@ def main(arguments: list[str]) -> None:
 
     folder, library, rank, size, address = arguments
     question = json.load(sys.stdin)
-    config = json.loads((Path(folder) / "config.json").read_text())
-    method = config.get("quantization_config", {}).get("quantization", "")
+    is_file = Path(folder).is_file()  # a GGUF file, whose matrices stay packed
+    config = {} if is_file else json.loads((Path(folder) / "config.json").read_text())
+    method = config.get("quantization_config", {}).get("quantization", "gguf" if is_file else "")
     model = PagedModel(
         Path(folder),
         library,
@@ -65,6 +66,7 @@ def main(arguments: list[str]) -> None:
         tp_size=int(size),
         address=address,
         drivers=with_quantizer(method) if method else load_driver,
+        quantization="gguf" if is_file else None,
     )
     first = next(iter(question["prompts"].values()))
     logits = model.step([("logits", first)])[0][-1]

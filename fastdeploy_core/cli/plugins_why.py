@@ -85,6 +85,7 @@ def _attention(
         spec=shapes.attention,
         block_size=arguments.block_size,
         kv_dtype=arguments.kv_cache_dtype,
+        plain_projections=_quantization_question(arguments, inventory, hooks) is None,
     )
     return [ask_candidates(hooks, inventory, "attention", "fd_attention_backends", question)[0]]
 

@@ -56,7 +56,9 @@ def row(name: str, type_: ArgumentType, default: Any, help_: str, **more: Any) -
 _MODEL = group(
     "model",
     "engine",
-    row("model", "str", None, "folder of the model (Hugging Face or Paddle layout)"),
+    row(
+        "model", "str", None, "folder of the model (Hugging Face or Paddle layout), or a GGUF file"
+    ),
     row(
         "served_model_name",
         "list",

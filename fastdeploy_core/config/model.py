@@ -1,6 +1,6 @@
-"""Builds a ModelConfig from a model folder: config.json, generation_config.json and what was asked.
+"""Builds a ModelConfig from a model folder (config.json, generation_config.json) and what was asked.
 
-Reads JSON only. Whether an architecture can be served is the question of models/shapes.py; whether
+Reads JSON, or the header of a GGUF file. Whether an architecture can be served is the question of models/shapes.py; whether
 its weights are whole is the question of worker/loader.py.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -57,14 +57,9 @@ def read_model_config(path: str | Path, overrides: Mapping[str, Any] | None = No
         raise ConfigError(
             f"unknown model setting {', '.join(unknown)}; possible: {', '.join(sorted(_OVERRIDES))}"
         )
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise ConfigError(
-            f"model {str(path)!r} is not a folder on this machine; expected a folder with config.json, "
-            "tokenizer.json and *.safetensors; download the model first and pass its path"
-        )
-    hf_config = {**read_json(folder / "config.json"), **_mapping(asked, "hf_overrides")}
-    _check_architectures(hf_config, folder)
+    found = _find(Path(path).expanduser(), asked)
+    hf_config = {**found.hf_config, **_mapping(asked, "hf_overrides")}
+    _check_architectures(hf_config, found.path)
     load_format = asked.get("load_format", "auto")
     if load_format not in _LOAD_FORMATS:
         raise ConfigError(
@@ -72,8 +67,8 @@ def read_model_config(path: str | Path, overrides: Mapping[str, Any] | None = No
         )
     dtype_asked = str(asked.get("dtype", "auto"))
     return ModelConfig(
-        path=folder,
-        tokenizer_path=Path(asked.get("tokenizer_path") or folder).expanduser(),
+        path=found.path,
+        tokenizer_path=found.tokenizer_path,
         served_names=tuple(asked.get("served_names", ())),
         dtype=checkpoint_dtype(hf_config) if dtype_asked == "auto" else _dtype(dtype_asked),
         dtype_is_auto=dtype_asked == "auto",
@@ -82,12 +77,70 @@ def read_model_config(path: str | Path, overrides: Mapping[str, Any] | None = No
         seed=int(asked.get("seed", 0)),
         quantization=str(asked.get("quantization", "")),
         generation_config={
-            **_generation_config(folder, str(asked.get("generation_config", "auto"))),
+            **_generation_config(found, str(asked.get("generation_config", "auto"))),
             **_mapping(asked, "override_generation_config"),
         },
         hf_config=hf_config,
         chat_template=asked.get("chat_template"),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What lies under a model path: a folder, or a GGUF file that says all of it."""
+
+    path: Path
+    tokenizer_path: Path
+    hf_config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+
+
+def _find(path: Path, asked: Mapping[str, Any]) -> _Found:
+    tokenizer = asked.get("tokenizer_path")
+    if path.is_file() or not (path / "config.json").exists():
+        from fastdeploy_core.gguf.reader import find_gguf
+
+        file = find_gguf(path)
+        if file is not None and asked.get("load_format") == "safetensors":
+            raise ConfigError(
+                f"{file} is a GGUF file and --load-format says safetensors; leave the flag out, or pass a "
+                "folder with *.safetensors"
+            )
+        if file is not None:
+            return _find_gguf(file, tokenizer, str(asked.get("quantization") or ""))
+    if not path.is_dir():
+        raise ConfigError(
+            f"model {str(path)!r} is not a folder on this machine, nor a GGUF file; expected a folder with "
+            "config.json, tokenizer.json and *.safetensors, or a file *.gguf; download the model first and "
+            "pass its path"
+        )
+    own = path / "generation_config.json"
+    return _Found(
+        path,
+        Path(tokenizer or path).expanduser(),
+        read_json(path / "config.json"),
+        read_json(own) if own.exists() else {},
+    )
+
+
+def _find_gguf(file: Path, tokenizer: Any, quantization: str) -> _Found:
+    from fastdeploy_core.gguf.folder import tokenizer_folder
+    from fastdeploy_core.gguf.reader import GGUFModel
+    from fastdeploy_core.gguf.settings import METHOD, PACKED, generation_config, model_config
+
+    model = GGUFModel(file)
+    hf_config = model_config(model)
+    packed = hf_config.pop("quantization_config", None)
+    if packed is None and quantization == METHOD:
+        raise ConfigError(
+            f"{file} has no matrix in a format that can stay packed ({', '.join(PACKED)}); leave "
+            "--quantization out to compute in the model's dtype, or round anew with wint8 or wint4"
+        )
+    if packed is not None and quantization in ("", METHOD):
+        hf_config["quantization_config"] = {**packed, "is_kept": quantization == METHOD}
+    # With any other --quantization the file is decoded and rounded anew.
+    folder = Path(tokenizer).expanduser() if tokenizer else tokenizer_folder(model)
+    return _Found(file, folder, hf_config, generation_config(model))
 
 
 def fit_dtype(
@@ -193,11 +246,11 @@ def _mapping(asked: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value
 
 
-def _check_architectures(hf_config: Mapping[str, Any], folder: Path) -> None:
+def _check_architectures(hf_config: Mapping[str, Any], path: Path) -> None:
     names = hf_config.get("architectures")
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         raise ConfigError(
-            f"{folder / 'config.json'} names no model architecture; expected "
+            f"{path / 'config.json'} names no model architecture; expected "
             '"architectures": ["..."] with one name'
         )
 
@@ -234,10 +287,9 @@ def _longest(hf_config: Mapping[str, Any]) -> int | None:
     return int(trained * factor) if kind == "linear" else trained
 
 
-def _generation_config(folder: Path, source: str) -> dict[str, Any]:
+def _generation_config(found: _Found, source: str) -> Mapping[str, Any]:
     if source in ("none", "vllm"):  # vLLM's word for: its own defaults, not the model's
         return {}
     if source != "auto":
         return read_json(Path(source).expanduser() / "generation_config.json")
-    path = folder / "generation_config.json"
-    return read_json(path) if path.exists() else {}
+    return found.generation_config

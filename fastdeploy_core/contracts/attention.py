@@ -4,6 +4,7 @@ A driver claims the largest unit it implements and the core calls only that one:
 
     "core"         paged attention alone; the core rotates and writes the cache through kernels
     "rope_kv"      rotary embedding and cache write included
+    "projections"  from the layer's normed input to its output: see BlockBackend
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class AttentionSpec:
     rotary_interleaved: bool = False
     kv_format: str = ""  # a name of contracts/kv_formats.py; empty: the cache holds `dtype`
     kv_static: bool = False  # scales come with the layer instead of lying in the cache
+    head_norms: bool = False  # queries and keys are normalised before they are rotated
 
 
 def cache_dtypes(spec: AttentionSpec, count: int) -> tuple[str, ...]:
@@ -75,6 +77,7 @@ class AttentionQuestion:
     spec: AttentionSpec
     block_size: int
     kv_dtype: str  # "auto", or the cache format, as in spec.kv_format
+    plain_projections: bool = False  # the matrices around attention are not quantized
 
 
 @dataclass(slots=True)
@@ -118,17 +121,24 @@ AttentionMetadata = Any
 
 @runtime_checkable
 class AttentionBackend(Protocol):
-    """Constructed as `Driver(spec, block_size, device, kernels)`, once per distinct spec."""
+    """Constructed as `Driver(spec, block_size, device, kernels)`, once per distinct spec.
+
+    A driver with an attribute `max_recorded_len` is not recorded where sequences may be longer.
+    """
 
     name: str
     contract: tuple[int, int]
-    unit: Literal["core", "rope_kv"]
     can_capture_decode: bool
     can_capture_mixed: bool
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable
     ) -> None: ...
+
+    @property
+    def unit(self) -> Literal["core", "rope_kv", "projections"]:
+        """What the driver claims; an attribute of the class will do."""
+        ...
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
         """Shapes of one layer's cache tensors; dimension 0 is the block. gqa: (k, v); mla: (latent,).
@@ -171,4 +181,36 @@ class AttentionBackend(Protocol):
         be slices of a larger tensor (not contiguous) and must not be changed. `scales` are given
         exactly where spec.kv_static.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Projections:
+    """The matrices around one attention layer, this rank's share, in the model's dtype."""
+
+    qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]: queries, keys, values
+    qkv_bias: Tensor | None
+    output: Tensor  # [hidden, num_heads * v_head_dim]
+
+
+@runtime_checkable
+class BlockBackend(AttentionBackend, Protocol):
+    """A driver of unit "projections"; its forward() is not called. It accepts only questions of kind
+    "gqa" with plain_projections and, unless it can normalise heads, without spec.head_norms."""
+
+    def prepare_projections(self, projections: Projections) -> Any:
+        """Lay the matrices out once after loading; the originals are dropped. The result is handed to
+        forward_block()."""
+        ...
+
+    def forward_block(
+        self,
+        x: Tensor,
+        projections: Any,
+        cache: tuple[Tensor, ...],
+        metadata: AttentionMetadata,
+        rotary: Tensor,
+    ) -> Tensor:
+        """[num_tokens, hidden]: this rank's share of the layer, without the output's bias, before the sum
+        over ranks. x: [num_tokens, hidden], normed; `rotary` and the cache as in forward()."""
         ...

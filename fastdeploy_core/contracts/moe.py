@@ -58,9 +58,13 @@ class MoEBackend(Protocol):
 
     name: str
     contract: tuple[int, int]
-    unit: Literal["experts", "routing_experts"]
 
     def __init__(self, spec: MoESpec, device: DeviceBackend, kernels: KernelTable) -> None: ...
+
+    @property
+    def unit(self) -> Literal["experts", "routing_experts", "gate"]:
+        """What the driver claims; an attribute of the class will do. "gate": see GatedMoEBackend."""
+        ...
 
     def prepare_weights(self, gate_up: Tensor | PackedWeight, down: Tensor | PackedWeight) -> Any:
         """Lay the weights out once after loading.
@@ -87,6 +91,17 @@ class MoEBackend(Protocol):
         topk_ids [num_tokens, top_k] int64 and topk_weights (float32) are given. Unit
         "routing_experts": they are None and the driver routes by spec.routing.
         """
+        ...
+
+
+@runtime_checkable
+class GatedMoEBackend(MoEBackend, Protocol):
+    """A driver of unit "gate": it computes the router's logits, too. Its forward() is not called."""
+
+    def forward_gate(
+        self, x: Tensor, weights: Any, router: Tensor, correction_bias: Tensor | None
+    ) -> Tensor:
+        """As MoEBackend.forward; router: [num_experts, hidden] float32."""
         ...
 
 

@@ -7,11 +7,15 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.errors import PluginLoadError
+from fastdeploy_core.tensor import namespace
 
 from .base import Accept, Candidate, Decline
 
 if TYPE_CHECKING:
+    from fastdeploy_core.tensor import Tensor
+
     from .attention import AttentionQuestion
+    from .moe import MoEQuestion
 
 SCORE = 150  # tuned for its device
 
@@ -77,6 +81,59 @@ def answer_attention(
     elif missing := operators.missing(*needed):
         reason = f"the vendor's operators are not installed: {missing}"
     return Candidate(driver, Decline(reason) if reason else Accept(SCORE, "the vendor's operators"))
+
+
+def answer_moe(
+    question: MoEQuestion,
+    *,
+    driver: str,
+    device: str,
+    operators: VendorOperators,
+    needed: tuple[str, ...],
+    dtypes: tuple[str, ...],
+) -> Candidate:
+    """The answer to fd_moe_backends of a driver made of these operators, for plain softmax routing."""
+    routing, reason = question.spec.routing, ""
+    if question.device != device:
+        reason = f"runs on device {device!r} only"
+    elif routing.scoring != "softmax" or routing.num_groups > 1 or routing.scaling_factor != 1.0:
+        reason = "possible: softmax scores without groups and scaling"
+    elif not routing.renormalize:
+        reason = "possible: weights that add up to 1"
+    elif question.quantization or question.spec.dtype not in dtypes:
+        reason = f"{question.quantization or question.spec.dtype}; possible: {', '.join(dtypes)}"
+    elif missing := operators.missing(*needed):
+        reason = f"the vendor's operators are not installed: {missing}"
+    return Candidate(driver, Decline(reason) if reason else Accept(SCORE, "the vendor's operators"))
+
+
+EXPERT_OPERATORS = ("moe_expert_dispatch", "moe_expert_ffn", "moe_expert_reduce")
+
+
+def sorted_experts(
+    operators: VendorOperators,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    num_experts: int,
+    algorithm: str,
+    compute: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Experts by operators that sort tokens, multiply and add up. These choose experts themselves, so
+    they are given scores that leave no choice. compute: (sorted rows, rows of each expert) -> rows."""
+    xp = namespace(x)
+    scores = xp.zeros([x.shape[0], num_experts], dtype=xp.float32, device=x.device)
+    scores = xp.scatter(scores, 1, topk_ids, topk_weights)
+    rows, counts, places, weights, ids, _ = operators["moe_expert_dispatch"](
+        *(x, scores, None, None, topk_ids.shape[1], False, algorithm),
+        topk_only_mode=True,
+    )
+    y: Tensor = operators["moe_expert_reduce"](
+        *(compute(rows, counts), weights, places, ids, None),
+        norm_topk_prob=False,
+        routed_scaling_factor=1.0,
+    )
+    return y
 
 
 def _import(name: str) -> Any:

@@ -23,6 +23,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 from fastdeploy_core import envs
@@ -80,17 +82,28 @@ def spawn(target: str, init: bytes, label: str) -> subprocess.Popen[bytes]:
 
     The calling thread must live as long as the child may: on Linux its end kills the child.
     """
+    process = spawn_early(target, label)
+    give(process, init)
+    return process
+
+
+def spawn_early(target: str, label: str, modules: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    """The same before there is anything to tell it: the child imports what it will need, `modules`
+    among it, while it waits for `give`."""
     paths = [path for path in sys.path if isinstance(path, str)]
-    process = subprocess.Popen(  # noqa: S603
-        [sys.executable, "-P", "-c", _BOOT, json.dumps(paths), target, label],
+    return subprocess.Popen(  # noqa: S603
+        [sys.executable, "-P", "-c", _BOOT, json.dumps(paths), target, label, *modules],
         stdin=subprocess.PIPE,
     )
+
+
+def give(process: subprocess.Popen[bytes], init: bytes) -> None:
+    """Tell a child that was spawned early what it is to do."""
     assert process.stdin is not None, "the pipe was asked for"
     # A child that died at once is reported by whoever waits for it, with its exit status.
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(_HEADER.pack(len(init)) + init)
         process.stdin.flush()
-    return process
 
 
 def end_startup() -> None:
@@ -140,6 +153,7 @@ def run_child(target: str) -> None:
     gc.disable()  # until end_startup
     module, _, function = target.partition(":")
     main = getattr(importlib.import_module(module), function)  # the first record may come later
+    _import_early(sys.argv[4:])
     (length,) = _HEADER.unpack(_read(pipe, _HEADER.size))
     init = _read(pipe, length)
     threading.Thread(target=_watch_parent, args=(pipe,), name="fd-parent", daemon=True).start()
@@ -149,6 +163,15 @@ def run_child(target: str) -> None:
     sys.stderr.flush()
     # Threads stuck in a device call must not keep the process alive.
     os._exit(status or 0)
+
+
+def _import_early(modules: Sequence[str]) -> None:
+    """Those that fail are imported again by whoever needs them, who says so then."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in modules:
+            with contextlib.suppress(Exception):
+                importlib.import_module(module)
 
 
 def _take_standard_input() -> int:

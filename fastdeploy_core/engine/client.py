@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastdeploy_core.config import EngineConfig
@@ -81,11 +82,18 @@ class AsyncEngine:
         self._link = connect(_ToLoop(self, self._loop))
 
     @classmethod
-    async def start(cls, config: EngineConfig, resolved: ResolvedPlugins) -> AsyncEngine:
+    async def start(
+        cls, config: EngineConfig, resolved: ResolvedPlugins | Future[ResolvedPlugins]
+    ) -> AsyncEngine:
         """Start the engine process and wait until it is ready; ConfigError, PluginError or
-        WorkerError carry the child's one-line reason."""
+        WorkerError carry the child's one-line reason. `resolved` may come while it starts."""
+        if isinstance(resolved, Future):
+            plugins = resolved
+        else:
+            plugins = Future()
+            plugins.set_result(resolved)
         return await cls(
-            config, lambda listener: Supervisor(config, resolved, listener)
+            config, lambda listener: Supervisor(config, plugins, listener)
         )._wait_ready()
 
     @classmethod

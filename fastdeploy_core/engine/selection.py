@@ -16,14 +16,16 @@ if TYPE_CHECKING:
     from fastdeploy_core.plugins.resolve import ResolvedPlugins
 
 
-def resolve_plugins(config: EngineConfig) -> ResolvedPlugins:
-    """Ask the installed plugins who serves the layers that this model has, and its draft model."""
+def resolve_plugins(config: EngineConfig, *, check: bool = True) -> ResolvedPlugins:
+    """Ask the installed plugins who serves the layers that this model has, and its draft model. Without
+    `check` the caller has to call ResolvedPlugins.check."""
     shapes = [read_shapes(config.model.hf_config, config.parallel.tensor_parallel_size)]
     shapes += _draft_shapes(config)
     return resolve(
         config,
         attention=[s.attention for s in shapes],
         moe=[s.moe for s in shapes if s.moe is not None],
+        check=check,
     )
 
 

@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from fastdeploy_core import errors
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.errors import FastDeployError, WorkerError
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
+from fastdeploy_core.tensor import early_import
 from fastdeploy_core.types.engine import EngineHealth, EngineInfo
 
 from . import child, wire
@@ -60,11 +62,23 @@ class Listener:
 
 
 class _Life:
-    """One engine process with its folder and sockets."""
+    """One engine process with its folder and sockets. `resolved` may still have to be waited for, while
+    the process imports what it needs in any case; it raises what resolving raised."""
 
     def __init__(
-        self, config: EngineConfig, resolved: ResolvedPlugins, front_ends: Sequence[str]
+        self, config: EngineConfig, resolved: Future[ResolvedPlugins], front_ends: Sequence[str]
     ) -> None:
+        library = early_import(config.device.tensor_library)
+        modules = [library, "fastdeploy_core.worker.worker"] if library else []
+        self.process: subprocess.Popen[bytes] = child.spawn_early(
+            "fastdeploy_core.engine.process:main", "fastdeploy-engine", modules
+        )
+        self.started_s = time.monotonic()
+        try:
+            plugins = resolved.result()
+        except BaseException:
+            child.end(self.process, 0.0)
+            raise
         self.folder = child.PrivateFolder("engine")
         self.progress = Progress(self.folder.path, create=True)
         self.context = zmq.Context()
@@ -74,18 +88,14 @@ class _Life:
         self.requests = connect(self.context, wire.request_address(str(self.folder)))
         init = wire.EngineInit(
             config=config,
-            resolved=resolved,
+            resolved=plugins,
             folder=str(self.folder),
-            digest=resolved.digest,
+            digest=plugins.digest,
             front_ends=list(front_ends) or [wire.output_address(str(self.folder))],
         )
-        target = "fastdeploy_core.engine.process:main"
-        self.process: subprocess.Popen[bytes] = child.spawn(
-            target, wire.encode(init), "fastdeploy-engine"
-        )
+        child.give(self.process, wire.encode(init))
         self.failure: wire.Failed | None = None
         self.is_ready = False
-        self.started_s = time.monotonic()
 
     def tidy(self, grace_s: float) -> None:
         """End the process, if it has not ended, and leave nothing behind."""
@@ -117,13 +127,14 @@ class _Life:
 class Supervisor:
     """Owner of the engine process. `send` and `health` may be called from any thread.
 
-    `front_ends`: addresses to which the engine sends its output; none: the listener gets it.
+    `front_ends`: addresses to which the engine sends its output; none: the listener gets it. What
+    `resolved` raises ends everything before it began.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        resolved: ResolvedPlugins,
+        resolved: Future[ResolvedPlugins],
         listener: Listener,
         front_ends: Sequence[str] = (),
     ) -> None:
@@ -203,6 +214,8 @@ class Supervisor:
                 if self._stopping.is_set():
                     break
                 self._num_restarts += 1
+        except FastDeployError as failure:  # plugins cannot be resolved
+            error = failure
         except BaseException as failure:
             logger.exception("the engine's supervisor failed")
             error = WorkerError(f"the engine's supervisor failed: {failure}")

@@ -7,9 +7,9 @@ several ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fastdeploy_core.contracts.attention import AttentionSpec
+from fastdeploy_core.contracts.attention import AttentionSpec, Projections
 from fastdeploy_core.contracts.kv_formats import kv_format
 
 from .cache_scales import CacheScales
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class PagedAttention:
-    """The part between projections, for either unit a driver claims; "gqa" and "mla" share it."""
+    """The part between projections, for any unit that a driver claims; "gqa" and "mla" share it."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class PagedAttention:
         self.cos_sin = build.cos_sin(rotary)
         self._rotary = build.kernels["rotary_embedding"]
         self._interleaved = rotary.interleaved
-        self.rotates = self.backend.unit == "rope_kv"
+        self.rotates = self.backend.unit != "core"
         kind = kv_format(spec.kv_format)
         self._is_quantized = kind is not None
         # A driver that writes the cache itself needs no kernel for it.
@@ -124,11 +124,16 @@ class Attention:
             self.q_norm = RMSNorm(build, f"{prefix}.q_norm", dim, norm_eps)
             self.k_norm = RMSNorm(build, f"{prefix}.k_norm", dim, norm_eps)
         self.paged = PagedAttention(build, prefix, spec, rotary, kv_piece)
+        # A driver that claims the projections, too, and its own layout of them.
+        self._block: Any = self.paged.backend if self.paged.backend.unit == "projections" else None
+        self._projections: Any = None
         self._heads, self._kv_heads, self._dim = spec.num_heads, spec.num_kv_heads, dim
         self._k_end = spec.num_heads + spec.num_kv_heads
 
     def __call__(self, x: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         """x: [num_tokens, hidden], model dtype; positions: [num_tokens] int64."""
+        if self._block is not None:
+            return self._whole(x, context)
         return self.output(self._attend(self.qkv(x), positions, context))
 
     def after(
@@ -141,8 +146,29 @@ class Attention:
     ) -> tuple[Tensor, Tensor | None]:
         """Two addends of the sum t = x + residual and of attention to norm(t), as Linear.add_to returns
         them."""
+        if self._block is not None:
+            normed, total = norm.add(x, residual)
+            return self._whole(normed, context), total
         qkv, total = self.qkv.after(norm, x, residual)
         return self.output.add_to(total, self._attend(qkv, positions, context))
+
+    def _whole(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """The driver does all of it."""
+        if self._projections is None:
+            qkv, output = self.qkv.weight, self.output.weight
+            self._projections = self._block.prepare_projections(
+                Projections(qkv, self.qkv.bias, output)
+            )
+            self.qkv.weight = self.output.weight = None
+        paged = self.paged
+        y = self._block.forward_block(
+            x,
+            self._projections,
+            context.caches[paged.index],
+            context.metadata[paged.spec],
+            paged.cos_sin,
+        )
+        return self.output.finish(y)
 
     def _attend(self, qkv: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         # One view of all heads, then three slices of it: fewer calls than cutting first.

@@ -123,6 +123,11 @@ class Linear:
             y = self._product(x, self.weight, self.bias)
         return y if self._reduce is None else self._reduce(y)
 
+    def finish(self, y: Tensor) -> Tensor:
+        """What stands behind the product, for a product that was computed elsewhere."""
+        y = y if self.bias is None else y + self.bias
+        return y if self._reduce is None else self._reduce(y)
+
     def _quantized(self, quantizer: Quantizer, x: Tensor) -> Tensor:
         if len(self._products) == 1:
             spec, prepared = self._products[0]

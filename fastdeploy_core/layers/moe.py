@@ -6,7 +6,7 @@ shared parts are added before the one sum over ranks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.contracts.moe import MoESpec
 
@@ -61,6 +61,8 @@ class MoEBlock:
         self._route = None
         if self._driver.unit == "experts":
             self._route = build.kernels["moe_routing"]
+        # A driver that multiplies with the router's matrix itself.
+        self._gated: Any = self._driver if self._driver.unit == "gate" else None
         self._reduce = build.all_reduce if build.tp_size > 1 else None
 
     def _place_bias(self, build: ModelBuilder, name: str, shape: tuple[int, ...]) -> None:
@@ -75,15 +77,21 @@ class MoEBlock:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, hidden], model dtype."""
-        logits = self._scores(x, self._router.weight)
-        ids = weights = None
-        if self._route is not None:
-            ids, weights = self._route(logits, self._bias, self._spec.routing)
-        y = self._driver.forward(x, self._experts.prepared, logits, self._bias, ids, weights)
+        if self._gated is not None:
+            y = self._gated.forward_gate(x, self._experts.prepared, self._router.weight, self._bias)
+        else:
+            y = self._routed(x)
         if self._shared is not None:
             y, more = self._shared.add_to(y, x)
             y = y if more is None else y + more
         return y if self._reduce is None else self._reduce(y)
+
+    def _routed(self, x: Tensor) -> Tensor:
+        logits = self._scores(x, self._router.weight)
+        ids = weights = None
+        if self._route is not None:
+            ids, weights = self._route(logits, self._bias, self._spec.routing)
+        return self._driver.forward(x, self._experts.prepared, logits, self._bias, ids, weights)
 
     def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Two addends of the sum t = x + residual and of the block's result for norm(t)."""

@@ -2,7 +2,7 @@
 
 The rotation itself is the kernel `rotary_embedding`. Frequencies are float32 throughout, because
 that is what models were trained with. Rules: linear (position interpolation), llama3 (the Llama 3.1
-release), yarn (arXiv 2309.00071).
+release), yarn (arXiv 2309.00071), factors (what GGUF files make of such a rule).
 """
 
 from __future__ import annotations
@@ -91,6 +91,14 @@ def _llama3(spec: RotarySpec) -> tuple[np.ndarray, float]:
     return ((1 - blend) * plain / factor + blend * plain).astype(np.float32), 1.0
 
 
+def _factors(spec: RotarySpec) -> tuple[np.ndarray, float]:
+    """Every frequency divided by a number of its own, as files say that have worked a rule out."""
+    factors = np.asarray(spec.parameters.get("factors"), np.float32)
+    if factors.shape != (spec.dim // 2,):
+        raise ConfigError(f"rope scaling 'factors' has no list of {spec.dim // 2} numbers")
+    return _plain(spec) / factors, 1.0
+
+
 def _yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
@@ -129,6 +137,7 @@ def _yarn_attention_factor(spec: RotarySpec, factor: float) -> float:
 
 _RULES: Final[dict[str, Callable[[RotarySpec], tuple[np.ndarray, float]]]] = {
     "default": _default,
+    "factors": _factors,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,

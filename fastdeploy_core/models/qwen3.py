@@ -25,11 +25,15 @@ class Qwen3ForCausalLM(DecoderLM):
         read.refuse_sliding_window()
         read.rotary(read.head_dim())
         read.divided("intermediate_size", read.size("intermediate_size"))
-        return read.shapes(read.gqa(dtype))
+        return read.shapes(read.gqa(dtype, head_norms=True))
 
     def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
         read = ConfigReader(config, build.tp_size)
-        heads, spec, rotary = read.heads(), read.gqa(build.dtype), read.rotary(read.head_dim())
+        heads, spec, rotary = (
+            read.heads(),
+            read.gqa(build.dtype, head_norms=True),
+            read.rotary(read.head_dim()),
+        )
         intermediate = read.size("intermediate_size")
         bias = read.flag("attention_bias", default=False)
         eps = read.number("rms_norm_eps", default=1e-6)

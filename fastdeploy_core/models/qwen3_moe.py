@@ -41,11 +41,15 @@ class Qwen3MoeForCausalLM(DecoderLM):
         read.refuse_sliding_window()
         read.rotary(read.head_dim())
         read.divided("intermediate_size", read.size("intermediate_size"))
-        return read.shapes(read.gqa(dtype), _moe(read, dtype))
+        return read.shapes(read.gqa(dtype, head_norms=True), _moe(read, dtype))
 
     def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
         read = ConfigReader(config, build.tp_size)
-        heads, spec, rotary = read.heads(), read.gqa(build.dtype), read.rotary(read.head_dim())
+        heads, spec, rotary = (
+            read.heads(),
+            read.gqa(build.dtype, head_norms=True),
+            read.rotary(read.head_dim()),
+        )
         moe, width = _moe(read, build.dtype), read.size("moe_intermediate_size")
         intermediate = read.size("intermediate_size")
         step = read.size("decoder_sparse_step", default=1)

@@ -140,7 +140,9 @@ class ConfigReader:
             moe=moe,
         )
 
-    def gqa(self, dtype: str, *, interleaved: bool = False) -> AttentionSpec:
+    def gqa(
+        self, dtype: str, *, interleaved: bool = False, head_norms: bool = False
+    ) -> AttentionSpec:
         """Grouped-query attention as one rank holds it."""
         shape, dim = self.heads(), self.head_dim()
         heads, kv_heads = shape.num_heads, shape.num_kv_heads
@@ -159,4 +161,5 @@ class ConfigReader:
             scale=dim**-0.5,
             dtype=dtype,
             rotary_interleaved=interleaved,
+            head_norms=head_norms,
         )

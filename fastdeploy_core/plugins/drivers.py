@@ -10,6 +10,7 @@ import functools
 import importlib.metadata
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -108,14 +109,20 @@ def load(entry: PluginEntry, *, preflight: bool = True) -> Any:
 
 def check_import(entry: PluginEntry) -> None:
     """Import the target in a child process; raises what load() would, and for hangs and exits."""
-    error, contract = _preflight(entry.target, entry.origin)
-    if error:
-        raise PluginLoadError(
-            f"{_title(entry.kind)} {entry.name!r} of {entry.origin} failed to load: {error}; "
-            "see: fastdeploy plugins doctor"
-        )
-    if contract is not None:
-        check_contract(entry, contract)
+    check_imports([entry])
+
+
+def check_imports(entries: Sequence[PluginEntry]) -> None:
+    """The same for several, which share a child: what they all import is imported once."""
+    results = _preflight(tuple(entry.target for entry in entries))
+    for entry, (error, contract) in zip(entries, results, strict=True):
+        if error:
+            raise PluginLoadError(
+                f"{_title(entry.kind)} {entry.name!r} of {entry.origin} failed to load: {error}; "
+                "see: fastdeploy plugins doctor"
+            )
+        if contract is not None:
+            check_contract(entry, contract)
 
 
 def check_contract(entry: PluginEntry, contract: object) -> None:
@@ -149,15 +156,16 @@ def check_contract(entry: PluginEntry, contract: object) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _preflight(target: str, origin: str) -> tuple[str, tuple[int, ...] | None]:
-    """Error line and declared contract; once per process and target."""
+def _preflight(targets: tuple[str, ...]) -> list[tuple[str, tuple[int, ...] | None]]:
+    """Error line and declared contract of each; once per process and targets."""
     if not envs.read("FD_PLUGIN_PREFLIGHT"):
-        return "", None
+        return [("", None)] * len(targets)
     from .preflight import Job, run
 
-    logger.debug("importing %s of %s in a child process first", target, origin)
-    outcome = run([Job(target, envs.read("FD_PLUGIN_DRIVER_TIMEOUT_S"))])[0]
-    return outcome.error, outcome.contract
+    logger.debug("importing %s in a child process first", ", ".join(targets))
+    limit_s = envs.read("FD_PLUGIN_DRIVER_TIMEOUT_S")
+    outcomes = run([Job(target, limit_s) for target in targets])
+    return [(outcome.error, outcome.contract) for outcome in outcomes]
 
 
 def _import_with_stevedore(entry: PluginEntry) -> Any:

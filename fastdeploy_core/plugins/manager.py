@@ -148,7 +148,11 @@ class HookManager:
         """A stranger's answer to a device question, from a child process."""
         key = (_key(entry), repr(question))
         if key not in self._probes:
-            self._probes[key] = preflight.run([self._probe_job(entry, question)])[0]
+            # All are about to be asked: one child answers for all of them.
+            others = [e for e in self.plugins.values() if not e.is_core]
+            outcomes = preflight.run([self._probe_job(e, question) for e in others])
+            for other, outcome in zip(others, outcomes, strict=True):
+                self._probes[_key(other), repr(question)] = outcome
         outcome = self._probes[key]
         if outcome.error:
             raise PluginLoadError(outcome.error)

@@ -29,7 +29,7 @@ from fastdeploy_core.errors import (
 )
 
 from .discovery import Inventory, PluginEntry, discover
-from .drivers import available, check_import, find
+from .drivers import available, find
 from .manager import HookManager, hook_manager
 from .negotiate import CandidateRow, Decision, ask_candidates, decide, merge_decisions
 from .resolved import ResolvedEntry, ResolvedPlugins
@@ -61,10 +61,12 @@ def resolve(
     moe: Sequence[MoESpec] = (),
     inventory: Inventory | None = None,
     hooks: HookManager | None = None,
+    check: bool = True,
 ) -> ResolvedPlugins:
     """Choose every driver the configuration needs; raises if one cannot be had.
 
-    `attention` and `moe` are the model's distinct layer shapes (models/shapes.py reads them).
+    `attention` and `moe` are the model's distinct layer shapes (models/shapes.py reads them). Without
+    `check` the caller has to call ResolvedPlugins.check.
     """
     inventory = discover() if inventory is None else inventory
     hooks = hook_manager(inventory=inventory) if hooks is None else hooks
@@ -77,6 +79,8 @@ def resolve(
     resolver.scheduler()
     resolver.by_name()
     resolved = resolver.finish()
+    if check:
+        resolved.check()
     for problem in inventory.problems:
         logger.warning("%s", problem)
     for decision in resolved.decisions:
@@ -131,6 +135,7 @@ class _Resolver:
                 spec=replace(spec, kv_format=cache_format, kv_static=is_static),
                 block_size=self._config.cache.block_size,
                 kv_dtype=cache_format or "auto",
+                plain_projections=not self._quantization.method,
             )
             for spec in dict.fromkeys(specs)
         ]
@@ -258,13 +263,7 @@ class _Resolver:
             raise UnsupportedModel(str(error)) from None
 
     def finish(self) -> ResolvedPlugins:
-        """Pre-flight the strangers among the chosen, then freeze."""
-        for chosen in self._entries.values():
-            plugin = chosen.as_plugin()
-            needed = self._chosen.get(plugin.kind) == plugin.name
-            if plugin.is_core or not (needed or plugin.kind == "logits_processor"):
-                continue
-            check_import(plugin)
+        """Freeze."""
         for entry in self._hooks.entries:
             self._add(entry)
         return ResolvedPlugins(

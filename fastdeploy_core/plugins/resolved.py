@@ -11,7 +11,7 @@ from fastdeploy_core.contracts.base import Requirements
 from fastdeploy_core.errors import PluginConflict, PluginNotFound
 
 from .discovery import HOOKS, Inventory, PluginEntry, discover
-from .drivers import load
+from .drivers import check_imports, load
 from .negotiate import Decision
 
 
@@ -64,6 +64,17 @@ class ResolvedPlugins(msgspec.Struct, frozen=True):
     def load(self, kind: str, name: str = "") -> Any:
         """The driver class (or kernel table) of the chosen, or of the named, driver."""
         return load(self.entry(kind, name), preflight=False)
+
+    def check(self) -> None:
+        """Import the strangers among the chosen in a child process first; PluginLoadError names one that
+        fails, hangs or ends its process. Takes seconds where a driver imports much."""
+        strangers = []
+        for chosen in self.entries:
+            plugin = chosen.as_plugin()
+            is_needed = self.chosen.get(plugin.kind) == plugin.name
+            if not plugin.is_core and (is_needed or plugin.kind == "logits_processor"):
+                strangers.append(plugin)
+        check_imports(strangers)
 
     def plugin_entries(self, kind: str) -> list[PluginEntry]:
         """All entries of one kind."""

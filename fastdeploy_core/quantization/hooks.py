@@ -21,8 +21,9 @@ _ALIASES: Final[dict[str, str]] = {
 }
 _DRIVERS: Final = (
     "wint8", "wint4", "w8a8", "w4a8", "block_wise_fp8", "wfp8afp8", "mix_quant", "gptq", "awq",
-    "compressed-tensors",
+    "compressed-tensors", "gguf",
 )  # fmt: skip
+_STORED_ONLY: Final = ("gptq", "awq", "compressed-tensors", "gguf")
 # Known elsewhere, not here: what to use instead.
 _REFUSED: Final[dict[str, str]] = {
     "w4afp8": "int4 weights with fp8 activations; possible: w4a8, wint4",
@@ -46,7 +47,7 @@ def fd_quantizer_for(question: QuantizationQuestion) -> Candidate | None:
         return Candidate(name, Decline(reason))
     if name not in _DRIVERS:
         return None
-    if not config.get("is_quantized", False) and name in ("gptq", "awq", "compressed-tensors"):
+    if not config.get("is_quantized", False) and name in _STORED_ONLY:
         reason = (
             f"{name} is the format of a checkpoint, and config.json has no quantization_config; "
             "possible while loading: wint8, wint4, w8a8, w4a8, block_wise_fp8, wfp8afp8; or run: "
@@ -96,6 +97,9 @@ def _experts(name: str, config: Mapping[str, Any]) -> str:
         return f"wint{config.get('bits', 4)}" + ("" if config.get("sym", True) else "_zp")
     if name == "awq":
         return "wint4_zp"
+    if name == "gguf":
+        experts = (f for matrix, f in config["matrices"].items() if ".experts." in matrix)
+        return ",".join(dict.fromkeys(experts))
     if name == "compressed-tensors":
         from .schemes import read_schemes
 

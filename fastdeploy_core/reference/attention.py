@@ -83,6 +83,8 @@ class ReferenceAttention:
     contract = CONTRACT
     unit: Literal["core", "rope_kv"] = "core"
     can_capture_decode = False  # of an instance: where the device can
+    # A recorded step reads whole block tables, which costs more than it saves where these are long.
+    max_recorded_len = 4096
     can_capture_mixed = False
 
     def __init__(

@@ -103,7 +103,8 @@ def _all_experts(
     experts, tokens = gate_up.shape[0], x.shape[0]
     none = xp.full([tokens, experts], -1.0, dtype=xp.float32, device=x.device)
     weights = xp.scatter(none, 1, topk_ids, topk_weights.float()).transpose(0, 1).unsqueeze(2)
-    total, step = None, max(1, _MAX_HELD // (tokens * gate_up.shape[1]))
+    total: Any = None
+    step = max(1, _MAX_HELD // (tokens * gate_up.shape[1]))
     for first in range(0, experts, step):
         part = slice(first, first + step)
         rows = x.unsqueeze(0).expand([gate_up[part].shape[0], *x.shape])

@@ -16,6 +16,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -29,9 +30,9 @@ from fastdeploy_core.engine import child, wire
 from fastdeploy_core.engine.egress import connect
 from fastdeploy_core.engine.supervisor import Listener, Supervisor
 from fastdeploy_core.errors import FastDeployError, WorkerError
-from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.types.engine import EngineInfo
 
+from .asking import Plugins
 from .front_door import FrontDoor
 from .front_end import METRICS_FOLDER, FrontEndInit, Hello, door_path, occupancy_path
 from .occupancy import Occupancy
@@ -53,11 +54,11 @@ class FrontEnds(Listener):
         self,
         engine_config: EngineConfig,
         server_config: ServerConfig,
-        resolved: ResolvedPlugins,
+        plugins: Plugins,
         listener: socket.socket,
     ) -> None:
         self._engine_config, self._server_config = engine_config, server_config
-        self._resolved = resolved
+        self._resolved = plugins.resolved
         self._count = server_config.api_server_count
         self._folder = child.PrivateFolder("api")
         (self._folder.path / METRICS_FOLDER).mkdir(mode=0o700)
@@ -68,7 +69,8 @@ class FrontEnds(Listener):
         self._lock = threading.Lock()  # of the sockets
         self._state: wire.ToFrontEnd | None = None  # what one that starts late has to know
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._supervisor = Supervisor(engine_config, resolved, self, addresses)
+        self._supervisor = Supervisor(engine_config, plugins.resolved, self, addresses)
+        plugins.checked.add_done_callback(self._on_checked)
         table = Occupancy(self._count, occupancy_path(folder), create=True)
         self._is_draining = False
         self.door = FrontDoor(
@@ -97,6 +99,11 @@ class FrontEnds(Listener):
         self._tell(wire.Dead(type(error).__name__, str(error)))
         self._events.put(error)
 
+    def _on_checked(self, checked: Future[None]) -> None:
+        """In the thread that checks plugins: one that cannot be imported ends the start."""
+        if (error := checked.exception()) is not None:
+            self._events.put(error)
+
     # -- this process's main thread -------------------------------------------------------------------
 
     def run(self, on_ready: Callable[[], None]) -> int:
@@ -108,7 +115,9 @@ class FrontEnds(Listener):
         threading.Thread(target=self._receive, name="fd-hall", daemon=True).start()
         try:
             for number in range(self._count):
-                self._start(number)
+                self._spawn(number)
+            for number in range(self._count):
+                self._tell_first(number)
             if not self._wait_open():
                 return 0
             self.door.start()
@@ -180,21 +189,27 @@ class FrontEnds(Listener):
 
     # -- processes --------------------------------------------------------------------------------------
 
-    def _start(self, number: int) -> None:
+    def _spawn(self, number: int) -> None:
+        """Start a process, which imports its module while plugins are resolved."""
+        self._starts.setdefault(number, []).append(time.monotonic())
+        self._processes[number] = child.spawn_early(TARGET, f"fastdeploy-api{number}")
+
+    def _tell_first(self, number: int) -> None:
+        """Tell it what it is to do."""
+        resolved = self._resolved.result()
         init = FrontEndInit(
             engine_config=self._engine_config,
             # One of them writes the line about the engine.
             server_config=replace(
                 self._server_config, log_stats=self._server_config.log_stats and number == 0
             ),
-            resolved=self._resolved,
-            digest=self._resolved.digest,
+            resolved=resolved,
+            digest=resolved.digest,
             folder=str(self._folder),
             number=number,
             count=self._count,
         )
-        self._starts.setdefault(number, []).append(time.monotonic())
-        self._processes[number] = child.spawn(TARGET, wire.encode(init), f"fastdeploy-api{number}")
+        child.give(self._processes[number], wire.encode(init))
 
     def _running(self) -> list[int]:
         return [number for number, p in self._processes.items() if p.poll() is None]
@@ -232,7 +247,8 @@ class FrontEnds(Listener):
                 logger.critical("API server %d %s again and again; giving up", number, ended)
                 return False
             logger.error("API server %d %s; it is started again", number, ended)
-            self._start(number)
+            self._spawn(number)
+            self._tell_first(number)
             with self._lock:
                 if self._state is not None:
                     self._sockets[number].send(wire.encode(self._state))

@@ -14,6 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core import __version__
@@ -26,8 +27,8 @@ from fastdeploy_core.config.arguments import (
 )
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.client import AsyncEngine
-from fastdeploy_core.engine.selection import resolve_plugins
 
+from .asking import Plugins
 from .listening import bind_socket, url_of
 from .parser_choice import check_parsers
 
@@ -79,8 +80,8 @@ def _serve_by_many(
         logger.info("%d API servers ready after %.1f s", count, time.monotonic() - started_at)
         _log_ready(listener, server_config)
 
-    resolved = resolve_plugins(engine_config)
-    status = FrontEnds(engine_config, server_config, resolved, listener).run(on_ready)
+    plugins = Plugins(engine_config)
+    status = FrontEnds(engine_config, server_config, plugins, listener).run(on_ready)
     logger.info("stopped")
     return status
 
@@ -162,11 +163,32 @@ async def running_app(
     started_at = time.monotonic()
     _log_model(engine_config)
     check_parsers(server_config)
-    resolved = await asyncio.to_thread(resolve_plugins, engine_config)
-    starting = AsyncEngine.start(engine_config, resolved)
-    async with _app_around(starting, engine_config, server_config, resolved) as (app, engine):
+    plugins = Plugins(engine_config)
+    starting = _checked(AsyncEngine.start(engine_config, plugins.resolved), plugins)
+    async with _app_around(starting, engine_config, server_config, plugins.resolved) as (
+        app,
+        engine,
+    ):
         _log_engine(engine.info, time.monotonic() - started_at)
         yield app, engine
+
+
+async def _checked(starting: Coroutine[Any, Any, AsyncEngine], plugins: Plugins) -> AsyncEngine:
+    """The engine, once its plugins are known to import; a plugin that does not ends the start at once."""
+    engine = asyncio.create_task(starting)
+    check = asyncio.wrap_future(plugins.checked)
+    try:
+        both: set[asyncio.Future[Any]] = {engine, check}
+        await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+        if check.done():
+            check.result()
+        return await engine
+    finally:
+        if not check.cancel() and not check.cancelled():
+            check.exception()  # seen
+        if not engine.done():
+            engine.cancel()
+            await asyncio.gather(engine, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
@@ -175,9 +197,11 @@ async def attached_app(
 ) -> AsyncIterator[tuple[FastAPI, AsyncEngine]]:
     """The app of one of several API servers, whose engine another process starts and ends."""
     config = init.engine_config
+    plugins: Future[ResolvedPlugins] = Future()
+    plugins.set_result(init.resolved)
     starting = AsyncEngine.attach(config, init.folder, init.number, on_drain)
     async with _app_around(
-        starting, config, init.server_config, init.resolved, occupancy
+        starting, config, init.server_config, plugins, occupancy
     ) as app_and_engine:
         yield app_and_engine
 
@@ -187,7 +211,7 @@ async def _app_around(
     starting: Coroutine[Any, Any, AsyncEngine],
     engine_config: EngineConfig,
     server_config: ServerConfig,
-    resolved: ResolvedPlugins,
+    resolved: Future[ResolvedPlugins],
     occupancy: OwnOccupancy | None = None,
 ) -> AsyncIterator[tuple[FastAPI, AsyncEngine]]:
     """What an app needs, made while the engine starts."""
@@ -240,7 +264,7 @@ def _log_model(config: EngineConfig) -> None:
 
 
 def _prepare_app(
-    model: ModelConfig, resolved: ResolvedPlugins
+    model: ModelConfig, resolved: Future[ResolvedPlugins]
 ) -> tuple[Tokenizer, list[tuple[str, Any]]]:
     """The slow parts of an app that need no engine."""
     importlib.import_module(".app", __package__)
@@ -249,7 +273,7 @@ def _prepare_app(
     from fastdeploy_core.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(model.tokenizer_path, chat_template=model.chat_template)
-    return tokenizer, plugin_routers(resolved)
+    return tokenizer, plugin_routers(resolved.result())
 
 
 def plugin_routers(resolved: ResolvedPlugins | None) -> list[tuple[str, Any]]:

@@ -51,6 +51,15 @@ def available() -> list[str]:
     return [name for name in LIBRARIES if importlib.util.find_spec(name) is not None]
 
 
+def early_import(asked: str) -> str:
+    """A module that a process may import while it waits to hear which device it gets; empty if there is
+    none. `asked`: the library named by the operator. Never paddle's, which reads the device driver's
+    variables when it is imported."""
+    found = available()
+    name = asked or (found[0] if len(found) == 1 else "")
+    return f"{__name__}._torch" if name == "torch" and name in found else ""
+
+
 def load(name: str) -> TensorLibrary:
     """The library of that name, imported at the first call and usable in the calling thread.
     ConfigError if it is not installed."""

@@ -12,7 +12,7 @@ import numpy as np
 import paddle
 
 # Paddle's CPU kernels that pick and place rows do not know these; their bits are moved instead.
-NARROW = {
+NARROW: dict[Any, Any] = {
     paddle.int8: np.int8,
     paddle.uint8: np.uint8,
     paddle.float8_e4m3fn: np.uint8,
@@ -30,12 +30,12 @@ def bits_of(x: Any) -> np.ndarray:
 
     DLPack would hand out the same memory, but only to read.
     """
-    carrier = np.dtype(NARROW[x.dtype])
+    carrier: np.dtype[Any] = np.dtype(NARROW[x.dtype])
     size = int(x.size)
     if not size:
         return np.empty(x.shape, carrier)
     memory = (ctypes.c_uint8 * (size * carrier.itemsize)).from_address(x.data_ptr())
-    return np.frombuffer(memory, carrier, size).reshape(x.shape)
+    return np.frombuffer(memoryview(memory), carrier, size).reshape(x.shape)
 
 
 def words_of(x: Any) -> Any:

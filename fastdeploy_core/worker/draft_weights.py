@@ -13,8 +13,8 @@ from fastdeploy_core.config.model import checkpoint_layout, read_json
 from fastdeploy_core.contracts.model import StoredTensor
 from fastdeploy_core.errors import WeightError
 
-from .loader import Checkpoint, some_names
-from .weights import dummy_tensors, find_files
+from .loader import Checkpoint, open_files, some_names
+from .weights import dummy_tensors
 
 if TYPE_CHECKING:
     from fastdeploy_core.layers import ModelBuilder
@@ -42,7 +42,9 @@ def load_draft_weights(
             hf_config = read_json(stated) if stated.is_file() else config.model.hf_config
             layout = checkpoint_layout(hf_config, force_torch=envs.FD_FOR_TORCH_MODEL_FORMAT)
             weights.swap_linear = layout == "paddle"
-            tensors = stack.enter_context(Checkpoint(find_files(path), build.device, build.tp_rank))
+            tensors = stack.enter_context(
+                Checkpoint(open_files(path, build, hf_config), build.tp_rank)
+            )
             source = f"the draft checkpoint in {folder}"
         else:
             weights.swap_linear = model.weights.swap_linear

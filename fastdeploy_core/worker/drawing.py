@@ -93,8 +93,9 @@ class TokenDrawer:
             ids = communicator.broadcast(ids, 0)
         return Drawn(ids, ids)
 
-    def draw_greedily(self, logits: Tensor) -> Drawn:
-        """The likeliest token of every row, whoever it belongs to; the same on every rank."""
+    def draw_padded(self, logits: Tensor, plan: SamplingPlan, positions: np.ndarray) -> Drawn:
+        """The likeliest token of every row of a padded step, the same on every rank. Those behind the
+        plan's rows go nowhere."""
         if self._state is not None:
             sampled = self._state.sampler.greedy(logits)
             marked = self._mark(sampled.token_ids, sampled.peak.reshape([-1]), None)
@@ -106,6 +107,10 @@ class TokenDrawer:
             drawn = Drawn(ids, ids)
         if self._communicator is not None:
             drawn.token_ids = self._communicator.broadcast(drawn.token_ids, 0)
+        batch = self._batch
+        slots = np.full(logits.shape[0], batch.max_num_seqs, dtype=np.int64)
+        slots[: plan.num_rows] = plan.slots
+        batch.sampled(plan.slots, self._device.to_device(slots), positions, drawn.token_ids)
         return drawn
 
     def _lead(

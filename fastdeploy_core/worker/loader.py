@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tqdm import tqdm
 
@@ -23,7 +23,8 @@ from fastdeploy_core.errors import WeightError
 from fastdeploy_core.layers import ModelBuilder
 from fastdeploy_core.layers.cache_scales import CACHE_SCALE_NAMES
 
-from .weights import DummyTensor, SafetensorsFile, SafetensorsTensor, dummy_tensors, find_files
+from .read_ahead import ReadAhead
+from .weights import SafetensorsFile, dummy_tensors, find_files
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LoadDriver = Callable[[str, str], Any]
-Named = tuple[str, SafetensorsTensor | DummyTensor]
+Named = tuple[str, Any]  # a checkpoint name and its contracts.model.StoredTensor
 
 
 @dataclass(slots=True)
@@ -138,9 +139,11 @@ def fill_from_folder(
         else:
             layout = checkpoint_layout(hf_config, force_torch=envs.FD_FOR_TORCH_MODEL_FORMAT)
             build.weights.swap_linear = layout == "paddle"
-            tensors = stack.enter_context(
-                Checkpoint(find_files(folder), build.device, build.tp_rank)
-            )
+            files = open_files(folder, build, hf_config)
+            tensors = stack.enter_context(Checkpoint(files, build.tp_rank))
+            if build.device.limits.asynchronous and not folder.is_file():
+                # What a GGUF file holds is decoded on the host.
+                tensors = stack.enter_context(ReadAhead(build.device, build.weights)).over(tensors)
             source = f"the checkpoint in {folder}"
         unknown = model.load_weights(tensors)
     if unknown:
@@ -163,20 +166,50 @@ def some_names(names: list[str]) -> str:
     return ", ".join(sorted(names)[:5]) + rest
 
 
+class WeightFile(Protocol):
+    """One open file of a checkpoint, or one model in whatever files."""
+
+    path: Path
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything tensors() gives."""
+        ...
+
+    def names(self) -> Iterable[str]:
+        """Checkpoint names of what tensors() gives."""
+        ...
+
+    def tensors(self) -> Iterator[Named]:
+        """Every tensor, in the order that is cheapest to read."""
+        ...
+
+
+def open_files(
+    path: Path, build: ModelBuilder, hf_config: Mapping[str, Any]
+) -> Sequence[WeightFile]:
+    """The checkpoint under a model path: the safetensors files of a folder, or a GGUF file."""
+    if not path.is_file():
+        return [SafetensorsFile(file, build.device) for file in find_files(path)]
+    from .gguf_weights import GGUFWeights
+
+    wanted = build.weights.placements.__contains__
+    return [GGUFWeights(path, hf_config, build.device, build.dtype, wanted)]
+
+
 class Checkpoint:
     """Iterates over all tensors of all files, with a progress bar on rank 0 of a terminal."""
 
-    def __init__(self, files: list[Path], device: DeviceBackend, tp_rank: int) -> None:
-        self._files = [SafetensorsFile(path, device) for path in files]
+    def __init__(self, files: Sequence[WeightFile], tp_rank: int) -> None:
+        self._files = files
         owner: dict[str, Path] = {}
         for file in self._files:
-            for name in file.entries:
+            for name in file.names():
                 if name in owner:
                     raise WeightError(f"weight {name} is both in {owner[name]} and in {file.path}")
                 owner[name] = file.path
-        total = sum(e.stop - e.start for file in self._files for e in file.entries.values())
         self._bar = tqdm(
-            total=total,
+            total=sum(file.nbytes for file in files),
             unit="B",
             unit_scale=True,
             desc="loading weights",

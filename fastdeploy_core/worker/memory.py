@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, Final
 
 from fastdeploy_core.contracts.device import MemoryInfo
 
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.device import DeviceBackend
+
+_RESIDENT: Final = Path("/proc/self/statm")
+_VAST: Final = 1 << 60
 GIB = 1024**3
 POLL_S = 0.002
 # Where the pool and everything else share the host's memory, half of what is free stays free.
 SHARED_FRACTION = 0.5
+
+
+def probe(device: DeviceBackend) -> Callable[[], MemoryInfo]:
+    """How to see what a step takes. Of memory that is the host's, what this process holds counts: other
+    programs come and go meanwhile."""
+    if not (device.limits.shares_host_memory and _RESIDENT.exists()):
+        return device.memory
+    # What was freed but kept would be used again unseen.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    return _own_memory
+
+
+def _own_memory() -> MemoryInfo:
+    """As if this process were alone on a machine of that size; files that it maps do not count."""
+    _, resident, files, *_ = map(int, _RESIDENT.read_text().split())
+    used = (resident - files) * mmap.PAGESIZE
+    return MemoryInfo(total_bytes=_VAST, free_bytes=_VAST - used)
 
 
 class LowWater:

@@ -212,7 +212,8 @@ class ModelRunner:
             with self._xp.no_grad():
                 return self._launch(step)
         except Exception as error:
-            if self._slots is not None:
+            # A lost device fails whatever is asked of it, which would hide why.
+            if self._slots is not None and not self._device.is_lost(error):
                 self._slots.forget()
             self._raise_if_device_failed(error, step.step_id)
             raise
@@ -320,7 +321,9 @@ class ModelRunner:
             logits = recorded.replay_head(num_rows)
         if recorded is None and rows.shape is not None and logits is not None:
             if self._is_simple[rows.slots].all() and not rows.num_drafts.any():
-                return self._draw_padded(launched, logits)
+                drawn = self._drawer.draw_padded(logits, plan, rows.sample_positions)
+                launched.drawn = drawn.token_ids
+                return drawn.marked
             logits = logits[: plan.num_rows]
         drafts = self._judge.drafts_of(rows, plan)
         launched.draft_ids = None if drafts is None else drafts.ids
@@ -342,18 +345,6 @@ class ModelRunner:
         slots = plan.slots[drafts.layout.first]
         batch.drawn_behind_drafts(slots, self._device.to_device(slots), verdict.next_ids)
         return verdict.mark(drawn.marked)
-
-    def _draw_padded(self, launched: Launched, logits: Tensor) -> Tensor:
-        """The likeliest token of each row of a padded step; those of nobody's rows go nowhere."""
-        batch, rows, plan = self.batch, launched.rows, launched.plan
-        assert plan is not None
-        drawn = self._drawer.draw_greedily(logits)
-        launched.drawn = drawn.token_ids
-        slots = np.full(logits.shape[0], batch.max_num_seqs, dtype=np.int64)
-        slots[: plan.num_rows] = plan.slots
-        slots_dev = self._device.to_device(slots)
-        batch.sampled(plan.slots, slots_dev, rows.sample_positions, drawn.token_ids)
-        return drawn.marked
 
     def _is_plain(self, plan: SamplingPlan, rows: StepRows) -> bool:
         """Whether the likeliest tokens are all that is wanted. Ranks must agree on it, although rank 0

@@ -21,6 +21,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class Stopwatch:
+    """Where the seconds of a start go, for the log."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self._laps: list[str] = []
+
+    def lap(self, what: str) -> None:
+        """Since the lap before."""
+        now = time.perf_counter()
+        self._laps.append(f"{what} {now - self._last:.1f} s")
+        self._last = now
+
+    def __str__(self) -> str:
+        return ", ".join(self._laps)
+
+
 def dummy_step(
     config: EngineConfig,
     step_id: int,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -56,11 +57,16 @@ def graph_sizes(
     num_ranks: int,
 ) -> tuple[tuple[int, ...], str]:
     """Batch sizes to record, none if the device cannot or shall not, and a line for the report."""
-    unable = [driver.name for driver in drivers if not driver.can_capture_decode]
+    unable, long = [], False
+    for driver in drivers:
+        if not driver.can_capture_decode:
+            unable.append(driver.name)
+        long |= config.model.max_model_len > getattr(driver, "max_recorded_len", math.inf)
     obstacles = (
         (not config.graphs.enabled, "as asked"),
         (not limits.graph_capture, "the device records nothing"),
         (bool(unable), f"attention driver {unable[0] if unable else ''} cannot be recorded"),
+        (long, f"sequences of {config.model.max_model_len} tokens are too long for it here"),
         (num_ranks > 1 and not limits.graph_collectives, "the device's collectives cannot"),
     )
     for applies, why in obstacles:

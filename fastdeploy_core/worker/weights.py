@@ -10,7 +10,7 @@ import json
 import mmap
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -50,6 +50,8 @@ _DTYPES: Final[dict[str, tuple[str, str]]] = {
 
 def find_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint, each checked to be inside the folder."""
+    if not folder.is_dir():
+        raise WeightError(f"{folder} is no folder; expected one with *.safetensors")
     if list(folder.glob("rank*/*.safetensors")):
         raise WeightError(
             f"the checkpoint in {folder} is divided into rank folders for one parallel size; expected "
@@ -129,6 +131,15 @@ class SafetensorsFile:
             # A private writable mapping: tensor libraries take its memory without a copy, and
             # nothing can ever change the file.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def names(self) -> Iterable[str]:
+        """Checkpoint names of all tensors."""
+        return self.entries.keys()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.stop - entry.start for entry in self.entries.values())
 
     def tensors(self) -> Iterator[tuple[str, SafetensorsTensor]]:
         """Every tensor in file order, which is the cheapest order to read."""
@@ -211,11 +222,25 @@ def _entry(name: str, value: Any) -> _Entry:
     return _Entry(dtype, tuple(shape), start, stop)
 
 
-class DummyTensor:
-    """Seeded random numbers that look like a stored tensor; equal for any number of ranks."""
+# A larger dummy tensor repeats so many numbers that lie on the device, from a place of its own on: drawing those of
+# a large model would take many minutes. Odd, so that rows differ.
+DUMMY_NUMBERS: Final = (1 << 20) - 3
 
-    def __init__(self, placement: Placement, seed: int, device: DeviceBackend) -> None:
-        self._placement, self._seed, self._device = placement, seed, device
+
+class DummyTensor:
+    """Seeded random numbers that look like a stored tensor; equal for any number of ranks.
+
+    `pools` holds what large tensors repeat, by kind; all tensors of a model share it.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        seed: int,
+        device: DeviceBackend,
+        pools: dict[tuple[str, str], Tensor],
+    ) -> None:
+        self._placement, self._seed, self._device, self._pools = placement, seed, device, pools
         self.shape = placement.shape
         self.dtype = placement.dtype or "float32"
 
@@ -227,33 +252,47 @@ class DummyTensor:
     def read(self, *region: slice | int) -> Tensor:
         """The region of N(0, 0.02), of random bits, or of a number where noise would be wrong."""
         fill, xp = self._placement.fill, self._device.xp
-        stream = np.random.default_rng([self._seed, zlib.crc32(self._placement.name.encode())])
+        place = zlib.crc32(self._placement.name.encode())
+        count = int(np.prod(self.shape, dtype=np.int64))
+        if count <= DUMMY_NUMBERS:
+            whole = self._drawn(fill, np.random.default_rng([self._seed, place]), count)
+        else:
+            key = (str(fill), self.dtype)
+            if key not in self._pools:
+                stream = np.random.default_rng([self._seed, len(str(fill))])
+                self._pools[key] = self._drawn(fill, stream, DUMMY_NUMBERS)
+            first = place % DUMMY_NUMBERS
+            times = -(-(first + count) // DUMMY_NUMBERS)
+            many = self._pools[key].unsqueeze(0).expand([times, DUMMY_NUMBERS])
+            whole = many.reshape([times * DUMMY_NUMBERS])[first : first + count]
+        part = whole.reshape(list(self.shape))[region].contiguous()
+        is_float8 = fill == "bits" and self.dtype.startswith("float8")
+        return part.view(xp.dtype(self.dtype)) if is_float8 else part
+
+    def _drawn(self, fill: float | str, stream: np.random.Generator, count: int) -> Tensor:
+        """So many numbers on the device; those of float8 as bytes."""
+        xp = self._device.xp
         if fill == "bits":
-            return self._bits(stream, region)
-        if fill == "normal":
-            whole = stream.standard_normal(self.shape, dtype=np.float32)
-            whole *= np.float32(0.02)
+            numbers = self._bits(stream, count)
+        elif fill == "normal":
+            numbers = stream.standard_normal(count, dtype=np.float32) * np.float32(0.02)
         else:
             is_whole_number = self.dtype.startswith(("int", "uint"))
-            whole = np.full(self.shape, fill, dtype=self.dtype if is_whole_number else np.float32)
-        part = np.ascontiguousarray(whole[region])
-        return xp.to_device(xp.from_numpy(part), self._device.device)
+            numbers = np.full(count, fill, dtype=self.dtype if is_whole_number else np.float32)
+        return xp.to_device(xp.from_numpy(numbers), self._device.device)
 
-    def _bits(self, stream: np.random.Generator, region: tuple[slice | int, ...]) -> Tensor:
-        xp, width = self._device.xp, DTYPE_BYTES[self.dtype]
-        raw = np.frombuffer(stream.bytes(self.nbytes), np.uint8)
+    def _bits(self, stream: np.random.Generator, count: int) -> np.ndarray:
+        width = DTYPE_BYTES[self.dtype]
+        raw = np.frombuffer(stream.bytes(count * width), np.uint8)
         if self.dtype.startswith("float8"):
-            raw = raw & np.uint8(0xBF)  # magnitudes below 2, no NaN
-            whole = raw.reshape(self.shape)
-        else:
-            whole = raw.view(f"{'u' if self.dtype == 'uint8' else 'i'}{width}").reshape(self.shape)
-        part = np.array(whole[region], order="C")
-        return xp.to_device(xp.from_numpy(part, xp.dtype(self.dtype)), self._device.device)
+            return raw & np.uint8(0xBF)  # magnitudes below 2, no NaN
+        return raw.view(f"{'u' if self.dtype == 'uint8' else 'i'}{width}").copy()
 
 
 def dummy_tensors(
     placements: Mapping[str, Placement], seed: int, device: DeviceBackend
 ) -> Iterator[tuple[str, DummyTensor]]:
     """What `--load-format dummy` loads: one tensor for every placement."""
+    pools: dict[tuple[str, str], Tensor] = {}
     for name, placement in placements.items():
-        yield name, DummyTensor(placement, seed, device)
+        yield name, DummyTensor(placement, seed, device, pools)

@@ -7,6 +7,7 @@ Called by engine/executor.py only. What a step does is model_runner.py's.
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import os
 from typing import TYPE_CHECKING
@@ -22,10 +23,11 @@ from fastdeploy_core.types.worker import WorkerInfo
 
 from .drafters import DrafterMaker
 from .loader import LoadedModel, load_model
-from .memory import LowWater, MemoryProfile
+from .memory import LowWater, MemoryProfile, probe
 from .model_runner import ModelRunner
 from .pending import PendingOutput
 from .start_up import (
+    Stopwatch,
     device_lines,
     dummy_step,
     kernel_lines,
@@ -43,8 +45,11 @@ if TYPE_CHECKING:
 
     from .step_shapes import StepShapes
 
-# How many times smaller than the largest a first step is from which its memory is bounded.
-SMALL_PART = 8
+logger = logging.getLogger(__name__)
+
+# How many times smaller than the largest the first steps are from which its memory is bounded.
+SMALL_PARTS = (32, 8)
+SEEN_BYTES = 1 << 20
 
 
 class Worker:
@@ -72,7 +77,9 @@ class Worker:
 
         All ranks must be loading at the same time: they meet in collectives.
         """
+        clock = Stopwatch()
         device = self.device = self._open_device()
+        clock.lap("device")
         if not gc.isenabled():  # a process of ours that starts: what was imported is no garbage
             gc.freeze()
         if self.world_size > 1:
@@ -84,15 +91,7 @@ class Worker:
             resolved=self.resolved,
         )
         free_before = device.memory().free_bytes
-        loaded = load_model(
-            self.config,
-            device,
-            kernels,
-            self.rank,
-            self.world_size,
-            self._communicator,
-            self.resolved.load,
-        )
+        loaded = self._load_model(device, kernels, free_before)
         drafters = None
         if self.config.speculative is not None:
             drafters = DrafterMaker(
@@ -100,13 +99,17 @@ class Worker:
             ).make(self.rank)
         gc.collect()
         weight_bytes = max(0, free_before - device.memory().free_bytes)
+        clock.lap("weights")
         sizes, about_graphs = graph_sizes(
             self.config, device.limits, loaded.attention.values(), self.world_size
         )
         self._runner = ModelRunner(
             self.config, device, kernels, loaded, self.rank, self._communicator, sizes, drafters
         )
-        return self._info(device, loaded, kernels, weight_bytes, about_graphs)
+        info = self._info(device, loaded, kernels, weight_bytes, about_graphs)
+        clock.lap("memory measured")
+        logger.info("rank %d: %s", self.rank, clock)
+        return info
 
     def initialize_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Allocate the KV pool, and the host tier when num_host_blocks is above 0; then record decode
@@ -144,6 +147,29 @@ class Worker:
         if self._runner is None or self.device is None:
             raise WorkerError(f"worker rank {self.rank} has no model; call load() first")
         return self._runner, self.device
+
+    def _load_model(
+        self, device: DeviceBackend, kernels: ChosenKernels, free_bytes: int
+    ) -> LoadedModel:
+        try:
+            return load_model(
+                self.config,
+                device,
+                kernels,
+                self.rank,
+                self.world_size,
+                self._communicator,
+                self.resolved.load,
+            )
+        except Exception as error:
+            if not device.is_oom(error):
+                raise
+            total = device.memory().total_bytes
+            raise ResourceError(
+                f"the weights do not fit into the memory of rank {self.rank}'s device: "
+                f"{free_bytes / 1024**3:.2f} of {total / 1024**3:.2f} GiB were free; end what else "
+                "uses it, or choose a larger --tensor-parallel-size or a --quantization"
+            ) from error
 
     def _open_device(self) -> DeviceBackend:
         config = self.config.device
@@ -244,9 +270,10 @@ class Worker:
         """What the largest step takes. Where memory is the host's and there is plenty, a small step
         is enough to know: a slow device would need seconds for the largest one."""
         if self._ready()[1].limits.shares_host_memory and self.world_size == 1:
-            profile = self._measure(weight_bytes, bytes_per_block, SMALL_PART)
-            if profile.available_bytes >= profile.most_bytes:
-                return profile
+            for part in SMALL_PARTS:
+                profile = self._measure(weight_bytes, bytes_per_block, part)
+                if profile.available_bytes >= profile.most_bytes:
+                    return profile
         return self._measure(weight_bytes, bytes_per_block)
 
     def _measure(self, weight_bytes: int, bytes_per_block: int, part: int = 1) -> MemoryProfile:
@@ -254,9 +281,10 @@ class Worker:
         `part` they are so many times shorter; nothing grows faster than the square of the length."""
         runner, device = self._ready()
         steps, num_blocks = largest_steps(self.config, part, runner.shapes)
-        before = device.memory()
+        before, look = device.memory(), probe(device)
+        untouched = look().free_bytes
         try:
-            with LowWater(device.memory) as water:
+            with LowWater(look) as water:
                 runner.allocate_cache(num_blocks, 0)
                 for step in steps:
                     runner.launch(step).wait()
@@ -269,14 +297,15 @@ class Worker:
                 f"({weight_bytes / 1024**3:.2f} GiB): {error}"
             ) from error
         logits_bytes = PenaltyTables.num_bytes(self.config.batch.max_num_seqs, runner.vocab_size)
-        peak = before.free_bytes - water.free_bytes - num_blocks * bytes_per_block
+        peak = untouched - water.free_bytes - num_blocks * bytes_per_block
         limits, config = device.limits, self.config
         per_sequence = -(-config.model.max_model_len // config.cache.block_size)
         return MemoryProfile(
             total_bytes=before.total_bytes,
             free_bytes=before.free_bytes,
             weight_bytes=weight_bytes,
-            step_bytes=max(0, peak) * part**2 + logits_bytes,
+            # A step too small to be seen is not taken for one that needs nothing.
+            step_bytes=max(SEEN_BYTES if part > 1 else 0, peak) * part**2 + logits_bytes,
             is_bound=part > 1,
             graph_bytes=graph_bytes,
             utilization=self.config.cache.memory_utilization,

@@ -29,7 +29,7 @@ from fastdeploy_core.testing.capturing import (
 from fastdeploy_core.worker.staging import Downloads, Uploads
 from fastdeploy_core.worker.step_graphs import graph_sizes, ladder
 from fastdeploy_core.worker.worker import Worker
-from tests.worker_steps import engine_config, make_worker, write_model
+from tests.worker_steps import Steps, engine_config, make_worker, write_model
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,10 @@ class Unable(RecordableAttention):
     name, can_capture_decode = "unable", False
 
 
+class Short(RecordableAttention):
+    name, max_recorded_len = "short", 16
+
+
 CAPABLE = DeviceLimits(graph_capture=True)
 
 
@@ -78,6 +82,7 @@ CAPABLE = DeviceLimits(graph_capture=True)
         ({"enabled": False}, CAPABLE, [RecordableAttention], 1, (), "as asked"),
         ({}, DeviceLimits(), [RecordableAttention], 1, (), "device records nothing"),
         ({}, CAPABLE, [RecordableAttention, Unable], 1, (), "driver unable cannot"),
+        ({}, CAPABLE, [RecordableAttention, Short], 1, (), "too long"),
         ({}, CAPABLE, [RecordableAttention], 2, (), "collectives"),
         ({"sizes": (3, 5, 9)}, CAPABLE, [RecordableAttention], 1, (3, 5), "2 sizes, 3 to 5"),
         ({"max_size": 5}, CAPABLE, [RecordableAttention], 1, (1, 2, 4, 5), "1 to 5"),
@@ -351,4 +356,29 @@ def test_the_report_and_the_log_say_what_is_recorded(
     with caplog.at_level(logging.INFO):
         worker.initialize_cache(64, 0)
     assert any("recorded 3 decode steps of up to 4 rows" in m for m in caplog.messages)
+    worker.close()
+
+
+def test_a_lost_device_is_called_so_although_its_state_cannot_be_cleared(
+    folder: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is asked of it afterwards fails, too, in words that do not say why."""
+    config = dataclasses.replace(engine_config(folder, tensor_library), graphs=GraphConfig())
+    worker = make_worker(config)
+    worker.resolved = OnCapturingDevice(worker.resolved)  # type: ignore[assignment]
+    worker.load()
+    steps = Steps(worker)
+    steps.add(1, [5, 6, 7])
+
+    def lose(*_: Any) -> Any:
+        raise RuntimeError("the device is gone")
+
+    def fail() -> None:
+        raise RuntimeError("something else failed")
+
+    monkeypatch.setattr(worker._runner._slots, "forget", fail)
+    monkeypatch.setattr(worker._runner._model, "forward", lose)
+    monkeypatch.setattr(type(worker.device), "is_lost", lambda _, e: "gone" in str(e))
+    with pytest.raises(WorkerError, match=r"lost.*the device is gone"):
+        steps.launch([steps.row(1)])
     worker.close()

@@ -343,6 +343,14 @@ def test_a_lost_device_is_a_worker_error(
     worker.close()
 
 
+def test_weights_that_do_not_fit_are_explained(
+    folder: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = cramped(engine_config(folder, tensor_library), monkeypatch, oom_after=0)
+    with pytest.raises(ResourceError, match=r"weights do not fit.*--tensor-parallel-size"):
+        worker.load()
+
+
 def test_a_cache_that_does_not_fit_is_explained(
     folder: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

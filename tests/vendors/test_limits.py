@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fastdeploy_core.errors import CapabilityError
+from fastdeploy_core.errors import CapabilityError, FastDeployError
 from fastdeploy_core.testing.tiny_model import VOCAB, write_tiny_model
 from fastdeploy_core.types import BatchRows, SchedulerOutput
 from tests.null_engine import Collector, make_request
@@ -108,25 +108,60 @@ def test_gaudi_never_mixes_prompts_and_decodes(
         assert any("prompts or decodes" in line for line in running.info.report)
 
 
-def test_gaudi_compiles_nothing_after_warm_up(panels: Path, model: Path) -> None:
-    """Prompts of any length, alone and together, in parts and behind a cached prefix; batches that grow
-    and shrink; sequences that reach the end. The chip counts operations with shapes it never met."""
+def gaudi_programs(panels: Path, model: Path) -> int:
+    """Operations with shapes that the chip never met before, while serving prompts of any length, alone
+    and together, in parts and behind a cached prefix; batches that grow and shrink; sequences that reach
+    the end."""
     from fd_simdevice.panel import Panel
 
     sizes = {"max_model_len": 300, "max_num_batched_tokens": 200, "max_num_seqs": 6}
     with engine(model, "gaudi", **sizes) as running:
         panel = Panel(panels, DEVICES["gaudi"])
         with panel.counting() as counted:
-            requests = [make_request(f"r{i}", prompt(n, i), max_tokens=5 + 3 * i)
-                        for i, n in enumerate((1, 3, 16, 77, 128, 129, 230))]  # fmt: skip
+            lengths = (1, 3, 16, 77, 128, 129, 230)
+            requests = [
+                make_request(f"r{i}", prompt(n, i), max_tokens=5 + 3 * i)
+                for i, n in enumerate(lengths)
+            ]
             run(running, requests, late=[make_request("late", prompt(90, 9), max_tokens=4)])
-            again = [make_request("cached", prompt(230, 6), max_tokens=4),
-                     make_request("full", prompt(293, 3), max_tokens=7)]  # fmt: skip
-            run(running, again)
+            cached = make_request("cached", prompt(230, 6), max_tokens=4)
+            run(running, [cached, make_request("full", prompt(293, 3), max_tokens=7)])
         assert running.stats().prefix_hit_tokens_total > 0, "nothing was cached"
         assert any("steps are padded" in line for line in running.info.report)
     assert counted["launches"] > 1000
-    assert not counted.get("programs"), f"{counted['programs']} shapes were met while serving"
+    return counted.get("programs", 0)
+
+
+def test_gaudi_compiles_nothing_after_warm_up(panels: Path, model: Path) -> None:
+    assert gaudi_programs(panels, model) == 0
+
+
+def test_what_gaudi_would_compile_without_padding(
+    panels: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control for the above."""
+    from fastdeploy_core.worker.model_runner import ModelRunner
+
+    monkeypatch.setattr(ModelRunner, "_make_shapes", lambda self: None)
+    assert gaudi_programs(panels, model) > 100
+
+
+@pytest.mark.slow
+def test_gaudi_runs_no_more_rows_than_it_has_shapes_for(
+    panels: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"max_num_seqs": 70, "num_gpu_blocks_override": 80}
+    with engine(model, "gaudi", **sizes) as running:
+        watch = Watch(running, monkeypatch)
+        run(running, [make_request(f"r{i}", prompt(3, i), max_tokens=60) for i in range(70)])
+        assert max(rows.seq_ids.size for rows in watch.rows) == 64
+        assert max(sum(rows) for rows in watch.prefills()) <= 3
+        assert any("more than 64 sequences" in line for line in running.info.report)
+
+
+def test_gaudi_has_no_float16(panels: Path, model: Path) -> None:
+    with pytest.raises(FastDeployError, match="float16"), engine(model, "gaudi", dtype="float16"):
+        pass
 
 
 def test_iluvatar_refuses_blocks_of_64(panels: Path, model: Path) -> None:

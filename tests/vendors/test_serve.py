@@ -73,7 +73,9 @@ def test_64_greedy_tokens_equal_transformers(
         assert panel.get("delay_us") == 200 and panel.get("random_delay") == 1
         with panel.counting() as counted:
             assert complete(server, prompts[0], NUM_GREEDY) == expected[0]
-    assert counted["launches"] > 20 * NUM_GREEDY and "kernel_errors" not in counted
+    graphs = counted.get("graph_launches", 0)  # a recorded step is one launch
+    assert counted["launches"] + 20 * graphs > 20 * NUM_GREEDY and "kernel_errors" not in counted
+    assert graphs >= NUM_GREEDY - 2 if device == "metax" else not graphs
     # A detour would bring its operation's tensors to the host.
     assert counted["d2h"] == MODELS[model] * NUM_GREEDY, counted
     # What waits holding the interpreter lock is never used.
@@ -106,10 +108,11 @@ def test_the_log_tells_of_a_detour(panels: Path) -> None:
     program = (
         "import paddle\n"
         "paddle.set_device('gcu:0')\n"
-        "paddle.linalg.cholesky(paddle.to_tensor([[4.0, 1.0], [1.0, 3.0]]))\n"
+        "x = paddle.linalg.cholesky(paddle.to_tensor([[4.0, 1.0], [1.0, 3.0]])).numpy()\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True,
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False,
         env={**os.environ, **FALLBACK_LOG},
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
     assert "missing gcu kernel: cholesky" in done.stderr and FALLBACK_LINE in done.stderr

@@ -43,8 +43,11 @@ def test_rotation_cache_and_attention(runtime, lengths, kind):
         count = -(-(before + new) // BLOCK)
         tables[row, :count] = pool[taken : taken + count]
         taken += count
-        history.append([rng.standard_normal((before + new, h, DIM)).astype(np.float32)
-                        for h in (HEADS, KV_HEADS, KV_HEADS)])  # fmt: skip
+        made = [
+            rng.standard_normal((before + new, heads, DIM)).astype(np.float32)
+            for heads in (HEADS, KV_HEADS, KV_HEADS)
+        ]
+        history.append(made if kind == F32 else [from_bf16(to_bf16(x)) for x in made])
 
     def step(pieces):
         """Feed tokens [begin, end) of every row."""

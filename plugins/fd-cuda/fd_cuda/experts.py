@@ -3,11 +3,13 @@
 `cuda_all_gather` moves every token to every rank, in sizes that do not depend on the routing: no
 wait for the host, so decode steps that use it can be captured. `cuda_all_to_all` moves each token only
 to the ranks of its experts, once each; the host has to learn how many, which large batches repay.
-Results are added in a fixed order, so they do not change from run to run.
+`cuda_by_batch` chooses between the two. Results are added in a fixed order, so they do not change from
+run to run.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -27,6 +29,8 @@ from .device import CONTRACT
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 # Received rows are allocated for the worst routing up to this size; beyond, the host asks how many.
 _WORST_CASE_BYTES: Final = 256 << 20
@@ -267,3 +271,78 @@ class AllToAllExperts(AllGatherExperts):
         for part, rows in zip(back.split(send), tokens.split(send), strict=True):
             result[rows] += part.float()
         return result.to(y.dtype)
+
+
+@dataclass(slots=True)
+class _Chosen:
+    """A plan with the communicator that serves it, or a handle of that communicator's."""
+
+    communicator: AllGatherExperts
+    inner: Any
+
+
+class ByBatchExperts:
+    """See ExpertCommunicator. The quicker of both for each plan's number of tokens, measured when the plan
+    is made; all ranks choose alike."""
+
+    name: ClassVar[str] = "cuda_by_batch"
+    contract: ClassVar[tuple[int, int]] = CONTRACT
+    capabilities: ClassVar[ExpertCommunicatorCapabilities] = ExpertCommunicatorCapabilities(
+        deterministic=True, max_ranks=_MAX_RANKS
+    )
+
+    def __init__(self, group: ExpertGroup) -> None:
+        self._group = group
+        self._all = (AllGatherExperts(group), AllToAllExperts(group))
+        self._costs: dict[int, list[float]] = {}
+
+    def plan(self, plan: ExpertPlan) -> _Chosen:
+        """Choose; every rank has to make the same plans in the same order."""
+        if self._all[0].world_size == 1:
+            return _Chosen(self._all[0], self._all[0].plan(plan))
+        costs = self._cost(plan.max_tokens)
+        best = self._all[costs.index(min(costs))]
+        logger.info(
+            "expert parallel steps of up to %d tokens a rank: %s (%s us)", plan.max_tokens,
+            best.name, ", ".join(f"{c.name} {1e6 * s:.0f}" for c, s in zip(self._all, costs, strict=True)),
+        )  # fmt: skip
+        return _Chosen(best, best.plan(plan))
+
+    def dispatch(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: _Chosen
+    ) -> Dispatched:
+        """By the communicator chosen for the plan."""
+        sent = plan.communicator.dispatch(x, topk_ids, topk_weights, plan.inner)
+        sent.handle = _Chosen(plan.communicator, sent.handle)
+        return sent
+
+    def combine(self, y: Tensor, handle: _Chosen) -> Tensor:
+        """By the communicator that dispatched."""
+        return handle.communicator.combine(y, handle.inner)
+
+    def cost_s(self, tokens_per_rank: int) -> float:
+        """The smaller one; every rank has to ask."""
+        return min(self._cost(tokens_per_rank))
+
+    def set_expert_map(self, version: int, physical_to_logical: list[int]) -> None:
+        """For both."""
+        for one in self._all:
+            one.set_expert_map(version, physical_to_logical)
+
+    def set_active_ranks(self, active: list[bool]) -> None:
+        """Refused unless all are active."""
+        self._all[0].set_active_ranks(active)
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def _cost(self, tokens: int) -> list[float]:
+        """Of each, the slowest rank's."""
+        group, device = self._group.communicator, self._group.device
+        if tokens not in self._costs:
+            costs = [one.cost_s(tokens) for one in self._all]
+            if group is not None:
+                own = torch.tensor([costs], dtype=torch.float64, device=device.device)
+                costs = device.to_host(group.all_gather(own, 0)).max(0).tolist()
+            self._costs[tokens] = costs
+        return self._costs[tokens]

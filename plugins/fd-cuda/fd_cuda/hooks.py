@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastdeploy_core.contracts import Accept, Candidate, Decline, hookimpl
 from fastdeploy_core.contracts.attention import AttentionQuestion
 from fastdeploy_core.contracts.device import DeviceQuestion
+from fastdeploy_core.contracts.kv_formats import KV_FORMATS
 from fastdeploy_core.contracts.moe import MoEQuestion
 
 _SCORE = 150
@@ -46,10 +47,21 @@ def fd_attention_backends(question: AttentionQuestion) -> list[Candidate]:
 
     reason = why_not(question)
     answer = Decline(reason) if reason else Accept(_SCORE, "Triton kernels")
-    return [
-        Candidate(name, answer if question.spec.kind == kind else Decline(f"serves {kind} only"))
-        for name, kind in (("cuda_paged", "gqa"), ("cuda_latent", "mla"))
-    ]
+    is_quantized = question.kv_dtype in KV_FORMATS
+    found = []
+    for name, kind, quantized in (
+        ("cuda_paged", "gqa", False),
+        ("cuda_latent", "mla", False),
+        ("cuda_quantized", "gqa", True),
+    ):
+        own = answer
+        if question.spec.kind != kind:
+            own = Decline(f"serves {kind} only")
+        elif quantized != is_quantized and not reason:
+            serves = "quantized caches only" if quantized else "the model's own numbers only"
+            own = Decline(f"serves {serves}")
+        found.append(Candidate(name, own))
+    return found
 
 
 @hookimpl

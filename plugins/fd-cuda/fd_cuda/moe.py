@@ -1,13 +1,14 @@
 """MoE driver `cuda`: routing and experts through the device's kernels.
 
-Weights stay as checkpoints hold them; the kernels read them so. Quantized experts come in through
-prepare_weights (what it returns is what forward gets) and an operation of their own in place of
-moe_experts.
+Weights stay as checkpoints hold them; the kernels read them so. Quantized experts are laid out by the
+operation of their format, which takes the place of moe_experts.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
+
+from fastdeploy_core.contracts.quant_formats import PackedWeight
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
@@ -25,11 +26,14 @@ class CudaMoE:
 
     def __init__(self, spec: MoESpec, device: DeviceBackend, kernels: KernelTable) -> None:
         self.spec = spec
-        self._route, self._experts = kernels["moe_routing"], kernels["moe_experts"]
+        self._route, self._kernels = kernels["moe_routing"], kernels
 
-    def prepare_weights(self, gate_up: Tensor, down: Tensor) -> Any:
-        """As they are, in one piece."""
-        return gate_up.contiguous(), down.contiguous()
+    def prepare_weights(self, gate_up: Tensor | PackedWeight, down: Tensor | PackedWeight) -> Any:
+        """With the kernel that multiplies them."""
+        if isinstance(gate_up, PackedWeight):
+            name, kernels = gate_up.format.experts, self._kernels
+            return kernels[name], kernels.prepare(name, gate_up), kernels.prepare(name, down)
+        return self._kernels["moe_experts"], gate_up.contiguous(), down.contiguous()
 
     def forward(
         self,
@@ -43,4 +47,6 @@ class CudaMoE:
         """[num_tokens, hidden]; routes by spec.routing unless the routing is given."""
         if topk_ids is None or topk_weights is None:
             topk_ids, topk_weights = self._route(router_logits, correction_bias, self.spec.routing)
-        return self._experts(x, topk_ids, topk_weights, *weights)
+        experts, gate_up, down = weights
+        y: Tensor = experts(x, topk_ids, topk_weights, gate_up, down)
+        return y

@@ -18,7 +18,7 @@ from fastdeploy_core.contracts.device import (
     DeviceOptions,
     MemoryInfo,
 )
-from fastdeploy_core.errors import ConfigError
+from fastdeploy_core.errors import ConfigError, WorkerError
 from fastdeploy_core.tensor import load
 
 from .device import CudaDevice, wait
@@ -42,6 +42,13 @@ class TorchCudaDevice(CudaDevice):
         self.device = f"cuda:{options.index}"
         self._torch_device = torch.device(self.device)
         self._capture_stream: torch.cuda.Stream | None = None
+        try:
+            torch.cuda.synchronize(self.index)  # opens it
+        except RuntimeError as error:
+            raise WorkerError(
+                f"GPU {self.index} cannot be opened: {str(error).splitlines()[0]}; nvidia-smi shows "
+                "who uses it and its errors, dmesg lines with Xid"
+            ) from error
         self._bind()
         fast = setting("FD_CUDA_TF32") == "1"
         torch.set_float32_matmul_precision("high" if fast else "highest")

@@ -19,8 +19,9 @@ pytest_plugins = ["fastdeploy_core.testing.pytest_plugin"]
 
 def _mend_interpreter() -> None:
     """Two gaps of Triton 3.6's interpreter. Its scalars are arrays of one element, which numpy 2.4 no
-    longer takes for integers, so that `range(n)` of a loaded n fails; and it keeps bfloat16 as bits,
-    which `dot` multiplies as if they were integers."""
+    longer takes for integers, so that `range(n)` of a loaded n fails; and it keeps bfloat16 and float8 as
+    bits, which `dot` multiplies as if they were integers."""
+    import torch
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -32,6 +33,9 @@ def _mend_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     def widened(x: Any) -> Any:
+        if x.dtype.scalar == tl.float8e4nv:
+            wide = torch.from_numpy(x.data.view("uint8")).view(torch.float8_e4m3fn).float()
+            return interpreter.TensorHandle(wide.numpy(), tl.float32)
         if x.dtype.scalar != tl.bfloat16:
             return x
         bits = x.data.astype("uint32") << 16

@@ -39,7 +39,10 @@ static thread_local char anchor;
 
 // -- fibers: each runs until it waits for others ---------------------------------------------------
 
-static const int FIBERS = 128, STACK = 64 * 1024;
+#ifndef FIBERS
+#define FIBERS 128
+#endif
+static const int STACK = 64 * 1024;
 
 struct Block {
   ucontext_t main, fibers[FIBERS];

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -64,6 +67,18 @@ class TestAllToAllExperts(_OnTorch, ExpertCommunicatorConformance):
         super().test_two_ranks_in_two_processes(driver, device, fd_entry)
 
 
+class TestByBatchExperts(_OnTorch, ExpertCommunicatorConformance):
+    """Alone; between ranks as above."""
+
+    driver_name = "cuda_by_batch"
+    runs_on: ClassVar[str] = "cuda" if HAS_GPU else "cpu"
+
+    def test_two_ranks_in_two_processes(self, driver: Any, device: Any, fd_entry: Any) -> None:
+        if torch.cuda.device_count() < 2:
+            pytest.skip("needs two GPUs")
+        super().test_two_ranks_in_two_processes(driver, device, fd_entry)
+
+
 # -- why not ----------------------------------------------------------------------------------------
 
 
@@ -85,6 +100,65 @@ def test_old_drivers_and_cpu_builds_are_named(monkeypatch: pytest.MonkeyPatch) -
     assert "too old" in probe.why_not_torch(probe.Driver((12, 4), 1, ("GPU",)))
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "without CUDA" in probe.why_not_torch(probe.Driver((13, 0), 1, ("GPU",)))
+
+
+STUB = """
+int cuInit(unsigned flags) {{ return {code}; }}
+int cuDriverGetVersion(int *version) {{ *version = 12040; return 0; }}
+int cuDeviceGetCount(int *count) {{ *count = {count}; return 0; }}
+int cuDeviceGet(int *device, int index) {{ *device = index; return 0; }}
+int cuDeviceGetName(char *name, int size, int device) {{ name[0] = 'G'; name[1] = 0; return 0; }}
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+@pytest.mark.parametrize(
+    ("code", "count", "words"),
+    [
+        (100, 0, "the driver sees no GPU; check CUDA_VISIBLE_DEVICES"),
+        (803, 0, "driver library and kernel module have different versions; reboot"),
+        (999, 0, "the driver failed; see dmesg"),
+        (12345, 0, "could not be initialised (cuInit returned 12345)"),
+        (0, 0, "the driver sees no GPU"),
+        (0, 2, "2 x G, but torch: "),
+    ],
+)
+def test_wrong_drivers_are_named(tmp_path: Path, code: int, count: int, words: str) -> None:
+    """A library in the driver's place, in a process of its own that finds it first."""
+    (tmp_path / "stub.c").write_text(STUB.format(code=code, count=count))
+    command = ["gcc", "-shared", "-fPIC", "stub.c", "-o", "libcuda.so.1"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    probe = (
+        "from fd_cuda.hooks import fd_device_probe\n"
+        "from fastdeploy_core.contracts.device import DeviceQuestion\n"
+        "print(fd_device_probe(DeviceQuestion(tensor_library='torch')).verdict.reason)"
+    )
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, env=environment, check=True
+    )
+    assert words in done.stdout
+    if count:  # torch of another kind, or too new for the driver
+        assert "without CUDA" in done.stdout or "too old" in done.stdout
+
+
+def test_without_triton_the_plugin_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastdeploy_core.contracts.moe import MoEQuestion, MoESpec, RoutingSpec
+
+    from fd_cuda.kernels import runs_here
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "triton" else found(name)
+    )
+    assert not runs_here({"tensor_library": "torch"})
+    for candidate in hooks.fd_attention_backends(question()):
+        assert isinstance(candidate.verdict, Decline)
+    assert "triton is not installed" in hooks.fd_attention_backends(question())[0].verdict.reason
+    spec = MoESpec(RoutingSpec(8, 2), 64, 64, "bfloat16")
+    (answer,) = hooks.fd_moe_backends(MoEQuestion("cuda", "torch", spec))
+    assert isinstance(answer.verdict, Decline) and "pip install triton" in answer.verdict.reason
 
 
 def test_unknown_settings_name_the_possible_ones(monkeypatch: pytest.MonkeyPatch) -> None:

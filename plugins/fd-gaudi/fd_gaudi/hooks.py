@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from fastdeploy_core.contracts import Candidate, hookimpl
+from fastdeploy_core.contracts.attention import AttentionQuestion
 from fastdeploy_core.contracts.device import DeviceQuestion
+from fastdeploy_core.contracts.moe import MoEQuestion
 from fastdeploy_core.contracts.paddle_device import probe
 
 from .device import FACTS
+from .operators import answer_attention, answer_moe
 
 
 @hookimpl
 def fd_device_probe(question: DeviceQuestion) -> Candidate:
     """Is a chip here, and does PaddlePaddle see it?"""
     return probe(FACTS, question)
+
+
+@hookimpl
+def fd_attention_backends(question: AttentionQuestion) -> list[Candidate]:
+    """The vendor's fused blocks, where its operators are installed."""
+    return [answer_attention(question)]
+
+
+@hookimpl
+def fd_moe_backends(question: MoEQuestion) -> list[Candidate]:
+    """The vendor's fused experts, where its operators are installed."""
+    return [answer_moe(question)]

@@ -1,7 +1,5 @@
-"""Cells of the kernel table that the vendor's operators fill.
-
-The vendor's fused attention includes the projections around it, which is more than the contract's
-units; what is used here is the cache write, without which every write would copy the whole pool.
+"""The vendor's fused operators, and the cells of the kernel table: the cache write, without which every
+write would copy the whole pool, and experts of fixed shapes.
 """
 
 from __future__ import annotations
@@ -9,13 +7,47 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from fastdeploy_core.contracts import vendor_operators
+from fastdeploy_core.contracts.base import Candidate, Decline
 from fastdeploy_core.contracts.vendor_operators import VendorOperators
 from fastdeploy_core.tensor import namespace
 
 if TYPE_CHECKING:
+    from fastdeploy_core.contracts.attention import AttentionQuestion
+    from fastdeploy_core.contracts.moe import MoEQuestion
     from fastdeploy_core.tensor import Tensor
 
 OPERATORS = VendorOperators("paddlenlp_ops", "fastdeploy_ops")
+ATTENTION = ("fused_block_attention", "fused_qkv_rope", "fused_sdpa_proj_t", "index_copy_")
+
+
+def answer_attention(question: AttentionQuestion) -> Candidate:
+    """Whether driver `gaudi_block` can serve the layers."""
+    if question.spec.head_norms or not question.plain_projections:
+        what = "heads that are normalised" if question.spec.head_norms else "quantized projections"
+        return Candidate(
+            "gaudi_block", Decline(f"{what}; possible: plain matrices around attention")
+        )
+    return vendor_operators.answer_attention(
+        question,
+        driver="gaudi_block",
+        device="gaudi",
+        operators=OPERATORS,
+        needed=ATTENTION,
+        dtypes=("bfloat16", "float32"),
+    )
+
+
+def answer_moe(question: MoEQuestion) -> Candidate:
+    """Whether driver `gaudi_moe` can serve the layers."""
+    return vendor_operators.answer_moe(
+        question,
+        driver="gaudi_moe",
+        device="gaudi",
+        operators=OPERATORS,
+        needed=("fused_gate_moe",),
+        dtypes=("bfloat16",),
+    )
 
 
 def has_index_copy(facts: Mapping[str, Any]) -> bool:

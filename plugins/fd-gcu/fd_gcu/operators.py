@@ -12,6 +12,7 @@ from fastdeploy_core.tensor import namespace
 if TYPE_CHECKING:
     from fastdeploy_core.contracts import Candidate
     from fastdeploy_core.contracts.attention import AttentionQuestion
+    from fastdeploy_core.contracts.quant_formats import PackedWeight
     from fastdeploy_core.tensor import Tensor
 
 OPERATORS = VendorOperators(
@@ -92,3 +93,22 @@ def moe_experts(
 
     hidden = xp.silu_and_mul(product(x, gate_up, False, top_k))
     return product(hidden.reshape([tokens * top_k, -1]), down, True, 1).sum(dim=1)
+
+
+def has_linear_quant(facts: Mapping[str, Any]) -> bool:
+    """For the product with int8 weights; it takes no float32."""
+    return facts.get("dtype") in ("bfloat16", "float16") and OPERATORS.has("linear_quant")
+
+
+def linear_wint8(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """int8 weights [outputs, inputs] with a scale per output, or for groups of inputs."""
+    scale = weight.tensors["scale"].to(x.dtype)
+    grouped = scale.shape[-1] > 1
+    y: Tensor = OPERATORS["linear_quant"](
+        lhs=x,
+        rhs=weight.tensors["weight"],
+        scale=scale if grouped else scale.squeeze(-1),
+        bias=None,
+        group_size=weight.group_size if grouped else -1,
+    )
+    return y if bias is None else y + bias

@@ -10,6 +10,7 @@ from fd_simdevice.stand_in import StandIn, attend, check, like, read, rotate, st
 from fastdeploy_core.contracts.attention import AttentionQuestion, AttentionSpec
 from fastdeploy_core.contracts.base import Accept, Decline
 from fastdeploy_core.contracts.device import DeviceOptions
+from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.testing import oracle
 from fastdeploy_core.testing.attention_case import AttentionCase
@@ -78,6 +79,14 @@ class Operators(StandIn):
         self.count("add_norm")
         total = read(x) + read(residual)
         return like(x, oracle.rms_norm(total, read(weight), eps)), like(x, total)
+
+    def linear_quant(self, *, lhs, rhs, scale, bias, group_size):
+        self.count("linear")
+        check(lhs, "bfloat16", None, rhs.shape[1])
+        check(rhs, "int8", None, None)
+        check(scale, "bfloat16", rhs.shape[0])
+        assert bias is None and group_size == -1
+        return like(lhs, read(lhs) @ (read(rhs) * read(scale)[:, None]).T)
 
     def moe_align_block_size(self, sorted_ids, expert_ids, num_padded, ids, experts, block):
         self.count("align")
@@ -171,6 +180,25 @@ def test_cells_are_filled_where_the_operators_are_installed(device):
         expected = oracle.moe_experts(read(x), ids, weights, read(gate_up), read(down))
         assert np.allclose(read(got), expected, rtol=0.05, atol=0.3)
     assert operators.calls == {"add_norm": 1, "align": 1, "product": 2}
+
+
+def test_int8_product_equals_the_oracle(device):
+    rng = np.random.default_rng(4)
+    numbers = rng.integers(-127, 128, (6, 16)).astype("int8")
+    scale = (rng.random((6, 1)) * 0.01 + 0.001).astype("float32")
+    tensors = {"weight": device.to_device(numbers), "scale": device.to_device(scale)}
+    weight = PackedWeight(FORMATS["wint8"], 6, 16, tensors)
+    x, bias = (
+        device.to_device(rng.standard_normal(shape).astype("float32")).to(device.xp.bfloat16)
+        for shape in ((3, 16), (6,))
+    )
+    with standing_in(OPERATORS, Operators()) as operators:
+        table = build_kernel_table("gcu", {"dtype": "bfloat16"})
+        assert table.origins()["linear_wint8"] == "fd-gcu"
+        got = table["linear_wint8"](x, weight, bias)
+    expected = read(x) @ (numbers * scale).T + read(bias)
+    assert np.allclose(read(got), expected, rtol=0.05, atol=0.05)
+    assert operators.calls == {"linear": 1}
 
 
 def test_attention_driver_answers_with_its_reason():

@@ -1,6 +1,13 @@
-"""Cells of the kernel table. None: the vendor's PaddlePaddle plugin compiles PaddlePaddle's own GPU
-kernels, so the plain composition runs on the chip."""
+"""Cells of the kernel table: int8 experts, where the vendor's operators are installed. Nothing else:
+the vendor's PaddlePaddle plugin compiles PaddlePaddle's own GPU kernels, so the plain
+composition runs on the chip."""
 
 from __future__ import annotations
 
-TABLE: dict[str, str] = {}
+from fastdeploy_core.contracts.ops import Kernel
+
+_OPERATORS = "fd_metax.operators"
+
+TABLE = {
+    "moe_experts_wint8": Kernel(f"{_OPERATORS}:moe_experts_wint8", f"{_OPERATORS}:has_experts"),
+}

@@ -30,6 +30,52 @@ def standing_in(operators: Any, module: StandIn) -> Iterator[StandIn]:
         operators.use()
 
 
+class SortedExperts(StandIn):
+    """Operators that sort tokens by expert and add the experts' rows up again."""
+
+    def moe_expert_dispatch(
+        self, x: Any, scores: Any, bias: Any, in_scale: Any, top_k: int, grouped: bool,
+        algorithm: str, *, topk_only_mode: bool,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Rows by expert, rows of each expert, where each pair's row is, weights, ids, nothing."""
+        self.count("dispatch")
+        tokens, experts = x.shape[0], scores.shape[1]
+        check(scores, "float32", tokens, experts)
+        assert bias is None and in_scale is None and not grouped and topk_only_mode
+        values = read(scores)
+        ids = np.argsort(-values, axis=1, kind="stable")[:, :top_k]
+        order = np.argsort(ids.reshape(-1), kind="stable")
+        places = np.empty_like(order)
+        places[order] = np.arange(len(order))
+        counts = np.bincount(ids.reshape(-1), minlength=experts)
+        weights = np.take_along_axis(values, ids, 1)
+        return (
+            like(x, read(x)[order // top_k]),
+            counts,
+            places.reshape(tokens, top_k),
+            weights,
+            ids,
+            None,
+        )
+
+    def moe_expert_reduce(
+        self, rows: Any, weights: Any, places: Any, ids: Any, bias: Any,
+        *, norm_topk_prob: bool, routed_scaling_factor: float,
+    ) -> Any:  # fmt: skip
+        """Weighted sums."""
+        self.count("reduce")
+        assert bias is None and not norm_topk_prob and routed_scaling_factor == 1.0
+        return like(rows, (read(rows)[places] * weights[..., None]).sum(1))
+
+    @staticmethod
+    def gated(rows: Any, counts: Any, gate_up: np.ndarray, down: np.ndarray) -> Any:
+        """What the experts make of their rows; matrices are [experts, outputs, inputs]."""
+        expert = np.repeat(np.arange(len(counts)), counts)
+        hidden = np.einsum("nk,nok->no", read(rows), gate_up[expert])
+        gate, up = np.split(hidden, 2, -1)
+        return like(rows, np.einsum("nk,nok->no", gate / (1 + np.exp(-gate)) * up, down[expert]))
+
+
 def check(x: Any, dtype: str, *shape: int | None) -> None:
     """A tensor of that dtype and shape (None: any size), contiguous."""
     name = str(x.dtype).rpartition(".")[2]

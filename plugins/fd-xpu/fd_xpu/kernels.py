@@ -1,5 +1,5 @@
-"""Cells of the kernel table. None yet: the vendor's MoE operator takes the router's weight instead of
-its logits, and its weight-only product is a quantizer's business."""
+"""Cells of the kernel table. None: experts are a driver's (moe.py), and the layout of the vendor's
+weight-only product is known to its own quantizing operator alone."""
 
 from __future__ import annotations
 

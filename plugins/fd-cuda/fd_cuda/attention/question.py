@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from fastdeploy_core.contracts.attention import AttentionQuestion
+from fastdeploy_core.contracts.kv_formats import KV_FORMATS
 
 DTYPES = ("float32", "float16", "bfloat16")
 MAX_HEAD_DIM = 256
@@ -24,9 +25,13 @@ def why_not(question: AttentionQuestion) -> str:
         return "triton is not installed; run: pip install triton"
     if spec.dtype not in DTYPES:
         return f"dtype {spec.dtype}; possible: {', '.join(DTYPES)}"
-    if question.kv_dtype not in ("auto", spec.dtype):
-        return f"cache dtype {question.kv_dtype!r}; possible: auto, {spec.dtype}"
+    quantized = question.kv_dtype in KV_FORMATS
+    if not quantized and question.kv_dtype not in ("auto", spec.dtype):
+        possible = ", ".join(("auto", spec.dtype, *KV_FORMATS))
+        return f"cache dtype {question.kv_dtype!r}; possible: {possible}"
     if spec.kind == "mla":
+        if quantized:
+            return f"latent rows in {question.kv_dtype}; possible: auto"
         if spec.kv_lora_rank > MAX_LATENT:
             return f"latent rows of {spec.kv_lora_rank}; at most {MAX_LATENT}"
         return ""

@@ -2,7 +2,7 @@
 
 One module per kind of work: linear.py (products and what is fused with them; plans.py chooses kernels),
 norm.py, cache.py, step.py (around a decode step), sampling.py and filtering.py (logits to tokens),
-routing.py and experts.py (mixture of experts). native/ holds CUDA C++, everything else is Triton.
+routing.py and experts.py (mixture of experts), quant_*.py (packed weights). native/ holds CUDA C++, everything else is Triton.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any, Final
 
+from fastdeploy_core.contracts.kv_formats import KV_OPERATIONS
 from fastdeploy_core.contracts.ops import Kernel
+from fastdeploy_core.contracts.quant_formats import FORMATS
 
 _MODULES: Final = {
     "linear": ("linear", "norm_linear", "gated_linear", "linear_add", "greedy_linear"),
@@ -25,6 +27,7 @@ _MODULES: Final = {
         "kv_read_blocks",
         "kv_write_blocks",
     ),
+    "quant_cache": tuple(KV_OPERATIONS),
     "step": ("prepare_decode", "finish_decode", "mark_broken"),
     "routing": ("moe_routing",),
     "experts": ("moe_experts",),
@@ -41,8 +44,27 @@ def runs_here(facts: Mapping[str, Any]) -> bool:
     )
 
 
+def _packed_cells() -> dict[str, Kernel]:
+    """Products with packed weights: of the core's formats, and of fd-quant-wint2's two."""
+    rooms = dict.fromkeys(FORMATS, ("linear", "experts", "weights:prepare"))
+    rooms["ccq2"] = ("linear", "experts", "weights:prepare")
+    rooms["tet2"] = ("trellis", "trellis", "trellis:prepare")
+    return {
+        operation: Kernel(
+            f"fd_cuda.kernels.quant_{target}",
+            "fd_cuda.kernels:runs_here",
+            f"fd_cuda.kernels.quant_{prepare}",
+        )
+        for kind, (linear, experts, prepare) in rooms.items()
+        for operation, target in (
+            (f"linear_{kind}", f"{linear}:linear"),
+            (f"moe_experts_{kind}", f"{experts}:moe_experts"),
+        )
+    }
+
+
 TABLE: Final = {
     operation: Kernel(f"fd_cuda.kernels.{module}:{operation}", "fd_cuda.kernels:runs_here")
     for module, operations in _MODULES.items()
     for operation in operations
-}
+} | _packed_cells()

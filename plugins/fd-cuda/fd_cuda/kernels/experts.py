@@ -141,7 +141,7 @@ def moe_experts(
         order = order_by_expert(topk_ids, gate_up.shape[0], tiles.rows)
     hidden = grouped(x, gate_up, order, tiles, topk_ids.numel(), top_k, gated=True)
     y = grouped(hidden, down, order, tiles, topk_ids.numel(), 1, gated=False)
-    return _combined(y, topk_weights)
+    return combined(y, topk_weights)
 
 
 def grouped(
@@ -169,7 +169,7 @@ def grouped(
     return y
 
 
-def _combined(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def combined(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Sum over a token's experts: rows token * k + j of y times weights [T, k]."""
     tokens, top_k = weights.shape
     width = y.shape[1]

@@ -8,6 +8,7 @@ tiling computes every product (matmul.py), so that a row does not depend on how 
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from . import native
 from .common import batch_invariant
 from .matmul import matmul
 from .norm import rms_norm, silu_and_mul
-from .plans import LIBRARY, ROWS, Plan, Product, choose, shared_bytes
+from .plans import LIBRARY, ROWS, Plan, Product, choose, foreseen, shared_bytes
 from .sampling import greedy_of
 
 _EPILOGUES = {
@@ -126,8 +127,41 @@ def _plan(epilogue: str, x: torch.Tensor, weight: torch.Tensor, *, has_norm: boo
     width, depth = weight.shape
     if epilogue == "gated" and width % 2:
         return LIBRARY
+    _prepare_all(epilogue, has_norm, weight.shape, x.dtype)
     product = Product(epilogue, has_norm, width, depth, str(x.dtype).removeprefix("torch."))
     return choose(product, x.shape[0])
+
+
+@functools.cache
+def _prepare_all(epilogue: str, has_norm: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """A product is met for the first time: other numbers of rows will follow, whose kernels are compiled
+    meanwhile, on all processors."""
+    product = Product(epilogue, has_norm, *shape, str(dtype).removeprefix("torch."))
+    for rows, plan in foreseen(product).items():
+        if plan.kind != "library":
+            name, defines = _specialization(plan, product, rows)
+            native.compile_ahead(name, defines)
+
+
+def _specialization(plan: Plan, product: Product, num_rows: int) -> tuple[str, dict[str, int]]:
+    """The native kernel and what it is compiled for."""
+    defines = {
+        "HALF": int(product.dtype == "float16"),
+        "NORM": int(product.has_norm and plan.fuses_norm),
+        "EPILOGUE": _EPILOGUES[product.epilogue],
+    }
+    if plan.kind == "gemv":
+        more = {"K": product.depth, "TILES": -(-num_rows // 8), "WARPS": plan.warps}
+        return "gemv", {**defines, **more, "AHEAD": _AHEAD}
+    share = -(-product.depth // 64 // plan.split)
+    sizes = {
+        "BM": plan.rows,
+        "BN": plan.columns,
+        "STAGES": plan.stages,
+        "SPLIT": plan.split,
+        "RESIDENT": int(share <= plan.stages),
+    }
+    return "gemm", {**defines, **sizes}
 
 
 def _launch(
@@ -142,32 +176,18 @@ def _launch(
     y: torch.Tensor,
 ) -> None:
     num_rows, (width, depth) = x.shape[0], weight.shape
-    defines = {
-        "HALF": int(x.dtype == torch.float16),
-        "NORM": int(norm_weight is not None),
-        "EPILOGUE": _EPILOGUES[epilogue],
-    }
+    dtype = str(x.dtype).removeprefix("torch.")
+    product = Product(epilogue, norm_weight is not None, width, depth, dtype)
+    kernel = native.function(*_specialization(plan, product, num_rows))
     stride = ctypes.c_longlong(x.stride(0))
     tensors = [norm_weight, weight, bias, residual, y]
     if plan.kind == "gemv":
-        more = {"K": depth, "TILES": -(-num_rows // 8), "WARPS": plan.warps, "AHEAD": _AHEAD}
-        kernel = native.function("gemv", {**defines, **more})
         out = 8 if epilogue == "gated" else 16
         blocks = -(-(width // 2 if epilogue == "gated" else width) // out)
         arguments = [x, stride, *tensors, num_rows, width, float(eps)]
         native.launch(kernel, (blocks, 1, 1), plan.warps * 32, arguments)
         return
-    share = -(-depth // 64 // plan.split)
-    product = Product(epilogue, norm_weight is not None, width, depth, "")
     shared = shared_bytes(product, plan.rows, plan.columns, plan.stages, plan.split)
-    sizes = {
-        "BM": plan.rows,
-        "BN": plan.columns,
-        "STAGES": plan.stages,
-        "SPLIT": plan.split,
-        "RESIDENT": int(share <= plan.stages),
-    }
-    kernel = native.function("gemm", {**defines, **sizes})
     out = plan.columns // 2 if epilogue == "gated" else plan.columns
     blocks = -(-(width // 2 if epilogue == "gated" else width) // out) * -(-num_rows // plan.rows)
     arguments = [x, stride, *tensors, num_rows, width, depth, float(eps)]

@@ -204,6 +204,20 @@ def choose(product: Product, num_rows: int) -> Plan:
     return _chosen(product, next(size for size in ROWS if size >= num_rows))
 
 
+def foreseen(product: Product) -> dict[int, Plan]:
+    """What will be chosen for each number of rows, as far as that needs no measuring."""
+    if not native.available() or product.dtype not in ("bfloat16", "float16") or product.depth % 64:
+        return {}
+    if product.key not in _table() and setting("FD_CUDA_TUNE") != "0":
+        return {}
+    return {size: _chosen(product, size) for size in ROWS if _is_settled(product, size)}
+
+
+def _is_settled(product: Product, size: int) -> bool:
+    is_measured = str(size) in _table().get(product.key, {})
+    return is_measured or setting("FD_CUDA_TUNE") == "0"
+
+
 _known: dict[tuple[Product, int], Plan] = {}
 
 

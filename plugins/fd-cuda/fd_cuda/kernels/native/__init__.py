@@ -13,9 +13,11 @@ import functools
 import hashlib
 import logging
 import os
+import re
 import sys
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 PLAIN, ADD, GATED = range(3)
 _HERE: Final = Path(__file__).parent
+_INCLUDE: Final = re.compile(r'^#include "(\w+\.cuh)"$', re.M)
 _OLDEST: Final = (8, 0)  # mma.sync on bfloat16
 _ATTRIBUTE_CLUSTER: Final = 4
 _ATTRIBUTE_PDL: Final = 6
@@ -38,6 +41,7 @@ _FUNCTION_SHARED_BYTES: Final = 8
 _TRIAL: Final = {"HALF": 0, "NORM": 0, "EPILOGUE": PLAIN, "PDL": 0}
 _lock = threading.Lock()
 _functions: dict[tuple[Any, ...], _Function] = {}
+_compiling: dict[Path, threading.Lock] = {}
 _thread = threading.local()
 
 
@@ -136,8 +140,19 @@ def cache_folder() -> Path:
 
 
 def _source(name: str) -> str:
-    common = (_HERE / "common.cuh").read_text("utf-8")
-    return (_HERE / f"{name}.cu").read_text("utf-8").replace('#include "common.cuh"', common)
+    source = (_HERE / f"{name}.cu").read_text("utf-8")
+    return _INCLUDE.sub(lambda match: (_HERE / match[1]).read_text("utf-8"), source)
+
+
+def compile_ahead(name: str, defines: dict[str, int]) -> None:
+    """Start to compile a specialization that will be asked for; nothing happens if it cannot be."""
+    _compilers().submit(_compile, name, {**defines, "PDL": int(has_pdl())})
+
+
+@functools.cache
+def _compilers() -> ThreadPoolExecutor:
+    """Threads, each busy with one kernel."""
+    return ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1), "fd-cuda-compile")
 
 
 def _compile(name: str, defines: dict[str, int]) -> bytes:
@@ -154,11 +169,15 @@ def _compile(name: str, defines: dict[str, int]) -> bytes:
     nvrtc.nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, 4))
     key = hashlib.sha256("\0".join([source, *options, *map(str, version)]).encode()).hexdigest()
     path = cache_folder() / f"{name}-{key[:32]}.cubin"
-    try:
-        return path.read_bytes()
-    except OSError:
-        pass
-    program = ctypes.c_void_p()
+    with _compiling.setdefault(path, threading.Lock()):  # another thread may be at it
+        try:
+            return path.read_bytes()
+        except OSError:
+            return _compile_now(name, source, options, path)
+
+
+def _compile_now(name: str, source: str, options: list[str], path: Path) -> bytes:
+    nvrtc, program = _nvrtc(), ctypes.c_void_p()
     _check(
         nvrtc.nvrtcCreateProgram(
             ctypes.byref(program), source.encode(), name.encode(), 0, None, None

@@ -1,0 +1,144 @@
+"""A server under load: beside the same engine offline, and at rising rates of requests.
+
+    python benchmarks/serving_load.py MODEL --streams 256 --rates 20,40,80 -- --load-format dummy
+
+First the engine alone generates for `--num-prompts` prompts, `--streams` at once; then a server does,
+for as many clients; then requests arrive at random (Poisson) for `--seconds` at each rate. Prompts are
+random ids, answers have a fixed length, the prefix cache is off. What follows -- goes to both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from start_up import Start
+
+_CLI = [sys.executable, "-m", "fastdeploy_core.cli.main"]
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("model", help="folder")
+    parser.add_argument("--tensor-library", default="", choices=["", "torch", "paddle"])
+    parser.add_argument("--streams", type=int, default=256, help="requests at once")
+    parser.add_argument("--num-prompts", type=int, default=768)
+    parser.add_argument("--input-len", type=int, default=256)
+    parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3, help="of the comparison with offline")
+    parser.add_argument("--rates", default="", help="requests per second, several with commas")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of arrivals at each rate")
+    parser.add_argument("--rate-output-len", type=int, default=128, help="answers at the rates")
+    parser.add_argument("--api-server-count", type=int, default=8)
+    parser.add_argument("--clients", type=int, default=6, help="client processes")
+    parser.add_argument("--vocab-size", type=int, default=256, help="ids of prompts stay below it")
+    own, _, serve = " ".join(["", *sys.argv[1:]]).partition(" -- ")
+    options = parser.parse_args(own.split())
+    options.engine = [*serve.split(), "--max-num-seqs", str(options.streams)]
+    options.engine += ["--no-enable-prefix-caching"]
+    if options.tensor_library:
+        options.engine += ["--tensor-library", options.tensor_library]
+    return options
+
+
+def measure(command: list[str]) -> Any:
+    """The numbers that a benchmark command saved."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "result.json"
+        subprocess.run(
+            [*_CLI, "bench", *command, "--save-result", str(file)],
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+        return json.loads(file.read_text())
+
+
+def offline(options: argparse.Namespace) -> float:
+    """Output tokens per second of the engine alone."""
+    command = ["throughput", "--model", options.model, "--num-prompts", str(options.num_prompts)]
+    command += ["--input-len", str(options.input_len), "--output-len", str(options.output_len)]
+    command += ["--num-warmup", str(options.streams), "--no-progress"]
+    return float(measure([*command, *options.engine])["output_tokens_per_s"])
+
+
+def load(
+    options: argparse.Namespace, server: Start, rate: str, count: int, output_len: int
+) -> dict[str, Any]:
+    """What clients saw at one rate."""
+    command = ["serve", "--url", server.url, "--num-prompts", str(count), "--request-rate", rate]
+    command += ["--input-len", str(options.input_len), "--output-len", str(output_len)]
+    command += ["--num-clients", str(min(options.clients, count)), "--num-warmup", "1"]
+    command += ["--vocab-size", str(options.vocab_size)]
+    if rate == "inf":
+        command += ["--max-concurrency", str(options.streams)]
+    (result,) = measure(command)
+    return dict(result)
+
+
+def show(name: str, r: dict[str, Any]) -> None:
+    """One row of the table."""
+    print(
+        f"{name:>16} {r['requests_per_s']:>9.1f} {r['output_tokens_per_s']:>10.0f} "
+        f"{r['p50_ttft_ms']:>9.1f} {r['p99_ttft_ms']:>9.1f} {r['p50_itl_ms']:>9.2f} "
+        f"{r['p99_itl_ms']:>9.2f} {r['failed']:>7}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Run and print."""
+    options = parse_arguments()
+    alone = offline(options)
+    print(
+        f"{options.model}: {options.input_len} tokens in, {options.output_len} out; "
+        f"{options.api_server_count} API servers, {options.clients} clients, {os.cpu_count()} cores, "
+        f"Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}\n"
+        f"offline, {options.streams} at once: {alone:.0f} output tokens/s",
+        flush=True,
+    )
+    start = argparse.Namespace(
+        model=options.model,
+        tensor_library="",
+        serve=[
+            *options.engine,
+            "--max-concurrency",
+            "4096",
+            "--api-server-count",
+            str(options.api_server_count),
+        ],
+    )
+    server = Start(start)
+    print(f"server ready after {server.wait_ready():.1f} s", flush=True)
+    try:
+        print(
+            f"{'requests/s asked':>16} {'done/s':>9} {'tokens/s':>10} {'TTFT p50':>9} {'p99, ms':>9} "
+            f"{'ITL p50':>9} {'p99, ms':>9} {'failed':>7}"
+        )
+        speeds = []
+        for _ in range(options.rounds):
+            result = load(options, server, "inf", options.num_prompts, options.output_len)
+            speeds.append(result["output_tokens_per_s"])
+            show(f"{options.streams} at once", result)
+        served = statistics.median(speeds)
+        print(f"server {served:.0f} tokens/s, {100 * served / alone:.1f} % of offline (median)")
+        for rate in options.rates.split(",") if options.rates else ():
+            count = max(8, round(float(rate) * options.seconds))
+            show(rate, load(options, server, rate, count, options.rate_output_len))
+    finally:
+        server.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Seconds from the command to a server that answers, and to its first token; where they go.
+
+    python benchmarks/start_up.py models/ernie-tiny --tensor-library torch
+    python benchmarks/start_up.py MODEL --rounds 3 -- --load-format dummy
+
+Runs `fastdeploy serve` again and again; what the last round logged is shown with the second at which
+it was said. What follows -- goes to `fastdeploy serve`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from typing import Any
+
+LIMIT_S = 600.0
+POLL_S = 0.01
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("model", help="folder")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tensor-library", default="", choices=["", "torch", "paddle"])
+    parser.add_argument("--quiet", action="store_true", help="no log lines")
+    parser.add_argument("--show-each", action="store_true", help="log lines of every round")
+    own, _, serve = " ".join(["", *sys.argv[1:]]).partition(" -- ")
+    options = parser.parse_args(own.split())
+    options.serve = serve.split()
+    return options
+
+
+class Start:
+    """One start of a server, its milestones in seconds since the command."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "fastdeploy_core.cli.main", "serve", options.model]
+        command += ["--host", "127.0.0.1", "--port", str(port), *options.serve]
+        if options.tensor_library:
+            command += ["--tensor-library", options.tensor_library]
+        self.lines: list[tuple[float, str]] = []
+        self.began = time.perf_counter()
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append((time.perf_counter() - self.began, line.rstrip()))
+
+    def wait_ready(self) -> float:
+        """Seconds until /health/ready answers 200."""
+        while time.perf_counter() - self.began < LIMIT_S:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health/ready", timeout=5) as answer:
+                    if answer.status == 200:
+                        return time.perf_counter() - self.began
+            except OSError:
+                pass
+            if self.process.poll() is not None:
+                break
+            time.sleep(POLL_S)
+        self.show()
+        raise SystemExit("the server did not start")
+
+    def first_token(self) -> float:
+        """Seconds until a first token has come."""
+        body = json.dumps({"prompt": [5, 6, 7], "max_tokens": 1, "ignore_eos": True}).encode()
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", body, {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            answer.read()
+        return time.perf_counter() - self.began
+
+    def stop(self) -> None:
+        """End it."""
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(60)
+        self._reader.join(5)
+
+    def show(self) -> None:
+        """What it logged, with times."""
+        for seconds, line in self.lines:
+            print(f"  {seconds:7.2f}  {line[:200]}")
+
+
+def main() -> None:
+    """Run and print."""
+    options = parse_arguments()
+    rounds: list[dict[str, Any]] = []
+    for number in range(options.rounds):
+        cpu = os.times()
+        start = Start(options)
+        result = {"ready_s": start.wait_ready(), "first_token_s": start.first_token()}
+        start.stop()
+        after = os.times()
+        result["processor_s"] = (
+            after.children_user + after.children_system - cpu.children_user - cpu.children_system
+        )
+        rounds.append(result)
+        shown = ", ".join(f"{name} {value:.2f}" for name, value in result.items())
+        print(f"round {number + 1}: {shown}", flush=True)
+        if options.show_each or (number + 1 == options.rounds and not options.quiet):
+            start.show()
+    median = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
+    print(
+        f"{options.model} {' '.join(options.serve)}: ready after {median['ready_s']:.2f} s, first "
+        f"token after {median['first_token_s']:.2f} s (medians of {len(rounds)}, first round "
+        f"{rounds[0]['ready_s']:.2f} s), {median['processor_s']:.1f} s of processor time; "
+        f"{os.cpu_count()} cores, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
+    )
+
+
+if __name__ == "__main__":
+    main()

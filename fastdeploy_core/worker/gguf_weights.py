@@ -1,0 +1,174 @@
+"""Tensors of a GGUF file as a model's weights: decoded while they are read, or packed as they are.
+
+What is read is decoded a megabyte at a time and at once in the dtype the model computes in, so
+that no second copy of a tensor exists. Where a quantizer has asked for a matrix's packed numbers and
+scales, those are what it gets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from fastdeploy_core.gguf.blocks import split_q4_0, split_q8_0, to_bfloat16
+from fastdeploy_core.gguf.names import Source, sources
+from fastdeploy_core.gguf.reader import GGUFModel
+from fastdeploy_core.tensor import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.gguf.reader import GGUFTensor
+    from fastdeploy_core.tensor import Tensor
+
+_CHUNK_BYTES: Final = 1024 * 1024  # of decoded numbers: they stay in the processor's cache
+_BITS: Final[dict[str, str]] = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
+_SPLIT: Final[dict[str, Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]]] = {
+    "Q4_0": split_q4_0,
+    "Q8_0": split_q8_0,
+}
+
+
+class GGUFWeights:
+    """The weights of one model. `dtype`: what quantized tensors are decoded to. `is_wanted` tells, by
+    checkpoint name, which packed tensors the model has a place for."""
+
+    def __init__(
+        self,
+        path: Path,
+        hf_config: Mapping[str, Any],
+        device: DeviceBackend,
+        dtype: str,
+        is_wanted: Callable[[str], bool],
+    ) -> None:
+        self.path, self._device, self._dtype = path, device, dtype
+        self._is_wanted = is_wanted
+        self._sources = list(sources(GGUFModel(path), dict(hf_config)))
+        self._sources.sort(key=lambda s: (str(s.tensor.file.path), s.tensor.start, s.first_row))
+
+    def names(self) -> list[str]:
+        """Checkpoint names of all weights."""
+        return [source.name for source in self._sources]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything tensors() will give, as it is read."""
+        return sum(tensor.nbytes for _, tensor in self.tensors())
+
+    def tensors(self) -> Iterator[tuple[str, GGUFWeight]]:
+        """Every weight in file order."""
+        for source in self._sources:
+            scale = f"{source.name}_scale"
+            if source.tensor.format.name in _SPLIT and self._is_wanted(scale):
+                yield source.name, PackedWeight(source, self._device, 0)
+                yield scale, PackedWeight(source, self._device, 1)
+            elif source.up is not None:
+                yield source.name, UpProjection(source, self._device, self._dtype)
+            else:
+                yield source.name, GGUFWeight(source, self._device, self._dtype)
+
+
+class GGUFWeight:
+    """One weight: contracts.model.StoredTensor. Plain formats keep their dtype."""
+
+    def __init__(self, source: Source, device: DeviceBackend, dtype: str) -> None:
+        self._source, self._device = source, device
+        self.shape = source.shape
+        self.dtype = source.tensor.format.dtype or dtype
+        self._bits = np.dtype(_BITS[self.dtype])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole weight as it is read."""
+        return DTYPE_BYTES[self.dtype] * math.prod(self.shape)
+
+    def read(self, *region: slice | int) -> Tensor:
+        """The region on the device."""
+        xp = self._device.xp
+        host = xp.from_numpy(self._read(region), xp.dtype(self.dtype))
+        return xp.to_device(host, self._device.device)
+
+    def _read(self, region: tuple[slice | int, ...]) -> np.ndarray:
+        """Chunks of rows, each decoded and cut to the columns asked for."""
+        full = [slice(0, 1)] * (2 - len(self.shape)) + [*region]
+        full += [slice(None)] * (max(2, len(self.shape)) - len(full))
+        if len(full) > 2 or not all(isinstance(part, slice) for part in full):
+            # Three dimensions: nothing in a model has them, one of a wrong name may.
+            return self._rows(0, math.prod(self.shape[:-1])).reshape(self.shape)[region]
+        rows, columns = full
+        first, last, _ = rows.indices(math.prod(self.shape[:-1]))  # type: ignore[union-attr]
+        start, stop, _ = columns.indices(self.shape[-1])  # type: ignore[union-attr]
+        out = np.empty((last - first, stop - start), self._bits)
+        step = max(1, _CHUNK_BYTES // (4 * self.shape[-1]))
+        for row in range(first, last, step):
+            end = min(row + step, last)
+            out[row - first : end - first] = self._rows(row, end)[:, start:stop]
+        return out[0] if len(self.shape) == 1 else out
+
+    def _rows(self, start: int, stop: int) -> np.ndarray:
+        """Rows in this weight's dtype, bfloat16 as bits."""
+        source = self._source
+        raw = _raw(source, start, stop)
+        if source.tensor.format.dtype:
+            found = np.ascontiguousarray(raw).view(self._bits)
+        else:
+            found = _narrow(_decode(source.tensor, raw), self.dtype)
+        is_vector = source.order is not None and len(source.shape) == 1
+        return found[:, source.order] if is_vector else found
+
+
+class PackedWeight(GGUFWeight):
+    """Half of a matrix that stays packed: its numbers (0) or the scales of 32 each (1)."""
+
+    def __init__(self, source: Source, device: DeviceBackend, half: int) -> None:
+        super().__init__(source, device, "float32")
+        self._half, self._split = half, _SPLIT[source.tensor.format.name]
+        one = self._rows(0, 1)
+        self.shape = (source.shape[0], one.shape[1])
+        self.dtype, self._bits = str(one.dtype), one.dtype
+
+    def _rows(self, start: int, stop: int) -> np.ndarray:
+        return self._split(_raw(self._source, start, stop))[self._half]
+
+
+class UpProjection(GGUFWeight):
+    """Keys then values of every head [heads * (a + b), rank], from [heads, rank, a] and [heads, b, rank]."""
+
+    def __init__(self, source: Source, device: DeviceBackend, dtype: str) -> None:
+        super().__init__(source, device, dtype)
+        self.dtype = dtype
+        self._bits = np.dtype(_BITS[dtype])
+
+    def _rows(self, start: int, stop: int) -> np.ndarray:
+        key, value = self._source.tensor, self._source.up
+        assert value is not None
+        _, rank, a = key.shape
+        b = value.shape[1]
+        first, last = start // (a + b), -(-stop // (a + b))
+        heads = []
+        for head in range(first, last):
+            keys = _decode(key, key.rows(head * rank, (head + 1) * rank)).T
+            heads += [keys, _decode(value, value.rows(head * b, (head + 1) * b))]
+        offset = first * (a + b)
+        return _narrow(np.concatenate(heads)[start - offset : stop - offset], self.dtype)
+
+
+def _raw(source: Source, start: int, stop: int) -> np.ndarray:
+    if source.order is None or len(source.shape) == 1:
+        return source.tensor.rows(source.first_row + start, source.first_row + stop)
+    return source.tensor.rows(0, source.tensor.num_rows)[source.order[start:stop]]
+
+
+def _decode(tensor: GGUFTensor, raw: np.ndarray) -> np.ndarray:
+    with np.errstate(all="ignore"):  # a damaged scale may be infinite; the layers check theirs
+        return tensor.format.decode(raw)
+
+
+def _narrow(wide: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "bfloat16":
+        return to_bfloat16(wide)
+    with np.errstate(over="ignore"):
+        return wide.astype(_BITS[dtype])

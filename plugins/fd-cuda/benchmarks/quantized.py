@@ -1,0 +1,292 @@
+"""Products with packed weights, experts and quantized caches on one GPU, beside bf16 and the bytes that must move.
+
+    python plugins/fd-cuda/benchmarks/quantized.py dense [--rows 1,8,...] [--shapes 8192x8192,...] [--formats wint4,...]
+    python plugins/fd-cuda/benchmarks/quantized.py experts cache
+
+Every figure is a median of graph replays over rotating weights, so that the card's cache does not help; rounding
+of activations is included and also shown by itself. Floor: bytes of weights over 4.30 TB/s, or operations over 790 TFLOP/s
+(1580 with rounded activations), whichever takes longer. "error" compares with the same weights dequantized
+in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from fastdeploy_core.contracts.kv_formats import KV_FORMATS
+from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight, QuantFormat
+
+from fd_cuda.kernels import experts, quant_experts, quant_linear, quant_trellis, quant_weights
+from fd_cuda.kernels.quant_trellis import Trellis
+from fd_cuda.kernels.quant_weights import Weights
+from fd_cuda.kernels.tune import time_s
+
+BYTES_S, FLOPS_S, FLOPS_8BIT_S = 4.30e12, 790e12, 1580e12
+DENSE = ("8192x8192", "8192x3584", "6144x1024", "1024x3072")
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 4096)
+# Format and group size.
+KINDS = ("wint8", "wint4", "wint4/128", "w8a8", "w4a8", "wfp8afp8", "block_fp8", "tet2")
+EXPERTS = {
+    "64 top 6, 2560 x 1536": (64, 6, 2560, 1536),
+    "64 top 8, 8192 x 3584": (64, 8, 8192, 3584),
+}
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 4096)
+LARGE_KINDS = ("wint4", "tet2")  # of experts that fill gigabytes
+TRELLIS = QuantFormat("tet2", "fd-quant-wint2's code", MappingProxyType({}), "")
+DTYPE, DEVICE = torch.bfloat16, "cuda"
+
+
+def bits(kind: str) -> int:
+    return {"wint4": 4, "w4a8": 4, "tet2": 2, "bf16": 16}.get(kind.partition("/")[0], 8)
+
+
+def floor_us(kind: str, weights: int, products: float) -> float:
+    """Of so many weights read once and multiply-adds done."""
+    rounds = kind.partition("/")[0] not in ("bf16", "wint8", "wint4", "tet2")
+    work = 2 * products / (FLOPS_8BIT_S if rounds else FLOPS_S)
+    return max(weights * bits(kind) / 8 / BYTES_S, work) * 1e6
+
+
+def packed(kind: str, rows: int, count: int, num_experts: int = 0) -> PackedWeight:
+    """Random numbers and scales."""
+    name, _, group = kind.partition("/")
+    lead = (num_experts,) if num_experts else ()
+    at = {"device": DEVICE}
+    if name == "tet2":
+        limits = (-(2**31), 2**31 - 1)
+        held = {
+            "weight": torch.randint(
+                *limits, (*lead, rows // 64, count // 8, 32), dtype=torch.int32, **at
+            ),
+            "scale": (torch.rand(*lead, rows, **at) * 0.02 + 0.01).half(),
+            "signs": torch.ones((*lead, count), dtype=torch.int8, **at),
+            "block": torch.full((*lead, 1), count & -count, dtype=torch.int32, **at),
+        }
+        return PackedWeight(TRELLIS, rows, count, held, num_experts)
+    width = count // 2 if bits(kind) == 4 else count
+    weight = torch.randint(0, 256, (*lead, rows, width), dtype=torch.uint8, **at)
+    if "fp8" in name:
+        weight = (weight & 0xBF).view(torch.float8_e4m3fn)
+    elif bits(kind) == 8:
+        weight = weight.view(torch.int8)
+    shape = (rows, count // int(group) if group else 1)
+    shape = (-(-rows // 128), -(-count // 128)) if name == "block_fp8" else shape
+    scale = torch.rand(*lead, *shape, **at) * 1e-3 + 1e-4
+    held = {"weight": weight, "scale": scale}
+    return PackedWeight(FORMATS[name], rows, count, held, num_experts, int(group or 0))
+
+
+def prepared(kind: str, *shape: int) -> Weights | Trellis:
+    room = quant_trellis if kind == "tet2" else quant_weights
+    return room.prepare(packed(kind, *shape))
+
+
+def how_many(size: int) -> int:
+    """Weights that the second-level cache does not hold."""
+    return max(2, min(24, (200 << 20) // size + 1))
+
+
+def bf16_us(rows: int, width: int, depth: int) -> float:
+    count = how_many(2 * width * depth)
+    weights = [torch.randn(width, depth, dtype=DTYPE, device=DEVICE) for _ in range(count)]
+    x = torch.randn(rows, depth, device=DEVICE).to(DTYPE)
+    return time_s(lambda: [F.linear(x, weight) for weight in weights], count) * 1e6
+
+
+def dense_cell(kind: str, rows: int, width: int, depth: int) -> str:
+    count = how_many(width * depth * bits(kind) // 8)
+    first = prepared(kind, width, depth)
+    weights = [first, *(prepared(kind, width, depth) for _ in range(count - 1))]
+    x = torch.randn(rows, depth, device=DEVICE).to(DTYPE)
+    product = quant_trellis.linear if isinstance(first, Trellis) else quant_linear.linear
+    taken = time_s(lambda: [product(x, weight, None) for weight in weights], count) * 1e6
+    text = f"{taken:.1f} us, {100 * floor_us(kind, width * depth, rows * width * depth) / taken:.0f} % of floor"
+    rounding: Callable[[], Any] | None = None
+    if isinstance(first, Trellis):
+        rounding = partial(quant_trellis.rotate, x, first)
+        return f"{text} (rounding {time_s(lambda: [rounding() for _ in range(8)], 8) * 1e6:.1f})"
+    if first.rounding:
+        rounding = partial(first.round, x)
+        text += f" (rounding {time_s(lambda: [rounding() for _ in range(8)], 8) * 1e6:.1f})"
+    seen, scales = first.round(x)
+    wide = seen.float() if scales is None else seen.float() * scales[:, None]
+    expected = wide @ quant_weights.dequantized(first.slabs, torch.float32).T
+    error = (product(x, first, None).float() - expected).norm() / expected.norm()
+    shape = quant_linear.choose(first.slabs, rows)
+    return f"{text}, error {float(error):.1e}, {shape or 'library'}"
+
+
+def compile_ahead(shapes: list[str], rows: list[int], kinds: list[str]) -> None:
+    """Kernels of all cells, on all processors."""
+    calls = []
+    for shape in shapes:
+        width, depth = (int(n) for n in shape.split("x"))
+        for kind in kinds:
+            weight = prepared(kind, width, depth)
+            product = quant_trellis.linear if kind == "tet2" else quant_linear.linear
+            for count in rows:
+                x = torch.randn(count, depth, device=DEVICE).to(DTYPE)
+                calls.append(partial(product, x, weight, None))
+
+    def once(call: Callable[[], Any]) -> None:
+        with torch.inference_mode(), contextlib.suppress(Exception):  # the cell itself will tell
+            call()
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(once, calls))
+
+
+def dense(shapes: list[str], rows: list[int], kinds: list[str]) -> None:
+    compile_ahead(shapes, rows, kinds)
+    for shape in shapes:
+        width, depth = (int(n) for n in shape.split("x"))
+        for count in rows:
+            base = bf16_us(count, width, depth)
+            floor = floor_us("bf16", width * depth, count * width * depth)
+            print(
+                f"\n{shape}, {count} rows: bf16 cuBLAS {base:.1f} us, floor {floor:.1f}", flush=True
+            )
+            for kind in kinds:
+                guarded(f"  {kind}", partial(dense_cell, kind, count, width, depth))
+            torch.cuda.empty_cache()
+
+
+def guarded(label: str, run: Callable[[], str]) -> None:
+    """A cell that fails must not end the table."""
+    try:
+        print(f"{label}: {run()}", flush=True)
+    except Exception as error:
+        print(f"{label}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+
+
+def experts_cell(kind: str, size: tuple[int, int, int, int], tokens: list[int]) -> str:
+    count, top_k, hidden, inner = size
+    layers: list[tuple[Any, Any]] = []
+    for _ in range(2):
+        if kind == "bf16":
+            gate_up = torch.randn(count, 2 * inner, hidden, device=DEVICE, dtype=DTYPE).mul_(0.02)
+            down = torch.randn(count, hidden, inner, device=DEVICE, dtype=DTYPE).mul_(0.02)
+            layers.append((gate_up, down))
+        else:
+            shapes = ((2 * inner, hidden, count), (hidden, inner, count))
+            layers.append(tuple(prepared(kind, *shape) for shape in shapes))
+    run = {"bf16": experts.moe_experts, "tet2": quant_trellis.moe_experts}.get(
+        kind, quant_experts.moe_experts
+    )
+    cells = []
+    for number in tokens:
+        x = torch.randn(number, hidden, device=DEVICE).to(DTYPE)
+        ids = torch.rand(number, count, device=DEVICE).topk(top_k, -1)[1]
+        shares = torch.softmax(torch.rand(number, top_k, device=DEVICE), -1)
+        taken = time_s(lambda x=x, i=ids, s=shares: [run(x, i, s, *pair) for pair in layers], 2)
+        used = len(torch.unique(ids))
+        each = 3 * hidden * inner
+        floor = floor_us(kind, used * each, number * top_k * each)
+        cells.append(f"{number}: {taken * 1e6:.0f} ({floor:.0f})")
+    return "; ".join(cells)
+
+
+def moe(tokens: list[int], kinds: list[str]) -> None:
+    for name, size in EXPERTS.items():
+        print(f"\nexperts {name}: tokens: us a layer (floor)", flush=True)
+        large = size[2] > 4096
+        for kind in ["bf16", *kinds]:
+            if (large and kind not in LARGE_KINDS) or "/" in kind:
+                continue
+            own = [n for n in tokens if not large or n <= 256]
+            guarded(f"  {kind}", partial(experts_cell, kind, size, own))
+            torch.cuda.empty_cache()
+
+
+def cache() -> None:
+    """Decode attention over quantized caches, the cache write included."""
+    import attention
+    from fastdeploy_core.contracts.device import DeviceOptions
+
+    from fd_cuda.attention.quantized import QuantizedAttention
+    from fd_cuda.device import CudaDevice
+    from fd_cuda.kernels import quant_cache
+
+    class World(attention.World):
+        def quantize(self, name: str, block_size: int) -> None:
+            kind = KV_FORMATS[name]
+            self.spec = replace(self.spec, kv_format=name)
+            self.driver = QuantizedAttention(self.spec, block_size, self.device, None)
+            self.write = getattr(quant_cache, kind.write)
+            dtypes = [getattr(torch, kind.dtype)] * 2 + [torch.float16] * 2
+            shapes = self.driver.cache_shapes(self.num_blocks)
+            self.caches = [
+                tuple(
+                    torch.rand(shape, device=DEVICE).mul_(8).to(dtype)
+                    for shape, dtype in zip(shapes, dtypes, strict=True)
+                )
+                for _ in self.caches
+            ]
+
+        def forward(self, own: tuple[torch.Tensor, ...], metadata: Any) -> torch.Tensor:
+            if len(own) == 2:
+                return super().forward(own, metadata)
+            self.write((self.k, self.v), own, metadata.batch.slot_mapping, None)
+            return self.driver.forward(self.q, self.k, self.v, own, metadata)
+
+    device = CudaDevice(DeviceOptions(tensor_library="torch"))
+    for name, heads in attention.HEADS.items():
+        if heads[1] == 2:
+            continue
+        print(
+            f"\ndecode attention, {name}, us a layer (bytes of keys and values over 4.30 TB/s)",
+            flush=True,
+        )
+        for batch, length in ((1, 8192), (8, 1024), (64, 1024), (32, 8192)):
+            rows = [(1, length)] * batch
+            cells = []
+            for kind in ("bfloat16", *KV_FORMATS):
+                world = World(device, heads, rows, 64, attention.num_caches(rows, heads[1]))
+                size = world.kv_bytes()
+                if kind in KV_FORMATS:
+                    world.quantize(kind, 64)
+                    size //= 2 * KV_FORMATS[kind].per_byte
+                taken = world.graph_us(world.driver.prepare(world.batch()))
+                cells.append(f"{kind} {taken:.1f} ({size / BYTES_S * 1e6:.1f})")
+                del world
+            print(f"  {batch} x {length}: " + "; ".join(cells), flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("what", nargs="+", choices=("dense", "experts", "cache"))
+    parser.add_argument("--rows", help="of dense products, or tokens of experts")
+    parser.add_argument("--shapes", default=",".join(DENSE))
+    parser.add_argument("--formats", default=",".join(KINDS))
+    options = parser.parse_args()
+    kinds = options.formats.split(",")
+    rows = [int(n) for n in options.rows.split(",")] if options.rows else []
+    with torch.inference_mode():
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {DTYPE}")
+        warm = torch.randn(4096, 4096, dtype=DTYPE, device=DEVICE)
+        for _ in range(300):  # the clocks have to come up first
+            torch.mm(warm, warm)
+        if "dense" in options.what:
+            dense(options.shapes.split(","), rows or list(ROWS), kinds)
+        if "experts" in options.what:
+            moe(rows or list(TOKENS), kinds)
+        if "cache" in options.what:
+            cache()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+// Packed weights to matrix operands. A slab is 16 outputs by 64 inputs; lane l of the warp that reads it holds
+// the rows l / 4 and l / 4 + 8 of it, in the places that mma.m16n8k16 and wgmma want, four registers for
+// each 16 inputs: (row, 2 q), (row + 8, 2 q), (row, 8 + 2 q), (row + 8, 8 + 2 q) with q = l % 4, each
+// with the input behind it. quant_layout.py packs them. FORMAT: what a slab's 16-byte pieces hold.
+#define INT4 0  // one piece: word s is inputs 16 s; pair i of it has its nibbles at bits 4 i and 16 + 4 i
+#define INT8 1  // two pieces: words 2 s and 2 s + 1; pair i of a word has bytes i and 2 + i
+#define FP8 2   // as INT8
+// Two pieces, of the row and of the row + 8, cut from a matrix that lies row by row: 16 inputs in a piece, so
+// "input 2 q of step s" is input 16 q + 4 s of the turn, and 8 + 2 q the second one behind it.
+#define INT8_ROWS 3
+#define FP8_ROWS 4
+// Inputs as by rows, in slabs of eight bytes a lane: a byte, of the row or of the row + 8, is four inputs in the
+// affine code of ERNIE 4.5's published 2-bit checkpoints (fd-quant-wint2's ccq.py).
+#define CCQ 5
+#define PIECES (FORMAT == INT4 ? 1 : 2)
+#define BY_ROWS (FORMAT == INT8_ROWS || FORMAT == FP8_ROWS)
+#define INPUTS_BY_ROWS (FORMAT >= INT8_ROWS)
+
+#if HALF
+#define ONES 0x3c003c00u
+#define MAGIC 0x64006400u         // 1024 + q
+#define MINUS_MIDDLE 0xe408e408u  // -1032
+#define MINUS_32 0xe420e420u      // -1056
+#else
+#define ONES 0x3f803f80u
+#define MAGIC 0x43004300u         // 128 + q
+#define MINUS_MIDDLE 0xc308c308u  // -136
+#define MINUS_32 0xc320c320u      // -160
+#endif
+
+// INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
+
+__device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn." TYPE "x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+// Two fp8 numbers that lie side by side.
+__device__ __forceinline__ u32 widen_fp8(u32 v) {
+  u32 d;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low;}" : "=r"(d) : "r"(v));
+  return d;
+}
+
+// Results and biases are in the model's dtype, whatever x is in.
+__device__ __forceinline__ u16 narrow_y(float value) {
+  u16 y;
+#if Y_HALF
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(value));
+#else
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(value));
+#endif
+  return y;
+}
+
+__device__ __forceinline__ float widen_y(u16 value) {
+#if Y_HALF
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(value));
+  return y;
+#else
+  return __uint_as_float((u32)value << 16);
+#endif
+}
+
+// (v & mask) | bits: one instruction, which two constants written in C++ would not become.
+__device__ __forceinline__ u32 masked_or(u32 v, u32 mask, u32 bits) {
+  u32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(v), "r"(mask), "r"(bits));
+  return d;
+}
+
+__device__ __forceinline__ u32 masked_xor(u32 v, u32 mask, u32 bits) {
+  u32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(d) : "r"(v), "r"(mask), "r"(bits));
+  return d;
+}
+
+__device__ __forceinline__ uint4 load_once(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3},[%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+
+__device__ __forceinline__ uint2 load_once(const uint2* p) {
+  uint2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+
+__device__ __forceinline__ u32 load_once(const u32* p) {
+  u32 v;
+  asm volatile("ld.global.nc.u32 %0,[%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+
+// END OF INSTRUCTIONS
+
+// The affine maps of a lane's two rows, of format CCQ.
+struct Code {
+  float2 upper, lower;  // scale and offset
+};
+
+#if FORMAT == CCQ
+struct Slab {
+  uint2 piece;
+};
+
+// Two of the four 6-bit windows of a byte's code, less 32: the first at `shift`, the second three bits below.
+__device__ __forceinline__ u32 windows(int code, int shift) {
+  const u32 first = masked_or((u32)code >> shift, 0x3fu, MAGIC);
+  return fma2(masked_or((u32)code << (19 - shift), 0x003f0000u, first), ONES, MINUS_32);
+}
+
+__device__ __forceinline__ void unpack(const Slab& slab, int step, const Code& maps, u32* a) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const float2 map = i ? maps.lower : maps.upper;
+    const float byte = (float)((i ? slab.piece.y : slab.piece.x) >> (8 * step) & 255u);
+    // Rounded after every operation, as the definition is.
+    const int code = __float2int_rd(__fadd_rn(__fadd_rn(__fmul_rn(byte, map.x), map.y), 0.5f));
+    a[i] = windows(code, 9);
+    a[2 + i] = windows(code, 3);
+  }
+}
+#else
+struct Slab {
+  uint4 piece[PIECES];
+};
+
+__device__ __forceinline__ u32 word(const Slab& slab, int n) {
+  const uint4& p = slab.piece[n / 4];
+  return n % 4 == 0 ? p.x : n % 4 == 1 ? p.y : n % 4 == 2 ? p.z : p.w;
+}
+
+// Two 8-bit numbers: bytes 0 and 2 of v where they are integers, 1 and 3 where they are floats.
+__device__ __forceinline__ u32 widen_pair(u32 v) {
+#if FORMAT == INT8 || FORMAT == INT8_ROWS
+#if HALF
+  return fma2(masked_xor(v, 0x00ff00ffu, 0x64806480u), ONES, 0xe480e480u);  // 1024 + 128 + q - 1152
+#else
+  // 128 + the low seven bits, less 128 or 256.
+  return fma2(masked_or(v, 0x00800080u, MAGIC), ONES ^ 0x80008000u, masked_or(v, 0x007f007fu, MAGIC));
+#endif
+#elif HALF
+  return fma2(masked_or(v, 0x80008000u, (v & 0x7f007f00u) >> 1), 0x5c005c00u, 0x80008000u);  // * 2^8
+#else
+  return fma2(masked_or(v, 0x80008000u, (v & 0x7f007f00u) >> 4), 0x7b807b80u, 0x80008000u);  // * 2^120
+#endif
+}
+
+// The operand of step 0 to 3 of a turn.
+__device__ __forceinline__ void unpack(const Slab& slab, int step, const Code&, u32* a) {
+#if FORMAT == INT4
+  const u32 w = word(slab, step);
+#pragma unroll
+  for (int i = 0; i < 4; i++) a[i] = fma2(masked_or(w >> (4 * i), 0x000f000fu, MAGIC), ONES, MINUS_MIDDLE);
+#elif FORMAT == FP8_ROWS && HALF
+  const u32 upper = word(slab, step), lower = word(slab, 4 + step);
+  a[0] = widen_fp8(upper);
+  a[1] = widen_fp8(lower);
+  a[2] = widen_fp8(upper >> 16);
+  a[3] = widen_fp8(lower >> 16);
+#elif BY_ROWS
+  const u32 upper = word(slab, step), lower = word(slab, 4 + step);
+  const u32 first = FORMAT == INT8_ROWS ? 0x4140u : 0x1404u, second = FORMAT == INT8_ROWS ? 0x4342u : 0x3424u;
+  a[0] = widen_pair(__byte_perm(upper, 0, first));
+  a[1] = widen_pair(__byte_perm(lower, 0, first));
+  a[2] = widen_pair(__byte_perm(upper, 0, second));
+  a[3] = widen_pair(__byte_perm(lower, 0, second));
+#else
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const u32 w = word(slab, 2 * step + h), other = FORMAT == INT8 ? w >> 8 : w << 8;
+    a[2 * h] = widen_pair(FORMAT == INT8 ? w : other);
+    a[2 * h + 1] = widen_pair(FORMAT == INT8 ? other : w);
+  }
+#endif
+}
+
+#endif
+
+// What a group of inputs adds to a lane's two rows: the row's number in the low half, the row + 8's in the
+// high one. SCALED: 0 for one scale an output, 1 for groups with scales, 2 for groups with offsets and scales.
+struct Group {
+  u32 scales, offsets;
+};
+
+__device__ __forceinline__ Group load_group(const u32* table, int group) {
+  Group g = {0, 0};
+#if SCALED
+  g.scales = load_once(table + group * 8 * SCALED);
+  if (SCALED == 2) g.offsets = load_once(table + group * 16 + 8);
+#endif
+  return g;
+}
+
+__device__ __forceinline__ void apply_group(u32* a, const Group& g) {
+#if SCALED
+  const u32 upper = __byte_perm(g.scales, 0, 0x1010), lower = __byte_perm(g.scales, 0, 0x3232);
+  const u32 more = __byte_perm(g.offsets, 0, 0x1010), less = __byte_perm(g.offsets, 0, 0x3232);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    if (SCALED == 2) a[i] = fma2(a[i], ONES, i % 2 ? less : more);
+    a[i] = fma2(a[i], i % 2 ? lower : upper, 0x80008000u);
+  }
+#endif
+}

@@ -1,0 +1,118 @@
+"""Experts with packed weights, `moe_experts_<format>`: two grouped products and the weighted sum.
+
+Few rows an expert: the native kernels of quant_native.py, which pair gate and up. Many: for slabs the same with
+larger tiles, for int8 and fp8 row by row a Triton kernel that multiplies what is stored. Elsewhere (no Hopper
+GPU, float32) each expert that has rows is dequantized.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+
+from .common import INTERPRETED, batch_invariant
+from .experts import combined
+from .norm import silu_and_mul
+from .quant_layout import CCQ, FP8_ROWS, INT8_ROWS, Slabs
+from .quant_linear import linear, native_runs
+from .quant_native import Gemm, Gemv, Grouping, Shape, product
+from .quant_rows import multiply_rows, tiles_for
+from .quant_weights import Weights
+from .routing import order_by_expert
+
+# Up to so many tokens every assignment is a block of its own.
+_ALONE: Final = 2
+
+
+def moe_experts(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate_up: Weights,
+    down: Weights,
+) -> torch.Tensor:
+    """Weighted sum of the chosen experts' gated MLPs: x [T, H], gate_up [E, 2I, H], down [E, H, I]."""
+    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
+    tokens, top_k = topk_ids.shape
+    if not tokens:
+        return torch.empty_like(x)
+    x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
+    first, second = gate_up.slabs, down.slabs
+    if first is None or second is None or not (native_runs(x) or INTERPRETED):
+        return _one_by_one(x, topk_ids, topk_weights, gate_up, down)
+    shape = choose(first, tokens * top_k / first.num_experts) if native_runs(x) else None
+    whole = first.out_features % 32 == 0
+    if shape is None or not whole:
+        if first.kind not in (INT8_ROWS, FP8_ROWS) or (
+            x.dtype == torch.float32 and not INTERPRETED
+        ):
+            return _one_by_one(x, topk_ids, topk_weights, gate_up, down)
+        y = _by_triton(x, topk_ids, gate_up, down, first, second)
+        return combined(y, topk_weights)
+    slots = tokens * top_k
+    if tokens <= _ALONE and isinstance(shape, Gemv):
+        rows = [Grouping(slots, divisor, ids=topk_ids) for divisor in (top_k, 1)]
+    else:
+        order = order_by_expert(topk_ids, first.num_experts, shape.rows)
+        rows = [Grouping(slots, divisor, order) for divisor in (top_k, 1)]
+    seen, scales = gate_up.round(x)
+    hidden = product(
+        shape, seen, first, None, dtype=x.dtype, x_scales=scales, grouping=rows[0], paired=True
+    )
+    seen, scales = down.round(hidden)
+    y = product(shape, seen, second, None, dtype=x.dtype, x_scales=scales, grouping=rows[1])
+    return combined(y, topk_weights)
+
+
+def choose(slabs: Slabs, each: float) -> Shape | None:
+    """The kernel for so many rows an expert; None for Triton's on rows."""
+    if batch_invariant():
+        return None if slabs.kind >= INT8_ROWS else Gemm(64, 2, 1, 4, 4)
+    if each <= 6:
+        return Gemv(1, 2, 8, 4, 2)
+    if each <= 16:
+        return Gemv(2, 2, 8, 4, 2)
+    if slabs.kind == CCQ:
+        return Gemv(4, 2, 8, 4, 1)
+    if slabs.kind >= INT8_ROWS:
+        return None
+    return Gemm(64, 2, 1, 4, 4) if each <= 96 else Gemm(128, 2, 1, 4, 4)
+
+
+def _by_triton(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    gate_up: Weights,
+    down: Weights,
+    first: Slabs,
+    second: Slabs,
+) -> torch.Tensor:
+    slots, top_k = topk_ids.numel(), topk_ids.shape[1]
+    tiles = tiles_for(slots / first.num_experts)
+    order = order_by_expert(topk_ids, first.num_experts, tiles.rows)
+    y = multiply_rows(x, gate_up, first, order, tiles, slots, top_k)
+    return multiply_rows(silu_and_mul(y), down, second, order, tiles, slots, 1)
+
+
+def _one_by_one(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate_up: Weights,
+    down: Weights,
+) -> torch.Tensor:
+    """Expert after expert, each dequantized for its rows."""
+    tokens, top_k = topk_ids.shape
+    flat = topk_ids.reshape(-1)
+    out = torch.zeros((tokens, x.shape[1]), dtype=torch.float32, device=x.device)
+    y = torch.zeros((tokens * top_k, x.shape[1]), dtype=x.dtype, device=x.device)
+    for expert in torch.unique(flat).tolist():
+        slots = torch.nonzero(flat == expert)[:, 0]
+        gate, up = linear(x[slots // top_k], gate_up.expert(expert), None).chunk(2, -1)
+        hidden = F.silu(gate.float()) * up.float()
+        y[slots] = linear(hidden.to(x.dtype), down.expert(expert), None)
+    for nth in range(top_k):
+        out += y[nth::top_k].float() * topk_weights[:, nth, None]
+    return out.to(x.dtype)

@@ -1,0 +1,196 @@
+"""Launches of native/quant_gemv.cu and native/quant_gemm.cu: products of activations and slabs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import native
+from .quant_layout import TURN, Slabs
+
+if TYPE_CHECKING:
+    from .routing import Order
+
+
+@dataclass(frozen=True, slots=True)
+class Gemv:
+    """How quant_gemv.cu is specialized; serves 8 * tiles rows."""
+
+    tiles: int
+    slabs: int  # a warp's, of outputs
+    warps: int
+    ahead: int
+    resident: int  # blocks a multiprocessor should hold
+
+    @property
+    def rows(self) -> int:
+        """Rows of x that a block computes."""
+        return 8 * self.tiles
+
+    def __str__(self) -> str:
+        return f"gemv {self.tiles}t {self.slabs}s {self.warps}w {self.ahead}a {self.resident}r"
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """How quant_gemm.cu is specialized."""
+
+    rows: int  # of x, of a block
+    groups: int  # of four warps
+    split: int  # blocks that divide K
+    stages: int
+    ahead: int
+    resident: int = 1  # blocks a multiprocessor should hold
+
+    def __str__(self) -> str:
+        tile = f"{self.rows}x{self.groups * 64}"
+        return f"gemm {tile} /{self.split} {self.stages}st {self.ahead}a {self.resident}r"
+
+
+Shape = Gemv | Gemm
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Rows by expert: an Order of routing.py, or the ids themselves, one row a block."""
+
+    num_slots: int
+    divisor: int  # slots of a row of x
+    order: Order | None = None
+    ids: torch.Tensor | None = None
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of rows."""
+        return self.num_slots if self.order is None else len(self.order.experts)
+
+
+def product(
+    shape: Shape,
+    x: torch.Tensor,
+    weight: Slabs,
+    bias: torch.Tensor | None,
+    *,
+    dtype: torch.dtype | None = None,
+    x_scales: torch.Tensor | None = None,
+    grouping: Grouping | None = None,
+    paired: bool = False,
+) -> torch.Tensor:
+    """x [T, K] times the weight, in dtype or in x's own; rows of x are whole 16 bytes."""
+    dtype = dtype or x.dtype
+    num_rows = x.shape[0] if grouping is None else grouping.num_slots
+    width = weight.out_features // 2 if paired else weight.out_features
+    y = torch.empty((num_rows, width), dtype=dtype, device=x.device)
+    defines = {
+        "HALF": int(x.dtype == torch.float16),
+        "Y_HALF": int(dtype == torch.float16),
+        "FORMAT": weight.kind,
+        "SCALED": weight.scaled,
+        "PAIRED": int(paired),
+        "GROUPED": int(grouping is not None),
+        "EVEN": int(x.shape[1] % TURN == 0),
+    }
+    order = None if grouping is None else grouping.order
+    arguments = [
+        x,
+        x.stride(0) // 8,
+        weight.data,
+        weight.table(x.dtype),
+        weight.scales,
+        x_scales,
+        bias,
+        y,
+        None if order is None else order.slots,
+        None if order is None else order.experts,
+        None if grouping is None else grouping.ids,
+        num_rows,
+        weight.out_features,
+        x.shape[1],
+        weight.num_slabs,
+        weight.num_turns,
+        weight.group_size // TURN if weight.group_size else weight.num_turns,
+        1 if grouping is None else grouping.divisor,
+    ]
+    slabs = weight.num_slabs // 2 if paired else weight.num_slabs
+    blocks = -(-num_rows // shape.rows) if grouping is None else grouping.blocks
+    if isinstance(shape, Gemv):
+        _gemv(shape, defines, [*arguments, weight.codes], slabs, blocks)
+    else:
+        _gemm(shape, defines, arguments, slabs, blocks)
+    return y
+
+
+def _gemv(
+    shape: Gemv, defines: dict[str, int], arguments: list[Any], slabs: int, blocks: int
+) -> None:
+    per_block = 1 if defines["PAIRED"] else shape.slabs
+    held = 2 if defines["PAIRED"] else shape.slabs
+    sizes = {
+        "TILES": shape.tiles,
+        "MT": held,
+        "WARPS": shape.warps,
+        "AHEAD": shape.ahead,
+        "RESIDENT": shape.resident,
+    }
+    kernel = native.function("quant_gemv", {**defines, **sizes})
+    shared = shape.warps * max(shape.ahead * shape.rows * 128, held * 16 * (shape.rows + 1) * 4)
+    grid = (-(-slabs // per_block), blocks, 1)
+    native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared)
+
+
+def _gemm(
+    shape: Gemm, defines: dict[str, int], arguments: list[Any], slabs: int, blocks: int
+) -> None:
+    sizes = {
+        "BN": shape.rows,
+        "GROUPS": shape.groups,
+        "SPLIT": shape.split,
+        "STAGES": shape.stages,
+        "AHEAD": shape.ahead,
+        "RESIDENT": shape.resident,
+    }
+    kernel = native.function("quant_gemm", {**defines, **sizes})
+    grid = (-(-slabs // (4 * shape.groups)), blocks, shape.split)
+    shared = gemm_shared(shape, paired=bool(defines["PAIRED"]))
+    native.launch(kernel, grid, shape.groups * 128, arguments, shared=shared, cluster=shape.split)
+
+
+def gemm_shared(shape: Gemm, *, paired: bool) -> int:
+    """Bytes of shared memory of a block: tiles of x, parts of the sums, what aligning takes."""
+    tiles = shape.stages * shape.rows * 128
+    parts = shape.rows * (shape.groups * 64 * (2 if paired else 1) + 4) * 4
+    return 1024 + (tiles + parts if shape.split > 1 else max(tiles, parts))
+
+
+def unpack(weight: Slabs, dtype: torch.dtype) -> torch.Tensor:
+    """[N, K] of slabs in the dtype of activations, or as int8 without scales; K in whole eights."""
+    y = torch.empty(
+        (weight.out_features, weight.in_features), dtype=dtype, device=weight.data.device
+    )
+    is_int8 = dtype == torch.int8
+    defines = {
+        "HALF": int(dtype == torch.float16),
+        "FORMAT": weight.kind,
+        "SCALED": weight.scaled,
+        "NUMBERS": int(is_int8),
+        "Y_HALF": 0,
+    }
+    turns, slabs = weight.num_turns, weight.num_slabs
+    table = weight.table(torch.bfloat16 if is_int8 else dtype)
+    per_group = weight.group_size // TURN if weight.group_size else turns
+    arguments = [
+        weight.data,
+        table,
+        weight.scales,
+        y,
+        weight.out_features,
+        weight.in_features,
+        slabs,
+        turns,
+        per_group,
+    ]
+    kernel = native.function("quant_unpack", defines)
+    native.launch(kernel, (-(-turns // 8), slabs, 1), 256, arguments)
+    return y

@@ -1,0 +1,192 @@
+"""Activations rounded as formats want them: to int8 or fp8, by token, by 128 inputs, or by a fixed scale.
+
+The numbers come out as int8 or fp8, or for the kernels of quant_native.py in a float that holds them.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import INTERPRETED, join_chain, options, pad2
+
+INT8_BOUND: Final = 127.0
+FP8_BOUND: Final = 448.0
+FP8_BLOCK: Final = 128
+_TINY: Final = tl.constexpr(1e-12)
+_MOST_AT_ONCE: Final = 8192
+
+
+@triton.jit
+def round_even(x):
+    """Rounded to the nearest integer: what is added pushes the fraction out of a float32."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def round_fp8(x):
+    """Rounded to float8_e4m3fn, still float32: three bits behind the leading one, down to 2^-9."""
+    exponent = (x.to(tl.int32, bitcast=True) >> 23) & 0xFF
+    # The power of two that moves the last kept bit to the place of ones.
+    shift = tl.where(exponent > 121, 257 - exponent, 136) << 23
+    power = shift.to(tl.float32, bitcast=True)
+    inverse = ((254 << 23) - shift).to(tl.float32, bitcast=True)
+    return round_even(x * power) * inverse
+
+
+@triton.jit
+def _rounded(x, scale, BOUND: tl.constexpr, IS_FP8: tl.constexpr):
+    value = tl.minimum(tl.maximum(tl.div_rn(x, scale), -BOUND), BOUND)
+    return round_fp8(value) if IS_FP8 else round_even(value)
+
+
+@triton.jit
+def _round_rows(
+    x_p, y_p, scales_p, given_p, width, stride,
+    BLOCK: tl.constexpr, TURNS: tl.constexpr, BOUND: tl.constexpr, IS_FP8: tl.constexpr,
+    IS_STATIC: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    join_chain(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    if IS_STATIC:
+        scale = tl.load(given_p)
+    else:
+        peak = tl.zeros((BLOCK,), tl.float32)
+        for turn in tl.static_range(TURNS):
+            at = columns + turn * BLOCK
+            x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
+            peak = tl.maximum(peak, tl.abs(x))
+        scale = tl.maximum(tl.div_rn(tl.max(peak, 0), BOUND), _TINY)
+    tl.store(scales_p + row, scale)
+    for turn in tl.static_range(TURNS):
+        at = columns + turn * BLOCK
+        x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
+        number = _rounded(x, scale, BOUND, IS_FP8)
+        tl.store(y_p + row * width + at, number.to(y_p.dtype.element_ty), mask=at < width)
+
+
+@triton.jit
+def _round_blocks(
+    x_p, y_p, scales_p, width, stride, num_blocks, scale_stride,
+    BLOCKS: tl.constexpr, SIZE: tl.constexpr, BOUND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """scales_p: [blocks, T], blocks apart by scale_stride."""
+    join_chain(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), BOUND), _TINY)
+    number = _rounded(x, scale[:, None], BOUND, True)
+    tl.store(scales_p + block * scale_stride + row, scale, mask=block < num_blocks)
+    tl.store(y_p + row * width + at, number.to(y_p.dtype.element_ty), mask=at < width)
+
+
+@triton.jit
+def _round_relative(
+    x_p, y_p, scales_p, width, stride,
+    BLOCKS: tl.constexpr, TURNS: tl.constexpr, SIZE: tl.constexpr, BOUND: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    join_chain(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    within = tl.arange(0, BLOCKS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    peak = tl.zeros((BLOCKS,), tl.float32)
+    for turn in tl.static_range(TURNS):
+        at = within + turn * BLOCKS * SIZE
+        x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
+        peak = tl.maximum(peak, tl.max(tl.abs(x), 1))
+    largest = tl.maximum(tl.max(peak, 0) / BOUND, _TINY)
+    tl.store(scales_p + row, largest)
+    for turn in tl.static_range(TURNS):
+        at = within + turn * BLOCKS * SIZE
+        x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
+        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), BOUND), _TINY)
+        number = _rounded(x, scale[:, None], BOUND, True) * (scale / largest)[:, None]
+        tl.store(y_p + row * width + at, number.to(y_p.dtype.element_ty), mask=at < width)
+
+
+def round_rows(
+    x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None, *, is_fp8: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(numbers [T, K] in dtype, what each row is to be multiplied with [T]). `scale` [1] is fixed."""
+    rows, width = x.shape
+    y = torch.empty((rows, width), dtype=dtype, device=x.device)
+    scales = torch.empty((rows,), dtype=torch.float32, device=x.device)
+    if rows:
+        block = min(pad2(width), _MOST_AT_ONCE)
+        _round_rows[(rows,)](
+            x, y, scales, scales if scale is None else scale, width, x.stride(0), BLOCK=block,
+            TURNS=triton.cdiv(width, block), BOUND=FP8_BOUND if is_fp8 else INT8_BOUND,
+            IS_FP8=is_fp8, IS_STATIC=scale is not None, **options(num_warps=8 if block > 1024 else 4),
+        )  # fmt: skip
+    return y, scales
+
+
+def fp8_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(fp8 [T, K], scales [T, blocks of 128 inputs], tokens fastest)."""
+    rows, width = x.shape
+    y = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
+    blocks = triton.cdiv(width, FP8_BLOCK)
+    scales = torch.empty((blocks, rows), dtype=torch.float32, device=x.device)
+    if rows:
+        each = min(pad2(blocks), 4 if INTERPRETED else 8)
+        _round_blocks[(rows, triton.cdiv(blocks, each))](
+            x, y, scales, width, x.stride(0), blocks, scales.stride(0), BLOCKS=each,
+            SIZE=FP8_BLOCK, BOUND=FP8_BOUND, **options(num_warps=4),
+        )  # fmt: skip
+    return y, scales.t()
+
+
+def round_blocks(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """x in fp8 by token and 128 inputs: (numbers [T, K] in dtype, relative to the row's largest block; what
+    each row is to be multiplied with [T])."""
+    rows, width = x.shape
+    y = torch.empty((rows, width), dtype=dtype, device=x.device)
+    scales = torch.empty((rows,), dtype=torch.float32, device=x.device)
+    if rows:
+        blocks = triton.cdiv(width, FP8_BLOCK)
+        each = min(pad2(blocks), _MOST_AT_ONCE // FP8_BLOCK)
+        _round_relative[(rows,)](
+            x, y, scales, width, x.stride(0), BLOCKS=each, TURNS=triton.cdiv(blocks, each),
+            SIZE=FP8_BLOCK, BOUND=FP8_BOUND, **options(num_warps=8 if each > 8 else 4),
+        )  # fmt: skip
+    return y, scales
+
+
+@triton.jit
+def _scale_product(
+    y_p, x_scales_p, scales_p, bias_p, out_p, width,
+    BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    join_chain(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    y = tl.load(y_p + row * width + at, mask=inside, other=0).to(tl.float32)
+    y *= tl.load(x_scales_p + row) * tl.load(scales_p + at, mask=inside, other=0.0)
+    if HAS_BIAS:
+        y += tl.load(bias_p + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_p + row * width + at, y.to(out_p.dtype.element_ty), mask=inside)
+
+
+def scale_product(
+    y: torch.Tensor,
+    x_scales: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Sums [T, N] of whole numbers times the scales of rows and columns, plus bias."""
+    rows, width = y.shape
+    out = torch.empty((rows, width), dtype=dtype, device=y.device)
+    block = min(2048, pad2(width))
+    _scale_product[(rows, triton.cdiv(width, block))](
+        y, x_scales, scales, scales if bias is None else bias, out, width, BLOCK=block,
+        HAS_BIAS=bias is not None, **options(num_warps=4),
+    )  # fmt: skip
+    return out

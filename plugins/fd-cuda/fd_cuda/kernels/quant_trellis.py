@@ -1,0 +1,304 @@
+"""Products with the trellis code of two bits: `linear_tet2`, `moe_experts_tet2` (fd-quant-wint2's format).
+
+Inputs are rotated and rounded to int8 by one kernel, then multiplied with the code as it is stored by another
+(native/tet_rotate.cu; native/tet_gemv.cu for few rows, tet_gemm.cu for more rows an expert). Experts of one layer share a rotation. Many
+rows: weights are decoded once and cuBLAS multiplies, expert by expert. Elsewhere (no Hopper GPU, float32) the format's own
+definition serves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+import torch.nn.functional as F
+
+from . import native
+from .common import batch_invariant
+from .experts import combined
+from .quant_linear import native_runs
+from .quant_native import Grouping
+from .routing import order_by_expert
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.quant_formats import PackedWeight
+
+# What the code's numbers, whole bytes, are multiplied with: its spread over its deviation.
+_UNIT: Final = 1.03 / 128.0
+_TILE: Final = 64  # outputs of a strand
+_TURN: Final = 32  # inputs of four strands
+_ALONE: Final = 2
+_FEW: Final = 6  # rows an expert up to which tet_gemv.cu takes eight at a time
+_STAGES: Final = 5  # tiles of x in shared memory, tet_gemm.cu
+_MANY: Final = 64  # rows from which decoding pays for dense layers
+
+
+@dataclass(slots=True, eq=False)
+class Trellis:
+    """A weight [N, K], or one for each expert, as stored; `signs` and `block` serve all experts."""
+
+    packed: PackedWeight
+    words: torch.Tensor  # int32 [(E,) N / 64, K / 8, 32]
+    scales: torch.Tensor  # float32 [(E,) N]
+    signs: torch.Tensor  # int8 [K]
+    block: int
+    is_native: bool
+
+    @property
+    def tiles(self) -> int:
+        """Sixty-fours of outputs."""
+        return int(self.words.shape[-3])
+
+
+def prepare(weight: PackedWeight) -> Trellis:
+    """As stored; whole tiles and turns are what the kernels can read."""
+    held = weight.tensors
+    signs, blocks = held["signs"], held["block"].reshape(-1)
+    is_shared = True
+    if weight.num_experts:
+        is_shared = bool((signs == signs[0]).all()) and bool((blocks == blocks[0]).all())
+        signs = signs[0]
+    whole = weight.out_features % _TILE == 0 and weight.in_features % _TURN == 0
+    return Trellis(
+        weight,
+        held["weight"].contiguous(),
+        held["scale"].float().contiguous(),
+        signs.contiguous(),
+        int(blocks[0]),
+        is_shared and whole and weight.in_features % 8 == 0,
+    )
+
+
+def linear(x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [T, K], rotated, times weight [N, K] transposed, plus bias."""
+    rows = x.shape[0]
+    if not rows:
+        return torch.empty((0, weight.packed.out_features), dtype=x.dtype, device=x.device)
+    if not (weight.is_native and native_runs(x)):
+        seen = weight.packed.activate(x)
+        y = F.linear(seen, weight.packed.dequantize())
+        return (y if bias is None else y + bias.float()).to(x.dtype)
+    x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
+    if rows > _MANY and not batch_invariant():
+        return F.linear(rotated(x, weight), decoded(weight.packed, x.dtype), bias)
+    return _product(rotate(x, weight), x.dtype, weight, bias, rows, rows, None, paired=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotated:
+    """What the products read: four int8 for two inputs, what rows are multiplied with, their sums."""
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+    sums: torch.Tensor
+
+
+def rotate(x: torch.Tensor, weight: Trellis, *, by_pairs: bool = False) -> Rotated:
+    """x [T, K] through signs and transforms, rounded. `by_pairs`: in tet_gemm.cu's order."""
+    rows, width = x.shape
+    numbers = torch.empty((rows, 2 * width), dtype=torch.int8, device=x.device)
+    scales = torch.empty((rows,), dtype=torch.float32, device=x.device)
+    sums = torch.empty((rows,), dtype=torch.int32, device=x.device)
+    _rotate(x, weight, [numbers, None, scales, sums], by_pairs=by_pairs)
+    return Rotated(numbers, scales, sums)
+
+
+def rotated(x: torch.Tensor, weight: Trellis) -> torch.Tensor:
+    """x [T, K] through signs and transforms, in its own dtype."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _rotate(x, weight, [None, y, None, None])
+    return y
+
+
+def _rotate(
+    x: torch.Tensor,
+    weight: Trellis,
+    outputs: list[torch.Tensor | None],
+    *,
+    by_pairs: bool = False,
+) -> None:
+    rows, width = x.shape
+    threads = 1024 if width >= 4096 else 512 if width >= 2048 else 256
+    defines = {
+        "HALF": int(x.dtype == torch.float16),
+        "THREADS": threads,
+        "ORDER": int(by_pairs),
+    }
+    kernel = native.function("tet_rotate", defines)
+    stride = ctypes.c_longlong(x.stride(0))
+    norm = float(weight.block**-0.5)
+    arguments = [x, stride, weight.signs, *outputs, width, weight.block, norm, _UNIT]
+    shared = (width + width // 32 + 8) * 4
+    native.launch(kernel, (rows, 1, 1), threads, arguments, shared=shared)
+
+
+def choose(columns: int, blocks: int, *, paired: bool) -> tuple[int, int, int]:
+    """(warps, loads ahead, blocks a multiprocessor should hold), as measured on an H200."""
+    if paired:
+        return (4, 4, 3) if columns == 1 else (4, 4, 2)
+    if blocks < 400:  # few blocks: more warps share one
+        return (16, 8 if columns == 1 else 4, 1)
+    return 4, 4, 4
+
+
+def _product(
+    x: Rotated,
+    dtype: torch.dtype,
+    weight: Trellis,
+    bias: torch.Tensor | None,
+    num_rows: int,
+    rows_together: int,
+    grouping: Grouping | None,
+    *,
+    paired: bool,
+) -> torch.Tensor:
+    width = weight.packed.out_features // (2 if paired else 1)
+    y = torch.empty((num_rows, width), dtype=dtype, device=x.numbers.device)
+    tiles = weight.tiles // 2 if paired else weight.tiles
+    columns = 1 if rows_together <= 8 else 2
+    blocks = -(-num_rows // (8 * columns)) if grouping is None else grouping.blocks
+    warps, ahead, resident = choose(columns, tiles * blocks, paired=paired)
+    defines = {
+        "HALF": int(dtype == torch.float16),
+        "TILES": columns,
+        "MT": 2 if paired else 1,
+        "WARPS": warps,
+        "AHEAD": ahead,
+        "RESIDENT": resident,
+        "PAIRED": int(paired),
+        "GROUPED": int(grouping is not None),
+    }
+    order = None if grouping is None else grouping.order
+    arguments = [
+        x.numbers,
+        x.scales,
+        x.sums,
+        weight.words,
+        weight.scales,
+        bias,
+        y,
+        None if order is None else order.slots,
+        None if order is None else order.experts,
+        None if grouping is None else grouping.ids,
+        num_rows,
+        weight.packed.out_features,
+        weight.tiles,
+        weight.packed.in_features // _TURN,
+        1 if grouping is None else grouping.divisor,
+    ]
+    shared = warps * max(ahead * columns * 512, defines["MT"] * 64 * (8 * columns + 1) * 4)
+    kernel = native.function("tet_gemv", defines)
+    native.launch(kernel, (tiles, blocks, 1), warps * 32, arguments, shared=shared)
+    return y
+
+
+def decoded(packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """[N, K] in dtype, in the rotated space."""
+    return packed.dequantize().to(dtype)
+
+
+def moe_experts(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate_up: Trellis,
+    down: Trellis,
+) -> torch.Tensor:
+    """Weighted sum of the chosen experts' gated MLPs."""
+    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
+    tokens, top_k = topk_ids.shape
+    if not tokens:
+        return torch.empty_like(x)
+    x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
+    whole = gate_up.packed.out_features % (2 * _TILE) == 0
+    if not (gate_up.is_native and down.is_native and whole and native_runs(x)):
+        return _one_by_one(x, topk_ids, topk_weights, gate_up, down)
+    slots, experts = tokens * top_k, gate_up.packed.num_experts
+    each = slots / experts
+    if tokens <= _ALONE and not batch_invariant():
+        rows, wide = 8, 0
+        groups = [Grouping(slots, divisor, ids=topk_ids) for divisor in (top_k, 1)]
+    else:
+        wide = _wide_rows(each, gate_up, down)
+        rows = wide or (8 if each <= _FEW else 16)
+        order = order_by_expert(topk_ids, experts, rows)
+        groups = [Grouping(slots, divisor, order) for divisor in (top_k, 1)]
+
+    def multiply(
+        x: torch.Tensor, weight: Trellis, group: Grouping, *, paired: bool
+    ) -> torch.Tensor:
+        seen = rotate(x, weight, by_pairs=wide > 0)
+        if wide:
+            return _wide_product(seen, x.dtype, weight, wide, group, paired=paired)
+        return _product(seen, x.dtype, weight, None, slots, rows, group, paired=paired)
+
+    hidden = multiply(x, gate_up, groups[0], paired=True)
+    return combined(multiply(hidden, down, groups[1], paired=False), topk_weights)
+
+
+def _wide_rows(each: float, *weights: Trellis) -> int:
+    """Rows of a block of tet_gemm.cu for so many rows an expert; 0: few rows, or sizes it cannot read."""
+    if each <= _FEW or any(weight.packed.in_features % (2 * _TURN) for weight in weights):
+        return 0
+    return 16 if each <= 12 else 32 if each <= 24 else 64
+
+
+def _wide_product(
+    x: Rotated, dtype: torch.dtype, weight: Trellis, rows: int, grouping: Grouping, *, paired: bool
+) -> torch.Tensor:
+    """tet_gemm.cu: rows by expert, `rows` a block."""
+    width = weight.packed.out_features // (2 if paired else 1)
+    y = torch.empty((grouping.num_slots, width), dtype=dtype, device=x.numbers.device)
+    defines = {
+        "HALF": int(dtype == torch.float16),
+        "BN": rows,
+        "GROUPS": 1,
+        "AHEAD": 2 if rows == 64 else 4,
+        "STAGES": _STAGES,
+        "PAIRED": int(paired),
+    }
+    order = grouping.order
+    arguments = [
+        x.numbers,
+        x.scales,
+        x.sums,
+        weight.words,
+        weight.scales,
+        y,
+        None if order is None else order.slots,
+        None if order is None else order.experts,
+        grouping.num_slots,
+        weight.packed.out_features,
+        weight.tiles,
+        weight.packed.in_features // (2 * _TURN),
+        grouping.divisor,
+    ]
+    shared = 1024 + max(_STAGES * rows * 128, rows * (256 + 4) * 4)
+    blocks = -(-weight.tiles // 4)  # of four tiles, half of them gates where paired
+    kernel = native.function("tet_gemm", defines)
+    native.launch(kernel, (blocks, grouping.blocks, 1), 128, arguments, shared=shared)
+    return y
+
+
+def _one_by_one(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate_up: Trellis,
+    down: Trellis,
+) -> torch.Tensor:
+    """Expert after expert, by the format's definition."""
+    tokens, top_k = topk_ids.shape
+    flat = topk_ids.reshape(-1)
+    y = torch.zeros((tokens * top_k, x.shape[1]), dtype=torch.float32, device=x.device)
+    for expert in torch.unique(flat).tolist():
+        slots = torch.nonzero(flat == expert)[:, 0]
+        first, second = gate_up.packed.expert(expert), down.packed.expert(expert)
+        both = F.linear(first.activate(x[slots // top_k]), first.dequantize()).to(x.dtype)
+        gate, up = both.float().chunk(2, -1)
+        hidden = (F.silu(gate) * up).to(x.dtype)
+        y[slots] = F.linear(second.activate(hidden), second.dequantize()).to(x.dtype).float()
+    shares = topk_weights.unsqueeze(-1) * y.view(tokens, top_k, -1)
+    return shares.sum(1).to(x.dtype)

@@ -1,0 +1,45 @@
+// Behind the kernel's source: one call runs the grid of KERNEL, block after block. Arguments as a launch has them.
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+static void** given;
+
+template <class... A, size_t... I>
+static void apply(void (*kernel)(A...), std::index_sequence<I...>) {
+  kernel(*(std::remove_reference_t<A>*)given[I]...);
+}
+template <class... A>
+static void apply(void (*kernel)(A...)) { apply(kernel, std::index_sequence_for<A...>()); }
+
+static void enter() {
+  apply(KERNEL);
+  block->done[block->current] = true;
+  swapcontext(&block->fibers[block->current], &block->main);
+}
+
+static void run_block(Index at) {
+  auto own = std::make_unique<Block>();
+  block = own.get(), blockIdx = at;
+  for (int i = 0; i < FIBERS; ++i) {
+    ucontext_t& fiber = block->fibers[i];
+    getcontext(&fiber);
+    fiber.uc_stack.ss_sp = &block->stacks[i * STACK], fiber.uc_stack.ss_size = STACK;
+    fiber.uc_link = nullptr;
+    makecontext(&fiber, enter, 0);
+  }
+  for (bool more = true; more;) {
+    more = false;
+    for (int i = 0; i < FIBERS; ++i) {
+      if (block->done[i]) continue;
+      block->current = i, threadIdx = {i, 0, 0}, more = true;
+      swapcontext(&block->main, &block->fibers[i]);
+    }
+  }
+}
+
+extern "C" void run_grid(int width, int height, void** arguments) {
+  given = arguments;
+  for (int x = 0; x < width; ++x)
+    for (int y = 0; y < height; ++y) run_block({x, y, 0});
+}

@@ -1,0 +1,115 @@
+// What the kernels of packed weights need besides emulated.h, and the run of a whole grid. Copies to shared
+// memory happen at once; addresses there are counted from its beginning.
+#include "emulated.h"
+
+struct uint2 {
+  u32 x, y;
+};
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+#define memory ((unsigned char*)shared)
+
+struct float2 {
+  float x, y;
+};
+inline u32 fma2(u32 a, u32 b, u32 c) {
+  return pack((float)((double)low(a) * low(b) + low(c)), (float)((double)high(a) * high(b) + high(c)));
+}
+inline uint4 load_once(const uint4* p) { return *p; }
+inline uint2 load_once(const uint2* p) { return *p; }
+inline u32 load_once(const u32* p) { return *p; }
+inline u32 shared_address(const void* p) { return (u32)((const char*)p - (const char*)shared); }
+inline void copy_async(u32 to, const void* from, bool inside) {
+  if (inside) std::memcpy((char*)shared + to, from, 16);
+  else std::memset((char*)shared + to, 0, 16);
+}
+inline void copy_async(uint4* to, const void* from) { std::memcpy(to, from, 16); }
+inline void commit() {}
+inline void __syncwarp() { gather(block->warp_turn, warp_first(), 32); }
+inline void await_turn() {}
+inline void await_turns() { __syncwarp(); }
+inline void load_chunk(u32* b, u32 address) { std::memcpy(b, (char*)shared + address, 16); }
+// ldmatrix: lane 8 i + j has the address of row j of matrix i, and gets elements (lane / 4, 2 (lane % 4)) of each.
+inline void load_matrices(u32* b, u32 address) {
+  const Lanes<u32> all(address);
+  for (int i = 0; i < 4; ++i)
+    std::memcpy(b + i, (char*)shared + all.value[i * 8 + lane_of() / 4] + lane_of() % 4 * 4, 4);
+}
+inline void multiply(float* c, const u32* a, const u32* b) {
+  multiply(*(float(*)[4])c, a[0], a[1], a[2], a[3], b[0], b[1]);
+}
+// mma.m16n8k32 of bytes: as m16n8k16 with four bytes in the place of two halves.
+inline void multiply(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  struct Operands {
+    u32 a[4], b[2];
+  };
+  const Lanes<Operands> all(Operands{{a0, a1, a2, a3}, {b0, b1}});
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane_of() / 4 + i / 2 * 8, column = lane_of() % 4 * 2 + i % 2;
+    for (int k = 0; k < 32; ++k) {
+      const u32 a = all.value[row % 8 * 4 + k / 4 % 4].a[row / 8 + k / 16 * 2] >> k % 4 * 8;
+      const u32 b = all.value[column * 4 + k / 4 % 4].b[k / 16] >> k % 4 * 8;
+      c[i] += (int)(a & 255) * (signed char)b;
+    }
+  }
+}
+inline u32 __funnelshift_r(u32 first, u32 second, int by) { return (u32)(((u64)second << 32 | first) >> by); }
+inline float silu(float x) { return x / (1.f + std::exp(-x)); }
+inline int __float2int_rn(float x) { return (int)std::nearbyint(x); }
+inline u32 masked_or(u32 v, u32 mask, u32 bits) { return (v & mask) | bits; }
+inline u32 masked_xor(u32 v, u32 mask, u32 bits) { return (v & mask) ^ bits; }
+inline u32 widen_fp8(u32 v) {
+  u32 result = 0;
+  for (int i = 0; i < 2; ++i) {
+    const int byte = v >> 8 * i & 255, exponent = byte >> 3 & 15, fraction = byte & 7;
+    const float size = exponent ? std::ldexp(8.f + fraction, exponent - 10) : std::ldexp((float)fraction, -9);
+    const _Float16 half = (_Float16)(byte & 128 ? -size : size);
+    u16 bits;
+    std::memcpy(&bits, &half, 2);
+    result |= (u32)bits << 16 * i;
+  }
+  return result;
+}
+#if defined(Y_HALF) && Y_HALF
+inline float widen_y(u16 bits) { _Float16 x; std::memcpy(&x, &bits, 2); return (float)x; }
+inline u16 narrow_y(float x) { _Float16 h = (_Float16)x; u16 bits; std::memcpy(&bits, &h, 2); return bits; }
+#else
+inline float widen_y(u16 bits) { u32 wide = (u32)bits << 16; float x; std::memcpy(&x, &wide, 4); return x; }
+inline u16 narrow_y(float x) {
+  u32 bits;
+  std::memcpy(&bits, &x, 4);
+  return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+#endif
+// volatile: nothing may be contracted
+inline float __fmul_rn(float a, float b) { volatile float r = a * b; return r; }
+inline float __fadd_rn(float a, float b) { volatile float r = a + b; return r; }
+inline int __float2int_rd(float x) { return (int)std::floor(x); }
+
+// wgmma of bytes: a warp's 16 rows of A are its lanes' registers, B is in shared memory, 128-byte swizzle: row n 128 n
+// bytes behind the first, its 16-byte chunks exchanged by n % 8.
+inline void copy_async(u32 to, const void* from) { std::memcpy((char*)shared + to, from, 16); }
+template <int left>
+inline void await_copies() {}
+template <int left>
+inline void await_products() {}
+inline void begin_products() {}
+inline void end_products() {}
+inline void fence_registers(int*) {}
+inline u64 descriptor(u32 address) { return address >> 4; }
+#ifdef BN
+inline void multiply(int* d, u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+  struct Operands {
+    u32 a[4];
+  };
+  const Lanes<Operands> all(Operands{{a0, a1, a2, a3}});
+  const u32 address = (u32)b << 4, first = address & ~127u, chunk = address % 128 / 16;
+  for (int i = 0; i < BN / 2; ++i) {
+    const int row = lane_of() / 4 + i / 2 % 2 * 8, n = i / 4 * 8 + lane_of() % 4 * 2 + i % 2;
+    for (int k = 0; k < 32; ++k) {
+      const u32 x = all.value[row % 8 * 4 + k / 4 % 4].a[row / 8 + k / 16 * 2] >> k % 4 * 8;
+      const u32 at = first + n * 128 + (((chunk + k / 16) ^ (n & 7)) << 4) + k % 16;
+      d[i] += (int)(x & 255) * ((signed char*)shared)[at];
+    }
+  }
+}
+#endif

@@ -1,0 +1,235 @@
+"""Launches every hand-written kernel of this plugin a few times on odd shapes, for compute-sanitizer:
+
+    compute-sanitizer --tool memcheck python plugins/fd-cuda/tests/every_kernel.py
+    compute-sanitizer --tool racecheck python plugins/fd-cuda/tests/every_kernel.py [PART...]
+
+Shapes are small and their ends lie inside tiles. Results are not compared, which the tests do; here the
+tool watches every access. The last lines name what was launched.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("FD_CUDA_TUNE", "0")
+
+import torch
+from attention_steps import MIXED, Step, gqa, mla
+from fastdeploy_core.contracts.device import DeviceOptions
+from fastdeploy_core.contracts.moe import RoutingSpec
+from fastdeploy_core.plugins.drivers import lookup
+from fastdeploy_core.plugins.kernels import build_kernel_table
+
+from fd_cuda.attention.gqa import PagedAttention
+from fd_cuda.attention.mla import LatentAttention
+from fd_cuda.kernels import filtering, linear, matmul, native
+from fd_cuda.kernels.plans import Plan
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+EPS = 1e-5
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def integers(high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.randint(0, high, shape, device=DEVICE).to(dtype)
+
+
+def native_products() -> None:
+    """Small products in CUDA C++: every kind of epilogue, numbers of rows around those of a tile."""
+    for dtype in DTYPES[:2]:
+        for width, depth in ((392, 512), (104, 1024)):
+            weight, norm = random(width, depth, dtype=dtype), random(depth, dtype=dtype)
+            for rows in (1, 3, 9, 16):
+                for plan in (Plan("gemv", warps=w, fuses_norm=True) for w in (2, 8, 16)):
+                    product(plan, rows, weight, norm if dtype == torch.bfloat16 else None)
+            for rows in (1, 17, 65, 130):
+                for plan in (
+                    Plan("gemm", 8, 64, 32, 4, 2, True),
+                    Plan("gemm", 8, 64, 64, 4, 8, True),
+                    Plan("gemm", 8, 128, 128, 4, 1, False),
+                ):
+                    product(plan, rows, weight, norm if dtype == torch.bfloat16 else None)
+
+
+def product(plan: Plan, rows: int, weight: torch.Tensor, norm: torch.Tensor | None) -> None:
+    width, depth = weight.shape
+    x = random(rows, depth + 8, dtype=weight.dtype)[:, :depth]
+    bias, residual = random(width, dtype=x.dtype), random(rows, width, dtype=x.dtype)
+    linear.compute(plan, "plain", x, norm, EPS, weight, bias, None)
+    linear.compute(plan, "gated", x, norm, EPS, weight, None, None)
+    linear.compute(plan, "add", x, None, EPS, weight, bias, residual)
+
+
+def native_filter() -> None:
+    for width in (50, 5000, 20011):
+        kept(filtering.filter_logits, width, 5)
+
+
+def triton_filter() -> None:
+    """What runs where there are no clusters."""
+    has_wgmma, native.has_wgmma = native.has_wgmma, lambda: False
+    try:
+        for width in (7, 600, 5000):
+            kept(filtering.filter_logits, width, 3)
+    finally:
+        native.has_wgmma = has_wgmma
+
+
+def kept(call: Callable[..., Any], width: int, rows: int) -> None:
+    k, p = integers(width, rows), torch.rand(rows, device=DEVICE)
+    call(random(rows, width) * 3, k, p, torch.rand(rows, device=DEVICE) * 0.1)
+    call(random(rows, width).round(), k * 0, p * 0 + 1, p * 0)
+
+
+def body() -> None:
+    """Norms, activation, embedding, rotation, cache writes."""
+    table = build_kernel_table("cuda", {"tensor_library": "torch"})
+    for dtype in DTYPES:
+        x, weight = random(5, 264, dtype=dtype), random(264, dtype=dtype)
+        table["rms_norm"](x, weight, EPS)
+        table["rms_norm"](random(3, 4, 264, dtype=dtype)[:, 1:], weight, EPS)
+        table["add_rms_norm"](x, random(5, 264, dtype=dtype), weight, EPS)
+        table["silu_and_mul"](x)
+        table["embedding"](integers(31, 7), random(31, 1100, dtype=dtype))
+        qkv = random(5, 9 * 40, dtype=dtype).view(5, 9, 40)
+        q, k = qkv[:, :5], qkv[:, 5:7]
+        table["qk_norm"](q, k, random(40, dtype=dtype), random(40, dtype=dtype), EPS)
+        for interleaved in (False, True):
+            table["rotary_embedding"](q, k, integers(50, 5), random(50, 24), interleaved)
+        cache = (random(6, 5, 2, 40, dtype=dtype), random(6, 5, 2, 40, dtype=dtype))
+        slots = torch.tensor([29, -1, 0, 7, 12], device=DEVICE)
+        table["kv_write"]((k.contiguous(), k.contiguous()), cache, slots)
+        table["greedy_linear"](x, random(300, 264, dtype=dtype), None)
+        matmul.matmul(x, random(100, 264, dtype=dtype), random(100, dtype=dtype))
+        for rows in (5, 17, 200):
+            table["linear_float32"](random(rows, 264, dtype=dtype), random(65, 264))
+
+
+def steps() -> None:
+    """Around a decode step: state of sequences, drafts."""
+    table = build_kernel_table("cuda", {"tensor_library": "torch"})
+    for rows, width in ((1, 1), (5, 3), (300, 2)):
+        last = 310
+        slots = torch.cat((integers(last, rows - 1), torch.tensor([last], device=DEVICE)))
+        tables, computed = integers(40, last + 1, 11, dtype=torch.int32), integers(20, last + 1)
+        newest, drafts = integers(99, last + 1), integers(99, last + 1, 2)
+        outputs = [integers(9, rows * width) for _ in range(3)]
+        lengths = integers(9, rows, dtype=torch.int32)
+        blocks = integers(9, rows, 11, dtype=torch.int32)
+        num_drafts = integers(width, last + 1)
+        table["prepare_decode"](
+            slots, tables, computed, newest, drafts, num_drafts, 4, *outputs, lengths, blocks
+        )
+        drawn, results = integers(99, rows * width), integers(9, rows, width)
+        for accepted in (None, integers(width, rows)):
+            table["finish_decode"](slots, drawn, drawn, accepted, computed, newest, results)
+        table["mark_broken"](drawn, random(rows * width), None)
+        table["mark_broken"](drawn, random(rows * width), random(rows * width))
+
+
+def sampling() -> None:
+    table = build_kernel_table("cuda", {"tensor_library": "torch"})
+    for rows, width in ((1, 50), (3, 9001)):
+        logits, some = random(rows, width) * 3, torch.rand(rows, device=DEVICE)
+        table["greedy"](logits)
+        table["sample"](logits, integers(1 << 60, rows), integers(999, rows))
+        table["log_softmax"](logits)
+        counts, seen = integers(3, rows, width, dtype=torch.int32), random(rows, width) > 0
+        table["apply_penalties"](logits.clone(), some, some, some + 1, counts, seen)
+        words = integers(1 << 31, rows, -(-width // 32), dtype=torch.int32)
+        table["apply_bitmask"](logits.clone(), words)
+
+
+def experts() -> None:
+    """Routing, ordering and products of mixtures: few tokens, more than one block, many."""
+    table = build_kernel_table("cuda", {"tensor_library": "torch"})
+    for dtype in DTYPES:
+        gate_up, down = random(8, 208, 136, dtype=dtype), random(8, 136, 104, dtype=dtype)
+        for tokens in (1, 2, 3, 37, 700):
+            for spec in (
+                RoutingSpec(8, 3, "softmax", True),
+                RoutingSpec(
+                    8, 2, "sigmoid", True, num_groups=4, top_k_groups=2, scaling_factor=2.5
+                ),
+            ):
+                logits, bias = random(tokens, 8), random(8)
+                ids, weights = table["moe_routing"](logits, bias, spec)
+                table["moe_experts"](random(tokens, 136, dtype=dtype), ids, weights, gate_up, down)
+
+
+def attention() -> None:
+    """Decode in CUDA C++ and in Triton, prompts and mixed steps, latent attention."""
+    device = lookup("device", DEVICE)(DeviceOptions(tensor_library="torch", num_threads=1))
+    cases = [
+        (gqa("bfloat16", 16, 2, 128), [(1, n) for n in (1, 40, 700, 0)], 1, 128, 64),
+        (gqa("float16", 10, 2, 128, interleaved=True), [(2, n) for n in (2, 129)], 2, 128, 16),
+        (gqa("bfloat16", 4, 4, 64), [(1, n) for n in (1, 40, 700)], 1, 32, 64),
+        (gqa("float32", 6, 2, 40), [(1, n) for n in (1, 77)], 1, 24, 5),
+        (gqa("bfloat16", 16, 2, 128), MIXED, 0, 128, 16),
+        (gqa("float32", 6, 2, 40), MIXED, 0, 24, 5),
+        (gqa("float16", 4, 2, 64, interleaved=True), MIXED, 0, 64, 16),
+        (mla("bfloat16", 5, 64, 16), [(1, n) for n in (1, 60, 330, 0)], 1, 0, 16),
+        (mla("float32"), MIXED, 0, 0, 16),
+    ]
+    for spec, rows, same, rotary, block_size in cases:
+        driver = LatentAttention if spec.kind == "mla" else PagedAttention
+        step = Step(device, spec, rows, rotary_dim=rotary, block_size=block_size)
+        step.run(driver(spec, block_size, device, None), step.batch(tokens_per_row=same))
+
+
+PARTS: dict[str, Callable[[], None]] = {
+    part.__name__: part
+    for part in (
+        native_products, native_filter, triton_filter, body, steps, sampling, experts, attention,
+    )
+}  # fmt: skip
+
+
+def count_launches() -> Counter[str]:
+    """From now on every launch is counted by the kernel's name."""
+    from triton.runtime.jit import JITFunction
+
+    counts: Counter[str] = Counter()
+    run, launch = JITFunction.run, native.launch
+
+    def counted(self: Any, *arguments: Any, **options: Any) -> Any:
+        counts[f"{self.__module__.removeprefix('fd_cuda.')}.{self.__name__}"] += 1
+        return run(self, *arguments, **options)
+
+    def counted_native(kernel: Any, *arguments: Any, **options: Any) -> None:
+        counts["native"] += 1
+        launch(kernel, *arguments, **options)
+
+    JITFunction.run = counted
+    native.launch = counted_native
+    return counts
+
+
+def main() -> int:
+    torch.manual_seed(0)
+    counts = count_launches()
+    for name in sys.argv[1:] or PARTS:
+        began = time.perf_counter()
+        with torch.inference_mode():
+            PARTS[name]()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
+    print(f"launched: {', '.join(f'{name} {count}' for name, count in sorted(counts.items()))}")
+    if DEVICE == "cuda":
+        files = {key[1] for key in native._functions}
+        print(f"CUDA C++: {', '.join(sorted(files))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

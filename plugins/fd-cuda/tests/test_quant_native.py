@@ -1,0 +1,168 @@
+"""The CUDA C++ kernels of packed weights against dequantization in float64: emulated, or on the GPU."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight, QuantFormat
+from fastdeploy_core.testing.conformance.test_quantized_ops import make_packed
+from quant_emulation import Emulation
+
+from fd_cuda.kernels import native, quant_weights
+from fd_cuda.kernels.quant_layout import INT4, INT8, pack_slabs, unpack_slabs
+from fd_cuda.kernels.quant_native import Gemm, Gemv, Grouping, Shape, product, unpack
+from fd_cuda.kernels.routing import Order
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+pytestmark = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, reason="needs g++")
+TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
+
+
+@pytest.fixture(autouse=True)
+def kernels(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of this machine."""
+    if HAS_GPU:
+        if not native.has_wgmma():
+            pytest.skip("needs a Hopper GPU")
+        return
+    emulation = Emulation(tmp_path_factory.getbasetemp())
+    monkeypatch.setattr(native, "function", emulation.function)
+    monkeypatch.setattr(native, "launch", emulation.launch)
+
+
+def packed(name: str, rows: int, count: int, group: int = 0) -> PackedWeight:
+    torch.manual_seed(rows + count)
+    weight = torch.randn(rows, count, device=DEVICE)
+    from fastdeploy_core.tensor import namespace
+
+    return make_packed(namespace(weight), name, weight, group)
+
+
+def check(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    error = float((got.double() - expected).norm() / expected.norm())
+    assert error < TOLERANCE[dtype], f"off by {error:.2g}"
+
+
+def test_packing_goes_both_ways() -> None:
+    for kind, levels in ((INT4, 16), (INT8, 256)):
+        numbers = torch.randint(0, levels, (3, 48, 192), dtype=torch.uint8)
+        assert torch.equal(unpack_slabs(pack_slabs(numbers, kind), kind), numbers)
+
+
+CASES = [
+    ("wint4", 40, 136, 0, torch.bfloat16, 5, Gemv(1, 1, 2, 2, 1)),
+    ("wint4", 64, 256, 64, torch.bfloat16, 9, Gemv(2, 2, 4, 2, 1)),
+    ("wint4_zp", 32, 256, 128, torch.float16, 3, Gemv(1, 2, 2, 4, 1)),
+    ("wint8", 40, 200, 0, torch.float16, 1, Gemv(1, 1, 2, 2, 1)),
+    ("wint8_zp", 32, 128, 128, torch.bfloat16, 8, Gemv(1, 2, 2, 2, 1)),
+    ("wfp8", 32, 128, 0, torch.bfloat16, 4, Gemv(1, 1, 2, 2, 1)),
+    ("w8a8", 40, 208, 0, torch.bfloat16, 3, Gemv(1, 1, 2, 2, 1)),
+    ("wfp8afp8", 40, 144, 0, torch.float16, 3, Gemv(1, 2, 2, 2, 1)),
+    ("block_fp8", 160, 320, 0, torch.bfloat16, 3, Gemv(1, 2, 4, 2, 1)),
+]
+WIDE = [
+    ("wint4", 80, 136, 0, torch.bfloat16, 33, Gemm(32, 1, 1, 4, 4)),
+    ("wint4", 264, 512, 128, torch.bfloat16, 130, Gemm(64, 2, 4, 4, 8, 2)),
+    ("wint8", 264, 512, 0, torch.float16, 20, Gemm(32, 2, 2, 4, 4, 2)),
+    ("wint8_zp", 128, 512, 128, torch.bfloat16, 200, Gemm(128, 2, 2, 4, 4)),
+    ("wfp8", 512, 1024, 0, torch.bfloat16, 64, Gemm(64, 2, 8, 4, 4)),
+]
+
+
+@pytest.mark.parametrize("case", [*CASES, *(WIDE if HAS_GPU else [])], ids=str)
+def test_product(case: tuple[str, int, int, int, torch.dtype, int, Shape]) -> None:
+    name, rows, count, group, dtype, tokens, shape = case
+    weight = packed(name, rows, count, group)
+    slabs = quant_weights.prepare(weight).slabs
+    assert slabs is not None
+    x = torch.randn(tokens, count + 8, device=DEVICE).to(dtype)[:, :count]
+    bias = torch.randn(rows, device=DEVICE).to(dtype)
+    expected = x.double() @ weight.dequantize().double().T + bias.double()
+    check(product(shape, x, slabs, bias), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_published_two_bits(dtype: torch.dtype) -> None:
+    """Against the layout's description, byte by byte."""
+    rows, count = 40, 256
+    rng = np.random.default_rng(0)
+    stored = rng.integers(0, 256, (count // 4, rows)).astype(np.uint8)
+    local = rng.integers(1, 256, (count // 128, rows)).astype(np.uint8)
+    outer = rng.uniform(0.5, 1, rows).astype(np.float32)
+    scale, zero = (
+        rng.uniform(118, 122, rows).astype(np.float32),
+        rng.uniform(-60, 480, rows).astype(np.float32),
+    )
+    dense = np.empty((rows, count))
+    for n, k in np.ndindex(rows, count):
+        code = int(
+            np.floor(
+                np.float32(np.float32(stored[k // 4, n]) * scale[n]) + zero[n] + np.float32(0.5)
+            )
+        )
+        nibble = local[k // 128, n] >> (0 if k // 64 % 2 else 4) & 15
+        dense[n, k] = ((code >> (9 - 3 * (k % 4)) & 63) - 32) * float(nibble) * float(outer[n])
+    held = {
+        "weight": stored,
+        "scale": local,
+        "super_scale": outer,
+        "code_scale": scale,
+        "code_zero": zero,
+    }
+    tensors = {key: torch.from_numpy(value).to(DEVICE) for key, value in held.items()}
+    weight = PackedWeight(QuantFormat("ccq2", "", {}, ""), rows, count, tensors)
+    slabs = quant_weights.prepare(weight).slabs
+    assert slabs is not None
+    own = quant_weights.dequantized(slabs, torch.float32).double().cpu().numpy()
+    assert np.allclose(own, dense, rtol=1e-6)
+    for shape, tokens in ((Gemv(1, 2, 2, 2, 1), 3), (Gemv(2, 1, 2, 2, 1), 11)):
+        x = torch.randn(tokens, count, device=DEVICE).to(dtype)
+        expected = x.double() @ torch.from_numpy(dense).to(DEVICE).T
+        check(product(shape, x, slabs, None), expected, dtype)
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_experts_pair_gate_and_up(is_alone: bool) -> None:
+    experts, inner, hidden = 3, 32, 128
+    parts = [packed("wint4", 2 * inner, hidden) for e in range(experts)]
+    held = {
+        key: torch.stack(
+            [p.tensors[key] * (1 if key == "weight" else e + 1) for e, p in enumerate(parts)]
+        )
+        for key in ("weight", "scale")
+    }
+    weight = PackedWeight(FORMATS["wint4"], 2 * inner, hidden, held, experts)
+    slabs = quant_weights.prepare(weight).slabs
+    assert slabs is not None
+    x = torch.randn(2, hidden, device=DEVICE).bfloat16()
+    ids = torch.tensor([[2, 0], [1, 2]], device=DEVICE)
+    if is_alone:
+        grouping = Grouping(4, 2, ids=ids)
+    else:
+        slots = torch.full((3, 8), 4, dtype=torch.int32, device=DEVICE)
+        slots[0, 0], slots[1, 0], slots[2, :2] = 1, 2, torch.tensor([0, 3])
+        blocks = torch.arange(3, dtype=torch.int32, device=DEVICE)
+        grouping = Grouping(4, 2, Order(slots.view(-1), blocks))
+    got = product(Gemv(1, 2, 2, 2, 1), x, slabs, None, grouping=grouping, paired=True)
+    wide = weight.dequantize().double()
+    for slot in range(4):
+        y = x[slot // 2].double() @ wide[int(ids.view(-1)[slot])].T
+        expected = torch.nn.functional.silu(y[:inner]) * y[inner:]
+        check(got[slot], expected, torch.bfloat16)
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="the emulated GPU has no static shared memory")
+@pytest.mark.parametrize("name", ["wint4", "wint8", "wint4_zp"])
+def test_weights_come_back(name: str) -> None:
+    weight = packed(name, 80, 520, 0)
+    slabs = quant_weights.prepare(weight).slabs
+    assert slabs is not None
+    check(unpack(slabs, torch.bfloat16), weight.dequantize().double(), torch.bfloat16)
+    if name == "wint4":
+        numbers = unpack(slabs, torch.int8).double() * slabs.scales[:80, None].double()
+        check(numbers, weight.dequantize().double(), torch.float16)

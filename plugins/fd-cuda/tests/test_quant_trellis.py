@@ -1,0 +1,173 @@
+"""The trellis code's CUDA C++ kernels against a decoder that goes bit by bit: emulated, or on the GPU."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fastdeploy_core.contracts.quant_formats import PackedWeight, QuantFormat
+from quant_emulation import Emulation
+
+from fd_cuda.kernels import native, quant_trellis
+from fd_cuda.kernels.routing import Order
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+pytestmark = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, reason="needs g++")
+FORMAT = QuantFormat("tet2", "as fd-quant-wint2 defines it", {}, "")
+# int8 activations: 0.13 % of the energy of what two bits cost, and the rounding of the result.
+TOLERANCE = 1.5e-2
+
+
+@pytest.fixture(autouse=True)
+def kernels(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if HAS_GPU:
+        if not native.has_wgmma():
+            pytest.skip("needs a Hopper GPU")
+        return
+    emulation = Emulation(tmp_path_factory.getbasetemp())
+    monkeypatch.setattr(native, "function", emulation.function)
+    monkeypatch.setattr(native, "launch", emulation.launch)
+    monkeypatch.setattr(quant_trellis, "native_runs", lambda x: True)
+
+
+def decoded(words: np.ndarray) -> np.ndarray:
+    """[N, K] of int32 [N / 64, K / 8, 32]: every state from the ring's bits, every byte from the product."""
+    tall, wide, _ = words.shape
+    out = np.empty((tall * 64, wide * 8))
+    for tile in np.ndindex(tall, wide):
+        ring = np.unpackbits(words[tile].view(np.uint8), bitorder="little")
+        for symbol in range(256):
+            window = [ring[(4 * symbol + 4 - 16 + bit) % 1024] for bit in range(16)]
+            state = sum(int(bit) << n for n, bit in enumerate(window))
+            p = state * 0x67EDF2EB & 0xFFFFFFFF
+            b = [(p >> 8 * n & 255) - 127.5 for n in range(4)]
+            row, column = tile[0] * 64 + symbol // 4, tile[1] * 8 + symbol % 4 * 2
+            out[row, column : column + 2] = b[0] + b[1] - b[3], b[1] + b[2] + b[3]
+    return out * 1.03 / 128
+
+
+def trellis(
+    rows: int, count: int, block: int, num_experts: int = 0
+) -> tuple[quant_trellis.Trellis, np.ndarray]:
+    """(the weight, the same in full precision: [E, N, K] in the space of unrotated inputs)."""
+    rng = np.random.default_rng(rows + count)
+    many = max(1, num_experts)
+    words = rng.integers(-(2**31), 2**31, (many, rows // 64, count // 8, 32)).astype(np.int32)
+    scale = rng.uniform(0.5, 1.5, (many, rows)).astype(np.float16)
+    signs = rng.choice(np.array([-1, 1], np.int8), count)
+    butterfly = np.ones((1, 1))
+    while len(butterfly) < block:
+        butterfly = np.block([[butterfly, butterfly], [butterfly, -butterfly]])
+    rotation = np.kron(np.eye(count // block), butterfly) / block**0.5 * signs
+    dense = np.stack([decoded(w) for w in words]) * scale[..., None].astype(np.float64) @ rotation
+    held = {
+        "weight": torch.from_numpy(words).to(DEVICE),
+        "scale": torch.from_numpy(scale).to(DEVICE),
+        "signs": torch.from_numpy(np.tile(signs, (many, 1))).to(DEVICE),
+        "block": torch.full((many, 1), block, dtype=torch.int32, device=DEVICE),
+    }
+    if not num_experts:
+        held = {key: tensor[0] for key, tensor in held.items()}
+    packed = PackedWeight(FORMAT, rows, count, held, num_experts)
+    return quant_trellis.prepare(packed), dense
+
+
+def check(got: torch.Tensor, expected: np.ndarray) -> None:
+    error = np.linalg.norm(got.double().cpu().numpy() - expected) / np.linalg.norm(expected)
+    assert error < TOLERANCE, f"off by {error:.2g}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "count", "block", "tokens", "dtype"),
+    [
+        (128, 128, 128, 3, torch.bfloat16),
+        (64, 384, 128, 13, torch.float16),
+        (64, 512, 256, 1, torch.bfloat16),
+    ],
+)
+def test_product(rows: int, count: int, block: int, tokens: int, dtype: torch.dtype) -> None:
+    weight, dense = trellis(rows, count, block)
+    x = torch.randn(tokens, count + 8, device=DEVICE).to(dtype)[:, :count]
+    bias = torch.randn(rows, device=DEVICE).to(dtype)
+    wide = x.double().cpu().numpy()
+    expected = wide @ dense[0].T + bias.double().cpu().numpy()
+    check(quant_trellis.linear(x, weight, bias), expected)
+
+
+def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its interpreter is other tests' business."""
+
+    def combined(y: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        return (y.view(*shares.shape, -1).float() * shares.unsqueeze(-1)).sum(1).to(y.dtype)
+
+    def order(ids: torch.Tensor, num_experts: int, rows: int) -> Order:
+        slots, blocks = [], []
+        for expert in range(num_experts):
+            own = torch.nonzero(ids.reshape(-1) == expert)[:, 0].tolist()
+            for begin in range(0, len(own), rows):
+                part = own[begin : begin + rows]
+                slots += part + [ids.numel()] * (rows - len(part))
+                blocks.append(expert)
+        return Order(
+            torch.tensor([*slots], dtype=torch.int32),
+            torch.tensor([*blocks, -1], dtype=torch.int32),
+        )
+
+    monkeypatch.setattr(quant_trellis, "combined", combined)
+    monkeypatch.setattr(quant_trellis, "order_by_expert", order)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_experts(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, inner, count = 128, 128, 3
+    (gate_up, first), (down, second) = (
+        trellis(2 * inner, hidden, 128, count),
+        trellis(hidden, inner, 128, count),
+    )
+    x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
+    ids = torch.tensor([[2, 0], [1, 2], [0, 1]], device=DEVICE)[:tokens]
+    shares = torch.rand(tokens, 2, device=DEVICE)
+    if not HAS_GPU:
+        monkeypatch.setattr(quant_trellis, "_ALONE", 3)
+        without_triton(monkeypatch)
+    got = quant_trellis.moe_experts(x, ids, shares, gate_up, down)
+    expected = np.zeros((tokens, hidden))
+    for token in range(tokens):
+        for nth in range(2):
+            expert = int(ids[token, nth])
+            gate, up = np.split(first[expert] @ x[token].double().cpu().numpy(), 2)
+            inside = gate / (1 + np.exp(-gate)) * up
+            expected[token] += float(shares[token, nth]) * (second[expert] @ inside)
+    check(got, expected)
+
+
+@pytest.mark.parametrize("tokens", [14, 30, 150] if HAS_GPU else [14, 30])
+def test_experts_of_many_rows(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, inner, count = 256, 192, 3
+    gate_up, first = trellis(2 * inner, hidden, 128, count)
+    down, second = trellis(hidden, inner, 64, count)
+    x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
+    ids = torch.rand(tokens, count, device=DEVICE).topk(2, -1)[1]
+    shares = torch.rand(tokens, 2, device=DEVICE)
+    if not HAS_GPU:
+        without_triton(monkeypatch)
+    got = quant_trellis.moe_experts(x, ids, shares, gate_up, down)
+    wide, expected = x.double().cpu().numpy(), np.zeros((tokens, hidden))
+    for token in range(tokens):
+        for nth in range(2):
+            expert = int(ids[token, nth])
+            gate, up = np.split(first[expert] @ wide[token], 2)
+            inside = gate / (1 + np.exp(-gate)) * up
+            expected[token] += float(shares[token, nth]) * (second[expert] @ inside)
+    check(got, expected)
+
+
+def test_rows_do_not_depend_on_each_other() -> None:
+    weight, _ = trellis(64, 256, 128)
+    x = torch.randn(9, 256, device=DEVICE).bfloat16()
+    crowd = quant_trellis.linear(x, weight, None)
+    assert torch.equal(quant_trellis.linear(x[:2], weight, None), crowd[:2])

@@ -1,0 +1,54 @@
+"""Packed weights: every format's cells against the definition, on the GPU or in Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fastdeploy_core.testing.conformance import test_quantized_ops
+from fastdeploy_core.testing.conformance.test_kv_formats import KVFormatConformance
+from fastdeploy_core.testing.conformance.test_quantized_ops import QuantizedOpsConformance
+from test_kernels import HAS_GPU, OnCuda
+
+# Of the conformance kit's batches or shapes and cache formats: every way through the kernels.
+IN_INTERPRETER = {
+    ("mixed", "int8"),
+    ("mixed", "int4_zp"),
+    ("gqa 6:2, narrow values", "float8_e4m3fn"),
+}
+
+
+class TestQuantized(OnCuda, QuantizedOpsConformance):
+    """All formats of the core."""
+
+    if not HAS_GPU:
+
+        @pytest.fixture(params=["float32"])
+        def dtype(self, request: pytest.FixtureRequest) -> str:
+            return str(request.param)
+
+        @pytest.fixture(autouse=True)
+        def few_shapes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+            """Interpreting takes its time: one row, and uneven tiles."""
+            monkeypatch.setattr(test_quantized_ops, "TOKENS", (0, 1, 7))
+
+    def test_nothing_is_left_to_the_reference(self, kernels: Any) -> None:
+        from fastdeploy_core.contracts.quant_formats import FORMAT_OPERATIONS
+
+        origins = kernels.origins()
+        assert {o for o in FORMAT_OPERATIONS if origins[o] != "fd-cuda"} == set()
+
+
+class TestCacheFormats(OnCuda, KVFormatConformance):
+    """Attention over quantized caches."""
+
+    def _driver(self, request: Any, device: Any, kernels: Any, spec: Any, size: int) -> Any:
+        from fd_cuda.attention.quantized import QuantizedAttention
+
+        if spec.kind == "mla":
+            pytest.skip("latent rows are left to the reference")
+        given = request.node.callspec.params
+        case = (given.get("batch", given.get("shape")), given["name"])
+        if not HAS_GPU and case not in IN_INTERPRETER:
+            pytest.skip("runs on a GPU; interpreting takes its time")
+        return QuantizedAttention(spec, size, device, kernels)

@@ -1,0 +1,61 @@
+"""Whole engines on a GPU: the tokens of the reference device, of eager steps, and of any batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastdeploy_core.testing.generate import sampled_tokens
+
+pytestmark = pytest.mark.device("cuda")
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "ernie-tiny"
+MAX_TOKENS = 48
+GREEDY: dict[str, Any] = {}
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 40}
+PENALISED = {"temperature": 0.7, "repetition_penalty": 1.1, "presence_penalty": 0.4}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Lengths around a block, a common prefix, and more rows than the smallest recordings have."""
+    if not list(DEMO.glob("*.safetensors")):
+        pytest.skip("this tree holds no demo weights (models/ernie-tiny/*.safetensors)")
+    rng = np.random.default_rng(5)
+    found = [rng.integers(3, 400, n).tolist() for n in (1, 7, 63, 64, 65, 200, 9, 30, 2, 128, 17)]
+    return [*found, [*found[5][:130], 9, 4]]
+
+
+def tokens(prompts: list[list[int]], *samplings: dict[str, Any], **settings: Any) -> list[Any]:
+    """What a fresh engine says, for each of the samplings: all prompts together, then one by one."""
+    values = {"max_model_len": 512, "max_num_seqs": 16, "num_gpu_blocks_override": 256, **settings}
+    return sampled_tokens(DEMO, prompts, list(samplings), max_tokens=MAX_TOKENS, **values)["runs"]
+
+
+def on_gpu(prompts: list[list[int]], *samplings: dict[str, Any], **settings: Any) -> list[Any]:
+    values = {"device": "cuda", "tensor_library": "torch", **settings}
+    return tokens(prompts, *samplings, **values)
+
+
+def test_greedy_tokens_equal_the_reference_devices_in_float32(prompts: list[list[int]]) -> None:
+    (expected,) = tokens(prompts, GREEDY, device="cpu", tensor_library="torch", dtype="float32")
+    (found,) = on_gpu(prompts, GREEDY, dtype="float32")
+    assert found["together"] == expected["together"]
+    assert found["alone"] == expected["together"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recorded_steps_give_the_tokens_of_eager_steps(
+    prompts: list[list[int]], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit where rows do not depend on the batch, which recordings pad to larger ones."""
+    monkeypatch.setenv("FD_BATCH_INVARIANT", "1")
+    samplings = (GREEDY, SAMPLED, PENALISED)
+    recorded = on_gpu(prompts, *samplings, dtype=dtype)
+    eager = on_gpu(prompts, *samplings, dtype=dtype, enforce_eager=True)
+    for sampling, found, expected in zip(samplings, recorded, eager, strict=True):
+        assert found["together"] == expected["together"], sampling
+        assert found["alone"] == found["together"], sampling

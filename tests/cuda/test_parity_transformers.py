@@ -1,0 +1,171 @@
+"""Every architecture on a GPU against transformers on the same GPU, in float32 and in bfloat16.
+
+Checkpoints are random and written by transformers: the small odd ones of the CPU suite, and wide ones
+whose shapes reach the kernels that real models run on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastdeploy_core.config.arguments import build_engine_config
+from fastdeploy_core.models.shapes import read_shapes
+from fastdeploy_core.plugins.resolve import resolve
+from tests.checkpoints import NUM_GREEDY, VARIANTS, VOCAB, WIDE_VARIANTS, build
+from tests.paged import PagedModel
+
+pytestmark = pytest.mark.device("cuda")
+
+# Largest difference of two logits over the largest logit, TF32 off on both sides.
+FLOAT32_TOLERANCE = 1e-4
+# In bfloat16 both sides are wrong. Ours may be this many times as far from the float32 logits as
+# transformers' are (mean squares), and no further than this in any case: random routers have near ties,
+# and a token that visits another expert is far off on either side.
+BFLOAT16_RATIO = 1.5
+BFLOAT16_TOLERANCE = {"dense": 0.06, "experts": 0.3}
+PROMPT_LENGTHS = (5, 23, 150)
+
+
+@pytest.fixture(scope="module", params=[*VARIANTS, *WIDE_VARIANTS])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made anew, or kept in the folder FD_TEST_CHECKPOINTS, since transformers takes its time."""
+    kept = os.environ.get("FD_TEST_CHECKPOINTS")
+    folder = Path(kept) if kept else tmp_path_factory.mktemp("checkpoints")
+    if not (folder / request.param / "reference.npz").exists():
+        build(folder, [request.param])
+    return folder / request.param
+
+
+@pytest.fixture(scope="module")
+def prompts() -> dict[str, list[int]]:
+    rng = np.random.default_rng(11)
+    return {str(n): rng.integers(3, VOCAB, n).tolist() for n in PROMPT_LENGTHS}
+
+
+class Theirs:
+    """transformers, with plain matrix products for attention and experts."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        import torch
+        import transformers
+
+        self._torch = torch
+        assert torch.get_float32_matmul_precision() == "highest", "TF32 is on"
+        options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
+        config = transformers.AutoConfig.from_pretrained(folder)
+        if hasattr(config, "_experts_implementation"):
+            options["experts_implementation"] = "eager"
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+        self.model = model.eval().cuda()
+
+    def logits(self, prompts: dict[str, list[int]]) -> dict[str, np.ndarray]:
+        """[tokens, vocabulary] of each."""
+        torch = self._torch
+        with torch.no_grad():
+            return {
+                name: self.model(torch.tensor([ids], device="cuda")).logits[0].float().cpu().numpy()
+                for name, ids in prompts.items()
+            }
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        """What follows, token by token."""
+        torch = self._torch
+        with torch.no_grad():
+            output = self.model(torch.tensor([prompt], device="cuda"), use_cache=True)
+            tokens = [int(output.logits[0, -1].argmax())]
+            while len(tokens) < count:
+                step = torch.tensor([tokens[-1:]], device="cuda")
+                output = self.model(step, past_key_values=output.past_key_values, use_cache=True)
+                tokens.append(int(output.logits[0, -1].argmax()))
+        return tokens
+
+
+def ours(folder: Path, dtype: str) -> PagedModel:
+    values = {"model": str(folder), "device": "cuda", "tensor_library": "torch", "dtype": dtype}
+    config = build_engine_config(values)
+    shapes = read_shapes(config.model.hf_config, 1)
+    resolved = resolve(
+        config, attention=[shapes.attention], moe=[] if shapes.moe is None else [shapes.moe]
+    )
+    return PagedModel(folder, "torch", device="cuda", dtype=dtype, drivers=resolved.load)
+
+
+def logits_of(model: PagedModel, prompts: dict[str, list[int]]) -> dict[str, np.ndarray]:
+    """All prompts in one step of uneven lengths."""
+    rows = model.step([(f"logits{name}", ids) for name, ids in prompts.items()])
+    return dict(zip(prompts, rows, strict=True))
+
+
+def mean_square_error(found: dict[str, np.ndarray], true: dict[str, np.ndarray]) -> float:
+    """Of all logits together, over their own mean square; its root."""
+    wrong = sum(float(np.square(found[n] - true[n], dtype=np.float64).sum()) for n in true)
+    return (wrong / sum(float(np.square(x, dtype=np.float64).sum()) for x in true.values())) ** 0.5
+
+
+def tolerance(checkpoint: Path) -> float:
+    has_experts = "moe" in checkpoint.name or "deepseek" in checkpoint.name
+    return BFLOAT16_TOLERANCE["experts" if has_experts else "dense"]
+
+
+@pytest.fixture(scope="module")
+def truth(checkpoint: Path, prompts: dict[str, list[int]]) -> Iterator[dict[str, Any]]:
+    theirs = Theirs(checkpoint, "float32")
+    yield {
+        "logits": theirs.logits(prompts),
+        "greedy": {name: theirs.greedy(ids, NUM_GREEDY) for name, ids in prompts.items()},
+    }
+
+
+def test_float32_logits_and_greedy_tokens_equal_transformers(
+    checkpoint: Path, prompts: dict[str, list[int]], truth: dict[str, Any]
+) -> None:
+    model = ours(checkpoint, "float32")
+    found = logits_of(model, prompts)
+    largest = max(float(np.abs(x).max()) for x in truth["logits"].values())
+    error = max(float(np.abs(found[n] - x).max()) for n, x in truth["logits"].items()) / largest
+    print(f"{checkpoint.name} float32: largest difference {error:.1e} of the largest logit")
+    assert error < FLOAT32_TOLERANCE
+    # A prompt alone, then decode steps of all rows together.
+    assert model.greedy(prompts, NUM_GREEDY) == truth["greedy"]
+
+
+def test_bfloat16_logits_are_as_near_to_float32_as_those_of_transformers(
+    checkpoint: Path, prompts: dict[str, list[int]], truth: dict[str, Any]
+) -> None:
+    found = logits_of(ours(checkpoint, "bfloat16"), prompts)
+    theirs = Theirs(checkpoint, "bfloat16").logits(prompts)
+    mine = mean_square_error(found, truth["logits"])
+    other = mean_square_error(theirs, truth["logits"])
+    between = mean_square_error(found, theirs)
+    print(
+        f"{checkpoint.name} bfloat16: {mine:.4f} from float32, transformers {other:.4f}, "
+        f"{between:.4f} between the two"
+    )
+    assert mine < tolerance(checkpoint)
+    assert mine < BFLOAT16_RATIO * other
+
+
+def test_bfloat16_decode_steps_give_the_logits_of_the_prompt(
+    checkpoint: Path, prompts: dict[str, list[int]], truth: dict[str, Any]
+) -> None:
+    """Token by token through the kernels of decode steps, against the float32 logits of the whole."""
+    model, first = ours(checkpoint, "bfloat16"), 3
+    names = [n for n in prompts if len(prompts[n]) > first + 12]
+    model.step([(n, prompts[n][:first]) for n in names])
+    found: dict[str, list[np.ndarray]] = {n: [] for n in names}
+    for at in range(first, first + 12):
+        for name, row in zip(
+            names, model.step([(n, [prompts[n][at]]) for n in names]), strict=True
+        ):
+            found[name].append(row[0])
+    decoded = {n: np.stack(rows) for n, rows in found.items()}
+    true = {n: truth["logits"][n][first : first + 12] for n in names}
+    error = mean_square_error(decoded, true)
+    print(f"{checkpoint.name} bfloat16, decode steps: {error:.4f} from float32")
+    assert error < tolerance(checkpoint)
