@@ -119,7 +119,10 @@ def test_an_unknown_architecture_is_told_what_there_is() -> None:
         ({"hidden_act": "gelu"}, "gelu"),
         ({"use_sliding_window": True}, "sliding-window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, r"longrope.*possible: default, factors, linear"),
+        (
+            {"rope_scaling": {"rope_type": "longrope"}},
+            r"longrope.*possible: default, factors, linear",
+        ),
     ],
 )
 def test_what_would_give_wrong_answers_is_refused(change: dict[str, Any], message: str) -> None:

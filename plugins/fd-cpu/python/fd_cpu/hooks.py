@@ -61,7 +61,9 @@ def fd_attention_backends(question: AttentionQuestion) -> list[Candidate]:
         reason = f"cache format {question.kv_dtype!r}; possible: auto, {spec.dtype}"
         return [Candidate(_ATTENTION, Decline(reason))]
     if spec.kind == "gqa" and spec.head_dim % 2 and spec.dtype != "float32":
-        return [Candidate(_ATTENTION, Decline(f"heads {spec.head_dim} wide; possible: even numbers"))]
+        return [
+            Candidate(_ATTENTION, Decline(f"heads {spec.head_dim} wide; possible: even numbers"))
+        ]
     if question.block_size % 16:
         reason = f"KV blocks of {question.block_size} tokens; possible: multiples of 16"
         return [Candidate(_ATTENTION, Decline(reason))]
