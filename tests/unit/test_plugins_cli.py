@@ -21,6 +21,7 @@ from tests.plugin_modules import core_entry, entry
 @pytest.fixture
 def stranger(tmp_path, monkeypatch):
     """A distribution fd-chip with a device, hooks and an attention driver, on sys.path."""
+    monkeypatch.setenv("FD_PLUGINS_DISABLED", "fd-cpu")  # whose device would win where it is built
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "chip.py").write_text(
         textwrap.dedent(

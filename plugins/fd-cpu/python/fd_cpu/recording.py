@@ -120,7 +120,7 @@ class Recorder:
             logger.info("a recorded step repeats its call: %s is part of it", recording.foreign)
             return RepeatedCall(run, recording.foreign)
         self._finished.add(recording)
-        logger.info("a recorded step is a plan of %d operations", len(recording.native))
+        logger.debug("a recorded step is a plan of %d operations", len(recording.native))
         return NativeGraph(team, recording)
 
 
