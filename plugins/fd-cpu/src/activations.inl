@@ -45,13 +45,13 @@ FDCPU_INLINE void quantize_row(const PackedMatrix &w, const float *row, const Ac
             using Narrow = uint8_t __attribute__((vector_size(16)));
             store_as(bytes + g * w.group + k, __builtin_convertvector(U(q + offset), Narrow));
         }
-        int32_t lanes[kLanes], sum = 0;
+        uint32_t lanes[kLanes], sum = 0;
         store_as(lanes, total);
-        for (int32_t lane : lanes) sum += lane;
+        for (uint32_t lane : lanes) sum += lane;
         // A value that is no number must reach the result, not vanish in an integer.
         const bool is_finite = std::isfinite(sum_of_squares(x, w.group));
         out.scales[m * out.groups + g] = is_finite ? scale : std::nanf("");
-        out.sums[m * out.groups + g] = sum;
+        out.sums[m * out.groups + g] = is_finite ? int32_t(sum) : 0;
     }
 }
 
