@@ -211,7 +211,7 @@ def show(title: str, rows: list[Engine], floor: float, points: list[str]) -> Non
     if "decode 1" in points:
         print(f"{'floor (bytes / bandwidth)':<{width}}{floor:>14.1f}")
     peer = next((row for row in rows if row.kind == "llama.cpp" and row.seen), None)
-    if peer is None:
+    if peer is None or not any(row.seen for row in rows if row is not peer):
         return
     print(f"in relation to {peer.label}:")
     for row in rows:

@@ -62,7 +62,7 @@ def fastdeploy(asked: dict[str, Any]) -> dict[str, Any]:
         num_threads=asked["threads"],
         max_model_len=length,
         max_num_seqs=most,
-        max_num_batched_tokens=max(2048, longest),
+        max_num_batched_tokens=min(max(2048, longest), length * most),
         kv_cache_memory_bytes=asked["kv_bytes"],
         enable_prefix_caching=False,
     ) as llm:
