@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from .kv_formats import KV_OPERATIONS
 from .quant_formats import FORMAT_OPERATIONS
@@ -39,6 +39,8 @@ OPERATIONS: Final[dict[str, str]] = {
     "qk_norm": "(q [T,Hq,D], k [T,Hk,D], q_weight [D], k_weight [D], eps) -> (q, k), each head rms_norm'ed; "
     "q and k may be slices of one tensor and may be overwritten",
     "linear_float32": "(x [T,K], weight [N,K] float32) -> [T,N] float32; computed in float32",
+    "linear_logits": "(x [T,K], weight [V,K], bias [V] | None) -> [T,V] float32; linear, not rounded to x's "
+    "dtype where the kernel can help it",
     "greedy_linear": "(x [T,K], weight [V,K], bias [V] | None) -> (ids [T] int64, peaks [T] float32): "
     "greedy of the float32 logits linear(x), and the logits it chose",
     # KV cache
@@ -109,16 +111,28 @@ class Kernel:
     """A table cell that says more than its target.
 
     `predicate` ("module:function", taking a mapping of model facts): the cell is used only where it
-    returns True. `prepare` ("module:function", PackedWeight -> anything): lays a weight out for this
+    returns True. `prepare` ("module:function", weight -> anything): lays a weight out for this
     very cell, once after loading; the operation is then handed the result in the weight's place. With
     `composes` the target is called once with the finished table and returns the kernel: it combines
     others, whoever they come from.
+
+    Plain weights are prepared for "linear", "gated_linear" or "linear_float32". What "linear" makes is
+    also handed to "norm_linear", "linear_add", "linear_logits" and "greedy_linear", and, where
+    embedding and head share their weight, to "embedding": a table that prepares "linear" either fills
+    these itself or leaves them to the reference's compositions, "embedding" it fills in any case.
+    Other weights of "embedding" stay as they are. `formats`, of "linear" and "gated_linear": internal
+    formats (quant_formats.py) whose PackedWeights `prepare` takes as well; layers in these formats are
+    then computed by the plain operations. `activations`, of a linear_<format> whose format leaves them
+    as they are: "int8" rounds x to int8 by absmax / 127, for each token and each group of inputs that
+    shares a scale, and so do plain products of that format.
     """
 
     target: str
     predicate: str = ""
     prepare: str = ""
     composes: bool = False
+    formats: tuple[str, ...] = ()
+    activations: Literal["", "int8"] = ""
 
 
 class KernelTable(Protocol):
@@ -135,7 +149,16 @@ class KernelTable(Protocol):
         ...
 
     def prepare(self, operation: str, weight: Any) -> Any:
-        """The weight as the chosen cell of that operation wants it; itself where the cell has no wish."""
+        """The weight (a tensor or a PackedWeight) as the chosen cell of that operation wants it; itself
+        where the cell has no wish. The rows of a plain weight of "gated_linear" are gate then up."""
+        ...
+
+    def takes(self, operation: str, format_name: str) -> bool:
+        """Whether `prepare` of that plain operation takes PackedWeights of the internal format."""
+        ...
+
+    def activations(self, operation: str) -> str:
+        """Kernel.activations of the chosen cell."""
         ...
 
     def origins(self) -> Mapping[str, str]:

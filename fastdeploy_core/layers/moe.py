@@ -51,6 +51,7 @@ class MoEBlock:
             spec.hidden_size,
             dtype="float32",
             quantize=False,
+            kernel="linear_float32",
         )
         self._scores = build.kernels["linear_float32"]
         self._bias: Tensor | None = None

@@ -32,6 +32,7 @@ TABLE: Final[dict[str, str | Kernel]] = {
             "linear_add",
             "qk_norm",
             "linear_float32",
+            "linear_logits",
             "greedy_linear",
         )
     },

@@ -50,11 +50,14 @@ def graph_sizes(
         if applies:
             return (), f"recorded decode steps: none, {why}"
     most = min(config.batch.max_num_seqs, config.graphs.max_size or config.batch.max_num_seqs)
+    usual = (most,) if limits.graph_any_size else ladder(most)
     buckets = limits.step_buckets.decode_rows if limits.step_buckets else None
-    wanted = config.graphs.sizes or buckets or ladder(most)
+    wanted = config.graphs.sizes or buckets or usual
     sizes = tuple(size for size in wanted if size <= most)
     if not sizes:
         return (), f"recorded decode steps: none, no size up to {most} is among {list(wanted)}"
+    if limits.graph_any_size:
+        return sizes, f"recorded decode steps: up to {sizes[-1]} rows"
     return sizes, f"recorded decode steps: {len(sizes)} sizes, {sizes[0]} to {sizes[-1]} rows"
 
 

@@ -86,7 +86,9 @@ class Uploads:
         self._capacity = max(1024, 2 * total)
         self._target = xp.zeros((self._capacity * 8,), dtype=xp.uint8, device=device.device)
         self._numbers = self._target.view(xp.int64)
-        self._free = deque((device.host_buffer(self._capacity * 8), None) for _ in range(NUM_SOURCES))
+        self._free = deque(
+            (device.host_buffer(self._capacity * 8), None) for _ in range(NUM_SOURCES)
+        )
 
 
 class Downloads:

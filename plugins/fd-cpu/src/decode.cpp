@@ -10,6 +10,12 @@ namespace {
 constexpr int64_t kNotAccepted = -1, kNotFinite = -2, kNothingPossible = -3;
 }
 
+int64_t count_tokens(const PrepareDecodeOp &op) {
+    int64_t rows = op.num_rows;
+    while (rows > 0 && op.slots[rows - 1] >= op.num_slots - 1) --rows;
+    return rows * op.width;
+}
+
 void prepare_decode(const PrepareDecodeOp &op, const Worker &worker) {
     int64_t first, last;
     worker.share(op.num_rows, first, last);

@@ -37,6 +37,8 @@ struct RoutingOp {
 };
 
 void prepare_decode(const PrepareDecodeOp &op, const Worker &worker);
+// Tokens up to the last row that is somebody's.
+int64_t count_tokens(const PrepareDecodeOp &op);
 void finish_decode(const FinishDecodeOp &op, const Worker &worker);
 void mark_broken(const MarkBrokenOp &op, const Worker &worker);
 void route(const RoutingOp &op, const Worker &worker);
