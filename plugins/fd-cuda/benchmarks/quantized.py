@@ -44,7 +44,10 @@ EXPERTS = {
 }
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 4096)
 LARGE_KINDS = ("wint4", "tet2")  # of experts that fill gigabytes
-TRELLIS = QuantFormat("tet2", "fd-quant-wint2's code", MappingProxyType({}), "")
+_CODE = "fd_quant_wint2.code"  # many rows are multiplied with what it decodes
+TRELLIS = QuantFormat(
+    "tet2", "trellis", MappingProxyType({}), f"{_CODE}:dequantize", f"{_CODE}:rotate_inputs"
+)
 DTYPE, DEVICE = torch.bfloat16, "cuda"
 
 
