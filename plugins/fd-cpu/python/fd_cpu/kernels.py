@@ -40,6 +40,14 @@ TABLE: Final[dict[str, str | Kernel]] = {
         )
         for name in FORMATS
     },
+    **{
+        f"moe_experts_{name}": Kernel(
+            "fd_cpu.moe:moe_experts",
+            prepare="fd_cpu.moe:prepare_experts",
+            activations="int8" if name.startswith("wint") else "",
+        )
+        for name in FORMATS
+    },
 }
 
 
