@@ -89,10 +89,10 @@ def device_of(inventory: Inventory, name: str) -> str:
 def kind_of(inventory: Inventory, name: str) -> str:
     """The kind of the driver named; ConfigError when the name alone does not say."""
     kinds = list(dict.fromkeys(e.kind for e in inventory.entries if e.name == name))
-    # A device, the table of its kernels and its hooks share a name and are checked together.
+    # A device and what runs on it may share a name; the device is checked with all of that.
     kinds = [k for k in kinds if k != HOOKS]
-    if "device" in kinds and "kernels" in kinds:
-        kinds.remove("kernels")
+    if "device" in kinds:
+        return "device"
     if len(kinds) == 1:
         return kinds[0]
     if kinds:

@@ -54,15 +54,32 @@ OPERATIONS: Final[dict[str, str]] = {
     # Decode steps on the device: S slots hold a sequence each, but the last one nobody's, which stands
     # in for missing rows. W block numbers per slot, up to k drafts. q tokens per row, q <= 1 + k.
     "prepare_decode": "(slots [B] int64: of each row, tables [S,W] int32, num_computed [S] int64, newest "
-    "[S] int64, drafts [S,k] int64, num_drafts [S] int64, block_size, input_ids [B*q] int64, positions "
+    "[S] int64, drafts [S,k] int64, num_drafts [S] int64, room [S] int64, block_size, input_ids [B*q] int64, positions "
     "[B*q] int64, slot_mapping [B*q] int64, seq_lens [B] int32, block_tables [B,W] int32) -> None; fills "
     "the last five: token 0 of a row is its newest one at position num_computed, token j its j-th draft at "
     "num_computed + j, seq_lens is num_computed + q. Tokens behind num_drafts: id 0, slot_mapping -1, the "
-    "row's first position. Rows of the last slot: that for all tokens, seq_lens 0",
+    "row's first position. Rows of the last slot, and those whose num_computed is not below their room: id "
+    "0, slot_mapping -1 and position 0 for all tokens, seq_lens 0",
+    "judge_drafts": "(slots [B] int64, drawn [B,q] int64, marked [B,q] int64: see mark_broken, drafts [S,k] "
+    "int64, num_drafts [S] int64) -> [B] int64: how many leading drafts of the row, of num_drafts and at most "
+    "q - 1, are what was drawn in their place, before one behind which marked is negative",
+    "keep_drafts": "(slots [B] int64, proposals [B,n] int64, limit [1] int64, vocab_size, num_computed [S] "
+    "int64, room [S] int64, drafts [S,k] int64, num_drafts [S] int64) -> [B,n] int64; in place, n <= k: "
+    "each row's proposals up to the first outside 0 to vocab_size - 1 become its drafts, at most limit of "
+    "them and room - 1 - num_computed; what was taken is returned, behind it -1, or -2 for what is neither "
+    "a token nor -1. The last slot gets none",
     "finish_decode": "(slots [B] int64, drawn [B*q] int64, marked [B*q] int64, num_accepted [B] int64 | "
     "None: all 0, num_computed [S] int64, newest [S] int64, results [B,q] int64) -> None; in place, with a "
     "accepted drafts: newest becomes drawn token a of the row, num_computed grows by 1 + a, results are "
     "the row's marked tokens up to a, then -1. The last slot stays as it is",
+    # Tokens of S sequences of which L fit, row S - 1 nobody's.
+    "append_history": "(slots [B] int64, results [B,q] int64: of finish_decode, num_computed [S] int64: behind "
+    "it, history [S,L] int32) -> None; in place: the row's leading results that are not negative stand up to "
+    "position num_computed",
+    "match_ngrams": "(history [S,L] int32, slots [B] int64, num_known [B] int64, min_size, max_size, n) -> "
+    "[B,n] int64: what followed the last tokens of the first num_known where the longest end of them, of "
+    "min_size to max_size tokens, stood before, at the latest such place; behind the newest token it goes on "
+    "with itself. -1 where there is none",
     # Mixture of experts
     "moe_routing": "(router_logits [T,E] float32, correction_bias [E] | None, spec: RoutingSpec) "
     "-> (topk_ids [T,k] int64, topk_weights [T,k] float32)",

@@ -42,6 +42,8 @@ class Columns:
         self.awaits = np.zeros(0, dtype=np.int64)  # step in flight that makes or judges its drafts
         self.is_running = np.zeros(0, dtype=bool)
         self.is_plain = np.zeros(0, dtype=bool)  # a result is a token, and nothing else
+        # Plain, and what it draws depends on nothing that the host would have to know before.
+        self.goes_ahead = np.zeros(0, dtype=bool)
 
     def take(self, seq_id: int) -> int:
         """A clean place."""

@@ -39,7 +39,7 @@ def native(paddle):
 def still(panel):
     """No faults, no delays before or after."""
     quiet = dict.fromkeys(
-        ("delay_us", "fail_alloc_at", "fail_copy_at", "fail_launch_at", "lost"), 0
+        ("delay_us", "limit_bytes", "fail_alloc_at", "fail_copy_at", "fail_launch_at", "lost"), 0
     )
     panel.set(**quiet)
     yield panel
@@ -134,12 +134,30 @@ def test_memory_ends_honestly_and_comes_back(paddle, still):
     assert still.get("used_bytes") - before >= 2**26
 
 
+def test_shapes_not_met_before_are_counted(paddle, still):
+    def add(rows):
+        with still.counting() as counted:
+            (tensor(paddle, np.ones((rows, 3))) + 1.0).numpy()
+        return counted.get("programs", 0)
+
+    assert add(17) > 0 and add(17) == 0 and add(19) > 0
+
+
 def test_one_failed_allocation_is_one_error(paddle, still):
     still.set(fail_alloc_at=1)
     with pytest.raises(OSError, match="error code is : 2"):
         paddle.ones([3 * 2**23], device=DEVICE)  # more than paddle's allocator holds by now
     assert still.get("fail_alloc_at") == 0
     assert paddle.ones([3 * 2**23], device=DEVICE)[:2].numpy().tolist() == [1, 1]
+
+
+def test_memory_can_be_taken_by_somebody_else(paddle, still):
+    still.set(limit_bytes=still.get("used_bytes"))
+    with still.counting() as counted, pytest.raises(OSError, match="error code is : 2"):
+        paddle.ones([5 * 2**23], device=DEVICE)
+    still.set(limit_bytes=0)
+    assert counted["refused_allocs"] >= 1
+    assert paddle.ones([5 * 2**23], device=DEVICE)[:2].numpy().tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("knob", ["fail_copy_at", "fail_launch_at"])
