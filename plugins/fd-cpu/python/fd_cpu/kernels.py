@@ -267,6 +267,7 @@ def prepare_decode(
     newest: Tensor,
     drafts: Tensor,
     num_drafts: Tensor,
+    room: Tensor,
     block_size: int,
     *results: Tensor,
 ) -> None:
@@ -274,7 +275,7 @@ def prepare_decode(
     t, num_rows = team(), int(slots.shape[0])
     if num_rows == 0:
         return
-    tensors = (slots, tables, num_computed, newest, drafts, num_drafts, *results)
+    tensors = (slots, tables, num_computed, newest, drafts, num_drafts, room, *results)
     t.owns(*tensors)
     sizes = (
         num_rows,
