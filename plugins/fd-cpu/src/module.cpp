@@ -166,8 +166,8 @@ void submit_prepare_decode(Runtime &runtime, std::vector<uintptr_t> a, std::vect
     nb::gil_scoped_release release;
     const PrepareDecodeOp op{at<const int64_t>(a[0]), at<const int32_t>(a[1]), at<const int64_t>(a[2]),
                              at<const int64_t>(a[3]), at<const int64_t>(a[4]), at<const int64_t>(a[5]),
-                             at<int64_t>(a[6]), at<int64_t>(a[7]), at<int64_t>(a[8]), at<int32_t>(a[9]),
-                             at<int32_t>(a[10]), n[0], n[1], n[2], n[3], n[4], n[5]};
+                             at<const int64_t>(a.at(6)), at<int64_t>(a.at(7)), at<int64_t>(a.at(8)),
+                             at<int64_t>(a.at(9)), at<int32_t>(a.at(10)), at<int32_t>(a.at(11)), n[0], n[1], n[2], n[3], n[4], n[5]};
     runtime.submit_first([op](const Worker &w) { prepare_decode(op, w); }, [op] { return count_tokens(op); });
 }
 

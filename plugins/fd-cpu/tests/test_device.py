@@ -36,7 +36,7 @@ def slots_of(device, rows, num_slots=9):
         return xp.zeros(shape, dtype=dtype or xp.int64)
 
     state = [zeros(num_slots, 2, dtype=xp.int32), zeros(num_slots), zeros(num_slots)]
-    state += [zeros(num_slots, 0), zeros(num_slots)]
+    state += [zeros(num_slots, 0), zeros(num_slots), zeros(num_slots) + 16]
     batch = [zeros(rows), zeros(rows), zeros(rows), zeros(rows, dtype=xp.int32)]
     batch.append(zeros(rows, 2, dtype=xp.int32))
     return xp.arange(rows, dtype=xp.int64), state, batch

@@ -40,6 +40,14 @@ TABLE: Final[dict[str, str | Kernel]] = {
         )
         for name in FORMATS
     },
+    **{
+        f"moe_experts_{name}": Kernel(
+            "fd_cpu.moe:moe_experts",
+            prepare="fd_cpu.moe:prepare_experts",
+            activations="int8" if name.startswith("wint") else "",
+        )
+        for name in FORMATS
+    },
 }
 
 
@@ -259,6 +267,7 @@ def prepare_decode(
     newest: Tensor,
     drafts: Tensor,
     num_drafts: Tensor,
+    room: Tensor,
     block_size: int,
     *results: Tensor,
 ) -> None:
@@ -266,7 +275,7 @@ def prepare_decode(
     t, num_rows = team(), int(slots.shape[0])
     if num_rows == 0:
         return
-    tensors = (slots, tables, num_computed, newest, drafts, num_drafts, *results)
+    tensors = (slots, tables, num_computed, newest, drafts, num_drafts, room, *results)
     t.owns(*tensors)
     sizes = (
         num_rows,

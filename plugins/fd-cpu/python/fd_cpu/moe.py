@@ -66,6 +66,36 @@ class X86MoE:
         return run_experts(x, topk_ids, topk_weights, weights)
 
 
+class Undecided:
+    """All experts' matrices of one kind, until it is known whether they are gate-up or down: kernels of
+    the table are told by the place of their argument."""
+
+    def __init__(self, weight: PackedWeight) -> None:
+        self._weight: PackedWeight | None = weight
+        self.packed: list[Packed] = []
+
+    def pack(self, dtype: Any, *, gated: bool) -> list[Packed]:
+        """Once; the tensors are then given back."""
+        if self._weight is not None:
+            weight, self._weight = self._weight, None
+            experts = range(weight.num_experts)
+            self.packed = [pack_format(weight.expert(e), dtype, gated=gated) for e in experts]
+        return self.packed
+
+
+def prepare_experts(weight: PackedWeight) -> Undecided:
+    """Kernel.prepare of every moe_experts_<format>."""
+    return Undecided(weight)
+
+
+def moe_experts(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Undecided, down: Undecided
+) -> Tensor:
+    """For drivers that go through the table; X86MoE has its weights at hand."""
+    experts = PackedExperts(gate_up.pack(x.dtype, gated=True), down.pack(x.dtype, gated=False))
+    return run_experts(x, topk_ids, topk_weights, experts)
+
+
 def run_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts) -> Tensor:
     """Weighted sum over the chosen experts, [num_tokens, hidden]."""
     t, x = team(), x.contiguous()
