@@ -18,8 +18,9 @@ TRY_AGAIN = 256
 TRY_AGAIN_AT_MOST = 4096
 # Share of the time that trials may cost where drafts turn out not to pay.
 TRIAL_SHARE = 0.01
-# What another number must promise before it is taken.
-GAIN = 1.03
+# What another number must promise before it is taken, and what drafts must promise at all: sequences whose
+# drafts fare worse than others' end later, which a step's speed does not show.
+GAIN, LEAST_GAIN = 1.03, 1.08
 # Share that an older step's result keeps with every new one, and when drafts are tried once more.
 KEPT, KEPT_FOR_TRIAL = 0.98, 0.05
 # Rows that what is expected of a place counts for, beside what was seen there.
@@ -180,6 +181,10 @@ class DraftLength:
             for number in range(self._most + 1)
         }
         best = max(speed, key=lambda number: (speed[number], -number))
+        if speed[best] < LEAST_GAIN * speed[0]:
+            if size.best:
+                size.pause = TRY_AGAIN
+            best = size.best = 0
         if speed[best] > GAIN * speed[size.best]:
             size.best, size.pause = best, TRY_AGAIN
         elif size.is_trial:

@@ -84,18 +84,24 @@ class StepPlanner:
             self._kv.take_copies(),
             num_drafts,
             rests=self._settings.drafts_with_cache,
-            fills=self._length is not None and not self._length.is_off(self._num_rows()),
+            fills=bool(step.num_prefills)
+            and self._length is not None
+            and not self._length.is_off(self._num_rows()),
         )
 
     def _awaits_drafts(self) -> bool:
         """Whether tokens are on their way whose number depends on drafts."""
+        columns = self._roster.columns
+        if columns.newest_awaited <= columns.newest_arrived:
+            return False
         return bool((self._roster.columns.awaits[self._roster.running_places()] >= 0).any())
 
     def _num_drafts(self, length: DraftLength) -> int:
         """Drafts to ask for behind this step."""
-        if self._settings.drafts_with_cache and not self._can_draft().any():
+        number = length.choose(self._num_rows())
+        if number and self._settings.drafts_with_cache and not self._can_draft().any():
             return 0
-        return length.choose(self._num_rows())
+        return number
 
     def _num_rows(self) -> int:
         """Rows that the step, or the next one, will have."""
@@ -183,9 +189,10 @@ class StepPlanner:
         """How many drafts each row is fed. Every due row keeps a token of the budget; drafts get the
         rest, and blocks if some are free."""
         columns = self._roster.columns
-        drafts: np.ndarray = np.where(is_due, columns.num_drafts[places], 0)
+        drafts: np.ndarray = columns.num_drafts[places]
         if not (self._lookahead or drafts.any()):
             return None
+        drafts = np.where(is_due, drafts, 0)
         computed, limit = columns.computed[places], columns.limit[places]
         drafts = np.minimum(drafts, np.maximum(limit - columns.known[places] - 1, 0))
         drafts[columns.rested[places] > MAX_RESTED] = 0

@@ -242,14 +242,17 @@ class StepBuilder:
         `fills` its cache with them for later."""
         self.asked = max_drafts
         columns = self._columns
-        columns.awaits[step.awaited] = self._number
+        if step.awaited.size:
+            columns.newest_awaited = self._number
+            columns.awaits[step.awaited] = self._number
         if max_drafts or not rests:
             step.output.max_drafts = max_drafts
         elif self.num_prefills and fills:
             step.output.max_drafts = 0
         else:
             columns.rested[step.cohort.places] += 1
-            columns.rested[[row.seq.place for row in self._rows]] = NEVER
+            if self._rows:
+                columns.rested[[row.seq.place for row in self._rows]] = NEVER
 
     def _columns_of(self, cohort: Cohort) -> BatchRows:
         """Explicit rows for a message: the cohort's, then the others."""

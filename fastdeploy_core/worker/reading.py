@@ -114,7 +114,8 @@ class StepReader:
                 self._take_tokens(launched, next(arrays).copy())
             if launched.has_drafts:
                 drafts = next(arrays)
-        self._num_kept[rows.slots] = 0 if drafts is None else (drafts >= 0).sum(1)
+        if drafts is not None or rows.is_ahead:
+            self._num_kept[rows.slots] = 0 if drafts is None else (drafts >= 0).sum(1)
         if self._speculation is not None:
             began = time.perf_counter()
             launched.next_drafts = self._speculation.collect(launched, drafts)
