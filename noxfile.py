@@ -41,7 +41,7 @@ SIMULATED = ("simdevice", "gcu", "iluvatar", "metax", "gaudi", "xpu", "dcu")
 def _install_tests(session: nox.Session) -> None:
     session.install(TORCH)  # first and pinned, so that nothing below pulls another build
     session.install(PADDLE, *TEST_TOOLS, "-e", ".")
-    # fd-cpu needs a compiler; only its own tests use it.
+    # fd-cpu needs a compiler; only its own tests and tests/x86 use it.
     pure = (folder for folder in PLUGINS if folder != "plugins/fd-cpu")
     session.install("--no-deps", *(word for folder in pure for word in ("-e", folder)))
 
@@ -79,6 +79,7 @@ def tests(session: nox.Session) -> None:
             "pytest",
             *where,
             "--ignore=tests/vendors",
+            "--ignore=tests/x86",
             "-q",
             "-m",
             "not slow",
@@ -97,6 +98,8 @@ def plugins(session: nox.Session) -> None:
     _install_tests(session)
     session.install("--no-deps", "plugins/fd-cpu")
     libraries, arguments = _libraries(session)
+    for library in libraries:
+        session.run("pytest", "tests/x86", "-q", "--tensor", library, *arguments)
     for folder in PLUGINS:
         if folder.removeprefix("plugins/fd-") in SIMULATED:
             continue

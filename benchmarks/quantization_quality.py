@@ -70,6 +70,7 @@ ROWS = (
     Row("block_wise_fp8", "block_wise_fp8"),
     Row("wfp8afp8", "wfp8afp8"),
     Row("wint4, per output", WINT4),
+    Row("wint4, groups of 32", {**WINT4, "group_size": 32}),
     Row("wint4, groups of 64", {**WINT4, "group_size": 64}),
     Row("wint4, groups of 64, calibrated", {**WINT4, "group_size": 64}, calibrated=True),
     Row("wint4 (experts), wint8", "wint4"),

@@ -1,14 +1,11 @@
-"""Speculative methods on the demo model's tasks: acceptance, tokens per step, and speed beside none.
+"""Speculative methods on the demo model's tasks: acceptance and tokens per step.
 
     python benchmarks/speculative_acceptance.py                            # acceptance, k = 1 to 5
     python benchmarks/speculative_acceptance.py --methods mtp --k 1 3      # with fd-spec-mtp installed
-    python benchmarks/speculative_acceptance.py --speed --batch 1 8 32     # speed at k with adaptive length
-    python benchmarks/speculative_acceptance.py --overhead --batch 1 8     # drafting apart from verifying
 
 Questions are held out of the model's training; answers are greedy and end where the model ends them.
 Acceptance is accepted of all drafts. Tokens per step count the steps of one sequence after its prompt.
-Speed: an engine with the method and one without run in turns in one process; ratios are taken within a
-round, figures are medians over rounds. Method `draft_model` drafts with the first layers of the target.
+Method `draft_model` drafts with the first layers of the target. Speed is speculative_speed.py's.
 """
 
 from __future__ import annotations
@@ -18,10 +15,10 @@ import json
 import os
 import platform
 import shutil
-import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +33,6 @@ TASKS = (
     "reciting",
     "plain_copy",
 )
-REPETITIVE = ("copying", "reciting", "plain_copy")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -44,16 +40,17 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--model", default=str(ROOT / "models" / "ernie-tiny"))
     parser.add_argument("--methods", nargs="+", default=["ngram_match", "suffix", "draft_model"])
     parser.add_argument("--k", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--tasks", nargs="+", default=None)
     parser.add_argument("--count", type=int, default=20, help="questions of a task")
-    parser.add_argument("--speed", action="store_true", help="speed instead of acceptance")
-    parser.add_argument("--overhead", action="store_true", help="benchmark_mode: nothing accepted")
-    parser.add_argument("--fixed", action="store_true", help="with --speed: adaptive length off")
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--rounds", type=int, default=3)
+    add_arguments(parser)
+    return parser.parse_args()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """How engines are made; for speculative_speed.py, too."""
+    parser.add_argument("--model", default=str(ROOT / "models" / "ernie-tiny"))
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--draft-layers", type=int, default=2)
     parser.add_argument("--device", default="")
@@ -61,7 +58,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", action="store_true", help="print one JSON line as well")
-    return parser.parse_args()
+
+
+def print_conditions(options: argparse.Namespace) -> None:
+    """What is measured, and where."""
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    import fastdeploy_core
+
+    print(
+        f"fastdeploy {fastdeploy_core.__version__}, Python {platform.python_version()}, "
+        f"{options.dtype}, {options.threads} threads, device {options.device or 'automatic'}, "
+        f"{options.tensor_library or 'automatic'}, model {Path(options.model).name}"
+    )
 
 
 def questions(model: str, task: str, count: int) -> list[str]:
@@ -136,17 +144,31 @@ class Runs:
         return self._draft
 
 
-def generate(llm: Any, prompts: list[str], max_tokens: int) -> tuple[float, int, dict[str, Any]]:
-    """(seconds, tokens, change of the engine's counters)."""
+def generate(
+    llm: Any,
+    prompts: list[str],
+    max_tokens: int,
+    *,
+    ignore_eos: bool = False,
+    temperature: float = 0.0,
+    clock: Callable[[], float] = time.perf_counter,
+    answers: list[list[int]] | None = None,
+) -> tuple[float, int, dict[str, Any]]:
+    """(seconds, tokens, change of the engine's counters). `answers` gets the tokens."""
     from fastdeploy import SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    params = SamplingParams(
+        temperature=temperature, top_p=0.95, seed=1, max_tokens=max_tokens, ignore_eos=ignore_eos
+    )
     before = llm.get_metrics()
-    began = time.perf_counter()
+    began = clock()
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - began
+    seconds = clock() - began
     after = llm.get_metrics()
-    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    found = [list(output.outputs[0].token_ids) for output in outputs]
+    tokens = sum(map(len, found))
+    if answers is not None:
+        answers += found
     change = {
         name: after[name] - before[name]
         for name in after
@@ -190,84 +212,11 @@ def acceptance(runs: Runs) -> list[dict[str, Any]]:
     return rows
 
 
-def speed(runs: Runs) -> list[dict[str, Any]]:
-    """One row per method, k and batch size: speed beside none, in the same rounds."""
-    options, rows = runs.options, []
-    tasks = options.tasks or REPETITIVE
-    print(
-        f"\n{'method':14}{'k':>3}{'batch':>7}{'tokens/s':>11}{'without':>11}{'ratio':>8}"
-        f"{'tokens/step':>13}{'ms/step':>9}{'without':>9}{'drafting':>10}"
-    )
-    for method in options.methods:
-        for k in options.k:
-            for batch in options.batch:
-                row = compare(runs, method, k, batch, tasks)
-                rows.append(row)
-                print(
-                    f"{method:14}{k:3d}{batch:7d}{row['speed']:11.0f}{row['without']:11.0f}"
-                    f"{row['ratio']:8.2f}{row['tokens_per_step']:13.2f}{row['step_ms']:9.3f}"
-                    f"{row['step_ms_without']:9.3f}{row['draft_ms']:10.3f}",
-                    flush=True,
-                )
-    return rows
-
-
-def compare(
-    runs: Runs, method: str, k: int, batch: int, tasks: tuple[str, ...] | list[str]
-) -> dict[str, Any]:
-    """Two engines in turns on the same questions."""
-    options = runs.options
-    each = max(2, -(-3 * batch // len(tasks)))
-    prompts = [p for task in tasks for p in questions(options.model, task, each)]
-    settings = {"adaptive_length": not options.fixed and not options.overhead}
-    if options.overhead:
-        settings["benchmark_mode"] = True
-    found: dict[str, list[Any]] = {"with": [], "without": []}
-    with (
-        runs.engine(method, k, batch, **settings) as drafting,
-        runs.engine(batch=batch) as plain,
-    ):
-        for llm in (drafting, plain):
-            generate(llm, prompts, options.max_tokens)
-        for _ in range(options.rounds):
-            found["with"].append(generate(drafting, prompts, options.max_tokens))
-            found["without"].append(generate(plain, prompts, options.max_tokens))
-    rates = {name: [tokens / seconds for seconds, tokens, _ in run] for name, run in found.items()}
-    ratios = [a / b for a, b in zip(rates["with"], rates["without"], strict=True)]
-    _, tokens, change = found["with"][-1]
-    decoded = tokens - len(prompts)
-    return {
-        "method": method,
-        "k": k,
-        "batch": batch,
-        "speed": statistics.median(rates["with"]),
-        "without": statistics.median(rates["without"]),
-        "ratio": statistics.median(ratios),
-        "tokens_per_step": decoded / max(1, change["step_sequences_total"] - len(prompts)),
-        "step_ms": step_ms(found["with"]),
-        "step_ms_without": step_ms(found["without"]),
-        "draft_ms": 1000 * change["draft_s"] / max(1, change["steps_total"]),
-    }
-
-
-def step_ms(run: list[Any]) -> float:
-    """Median over rounds of wall time per engine step."""
-    return statistics.median(1000 * s / max(1, change["steps_total"]) for s, _, change in run)
-
-
 def main() -> None:
     """Measure and print."""
     options = parse_arguments()
-    os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    import fastdeploy_core
-
-    print(
-        f"fastdeploy {fastdeploy_core.__version__}, Python {platform.python_version()}, "
-        f"{options.dtype}, {options.threads} threads, device {options.device or 'automatic'}, "
-        f"{options.tensor_library or 'automatic'}, model {Path(options.model).name}"
-    )
-    runs = Runs(options)
-    rows = speed(runs) if options.speed or options.overhead else acceptance(runs)
+    print_conditions(options)
+    rows = acceptance(Runs(options))
     if options.json:
         print(json.dumps(rows))
 

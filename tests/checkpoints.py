@@ -106,6 +106,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "moe_num_shared_experts": 2,
         "moe_layer_start_index": 1,
     },
+    "ernie-moe-no-bias": {
+        "architecture": "Ernie4_5_Moe",
+        "tie_word_embeddings": True,
+        "moe_intermediate_size": 24,
+        "moe_k": 2,
+        "moe_num_experts": 4,
+        "moe_num_shared_experts": 2,
+    },
     "deepseek": {
         **_DEEPSEEK,
         "q_lora_rank": 28,

@@ -52,18 +52,21 @@ class PagedModel:
         rank: int = 0,
         tp_size: int = 1,
         address: str = "",
+        block_size: int = BLOCK_SIZE,
+        num_threads: int = 1,
         drivers: Any = load_driver,
         kv_dtype: str = "auto",
         device: str = "cpu",
         **overrides: Any,
     ) -> None:
         self.device = lookup("device", device)(
-            DeviceOptions(index=rank, tensor_library=library, num_threads=1)
+            DeviceOptions(index=rank, tensor_library=library, num_threads=num_threads)
         )
+        self.block_size = block_size
         self.xp = self.device.xp
         config = EngineConfig(
             model=read_model_config(folder, overrides),
-            cache=CacheConfig(block_size=BLOCK_SIZE, kv_dtype=kv_dtype),
+            cache=CacheConfig(block_size=block_size, kv_dtype=kv_dtype),
             parallel=ParallelConfig(tensor_parallel_size=tp_size),
         )
         self.communicator = None
@@ -116,9 +119,10 @@ class PagedModel:
         return tokens
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group, give the device back."""
         if self.communicator is not None:
             self.communicator.close()
+        self.device.close()
 
     def _batch(self, rows: list[tuple[str, list[int]]]) -> tuple[AttentionBatch, Any]:
         tables, lengths, positions, slots = [], [], [], []
@@ -126,14 +130,15 @@ class PagedModel:
             start = self._lengths.get(name, 0)
             blocks = self._blocks.setdefault(name, [])
             stop = start + len(tokens)
-            while len(blocks) * BLOCK_SIZE < stop:
+            while len(blocks) * self.block_size < stop:
                 blocks.append(int(self._free.pop()))
             self._lengths[name] = stop
             lengths.append(stop)
             tables.append(blocks)
             positions.extend(range(start, stop))
             slots.extend(
-                blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, stop)
+                blocks[p // self.block_size] * self.block_size + p % self.block_size
+                for p in range(start, stop)
             )
         width = max(map(len, tables))
         block_tables = np.zeros((len(rows), width), np.int32)

@@ -97,7 +97,7 @@ class Observer:
         take: Callable[[LayerSpec, Tensor], None] | None = None,
     ) -> None:
         self.inner, self._xp = inner, device.xp
-        self._linear, self._take = kernels["linear"], take
+        self._take = take
         self.layers: list[Observed] = []  # whole ones, in the order of loading
         self.taken: list[LayerSpec] = []  # every layer the inner quantizer wants
 
@@ -142,7 +142,7 @@ class Observer:
     def apply(self, layer: LayerSpec, prepared: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """The product in full precision."""
         prepared.observe(self._xp, x)
-        y: Tensor = self._linear(x, prepared.weight, bias)
+        y: Tensor = self._xp.linear(x, prepared.weight, bias)
         return y
 
     def dequantize(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor:
@@ -221,6 +221,14 @@ class ObservingKernels:
     def prepare(self, operation: str, weight: Any) -> Any:
         """As the table behind."""
         return self._kernels.prepare(operation, weight)
+
+    def takes(self, operation: str, format_name: str) -> bool:
+        """As the table behind."""
+        return self._kernels.takes(operation, format_name)
+
+    def activations(self, operation: str) -> str:
+        """As the table behind."""
+        return self._kernels.activations(operation)
 
     def origins(self) -> Mapping[str, str]:
         """As the table behind."""

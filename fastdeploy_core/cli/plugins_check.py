@@ -33,8 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             'the conformance kit needs pytest; run: pip install "fastdeploy-core[testing]"'
         )
-    kind = arguments.kind or kind_of(discover(), arguments.name)
-    find(kind, arguments.name)
+    name = device_of(discover(), arguments.name)
+    kind = arguments.kind or kind_of(discover(), name)
+    find(kind, name)
     with tempfile.TemporaryDirectory(prefix="fastdeploy-check-") as folder:
         # An empty folder as root: no conftest or setting of the current directory takes part.
         (Path(folder) / "pytest.ini").write_text("[pytest]\n", "utf-8")
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
             sys.executable, "-P", "-m", "pytest", "--rootdir", folder, "-c", f"{folder}/pytest.ini",
             "--import-mode=importlib", "-p", "no:cacheprovider", "-p", "no:asyncio",
             "-p", "fastdeploy_core.testing.pytest_plugin",
-            "--pyargs", *suites(kind), "--fd-driver", arguments.name, "--fd-kind", kind,
+            "--pyargs", *suites(kind), "--fd-driver", name, "--fd-kind", kind,
         ]  # fmt: skip
         if arguments.tensor:
             command += ["--fd-tensor", arguments.tensor]
@@ -79,13 +80,19 @@ def suites(kind: str) -> list[str]:
     return [f"{KIT}.test_{name}" for name in ["hygiene", *names]]
 
 
+def device_of(inventory: Inventory, name: str) -> str:
+    """The device of a distribution that has one and is asked for by its own name; else the name."""
+    devices = {e.name for e in inventory.entries if e.kind == "device" and e.distribution == name}
+    return devices.pop() if len(devices) == 1 else name
+
+
 def kind_of(inventory: Inventory, name: str) -> str:
     """The kind of the driver named; ConfigError when the name alone does not say."""
     kinds = list(dict.fromkeys(e.kind for e in inventory.entries if e.name == name))
-    # A device, the table of its kernels and its hooks share a name and are checked together.
+    # A device and what runs on it may share a name; the device is checked with all of that.
     kinds = [k for k in kinds if k != HOOKS]
-    if "device" in kinds and "kernels" in kinds:
-        kinds.remove("kernels")
+    if "device" in kinds:
+        return "device"
     if len(kinds) == 1:
         return kinds[0]
     if kinds:

@@ -60,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     command = commands.add_parser("check", help="run the conformance kit against a driver")
-    command.add_argument("name", help="name of the driver")
+    command.add_argument("name", help="name of the driver, or of a distribution with one device")
     command.add_argument("--kind", choices=list(KINDS), help="needed when several kinds have it")
     command.add_argument("--tensor", default="", help="tensor library: torch or paddle")
     command.add_argument("--model", default="", metavar="DIR", help="target for a drafter's checks")

@@ -95,6 +95,10 @@ class AttentionBatch:
     Tokens at the end of a row whose slot_mapping is -1 are padding, too: no token of the row stands behind
     them, so none that counts sees them.
 
+    A captured step with tokens_per_row 0 (can_capture_mixed) says on the host only how many rows and tokens
+    there can be; each row feeds any number of tokens, none included, and tokens behind the last row's are
+    padding.
+
     A padded step (`is_padded`, where the device has limits.step_buckets) has rows of nobody and padding in
     the same way, counted in seq_lens; the host's arrays say the same as the device's. What a driver queues
     for it depends on the shapes of the batch's tensors and on nothing else.

@@ -47,6 +47,9 @@ class DeviceLimits:
     chunked_prefill: bool = True  # False: a prompt runs in one step, whole
     step_buckets: StepBuckets | None = None  # None: steps of any shape
     graph_capture: bool = False
+    # Rows of nobody at the end of a captured step cost nothing, so one recording of the largest batch
+    # serves every batch.
+    graph_any_size: bool = False
     graph_collectives: bool = False  # a captured graph may hold the communicator's collectives
     overlap: bool = True  # a step may be queued before the previous one's tokens reached the host
     # Calls only queue work, so that launching a step returns at once and needs no thread of its own.

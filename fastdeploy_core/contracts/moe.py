@@ -33,13 +33,17 @@ class RoutingSpec:
 
 @dataclass(frozen=True, slots=True)
 class MoESpec:
-    """One MoE layer as one rank holds it (shared experts are ordinary linear layers)."""
+    """One MoE layer as one rank holds it. Shared experts are ordinary linear layers beside it, unless the
+    driver is a MoEBlockBackend."""
 
     routing: RoutingSpec
     hidden_size: int
     intermediate_size: int  # of this rank
     dtype: str
     activation: Literal["silu"] = "silu"
+    # Behind the routed experts, as wide as they are: every token visits them, with weight 1. Only a
+    # MoEBlockBackend is asked for them.
+    num_shared_experts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,30 @@ class MoEBackend(Protocol):
         x: [num_tokens, hidden]; router_logits: [num_tokens, num_experts] float32. Unit "experts":
         topk_ids [num_tokens, top_k] int64 and topk_weights (float32) are given. Unit
         "routing_experts": they are None and the driver routes by spec.routing.
+        """
+        ...
+
+
+@runtime_checkable
+class MoEBlockBackend(MoEBackend, Protocol):
+    """A driver that also computes a block from its norm to its sum, and takes shared experts.
+
+    With spec.num_shared_experts = S, gate_up and down have S experts more, behind the routed ones; forward()
+    adds what they make of x, too. Ids that forward() is given are those of routed experts alone.
+    """
+
+    def forward_block(
+        self,
+        x: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        router_weight: Tensor,
+        correction_bias: Tensor | None,
+        weights: Any,
+    ) -> Tensor:
+        """Return x + forward(y) with y = rms_norm(x), scored by y router_weight^T in float32.
+
+        x: [num_tokens, hidden], may be overwritten; router_weight: [num_experts, hidden] float32.
         """
         ...
 

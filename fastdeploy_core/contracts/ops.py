@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from .kv_formats import KV_OPERATIONS
 from .quant_formats import FORMAT_OPERATIONS
@@ -39,6 +39,8 @@ OPERATIONS: Final[dict[str, str]] = {
     "qk_norm": "(q [T,Hq,D], k [T,Hk,D], q_weight [D], k_weight [D], eps) -> (q, k), each head rms_norm'ed; "
     "q and k may be slices of one tensor and may be overwritten",
     "linear_float32": "(x [T,K], weight [N,K] float32) -> [T,N] float32; computed in float32",
+    "linear_logits": "(x [T,K], weight [V,K], bias [V] | None) -> [T,V] float32; linear, not rounded to x's "
+    "dtype where the kernel can help it",
     "greedy_linear": "(x [T,K], weight [V,K], bias [V] | None) -> (ids [T] int64, peaks [T] float32): "
     "greedy of the float32 logits linear(x), and the logits it chose",
     # KV cache
@@ -52,15 +54,32 @@ OPERATIONS: Final[dict[str, str]] = {
     # Decode steps on the device: S slots hold a sequence each, but the last one nobody's, which stands
     # in for missing rows. W block numbers per slot, up to k drafts. q tokens per row, q <= 1 + k.
     "prepare_decode": "(slots [B] int64: of each row, tables [S,W] int32, num_computed [S] int64, newest "
-    "[S] int64, drafts [S,k] int64, num_drafts [S] int64, block_size, input_ids [B*q] int64, positions "
+    "[S] int64, drafts [S,k] int64, num_drafts [S] int64, room [S] int64, block_size, input_ids [B*q] int64, positions "
     "[B*q] int64, slot_mapping [B*q] int64, seq_lens [B] int32, block_tables [B,W] int32) -> None; fills "
     "the last five: token 0 of a row is its newest one at position num_computed, token j its j-th draft at "
     "num_computed + j, seq_lens is num_computed + q. Tokens behind num_drafts: id 0, slot_mapping -1, the "
-    "row's first position. Rows of the last slot: that for all tokens, seq_lens 0",
+    "row's first position. Rows of the last slot, and those whose num_computed is not below their room: id "
+    "0, slot_mapping -1 and position 0 for all tokens, seq_lens 0",
+    "judge_drafts": "(slots [B] int64, drawn [B,q] int64, marked [B,q] int64: see mark_broken, drafts [S,k] "
+    "int64, num_drafts [S] int64) -> [B] int64: how many leading drafts of the row, of num_drafts and at most "
+    "q - 1, are what was drawn in their place, before one behind which marked is negative",
+    "keep_drafts": "(slots [B] int64, proposals [B,n] int64, limit [1] int64, vocab_size, num_computed [S] "
+    "int64, room [S] int64, drafts [S,k] int64, num_drafts [S] int64) -> [B,n] int64; in place, n <= k: "
+    "each row's proposals up to the first outside 0 to vocab_size - 1 become its drafts, at most limit of "
+    "them and room - 1 - num_computed; what was taken is returned, behind it -1, or -2 for what is neither "
+    "a token nor -1. The last slot gets none",
     "finish_decode": "(slots [B] int64, drawn [B*q] int64, marked [B*q] int64, num_accepted [B] int64 | "
     "None: all 0, num_computed [S] int64, newest [S] int64, results [B,q] int64) -> None; in place, with a "
     "accepted drafts: newest becomes drawn token a of the row, num_computed grows by 1 + a, results are "
     "the row's marked tokens up to a, then -1. The last slot stays as it is",
+    # Tokens of S sequences of which L fit, row S - 1 nobody's.
+    "append_history": "(slots [B] int64, results [B,q] int64: of finish_decode, num_computed [S] int64: behind "
+    "it, history [S,L] int32) -> None; in place: the row's leading results that are not negative stand up to "
+    "position num_computed",
+    "match_ngrams": "(history [S,L] int32, slots [B] int64, num_known [B] int64, min_size, max_size, n) -> "
+    "[B,n] int64: what followed the last tokens of the first num_known where the longest end of them, of "
+    "min_size to max_size tokens, stood before, at the latest such place; behind the newest token it goes on "
+    "with itself. -1 where there is none",
     # Mixture of experts
     "moe_routing": "(router_logits [T,E] float32, correction_bias [E] | None, spec: RoutingSpec) "
     "-> (topk_ids [T,k] int64, topk_weights [T,k] float32)",
@@ -92,16 +111,28 @@ class Kernel:
     """A table cell that says more than its target.
 
     `predicate` ("module:function", taking a mapping of model facts): the cell is used only where it
-    returns True. `prepare` ("module:function", PackedWeight -> anything): lays a weight out for this
+    returns True. `prepare` ("module:function", weight -> anything): lays a weight out for this
     very cell, once after loading; the operation is then handed the result in the weight's place. With
     `composes` the target is called once with the finished table and returns the kernel: it combines
     others, whoever they come from.
+
+    Plain weights are prepared for "linear", "gated_linear" or "linear_float32". What "linear" makes is
+    also handed to "norm_linear", "linear_add", "linear_logits" and "greedy_linear", and, where
+    embedding and head share their weight, to "embedding": a table that prepares "linear" either fills
+    these itself or leaves them to the reference's compositions, "embedding" it fills in any case.
+    Other weights of "embedding" stay as they are. `formats`, of "linear" and "gated_linear": internal
+    formats (quant_formats.py) whose PackedWeights `prepare` takes as well; layers in these formats are
+    then computed by the plain operations. `activations`, of a linear_<format> whose format leaves them
+    as they are: "int8" rounds x to int8 by absmax / 127, for each token and each group of inputs that
+    shares a scale, and so do plain products of that format.
     """
 
     target: str
     predicate: str = ""
     prepare: str = ""
     composes: bool = False
+    formats: tuple[str, ...] = ()
+    activations: Literal["", "int8"] = ""
 
 
 class KernelTable(Protocol):
@@ -118,7 +149,16 @@ class KernelTable(Protocol):
         ...
 
     def prepare(self, operation: str, weight: Any) -> Any:
-        """The weight as the chosen cell of that operation wants it; itself where the cell has no wish."""
+        """The weight (a tensor or a PackedWeight) as the chosen cell of that operation wants it; itself
+        where the cell has no wish. The rows of a plain weight of "gated_linear" are gate then up."""
+        ...
+
+    def takes(self, operation: str, format_name: str) -> bool:
+        """Whether `prepare` of that plain operation takes PackedWeights of the internal format."""
+        ...
+
+    def activations(self, operation: str) -> str:
+        """Kernel.activations of the chosen cell."""
         ...
 
     def origins(self) -> Mapping[str, str]:

@@ -69,6 +69,7 @@ class PackedWeight:
     tensors: Mapping[str, Tensor]
     num_experts: int = 0  # 0: one matrix, no expert dimension
     group_size: int = 0  # inputs that share a scale; 0: all of them
+    dtype: str = ""  # of the activations around it; empty: any
 
     def dequantize(self) -> Tensor:
         """[N, K] or [E, N, K] float32, as the product sees it."""

@@ -142,6 +142,16 @@ class Quantizer(Protocol):
         ...
 
 
+@runtime_checkable
+class PackingQuantizer(Quantizer, Protocol):
+    """A Quantizer whose layers are products with an internal format and nothing else. A device whose own
+    products take the format (Kernel.formats) then runs the layer as an unquantized one."""
+
+    def packed(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight | None:
+        """What prepare() would multiply with; None where apply() does more than that."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Calibration:
     """What calibration text says about the inputs of one matrix (of one expert)."""

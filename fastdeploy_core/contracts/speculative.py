@@ -8,6 +8,10 @@ There are two ways to draft, and a driver says which is its own in `runs_on`:
     "host"     propose(HostDraftInput) -> list[list[int]], from token histories; on rank 0 only
     "device"   propose(DraftBatch) -> Tensor [B, k], behind the target's step and without waiting for
                the host; on every rank alike, because its layers may meet in collectives
+
+A host driver may name a driver of the same method for devices that record decode steps, where a step need
+not wait for the host then: class attribute `on_device`. A device driver may ask for the tokens of its
+sequences in DraftBatch.history: class attribute `reads_history = True`.
 """
 
 from __future__ import annotations
@@ -120,6 +124,11 @@ class DraftBatch:
     # row at these positions. Rows that do not draw, and positions beyond a row's blocks, write
     # nothing; attention.positions are the ones to go on with, safe for those rows, too.
     decode: Callable[[Tensor], tuple[AttentionBatch, Any]]
+    # For drivers with reads_history, which then draw nothing: row r's tokens are the first num_known[r] of
+    # history[history_rows[r]], the token drawn last included.
+    history: Tensor | None = None  # [S, L] int32
+    history_rows: Tensor | None = None  # [B] int64
+    num_known: Tensor | None = None  # [B] int64
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
-from fastdeploy_core.contracts.moe import MoEBackend, MoESpec
+from fastdeploy_core.contracts.moe import MoEBackend, MoEBlockBackend, MoESpec
 from fastdeploy_core.contracts.quantizer import LayerSpec, Quantizer
 
 from .attention import Attention, HeadShape
@@ -252,9 +252,13 @@ class ModelBuilder:
         bias_name: str = "",
         bias_shape: tuple[int, ...] = (),
     ) -> MoEBlock:
-        """Routed experts, plus shared ones when they have a width."""
-        shared = None
-        if shared_intermediate:
+        """Routed experts, plus shared ones when they have a width: the driver's, if it takes them."""
+        shared, count = None, shared_intermediate // intermediate
+        can_join = self.quantizer is None and not shared_bias
+        if count and can_join and shared_intermediate == count * intermediate:
+            joined = replace(spec, num_shared_experts=count)
+            spec = joined if isinstance(self.moe(spec), MoEBlockBackend) else spec
+        if shared_intermediate and not spec.num_shared_experts:
             shared = self.mlp(
                 f"{prefix}.shared_experts",
                 spec.hidden_size,

@@ -7,7 +7,9 @@ off, so that any size can be divided.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from fastdeploy_core.contracts.quantizer import LayerSpec, PackingQuantizer, find_quantizer
 
 from .linear import Linear, LinearPart
 from .weight_map import Placement
@@ -18,6 +20,11 @@ if TYPE_CHECKING:
     from .builder import ModelBuilder
 
 
+# What a weight shared by embedding and head is rounded to, if it is, and how much of it at a time.
+HEAD_FORMAT = "wint8"
+ROWS_AT_ONCE = 4096
+
+
 class VocabShare:
     """Which rows of anything with one row per token this rank holds."""
 
@@ -26,57 +33,126 @@ class VocabShare:
         self.rows = -(-size // build.tp_size)
         self.start = build.tp_rank * self.rows
 
-    def place(
-        self, build: ModelBuilder, name: str, rest: tuple[int, ...], *, is_linear: bool = False
-    ) -> Tensor:
-        """A zeroed [rows, *rest] that the checkpoint tensor `name` will fill."""
+    def place(self, build: ModelBuilder, name: str) -> Tensor:
+        """A zeroed [rows] that the checkpoint tensor `name` will fill."""
         dtype = build.xp.dtype(build.dtype)
-        weight = build.zeros((self.rows, *rest), dtype)
+        bias = build.zeros((self.rows,), dtype)
 
         def accept(tensor: Tensor) -> None:
-            weight[: tensor.shape[0]] = tensor.to(dtype)
+            bias[: tensor.shape[0]] = tensor.to(dtype)
 
-        self._announce(build, name, rest, accept, is_linear=is_linear)
-        return weight
+        self.announce(build, name, (), accept)
+        return bias
 
-    def borrow(
-        self,
-        build: ModelBuilder,
-        name: str,
-        weight: Tensor,
-        replace: Callable[[Tensor], None],
-        *,
-        is_linear: bool = False,
-    ) -> None:
-        """Another layer's weight is used unless the checkpoint has a tensor `name` that differs from
-        it; then `replace` gets a weight of its own."""
-
-        def accept(tensor: Tensor) -> None:
-            own = tensor.to(weight.dtype)
-            if not bool((own == weight[: own.shape[0]]).all()):
-                full = build.zeros(tuple(weight.shape), weight.dtype)
-                full[: own.shape[0]] = own
-                replace(full)
-
-        rest = tuple(int(size) for size in weight.shape[1:])
-        self._announce(build, name, rest, accept, is_linear=is_linear, required=False)
-
-    def _announce(
+    def announce(
         self,
         build: ModelBuilder,
         name: str,
         rest: tuple[int, ...],
         accept: Callable[[Tensor], None],
         *,
-        is_linear: bool,
+        is_linear: bool = False,
         required: bool = True,
     ) -> None:
+        """The checkpoint tensor [size, *rest]: `accept` gets this rank's rows, without padding."""
         stop = min(self.start + self.rows, self.size)
         region = (slice(min(self.start, stop), stop), *(slice(0, size) for size in rest))
         shape = (self.size, *rest)
         build.weights.add(
             Placement(name, shape, region, accept, is_linear=is_linear, required=required)
         )
+
+
+class VocabMatrix:
+    """[rows, hidden] of a checkpoint tensor, as the kernel of `operation` wants it once it is there.
+    Embedding and head may share one."""
+
+    def __init__(
+        self,
+        build: ModelBuilder,
+        share: VocabShare,
+        name: str,
+        hidden: int,
+        operation: str,
+        *,
+        like: VocabMatrix | None = None,
+    ) -> None:
+        """like: that one's weight is used unless the checkpoint has a tensor `name` that differs."""
+        self.operation: str = operation if like is None else like.operation
+        self._build, self._share, self._like = build, share, like
+        self._name, self._hidden, self._value = name.removesuffix(".weight"), hidden, None
+        self._format = ""  # that the weight is rounded to
+        is_linear = operation == "linear"
+        share.announce(
+            build, name, (hidden,), self._accept, is_linear=is_linear, required=like is None
+        )
+
+    @property
+    def value(self) -> Any:
+        """What the kernels are handed."""
+        if self._value is None and self._like is not None:
+            return self._like.value
+        return self._value
+
+    def share_with_head(self, name: str) -> None:
+        """A head multiplies with it, too. Where the quantizer rounds heads and the device's products take
+        the format, one rounded weight serves both."""
+        build = self._build
+        self.operation, quantizer = "linear", build.quantizer
+        spec = self._head_spec(name)
+        rounds = (
+            quantizer is not None and not quantizer.is_stored(spec) and quantizer.supports(spec)
+        )
+        if rounds and build.kernels.takes("linear", HEAD_FORMAT):
+            self._format = HEAD_FORMAT
+            build.unquantized.remove(self._name)
+        else:
+            build.leave_unquantized(name)
+
+    def _head_spec(self, name: str = "") -> LayerSpec:
+        rows, dtype = self._share.rows, self._build.dtype
+        return LayerSpec(name or "embedding", "lm_head", self._hidden, rows, dtype=dtype)
+
+    def _rounded(self, whole: Tensor) -> Any:
+        """In `_format`, a few rows at a time: in float32 they would take several times their memory."""
+        build, spec = self._build, self._head_spec()
+        quantizer = find_quantizer(self._format)({}, build.device, build.kernels)
+        parts = [
+            quantizer.quantize(spec, whole[first : first + ROWS_AT_ONCE])
+            for first in range(0, int(whole.shape[0]), ROWS_AT_ONCE)
+        ]
+        tensors = {name: build.xp.cat([part[name] for part in parts], 0) for name in parts[0]}
+        build.hold(tensors)
+        packed = (
+            quantizer.packed(spec, tensors) if isinstance(quantizer, PackingQuantizer) else None
+        )
+        return build.kernels.prepare(self.operation, packed)
+
+    def _accept(self, tensor: Tensor) -> None:
+        build, xp = self._build, self._build.xp
+        rows = tensor.to(xp.dtype(build.dtype))
+        if self._is_likes(rows):
+            return
+        shape = (self._share.rows, self._hidden)
+        whole = rows
+        if tuple(rows.shape) != shape:
+            whole = xp.zeros(shape, dtype=rows.dtype, device=build.device.device)
+            whole[: rows.shape[0]] = rows
+        if self._format:
+            self._value = self._rounded(whole)
+            return
+        prepared = build.kernels.prepare(self.operation, whole)
+        build.hold({self.operation: whole})
+        if prepared is whole and whole.data_ptr() == tensor.data_ptr():  # the checkpoint's own
+            prepared = xp.empty(shape, dtype=rows.dtype, device=build.device.device)
+            prepared[:] = rows
+        self._value = prepared
+
+    def _is_likes(self, rows: Tensor) -> bool:
+        """Whether these rows are the shared ones; what has been laid out anew cannot be compared."""
+        value: Any = None if self._like is None else self._like.value
+        is_tensor = isinstance(value, self._build.xp.tensor_type)
+        return is_tensor and bool((rows == value[: rows.shape[0]]).all())
 
 
 class Embedding:
@@ -92,17 +168,18 @@ class Embedding:
         like: Embedding | None = None,
     ) -> None:
         self.share = VocabShare(build, vocab_size)
-        if like is None:
-            self.weight = self.share.place(build, f"{name}.weight", (hidden,))
-        else:
-            self.weight = like.weight
-            self.share.borrow(build, f"{name}.weight", self.weight, self._replace)
+        shared = None if like is None else like.matrix
+        self.matrix: VocabMatrix = VocabMatrix(
+            build, self.share, f"{name}.weight", hidden, "embedding", like=shared
+        )
         build.leave_unquantized(name)
         self._lookup = build.kernels["embedding"]
         self._build = build
 
-    def _replace(self, weight: Tensor) -> None:
-        self.weight = weight
+    @property
+    def weight(self) -> Any:
+        """As the kernel wants it."""
+        return self.matrix.value
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Look tokens up; ranks without a token contribute zeros to the sum."""
@@ -129,55 +206,64 @@ class LMHead:
         bias: bool = False,
         like: LMHead | None = None,
     ) -> None:
-        self._build, self._share = build, VocabShare(build, vocab_size)
-        self._product, self._greedy = build.kernels["linear"], build.kernels["greedy"]
+        share = self._share = VocabShare(build, vocab_size)
+        self._build, self._greedy = build, build.kernels["greedy"]
+        self._product = build.kernels["linear_logits"]
         self._greedy_product = build.kernels["greedy_linear"]
         self._linear: Linear | None = None  # quantized
-        self.weight: Tensor
-        self.bias: Tensor | None
+        self._matrix: VocabMatrix | None = None
+        self._bias: Tensor | None = None
         if like is not None:
-            self._linear, self.weight, self.bias = like._linear, like.weight, like.bias
-            if self._linear is None:
-                self._share.borrow(
-                    build, f"{name}.weight", self.weight, self._replace, is_linear=True
+            self._linear, self._matrix, self._bias = like._linear, like._matrix, like._bias
+            if like._matrix is not None:
+                self._matrix = VocabMatrix(
+                    build, share, f"{name}.weight", hidden, "linear", like=like._matrix
                 )
             return
         if tied is None and build.quantizer is not None and vocab_size % build.tp_size == 0:
-            self.weight = self.bias = None
             part = LinearPart(name, vocab_size, build.piece)
             self._linear = Linear(
                 build, name, [part], hidden, parallel="column", bias=bias, role="lm_head"
             )
             return
         if tied is None:
-            self.weight = self._share.place(build, f"{name}.weight", (hidden,), is_linear=True)
+            self._matrix = VocabMatrix(build, share, f"{name}.weight", hidden, "linear")
         else:
-            self.weight = tied.weight
+            self._matrix = tied.matrix
+            tied.matrix.share_with_head(name)
             build.weights.ignore(f"{name}.weight")
-            build.leave_unquantized(name)
-        self.bias = self._share.place(build, f"{name}.bias", ()) if bias else None
+        self._bias = share.place(build, f"{name}.bias") if bias else None
 
-    def _replace(self, weight: Tensor) -> None:
-        self.weight, self.bias = weight, None
+    @property
+    def weight(self) -> Any:
+        """As the kernel wants it; None where a quantizer multiplies."""
+        if self._linear is not None:
+            return self._linear.weight
+        return None if self._matrix is None else self._matrix.value
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[rows of this rank]."""
+        return self._bias if self._linear is None else self._linear.bias
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """The full logits."""
-        if self._linear is not None:
-            logits = self._linear(hidden)
+        if self._linear is not None and self.weight is None:
+            logits = self._linear(hidden).float()
         else:
             logits = self._product(hidden, self.weight, self.bias)
         if self._build.tp_size > 1:
             logits = self._build.all_gather(logits)
             if logits.shape[-1] != self._share.size:
                 logits = logits[:, : self._share.size]
-        return logits.float()
+        return logits
 
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The likeliest token of each row ([num_rows] int64, the smallest id among equals) and its logit
         ([num_rows] float32, NaN if the row has one); the logits are never held as a whole."""
         build, share, xp = self._build, self._share, self._build.xp
         is_padded = share.rows * build.tp_size != share.size  # these rows win over negative logits
-        if is_padded or self._linear is not None:
+        if is_padded or self.weight is None:
             logits = self(hidden)
             ids = self._greedy(logits)
             return ids, xp.gather(logits, 1, ids.unsqueeze(1)).squeeze(1)

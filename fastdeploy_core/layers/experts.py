@@ -51,39 +51,50 @@ def expert_specs(
 
 
 def make_experts(
-    build: ModelBuilder, prefix: str, spec: MoESpec, intermediate: int, driver: Any
+    build: ModelBuilder,
+    prefix: str,
+    spec: MoESpec,
+    intermediate: int,
+    driver: Any,
+    shared_prefix: str = "",
 ) -> DenseExperts | PackedExperts:
-    """In the model's dtype, or quantized where the quantizer takes both matrices."""
+    """In the model's dtype, or quantized where the quantizer takes both matrices. `shared_prefix`: where
+    the checkpoint has the spec's shared experts, as one block as wide as all of them."""
     quantizer = build.quantizer
     if quantizer is not None:
         taken = [quantizer.supports(own) for own in expert_specs(prefix, spec, 0, build.tp_size)]
         if all(taken):
             return PackedExperts(build, prefix, spec, intermediate, driver, quantizer)
         build.leave_unquantized(prefix)
-    return DenseExperts(build, prefix, spec, intermediate, driver)
+    return DenseExperts(build, prefix, spec, intermediate, driver, shared_prefix)
 
 
 class DenseExperts:
-    """gate_up [E, 2I, H] and down [E, H, I] in the model's dtype."""
+    """gate_up [E, 2I, H] and down [E, H, I] in the model's dtype, shared experts behind the others."""
 
     def __init__(
-        self, build: ModelBuilder, prefix: str, spec: MoESpec, intermediate: int, driver: Any
+        self,
+        build: ModelBuilder,
+        prefix: str,
+        spec: MoESpec,
+        intermediate: int,
+        driver: Any,
+        shared_prefix: str = "",
     ) -> None:
         self._build, self._driver, self._spec = build, driver, spec
         self._gate_up: Tensor | None = None
         self._down: Tensor | None = None
         self.prepared: Any = None
-        self._outstanding = 3 * spec.routing.num_experts
+        self._count = spec.routing.num_experts + spec.num_shared_experts
+        self._outstanding = 3 * self._count
         _place(build, prefix, spec, intermediate, self._accept)
+        if spec.num_shared_experts:
+            _place_shared(build, shared_prefix, spec, intermediate, self._accept)
 
     def _accept(self, expert: int, start: int | None, tensor: Tensor) -> None:
         spec, dtype = self._spec, self._build.xp.dtype(self._spec.dtype)
         if self._gate_up is None or self._down is None:
-            count, hidden, width = (
-                spec.routing.num_experts,
-                spec.hidden_size,
-                spec.intermediate_size,
-            )
+            count, hidden, width = self._count, spec.hidden_size, spec.intermediate_size
             self._gate_up = self._build.empty((count, 2 * width, hidden), dtype)
             self._down = self._build.empty((count, hidden, width), dtype)
         if start is None:
@@ -209,3 +220,29 @@ def _place(
     down = [FusedPart(f"{prefix}.{e}.down_proj.weight", 0, e) for e in range(count)]
     weights.add_fused(f"{prefix}.gate_up_proj", (count, 2 * intermediate, hidden), gate_up)
     weights.add_fused(f"{prefix}.down_proj", (count, hidden, intermediate), down)
+
+
+def _place_shared(
+    build: ModelBuilder, prefix: str, spec: MoESpec, intermediate: int, accept: Accept
+) -> None:
+    """Announce shared experts, which checkpoints hold as one wide block: cut to the width of the others."""
+    first, count = spec.routing.num_experts, spec.num_shared_experts
+    hidden, width, full = spec.hidden_size, spec.intermediate_size, count * intermediate
+    mine, whole, weights = build.piece.of(full), slice(0, hidden), build.weights
+
+    def rows(start: int, tensor: Tensor) -> None:
+        for nth in range(count):
+            accept(first + nth, start, tensor[nth * width : (nth + 1) * width])
+
+    def columns(tensor: Tensor) -> None:
+        for nth in range(count):
+            accept(first + nth, None, tensor[:, nth * width : (nth + 1) * width])
+
+    gate, up, down = (f"{prefix}.{part}_proj.weight" for part in ("gate", "up", "down"))
+    for name, start in ((gate, 0), (up, width)):
+        take = partial(rows, start)
+        weights.add(Placement(name, (full, hidden), (mine, whole), take, is_linear=True))
+    weights.add(Placement(down, (hidden, full), (whole, mine), columns, is_linear=True))
+    for name in joined_names(f"{prefix}.gate_up_proj"):
+        parts = [FusedPart(gate, 0), FusedPart(up, full)]
+        weights.add_fused(f"{name}.weight", (2 * full, hidden), parts)

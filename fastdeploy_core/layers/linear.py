@@ -11,7 +11,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastdeploy_core.contracts.quantizer import LayerPart, LayerSpec, Quantizer
+from fastdeploy_core.contracts.quantizer import (
+    LayerPart,
+    LayerSpec,
+    PackingQuantizer,
+    Quantizer,
+)
 
 from .stored import WHOLE, Piece, StoredLayer, StoredPart
 from .weight_map import FusedPart, Placement
@@ -43,7 +48,7 @@ class Linear:
 
     x: [num_tokens, in_features of this rank], model dtype; y: [num_tokens, sum of part.rows], or half as
     many with `gated`: the outputs are gate values then up values, and y is silu(gate) * up.
-    `weight` is None once a quantizer has taken it over.
+    `weight` is as the kernel wants it that multiplies it, and None where a quantizer multiplies.
 
     Around it stand a norm before and a sum behind. Where one kernel can do both, it does, so layers call
     `after` and `add_to`; what is still to be added travels beside x, for the next norm to add.
@@ -63,12 +68,13 @@ class Linear:
         dtype: str = "",
         quantize: bool = True,
         role: Literal["linear", "lm_head"] = "linear",
+        kernel: Literal["linear", "linear_float32"] = "linear",
     ) -> None:
         self._build, self._parts = build, list(parts)
         self._in_piece = build.piece if parallel == "row" else WHOLE
         self._in_full = in_features
         self._in = in_features // self._in_piece.count
-        self._gated = gated
+        self._gated, self._kernel = gated, "gated_linear" if gated else kernel
         self._product, self._activation = build.kernels["linear"], build.kernels["silu_and_mul"]
         self._norm_product = build.kernels["norm_linear"]
         self._gated_product = build.kernels["gated_linear"]
@@ -76,7 +82,7 @@ class Linear:
         is_sum = parallel == "row" and reduce and build.tp_size > 1
         self._reduce = build.all_reduce if is_sum else None
         self._dtype = build.xp.dtype(dtype or build.dtype)
-        self.weight: Tensor | None = None
+        self.weight: Any = None
         self.bias: Tensor | None = None
         self.spec = LayerSpec(
             name=name,
@@ -180,19 +186,28 @@ class Linear:
             self.weight = self._build.empty(shape, self._dtype)
         self.weight[start : start + tensor.shape[0]] = tensor.to(self._dtype)
         self._outstanding -= 1
-        if self._outstanding == 0 and self._quantizer is not None:
-            first = 0
+        if self._outstanding:
+            return
+        if self._quantizer is None:
+            self.weight = self._build.kernels.prepare(self._kernel, self.weight)
+        else:
+            whole, self.weight, first = self.weight, None, 0
             for number, (spec, _) in enumerate(self._products):
-                rows = self.weight[first : first + spec.out_features]
+                rows = whole[first : first + spec.out_features]
                 self._take(self._quantizer, number, self._quantizer.quantize(spec, rows))
                 first += spec.out_features
-            self._build.release(self.weight)
-            self.weight = None
+            self._build.release(whole)
 
     def _take(self, quantizer: Quantizer, number: int, tensors: dict[str, Tensor]) -> None:
         """Quantized tensors of one product are whole."""
         spec, _ = self._products[number]
         self._build.hold(tensors)
+        if len(self._products) == 1 and isinstance(quantizer, PackingQuantizer):
+            packed, kernels = quantizer.packed(spec, tensors), self._build.kernels
+            if packed is not None and kernels.takes(self._kernel, packed.format.name):
+                self.weight = kernels.prepare(self._kernel, packed)
+                self._quantizer = None  # from here on like an unquantized layer
+                return
         self._products[number] = (spec, quantizer.prepare(spec, tensors))
 
     def _place_bias(self) -> None:

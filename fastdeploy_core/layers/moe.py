@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastdeploy_core.contracts.moe import MoESpec
+from fastdeploy_core.contracts.moe import MoEBlockBackend, MoESpec
 
-from .experts import make_experts
+from .experts import DenseExperts, make_experts
 from .linear import Linear, LinearPart
 from .mlp import GatedMLP
 from .weight_map import Placement
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class MoEBlock:
     """x: [num_tokens, hidden] to the same.
 
-    `intermediate` is one expert's width in the whole model; `bias_name` is the checkpoint name of
+    `intermediate` is one expert's width in the whole model; `shared` computes shared experts that are not
+    the driver's (spec.num_shared_experts says which are); `bias_name` is the checkpoint name of
     the correction bias, its shape there may be [experts] or [1, experts].
     """
 
@@ -50,19 +51,35 @@ class MoEBlock:
             spec.hidden_size,
             dtype="float32",
             quantize=False,
+            kernel="linear_float32",
         )
         self._scores = build.kernels["linear_float32"]
         self._bias: Tensor | None = None
         if bias_name:
             self._place_bias(build, bias_name, bias_shape or (routing.num_experts,))
         self._driver = build.moe(spec)
-        self._experts = make_experts(build, f"{prefix}.experts", spec, intermediate, self._driver)
+        self._experts = make_experts(
+            build,
+            f"{prefix}.experts",
+            spec,
+            intermediate,
+            self._driver,
+            f"{prefix}.shared_experts",
+        )
         self._route = None
         if self._driver.unit == "experts":
             self._route = build.kernels["moe_routing"]
         # A driver that multiplies with the router's matrix itself.
         self._gated: Any = self._driver if self._driver.unit == "gate" else None
         self._reduce = build.all_reduce if build.tp_size > 1 else None
+        self._whole = None
+        if (
+            isinstance(self._driver, MoEBlockBackend)
+            and isinstance(self._experts, DenseExperts)
+            and shared is None
+            and self._reduce is None
+        ):
+            self._whole = self._driver.forward_block
 
     def _place_bias(self, build: ModelBuilder, name: str, shape: tuple[int, ...]) -> None:
         bias = build.zeros((self._spec.routing.num_experts,), build.xp.float32)
@@ -92,7 +109,13 @@ class MoEBlock:
             ids, weights = self._route(logits, self._bias, self._spec.routing)
         return self._driver.forward(x, self._experts.prepared, logits, self._bias, ids, weights)
 
-    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Two addends of the sum t = x + residual and of the block's result for norm(t)."""
+    def after(
+        self, norm: RMSNorm, x: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Two addends of the sum t = x + residual and of the block's result for norm(t), the second None
+        where they are added already; x may be overwritten."""
+        if self._whole is not None and residual is None:
+            router, weights = self._router.weight, self._experts.prepared
+            return self._whole(x, norm.weight, norm.eps, router, self._bias, weights), None
         normed, total = norm.add(x, residual)
         return self(normed), total

@@ -41,6 +41,8 @@ class _Chosen:
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     prepare: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    formats: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    activations: dict[str, str] = field(default_factory=dict)
 
 
 class ChosenKernels:
@@ -59,7 +61,8 @@ class ChosenKernels:
     ) -> None:
         self.device = device
         self.functions, self._origins = chosen.functions, chosen.origins
-        self._prepare = chosen.prepare
+        self._prepare, self._composed = chosen.prepare, set[str]()
+        self._formats, self._activations = chosen.formats, chosen.activations
         self._late, self._allow_fallback = set(late), allow_fallback
         self.fallbacks: list[str] = []  # late operations that layers did ask for
 
@@ -92,12 +95,23 @@ class ChosenKernels:
 
     def add(self, operation: str, function: Callable[..., Any], distribution: str) -> None:
         """One more, made of the others."""
+        self._composed.add(operation)
         self.functions[operation], self._origins[operation] = function, distribution
 
     def prepare(self, operation: str, weight: Any) -> Any:
-        """The weight as the chosen cell wants it; itself where the cell has no wish."""
-        prepare = self._prepare.get(operation)
+        """The weight as the chosen cell wants it; itself where the cell has no wish. Products that are
+        composed of others multiply with "linear"."""
+        prepare = self._prepare.get("linear" if operation in self._composed else operation)
         return weight if prepare is None else prepare(weight)
+
+    def takes(self, operation: str, format_name: str) -> bool:
+        """Whether the plain operation's weights may be of that internal format."""
+        plain = "linear" if operation in self._composed else operation
+        return format_name in self._formats.get(plain, ())
+
+    def activations(self, operation: str) -> str:
+        """How the chosen cell rounds activations that its format leaves alone."""
+        return self._activations.get(operation, "")
 
     def __contains__(self, operation: object) -> bool:
         """Whether there is a kernel for the operation."""
@@ -151,6 +165,8 @@ def build_kernel_table(
         chosen.functions | rest.functions,
         chosen.origins | rest.origins,
         chosen.prepare | rest.prepare,
+        chosen.formats | rest.formats,
+        chosen.activations | rest.activations,
     )
     return _compose(ChosenKernels(device_name, both, late, allow_fallback), composing, facts)
 
@@ -222,8 +238,10 @@ def _choose(cells: Iterable[_Cell], facts: Mapping[str, Any]) -> _Chosen:
             prepare = _import(cell.kernel.prepare) if cell.kernel.prepare else None
             chosen.functions[cell.operation] = _import(cell.kernel.target)
             chosen.origins[cell.operation] = cell.entry.distribution
+            chosen.activations[cell.operation] = cell.kernel.activations
             if prepare is not None:
                 chosen.prepare[cell.operation] = prepare
+                chosen.formats[cell.operation] = cell.kernel.formats
         except KeyboardInterrupt:
             raise
         except BaseException as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastdeploy_core.contracts.base import CONTRACT
@@ -83,14 +84,21 @@ class PackedQuantizer:
 
     def prepare(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Any:
         """Packed for the MoE driver, or with the kernel that will multiply it."""
-        for suffix, tensor in tensors.items():
-            if "scale" in suffix:
-                check_scale(self.xp, f"{layer.name}.{suffix}", tensor)
-        packed = self.pack(layer, tensors)
+        packed = self._checked(layer, tensors)
         if layer.role == "experts":
             return packed
         operation = packed.format.linear
         return self._kernels[operation], self._kernels.prepare(operation, packed)
+
+    def packed(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight | None:
+        """The product is the format's."""
+        return self._checked(layer, tensors)
+
+    def _checked(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight:
+        for suffix, tensor in tensors.items():
+            if "scale" in suffix:
+                check_scale(self.xp, f"{layer.name}.{suffix}", tensor)
+        return replace(self.pack(layer, tensors), dtype=layer.dtype)
 
     def apply(self, layer: LayerSpec, prepared: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """The kernel's product."""
@@ -100,10 +108,7 @@ class PackedQuantizer:
 
     def dequantize(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor:
         """[N, K] float32."""
-        for suffix, tensor in tensors.items():
-            if "scale" in suffix:
-                check_scale(self.xp, f"{layer.name}.{suffix}", tensor)
-        return self.pack(layer, tensors).dequantize()
+        return self._checked(layer, tensors).dequantize()
 
 
 def check_scale(xp: Any, name: str, scale: Tensor) -> None:

@@ -193,6 +193,12 @@ class CompressedTensors(PackedQuantizer):
         xp = self.xp
         return xp.argsort(tensors["weight_g_idx"].reshape([-1]).to(xp.int64), 0, stable=True)
 
+    def packed(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight | None:
+        """None where the inputs have to be put in order first."""
+        if self._order(layer, self._scheme(layer), tensors) is not None:
+            return None
+        return super().packed(layer, tensors)
+
     def prepare(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Any:
         """The kernel's product, and the order it wants its inputs in."""
         prepared = super().prepare(layer, tensors)

@@ -20,6 +20,7 @@ from .integer import PLAIN, IntegerQuantizer, WInt4, WInt8
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.contracts.quant_formats import PackedWeight
     from fastdeploy_core.contracts.quantizer import LayerSpec, ParameterSpec
     from fastdeploy_core.tensor import Tensor
 
@@ -103,6 +104,10 @@ class GGUFQuantizer:
     def prepare(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Any:
         """As the format's driver."""
         return self._driver(layer).prepare(layer, tensors)
+
+    def packed(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight | None:
+        """As the format's driver."""
+        return self._driver(layer).packed(layer, tensors)
 
     def apply(self, layer: LayerSpec, prepared: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """The kernel's product."""

@@ -220,6 +220,11 @@ class Gptq(WordQuantizer):
             )
         return xp.argsort(flat.to(xp.int64), 0, stable=True)
 
+    def packed(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight | None:
+        """None where the inputs have to be put in order first."""
+        check_scale(self.xp, f"{layer.name}.scales", tensors["scales"])
+        return None if self._order(layer, tensors) is not None else super().packed(layer, tensors)
+
     def prepare(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Any:
         """The kernel's product, and the order it wants its inputs in."""
         check_scale(self.xp, f"{layer.name}.scales", tensors["scales"])

@@ -11,12 +11,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastdeploy_core.contracts.base import CONTRACT
-from fastdeploy_core.contracts.quantizer import CalibratedQuantizer, Quantizer, find_quantizer
+from fastdeploy_core.contracts.quantizer import (
+    CalibratedQuantizer,
+    PackingQuantizer,
+    Quantizer,
+    find_quantizer,
+)
 from fastdeploy_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.contracts.quant_formats import PackedWeight
     from fastdeploy_core.contracts.quantizer import Calibration, LayerSpec, ParameterSpec
     from fastdeploy_core.tensor import Tensor
 
@@ -68,6 +74,11 @@ class MixedQuantizer:
     def prepare(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Any:
         """As the part's driver."""
         return self._of(layer).prepare(layer, tensors)
+
+    def packed(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight | None:
+        """As the part's driver."""
+        driver = self._of(layer)
+        return driver.packed(layer, tensors) if isinstance(driver, PackingQuantizer) else None
 
     def apply(self, layer: LayerSpec, prepared: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """As the part's driver."""

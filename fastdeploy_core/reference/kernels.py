@@ -15,6 +15,7 @@ _MOE = "fastdeploy_core.reference.ops_moe"
 _QUANTIZED = "fastdeploy_core.reference.ops_quantized"
 _SAMPLING = "fastdeploy_core.reference.ops_sampling"
 _STEP = "fastdeploy_core.reference.ops_step"
+_HISTORY = "fastdeploy_core.reference.ops_history"
 
 TABLE: Final[dict[str, str | Kernel]] = {
     "embedding": f"{_BODY}:embedding",
@@ -31,6 +32,7 @@ TABLE: Final[dict[str, str | Kernel]] = {
             "linear_add",
             "qk_norm",
             "linear_float32",
+            "linear_logits",
             "greedy_linear",
         )
     },
@@ -40,6 +42,10 @@ TABLE: Final[dict[str, str | Kernel]] = {
     "kv_write_blocks": f"{_CACHE}:kv_write_blocks",
     "prepare_decode": f"{_STEP}:prepare_decode",
     "finish_decode": f"{_STEP}:finish_decode",
+    "judge_drafts": f"{_STEP}:judge_drafts",
+    "keep_drafts": f"{_STEP}:keep_drafts",
+    "append_history": f"{_HISTORY}:append_history",
+    "match_ngrams": f"{_HISTORY}:match_ngrams",
     "moe_routing": f"{_MOE}:moe_routing",
     "moe_experts": f"{_MOE}:moe_experts",
     "apply_penalties": f"{_SAMPLING}:apply_penalties",

@@ -73,6 +73,16 @@ def linear_float32(kernels: KernelTable) -> Composed:
     return run
 
 
+def linear_logits(kernels: KernelTable) -> Composed:
+    """linear, then float32."""
+    linear = kernels["linear"]
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return linear(x, weight, bias).float()
+
+    return run
+
+
 def greedy_linear(kernels: KernelTable) -> Composed:
     """The likeliest token of each row of linear(x), and its logit; NaN counts as the largest."""
     linear, greedy = kernels["linear"], kernels["greedy"]

@@ -12,7 +12,7 @@ from fastdeploy_core.tensor import namespace
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
-NOT_ACCEPTED = -1
+NOT_ACCEPTED = NOTHING = -1
 NOT_FINITE = -2
 NOTHING_POSSIBLE = -3
 
@@ -24,6 +24,7 @@ def prepare_decode(
     newest: Tensor,
     drafts: Tensor,
     num_drafts: Tensor,
+    room: Tensor,
     block_size: int,
     input_ids: Tensor,
     positions: Tensor,
@@ -37,10 +38,12 @@ def prepare_decode(
     num_rows, select = slots.shape[0], xp.index_select
     width = input_ids.shape[0] // max(1, num_rows)
     nth = xp.arange(width, dtype=xp.int64, device=slots.device).unsqueeze(0)
+    start = select(num_computed, 0, slots).unsqueeze(1)
     is_row = (slots < num_computed.shape[0] - 1).unsqueeze(1)
+    is_row = is_row & (start < select(room, 0, slots).unsqueeze(1))
     feeds = (nth <= select(num_drafts, 0, slots).unsqueeze(1)) & is_row
     fed = feeds.to(xp.int64)
-    start = select(num_computed, 0, slots).unsqueeze(1)
+    start = start * is_row.to(xp.int64)
     where = start + nth * fed
     ids = select(newest, 0, slots).unsqueeze(1)
     if width > 1:
@@ -78,6 +81,50 @@ def finish_decode(
     nth = xp.arange(width, dtype=xp.int64, device=slots.device).unsqueeze(0)
     nothing = xp.full([1, 1], NOT_ACCEPTED, dtype=xp.int64, device=slots.device)
     results.copy_(xp.where(nth <= last, marked.view([num_rows, width]), nothing))
+
+
+def judge_drafts(
+    slots: Tensor, drawn: Tensor, marked: Tensor, drafts: Tensor, num_drafts: Tensor
+) -> Tensor:
+    """Leading drafts of each row that are what was drawn in their place and led to something."""
+    xp = namespace(slots)
+    width = drawn.shape[1] - 1
+    fed = xp.index_select(drafts, 0, slots)[:, :width]
+    nth = xp.arange(width, dtype=xp.int64, device=slots.device).unsqueeze(0)
+    is_right = (drawn[:, :width] == fed) & (marked[:, 1:] >= 0)
+    is_right = is_right & (nth < xp.index_select(num_drafts, 0, slots).unsqueeze(1))
+    return (xp.cumsum(1 - is_right.to(xp.int64), 1) == 0).to(xp.int64).sum(dim=1)
+
+
+def keep_drafts(
+    slots: Tensor,
+    proposals: Tensor,
+    limit: Tensor,
+    vocab_size: int,
+    num_computed: Tensor,
+    room: Tensor,
+    drafts: Tensor,
+    num_drafts: Tensor,
+) -> Tensor:
+    """Write proposals to the slots up to the first that is no token, and as far as there is room."""
+    xp = namespace(slots)
+    num_rows, width = proposals.shape
+    select = xp.index_select
+    left = select(room, 0, slots) - 1 - select(num_computed, 0, slots)
+    is_row = slots < num_computed.shape[0] - 1
+    nth = xp.arange(width, dtype=xp.int64, device=slots.device).unsqueeze(0)
+    is_token = (proposals >= 0) & (proposals < vocab_size) & (nth < limit)
+    is_token = is_token & (nth < left.unsqueeze(1)) & is_row.unsqueeze(1)
+    kept = (xp.cumsum(1 - is_token.to(xp.int64), 1) == 0).to(xp.int64)
+    taken = proposals * kept
+    missing = drafts.shape[1] - width
+    if missing:
+        zeros = xp.zeros([num_rows, missing], dtype=xp.int64, device=slots.device)
+        taken = xp.cat((taken, zeros), 1)
+    xp.index_copy_(drafts, 0, slots, taken)
+    xp.index_copy_(num_drafts, 0, slots, kept.sum(dim=1))
+    strange = ((proposals < NOTHING) | (proposals >= vocab_size)).to(xp.int64)
+    return (proposals + 1) * kept - 1 - strange
 
 
 def mark_broken(drawn: Tensor, peaks: Tensor, possible: Tensor | None) -> Tensor:

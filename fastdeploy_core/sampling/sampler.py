@@ -45,7 +45,8 @@ class Sampled:
 class SamplingStep:
     """What changes from step to step, per row of the plan."""
 
-    positions: np.ndarray  # [rows] int64: where the drawn token will stand in its sequence
+    # [rows] int64: where the drawn token will stand in its sequence; on the device if only that knows
+    positions: np.ndarray | Tensor
     num_output: np.ndarray  # [rows] int64: tokens generated before it
     output_tokens: OutputTokens  # of a slot; complete whenever the plan has a HOST flag
     # The draft that each row's draw decides about, -1: none. None: no row stands before or behind one.

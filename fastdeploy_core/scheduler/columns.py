@@ -40,8 +40,12 @@ class Columns:
         self.accepted_at = np.zeros((0, num_drafts), dtype=np.int64)
         self.rested = np.zeros(0, dtype=np.int64)  # steps that a drafter's cache has missed
         self.awaits = np.zeros(0, dtype=np.int64)  # step in flight that makes or judges its drafts
+        # Steps are planned and arrive in order: nothing is awaited while the second is not behind.
+        self.newest_awaited = self.newest_arrived = -1
         self.is_running = np.zeros(0, dtype=bool)
         self.is_plain = np.zeros(0, dtype=bool)  # a result is a token, and nothing else
+        # Plain, and what it draws depends on nothing that the host would have to know before.
+        self.goes_ahead = np.zeros(0, dtype=bool)
 
     def take(self, seq_id: int) -> int:
         """A clean place."""
@@ -57,6 +61,7 @@ class Columns:
 
     def arrived(self, places: np.ndarray | list[int], step: int) -> None:
         """The step's results are there: nothing of it is awaited any more."""
+        self.newest_arrived = step
         awaits = self.awaits[places]
         self.awaits[places] = np.where(awaits == step, -1, awaits)
 

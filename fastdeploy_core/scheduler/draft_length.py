@@ -16,8 +16,11 @@ WARM_UP = 2
 # A number of drafts is tried again after so many steps, then twice as many, as long as nothing changes.
 TRY_AGAIN = 256
 TRY_AGAIN_AT_MOST = 4096
-# What another number must promise before it is taken.
-GAIN = 1.03
+# Share of the time that trials may cost where drafts turn out not to pay.
+TRIAL_SHARE = 0.01
+# What another number must promise before it is taken, and what drafts must promise at all: sequences whose
+# drafts fare worse than others' end later, which a step's speed does not show.
+GAIN, LEAST_GAIN = 1.03, 1.08
 # Share that an older step's result keeps with every new one, and when drafts are tried once more.
 KEPT, KEPT_FOR_TRIAL = 0.98, 0.05
 # Rows that what is expected of a place counts for, beside what was seen there.
@@ -100,8 +103,14 @@ class _Size:
         self.current = most
         self.left = WARM_UP + 1  # steps until the current number is judged
         self.pause = TRY_AGAIN  # steps between tries
+        self.spent: list[float] = []  # seconds of the trial's steps with drafts
         self.since = 0
         self.is_trial = True
+
+    def turn_off(self) -> None:
+        """No drafts until the next trial."""
+        self.best = self.current = 0
+        self.is_trial = False
 
 
 class DraftLength:
@@ -121,6 +130,13 @@ class DraftLength:
             return self._most
         return self._size(num_rows).current
 
+    def is_off(self, num_rows: int) -> bool:
+        """Whether nothing is to be drafted for so many rows for long."""
+        if self._disable_above and num_rows > self._disable_above:
+            return True
+        size = self._sizes.get(num_rows.bit_length())
+        return self._adaptive and size is not None and not size.is_trial and not size.best
+
     def observe(self, num_rows: int, asked: int, right_at: list[int], seconds: float) -> None:
         """A step that only decoded took so long, its drafts asked for with `asked`. seconds 0: its
         time says nothing."""
@@ -129,6 +145,8 @@ class DraftLength:
         if not self._adaptive or not num_rows:
             return
         size, key = self._size(num_rows), (num_rows.bit_length(), asked)
+        if size.is_trial and asked:
+            size.spent.append(seconds)
         settled, self._last = self._last == key, key
         if settled and seconds > 0:
             size.times.observe(asked, seconds)
@@ -140,11 +158,18 @@ class DraftLength:
                 self._judge(size)
         elif size.since >= size.pause:
             self._begin_trial(size)
-        elif size.left <= 0:
+        elif size.left <= 0 and size.best:  # without drafts only a trial can tell
             self._judge(size)
 
     def _size(self, num_rows: int) -> _Size:
-        return self._sizes.setdefault(num_rows.bit_length(), _Size(self._most))
+        key = num_rows.bit_length()
+        if key not in self._sizes:
+            self._sizes[key] = size = _Size(self._most)
+            settled = [k for k, other in self._sizes.items() if not other.is_trial]
+            nearest = min(settled, key=lambda k: (abs(k - key), k), default=None)
+            if nearest is not None and not self._sizes[nearest].best:
+                size.turn_off()  # to be tried, but not with the first prompts of such a batch
+        return self._sizes[key]
 
     def _judge(self, size: _Size) -> None:
         """Compare what every number promises; not before doing without drafts has been measured."""
@@ -156,12 +181,20 @@ class DraftLength:
             for number in range(self._most + 1)
         }
         best = max(speed, key=lambda number: (speed[number], -number))
+        if speed[best] < LEAST_GAIN * speed[0]:
+            if size.best:
+                size.pause = TRY_AGAIN
+            best = size.best = 0
         if speed[best] > GAIN * speed[size.best]:
             size.best, size.pause = best, TRY_AGAIN
         elif size.is_trial:
             size.pause = min(2 * size.pause, TRY_AGAIN_AT_MOST)
         if size.is_trial:
-            size.since = 0
+            plain = size.times.expected(0)
+            extra = sum(size.spent) / plain - len(size.spent) if plain > 0 else 0.0
+            if not size.best:
+                size.pause = max(size.pause, int(extra / TRIAL_SHARE))
+            size.since, size.spent = 0, []
         size.current, size.is_trial = size.best, False
         size.left = 4 * WARM_UP
 

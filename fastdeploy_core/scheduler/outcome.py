@@ -82,15 +82,18 @@ class Outcome:
             seq.num_pending -= row.sample
             status = seq.status
             if status is not RequestStatus.FINISHED:
-                self._take(row, results.of_row(number))
+                is_newest = int(self._roster.columns.step[seq.place]) == output.step_id
+                self._take(row, results.of_row(number), takes_drafts=is_newest)
             # Ended within _take, it has left already: nothing was in flight any more.
             if status is not RequestStatus.RUNNING and not seq.num_in_flight:
                 self._roster.settle(seq)
 
     def _apply_cohort(self, step: ScheduledStep, results: StepResults) -> None:
-        """Rows of one token. Nearly all of them only get longer; the others are taken one by one."""
-        columns, cohort, starts = self._roster.columns, step.cohort, step.starts
+        """Rows that decoded. Nearly all of them only get longer; the others are taken one by one."""
+        columns, cohort = self._roster.columns, step.cohort
         places = cohort.places
+        starts = columns.known[places] - 1  # whatever was fed began with the newest token
+        drafted = step.drafts if results.num_drafts is None else results.num_drafts[: places.size]
         columns.in_flight[places] -= 1
         columns.pending[places] -= 1
         was_running = columns.is_running[places]
@@ -104,33 +107,44 @@ class Outcome:
             stops = [token in cohort.stop_ids for token in tokens]
             only_grows[np.repeat(np.arange(places.size), counts)[stops]] = False
         if step.drafts.any() or results.next_drafts is not None:
-            self._take_drafts(step, results, counts, only_grows)
+            self._take_drafts(step, results, counts, drafted, only_grows)
         self._grow_all(cohort, places, tokens, counts, only_grows)
+        is_newest = step.is_newest_of(columns)
         for number in np.flatnonzero(~only_grows).tolist():
             seq = cohort.seqs[number]
             if seq.status is not RequestStatus.FINISHED:
-                drafts = int(step.drafts[number])
-                row = Row(seq, int(starts[number]), 1 + drafts, drafts, True)
-                self._take(row, results.of_row(number))
+                most, fed = int(step.drafts[number]), int(drafted[number])
+                if seq.status is RequestStatus.RUNNING:
+                    seq.num_computed += fed - most
+                row = Row(seq, int(starts[number]), 1 + fed, fed, True)
+                self._take(row, results.of_row(number), takes_drafts=bool(is_newest[number]))
             # One that ran until this very step has left already if it ended with it.
             if not was_running[number] and not seq.num_in_flight:
                 self._roster.settle(seq)
 
     def _take_drafts(
-        self, step: ScheduledStep, results: StepResults, counts: np.ndarray, chosen: np.ndarray
+        self,
+        step: ScheduledStep,
+        results: StepResults,
+        counts: np.ndarray,
+        drafted: np.ndarray,
+        chosen: np.ndarray,
     ) -> None:
         """Of the cohort's chosen rows: how the drafts that were fed fared, and those for the next step."""
         columns, places, drafted = (
             self._roster.columns,
             step.cohort.places[chosen],
-            step.drafts[chosen],
+            drafted[chosen],
         )
         accepted = np.minimum(counts[chosen] - 1, drafted)
-        columns.computed[places] += accepted - drafted
+        columns.computed[places] += accepted - step.drafts[chosen]
         columns.count_drafts(places, drafted, accepted)
         self._counters.count_drafts(drafted, accepted)
         if results.next_drafts is not None:
-            columns.take_drafts(places, results.next_drafts[: chosen.size][chosen])
+            chosen = chosen & step.is_newest_of(columns)
+            columns.take_drafts(
+                step.cohort.places[chosen], results.next_drafts[: chosen.size][chosen]
+            )
 
     def _grow_all(
         self,
@@ -222,7 +236,8 @@ class Outcome:
             if seq.status is not RequestStatus.FINISHED:
                 self._end(seq, SequenceDelta(index=index), FinishReason.ABORT, None)
 
-    def _take(self, row: Row, result: RowResult) -> None:
+    def _take(self, row: Row, result: RowResult, *, takes_drafts: bool = True) -> None:
+        """takes_drafts: those for the next step have not been fed already."""
         seq = row.seq
         request = seq.request
         if result.error is not None:
@@ -236,9 +251,10 @@ class Outcome:
             self._add_prompt_logprobs(request, row, result.prompt_logprobs)
         num_computed = row.start + row.num_tokens
         if row.num_drafts:
-            num_computed += len(tokens) - 1 - row.num_drafts
+            refused = row.num_drafts - (len(tokens) - 1)
+            num_computed -= refused
             if seq.status is RequestStatus.RUNNING:
-                seq.num_computed = num_computed
+                seq.num_computed -= refused
         if not row.sample:
             self._commit(seq, num_computed)
             return
@@ -247,7 +263,8 @@ class Outcome:
         reason, stop_reason, num_kept = self._append(seq, tokens)
         if row.num_drafts:
             self._count_drafts(seq, row.num_drafts, len(tokens) - 1, num_kept if reason else None)
-        if seq.status is RequestStatus.RUNNING and not reason and result.drafts is not None:
+        is_running = seq.status is RequestStatus.RUNNING
+        if is_running and not reason and takes_drafts and result.drafts is not None:
             seq.columns.take_drafts(np.array([seq.place]), result.drafts[None])
         if seq.is_suspect and row.start >= seq.num_known_at_start:
             self._roster.set_suspect(seq, False)

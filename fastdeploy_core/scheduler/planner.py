@@ -43,6 +43,7 @@ class StepPlanner:
         self._settings = settings
         self._on_stuck = on_stuck  # called with a sequence that cannot get the blocks it needs
         self._lookahead = 0
+        self._free: np.ndarray | None = None  # places of sequences that all go ahead
         self._prefills_first = True
         self._step = StepBuilder(roster.columns, settings.max_num_batched_tokens)
         self._admission = Admission(roster, settings, counters, self._step, on_stuck)
@@ -52,12 +53,14 @@ class StepPlanner:
         step = self._step
         step.begin()
         num_drafts = 0
+        is_ahead = False
         if self._length is not None:
-            if self._awaits_drafts():
-                return None
+            is_ahead = self._awaits_drafts()
             num_drafts = self._num_drafts(self._length)
         self._lookahead = self._settings.lookahead_tokens if num_drafts else 0
-        if self._roster.num_suspects:
+        if is_ahead:
+            self._plan_ahead()
+        elif self._roster.num_suspects:
             self._plan_suspect()
         elif self._settings.mixed_batches:
             self._plan_decodes()
@@ -72,28 +75,87 @@ class StepPlanner:
             self._prefills_first = not step.num_prefills
         if step.is_empty:
             return None
+        if step.num_prefills and self._settings.max_rows_ahead:
+            # Prompts are computed by steps that are not recorded, where drafting would cost more than
+            # a draft saves, and the next step would have to wait for the drafts.
+            num_drafts = 0
         return step.finish(
             self._roster.take_forgotten(),
             self._kv.take_copies(),
             num_drafts,
             rests=self._settings.drafts_with_cache,
+            fills=bool(step.num_prefills)
+            and self._length is not None
+            and not self._length.is_off(self._num_rows()),
         )
 
     def _awaits_drafts(self) -> bool:
-        """Whether tokens are on their way whose number depends on drafts. The whole batch waits for
-        them: what could run meanwhile would only take the device from it."""
+        """Whether tokens are on their way whose number depends on drafts."""
+        columns = self._roster.columns
+        if columns.newest_awaited <= columns.newest_arrived:
+            return False
         return bool((self._roster.columns.awaits[self._roster.running_places()] >= 0).any())
 
     def _num_drafts(self, length: DraftLength) -> int:
         """Drafts to ask for behind this step."""
-        if self._settings.drafts_with_cache and not self._can_draft().any():
+        number = length.choose(self._num_rows())
+        if number and self._settings.drafts_with_cache and not self._can_draft().any():
             return 0
-        return length.choose(max(1, len(self._roster.running)))
+        return number
+
+    def _num_rows(self) -> int:
+        """Rows that the step, or the next one, will have."""
+        roster = self._roster
+        return max(1, min(self._settings.max_num_seqs, len(roster.running) + roster.num_waiting))
 
     def _can_draft(self) -> np.ndarray:
         """Of the running sequences; those of which a drafter's cache has missed too much cannot."""
         rested = self._roster.columns.rested[self._roster.running_places()]
         return rested <= MAX_RESTED if rested.size else np.ones(1, dtype=bool)
+
+    def _plan_ahead(self) -> None:
+        """Have the rows of the step before go on before it is known how many of its drafts are right:
+        the device knows. Otherwise the whole batch waits for that step: what could run meanwhile would
+        only take the device from it."""
+        roster, step, settings = self._roster, self._step, self._settings
+        columns, places = roster.columns, roster.running_places()
+        if (
+            not 0 < step.num_drawn <= settings.max_rows_ahead
+            or roster.num_suspects
+            or (roster.num_waiting and len(roster.running) < settings.max_num_seqs)
+            or not (places is self._free or columns.goes_ahead[places].all())
+        ):
+            return
+        self._free = places  # the array is another one as soon as other sequences run
+        limit, seqs = columns.limit[places], roster.running
+        # One token of the step before is certain; where that is the last one, nothing is left to do.
+        is_due = columns.known[places] + columns.pending[places] < limit
+        if not is_due.all():
+            places, seqs, limit = places[is_due], list(compress(seqs, is_due)), limit[is_due]
+        if not seqs or (columns.step[places] != step.step_id).any():
+            return
+        end = columns.computed[places] + (1 + step.asked + self._lookahead)
+        if len(seqs) * (1 + step.asked) > step.budget or not self._grow_all(
+            seqs, places, np.minimum(end, limit)
+        ):
+            return
+        step.put_decodes(seqs, places, np.full(places.size, step.asked), is_ahead=True)
+
+    def _grow_all(self, seqs: list[Sequence], places: np.ndarray, wanted: np.ndarray) -> bool:
+        """Blocks for so many tokens of each sequence; none at all if there are too few for all."""
+        kv = self._kv
+        is_short = wanted > self._roster.columns.room[places]
+        if not is_short.any():
+            return True
+        rows = np.flatnonzero(is_short).tolist()
+        seqs = [seqs[row] for row in rows]
+        counts = [kv.num_blocks_for(int(wanted[row])) for row in rows]
+        missing = sum(n - len(s.table.blocks) for n, s in zip(counts, seqs, strict=True))
+        if missing > kv.pool.num_available:
+            return False
+        return all(
+            self._try_grow(seq, int(wanted[row])) for row, seq in zip(rows, seqs, strict=True)
+        )
 
     def _plan_decodes(self) -> None:
         columns, places = self._roster.columns, self._roster.running_places()
@@ -127,9 +189,10 @@ class StepPlanner:
         """How many drafts each row is fed. Every due row keeps a token of the budget; drafts get the
         rest, and blocks if some are free."""
         columns = self._roster.columns
-        drafts: np.ndarray = np.where(is_due, columns.num_drafts[places], 0)
+        drafts: np.ndarray = columns.num_drafts[places]
         if not (self._lookahead or drafts.any()):
             return None
+        drafts = np.where(is_due, drafts, 0)
         computed, limit = columns.computed[places], columns.limit[places]
         drafts = np.minimum(drafts, np.maximum(limit - columns.known[places] - 1, 0))
         drafts[columns.rested[places] > MAX_RESTED] = 0

@@ -30,6 +30,11 @@ class StepResults:
             self._ends = np.cumsum(output.counts).tolist()
 
     @property
+    def num_drafts(self) -> np.ndarray | None:
+        """[rows] drafts that were fed, where only the device knew them."""
+        return self._output.num_drafts
+
+    @property
     def next_drafts(self) -> np.ndarray | None:
         """[rows, k] proposals for the next step."""
         return self._output.next_drafts

@@ -118,9 +118,12 @@ class Sequence:
 
     def show_plain(self) -> None:
         """Say in the columns whether a result of this sequence is a token and nothing else."""
-        sampling = self.request.request.sampling
-        self.columns.is_plain[self.place] = (
-            sampling.n == 1 and sampling.logprobs is None and not self.is_suspect
+        request = self.request.request
+        sampling = request.sampling
+        is_plain = sampling.n == 1 and sampling.logprobs is None and not self.is_suspect
+        self.columns.is_plain[self.place] = is_plain
+        self.columns.goes_ahead[self.place] = (
+            is_plain and sampling.is_unconstrained and request.grammar is None
         )
 
     def draft_stats(self) -> DraftStats | None:

@@ -36,6 +36,8 @@ class SchedulerSettings:
     disable_by_batch_size: int = 0
     drafts_with_cache: bool = False  # the drafter has entries of its own in the sequences' blocks
     lookahead_tokens: int = 0
+    # Rows up to which a step can be planned before it is known how many drafts of the one before are right.
+    max_rows_ahead: int = 0
     seed: int = 0
 
 
@@ -68,6 +70,7 @@ def make_settings(
         disable_by_batch_size=speculative.disable_by_batch_size if speculative else 0,
         drafts_with_cache=info.drafts_with_cache,
         lookahead_tokens=needs.lookahead_tokens,
+        max_rows_ahead=info.max_rows_ahead,
         seed=config.model.seed,
     )
 

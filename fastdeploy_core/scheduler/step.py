@@ -10,7 +10,7 @@ import numpy as np
 
 from fastdeploy_core.types import BatchRows, BlockCopies, NewSequence, SchedulerOutput
 
-from .columns import Columns
+from .columns import NEVER, Columns
 from .sequence import Sequence
 
 _TOKEN_IDS, _STOP_IDS, _REQUEST_ID, _ATTEMPT, _TENANT = map(
@@ -53,18 +53,23 @@ class ScheduledStep(NamedTuple):
 
     output: SchedulerOutput
     cohort: Cohort
-    starts: np.ndarray  # of the cohort's rows
-    drafts: np.ndarray  # how many each of them has, behind its newest token
+    drafts: np.ndarray  # how many each of the cohort's rows has, behind its newest token; the most
     rows: list[Row]  # behind them
     num_tokens: int
     asked: int = 0  # drafts that each of its rows could have had
     is_decode: bool = False  # no row computes a prompt
     awaited: np.ndarray = NOBODY  # places of sequences that wait for drafts of this step
+    is_ahead: bool = False  # see BatchRows
 
     @property
     def num_rows(self) -> int:
         """Sequences in the step."""
         return len(self.cohort.seqs) + len(self.rows)
+
+    def is_newest_of(self, columns: Columns) -> np.ndarray:
+        """[cohort] whether no later step was planned for the sequence."""
+        found: np.ndarray = columns.step[self.cohort.places] == self.output.step_id
+        return found
 
     def seqs(self) -> list[Sequence]:
         """In the order of the rows."""
@@ -80,7 +85,8 @@ class StepBuilder:
         self._cohort = NO_COHORT
         # Rows of the step before, if they can simply go on: every one sampled, none had drafts.
         self._last_seq_ids = NO_COHORT.seq_ids
-        self._asked = 0  # drafts asked for with the step before
+        self.asked = 0  # drafts asked for with the step before
+        self.num_drawn = 0  # rows of the step before, if all of them drew a token
         self.step_id = -1
         self.begin()
 
@@ -89,7 +95,7 @@ class StepBuilder:
         self.budget = self._max_num_tokens
         self.num_prefills = 0
         self.is_stalled = False  # a running sequence got no room: nobody new may start
-        self._has_cohort = False
+        self._has_cohort = self._is_ahead = False
         self._starts = self._num_drafts = NO_COHORT.places
         self._draft_ids = NO_COHORT.places
         self._rows: list[Row] = []
@@ -107,14 +113,20 @@ class StepBuilder:
         return int(self._columns.step[seq.place]) == self._number
 
     def put_decodes(
-        self, seqs: list[Sequence], places: np.ndarray, num_drafts: np.ndarray | None = None
+        self,
+        seqs: list[Sequence],
+        places: np.ndarray,
+        num_drafts: np.ndarray | None = None,
+        *,
+        is_ahead: bool = False,
     ) -> None:
         """Rows for sequences that decode, of their newest token and so many of their drafts; once per
-        step. They are its first rows."""
+        step. They are its first rows. is_ahead: see BatchRows."""
         columns = self._columns
-        seq_ids = columns.seq_id[places]
-        if not np.array_equal(seq_ids, self._cohort.seq_ids):
-            self._cohort = Cohort(seqs, places, seq_ids)
+        if places is not self._cohort.places:
+            seq_ids = columns.seq_id[places]
+            if not np.array_equal(seq_ids, self._cohort.seq_ids):
+                self._cohort = Cohort(seqs.copy(), places, seq_ids)
         self._has_cohort = True
         self._starts = columns.computed[places]
         columns.computed[places] += 1
@@ -127,6 +139,10 @@ class StepBuilder:
             self._num_drafts = num_drafts
             columns.computed[places] += num_drafts
             columns.num_drafts[places] = 0
+            self._is_ahead = is_ahead
+            if is_ahead:
+                self.budget -= int(num_drafts.sum())
+                return
             fed = np.arange(columns.drafts.shape[1]) < num_drafts[:, None]
             self._draft_ids = columns.drafts[places][fed]
             self.budget -= self._draft_ids.size
@@ -169,11 +185,17 @@ class StepBuilder:
         self._new_blocks.setdefault(seq.seq_id, []).extend(blocks)
 
     def finish(
-        self, forgotten: list[int], copies: BlockCopies, max_drafts: int = 0, *, rests: bool = False
+        self,
+        forgotten: list[int],
+        copies: BlockCopies,
+        max_drafts: int = 0,
+        *,
+        rests: bool = False,
+        fills: bool = True,
     ) -> ScheduledStep:
-        """The step. max_drafts, rests: see `_ask`."""
+        """The step. max_drafts, rests, fills: see `_ask`."""
         cohort = self._cohort if self._has_cohort else NO_COHORT
-        starts, has_drafts = self._starts, bool(self._draft_ids.size)
+        has_drafts = self._is_ahead or bool(self._draft_ids.size)
         message = SchedulerOutput(
             step_id=self._number,
             finished_seq_ids=forgotten,
@@ -187,13 +209,13 @@ class StepBuilder:
         step = ScheduledStep(
             message,
             cohort,
-            starts,
             self._num_drafts,
             self._rows,
             self._max_num_tokens - self.budget,
-            self._asked,
+            self.asked,
             not self.num_prefills,
-            self._awaited(cohort) if max_drafts or has_drafts else NOBODY,
+            self._awaited(cohort) if max_drafts or self._num_drafts.any() else NOBODY,
+            self._is_ahead,
         )
         if self._new_blocks:
             blocks = self._new_blocks
@@ -204,38 +226,37 @@ class StepBuilder:
                 row: blocks[owner] for row, owner in zip(rows.tolist(), owners, strict=True)
             }
         self.step_id = self._number
-        self._ask(step, max_drafts, rests=rests)
+        self.num_drawn = step.num_rows if all(row.sample for row in self._rows) else 0
+        self._ask(step, max_drafts, rests=rests, fills=fills)
         return step
 
     def _awaited(self, cohort: Cohort) -> np.ndarray:
+        if not self._rows:
+            return cohort.places
         places = [row.seq.place for row in self._rows if row.sample]
         return np.concatenate((cohort.places, np.array(places, dtype=np.int64)))
 
-    def _ask(self, step: ScheduledStep, max_drafts: int, *, rests: bool) -> None:
+    def _ask(self, step: ScheduledStep, max_drafts: int, *, rests: bool, fills: bool) -> None:
         """Say in the message how many drafts are wanted behind the step. `rests`: a drafter with a
-        cache of its own is asked for none, and misses what decodes here."""
-        self._asked = max_drafts
+        cache of its own is asked for none, and misses what decodes here; prompts, too, unless it
+        `fills` its cache with them for later."""
+        self.asked = max_drafts
         columns = self._columns
-        columns.awaits[step.awaited] = self._number
+        if step.awaited.size:
+            columns.newest_awaited = self._number
+            columns.awaits[step.awaited] = self._number
         if max_drafts or not rests:
             step.output.max_drafts = max_drafts
-        elif self.num_prefills:
+        elif self.num_prefills and fills:
             step.output.max_drafts = 0
         else:
-            columns.rested[[seq.place for seq in step.seqs()]] += 1
+            columns.rested[step.cohort.places] += 1
+            if self._rows:
+                columns.rested[[row.seq.place for row in self._rows]] = NEVER
 
     def _columns_of(self, cohort: Cohort) -> BatchRows:
         """Explicit rows for a message: the cohort's, then the others."""
-        rows = self._rows
-        single = BatchRows.of(
-            [row.seq.seq_id for row in rows],
-            [row.start for row in rows],
-            [row.num_tokens for row in rows],
-            [row.sample for row in rows],
-        )
-        if not cohort.seqs:
-            return single
-        drafts = self._num_drafts
+        rows, drafts = self._rows, self._num_drafts
         if not rows:  # the same array as long as the sequences are the same
             return BatchRows(
                 seq_ids=cohort.seq_ids,
@@ -244,7 +265,16 @@ class StepBuilder:
                 samples=np.ones(drafts.size, dtype=bool),
                 num_drafts=drafts,
                 draft_token_ids=self._draft_ids,
+                is_ahead=self._is_ahead,
             )
+        single = BatchRows.of(
+            [row.seq.seq_id for row in rows],
+            [row.start for row in rows],
+            [row.num_tokens for row in rows],
+            [row.sample for row in rows],
+        )
+        if not cohort.seqs:
+            return single
         return BatchRows(
             seq_ids=np.concatenate((cohort.seq_ids, single.seq_ids)),
             starts=np.concatenate((self._starts, single.starts)),

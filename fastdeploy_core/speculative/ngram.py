@@ -3,15 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from fastdeploy_core.contracts.base import CONTRACT
-from fastdeploy_core.contracts.speculative import DrafterContext, HostDraftInput
+from fastdeploy_core.contracts.speculative import DraftBatch, DrafterContext, HostDraftInput
+from fastdeploy_core.errors import ConfigError
 
 from .history import TokenHistory
 from .options import NgramOptions, read_options
+
+if TYPE_CHECKING:
+    from fastdeploy_core.tensor import Tensor
+
+
+class DeviceNgramDrafter:
+    """Looks through a sequence's tokens on the device, so that no step waits for the host."""
+
+    name = "ngram_match"
+    contract = CONTRACT
+    runs_on: Literal["device"] = "device"
+    reads_history = True
+
+    def __init__(self, context: DrafterContext) -> None:
+        options = read_options(NgramOptions, context.options)
+        if context.kernels is None:
+            raise ConfigError("n-grams on the device need its kernels (DrafterContext.kernels)")
+        self._sizes = (options.min_ngram_size, options.max_ngram_size)
+        self._match = context.kernels["match_ngrams"]
+
+    def propose(self, batch: DraftBatch) -> Tensor:
+        """What followed the longest end of each row where it stood before."""
+        rows, known = batch.history_rows, batch.num_known
+        found: Tensor = self._match(batch.history, rows, known, *self._sizes, batch.max_drafts)
+        return found
+
+    def observe(self, seq_id: int, drafted: Sequence[int], accepted: int) -> None:
+        """Not told to drafters on the device."""
+
+    def forget(self, seq_id: int) -> None:
+        """Histories are the core's."""
 
 
 class NgramDrafter:
@@ -20,6 +52,7 @@ class NgramDrafter:
     name = "ngram_match"
     contract = CONTRACT
     runs_on: Literal["host"] = "host"
+    on_device = DeviceNgramDrafter
 
     def __init__(self, context: DrafterContext) -> None:
         self._options = read_options(NgramOptions, context.options)

@@ -53,6 +53,8 @@ class CapturingDevice(CpuDevice):
 
     def download(self, source: Tensor, target: np.ndarray) -> None:
         """Counted."""
+        if not source.is_contiguous():
+            raise RuntimeError("a device copies memory as it lies, and this is not in one piece")
         self.num_downloads += 1
         super().download(source, target)
 

@@ -197,10 +197,32 @@ def _step_arguments(make: _Make) -> Arguments:
                 make.ids(7, 8, 0),
                 make.zeros([3, 0], "int64"),
                 make.ids(0, 0, 0),
+                make.ids(8, 8, 0),
                 4,
             ),
             *(make.ids(0, 0), make.ids(0, 0), make.ids(0, 0), make.ids(0, 0, dtype="int32")),
             make.ids(0, 0, 0, 0, dtype="int32").reshape([2, 2]),
+        ),
+        "judge_drafts": lambda: (
+            make.ids(1, 0),
+            *(make.ids(9, 8, 7, 6).reshape([2, 2]), make.ids(9, 8, 7, -2).reshape([2, 2])),
+            *(make.ids(7, 0, 9, 0, 0, 0).reshape([3, 2]), make.ids(1, 1, 0)),
+        ),
+        "keep_drafts": lambda: (
+            make.ids(1, 0),
+            make.ids(9, 8, 7, -1).reshape([2, 2]),
+            *(make.ids(2), 32, make.ids(3, 6, 0), make.ids(8, 8, 0)),
+            *(make.zeros([3, 2], "int64"), make.ids(0, 0, 0)),
+        ),
+        "append_history": lambda: (
+            make.ids(1, 0),
+            make.ids(9, -1, 7, 8).reshape([2, 2]),
+            make.ids(3, 6, 0),
+            make.zeros([3, 9], "int32"),
+        ),
+        "match_ngrams": lambda: (
+            make.ids(5, 6, 5, 6, 5, 0, 0, 0, 0, 0, 0, 0, dtype="int32").reshape([2, 6]),
+            *(make.ids(0), make.ids(4), 1, 3, 2),
         ),
         "finish_decode": lambda: (
             *(

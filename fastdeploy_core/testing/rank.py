@@ -25,7 +25,8 @@ def main() -> int:
     name, library, rank_text, world_text, address = sys.argv[1:6]
     communicators = sys.argv[6:]
     rank, world_size = int(rank_text), int(world_text)
-    device = lookup("device", name)(DeviceOptions(tensor_library=library, num_threads=1))
+    options = DeviceOptions(index=rank, tensor_library=library, num_threads=1)
+    device = lookup("device", name)(options)
     group = device.communicator(rank, world_size, address)
     with device.xp.no_grad():
         if communicators:

@@ -120,6 +120,22 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             )
 
     @property
+    def is_unconstrained(self) -> bool:
+        """Whether tokens come out of the model's logits alone: no penalty, bias or mask, nothing that
+        looks at the text so far."""
+        return not (
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.logit_bias
+            or self.min_tokens
+            or self.allowed_token_ids is not None
+            or self.bad_words_token_ids
+            or self.thinking_token_budget is not None
+            or self.logits_processors_args
+        )
+
+    @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1 or self.top_p == 0.0

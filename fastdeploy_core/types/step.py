@@ -57,6 +57,10 @@ class BatchRows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     samples: np.ndarray  # [B] bool; False: a prefill chunk that does not reach the last known token
     num_drafts: np.ndarray  # [B] int64: the last so many of the tokens fed are unverified drafts
     draft_token_ids: np.ndarray  # [sum of num_drafts] int64: these, row after row
+    # The results of the step before, in which all of these rows decoded, are not known: starts and counts
+    # are the most that they can be, and what the device holds counts, as many drafts of each row as the
+    # step before made. draft_token_ids is empty.
+    is_ahead: bool = False
 
     @classmethod
     def of(
@@ -135,6 +139,8 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True, eq=False):
     # [B] int64: how many of these are each row's: none of a prefill that is not complete or of a row
     # with an error, else one more than the drafts that were right. None: one of each row.
     counts: np.ndarray | None = None
+    # [B] int64: drafts that each row was fed in a step that went ahead of results (BatchRows.is_ahead).
+    num_drafts: np.ndarray | None = None
     # [B, k] int64: proposals for each row's next step, -1 behind its last one. None: there are none.
     next_drafts: np.ndarray | None = None
     logprobs: dict[int, list[TokenLogprobs]] = {}  # one for each of the row's tokens

@@ -30,6 +30,8 @@ class WorkerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     host_tier: bool = True  # blocks can move to host memory and back
     logprobs: bool = True
     drafts_with_cache: bool = False  # the drafter's layers have entries in every block
+    # A decode step of up to so many rows finds its drafts on the device (BatchRows.is_ahead); 0: none
+    max_rows_ahead: int = 0
     # the start-up report
     device: str = ""
     tensor_library: str = ""

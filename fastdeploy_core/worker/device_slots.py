@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from fastdeploy_core.errors import WorkerError
-from fastdeploy_core.speculative.verify import count_accepted
 
 from .input_batch import NOWHERE, TRUSTED
 from .staging import Uploads
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
 
     from .input_batch import InputBatch
     from .step_rows import StepRows
 
 UNKNOWN = -1
+ON_DEVICE = -2  # in place of a number of drafts: those that a drafter has left there
 Update: TypeAlias = "tuple[Tensor, np.ndarray | None, np.ndarray]"
 
 
@@ -40,9 +41,14 @@ class DeviceSlots:
         batch: InputBatch,
         max_drafts: int = 0,
         *,
+        kernels: KernelTable,
+        vocab_size: int,
         refuses_drafts: bool = False,
+        keeps_history: bool = False,
     ) -> None:
-        """refuses_drafts: see DraftJudge."""
+        """refuses_drafts: see DraftJudge. keeps_history: see DraftBatch.history."""
+        self._append, self._judge = kernels["append_history"], kernels["judge_drafts"]
+        self._keep, self._vocab_size = kernels["keep_drafts"], vocab_size
         xp, num_slots = device.xp, batch.max_num_seqs + 1
         self._refuses_drafts = refuses_drafts
         self._xp, self._batch, self._uploads = xp, batch, Uploads(device)
@@ -58,7 +64,14 @@ class DeviceSlots:
         self.drafts = zeros(num_slots, max_drafts)
         self.num_drafts = zeros(num_slots)
         self.room = zeros(num_slots)  # tokens that the slot's blocks hold
+        self.limit = zeros(1)  # drafts that a row may have
+        self._none = zeros(num_slots)
         self.rows = zeros(batch.max_num_seqs) + batch.max_num_seqs
+        self.history: Tensor | None = None
+        if keeps_history:
+            longest = batch.max_model_len + max_drafts + 4  # what ended may go on for two steps
+            self.history = zeros(num_slots, longest, dtype=xp.int32)
+        self._has_history = np.zeros(batch.max_num_seqs, dtype=bool)
         # What the device holds, as far as the host knows.
         self._rows = np.full(batch.max_num_seqs, batch.max_num_seqs, dtype=np.int64)
         self._last: tuple[np.ndarray | None, int] = (None, 0)
@@ -68,12 +81,14 @@ class DeviceSlots:
         self._num_blocks = np.zeros(batch.max_num_seqs, dtype=np.int64)
         self._drafts = np.zeros((batch.max_num_seqs, max_drafts), dtype=np.int64)
         self._num_drafts = np.zeros(batch.max_num_seqs, dtype=np.int64)
+        self._limit = 0
 
     def reset(self, slot: int) -> None:
         """The slot's sequence left; of the next one the device knows nothing."""
         self._computed[slot] = self._num_drafts[slot] = UNKNOWN
         self._num_blocks[slot] = 0
         self._drafts[slot] = 0
+        self._has_history[slot] = False
 
     def stand_down(self) -> None:
         """New caches: no table entry of former ones stays, and every row is nobody's, so that a step
@@ -88,23 +103,34 @@ class DeviceSlots:
         """A step failed: what the device holds is not known."""
         self._last, self._ahead = (None, 0), None
         self._rows[:] = UNKNOWN
+        self._limit = UNKNOWN
         for slot in range(self._computed.size):
             self.reset(slot)
         self._batch.newest[:] = NOWHERE
 
-    def sync(self, rows: StepRows, size: int) -> None:
-        """Make the device's state that of the rows, which are padded to `size`."""
+    def sync(self, rows: StepRows, size: int, limit: int = 0) -> None:
+        """Make the device's state that of the rows, which are padded to `size` and get up to `limit`
+        drafts behind the step."""
         batch = self._batch
-        goes_on = self._last[0] is rows.slots and self._last[1] == size
-        if goes_on and rows.starts is self._ahead and self._num_appends == batch.num_appends:
+        goes_on = self._last[0] is rows.slots and self._last[1] == size and limit == self._limit
+        is_known = rows.is_ahead or rows.starts is self._ahead
+        if goes_on and is_known and self._num_appends == batch.num_appends:
             return
         self._ahead = None
         updates = self._rows_update(rows.slots, size)
         updates += self._block_updates(rows.slots)
-        updates += self._position_updates(rows)
-        if not rows.is_decode:
-            updates += self._draft_updates(rows)
+        updates += self._limit_update(limit)
+        if rows.is_ahead:
+            self._check_held(rows)
+        else:
+            updates += self._position_updates(rows)
+            if not rows.is_decode:
+                updates += self._draft_updates(rows)
+            updates += self._history_updates(rows.slots)
         self._num_appends = batch.num_appends
+        self._send(updates)
+
+    def _send(self, updates: list[Update]) -> None:
         updates = [update for update in updates if update[2].size]
         if not updates:
             return
@@ -122,8 +148,9 @@ class DeviceSlots:
     def advance(self, rows: StepRows) -> None:
         """The device has been told to write back what it draws for these rows."""
         slots, batch = rows.slots, self._batch
-        self._ahead = rows.seq_lens if rows.is_decode else None
-        if rows.is_decode:
+        is_known = rows.is_decode and not rows.is_ahead
+        self._ahead = rows.seq_lens if is_known else None
+        if is_known:
             self._computed[slots] = batch.newest[slots] = rows.seq_lens
         else:  # how many drafts are right is the device's secret
             self._computed[slots] = batch.newest[slots] = TRUSTED
@@ -132,17 +159,56 @@ class DeviceSlots:
         """These rows go on in a step that the slots take no part in."""
         self._computed[rows.slots] = UNKNOWN
 
-    def count_accepted(self, rows: Tensor, drawn: Tensor) -> Tensor:
-        """[B] int64: leading drafts of each row that equal what was drawn in their place. rows: [B] slots;
-        drawn: [B, 1 + drafts fed] int64."""
-        xp = self._xp
-        width = drawn.shape[1] - 1
-        drafts = xp.index_select(self.drafts, 0, rows)[:, :width]
-        nth = xp.arange(width, dtype=xp.int64, device=drawn.device)
-        fed = (nth < xp.index_select(self.num_drafts, 0, rows).unsqueeze(1)).to(xp.int64)
-        if self._refuses_drafts:
-            fed = fed * 0
-        return count_accepted(xp, drawn, (drafts + 1) * fed - 1)
+    def keep_drafts(self, rows: Tensor, proposals: Tensor) -> Tensor:
+        """The slots of these rows take what a drafter proposes, as far as it is tokens and there is room.
+        proposals: [B, n] int64; the same with -1 behind what was taken."""
+        return self._keep(
+            *(rows, proposals, self.limit, self._vocab_size, self.num_computed, self.room),
+            *(self.drafts, self.num_drafts),
+        )
+
+    def holds_drafts(self, rows: StepRows) -> None:
+        """The device has been told to keep drafts for these rows."""
+        self._num_drafts[rows.slots] = ON_DEVICE
+
+    def follow(self, rows: StepRows, accepted: Tensor | None, limit: int) -> None:
+        """A step that the slots took no part in has drawn tokens: its sequences stand behind it now, so
+        that a step can go ahead of its results. accepted: [rows that sample] right drafts; None: the step
+        fed none. limit: see `sync`."""
+        slots = rows.slots[rows.samples]
+        ends = (rows.seq_lens - rows.num_drafts)[rows.samples]
+        updates = self._block_updates(slots) + self._limit_update(limit)
+        if accepted is None:
+            self._computed[slots] = ends
+            self._send([*updates, (self.num_computed, slots, ends)])
+            return
+        self._send(updates)
+        self._computed[slots] = TRUSTED
+        where, known = self._uploads.send(slots, ends)
+        self._xp.index_copy_(self.num_computed, 0, where, known + accepted)
+
+    def take_drawn(self, rows: StepRows, drawn: Tensor) -> None:
+        """A step that the slots take no part in drew these: histories go on. drawn: [R] int64, of which
+        those behind a wrong draft are overwritten later."""
+        if self.history is None:
+            return
+        self._send(self._history_updates(rows.slots))
+        where = rows.slots[rows.sample_rows] * self.history.shape[1] + rows.sample_positions
+        index = self._uploads.send(where)[0]
+        self._xp.index_copy_(self.history.view([-1]), 0, index, drawn.to(self._xp.int32))
+
+    def append_history(self, rows: Tensor, results: Tensor) -> None:
+        """What a recorded step has drawn and kept. results: see kernel finish_decode."""
+        if self.history is not None:
+            self._append(rows, results, self.num_computed, self.history)
+
+    def count_accepted(self, rows: Tensor, drawn: Tensor, marked: Tensor) -> Tensor:
+        """[B] int64: leading drafts of each row that equal what was drawn in their place. Behind a draft
+        that leads to nothing (mark_broken) the row is cut. rows: [B] slots; drawn, marked: [B, 1 + drafts
+        fed] int64."""
+        fed = self._none if self._refuses_drafts else self.num_drafts
+        found: Tensor = self._judge(rows, drawn, marked, self.drafts, fed)
+        return found
 
     # -- what differs: (where to, at which entries, what); None: at its beginning ------------------
 
@@ -174,6 +240,23 @@ class DeviceSlots:
             (self.room, slots, batch.room[slots]),
         ]
 
+    def _limit_update(self, limit: int) -> list[Update]:
+        if limit == self._limit:
+            return []
+        self._limit = limit
+        return [(self.limit, None, np.array([limit]))]
+
+    def _check_held(self, rows: StepRows) -> None:
+        slots = rows.slots
+        lost = (self._computed[slots] == UNKNOWN) | (self._batch.newest[slots] == NOWHERE)
+        if rows.num_drafts.any():
+            lost |= self._num_drafts[slots] != ON_DEVICE
+        if lost.any():
+            raise WorkerError(
+                f"a step goes ahead of results with rows that the device does not hold: sequences "
+                f"{self._batch.seq_ids[slots[lost]].tolist()}"
+            )
+
     def _position_updates(self, rows: StepRows) -> list[Update]:
         """Rows whose number of tokens or newest token the device does not have."""
         slots, starts, batch = rows.slots, rows.starts, self._batch
@@ -195,6 +278,20 @@ class DeviceSlots:
             (self.num_computed, miscounted, starts[~counted]),
             (self.newest, lost, batch.token_ids[lost, where]),
         ]
+
+    def _history_updates(self, slots: np.ndarray) -> list[Update]:
+        """All tokens of sequences that are new here; the device adds to them itself."""
+        if self.history is None:
+            return []
+        batch, slots = self._batch, slots[~self._has_history[slots]]
+        if not slots.size:
+            return []
+        self._has_history[slots] = True
+        counts = batch.num_known[slots]
+        nth = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        rows = np.repeat(slots, counts)
+        entries = rows * self.history.shape[1] + nth
+        return [(self.history.view([-1]), entries, batch.token_ids[rows, nth])]
 
     def _draft_updates(self, rows: StepRows) -> list[Update]:
         slots, counts = rows.slots, rows.num_drafts

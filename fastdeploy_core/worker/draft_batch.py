@@ -7,7 +7,7 @@ lengths on the host.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,36 +35,6 @@ class TargetStep:
     context: ForwardContext
     input_ids: Tensor  # [T]
     hidden: Tensor  # [T, hidden]
-    width: int = 0  # tokens of every row, with places without a draft in them; 0: as the rows say
-
-    @classmethod
-    def of_recorded(
-        cls, recorded: RecordedStep, num_rows: int, batches: DraftBatches
-    ) -> TargetStep:
-        """The rows of the batch alone, for a drafter that is not recorded."""
-        whole, num_tokens = recorded.attention, num_rows * recorded.width
-        attention = replace(
-            whole,
-            num_seqs=num_rows,
-            num_tokens=num_tokens,
-            cu_seqlens_q=whole.cu_seqlens_q[: num_rows + 1],
-            seq_lens=whole.seq_lens[:num_rows],
-            block_tables=whole.block_tables[:num_rows],
-            cu_seqlens_q_dev=whole.cu_seqlens_q_dev[: num_rows + 1],
-            seq_lens_dev=whole.seq_lens_dev[:num_rows],
-            block_tables_dev=whole.block_tables_dev[:num_rows],
-            slot_mapping=whole.slot_mapping[:num_tokens],
-            positions=whole.positions[:num_tokens],
-        )
-        assert recorded.context is not None
-        context = batches.context(attention, recorded.context.caches)
-        return cls(
-            attention,
-            context,
-            recorded.input_ids[:num_tokens],
-            recorded.hidden[:num_tokens],
-            recorded.width,
-        )
 
 
 class DraftBatches:
@@ -101,7 +71,7 @@ class DraftBatches:
             input_ids=step.input_ids,
             next_token_ids=self._next_ids(rows, step, drawn),
             hidden_states=step.hidden,
-            last=self._last(rows, step.width, accepted),
+            last=self._last(rows, accepted),
             draw=draw,
             decode=_Decoder(self, rows, step, max_drafts).step,
         )
@@ -143,6 +113,9 @@ class DraftBatches:
             last=last,
             draw=draw,
             decode=decode,
+            history=slots.history,
+            history_rows=slots.rows[:size],
+            num_known=xp.index_select(slots.num_computed, 0, slots.rows[:size]) + 1,
         )
 
     def _next_ids(self, rows: StepRows, step: TargetStep, drawn: Tensor | None) -> Tensor:
@@ -161,13 +134,8 @@ class DraftBatches:
             self._xp.index_copy_(ids, 0, self._device.to_device(rows.sample_tokens), drawn)
         return ids
 
-    def _last(self, rows: StepRows, width: int, accepted: Tensor | None) -> Tensor:
+    def _last(self, rows: StepRows, accepted: Tensor | None) -> Tensor:
         """[B] index of each row's last verified token."""
-        if width:
-            begins = self._xp.arange(
-                rows.slots.size, dtype=self._xp.int64, device=self._device.device
-            )
-            return begins * width if accepted is None else begins * width + accepted
         ends = np.cumsum(rows.counts) - 1
         if accepted is None:
             return self._device.to_device(ends.astype(np.int64))

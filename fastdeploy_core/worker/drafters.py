@@ -38,6 +38,7 @@ class Drafters:
     drafter: Drafter | None  # None where another rank drafts
     follower: Drafter | None  # a host drafter that continues its drafts
     first_layer: int  # attention layers from here on are the drafter's
+    is_continued: bool = False  # on one of the ranks there is a follower
 
 
 class DrafterMaker:
@@ -56,10 +57,15 @@ class DrafterMaker:
         self._device, self._kernels = device, kernels
         self._loaded, self._resolved = loaded, resolved
 
-    def make(self, rank: int) -> Drafters:
-        """What drafts on the host does so on rank 0, what drafts on the device on every rank."""
+    def make(self, rank: int, *, records: bool = False) -> Drafters:
+        """What drafts on the host does so on rank 0, what drafts on the device on every rank. `records`:
+        decode steps will be recorded."""
         method, needs = self._speculative.method, self._resolved.speculative
         driver = self._resolved.load("speculative", method)
+        # Rank 0 alone knows the tokens, so histories can be kept on the device of a single rank only.
+        can_keep = records and self._device.limits.step_buckets is None
+        if can_keep and self._config.parallel.tensor_parallel_size == 1:
+            driver = getattr(driver, "on_device", driver)
         runs_on = getattr(driver, "runs_on", "")
         if runs_on not in ("host", "device"):
             raise PluginLoadError(
@@ -76,7 +82,8 @@ class DrafterMaker:
             drafter = self._on_device(driver, needs)
         elif rank == 0:
             drafter = self._construct(driver, self._context(self._speculative.options))
-        return Drafters(on_device, drafter, follower, first_layer)
+        is_continued = bool(needs.continued_by)
+        return Drafters(on_device, drafter, follower, first_layer, is_continued)
 
     def _on_device(self, driver: Any, needs: Requirements) -> Drafter:
         self._check_device(self._speculative.method)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -62,11 +62,16 @@ class TokenDrawer:
         self._columns, self._state, self._communicator = columns, state, communicator
         self._mark = kernels["mark_broken"]
         self._plan: SamplingPlan | None = None
+        self._made_of: tuple[Any, Any] = (None, None)  # arrays that stay while the rows do
 
     def plan(self, rows: StepRows) -> SamplingPlan:
         """What the rows need; kept while they stay as they are."""
+        plan, version, made_of = self._plan, self._columns.version, self._made_of
+        is_same = made_of[0] is rows.slots and made_of[1] is rows.sample_rows
+        if plan is not None and plan.version == version and is_same:
+            return plan
+        self._made_of = (rows.slots, rows.sample_rows)
         slots = rows.slots if rows.is_decode else rows.slots[rows.sample_rows]
-        plan = self._plan
         if plan is None or not plan.matches(self._columns, slots):
             plan = self._plan = SamplingPlan(self._columns, slots, self._device)
         return plan
@@ -79,19 +84,27 @@ class TokenDrawer:
         errors: dict[int, str],
         read_before: Callable[[], None],
         drafts: RowDrafts | None = None,
+        positions: Tensor | None = None,
     ) -> Drawn:
         """One token per row of logits. `errors` gets what the host finds out, by row of logits;
-        `read_before` brings the tokens of earlier steps to the host."""
+        `read_before` brings the tokens of earlier steps to the host. `positions`: where the tokens will
+        stand, if only the device knows."""
         communicator = self._communicator
         if self._state is not None:
-            drawn = self._lead(logits, rows, plan, errors, read_before, drafts)
+            drawn = self._lead(logits, rows, plan, errors, read_before, drafts, positions)
             if communicator is not None:
-                drawn.token_ids = communicator.broadcast(drawn.token_ids, 0)
+                return self._same_everywhere(communicator, drawn.marked, drawn.logprobs)
             return drawn
         ids = self._xp.zeros((plan.num_rows,), dtype=self._xp.int64, device=self._device.device)
-        if communicator is not None:
-            ids = communicator.broadcast(ids, 0)
-        return Drawn(ids, ids)
+        return Drawn(ids, ids) if communicator is None else self._same_everywhere(communicator, ids)
+
+    @staticmethod
+    def _same_everywhere(
+        communicator: Communicator, marked: Tensor, logprobs: LogprobTensors | None = None
+    ) -> Drawn:
+        """What rank 0 drew. Every rank has to know what is broken, since it ends a row of drafts."""
+        marked = communicator.broadcast(marked, 0)
+        return Drawn(marked * (marked >= 0).to(marked.dtype), marked, logprobs)
 
     def draw_padded(self, logits: Tensor, plan: SamplingPlan, positions: np.ndarray) -> Drawn:
         """The likeliest token of every row of a padded step, the same on every rank. Those behind the
@@ -106,7 +119,7 @@ class TokenDrawer:
             )
             drawn = Drawn(ids, ids)
         if self._communicator is not None:
-            drawn.token_ids = self._communicator.broadcast(drawn.token_ids, 0)
+            drawn = self._same_everywhere(self._communicator, drawn.marked)
         batch = self._batch
         slots = np.full(logits.shape[0], batch.max_num_seqs, dtype=np.int64)
         slots[: plan.num_rows] = plan.slots
@@ -121,6 +134,7 @@ class TokenDrawer:
         errors: dict[int, str],
         read_before: Callable[[], None],
         drafts: RowDrafts | None,
+        positions: Tensor | None,
     ) -> Drawn:
         state, batch = self._state, self._batch
         assert state is not None
@@ -130,7 +144,8 @@ class TokenDrawer:
             if plan.flags & bits.HOST:
                 read_before()
             num_output = rows.sample_positions - batch.num_prompt[plan.slots]
-            step = SamplingStep(rows.sample_positions, num_output, batch.output_tokens)
+            where = rows.sample_positions if positions is None else positions
+            step = SamplingStep(where, num_output, batch.output_tokens)
             if drafts is not None:
                 step.drafts, step.drafts_dev = drafts.ids, drafts.on_device
             sampled = state.sampler.sample(logits, plan, step)
@@ -178,17 +193,10 @@ class TokenDrawer:
 def is_simple(new: NewSequence, config: EngineConfig) -> bool:
     """Whether a sequence wants its likeliest tokens and nothing else, by what every rank knows of it."""
     params = new.sampling
-    return params.is_greedy and not (
-        params.presence_penalty
-        or params.frequency_penalty
-        or params.repetition_penalty != 1.0
-        or params.logit_bias
-        or params.min_tokens
-        or params.logprobs is not None
-        or params.allowed_token_ids is not None
-        or params.bad_words_token_ids
-        or params.thinking_token_budget is not None
-        or params.logits_processors_args
-        or new.grammar is not None
-        or any(name not in BUILTIN_PROCESSORS for name in config.logits_processors)
+    return (
+        params.is_greedy
+        and params.is_unconstrained
+        and params.logprobs is None
+        and new.grammar is None
+        and all(name in BUILTIN_PROCESSORS for name in config.logits_processors)
     )

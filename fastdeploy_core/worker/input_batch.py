@@ -84,6 +84,7 @@ class InputBatch:
         self._tables: tuple[np.ndarray, int, np.ndarray, Tensor] | None = None
         self._decode_cu: dict[int, tuple[np.ndarray, Tensor]] = {}
         self._same: dict[int, tuple[np.ndarray, ...]] = {}
+        self._even: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
         # Arrays are kept while the rows stay, so that others see at a glance that they did.
         self._last: StepRows | None = None
         self._last_ids = np.zeros(0, dtype=np.int64)
@@ -158,7 +159,9 @@ class InputBatch:
         self._num_gone = 0
         for row, block_ids in step.new_block_ids.items():
             self._append_blocks(int(slots[row]), block_ids)
-        if message.is_decode:
+        if message.is_ahead:
+            rows = self._rows_ahead(message, slots)
+        elif message.is_decode:
             rows = self._decode_rows(slots, message.starts)
         else:
             rows = self._mixed_rows(message, slots)
@@ -168,7 +171,7 @@ class InputBatch:
     def _next_rows(self, step: SchedulerOutput) -> StepRows:
         """The rows of the step before go on, each with the token that it sampled."""
         last = self._last
-        if last is None or not (last.is_decode or last.fits_next()):
+        if last is None or last.is_ahead or not (last.is_decode or last.fits_next()):
             raise WorkerError("a step is inconsistent: it goes on with rows that cannot")
         if self._num_gone and (self.seq_ids[last.slots] != self._last_ids).any():
             raise WorkerError("a step is inconsistent: it goes on with a finished sequence")
@@ -205,6 +208,24 @@ class InputBatch:
         return StepRows(
             *(slots, starts, ones, seq_lens, none, samples, True),
             *(every, every, seq_lens),
+        )
+
+    def _rows_ahead(self, message: BatchRows, slots: np.ndarray) -> StepRows:
+        """Rows of which the device knows more; those without room write nothing there."""
+        width = int(message.counts.max(initial=1))
+        key = (slots.size, width)
+        if key not in self._even:
+            self._even[key] = (
+                np.repeat(np.arange(slots.size), width),
+                np.arange(slots.size * width),
+                np.tile(np.arange(width), slots.size),
+            )
+        rows, every, nth = self._even[key]
+        starts, seq_lens = message.starts, message.starts + message.counts
+        return StepRows(
+            *(slots, starts, message.counts, seq_lens, message.num_drafts, message.samples),
+            *(width == 1, rows, every, starts[rows] + 1 + nth),
+            is_ahead=True,
         )
 
     def _mixed_rows(self, message: BatchRows, slots: np.ndarray) -> StepRows:

@@ -16,22 +16,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastdeploy_core.config import EngineConfig
-from fastdeploy_core.contracts.attention import cache_dtypes
 from fastdeploy_core.errors import RequestError, ResourceError, WorkerError
-from fastdeploy_core.layers.context import ForwardContext
 from fastdeploy_core.sampling.columns import SamplingColumns, SamplingPlan
-from fastdeploy_core.types import BlockCopies, NewSequence, SchedulerOutput
+from fastdeploy_core.sampling.processors import BUILTIN_PROCESSORS
+from fastdeploy_core.types import NewSequence, SchedulerOutput
 
+from .caches import Caches
 from .device_slots import DeviceSlots
 from .draft_batch import TargetStep
 from .drawing import TokenDrawer, is_simple
-from .host_tier import BlockMover
 from .input_batch import InputBatch
 from .judging import DraftJudge
 from .pending import Launched, PendingOutput
+from .prompt_graphs import forward
 from .reading import NOT_KEPT, StepReader
+from .recorded_sizes import prompt_sizes
 from .sequence_state import SequenceState
-from .speculation import Speculation
+from .speculation import Speculation, recorded_widths
+from .staging import wait_for
 from .step_graphs import RecordedStep, StepGraphs
 from .step_shapes import StepShapes
 
@@ -74,7 +76,7 @@ class ModelRunner:
             parts += self._state.parts
         speculative = config.speculative
         self._max_drafts = 0 if speculative is None else speculative.num_speculative_tokens
-        self.shapes = self._make_shapes()
+        self.shapes = StepShapes.of(config, device.limits)
         batch = self.batch = InputBatch(
             device,
             config.batch.max_num_seqs,
@@ -96,9 +98,11 @@ class ModelRunner:
             device, batch, refuses_all=speculative is not None and speculative.benchmark_mode
         )
         self._speculation: Speculation | None = None
-        if drafters is not None:
+        if drafters is not None and speculative is not None:
             rank_of = (self._columns, self._state, communicator)
-            self._speculation = Speculation(device, loaded, batch, *rank_of, drafters, kernels)
+            self._speculation = Speculation(
+                *(device, loaded, batch, *rank_of, drafters, kernels, speculative)
+            )
         self._reader = StepReader(device, batch, self._state, self._lock, self._speculation)
         self._slots: DeviceSlots | None = None
         self._graphs: StepGraphs | None = None
@@ -107,22 +111,7 @@ class ModelRunner:
         self._num_ranks = 1 if communicator is None else communicator.world_size
         self._is_simple = np.zeros(config.batch.max_num_seqs, dtype=bool)  # see is_simple()
         self._refused: dict[int, str] = {}  # by seq_id: what their parameters lack
-        self._caches: list[tuple[Tensor, ...]] = []
-        self._mover: BlockMover | None = None
-
-    def _make_shapes(self) -> StepShapes | None:
-        """Shapes to which steps are padded, where the device compiles every one."""
-        config, buckets = self._config, self._device.limits.step_buckets
-        if buckets is None:
-            return None
-        return StepShapes(
-            buckets,
-            max_num_seqs=config.batch.max_num_seqs,
-            max_step_tokens=config.batch.max_num_batched_tokens,
-            max_model_len=config.model.max_model_len,
-            block_size=config.cache.block_size,
-            max_drafts=self._max_drafts,
-        )
+        self.caches = Caches(device, kernels, loaded)
 
     def _make_graphs(self, sizes: tuple[int, ...], communicator: Communicator | None) -> StepGraphs:
         """Recordings to be made, and the device's own state of the sequences that they work on."""
@@ -131,7 +120,10 @@ class ModelRunner:
             self._device,
             self.batch,
             self._max_drafts,
+            kernels=self._kernels,
+            vocab_size=self.vocab_size,
             refuses_drafts=self._judge.refuses_all,
+            keeps_history=speculation is not None and speculation.reads_history,
         )
         self.batch.watch(slots)
         return StepGraphs(
@@ -142,39 +134,35 @@ class ModelRunner:
             sizes,
             block_size=config.cache.block_size,
             max_model_len=config.model.max_model_len,
-            widths=(1, 1 + self._max_drafts) if self._max_drafts else (1,),
+            widths=recorded_widths(config.speculative),
             communicator=communicator,
-            draft_numbers=self._recorded_drafts(),
+            draft_numbers=() if speculation is None else speculation.recorded_numbers(),
+            # A drafter that reads histories draws nothing.
+            draft_draws=(False,) if slots.history is not None else (False, True),
             propose=None if speculation is None else partial(speculation.propose_recorded, slots),
+            prompt_sizes=prompt_sizes(self._loaded.attention.values(), config),
         )
 
-    def _recorded_drafts(self) -> tuple[int, ...]:
-        """Numbers of drafts that a drafter on the device is recorded for."""
-        speculation, speculative = self._speculation, self._config.speculative
-        if speculation is None or speculative is None or not speculation.on_device:
-            return ()
-        most = speculative.num_speculative_tokens
-        return tuple(sorted({1, most})) if speculative.adaptive_length else (most,)
+    @property
+    def max_rows_ahead(self) -> int:
+        """WorkerInfo.max_rows_ahead: of decode steps that neither wait for a host drafter nor for
+        processors, which may look at any text."""
+        speculation, config = self._speculation, self._config
+        if self._graphs is None or speculation is None or not speculation.leaves_drafts:
+            return 0
+        assert config.speculative is not None
+        if config.speculative.acceptance != "lossless" or any(
+            name not in BUILTIN_PROCESSORS for name in config.logits_processors
+        ):
+            return 0
+        return max(self._graphs.sizes)
 
     # -- cache ------------------------------------------------------------------------------------
 
-    def cache_shapes(self, num_blocks: int) -> list[list[tuple[tuple[int, ...], str]]]:
-        """(shape, dtype) of each tensor of each layer's cache."""
-        layers = []
-        for spec in self._loaded.kv_layers:
-            shapes = self._loaded.attention[spec].cache_shapes(num_blocks)
-            layers.append(list(zip(shapes, cache_dtypes(spec, len(shapes)), strict=True)))
-        return layers
-
     def allocate_cache(self, num_blocks: int, num_host_blocks: int) -> None:
         """Zeroed caches of every layer; what was there before is dropped first."""
-        xp, device = self._xp, self._device
         self._drop_cache()
-        self._caches = [
-            tuple(xp.zeros(s, dtype=xp.dtype(dtype), device=device.device) for s, dtype in layer)
-            for layer in self.cache_shapes(num_blocks)
-        ]
-        self._mover = BlockMover(device, self._kernels, self._caches, num_host_blocks)
+        self.caches.allocate(num_blocks, num_host_blocks)
 
     def free_cache(self) -> None:
         """Drop caches and every sequence."""
@@ -188,20 +176,20 @@ class ModelRunner:
     def _drop_cache(self) -> None:
         if self._graphs is not None:
             self._graphs.drop()
-        self._mover, self._caches = None, []
+        self.caches.drop()
 
     def record_graphs(self) -> None:
         """Record decode steps over the caches there are, if steps are to be recorded."""
         if self._graphs is not None:
             with self._xp.no_grad():
-                self._graphs.record(self._caches, is_first_rank=self._rank == 0)
+                self._graphs.record(self.caches.tensors, is_first_rank=self._rank == 0)
 
     def graph_bytes(self) -> int:
         """What record_graphs() will take, measured over the caches there are."""
         if self._graphs is None:
             return 0
         with self._xp.no_grad():
-            return self._graphs.estimate(self._caches)
+            return self._graphs.estimate(self.caches.tensors)
 
     # -- a step -----------------------------------------------------------------------------------
 
@@ -244,7 +232,7 @@ class ModelRunner:
                 results = self._draw(launched, logits, recorded)
         drafts = None
         if self._speculation is not None:
-            drafts = self._speculation.propose(launched, recorded)
+            drafts = self._speculation.propose(launched, recorded, self._slots)
         with self._lock:
             if self._rank:  # rank 0 answers; this one only keeps the tokens on its device
                 launched.event, launched.is_read = self._device.record_event(), True
@@ -263,7 +251,7 @@ class ModelRunner:
                 self._speculation.forget(seq_id)
         for new in step.new_sequences:
             self._add(new)
-        self._move_blocks(step.copies)
+        self.caches.move(step.copies)
         rows = batch.rows(step)
         launched = Launched(step.step_id, rows, batch.owner[rows.slots], max_drafts=step.max_drafts)
         for row, seq_id in enumerate(batch.seq_ids[rows.slots].tolist()) if self._refused else ():
@@ -276,15 +264,18 @@ class ModelRunner:
         rows, graphs, slots = launched.rows, self._graphs, self._slots
         if graphs is None or slots is None:
             return None
-        width = 1 if rows.is_decode else 1 + self._max_drafts
+        width = 1 if rows.is_decode else 1 + int(rows.num_drafts.max())
         if width == 1 and not rows.is_decode:
             return None
         recorded = graphs.find(rows.slots.size, width)
-        if recorded is None or not (rows.is_decode or rows.fits(self._max_drafts)):
+        if recorded is None and rows.is_ahead:
+            raise WorkerError(f"no recorded step takes {rows.slots.size} rows ahead of results")
+        fits = rows.is_decode or rows.is_ahead or rows.fits(self._max_drafts)
+        if recorded is None or not fits:
             return None
-        slots.sync(rows, recorded.size)
-        if width > 1:
-            launched.rows = rows.widen(width)
+        slots.sync(rows, recorded.size, max(0, launched.max_drafts))
+        if not rows.is_decode and not (rows.is_ahead and width == recorded.width):
+            launched.rows = rows.widen(recorded.width)
         return recorded
 
     def _compute(self, launched: Launched) -> Tensor | None:
@@ -293,11 +284,9 @@ class ModelRunner:
         with self._lock:
             attention, token_slots, positions = self.batch.attention_batch(rows)
             input_ids = self.batch.input_ids(rows, token_slots, positions)
-        metadata = {
-            spec: driver.prepare(attention) for spec, driver in self._loaded.attention.items()
-        }
-        context = ForwardContext(attention, metadata, self._caches)
-        hidden = self._model.forward(input_ids, attention.positions, context)
+        context, hidden = forward(
+            self._graphs, self._loaded, self.caches.tensors, rows, attention, input_ids
+        )
         launched.target = TargetStep(attention, context, input_ids, hidden)
         launched.prompt_logprobs = self._drawer.prompt_logprobs(hidden, rows)
         if not rows.sample_tokens.size:
@@ -325,10 +314,13 @@ class ModelRunner:
                 launched.drawn = drawn.token_ids
                 return drawn.marked
             logits = logits[: plan.num_rows]
-        drafts = self._judge.drafts_of(rows, plan)
+        drafts = None if rows.is_ahead else self._judge.drafts_of(rows, plan)
         launched.draft_ids = None if drafts is None else drafts.ids
+        positions: Tensor | None = None
+        if recorded is not None and rows.is_ahead:
+            positions = recorded.attention.positions[: plan.num_rows] + 1
         drawn = self._drawer.draw(
-            logits, rows, plan, launched.sample_errors, self._reader.read_all, drafts
+            *(logits, rows, plan, launched.sample_errors, self._reader.read_all, drafts, positions)
         )
         launched.sampled_logprobs, launched.drawn = drawn.logprobs, drawn.token_ids
         if recorded is not None:
@@ -337,11 +329,15 @@ class ModelRunner:
                 self._drawer.count_kept(plan, drawn.token_ids, results.reshape([-1]) != NOT_KEPT)
             return results
         if drafts is None:
+            if self._slots is not None:
+                self._slots.take_drawn(rows, drawn.token_ids)
             batch.sampled(plan.slots, plan.slots_dev, rows.sample_positions, drawn.token_ids)
             return drawn.marked
         verdict = self._judge.judge(drafts, drawn.token_ids)
         launched.accepted = verdict.num_accepted
         self._drawer.count_kept(plan, drawn.token_ids, verdict.kept)
+        if self._slots is not None:
+            self._slots.take_drawn(rows, drawn.token_ids)
         slots = plan.slots[drafts.layout.first]
         batch.drawn_behind_drafts(slots, self._device.to_device(slots), verdict.next_ids)
         return verdict.mark(drawn.marked)
@@ -368,14 +364,9 @@ class ModelRunner:
             logger.exception("sequence %s cannot be sampled as asked", new.seq_id)
             self._refused[new.seq_id] = f"sampling_setup_failed: {type(error).__name__}"
 
-    def _move_blocks(self, copies: BlockCopies) -> None:
-        if copies.device_to_host or copies.host_to_device or copies.device_to_device:
-            if self._mover is None:
-                raise WorkerError("a step copies blocks before the cache was allocated")
-            self._mover.apply(copies)
-
     def _read(self, launched: Launched) -> None:
         try:
+            wait_for(launched.event)  # without the lock
             self._reader.read_until(launched)
         except Exception as error:
             self._raise_if_device_failed(error, launched.step_id)

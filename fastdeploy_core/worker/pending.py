@@ -13,7 +13,7 @@ from fastdeploy_core.sampling.columns import SamplingPlan
 from fastdeploy_core.sampling.logprobs import LogprobTensors
 from fastdeploy_core.types import ModelRunnerOutput, TokenLogprobs
 
-from .staging import Download, wait_for
+from .staging import Download
 from .step_rows import StepRows
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
     from .draft_batch import TargetStep
+    from .step_graphs import DraftsWithResults
 
 
 @dataclass(slots=True)
@@ -42,6 +43,8 @@ class Launched:
     accepted: Tensor | None = (
         None  # [S] on the device, of rows that sample; None: there were no drafts
     )
+    fed_ahead: np.ndarray | None = None  # ModelRunnerOutput.num_drafts
+    together: DraftsWithResults | None = None  # results and drafts in one
     has_drafts: bool = False  # drafts made on the device come to the host, too
     model_s: float = 0.0
     draft_s: float = 0.0
@@ -89,7 +92,6 @@ class PendingOutput:
         if self._output is None:
             began = time.perf_counter()
             launched = self._launched
-            wait_for(launched.event)  # without the runner's lock
             self._read(launched)
             self._output = build_output(launched)
             self._output.execute_s = launched.launch_s + time.perf_counter() - began
@@ -105,6 +107,7 @@ def build_output(launched: Launched) -> ModelRunnerOutput:
     output = ModelRunnerOutput(
         step_id=launched.step_id,
         token_ids=token_ids,
+        num_drafts=launched.fed_ahead,
         next_drafts=launched.next_drafts,
         model_s=launched.model_s,
         draft_s=launched.draft_s,

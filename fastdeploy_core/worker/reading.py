@@ -19,6 +19,7 @@ from fastdeploy_core.sampling import columns as bits
 from fastdeploy_core.sampling.logprobs import read
 
 from .staging import Downloads, wait_for
+from .step_graphs import DraftsWithResults
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
@@ -52,14 +53,22 @@ class StepReader:
         self._speculation = speculation
         self._downloads = Downloads(device)
         self._unread: deque[Launched] = deque()
+        # By slot: drafts that the newest step which was read has left on the device.
+        self._num_kept = np.zeros(batch.max_num_seqs, dtype=np.int64)
 
     def start(
-        self, launched: Launched, results: Tensor | None, drafts: Tensor | None = None
+        self,
+        launched: Launched,
+        results: Tensor | None,
+        drafts: Tensor | DraftsWithResults | None = None,
     ) -> None:
         """Queue the copies of a step that has just been launched. `results`: its marked tokens, one
         per sampled position, -1 behind a row's last accepted one. `drafts`: [rows, k] for the next
         step, made on the device."""
-        tensors = [x for x in (results, drafts) if x is not None]
+        if isinstance(drafts, DraftsWithResults):
+            launched.together, tensors = drafts, [drafts.values]
+        else:
+            tensors = [x for x in (results, drafts) if x is not None]
         launched.has_drafts = drafts is not None
         for _, records in launched.logprob_parts():
             tensors += records.tensors()
@@ -90,9 +99,23 @@ class StepReader:
         download = launched.download
         assert download is not None
         arrays = iter(download.arrays)
-        if launched.has_results:
-            self._take_tokens(launched, next(arrays).copy())
-        drafts = next(arrays) if launched.has_drafts else None
+        rows, batch = launched.rows, self._batch
+        if rows.is_ahead:
+            most, kept = rows.num_drafts, self._num_kept[rows.slots]
+            rows.settle(batch.num_known[rows.slots] - 1, np.minimum(most, kept))
+            launched.fed_ahead = rows.num_drafts
+        drafts: np.ndarray | None = None
+        if launched.together is not None:
+            marked, drafts = launched.together.split(next(arrays), rows.slots.size)
+            drafts = drafts[:, : launched.max_drafts]
+            self._take_tokens(launched, marked.copy())
+        else:
+            if launched.has_results:
+                self._take_tokens(launched, next(arrays).copy())
+            if launched.has_drafts:
+                drafts = next(arrays)
+        if drafts is not None or rows.is_ahead:
+            self._num_kept[rows.slots] = 0 if drafts is None else (drafts >= 0).sum(1)
         if self._speculation is not None:
             began = time.perf_counter()
             launched.next_drafts = self._speculation.collect(launched, drafts)
@@ -115,7 +138,7 @@ class StepReader:
         marked = marked.reshape(-1)[: plan.num_rows]  # behind these: padding of the step
         ids = launched.token_ids = np.maximum(marked, 0)
         is_kept: np.ndarray | None = None
-        if rows.num_drafts.any():
+        if not rows.is_decode and (rows.is_ahead or rows.num_drafts.any()):
             is_kept = marked != NOT_KEPT
         if self._state is not None and (launched.sample_errors or marked.min(initial=0) < NOT_KEPT):
             is_kept = self._find_broken_rows(launched, marked, is_kept)
@@ -123,6 +146,8 @@ class StepReader:
         valid = batch.owner[rows.slots] == launched.owners
         if not rows.is_decode:
             valid = valid[rows.sample_rows]
+        if rows.is_ahead:  # a sequence may have come to its end with the step before
+            valid &= rows.sample_positions <= batch.max_model_len
         if is_kept is not None:
             valid = valid & is_kept
             counts = np.bincount(rows.sample_rows[is_kept], minlength=rows.slots.size)

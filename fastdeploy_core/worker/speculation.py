@@ -15,8 +15,11 @@ from fastdeploy_core.contracts.speculative import NO_DRAFT, Drafter, HostDraftIn
 from fastdeploy_core.sampling.columns import SamplingColumns, SamplingPlan
 
 from .draft_batch import DraftBatches, TargetStep
+from .recorded_draws import RecordedDraws
+from .step_graphs import DraftsWithResults
 
 if TYPE_CHECKING:
+    from fastdeploy_core.config import SpeculativeConfig
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
@@ -45,61 +48,112 @@ class Speculation:
         communicator: Communicator | None,
         drafters: Drafters,
         kernels: KernelTable,
+        config: SpeculativeConfig,
     ) -> None:
+        self._config = config
         self._greedy = kernels["greedy"]
+        self._draws = RecordedDraws(device, kernels, columns, batch.max_num_seqs)
         self._device, self._xp, self._batch, self._columns = device, device.xp, batch, columns
         self._state, self._communicator = state, communicator
         self._drafter, self._follower = drafters.drafter, drafters.follower
         self._batches = DraftBatches(device, loaded, batch, drafters.first_layer)
         self.on_device = drafters.on_device
+        # Such a drafter draws nothing, so one recording serves every kind of sampling.
+        self.reads_history = bool(getattr(drafters.drafter, "reads_history", False))
+        # Whether its drafts can stay on the device: no host drafter has a say in them.
+        self.leaves_drafts = drafters.on_device and not drafters.is_continued
+        self._is_kept = False  # whether recorded steps keep drafts where they are made
         self._draw_plan: SamplingPlan | None = None
         self.num_failures = 0  # proposals lost to an exception or to nonsense
 
+    def recorded_numbers(self) -> tuple[int, ...]:
+        """Numbers of drafts that a drafter on the device is recorded for."""
+        if not self.on_device:
+            return ()
+        most = self._config.num_speculative_tokens
+        return tuple(sorted({1, most})) if self._config.adaptive_length else (most,)
+
     # -- drafting on the device -------------------------------------------------------------------
 
-    def propose(self, launched: Launched, recorded: RecordedStep | None) -> Tensor | None:
+    def propose(
+        self, launched: Launched, recorded: RecordedStep | None, slots: DeviceSlots | None
+    ) -> Tensor | DraftsWithResults | None:
         """[B, max_drafts] drafts behind a launched step; None: none are made here. Every rank comes
         here alike."""
+        drafts = self._make(launched, recorded, slots)
+        self._is_kept = slots is not None and self.leaves_drafts
+        if slots is not None and self.leaves_drafts:
+            if recorded is None and launched.drawn is not None:
+                assert not isinstance(drafts, DraftsWithResults), "only recorded steps make these"
+                drafts = self._leave(launched, drafts, slots)
+            if drafts is not None:
+                slots.holds_drafts(launched.rows)
+        return drafts
+
+    def _leave(
+        self, launched: Launched, drafts: Tensor | None, slots: DeviceSlots
+    ) -> Tensor | None:
+        """Behind a step that is not recorded: have the device hold what a step needs that goes ahead of
+        its results. What was taken of the drafts."""
+        rows, limit = launched.rows, max(0, launched.max_drafts)
+        slots.follow(rows, launched.accepted, limit)
+        if not limit:
+            return drafts
+        if drafts is None:
+            drafts = self._nothing(rows.slots.size, limit)
+        return slots.keep_drafts(self._device.to_device(rows.slots), drafts)
+
+    def _make(
+        self, launched: Launched, recorded: RecordedStep | None, slots: DeviceSlots | None
+    ) -> Tensor | DraftsWithResults | None:
         drafter, step, max_drafts = self._drafter, launched.target, launched.max_drafts
         launched.target = None
-        if drafter is None or not self.on_device or max_drafts < 0:
+        if drafter is None or not self.on_device or max_drafts < int(self.reads_history):
             return None
-        began, num_rows = time.perf_counter(), launched.rows.slots.size
-        drafts: Tensor | None = None
-        if recorded is not None and launched.drawn is None:
-            drafts = recorded.replay_proposal(max_drafts, num_rows)
-        if recorded is not None and drafts is None:
-            step = TargetStep.of_recorded(recorded, num_rows, self._batches)
-            launched.accepted = recorded.accepted
-            if launched.drawn is None:
-                launched.drawn = recorded.drawn[: num_rows * recorded.width]
-            if launched.accepted is not None:
-                launched.accepted = launched.accepted[:num_rows]
-        if drafts is None and step is not None:
-            drafts = self._propose(drafter, launched, step, max_drafts)
+        began = time.perf_counter()
+        drafts: Tensor | DraftsWithResults | None = None
+        if recorded is not None:
+            is_random = launched.drawn is not None and not self.reads_history
+            if is_random:
+                self._draws.fill(launched.rows.slots)
+            drafts = recorded.replay_proposal(max_drafts, is_random)
+        elif step is not None:
+            drafts = self._propose(drafter, launched, step, max_drafts, slots)
         launched.draft_s = time.perf_counter() - began
         return drafts
 
     def propose_recorded(
-        self, slots: DeviceSlots, recorded: RecordedStep, max_drafts: int
+        self, slots: DeviceSlots, recorded: RecordedStep, max_drafts: int, is_random: bool
     ) -> Tensor:
-        """What is recorded behind a step that draws greedily: [rows, max_drafts]."""
+        """What is recorded behind a step: [rows, max_drafts]."""
         assert self._drafter is not None
 
         def draw(logits: Tensor, step: int) -> Tensor:
-            ids = self._greedy(logits)
+            if is_random:
+                last = self._xp.index_select(batch.attention.positions, 0, batch.last)
+                ids = self._draws.draw(logits, last + (2 + step))
+            else:
+                ids = self._greedy(logits)
             return ids if self._communicator is None else self._communicator.broadcast(ids, 0)
 
         batch = self._batches.make_recorded(recorded, slots, max_drafts, draw)
         return self._checked(self._drafter.propose(batch), recorded.size, max_drafts)
 
     def _propose(
-        self, drafter: Drafter, launched: Launched, step: TargetStep, max_drafts: int
+        self,
+        drafter: Drafter,
+        launched: Launched,
+        step: TargetStep,
+        max_drafts: int,
+        slots: DeviceSlots | None,
     ) -> Tensor | None:
         rows = launched.rows
         draw = _Draw(self, self._plan(rows.slots))
         batch = self._batches.make(rows, step, launched.drawn, launched.accepted, max_drafts, draw)
         draw.positions = self._xp.index_select(batch.attention.positions, 0, batch.last)
+        if slots is not None and slots.history is not None:
+            batch.history, batch.history_rows = slots.history, self._device.to_device(rows.slots)
+            batch.num_known = draw.positions + 2
         try:
             drafts = drafter.propose(batch)
             return self._checked(drafts, rows.slots.size, max_drafts) if max_drafts else None
@@ -108,6 +162,12 @@ class Speculation:
                 raise
             self._count_failure(drafter, error)
             return None
+
+    def _nothing(self, num_rows: int, max_drafts: int) -> Tensor:
+        """In place of drafts that could not be made."""
+        xp = self._xp
+        shape = [num_rows, max_drafts]
+        return xp.full(shape, NO_DRAFT, dtype=xp.int64, device=self._device.device)
 
     def _plan(self, slots: np.ndarray) -> SamplingPlan:
         """How the rows draw; kept while they stay."""
@@ -145,6 +205,8 @@ class Speculation:
         self._observe(launched)
         if limit <= 0:
             return None
+        if from_device is not None and self._is_kept:
+            return self._as_kept(launched, from_device)
         slots = rows.slots
         goes_on = rows.samples & (batch.owner[slots] == launched.owners)
         if launched.errors:
@@ -161,6 +223,18 @@ class Speculation:
         if self._state is not None:
             self._state.cut_forbidden(slots, table)
         return table if (table[:, :1] != NO_DRAFT).any() else None
+
+    def _as_kept(self, launched: Launched, drafts: np.ndarray) -> np.ndarray | None:
+        """Drafts that the device keeps, which has taken only what fits: for steps that go by what the host
+        says, as those of grammars do."""
+        table = drafts.copy()  # the memory is lent
+        lowest = int(table.min(initial=0))
+        if lowest < NO_DRAFT and self._drafter is not None:
+            self._count_failure(self._drafter, self._no_token(lowest))
+            table = np.maximum(table, NO_DRAFT)
+        if self._state is not None:
+            self._state.cut_forbidden(launched.rows.slots, table)
+        return table
 
     def _valid_rows(self, drafter: Drafter, drafts: np.ndarray, limits: np.ndarray) -> np.ndarray:
         """Each row up to its limit and to the first that is no draft; what is no token of the
@@ -256,6 +330,14 @@ class Speculation:
                 drafter.name,
                 exc_info=error,
             )
+
+
+def recorded_widths(config: SpeculativeConfig | None) -> tuple[int, ...]:
+    """Tokens per row that steps are recorded for; fewer drafts are padded."""
+    if config is None:
+        return (1,)
+    most = config.num_speculative_tokens
+    return tuple(sorted({1, 1 + most, 2 if config.adaptive_length and most > 2 else 1}))
 
 
 class _Draw:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 # than half a millisecond, so a poll must not come a tenth of that late.
 POLL_S = 0.00002
 PR_SET_TIMERSLACK = 29  # Linux; other systems keep their timers
+# Host buffers of uploads that may be on their way at once; a step behind a prompt makes several.
+NUM_SOURCES = 8
 # Every part of a packed copy begins at a multiple of this.
 ALIGNMENT = 16
 
@@ -84,7 +86,9 @@ class Uploads:
         self._capacity = max(1024, 2 * total)
         self._target = xp.zeros((self._capacity * 8,), dtype=xp.uint8, device=device.device)
         self._numbers = self._target.view(xp.int64)
-        self._free = deque((device.host_buffer(self._capacity * 8), None) for _ in range(4))
+        self._free = deque(
+            (device.host_buffer(self._capacity * 8), None) for _ in range(NUM_SOURCES)
+        )
 
 
 class Downloads:

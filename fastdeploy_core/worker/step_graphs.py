@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -22,63 +21,39 @@ from fastdeploy_core.contracts.small import GreedyLM
 from fastdeploy_core.errors import ResourceError, WorkerError
 from fastdeploy_core.layers.context import ForwardContext
 
+from .prompt_graphs import PromptGraphs
+from .step_buffers import StepBuffers
+
 if TYPE_CHECKING:
-    from fastdeploy_core.config import EngineConfig
-    from fastdeploy_core.contracts.attention import AttentionBackend
     from fastdeploy_core.contracts.device import (
         CapturedGraph,
         Communicator,
         DeviceBackend,
-        DeviceLimits,
     )
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
 
     from .device_slots import DeviceSlots
     from .loader import LoadedModel
+    from .prompt_graphs import RecordedPrompt
+    from .step_rows import StepRows
 
 logger = logging.getLogger(__name__)
 
-MAX_CAPTURED_ROWS = 512
 
+class DraftsWithResults(NamedTuple):
+    """What the host is told of a recorded step that drafts: its results, then drafts for the next one."""
 
-def ladder(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes to record when none are given, FastDeploy's: steps of 8 up to 128, of 16 up to 256, of
-    32 above, and the largest batch itself."""
-    most = min(max_num_seqs, MAX_CAPTURED_ROWS)
-    steps = [1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, 1025, 32)]
-    return (*(size for size in steps if size < most), most)
+    values: Tensor  # [size * (width + number)] int64
+    size: int
+    width: int
+    number: int
 
-
-def graph_sizes(
-    config: EngineConfig,
-    limits: DeviceLimits,
-    drivers: Iterable[AttentionBackend],
-    num_ranks: int,
-) -> tuple[tuple[int, ...], str]:
-    """Batch sizes to record, none if the device cannot or shall not, and a line for the report."""
-    unable, long = [], False
-    for driver in drivers:
-        if not driver.can_capture_decode:
-            unable.append(driver.name)
-        long |= config.model.max_model_len > getattr(driver, "max_recorded_len", math.inf)
-    obstacles = (
-        (not config.graphs.enabled, "as asked"),
-        (not limits.graph_capture, "the device records nothing"),
-        (bool(unable), f"attention driver {unable[0] if unable else ''} cannot be recorded"),
-        (long, f"sequences of {config.model.max_model_len} tokens are too long for it here"),
-        (num_ranks > 1 and not limits.graph_collectives, "the device's collectives cannot"),
-    )
-    for applies, why in obstacles:
-        if applies:
-            return (), f"recorded decode steps: none, {why}"
-    most = min(config.batch.max_num_seqs, config.graphs.max_size or config.batch.max_num_seqs)
-    buckets = limits.step_buckets.decode_rows if limits.step_buckets else None
-    wanted = config.graphs.sizes or buckets or ladder(most)
-    sizes = tuple(size for size in wanted if size <= most)
-    if not sizes:
-        return (), f"recorded decode steps: none, no size up to {most} is among {list(wanted)}"
-    return sizes, f"recorded decode steps: {len(sizes)} sizes, {sizes[0]} to {sizes[-1]} rows"
+    def split(self, values: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """The values on the host as [rows, width] and [rows, number]."""
+        end = self.size * self.width
+        results = values[:end].reshape(self.size, self.width)
+        return results[:num_rows], values[end:].reshape(self.size, self.number)[:num_rows]
 
 
 class RecordedStep:
@@ -96,10 +71,11 @@ class RecordedStep:
         self.context: ForwardContext | None = None
         self.hidden: Tensor = None  # [size * width, hidden size]
         self.logits: Tensor = None  # [size * width, vocabulary] float32
-        self.drawn: Tensor = None  # [size * width] int64, the likeliest tokens
-        self.accepted: Tensor | None = None  # [rows] int64 drafts that were right; None at width 1
-        self._proposals: dict[int, CapturedGraph] = {}  # by number of drafts
-        self._drafts: dict[int, Tensor] = {}  # [size, number] int64
+        self.drawn: Tensor = None  # [size * width] int64
+        self.accepted: Tensor | None = None  # [size] int64 drafts that were right; None at width 1
+        # By number of drafts, and whether rows draw them at random.
+        self._proposals: dict[tuple[int, bool], CapturedGraph] = {}
+        self._drafts: dict[tuple[int, bool], DraftsWithResults] = {}
 
     def record(self, beside: CapturedGraph | None) -> CapturedGraph:
         """Run once to get ready, then record; the memory of `beside` is used again."""
@@ -115,27 +91,38 @@ class RecordedStep:
             self._forward.replay()
             self._greedy.replay()
         for number in self._graphs.draft_numbers:
-            self._record_proposal(number, beside)
+            for is_random in self._graphs.draft_draws:
+                self._record_proposal(number, is_random, beside)
         return beside
 
-    def _record_proposal(self, number: int, beside: CapturedGraph) -> None:
-        """`number` drafts behind `draw_greedily`, by a drafter on the device."""
+    def _record_proposal(self, number: int, is_random: bool, beside: CapturedGraph) -> None:
+        """`number` drafts behind what was drawn, by a drafter on the device."""
         make = self._graphs.propose
         assert make is not None
 
         def propose() -> None:
-            self._drafts[number] = make(self, number)
+            proposals = make(self, number, is_random)
+            kept = self.keep_drafts(self.size, proposals)
+            # One copy to the host for both: it costs the host more than this costs the device.
+            parts = (self._buffers.results[: self.size].reshape([-1]), kept.reshape([-1]))
+            self._drafts[number, is_random] = DraftsWithResults(
+                self._graphs.xp.cat(parts), self.size, self.width, number
+            )
 
         propose()
-        self._proposals[number] = self._graphs.device.capture(propose, beside)
+        self._proposals[number, is_random] = self._graphs.device.capture(propose, beside)
 
-    def replay_proposal(self, number: int, num_rows: int) -> Tensor | None:
-        """Queue the drafts behind `replay_greedy`: [rows, number]. None: not recorded."""
-        fitting = [recorded for recorded in self._proposals if recorded >= number]
-        if not fitting:
-            return None
-        self._proposals[min(fitting)].replay()
-        return self._drafts[min(fitting)][:num_rows, :number]
+    def replay_proposal(self, number: int, is_random: bool) -> DraftsWithResults:
+        """Queue the drafts behind `replay_greedy` or `write_back`: those of the smallest recorded number,
+        of which the slots take no more than is asked."""
+        key = (next(n for n in self._graphs.draft_numbers if n >= number), is_random)
+        self._proposals[key].replay()
+        return self._drafts[key]
+
+    def keep_drafts(self, num_rows: int, proposals: Tensor) -> Tensor:
+        """The rows' slots take drafts for the next step; what they took."""
+        slots = self._graphs.slots
+        return slots.keep_drafts(slots.rows[:num_rows], proposals)
 
     def replay(self) -> None:
         """Queue everything up to the hidden states."""
@@ -165,6 +152,7 @@ class RecordedStep:
             slots.newest,
             slots.drafts,
             slots.num_drafts,
+            slots.room,
             graphs.block_size,
             self.input_ids,
             batch.positions,
@@ -189,64 +177,35 @@ class RecordedStep:
             drawn = graphs.greedy_kernel(logits)
             peaks = graphs.xp.gather(logits, 1, drawn.unsqueeze(1)).squeeze(1)
         self.drawn = drawn
-        self.write_back(self.size, drawn, graphs.mark(drawn, peaks, None))
+        self.accepted = self._finish(self.size, drawn, graphs.mark(drawn, peaks, None))
 
     def write_back(self, num_rows: int, drawn: Tensor, marked: Tensor) -> Tensor:
-        """The slots take what was drawn, as far as drafts are right; [num_rows, width] marked tokens
-        for the host, -1 behind the last one."""
+        """What a sampler drew that is not recorded, as if `draw_greedily` had: marked tokens of the
+        rows."""
+        accepted = self._finish(num_rows, drawn, marked)
+        self.drawn[: num_rows * self.width].copy_(drawn)
+        if accepted is not None and self.accepted is not None:
+            self.accepted[:num_rows].copy_(accepted)
+        return self._buffers.results[:num_rows]
+
+    def _finish(self, num_rows: int, drawn: Tensor, marked: Tensor) -> Tensor | None:
+        """The slots take what was drawn, as far as drafts are right, and the results are marked tokens
+        for the host, -1 behind each row's last one. The number of right drafts."""
         graphs, slots, results = self._graphs, self._graphs.slots, self._buffers.results[:num_rows]
         rows, accepted = slots.rows[:num_rows], None
         if self.width > 1:
-            accepted = slots.count_accepted(rows, drawn.view([num_rows, self.width]))
-        self.accepted = accepted
+            shape = [num_rows, self.width]
+            accepted = slots.count_accepted(rows, drawn.view(shape), marked.view(shape))
         graphs.finish(rows, drawn, marked, accepted, slots.num_computed, slots.newest, results)
-        return results
-
-
-class StepBuffers:
-    """Memory that every recorded step of one width reads and writes; smaller ones use its beginning."""
-
-    def __init__(
-        self, device: DeviceBackend, max_rows: int, width: int, max_blocks: int, longest: int
-    ) -> None:
-        xp = device.xp
-        num_tokens = max_rows * width
-        self._width, self._max_blocks, self._longest = width, max_blocks, longest
-
-        def zeros(*shape: int, dtype: object = xp.int64) -> Tensor:
-            return xp.zeros(shape, dtype=dtype, device=device.device)
-
-        self.input_ids, self._positions = zeros(num_tokens), zeros(num_tokens)
-        self._slot_mapping = zeros(num_tokens) - 1
-        self._seq_lens = zeros(max_rows, dtype=xp.int32)
-        self._block_tables = zeros(max_rows, max_blocks, dtype=xp.int32)
-        self._offsets = np.arange(max_rows + 1, dtype=np.int32) * np.int32(width)
-        self._offsets_dev = device.to_device(self._offsets.copy())
-        self.results = zeros(max_rows, width)
-
-    def batch(self, size: int) -> AttentionBatch:
-        """The attention batch of `size` rows; the host's arrays are upper bounds."""
-        num_tokens = size * self._width
-        return AttentionBatch(
-            num_seqs=size,
-            num_tokens=num_tokens,
-            cu_seqlens_q=self._offsets[: size + 1],
-            seq_lens=np.full(size, self._longest, dtype=np.int32),
-            block_tables=np.zeros((size, self._max_blocks), dtype=np.int32),
-            cu_seqlens_q_dev=self._offsets_dev[: size + 1],
-            seq_lens_dev=self._seq_lens[:size],
-            block_tables_dev=self._block_tables[:size],
-            slot_mapping=self._slot_mapping[:num_tokens],
-            positions=self._positions[:num_tokens],
-            tokens_per_row=self._width,
-            is_exact=False,
-        )
+        slots.append_history(rows, results)
+        return accepted
 
 
 class StepGraphs:
     """All recorded steps of one rank. `widths`: tokens per row, 1 and with speculation 1 + drafts.
 
-    `propose` makes drafts behind a step; it is recorded for each of the `draft_numbers`.
+    `propose` makes drafts behind a step; it is recorded for each of the `draft_numbers`, and for greedy
+    rows or ones that draw at random as `draft_draws` says.
     """
 
     def __init__(
@@ -262,14 +221,16 @@ class StepGraphs:
         widths: tuple[int, ...] = (1,),
         communicator: Communicator | None = None,
         draft_numbers: tuple[int, ...] = (),
-        propose: Callable[[RecordedStep, int], Tensor] | None = None,
+        draft_draws: tuple[bool, ...] = (False,),
+        propose: Callable[[RecordedStep, int, bool], Tensor] | None = None,
+        prompt_sizes: tuple[int, ...] = (),
     ) -> None:
-        self.draft_numbers, self.propose = draft_numbers, propose
+        self.draft_numbers, self.draft_draws, self.propose = draft_numbers, draft_draws, propose
         self.device, self.xp, self.slots, self.block_size = device, device.xp, slots, block_size
         self.model, self.communicator, self._loaded = loaded.model, communicator, loaded
         self.prepare, self.finish = kernels["prepare_decode"], kernels["finish_decode"]
         self.greedy_kernel, self.mark = kernels["greedy"], kernels["mark_broken"]
-        self.sizes, self.widths = tuple(sorted(sizes)), widths
+        self.sizes, self.widths = tuple(sorted(sizes)), tuple(sorted(widths))
         max_blocks = slots.tables.shape[1]
         self.buffers = {
             width: StepBuffers(device, max(sizes), width, max_blocks, max_model_len + width - 1)
@@ -277,11 +238,27 @@ class StepGraphs:
         }
         self._steps: dict[tuple[int, int], RecordedStep] = {}
         self._caches: list[tuple[Tensor, ...]] = []
+        self._prompts: PromptGraphs | None = None
+        if prompt_sizes:
+            self._prompts = PromptGraphs(
+                device,
+                loaded.model,
+                self.context,
+                prompt_sizes,
+                max_num_seqs=int(slots.tables.shape[0]) - 1,
+                max_blocks=max_blocks,
+                max_model_len=max_model_len,
+            )
+
+    def find_prompt(self, rows: StepRows) -> RecordedPrompt | None:
+        """A recorded step for rows that are not all decodes."""
+        return None if self._prompts is None else self._prompts.find(rows)
 
     def find(self, num_rows: int, width: int) -> RecordedStep | None:
-        """The smallest recorded step that holds the rows."""
+        """The smallest recorded step that holds so many rows of up to `width` tokens."""
         size = next((size for size in self.sizes if size >= num_rows), 0)
-        return self._steps.get((size, width))
+        wide = next((wide for wide in self.widths if wide >= width), 0)
+        return self._steps.get((size, wide))
 
     def context(self, batch: AttentionBatch) -> ForwardContext:
         """What the model's layers need."""
@@ -300,9 +277,10 @@ class StepGraphs:
         self._record_all(caches, bar)
         used = max(0, free - self.device.memory().free_bytes) / 1024**3
         logger.info(
-            "recorded %d decode steps of up to %d rows in %.1f s, %.2f GiB",
+            "recorded %d decode steps of up to %d rows, prompts of %d sizes, in %.1f s, %.2f GiB",
             len(self._steps),
             max(self.sizes),
+            0 if self._prompts is None else len(self._prompts.sizes),
             time.perf_counter() - began,
             used,
         )
@@ -318,13 +296,18 @@ class StepGraphs:
         for size, width in wanted[:3]:
             beside = self._record(size, width, beside)
             free.append(self.device.memory().free_bytes)
-        self.drop()
         other = max(0, free[2] - free[3]) if len(free) > 3 else 0
-        return max(0, free[0] - free[-1]) + other * (len(wanted) - len(free) + 1)
+        needed = max(0, free[0] - free[-1]) + other * (len(wanted) - len(free) + 1)
+        if self._prompts is not None:
+            needed += self._prompts.estimate(beside)
+        self.drop()
+        return needed
 
     def drop(self) -> None:
         """Forget all recordings and the caches they point to."""
         self._steps.clear()
+        if self._prompts is not None:
+            self._prompts.drop()
         self._caches = []
         gc.collect()
 
@@ -339,6 +322,8 @@ class StepGraphs:
         beside: CapturedGraph | None = None
         for size, width in wanted:
             beside = self._record(size, width, beside)
+        if self._prompts is not None:
+            self._prompts.record(beside)
 
     def _record(self, size: int, width: int, beside: CapturedGraph | None) -> CapturedGraph:
         step = RecordedStep(self, size, width)

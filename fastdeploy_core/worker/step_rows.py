@@ -26,6 +26,8 @@ class StepRows:
     sample_rows: np.ndarray  # [R] int64
     sample_tokens: np.ndarray  # [R] int64: which of the T tokens its logits come from
     sample_positions: np.ndarray  # [R] int64: where the sampled token will stand
+    # BatchRows.is_ahead: positions and num_drafts are the most until `settle`.
+    is_ahead: bool = False
     shape: StepShape | None = None  # what the step is padded to, if it is; T is then of that
 
     def first_tokens(self) -> np.ndarray:
@@ -69,3 +71,9 @@ class StepRows:
             sample_tokens=np.arange(rows.size),
             sample_positions=self.starts[rows] + 1 + nth,
         )
+
+    def settle(self, starts: np.ndarray, num_drafts: np.ndarray) -> None:
+        """What the device has known all along."""
+        nth = self.sample_positions - self.starts[self.sample_rows]
+        self.sample_positions = starts[self.sample_rows] + nth
+        self.starts, self.num_drafts = starts, num_drafts

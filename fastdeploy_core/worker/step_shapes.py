@@ -16,7 +16,8 @@ import numpy as np
 from fastdeploy_core.errors import WorkerError
 
 if TYPE_CHECKING:
-    from fastdeploy_core.contracts.device import StepBuckets
+    from fastdeploy_core.config import EngineConfig
+    from fastdeploy_core.contracts.device import DeviceLimits, StepBuckets
 
     from .step_rows import StepRows
 
@@ -66,6 +67,21 @@ class StepShapes:
         self._draft_width = 1 + max_drafts
         widest = self._blocks(max_model_len - 1 + max(self._prompt_tokens[-1], 1 + max_drafts))
         self._blocks_wide = (*(b for b in buckets.table_blocks if b < widest), widest)
+
+    @classmethod
+    def of(cls, config: EngineConfig, limits: DeviceLimits) -> StepShapes | None:
+        """What steps are padded to, where the device compiles every shape; None: as they come."""
+        if limits.step_buckets is None:
+            return None
+        speculative = config.speculative
+        return cls(
+            limits.step_buckets,
+            max_num_seqs=config.batch.max_num_seqs,
+            max_step_tokens=config.batch.max_num_batched_tokens,
+            max_model_len=config.model.max_model_len,
+            block_size=config.cache.block_size,
+            max_drafts=0 if speculative is None else speculative.num_speculative_tokens,
+        )
 
     def find(self, rows: StepRows) -> StepShape:
         """The smallest shape that holds the step."""

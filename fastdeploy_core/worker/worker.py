@@ -26,6 +26,7 @@ from .loader import LoadedModel, load_model
 from .memory import LowWater, MemoryProfile, probe
 from .model_runner import ModelRunner
 from .pending import PendingOutput
+from .recorded_sizes import graph_sizes
 from .start_up import (
     Stopwatch,
     device_lines,
@@ -36,7 +37,6 @@ from .start_up import (
     turned_off_lines,
     warm_up,
 )
-from .step_graphs import graph_sizes
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator
@@ -92,17 +92,17 @@ class Worker:
         )
         free_before = device.memory().free_bytes
         loaded = self._load_model(device, kernels, free_before)
+        sizes, about_graphs = graph_sizes(
+            self.config, device.limits, loaded.attention.values(), self.world_size
+        )
         drafters = None
         if self.config.speculative is not None:
             drafters = DrafterMaker(
                 self.config, self.config.speculative, device, kernels, loaded, self.resolved
-            ).make(self.rank)
+            ).make(self.rank, records=bool(sizes))
         gc.collect()
         weight_bytes = max(0, free_before - device.memory().free_bytes)
         clock.lap("weights")
-        sizes, about_graphs = graph_sizes(
-            self.config, device.limits, loaded.attention.values(), self.world_size
-        )
         self._runner = ModelRunner(
             self.config, device, kernels, loaded, self.rank, self._communicator, sizes, drafters
         )
@@ -236,6 +236,7 @@ class Worker:
             host_tier=limits.host_tier,
             logprobs=limits.logprobs,
             drafts_with_cache=runner.drafts_with_cache,
+            max_rows_ahead=runner.max_rows_ahead,
             device=device.name,
             tensor_library=device.xp.name,
             drivers={
@@ -249,7 +250,7 @@ class Worker:
     def _bytes_per_block(runner: ModelRunner) -> int:
         return sum(
             math.prod(shape) * DTYPE_BYTES[dtype]
-            for layer in runner.cache_shapes(1)
+            for layer in runner.caches.shapes(1)
             for shape, dtype in layer
         )
 

@@ -142,6 +142,9 @@ def wrapped(kernels: Any, name: str, change: Callable[..., Any]) -> Any:
         def __contains__(self, operation: object) -> bool:
             return operation in kernels
 
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(kernels, attribute)
+
     return Table()
 
 

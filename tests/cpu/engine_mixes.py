@@ -80,7 +80,7 @@ class SharedExecutor:
     def __init__(self, config: EngineConfig, resolved: ResolvedPlugins) -> None:
         self._worker = make_worker(config, resolved, 0, 1, "")
         self._info = self._worker.load()
-        self.num_steps = 0
+        self.num_steps = self.num_ahead = 0
 
     def load(self) -> list[Any]:
         return [self._info]
@@ -90,6 +90,7 @@ class SharedExecutor:
 
     def submit(self, step: SchedulerOutput) -> LateResult:
         self.num_steps += 1
+        self.num_ahead += step.rows is not None and step.rows.is_ahead
         try:
             return LateResult(self._worker.launch(step))
         except Exception as error:

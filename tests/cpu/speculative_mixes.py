@@ -125,9 +125,10 @@ class SpeculativeBench(Bench):
         sharp: bool = True,
         captures: bool = False,
         benchmark_mode: bool = False,
+        processors: tuple[str, ...] = (NO_REPEAT,),
     ) -> None:
         config = engine_config(
-            folder, library, model={"max_model_len": MAX_MODEL_LEN}, logits_processors=(NO_REPEAT,)
+            folder, library, model={"max_model_len": MAX_MODEL_LEN}, logits_processors=processors
         )
         if method is not None:
             speculative = SpeculativeConfig(
@@ -270,6 +271,31 @@ def make_requests(random: Random, count: int, folder: Path, vocab_size: int) -> 
         request.eos_token_ids = [EOS]
         if grammar is not None:
             request.grammar, request.grammar_backend = grammar, "llguidance"
+        requests.append(request)
+    return requests
+
+
+def make_free_requests(random: Random, count: int, vocab_size: int) -> list[Request]:
+    """Greedy and sampled ones that nothing constrains; they end at many places."""
+    common = [random.randrange(5, vocab_size) for _ in range(30)]
+    requests = []
+    for index in range(count):
+        prompt = common[: random.choice([0, 4, 8, 16])]
+        prompt += [random.randrange(5, vocab_size) for _ in range(random.randrange(1, 14))]
+        sampling: dict[str, Any] = {"ignore_eos": random.random() < 0.6}
+        if index % 3 == 2:
+            sampling |= {
+                "temperature": random.choice([0.7, 1.0, 1.3]),
+                "seed": random.randrange(1000),
+                "top_k": random.choice([0, 0, 20]),
+                "top_p": random.choice([1.0, 0.9]),
+            }
+        if random.random() < 0.3:
+            stops = [random.randrange(5, vocab_size) for _ in range(30)]
+            sampling["stop_token_ids"] = stops
+        most = random.choice([random.randrange(1, 30), 30, 60])  # some up to the context's end
+        request = make_request(f"f{index}", prompt, max_tokens=most, **sampling)
+        request.eos_token_ids = [EOS]
         requests.append(request)
     return requests
 

@@ -178,14 +178,18 @@ def test_blocks_come_back_from_the_host_as_they_went(steps: Steps) -> None:
     steps.step([steps.row(1)])
     blocks = steps.blocks[1]
     before = [
-        np.array(runner._device.to_host(t)[blocks]) for cache in runner._caches for t in cache
+        np.array(runner._device.to_host(t)[blocks])
+        for cache in runner.caches.tensors
+        for t in cache
     ]
     targets = [steps.free.pop() for _ in blocks]
     host = list(range(len(blocks)))
     steps.launch([], BlockCopies(device_to_host=list(zip(blocks, host, strict=True)))).wait()
     steps.launch([], BlockCopies(host_to_device=list(zip(host, targets, strict=True)))).wait()
     after = [
-        np.array(runner._device.to_host(t)[targets]) for cache in runner._caches for t in cache
+        np.array(runner._device.to_host(t)[targets])
+        for cache in runner.caches.tensors
+        for t in cache
     ]
     for left, right in zip(before, after, strict=True):
         assert np.abs(left).sum() > 0

@@ -1,14 +1,16 @@
-"""The device `cpu`: limits, memory, errors."""
+"""Devices in host memory, by the example of `cpu`: limits, memory, errors."""
 
 from __future__ import annotations
+
+import os
 
 import numpy as np
 import pytest
 
 from fastdeploy_core import tensor
+from fastdeploy_core.contracts import host_device as module
 from fastdeploy_core.contracts.device import DeviceBackend, DeviceOptions
 from fastdeploy_core.errors import CapabilityError, ConfigError
-from fastdeploy_core.reference import device as module
 from fastdeploy_core.reference.device import CpuDevice
 
 
@@ -38,6 +40,16 @@ def test_threads_are_as_asked_for(tensor_library):
     assert xp.get_num_threads() == 2
     CpuDevice(DeviceOptions(tensor_library=tensor_library, num_threads=1))
     assert xp.get_num_threads() == 1
+
+
+def test_threads_without_a_number_are_those_of_omp_num_threads(tensor_library, monkeypatch):
+    options = DeviceOptions(tensor_library=tensor_library)
+    for text, count in (("1", 1), ("1,4", 1), ("99999", os.cpu_count())):
+        monkeypatch.setenv("OMP_NUM_THREADS", text)
+        assert CpuDevice(options).num_threads == count
+    for text in ("", "0", "many"):
+        monkeypatch.setenv("OMP_NUM_THREADS", text)
+        assert CpuDevice(options).num_threads == module.usable_cores()
 
 
 def test_unknown_library_is_refused():

@@ -19,6 +19,7 @@ from fastdeploy_core.sampling.columns import SamplingColumns, SamplingPlan
 from fastdeploy_core.sampling.logprobs import read
 from fastdeploy_core.sampling.sampler import Sampled, SamplingStep
 from fastdeploy_core.types import NewSequence, SamplingParams
+from fastdeploy_core.worker.recorded_draws import RecordedDraws
 from fastdeploy_core.worker.sequence_state import SequenceState
 
 VOCAB = 70  # more than two mask words, and no multiple of 32
@@ -223,6 +224,31 @@ def test_another_seed_or_position_draws_something_else(bench: Bench) -> None:
     assert first[:4] == first[4:]
     assert len(set(first[:4])) > 1
     assert bench.ids(rows, list(range(8)), [6] * 8) != first
+
+
+def test_draws_in_a_recording_are_those_of_the_sampler(bench: Bench) -> None:
+    """Drafts of sampled rows are drawn from fixed memory that is filled anew for other rows."""
+    kinds = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.7),
+        SamplingParams(top_k=5),
+        SamplingParams(temperature=1.3, top_p=0.6),
+        SamplingParams(min_p=0.2, top_k=20, top_p=0.95),
+    ]
+    for slot, params in enumerate(kinds):
+        bench.add(slot, params, seed=100 + slot)
+    device, xp, rng = bench.device, bench.device.xp, np.random.default_rng(0)
+    draws = RecordedDraws(device, build_kernel_table("cpu"), bench.columns, 8)
+    for order in ([0, 1, 2, 3, 4], [4, 0, 2], [3, 3, 1, 4]):
+        slots = np.array(order)
+        draws.fill(slots)
+        for _ in range(20):
+            logits = rng.normal(size=(slots.size, VOCAB)).astype(np.float32) * 3
+            positions = device.to_device(rng.integers(0, 99, slots.size))
+            plan = SamplingPlan(bench.columns, slots, device)
+            expected = bench.state.sampler.draw_at(xp.from_numpy(logits.copy()), plan, positions)
+            found = draws.draw(xp.from_numpy(logits), positions)
+            assert device.to_host(found).tolist() == device.to_host(expected).tolist()
 
 
 def test_a_plain_greedy_batch_is_one_argmax(bench: Bench) -> None:

@@ -67,7 +67,7 @@ def make_bench(
     bench = SpeculativeBench(
         folder,
         library,
-        "ngram_match" if method == "oracle" else method,
+        "suffix" if method == "oracle" else method,
         options,
         captures=captures,
     )

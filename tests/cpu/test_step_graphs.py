@@ -158,13 +158,13 @@ def test_missing_rows_write_nothing(steps: Steps) -> None:
     # Where each row's token belongs; blocks have 4 tokens. What stands there is made to differ.
     written = {(steps.blocks[n][starts[n] // 4], starts[n] % 4) for n in ids[:3]}
     with xp.no_grad():
-        for cache in runner._caches:
+        for cache in runner.caches.tensors:
             for part in cache:
                 for block, offset in written:
                     part[block : block + 1, offset : offset + 1] = 7.0
-    before = [np.array(device.to_host(part)) for cache in runner._caches for part in cache]
+    before = [np.array(device.to_host(part)) for cache in runner.caches.tensors for part in cache]
     steps.step(rows)
-    after = [np.array(device.to_host(part)) for cache in runner._caches for part in cache]
+    after = [np.array(device.to_host(part)) for cache in runner.caches.tensors for part in cache]
     for left, right in zip(before, after, strict=True):
         changed = np.argwhere((left != right).any(axis=(2, 3)))
         assert {tuple(entry) for entry in changed.tolist()} == written

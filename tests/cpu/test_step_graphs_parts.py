@@ -26,8 +26,8 @@ from fastdeploy_core.testing.capturing import (
     OnCapturingDevice,
     RecordableAttention,
 )
+from fastdeploy_core.worker.recorded_sizes import graph_sizes, ladder
 from fastdeploy_core.worker.staging import Downloads, Uploads
-from fastdeploy_core.worker.step_graphs import graph_sizes, ladder
 from fastdeploy_core.worker.worker import Worker
 from tests.worker_steps import Steps, engine_config, make_worker, write_model
 
@@ -125,6 +125,7 @@ def state(rng: np.random.Generator, num_slots: int, drafts: int) -> dict[str, np
         "newest": rng.integers(1, 99, num_slots),
         "drafts": rng.integers(1, 99, (num_slots, drafts)),
         "num_drafts": rng.integers(0, drafts + 1, num_slots),
+        "room": rng.integers(8, 20, num_slots),
     }
     for value in state.values():
         value[-1] = 0
@@ -147,7 +148,8 @@ def test_prepare_decode_is_what_a_slow_loop_says(
     build_kernel_table("cpu")["prepare_decode"](put(device, rows), *tensors, block_size, *outputs)
     ids, positions, mapping, seq_lens, tables = (np.array(device.to_host(t)) for t in outputs)
     for row, slot in enumerate(rows.tolist()):
-        start, nobody = int(given["num_computed"][slot]), slot == num_slots - 1
+        start = int(given["num_computed"][slot])
+        nobody = slot == num_slots - 1 or start >= given["room"][slot]
         assert seq_lens[row] == (0 if nobody else start + width)
         assert tables[row].tolist() == given["tables"][slot].tolist()
         for nth in range(width):
@@ -160,6 +162,55 @@ def test_prepare_decode_is_what_a_slow_loop_says(
                 token = given["newest"][slot] if nth == 0 else given["drafts"][slot][nth - 1]
                 wanted = (token, where, block * block_size + where % block_size)
             assert (ids[place], positions[place], mapping[place]) == wanted
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_judge_drafts_is_what_a_slow_loop_says(device: CapturingDevice, seed: int) -> None:
+    rng, width = np.random.default_rng(seed), 3
+    rows = np.array([3, 0, 2, 5])
+    drafts, num_drafts = rng.integers(0, 2, (6, 4)), rng.integers(0, 5, 6)
+    drawn = rng.integers(0, 2, (4, width))
+    marked = np.where(rng.random(drawn.shape) < 0.1, -2, drawn)
+    given = (CpuDevice.to_device(device, a.copy()) for a in (rows, drawn, marked, drafts))
+    table = build_kernel_table("cpu")
+    found = table["judge_drafts"](*given, CpuDevice.to_device(device, num_drafts.copy()))
+    for row, slot in enumerate(rows.tolist()):
+        count = 0
+        while count < min(num_drafts[slot], width - 1):
+            if drawn[row, count] != drafts[slot, count] or marked[row, count + 1] < 0:
+                break
+            count += 1
+        assert int(device.to_host(found)[row]) == count
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_keep_drafts_is_what_a_slow_loop_says(
+    device: CapturingDevice, width: int, seed: int
+) -> None:
+    rng, vocab_size, limit = np.random.default_rng(seed), 50, int(seed + 1)
+    given = state(rng, 6, 3)
+    rows = np.array([3, 0, 2, 5, 5])
+    proposals = rng.integers(-1, 60, (5, width))
+    put = CpuDevice.to_device
+    names = ("num_computed", "room", "drafts", "num_drafts")
+    held = [put(device, given[name].copy()) for name in names]
+    taken = build_kernel_table("cpu")["keep_drafts"](
+        *(put(device, array) for array in (rows, proposals.copy(), np.array([limit]))),
+        *(vocab_size, *held),
+    )
+    found, drafts, num_drafts = (np.array(device.to_host(t)) for t in (taken, *held[2:]))
+    for row, slot in enumerate(rows.tolist()):
+        wanted: list[int] = []
+        left = given["room"][slot] - 1 - given["num_computed"][slot] if slot != 5 else 0
+        for token in proposals[row].tolist():
+            if not 0 <= token < vocab_size or len(wanted) >= min(limit, left):
+                break
+            wanted.append(token)
+        behind = [-2 if token >= vocab_size else -1 for token in proposals[row, len(wanted) :]]
+        assert found[row].tolist() == wanted + behind
+        assert drafts[slot].tolist() == wanted + [0] * (3 - len(wanted))
+        assert num_drafts[slot] == len(wanted)
 
 
 @pytest.mark.parametrize("width", [1, 3])
@@ -381,4 +432,24 @@ def test_a_lost_device_is_called_so_although_its_state_cannot_be_cleared(
     monkeypatch.setattr(type(worker.device), "is_lost", lambda _, e: "gone" in str(e))
     with pytest.raises(WorkerError, match=r"lost.*the device is gone"):
         steps.launch([steps.row(1)])
+    worker.close()
+
+
+def test_a_device_lost_while_a_step_runs_is_called_so(
+    folder: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asynchronous errors show when the result is waited for."""
+    worker = make_worker(engine_config(folder, tensor_library))
+    worker.load()
+    steps = Steps(worker)
+    steps.add(1, [5, 6, 7])
+
+    class Event:
+        def query(self) -> bool:
+            raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(type(worker.device), "record_event", lambda _: Event())
+    monkeypatch.setattr(type(worker.device), "is_lost", lambda _, e: "gone" in str(e))
+    with pytest.raises(WorkerError, match=r"lost.*the device is gone"):
+        steps.launch([steps.row(1)]).wait()
     worker.close()

@@ -197,8 +197,7 @@ class Bench:
     ) -> None:
         from fd_spec_mtp.drafter import MTPDrafter
 
-        from fastdeploy_core.worker.loader import Checkpoint
-        from fastdeploy_core.worker.weights import find_files
+        from fastdeploy_core.worker.loader import Checkpoint, open_files
 
         self.device = drivers[0](DeviceOptions(tensor_library=library, num_threads=1))
         self.xp, self.num_drafts, options = self.device.xp, num_drafts, dict(options or {})
@@ -211,7 +210,7 @@ class Bench:
         self.build = _builder(self.device, hf_config, drivers[1], **ranks)
         self.model = model_class(hf_config)(hf_config, self.build)
         with self.xp.no_grad():
-            with Checkpoint(find_files(folder), self.device, rank) as tensors:
+            with Checkpoint(open_files(folder, self.build, hf_config), rank) as tensors:
                 assert not self.model.load_weights(tensors)
             own = quantizer and quantizer({"is_quantized": False}, self.device, self.build.kernels)
             draft = self.build.extension(own)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from fastdeploy import LLM, SamplingParams
 from fastdeploy_core.config import GraphConfig
 from fastdeploy_core.config.arguments import build_engine_config
 from fastdeploy_core.errors import ConfigError, FastDeployError
+from fastdeploy_core.layers.linear import Linear
 from fastdeploy_core.models.shapes import read_shapes
 from fastdeploy_core.plugins.resolve import resolve
 from fastdeploy_core.testing.capturing import OnCapturingDevice
@@ -251,6 +254,40 @@ def test_ngrams_go_on_behind_the_module(speculating: Any) -> None:
     both = answers(speculating(hybrid), {"copying": 2})
     assert alone[0] == both[0] == expected
     assert both[2] > 1.5 * alone[2], "n-grams found more of what is copied"
+
+
+def linears(part: Any) -> list[Linear]:
+    """Every linear layer below an object."""
+    found, seen, left = [], set[int](), [part]
+    while left:
+        item = left.pop()
+        if id(item) in seen or isinstance(item, type | ModuleType | FunctionType):
+            continue
+        seen.add(id(item))
+        if isinstance(item, Linear):
+            found.append(item)
+        elif type(item).__module__.startswith(("fastdeploy_core.layers", "fastdeploy_core.models")):
+            left += gc.get_referents(item)
+    return found
+
+
+@pytest.mark.parametrize("method", ["mtp", "draft_model"])
+def test_the_draft_has_a_number_format_of_its_own(method: str, speculating: Any) -> None:
+    """The target stays as it is: the answers are its own, and most drafts are still right."""
+    asked = {"method": method, "num_speculative_tokens": 1, "adaptive_length": False}
+    if method == "draft_model":
+        asked["model"] = str(DEMO)
+    expected, *_ = answers(speculating(None), {"facts": 2, "sorting": 2})
+    llm = speculating({**asked, "quantization": "wint8"})
+    tokens, drafted, accepted = answers(llm, {"facts": 2, "sorting": 2})
+    assert tokens == expected and accepted > 0.8 * drafted > 0
+    runner = llm._engine._core._executor._worker._runner
+    drafter = runner._speculation._drafter
+    draft = drafter._modules[0]._block if method == "mtp" else drafter._model.layers[0]
+    for part, is_quantized in ((draft, True), (runner._model.layers[0], False)):
+        layers = linears(part)
+        assert len(layers) > 2
+        assert all((layer.weight is None) == is_quantized for layer in layers)
 
 
 def test_two_ranks_answer_the_same(speculating: Any) -> None:

@@ -94,6 +94,16 @@ def test_each_batch_size_has_its_own_number() -> None:
     assert large.run(40).most_common(1)[0][0] == 0
 
 
+def test_a_batch_size_never_seen_begins_as_the_nearest_one_that_is_known() -> None:
+    length = DraftLength(MOST)
+    assert not length.is_off(30) and length.choose(30) == MOST
+    World(length, rows=30, chance=0.0, cost=0.5).run(60)
+    assert length.is_off(30) and length.choose(100) == 0 and length.is_off(100)
+    hopeful = World(length, rows=100, chance=0.95, cost=0.01)
+    hopeful.run(2000)
+    assert hopeful.run(100).most_common(1)[0][0] >= 3, "it is tried all the same"
+
+
 def test_limits_hold_without_adapting() -> None:
     fixed = DraftLength(3, adaptive=False, disable_above=4)
     assert [fixed.choose(rows) for rows in (0, 1, 4, 5, 100)] == [0, 3, 3, 0, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -184,7 +185,8 @@ def test_storm_of_cancellations_leaves_nothing():
                 task = asyncio.create_task(answer(engine, make_request(f"r{i}", [5, i % 60])))
                 await asyncio.sleep(0.001 * (i % 7))
                 task.cancel()
-                with pytest.raises(asyncio.CancelledError):
+                # On a busy machine an answer may be there before.
+                with contextlib.suppress(asyncio.CancelledError):
                     await task
 
             await asyncio.gather(*[brief(i) for i in range(200)])

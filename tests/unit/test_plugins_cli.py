@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from fastdeploy_core.cli import plugins_command
-from fastdeploy_core.cli.plugins_check import kind_of, suites
+from fastdeploy_core.cli.plugins_check import device_of, kind_of, suites
 from fastdeploy_core.cli.plugins_new import TEMPLATES, create, driver_name, template_folder
 from fastdeploy_core.errors import ConfigError, PluginNotFound
 from fastdeploy_core.plugins import discovery
@@ -21,6 +21,7 @@ from tests.plugin_modules import core_entry, entry
 @pytest.fixture
 def stranger(tmp_path, monkeypatch):
     """A distribution fd-chip with a device, hooks and an attention driver, on sys.path."""
+    monkeypatch.setenv("FD_PLUGINS_DISABLED", "fd-cpu")  # whose device would win where it is built
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "chip.py").write_text(
         textwrap.dedent(
@@ -250,6 +251,13 @@ def test_kind_to_check_follows_from_the_name(fd_plugins):
         kind_of(inventory, "two")
     with pytest.raises(PluginNotFound, match="cpu"):
         kind_of(inventory, "three")
+
+
+def test_a_distribution_with_one_device_is_checked_by_its_own_name(fd_plugins):
+    inventory = fd_plugins(core_entry("device", "cpu", "a:B"), entry("device", "mychip", "b:C"))
+    distribution = inventory.entries[-1].distribution
+    assert device_of(inventory, distribution) == "mychip"
+    assert device_of(inventory, "mychip") == "mychip" and device_of(inventory, "x") == "x"
 
 
 def test_every_suite_of_the_kit_is_run_for_some_kind():

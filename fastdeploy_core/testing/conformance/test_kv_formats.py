@@ -21,8 +21,9 @@ from fastdeploy_core.contracts.base import Accept
 from fastdeploy_core.contracts.kv_formats import KV_FORMATS, KVFormat
 from fastdeploy_core.testing import oracle
 
+from .attention_world import Row, World
 from .base import OnDevice
-from .test_attention import BATCHES, Row, World, gqa_spec, mla_spec
+from .test_attention import BATCHES, gqa_spec, mla_spec
 
 # A number that falls between two levels may be rounded either way: one step of one channel.
 TOLERANCE = {"int8": 4e-3, "float8_e4m3fn": 2e-2, "int4_zp": 6e-2}
@@ -98,7 +99,7 @@ class KVFormatConformance(OnDevice):
         kind, size = KV_FORMATS[spec.kv_format], int(device.limits.default_block_size)
         backend = self._driver(request, device, kernels, spec, size)
         world = QuantizedWorld(self, device, kernels, spec, size, rows)
-        inputs = world.write(backend.cache_shapes(world.num_blocks))
+        inputs = world.write(backend)
         metadata = backend.prepare(world.batch())
         got = backend.forward(*inputs, world.cache, metadata, None, world.scales)
         world.check_canaries()
@@ -143,9 +144,10 @@ class QuantizedWorld(World):
 
     scales: KVScales | None = None
 
-    def write(self, shapes: tuple[tuple[int, ...], ...]) -> tuple[Any, Any, Any]:
+    def write(self, backend: Any) -> tuple[Any, Any, Any]:
         """Fill the cache through the format's own operation; returns (q, k, v) of the step."""
         device, spec, xp = self.device, self.spec, self.device.xp
+        shapes = backend.cache_shapes(self.num_blocks)
         dtypes = cache_dtypes(spec, len(shapes))
         owned = sorted({0, *(b for row in self.rows for b in row.blocks)})
         pools = []

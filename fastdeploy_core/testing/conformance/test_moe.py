@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastdeploy_core.contracts.moe import MoEQuestion, MoESpec, RoutingSpec
+from fastdeploy_core.contracts.moe import MoEBlockBackend, MoEQuestion, MoESpec, RoutingSpec
 from fastdeploy_core.testing import oracle
 
 from .base import OnDevice, values
@@ -66,6 +66,50 @@ class MoEConformance(OnDevice):
             self._call(device, kernels, backend, prepared, dtype, spec, logits, x) for _ in range(2)
         ]
         assert np.array_equal(results[0], results[1]), "the same call gives another result"
+
+    @pytest.mark.parametrize("tokens", [1, 5, 40])
+    @pytest.mark.parametrize("num_shared", [0, 2])
+    def test_a_block_is_norm_experts_and_sum(
+        self,
+        request: pytest.FixtureRequest,
+        device: Any,
+        kernels: Any,
+        dtype: str,
+        tokens: int,
+        num_shared: int,
+    ) -> None:
+        """Of drivers that compute whole blocks; shared experts stand behind the routed ones."""
+        routing = RoutingSpec(8, 2)
+        backend = self._backend(request, device, kernels, dtype, routing)
+        if not isinstance(backend, MoEBlockBackend):
+            pytest.skip(f"driver {backend.name!r} computes no whole blocks")
+        spec = MoESpec(routing, HIDDEN, INTERMEDIATE, dtype, num_shared_experts=num_shared)
+        backend = type(backend)(spec, device, kernels)
+        count = routing.num_experts + num_shared
+        gate_up, down = (
+            values(2, count, 2 * INTERMEDIATE, HIDDEN),
+            values(3, count, HIDDEN, INTERMEDIATE),
+        )
+        # Nearly even scores could be ordered otherwise in another precision.
+        router, x, gain = values(5, 8, HIDDEN) * 4, values(1, tokens, HIDDEN), values(6, HIDDEN)
+        prepared = backend.prepare_weights(
+            *(self.to_device(device, w, dtype) for w in (gate_up, down))
+        )
+        inputs, scale = (self.to_device(device, a, dtype) for a in (x, gain))
+        scorer = self.to_device(device, router)
+        result = backend.forward_block(inputs, scale, 1e-5, scorer, None, prepared)
+        got = self.to_host(device, result)
+        x, gain, gate_up, down = (self.rounded(device, a, dtype) for a in (x, gain, gate_up, down))
+        normed = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * gain
+        normed = self.rounded(device, normed.astype("float32"), dtype)
+        ids, weights = oracle.moe_routing(normed @ router.T.astype("float64"), None, routing)
+        shared = np.broadcast_to(np.arange(8, count), (tokens, num_shared))
+        ids = np.concatenate((ids, shared), 1)
+        weights = np.concatenate((weights, np.ones((tokens, num_shared))), 1)
+        expected = x + oracle.moe_experts(normed, ids, weights, gate_up, down)
+        relative, absolute = self.tolerance(dtype)
+        limit = absolute + relative * float(np.max(np.abs(expected)))
+        assert float(np.max(np.abs(got - expected))) <= 2 * limit
 
     def _check(
         self,

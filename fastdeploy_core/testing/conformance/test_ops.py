@@ -60,7 +60,7 @@ class OpsConformance(SamplingOps):
         x, weight, bias = values(0, tokens, 48), values(1, 24, 48), values(2, 24)
         got = kernels["linear"](
             self.to_device(device, x, dtype),
-            self.to_device(device, weight, dtype),
+            kernels.prepare("linear", self.to_device(device, weight, dtype)),
             self.to_device(device, bias, dtype) if has_bias else None,
         )
         expected = self.rounded(device, x, dtype) @ self.rounded(device, weight, dtype).T
@@ -149,12 +149,13 @@ class OpsConformance(SamplingOps):
         shift = seen["b"] if has_bias else 0.0
         normed = oracle.rms_norm(seen["x"], seen["n"], 1e-5)
         of_norm, plain = normed @ seen["w"].T + shift, seen["x"] @ seen["w"].T + shift
-        operands = (on_device["w"], bias_dev)
+        operands = (kernels.prepare("linear", on_device["w"]), bias_dev)
+        gated = (kernels.prepare("gated_linear", on_device["w"]), bias_dev)
         got = kernels["norm_linear"](on_device["x"], on_device["n"], 1e-5, *operands)
         self.assert_close(device, got, of_norm, dtype)
-        got = kernels["gated_linear"](on_device["x"], on_device["n"], 1e-5, *operands)
+        got = kernels["gated_linear"](on_device["x"], on_device["n"], 1e-5, *gated)
         self.assert_close(device, got, oracle.silu_and_mul(of_norm), dtype)
-        got = kernels["gated_linear"](on_device["x"], None, 0.0, *operands)
+        got = kernels["gated_linear"](on_device["x"], None, 0.0, *gated)
         self.assert_close(device, got, oracle.silu_and_mul(plain), dtype)
         addend = self.rounded(device, residual, dtype)
         got = kernels["linear_add"](
@@ -192,17 +193,37 @@ class OpsConformance(SamplingOps):
     def test_linear_float32(self, device: Any, kernels: Any, dtype: str, tokens: int) -> None:
         x, weight = values(0, tokens, 80), values(1, 12, 80)
         got = kernels["linear_float32"](
-            self.to_device(device, x, dtype), self.to_device(device, weight)
+            self.to_device(device, x, dtype),
+            kernels.prepare("linear_float32", self.to_device(device, weight)),
         )
         expected = self.rounded(device, x, dtype) @ weight.astype("float64").T
         self.assert_close(device, got, expected, "float32")
         assert device.xp.dtype_name(got.dtype) == "float32"
 
     @pytest.mark.parametrize("tokens", TOKENS)
+    @pytest.mark.parametrize("has_bias", [False, True])
+    def test_embedding_and_head_share_a_weight(
+        self, device: Any, kernels: Any, dtype: str, tokens: int, has_bias: bool
+    ) -> None:
+        weight, bias = values(0, 50, 32), values(1, 50)
+        shared = kernels.prepare("linear", self.to_device(device, weight, dtype))
+        ids = np.random.default_rng(1).integers(0, 50, tokens)
+        x = kernels["embedding"](self.to_device(device, ids), shared)
+        seen = self.rounded(device, weight, dtype)
+        assert np.array_equal(self.to_host(device, x), seen[ids])
+        got = kernels["linear_logits"](
+            x, shared, self.to_device(device, bias, dtype) if has_bias else None
+        )
+        expected = seen[ids] @ seen.T + (self.rounded(device, bias, dtype) if has_bias else 0.0)
+        self.assert_close(device, got, expected, dtype)
+        assert device.xp.dtype_name(got.dtype) == "float32"
+
+    @pytest.mark.parametrize("tokens", TOKENS)
     def test_greedy_linear(self, device: Any, kernels: Any, dtype: str, tokens: int) -> None:
         x, weight = values(0, tokens, 64), values(1, 80, 64)
         weight[70] = weight[7]  # equal logits, whatever the hidden state
-        inputs = (self.to_device(device, x, dtype), self.to_device(device, weight, dtype))
+        prepared = kernels.prepare("linear", self.to_device(device, weight, dtype))
+        inputs = (self.to_device(device, x, dtype), prepared)
         ids, peaks = kernels["greedy_linear"](*inputs, None)
         logits = self.rounded(device, x, dtype) @ self.rounded(device, weight, dtype).T
         got, rows = self.to_host(device, ids), np.arange(tokens)

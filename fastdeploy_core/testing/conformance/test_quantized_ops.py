@@ -60,6 +60,7 @@ class QuantizedOpsConformance(OnDevice):
         packed = make_packed(device.xp, name, weight, group)
         operation = packed.format.linear
         prepared = kernels.prepare(operation, packed)
+        rounds = kernels.activations(operation)
         for tokens in TOKENS:
             x, bias = values(1, tokens, count), values(2, rows)
             for has_bias in (False, True):
@@ -68,7 +69,7 @@ class QuantizedOpsConformance(OnDevice):
                     prepared,
                     self.to_device(device, bias, dtype) if has_bias else None,
                 )
-                expected = self._product(device, packed, x, dtype)
+                expected = self._product(device, packed, x, dtype, rounds)
                 if has_bias:
                     expected = expected + self.rounded(device, bias, dtype)
                 assert device.xp.dtype_name(got.dtype) == dtype
@@ -81,6 +82,7 @@ class QuantizedOpsConformance(OnDevice):
         down = self._experts(device, name, 4, hidden, inner)
         operation = gate_up.format.experts
         prepared = [kernels.prepare(operation, weight) for weight in (gate_up, down)]
+        rounds = kernels.activations(operation)
         for tokens in TOKENS:
             x = values(5, tokens, hidden)
             rng = np.random.default_rng(6)
@@ -96,13 +98,15 @@ class QuantizedOpsConformance(OnDevice):
             for token in range(tokens):
                 for expert, share in zip(ids[token], shares[token], strict=True):
                     row = x[token : token + 1]
-                    up = self._product(device, gate_up.expert(int(expert)), row, dtype)
+                    up = self._product(device, gate_up.expert(int(expert)), row, dtype, rounds)
                     inside = oracle.silu_and_mul(self.rounded(device, up, dtype))
-                    y = self._product(device, down.expert(int(expert)), inside, dtype)
+                    y = self._product(device, down.expert(int(expert)), inside, dtype, rounds)
                     expected[token] += share * y[0]
             # An activation between two levels may be rounded either way: one level of one input.
             wider = _LEVELS * float(np.max(np.abs(expected), initial=0.0))
-            self.assert_close(device, got, expected, dtype, wider if _rounds(name) else 0.0)
+            self.assert_close(
+                device, got, expected, dtype, wider if _rounds(name) or rounds else 0.0
+            )
 
     def _experts(self, device: Any, name: str, seed: int, rows: int, count: int) -> PackedWeight:
         xp = device.xp
@@ -117,13 +121,45 @@ class QuantizedOpsConformance(OnDevice):
             held[key] = xp.stack(bits).view(xp.float8_e4m3fn) if is_fp8 else xp.stack(bits)
         return PackedWeight(FORMATS[name], rows, count, held, EXPERTS)
 
-    def _product(self, device: Any, packed: PackedWeight, x: np.ndarray, dtype: str) -> np.ndarray:
-        """The format's definition, summed in float64."""
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_plain_products_that_take_the_format(
+        self, device: Any, kernels: Any, dtype: str, name: str, shape: tuple[int, int, int]
+    ) -> None:
+        rows, count, group = shape
+        if not kernels.takes("linear", name) or not kernels.takes("gated_linear", name):
+            pytest.skip("the device's plain products do not take the format")
+        if group and not name.startswith("wint"):
+            pytest.skip("the format has no groups")
+        packed = make_packed(device.xp, name, self.to_device(device, values(0, rows, count)), group)
+        rounds = kernels.activations(packed.format.linear)
+        plain, gated = (kernels.prepare(o, packed) for o in ("linear", "gated_linear"))
+        bias = self.to_device(device, values(2, rows), dtype)
+        shift = self.rounded(device, values(2, rows), dtype)
+        for tokens in TOKENS:
+            array = values(1, tokens, count)
+            x = self.to_device(device, array, dtype)
+            expected = self._product(device, packed, array, dtype, rounds) + shift
+            self.assert_close(device, kernels["linear"](x, plain, bias), expected, dtype)
+            got = kernels["gated_linear"](x, None, 0.0, gated, bias)
+            self.assert_close(device, got, oracle.silu_and_mul(expected), dtype)
+            rest = self.to_device(device, np.ones((tokens, rows), "float32"), dtype)
+            got = kernels["linear_add"](x, plain, bias, rest)
+            self.assert_close(device, got, expected + 1, dtype)
+
+    def _product(
+        self, device: Any, packed: PackedWeight, x: np.ndarray, dtype: str, rounds: str = ""
+    ) -> np.ndarray:
+        """The format's definition, summed in float64; `rounds` is Kernel.activations."""
         if not len(x):
             return np.zeros((0, packed.out_features))
-        seen = packed.activate(self.to_device(device, np.asarray(x, "float32"), dtype))
+        seen = packed.activate(self.to_device(device, np.asarray(x, "float32"), dtype)).float()
+        if rounds == "int8":
+            groups = seen.reshape([len(x), -1, packed.group_size or packed.in_features])
+            scale = groups.abs().amax(dim=-1, keepdim=True) / 127.0
+            seen = ((groups / scale).round() * scale).reshape([len(x), -1])
         weight = np.array(device.to_host(packed.dequantize()), "float64")
-        product: np.ndarray = np.array(device.to_host(seen.float()), "float64") @ weight.T
+        product: np.ndarray = np.array(device.to_host(seen), "float64") @ weight.T
         return product
 
 

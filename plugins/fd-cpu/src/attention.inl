@@ -6,16 +6,24 @@
 
 namespace fdcpu::FDCPU_NAMESPACE {
 
-constexpr int64_t kMostItemRows = 32;  // rows of an item, unless one token already has more
+constexpr int64_t kMostItemRows = 96;  // rows of an item, unless one token already has more
 constexpr int kTileRows = 8;           // rows of a register tile
 
 FDCPU_INLINE int64_t tokens_per_item(const AttentionOp &op) {
     return std::max<int64_t>(1, kMostItemRows / (op.num_heads / op.num_kv_heads));
 }
 
+// Bfloat16 in pairs, as the dot product wants them: keys [head_dim / 2, block_size, 2] of a block and head,
+// values [block_size / 2, v_head_dim, 2]. Rows of tokens (latent attention) and float32 stay as they are.
+template <class C>
+FDCPU_INLINE bool is_paired(const AttentionOp &op) {
+    return sizeof(C) == 2 && op.values;
+}
+
 struct AttentionScratch {
     float *q, *scores, *out, *peak, *sum;
     int64_t *limit;
+    uint16_t *q_pairs, *weights;  // of bfloat16 in pairs
 
     AttentionScratch(const AttentionOp &op, uint8_t *at) {
         const int64_t rows = tokens_per_item(op) * (op.num_heads / op.num_kv_heads) + kTileRows;
@@ -25,10 +33,13 @@ struct AttentionScratch {
         peak = out + rows * op.v_head_dim;
         sum = peak + rows;
         limit = reinterpret_cast<int64_t *>(sum + rows + rows % 2);
+        q_pairs = reinterpret_cast<uint16_t *>(limit + rows);
+        weights = q_pairs + rows * op.head_dim;
     }
     static size_t num_bytes(const AttentionOp &op) {
         const int64_t rows = tokens_per_item(op) * (op.num_heads / op.num_kv_heads) + kTileRows;
-        return size_t(rows * (op.head_dim + op.block_size + op.v_head_dim + 2) + 1) * 4 + size_t(rows) * 8 + 64;
+        return size_t(rows * (op.head_dim + op.block_size + op.v_head_dim + 2) + 1) * 4 + size_t(rows) * 8 + 64 +
+               size_t(rows * (op.head_dim + op.block_size)) * 2;
     }
 };
 
@@ -46,13 +57,14 @@ FDCPU_INLINE void rotate(const AttentionOp &op, const T *from, int64_t position,
     const int64_t half = op.rotary / 2;
     const float *cosine = op.cos_sin + position * op.rotary, *sine = cosine + half;
     for (int64_t i = 0; i < half; ++i) {
-        const int64_t a = op.interleaved ? 2 * i : i, b = op.interleaved ? 2 * i + 1 : i + half;
+        const int64_t a = op.rotary_begin + (op.interleaved ? 2 * i : i);
+        const int64_t b = op.rotary_begin + (op.interleaved ? 2 * i + 1 : i + half);
         const float x = to[a], y = to[b];
         to[a] = x * cosine[i] - y * sine[i];
         to[b] = y * cosine[i] + x * sine[i];
     }
     if (sizeof(T) == 2)
-        for (int64_t i = 0; i < op.rotary; ++i) {
+        for (int64_t i = op.rotary_begin; i < op.rotary_begin + op.rotary; ++i) {
             uint16_t rounded;
             store_one(&rounded, to[i]);
             to[i] = load_one(&rounded);
@@ -69,12 +81,23 @@ void write_cache(const AttentionOp &op, const Worker &worker, float *row) {
         const int64_t block = slot / op.block_size, offset = slot % op.block_size;
         for (int64_t h = 0; h < op.num_kv_heads; ++h) {
             rotate(op, static_cast<const T *>(op.k) + t * op.k_stride + h * op.head_dim, op.positions[t], op.head_dim, row);
-            C *keys = static_cast<C *>(op.keys) + (block * op.num_kv_heads + h) * op.head_dim * op.block_size + offset;
-            for (int64_t d = 0; d < op.head_dim; ++d) store_one(keys + d * op.block_size, row[d]);
+            if (!op.values) {
+                narrow_row(row, static_cast<C *>(op.keys) + slot * op.head_dim, op.head_dim);
+                continue;
+            }
+            const bool paired = is_paired<C>(op);
+            C *keys = static_cast<C *>(op.keys) + (block * op.num_kv_heads + h) * op.head_dim * op.block_size;
+            for (int64_t d = 0; d < op.head_dim; ++d)
+                store_one(paired ? keys + (d / 2 * op.block_size + offset) * 2 + d % 2 : keys + d * op.block_size + offset,
+                          row[d]);
             widen_row(static_cast<const T *>(op.v) + t * op.v_stride + h * op.v_head_dim, row, op.v_head_dim);
-            C *values = static_cast<C *>(op.values) +
-                        ((block * op.num_kv_heads + h) * op.block_size + offset) * op.v_head_dim;
-            narrow_row(row, values, op.v_head_dim);
+            C *values = static_cast<C *>(op.values) + (block * op.num_kv_heads + h) * op.block_size * op.v_head_dim;
+            if (!paired) {
+                narrow_row(row, values + offset * op.v_head_dim, op.v_head_dim);
+                continue;
+            }
+            values += offset / 2 * op.v_head_dim * 2 + offset % 2;
+            for (int64_t d = 0; d < op.v_head_dim; ++d) store_one(values + 2 * d, row[d]);
         }
     }
 }
@@ -92,9 +115,29 @@ FDCPU_INLINE void score_tile(const AttentionOp &op, const C *keys, const float *
     }
 }
 
+// The same over rows of keys, as latent attention keeps them.
+template <int R, class C>
+FDCPU_INLINE void score_rows(const AttentionOp &op, const C *keys, int64_t tokens, const float *q, float *scores) {
+    const int64_t whole = op.head_dim / kLanes * kLanes;
+    for (int64_t t = 0; t < tokens; ++t) {
+        const C *key = keys + t * op.head_dim;
+        F acc[R] = {};
+        for (int64_t d = 0; d < whole; d += kLanes) {
+            const F part = load(key + d);
+            for (int r = 0; r < R; ++r) acc[r] = part * load(q + r * op.head_dim + d) + acc[r];
+        }
+        for (int r = 0; r < R; ++r) {
+            float score = sum_of(acc[r]);
+            for (int64_t d = whole; d < op.head_dim; ++d) score += q[r * op.head_dim + d] * load_one(key + d);
+            scores[r * op.block_size + t] = score;
+        }
+    }
+}
+
 // out[R][v_head_dim] += weights[R][tokens] values[tokens][v_head_dim].
 template <int R, class C>
 FDCPU_INLINE void value_tile(const AttentionOp &op, const C *values, int64_t tokens, const float *weights, float *out) {
+    const int64_t stride = op.values ? op.v_head_dim : op.head_dim;
     int64_t d = 0;
     for (; d + 2 * kLanes <= op.v_head_dim; d += 2 * kLanes) {
         F low[R], high[R];
@@ -103,7 +146,7 @@ FDCPU_INLINE void value_tile(const AttentionOp &op, const C *values, int64_t tok
             high[r] = load(out + r * op.v_head_dim + d + kLanes);
         }
         for (int64_t t = 0; t < tokens; ++t) {
-            const F v0 = load(values + t * op.v_head_dim + d), v1 = load(values + t * op.v_head_dim + d + kLanes);
+            const F v0 = load(values + t * stride + d), v1 = load(values + t * stride + d + kLanes);
             for (int r = 0; r < R; ++r) {
                 const F p = splat(weights[r * op.block_size + t]);
                 low[r] = v0 * p + low[r];
@@ -118,28 +161,119 @@ FDCPU_INLINE void value_tile(const AttentionOp &op, const C *values, int64_t tok
     for (; d < op.v_head_dim; ++d)
         for (int r = 0; r < R; ++r)
             for (int64_t t = 0; t < tokens; ++t)
-                out[r * op.v_head_dim + d] += weights[r * op.block_size + t] * load_one(values + t * op.v_head_dim + d);
+                out[r * op.v_head_dim + d] += weights[r * op.block_size + t] * load_one(values + t * stride + d);
+}
+
+// ---- pairs: R rows by V vectors
+
+FDCPU_INLINE I pair_of(const uint16_t *from) { return I(splat_bytes(from)); }
+
+template <int R, int V>
+FDCPU_INLINE void score_pairs(const AttentionOp &op, const uint16_t *keys, const uint16_t *q, float *scores) {
+    F acc[R][V] = {};
+    for (int64_t d = 0; d < op.head_dim; d += 2, keys += 2 * op.block_size) {
+        I line[V];
+        for (int v = 0; v < V; ++v) line[v] = load_as<I>(keys + v * 2 * kLanes);
+        for (int r = 0; r < R; ++r) {
+            const I x = pair_of(q + r * op.head_dim + d);
+            for (int v = 0; v < V; ++v) acc[r][v] = dot_pairs(acc[r][v], line[v], x);
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int v = 0; v < V; ++v) store(scores + r * op.block_size + v * kLanes, acc[r][v]);
+}
+
+template <int R, int V>
+FDCPU_INLINE void value_pairs(const AttentionOp &op, const uint16_t *values, int64_t tokens, const uint16_t *weights,
+                              float *out) {
+    F acc[R][V];
+    for (int r = 0; r < R; ++r)
+        for (int v = 0; v < V; ++v) acc[r][v] = load(out + r * op.v_head_dim + v * kLanes);
+    for (int64_t t = 0; t < tokens; t += 2, values += 2 * op.v_head_dim) {
+        I line[V];
+        for (int v = 0; v < V; ++v) {
+            line[v] = load_as<I>(values + v * 2 * kLanes);
+            // The slot behind the last token may hold anything, and nothing times that may be NaN.
+            if (t + 1 == tokens) line[v] &= 0xffff;
+        }
+        for (int r = 0; r < R; ++r) {
+            const I x = pair_of(weights + r * op.block_size + t);
+            for (int v = 0; v < V; ++v) acc[r][v] = dot_pairs(acc[r][v], line[v], x);
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int v = 0; v < V; ++v) store(out + r * op.v_head_dim + v * kLanes, acc[r][v]);
+}
+
+template <int R>
+void paired_scores(const AttentionOp &op, const uint16_t *keys, const uint16_t *q, float *scores) {
+    int64_t t = 0;
+    for (; t + 4 * kLanes <= op.block_size; t += 4 * kLanes) score_pairs<R, 4>(op, keys + 2 * t, q, scores + t);
+    for (; t < op.block_size; t += kLanes) score_pairs<R, 1>(op, keys + 2 * t, q, scores + t);
+}
+
+template <int R>
+void paired_values(const AttentionOp &op, const uint16_t *values, int64_t tokens, const uint16_t *weights, float *out) {
+    int64_t d = 0;
+    for (; d + 4 * kLanes <= op.v_head_dim; d += 4 * kLanes) value_pairs<R, 4>(op, values + 2 * d, tokens, weights, out + d);
+    for (; d + kLanes <= op.v_head_dim; d += kLanes) value_pairs<R, 1>(op, values + 2 * d, tokens, weights, out + d);
+    for (; d < op.v_head_dim; ++d)
+        for (int r = 0; r < R; ++r)
+            for (int64_t t = 0; t < tokens; ++t)
+                out[r * op.v_head_dim + d] += load_one(weights + r * op.block_size + t) *
+                                              load_one(values + (t / 2 * op.v_head_dim + d) * 2 + t % 2);
+}
+
+constexpr int kPairRows = FDCPU_LEVEL >= 2 ? 6 : 2;
+
+// work(R, first row) for all rows, R of them at a time.
+template <int R = kPairRows, class Work>
+FDCPU_INLINE void in_tiles_of_rows(int64_t rows, int64_t first, const Work &work) {
+    int64_t r = first;
+    // Four and four are faster than six and two.
+    if (R == 6 && (rows - r) % 6) {
+        for (; rows - r > 8; r += R) work(std::integral_constant<int, R>(), r);
+        return in_tiles_of_rows<std::min(R, 4)>(rows, r, work);
+    }
+    for (; r + R <= rows; r += R) work(std::integral_constant<int, R>(), r);
+    if constexpr (R > 1) in_tiles_of_rows<R == 6 ? 4 : R - 1>(rows, r, work);
+}
+
+template <int R, class C>
+FDCPU_INLINE void score_block(const AttentionOp &op, const C *keys, int64_t tokens, const float *q, float *scores) {
+    if (op.values)
+        score_tile<R>(op, keys, q, scores);
+    else
+        score_rows<R>(op, keys, tokens, q, scores);
 }
 
 // One row's scores of a block become weights; what was summed before is scaled to the new maximum.
 FDCPU_INLINE void soften(const AttentionOp &op, const AttentionScratch &s, int64_t r, int64_t first_token) {
     float *scores = s.scores + r * op.block_size;
+    uint16_t *pairs = s.weights + r * op.block_size;
     const int64_t valid = std::min(op.block_size, s.limit[r] - first_token);
     if (valid <= 0) {
         std::memset(scores, 0, size_t(op.block_size) * sizeof(float));
+        std::memset(pairs, 0, size_t(op.block_size) * sizeof(uint16_t));
         return;
     }
     for (int64_t t = valid; t < op.block_size; ++t) scores[t] = -INFINITY;
-    F peaks = load(scores);
-    bool has_nan = false;
-    for (int64_t t = kLanes; t < op.block_size; t += kLanes) peaks = maximum(load(scores + t), peaks);
-    for (int64_t t = 0; t < valid; ++t) has_nan |= scores[t] != scores[t];
+    F peaks = splat(-INFINITY);
+    I odd = splat_int(0);
+    for (int64_t t = 0; t < op.block_size; t += kLanes) {
+        const F score = load(scores + t) * op.scale;
+        store(scores + t, score);
+        peaks = maximum(score, peaks);
+        odd |= I(score != score);
+    }
+    const bool has_nan = sum_of(__builtin_convertvector(odd, F)) != 0;
     const float peak = std::max(s.peak[r], max_of(peaks));
     const float factor = std::exp(s.peak[r] - peak);
     F total = splat(0);
     for (int64_t t = 0; t < op.block_size; t += kLanes) {
         const F weight = exponential(load(scores + t) - peak);
         store(scores + t, weight);
+        store(pairs + t, weight);
         total += weight;
     }
     s.sum[r] = has_nan ? std::nanf("") : s.sum[r] * factor + sum_of(total);
@@ -148,17 +282,35 @@ FDCPU_INLINE void soften(const AttentionOp &op, const AttentionScratch &s, int64
         for (int64_t d = 0; d < op.v_head_dim; ++d) s.out[r * op.v_head_dim + d] *= factor;
 }
 
+FDCPU_INLINE void attend_pairs(const AttentionOp &op, const AttentionScratch &s, const uint16_t *keys,
+                               const uint16_t *values, int64_t rows, int64_t first, int64_t tokens) {
+    in_tiles_of_rows(rows, 0, [&](auto count, int64_t r) {
+        paired_scores<count>(op, keys, s.q_pairs + r * op.head_dim, s.scores + r * op.block_size);
+    });
+    for (int64_t r = 0; r < rows; ++r) soften(op, s, r, first);
+    in_tiles_of_rows(rows, 0, [&](auto count, int64_t r) {
+        paired_values<count>(op, values, tokens, s.weights + r * op.block_size, s.out + r * op.v_head_dim);
+    });
+}
+
 template <class C>
 void attend(const AttentionOp &op, const AttentionScratch &s, int64_t seq, int64_t head, int64_t rows, int64_t top) {
     for (int64_t first = 0; first < top; first += op.block_size) {
         const int64_t block = op.block_tables[seq * op.max_blocks + first / op.block_size];
         const C *keys = static_cast<const C *>(op.keys) + (block * op.num_kv_heads + head) * op.head_dim * op.block_size;
-        const C *values = static_cast<const C *>(op.values) + (block * op.num_kv_heads + head) * op.block_size * op.v_head_dim;
+        const int64_t in_values = (block * op.num_kv_heads + head) * op.block_size * op.v_head_dim;
+        const C *values = op.values ? static_cast<const C *>(op.values) + in_values : keys;
         const int64_t tokens = std::min(op.block_size, top - first);
+        if (is_paired<C>(op)) {
+            attend_pairs(op, s, reinterpret_cast<const uint16_t *>(keys), reinterpret_cast<const uint16_t *>(values), rows,
+                         first, tokens);
+            continue;
+        }
         int64_t r = 0;
         for (; r + kTileRows <= rows; r += kTileRows)
-            score_tile<kTileRows>(op, keys, s.q + r * op.head_dim, s.scores + r * op.block_size);
-        for (; r < rows; ++r) score_tile<1>(op, keys, s.q + r * op.head_dim, s.scores + r * op.block_size);
+            score_block<kTileRows>(op, keys, tokens, s.q + r * op.head_dim, s.scores + r * op.block_size);
+        for (; r < rows; ++r)
+            score_block<1>(op, keys, tokens, s.q + r * op.head_dim, s.scores + r * op.block_size);
         for (r = 0; r < rows; ++r) soften(op, s, r, first);
         for (r = 0; r + kTileRows <= rows; r += kTileRows)
             value_tile<kTileRows>(op, values, tokens, s.scores + r * op.block_size, s.out + r * op.v_head_dim);
@@ -183,7 +335,7 @@ void attend_item(const AttentionOp &op, const AttentionScratch &s, int64_t seq, 
         float *q = s.q + r * op.head_dim;
         rotate(op, static_cast<const T *>(op.q) + token * op.q_stride + query * op.head_dim, op.positions[token],
                op.head_dim, q);
-        for (int64_t d = 0; d < op.head_dim; ++d) q[d] *= op.scale;
+        if (is_paired<C>(op)) narrow_row(q, s.q_pairs + r * op.head_dim, op.head_dim);
     }
     std::memset(s.out, 0, size_t(rows * op.v_head_dim) * sizeof(float));
     attend<C>(op, s, seq, head, rows, top);

@@ -10,13 +10,19 @@ namespace {
 constexpr int64_t kNotAccepted = -1, kNotFinite = -2, kNothingPossible = -3;
 }
 
+int64_t count_tokens(const PrepareDecodeOp &op) {
+    int64_t rows = op.num_rows;
+    while (rows > 0 && op.slots[rows - 1] >= op.num_slots - 1) --rows;
+    return rows * op.width;
+}
+
 void prepare_decode(const PrepareDecodeOp &op, const Worker &worker) {
     int64_t first, last;
     worker.share(op.num_rows, first, last);
     for (int64_t row = first; row < last; ++row) {
         const int64_t slot = op.slots[row];
-        const bool is_row = slot < op.num_slots - 1;
-        const int64_t start = op.num_computed[slot];
+        const bool is_row = slot < op.num_slots - 1 && op.num_computed[slot] < op.room[slot];
+        const int64_t start = is_row ? op.num_computed[slot] : 0;
         const int32_t *table = op.tables + slot * op.num_blocks;
         for (int64_t j = 0; j < op.width; ++j) {
             const bool feeds = is_row && j <= op.num_drafts[slot];

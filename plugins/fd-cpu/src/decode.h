@@ -8,7 +8,7 @@ namespace fdcpu {
 struct PrepareDecodeOp {
     const int64_t *slots;
     const int32_t *tables;
-    const int64_t *num_computed, *newest, *drafts, *num_drafts;
+    const int64_t *num_computed, *newest, *drafts, *num_drafts, *room;
     int64_t *input_ids, *positions, *slot_mapping;
     int32_t *seq_lens, *block_tables;
     int64_t num_rows, width, num_slots, num_blocks, draft_width, block_size;
@@ -37,6 +37,8 @@ struct RoutingOp {
 };
 
 void prepare_decode(const PrepareDecodeOp &op, const Worker &worker);
+// Tokens up to the last row that is somebody's.
+int64_t count_tokens(const PrepareDecodeOp &op);
 void finish_decode(const FinishDecodeOp &op, const Worker &worker);
 void mark_broken(const MarkBrokenOp &op, const Worker &worker);
 void route(const RoutingOp &op, const Worker &worker);

@@ -45,13 +45,14 @@ const std::vector<Isa> &available_isas() {
 }
 
 const char *name_of(Isa isa) {
-    constexpr const char *names[] = {"scalar", "avx2", "avx512", "amx"};
+    constexpr const char *names[] = {"scalar", "avx2", "avx512", "amx", "emulated"};
     return names[int(isa)];
 }
 
 Isa choose_isa(const std::string &name) {
     const auto &isas = available_isas();
     if (name.empty()) return isas.back();
+    if (name == name_of(Isa::emulated) && isas.size() > 1) return Isa::emulated;
     std::string possible;
     for (Isa isa : isas) {
         if (name == name_of(isa)) return isa;

@@ -5,14 +5,14 @@
 
 namespace fdcpu {
 
-enum class Isa { scalar = 0, avx2 = 1, avx512 = 2, amx = 3 };
+enum class Isa { scalar = 0, avx2 = 1, avx512 = 2, amx = 3, emulated = 4 };
 
 // Levels that this processor and operating system allow, the lowest first. "amx" asks the kernel for
 // permission to use tiles, once.
 const std::vector<Isa> &available_isas();
 const char *name_of(Isa isa);
 // By name ("scalar", "avx2", "avx512", "amx"; empty: the best). Throws std::invalid_argument that says
-// what is possible.
+// what is possible. "emulated" is for tests: AVX2, and the tiles of AMX in plain C++.
 Isa choose_isa(const std::string &name);
 
 }  // namespace fdcpu

@@ -1,20 +1,31 @@
-// Everything of one instruction-set level. A level's .cpp sets FDCPU_LEVEL and FDCPU_NAMESPACE first.
+// Everything of one instruction-set level. A level's .cpp sets FDCPU_LEVEL (0 scalar, 1 AVX2, 2 AVX512),
+// FDCPU_TILES (0 none, 1 AMX, 2 emulated) and FDCPU_NAMESPACE first.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "ops.h"
 #include "simd.h"
+#if FDCPU_TILES
+#include "tiles.h"
+#endif
 
 #include "rows.inl"
+#include "activations.inl"
+#if FDCPU_TILES
+#include "tiled.inl"
+#endif
 #include "linear.inl"
 #include "attention.inl"
 #include "moe.inl"
+#include "sampling.inl"
 
 namespace fdcpu::FDCPU_NAMESPACE {
 
 const Kernels kernels = {linear,  linear_scratch,  norm,   gate,     embedding, attention, attention_scratch,
-                         experts, experts_scratch, greedy, head_norm};
+                         experts, experts_scratch, greedy, head_norm,
+                         sample,  filter,          filter_scratch, penalize, mask, log_softmax};
 
 }  // namespace fdcpu::FDCPU_NAMESPACE

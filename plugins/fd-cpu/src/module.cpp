@@ -18,18 +18,35 @@ T *at(uintptr_t address) {
     return reinterpret_cast<T *>(address);
 }
 
-void set_rows(PackedMatrix &matrix, int64_t first, int64_t count, uintptr_t values, int dtype, int64_t stride) {
-    nb::gil_scoped_release release;
-    const int64_t size = dtype == int(DType::f32) ? 4 : 2;
-    for (int64_t i = 0; i < count; ++i)
-        set_row(matrix, first + i, at<uint8_t>(values) + i * stride * size, DType(dtype));
+// A step that leaves rows of nobody alone.
+template <class Op>
+Step clipped(const Op &op, int64_t Op::*rows, void (*run)(const Op &, const Worker &)) {
+    return [op, rows, run](const Worker &w) {
+        Op mine = op;
+        mine.*rows = w.clip(op.*rows);
+        run(mine, w);
+    };
 }
 
-void set_quantized_rows(PackedMatrix &matrix, int64_t first, int64_t count, uintptr_t values, uintptr_t scales) {
+void set_rows(Runtime &runtime, PackedMatrix &matrix, int64_t count, uintptr_t values, int dtype, int64_t stride) {
     nb::gil_scoped_release release;
-    for (int64_t i = 0; i < count; ++i)
-        set_quantized_row(matrix, first + i, at<int8_t>(values) + i * matrix.inputs,
-                          at<float>(scales) + i * matrix.num_groups());
+    const int64_t size = dtype == int(DType::f32) ? 4 : 2;
+    runtime.divide(count, [&](int64_t i) {
+        set_row(matrix, i, at<uint8_t>(values) + i * stride * size, DType(dtype));
+    });
+}
+
+void set_quantized_rows(Runtime &runtime, PackedMatrix &matrix, int64_t count, uintptr_t values, uintptr_t scales,
+                        bool in_pairs) {
+    nb::gil_scoped_release release;
+    const int64_t width = in_pairs ? (matrix.inputs + 1) / 2 : matrix.inputs;
+    runtime.divide(count, [&](int64_t i) {
+        const float *own = at<float>(scales) + i * matrix.num_groups();
+        if (in_pairs)
+            set_nibble_row(matrix, i, at<uint8_t>(values) + i * width, own);
+        else
+            set_quantized_row(matrix, i, at<int8_t>(values) + i * width, own);
+    });
 }
 
 void get_rows(const PackedMatrix &matrix, int64_t first, int64_t count, uintptr_t values) {
@@ -44,7 +61,7 @@ void submit_linear(Runtime &runtime, const PackedMatrix &weight, uintptr_t x, in
     const LinearOp op{&weight, at(x), DType(x_type), num_rows, x_stride, at(norm_weight), eps, at(bias),
                       at(residual), at(y), DType(y_type), y_stride};
     const auto &kernels = runtime.kernels();
-    runtime.submit([op, run = kernels.linear](const Worker &w) { run(op, w); },
+    runtime.submit(clipped(op, &LinearOp::num_rows, kernels.linear),
                    kernels.linear_scratch(op, runtime.num_threads()));
 }
 
@@ -52,21 +69,21 @@ void submit_add_norm(Runtime &runtime, uintptr_t x, uintptr_t update, uintptr_t 
                      uintptr_t y, int type, int64_t num_rows, int64_t width) {
     nb::gil_scoped_release release;
     const NormOp op{at(x), at(update), at(total), at(weight), eps, at(y), DType(type), num_rows, width};
-    runtime.submit([op, run = runtime.kernels().norm](const Worker &w) { run(op, w); },
+    runtime.submit(clipped(op, &NormOp::num_rows, runtime.kernels().norm),
                    size_t(width * runtime.num_threads()) * sizeof(float));
 }
 
 void submit_gate(Runtime &runtime, uintptr_t x, uintptr_t y, int type, int64_t num_rows, int64_t width) {
     nb::gil_scoped_release release;
     const GateOp op{at(x), at(y), DType(type), num_rows, width};
-    runtime.submit([op, run = runtime.kernels().gate](const Worker &w) { run(op, w); }, 0);
+    runtime.submit(clipped(op, &GateOp::num_rows, runtime.kernels().gate), 0);
 }
 
 void submit_embedding(Runtime &runtime, uintptr_t ids, uintptr_t table, const PackedMatrix *packed, uintptr_t y,
                       int type, int64_t num_ids, int64_t num_rows, int64_t width) {
     nb::gil_scoped_release release;
     const EmbeddingOp op{at<const int64_t>(ids), at(table), packed, at(y), DType(type), num_ids, num_rows, width};
-    runtime.submit([op, run = runtime.kernels().embedding](const Worker &w) { run(op, w); },
+    runtime.submit(clipped(op, &EmbeddingOp::num_ids, runtime.kernels().embedding),
                    size_t(width * runtime.num_threads()) * sizeof(float));
 }
 
@@ -80,28 +97,35 @@ void submit_attention(Runtime &runtime, const AttentionShape &shape, std::vector
     nb::gil_scoped_release release;
     AttentionOp op = shape.op;
     size_t i = 0;
-    op.q = at(addresses[i++]);
-    op.k = at(addresses[i++]);
-    op.v = at(addresses[i++]);
-    op.cos_sin = at<const float>(addresses[i++]);
-    op.positions = at<const int64_t>(addresses[i++]);
-    op.slot_mapping = at<const int64_t>(addresses[i++]);
-    op.cu_seqlens_q = at<const int32_t>(addresses[i++]);
-    op.seq_lens = at<const int32_t>(addresses[i++]);
-    op.block_tables = at<const int32_t>(addresses[i++]);
-    op.keys = at(addresses[i++]);
-    op.values = at(addresses[i++]);
-    op.y = at(addresses[i++]);
+    op.q = at(addresses.at(i++));
+    op.k = at(addresses.at(i++));
+    op.v = at(addresses.at(i++));
+    op.cos_sin = at<const float>(addresses.at(i++));
+    op.positions = at<const int64_t>(addresses.at(i++));
+    op.slot_mapping = at<const int64_t>(addresses.at(i++));
+    op.cu_seqlens_q = at<const int32_t>(addresses.at(i++));
+    op.seq_lens = at<const int32_t>(addresses.at(i++));
+    op.block_tables = at<const int32_t>(addresses.at(i++));
+    op.keys = at(addresses.at(i++));
+    op.values = at(addresses.at(i++));
+    op.y = at(addresses.at(i++));
     i = 0;
-    op.q_stride = sizes[i++];
-    op.k_stride = sizes[i++];
-    op.v_stride = sizes[i++];
-    op.num_tokens = sizes[i++];
-    op.num_seqs = sizes[i++];
-    op.max_blocks = sizes[i++];
-    op.rotary = sizes[i++];
+    op.q_stride = sizes.at(i++);
+    op.k_stride = sizes.at(i++);
+    op.v_stride = sizes.at(i++);
+    op.num_tokens = sizes.at(i++);
+    op.num_seqs = sizes.at(i++);
+    op.max_blocks = sizes.at(i++);
+    op.rotary = sizes.at(i++);
+    op.rotary_begin = sizes.at(i++);
     const auto &kernels = runtime.kernels();
-    runtime.submit([op, run = kernels.attention](const Worker &w) { run(op, w); },
+    runtime.submit(
+        [op, run = kernels.attention](const Worker &w) {
+            AttentionOp mine = op;
+            mine.num_tokens = w.clip(op.num_tokens);
+            while (mine.num_seqs > 0 && mine.cu_seqlens_q[mine.num_seqs] > mine.num_tokens) --mine.num_seqs;
+            run(mine, w);
+        },
                    kernels.attention_scratch(op, runtime.num_threads()));
 }
 
@@ -116,7 +140,7 @@ void submit_experts(Runtime &runtime, const Experts &experts, uintptr_t x, uintp
     const ExpertsOp op{experts.gate_up.data(), experts.down.data(), int64_t(experts.down.size()), at(x), at(y),
                        DType(type), num_tokens, width, top_k, at<const int64_t>(ids), at<const float>(weights)};
     const auto &kernels = runtime.kernels();
-    runtime.submit([op, run = kernels.experts](const Worker &w) { run(op, w); },
+    runtime.submit(clipped(op, &ExpertsOp::num_tokens, kernels.experts),
                    kernels.experts_scratch(op, runtime.num_threads()));
 }
 
@@ -124,7 +148,7 @@ void submit_greedy(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t
                    uintptr_t peaks) {
     nb::gil_scoped_release release;
     const GreedyOp op{at<const float>(logits), num_rows, width, at<int64_t>(ids), at<float>(peaks)};
-    runtime.submit([op, run = runtime.kernels().greedy](const Worker &w) { run(op, w); },
+    runtime.submit(clipped(op, &GreedyOp::num_rows, runtime.kernels().greedy),
                    size_t(num_rows * runtime.num_threads() + 2) * 12);
 }
 
@@ -134,7 +158,7 @@ void submit_head_norm(Runtime &runtime, uintptr_t q, uintptr_t k, uintptr_t q_we
     nb::gil_scoped_release release;
     const HeadNormOp op{at(q), at(k), at(q_weight), at(k_weight), eps, DType(type), num_tokens,
                         num_heads, num_kv_heads, head_dim, q_stride, k_stride};
-    runtime.submit([op, run = runtime.kernels().head_norm](const Worker &w) { run(op, w); },
+    runtime.submit(clipped(op, &HeadNormOp::num_tokens, runtime.kernels().head_norm),
                    size_t(head_dim * runtime.num_threads()) * sizeof(float));
 }
 
@@ -142,9 +166,9 @@ void submit_prepare_decode(Runtime &runtime, std::vector<uintptr_t> a, std::vect
     nb::gil_scoped_release release;
     const PrepareDecodeOp op{at<const int64_t>(a[0]), at<const int32_t>(a[1]), at<const int64_t>(a[2]),
                              at<const int64_t>(a[3]), at<const int64_t>(a[4]), at<const int64_t>(a[5]),
-                             at<int64_t>(a[6]), at<int64_t>(a[7]), at<int64_t>(a[8]), at<int32_t>(a[9]),
-                             at<int32_t>(a[10]), n[0], n[1], n[2], n[3], n[4], n[5]};
-    runtime.submit([op](const Worker &w) { prepare_decode(op, w); }, 0);
+                             at<const int64_t>(a.at(6)), at<int64_t>(a.at(7)), at<int64_t>(a.at(8)),
+                             at<int64_t>(a.at(9)), at<int32_t>(a.at(10)), at<int32_t>(a.at(11)), n[0], n[1], n[2], n[3], n[4], n[5]};
+    runtime.submit_first([op](const Worker &w) { prepare_decode(op, w); }, [op] { return count_tokens(op); });
 }
 
 void submit_finish_decode(Runtime &runtime, std::vector<uintptr_t> a, std::vector<int64_t> n) {
@@ -152,7 +176,13 @@ void submit_finish_decode(Runtime &runtime, std::vector<uintptr_t> a, std::vecto
     const FinishDecodeOp op{at<const int64_t>(a[0]), at<const int64_t>(a[1]), at<const int64_t>(a[2]),
                             at<const int64_t>(a[3]), at<int64_t>(a[4]), at<int64_t>(a[5]), at<int64_t>(a[6]),
                             n[0], n[1], n[2]};
-    runtime.submit([op](const Worker &w) { finish_decode(op, w); }, 0);
+    runtime.submit(
+        [op](const Worker &w) {
+            FinishDecodeOp mine = op;
+            mine.num_rows = w.clip(op.num_rows * op.width) / op.width;
+            finish_decode(mine, w);
+        },
+        0);
 }
 
 void submit_mark_broken(Runtime &runtime, uintptr_t drawn, uintptr_t peaks, uintptr_t possible, uintptr_t marked,
@@ -160,7 +190,46 @@ void submit_mark_broken(Runtime &runtime, uintptr_t drawn, uintptr_t peaks, uint
     nb::gil_scoped_release release;
     const MarkBrokenOp op{at<const int64_t>(drawn), at<const float>(peaks), at<const float>(possible),
                           at<int64_t>(marked), num_rows};
-    runtime.submit([op](const Worker &w) { mark_broken(op, w); }, 0);
+    runtime.submit(clipped(op, &MarkBrokenOp::num_rows, mark_broken), 0);
+}
+
+void submit_sample(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width, uintptr_t seeds,
+                   uintptr_t positions, uintptr_t ids) {
+    nb::gil_scoped_release release;
+    const SampleOp op{at<const float>(logits), num_rows, width, at<const int64_t>(seeds),
+                      at<const int64_t>(positions), at<int64_t>(ids)};
+    runtime.submit(clipped(op, &SampleOp::num_rows, runtime.kernels().sample),
+                   size_t(num_rows * runtime.num_threads() + 2) * 12);
+}
+
+void submit_filter(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width, uintptr_t top_k,
+                   uintptr_t top_p, uintptr_t min_p) {
+    nb::gil_scoped_release release;
+    const FilterOp op{at<float>(logits), num_rows, width, at<const int64_t>(top_k), at<const float>(top_p),
+                      at<const float>(min_p)};
+    const auto &kernels = runtime.kernels();
+    runtime.submit(clipped(op, &FilterOp::num_rows, kernels.filter),
+                   kernels.filter_scratch(op, runtime.num_threads()));
+}
+
+void submit_penalize(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width,
+                     std::vector<uintptr_t> factors, uintptr_t counts, int64_t count_bytes, uintptr_t prompt_seen) {
+    nb::gil_scoped_release release;
+    const PenaltyOp op{at<float>(logits), num_rows, width, at<const float>(factors[0]), at<const float>(factors[1]),
+                       at<const float>(factors[2]), at(counts), count_bytes, at<const bool>(prompt_seen)};
+    runtime.submit(clipped(op, &PenaltyOp::num_rows, runtime.kernels().penalize), 0);
+}
+
+void submit_mask(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width, uintptr_t bits) {
+    nb::gil_scoped_release release;
+    const MaskOp op{at<float>(logits), num_rows, width, at<const int32_t>(bits)};
+    runtime.submit(clipped(op, &MaskOp::num_rows, runtime.kernels().mask), 0);
+}
+
+void submit_log_softmax(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width, uintptr_t y) {
+    nb::gil_scoped_release release;
+    const LogSoftmaxOp op{at<const float>(logits), num_rows, width, at<float>(y)};
+    runtime.submit(clipped(op, &LogSoftmaxOp::num_rows, runtime.kernels().log_softmax), 0);
 }
 
 void submit_route(Runtime &runtime, uintptr_t logits, uintptr_t bias, uintptr_t ids, uintptr_t weights,
@@ -169,13 +238,13 @@ void submit_route(Runtime &runtime, uintptr_t logits, uintptr_t bias, uintptr_t 
     nb::gil_scoped_release release;
     const RoutingOp op{at<const float>(logits), at<const float>(bias), at<int64_t>(ids), at<float>(weights), num_tokens,
                        num_experts, top_k, num_groups, top_k_groups, is_sigmoid, renormalize, scaling_factor};
-    runtime.submit([op](const Worker &w) { route(op, w); }, routing_scratch(op, runtime.num_threads()));
+    runtime.submit(clipped(op, &RoutingOp::num_tokens, route), routing_scratch(op, runtime.num_threads()));
 }
 
 }  // namespace
 
 NB_MODULE(_native, m) {
-    m.doc() = "Kernels of fd-cpu; see fd_cpu/runtime.py for the checked interface.";
+    m.doc() = "Kernels of fd-cpu; see fd_cpu/kernels.py for the checked interface.";
     m.def("available_isas", [] {
         std::vector<std::string> names;
         for (Isa isa : available_isas()) names.emplace_back(name_of(isa));
@@ -188,14 +257,15 @@ NB_MODULE(_native, m) {
         .def_ro("group", &PackedMatrix::group)
         .def_prop_ro("num_groups", &PackedMatrix::num_groups)
         .def_prop_ro("num_bytes", &PackedMatrix::num_bytes)
-        .def("set_rows", &set_rows)
-        .def("set_quantized_rows", &set_quantized_rows)
         .def("get_rows", &get_rows);
     m.def("make_packed",
           [](int kind, int64_t outputs, int64_t inputs, int64_t group, bool gated) {
               return make_packed(WeightKind(kind), outputs, inputs, group, gated);
           });
-    nb::class_<Plan>(m, "Plan").def(nb::init<>()).def("__len__", [](const Plan &plan) { return plan.steps.size(); });
+    nb::class_<Plan>(m, "Plan")
+        .def(nb::init<>())
+        .def("__len__", [](const Plan &plan) { return plan.steps.size(); })
+        .def("follow", [](Plan &plan, const Plan &before) { plan.most_rows = before.most_rows; });
     nb::class_<AttentionShape>(m, "AttentionShape")
         .def("__init__",
              [](AttentionShape *self, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim,
@@ -219,6 +289,8 @@ NB_MODULE(_native, m) {
         .def("begin", &Runtime::begin, nb::keep_alive<1, 2>())
         .def("end", &Runtime::end)
         .def("replay", &Runtime::replay, nb::call_guard<nb::gil_scoped_release>())
+        .def("set_rows", &set_rows)
+        .def("set_quantized_rows", &set_quantized_rows)
         .def("linear", &submit_linear)
         .def("add_norm", &submit_add_norm)
         .def("gate", &submit_gate)
@@ -231,7 +303,12 @@ NB_MODULE(_native, m) {
         .def("prepare_decode", &submit_prepare_decode)
         .def("finish_decode", &submit_finish_decode)
         .def("mark_broken", &submit_mark_broken)
-        .def("route", &submit_route);
+        .def("route", &submit_route)
+        .def("sample", &submit_sample)
+        .def("filter", &submit_filter)
+        .def("penalize", &submit_penalize)
+        .def("mask", &submit_mask)
+        .def("log_softmax", &submit_log_softmax);
     nb::class_<Experts>(m, "Experts").def("__init__", [](Experts *self, const std::vector<PackedMatrix *> &gate_up, const std::vector<PackedMatrix *> &down) {
         new (self) Experts{{gate_up.begin(), gate_up.end()}, {down.begin(), down.end()}};
     });

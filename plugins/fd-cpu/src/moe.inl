@@ -63,7 +63,10 @@ FDCPU_INLINE void expert_products(const ExpertsOp &op, const ExpertScratch &s, c
     LinearOp linear{};
     linear.y = y;
     linear.y_stride = y_stride;
-    alignas(64) float sums[kMostRows * kPanel];
+    alignas(64) float sums[kMostAtOnce * kPanel];
+#if FDCPU_TILES
+    tiles_begin(tile_inputs(*matrices[0]));
+#endif
     int64_t item = 0, mine = s.next->fetch_add(1);
     for (int64_t e = 0; e < op.num_experts; ++e) {
         const int64_t begin = s.starts[e], end = s.starts[e + 1];
@@ -76,14 +79,18 @@ FDCPU_INLINE void expert_products(const ExpertsOp &op, const ExpertScratch &s, c
         }
         for (int64_t p = 0; p < w.num_panels; ++p, ++item) {
             if (item != mine) continue;
-            for (int64_t m = begin; m < end; m += kMostRows) {
-                const int rows = int(std::min<int64_t>(kMostRows, end - m));
-                tile_of(rows, w, p, a, m, sums);
+            const int64_t step = rows_at_once(w, end - begin);
+            for (int64_t m = begin; m < end; m += step) {
+                const int rows = int(std::min(step, end - m));
+                rows_of_panel(step > kMostRows, rows, w, p, a, m, sums);
                 for (int r = 0; r < rows; ++r) finish_row<float>(linear, p, m + r, sums + r * kPanel);
             }
             mine = s.next->fetch_add(1);
         }
     }
+#if FDCPU_TILES
+    tiles_end();
+#endif
 }
 
 template <class T>

@@ -15,7 +15,9 @@ struct Worker {
     Team &team;
     int thread;
     uint8_t *scratch;  // shared by all threads of one operation
+    int64_t most_rows = INT64_MAX;  // of tokens that count: see Plan
 
+    int64_t clip(int64_t num_rows) const { return num_rows < most_rows ? num_rows : most_rows; }
     int size() const { return team.size(); }
     void barrier() const { team.barrier(); }
     // This thread's share of `count` items.
@@ -70,7 +72,10 @@ struct EmbeddingOp {
 
 // Rotation of the first `rotary` dimensions, and the write into the cache; then attention over it.
 // Cache of one layer: keys [block, kv head, head_dim, block_size], values [block, kv head, block_size,
-// head_dim]: a register of keys holds sixteen tokens, one of values sixteen dimensions of a token.
+// head_dim], of bfloat16 in pairs (attention.inl): a register of keys holds sixteen tokens, one of values
+// sixteen dimensions. Of
+// latent attention (one kv head) only rows [block, block_size, head_dim] are kept: `keys`, with `values`
+// null; the first v_head_dim of a row are its values.
 struct AttentionOp {
     const void *q, *k, *v;
     DType type;
@@ -78,7 +83,7 @@ struct AttentionOp {
     int64_t num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, v_head_dim, block_size, max_blocks;
     float scale;
     const float *cos_sin;  // [positions, rotary]; null: nothing is rotated
-    int64_t rotary;
+    int64_t rotary, rotary_begin;  // dimensions [begin, begin + rotary) of a head are rotated
     bool interleaved;
     const int64_t *positions;     // [num_tokens]
     const int64_t *slot_mapping;  // [num_tokens]; -1: no write
@@ -120,6 +125,42 @@ struct HeadNormOp {
     int64_t num_tokens, num_heads, num_kv_heads, head_dim, q_stride, k_stride;
 };
 
+// Float32 logits [num_rows, width]; changed in place where they are not const.
+struct SampleOp {
+    const float *logits;
+    int64_t num_rows, width;
+    const int64_t *seeds, *positions;
+    int64_t *ids;
+};
+
+struct FilterOp {
+    float *logits;
+    int64_t num_rows, width;
+    const int64_t *top_k;
+    const float *top_p, *min_p;
+};
+
+struct PenaltyOp {
+    float *logits;
+    int64_t num_rows, width;
+    const float *presence, *frequency, *repetition;
+    const void *counts;  // integers of count_bytes
+    int64_t count_bytes;
+    const bool *prompt_seen;
+};
+
+struct MaskOp {
+    float *logits;
+    int64_t num_rows, width;
+    const int32_t *bits;
+};
+
+struct LogSoftmaxOp {
+    const float *logits;
+    int64_t num_rows, width;
+    float *y;
+};
+
 struct Kernels {
     void (*linear)(const LinearOp &, const Worker &);
     size_t (*linear_scratch)(const LinearOp &, int num_threads);
@@ -132,10 +173,18 @@ struct Kernels {
     size_t (*experts_scratch)(const ExpertsOp &, int num_threads);
     void (*greedy)(const GreedyOp &, const Worker &);
     void (*head_norm)(const HeadNormOp &, const Worker &);
+    void (*sample)(const SampleOp &, const Worker &);
+    void (*filter)(const FilterOp &, const Worker &);
+    size_t (*filter_scratch)(const FilterOp &, int num_threads);
+    void (*penalize)(const PenaltyOp &, const Worker &);
+    void (*mask)(const MaskOp &, const Worker &);
+    void (*log_softmax)(const LogSoftmaxOp &, const Worker &);
 };
 
 namespace scalar { extern const Kernels kernels; }
 namespace avx2 { extern const Kernels kernels; }
 namespace avx512 { extern const Kernels kernels; }
+namespace amx { extern const Kernels kernels; }
+namespace emulated { extern const Kernels kernels; }  // avx2 and AMX's tiles in plain C++, for tests
 
 }  // namespace fdcpu

@@ -30,16 +30,25 @@ uint16_t narrow(float value) {
     return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-void put(PackedMatrix &matrix, int64_t n, int64_t k, int value) {
-    uint8_t *panel = matrix.weights.data() + matrix.panel_of(n) * matrix.panel_bytes();
-    const int64_t column = matrix.column_of(n);
-    if (matrix.kind == WeightKind::int8) {
-        panel[((k / 4) * kPanel + column) * 4 + k % 4] = uint8_t(int8_t(value));
-        return;
+// One row's place in its panel: lines of four bytes per output, one line after another.
+struct RowWriter {
+    uint8_t *at;
+    explicit RowWriter(PackedMatrix &matrix, int64_t n)
+        : at(matrix.weights.data() + matrix.panel_of(n) * matrix.panel_bytes() + matrix.column_of(n) * 4) {}
+    void put(const void *four) {
+        std::memcpy(at, four, 4);
+        at += 4 * kPanel;
     }
-    uint8_t &byte = panel[((k / 8) * kPanel + column) * 4 + k % 4];
-    const int nibble = value + 8;
-    byte = k % 8 < 4 ? uint8_t((byte & 0xf0) | nibble) : uint8_t((byte & 0x0f) | nibble << 4);
+};
+
+// Eight values, low nibbles first: what a line of four bytes holds.
+void pack_nibbles(const int8_t *eight, uint8_t *four) {
+    for (int j = 0; j < 4; ++j) four[j] = uint8_t((eight[j] + 8) | (eight[4 + j] + 8) << 4);
+}
+
+void set_scales(PackedMatrix &matrix, int64_t n, const float *scales) {
+    auto *out = const_cast<float *>(matrix.panel_scales(matrix.panel_of(n))) + matrix.column_of(n);
+    for (int64_t g = 0; g < matrix.num_groups(); ++g) out[g * kPanel] = scales[g];
 }
 
 }  // namespace
@@ -65,7 +74,7 @@ std::unique_ptr<PackedMatrix> make_packed(WeightKind kind, int64_t outputs, int6
     matrix->kind = kind;
     matrix->outputs = outputs;
     matrix->inputs = inputs;
-    matrix->padded_inputs = round_up(inputs, grouped ? group : kind == WeightKind::f32 ? 1 : kind == WeightKind::bf16 ? 2 : 64);
+    matrix->padded_inputs = round_up(inputs, grouped ? group : kind == WeightKind::f32 ? 1 : kind == WeightKind::bf16 ? 32 : 64);
     matrix->group = grouped ? group : matrix->padded_inputs;
     matrix->gated = gated;
     matrix->num_panels = gated ? (outputs / 2 + kHalf - 1) / kHalf : (outputs + kPanel - 1) / kPanel;
@@ -80,6 +89,14 @@ std::unique_ptr<PackedMatrix> make_packed(WeightKind kind, int64_t outputs, int6
 
 void set_row(PackedMatrix &matrix, int64_t n, const void *values, DType dtype) {
     const int64_t size = matrix.inputs;
+    if (matrix.kind == WeightKind::bf16 && dtype == DType::bf16) {
+        RowWriter writer(matrix, n);
+        const auto *from = static_cast<const uint16_t *>(values);
+        for (int64_t k = 0; k + 1 < size; k += 2) writer.put(from + k);
+        const uint16_t last[2] = {from[size - 1], 0};
+        if (size % 2) writer.put(last);
+        return;
+    }
     std::vector<float> row(size);
     if (dtype == DType::f32)
         std::memcpy(row.data(), values, size * sizeof(float));
@@ -114,17 +131,42 @@ void set_row(PackedMatrix &matrix, int64_t n, const void *values, DType dtype) {
 }
 
 void set_quantized_row(PackedMatrix &matrix, int64_t n, const int8_t *values, const float *scales) {
-    const int64_t p = matrix.panel_of(n), column = matrix.column_of(n);
-    auto *out_scales = const_cast<float *>(matrix.panel_scales(p));
-    for (int64_t g = 0; g < matrix.num_groups(); ++g) {
-        out_scales[g * kPanel + column] = scales[g];
-        const int64_t first = g * matrix.group, last = std::min(matrix.inputs, first + matrix.group);
-        int32_t sum = 0;
-        for (int64_t k = first; k < last; ++k) {
-            put(matrix, n, k, values[k]);
-            sum += values[k];
+    set_scales(matrix, n, scales);
+    RowWriter writer(matrix, n);
+    const int64_t size = matrix.inputs, step = matrix.kind == WeightKind::int8 ? 4 : 8;
+    for (int64_t k = 0; k < size; k += step) {
+        int8_t padded[8] = {};
+        const int8_t *from = values + k;
+        if (k + step > size) {
+            std::memcpy(padded, from, size_t(size - k));
+            from = padded;
         }
-        if (matrix.kind == WeightKind::int8) const_cast<int32_t *>(matrix.panel_sums(p))[g * kPanel + column] = sum;
+        uint8_t nibbles[4];
+        if (step == 8) pack_nibbles(from, nibbles);
+        writer.put(step == 8 ? static_cast<const void *>(nibbles) : from);
+    }
+    if (matrix.kind != WeightKind::int8) return;
+    auto *sums = const_cast<int32_t *>(matrix.panel_sums(matrix.panel_of(n))) + matrix.column_of(n);
+    for (int64_t g = 0; g < matrix.num_groups(); ++g) {
+        int32_t sum = 0;
+        for (int64_t k = g * matrix.group; k < std::min(size, (g + 1) * matrix.group); ++k) sum += values[k];
+        sums[g * kPanel] = sum;
+    }
+}
+
+void set_nibble_row(PackedMatrix &matrix, int64_t n, const uint8_t *pairs, const float *scales) {
+    set_scales(matrix, n, scales);
+    RowWriter writer(matrix, n);
+    const int64_t bytes = (matrix.inputs + 1) / 2;
+    for (int64_t i = 0; i < bytes; i += 4) {
+        uint8_t from[4] = {0x88, 0x88, 0x88, 0x88}, to[4];
+        std::memcpy(from, pairs + i, size_t(std::min<int64_t>(4, bytes - i)));
+        if (matrix.inputs % 2 && i + 4 >= bytes) from[bytes - i - 1] = uint8_t((from[bytes - i - 1] & 15) | 0x80);
+        for (int j = 0; j < 4; ++j) {
+            const int low = from[j / 2] >> (j % 2 * 4) & 15, high = from[2 + j / 2] >> (j % 2 * 4) & 15;
+            to[j] = uint8_t(low | high << 4);
+        }
+        writer.put(to);
     }
 }
 

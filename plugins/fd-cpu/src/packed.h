@@ -53,6 +53,8 @@ std::unique_ptr<PackedMatrix> make_packed(WeightKind kind, int64_t outputs, int6
 void set_row(PackedMatrix &matrix, int64_t n, const void *values, DType dtype);
 // Row n of an int kind from integers, one a byte (int4: -8..7), and its scales, one a group.
 void set_quantized_row(PackedMatrix &matrix, int64_t n, const int8_t *values, const float *scales);
+// Row n of int4 from pairs, low nibble first, with 8 added: as checkpoints hold them.
+void set_nibble_row(PackedMatrix &matrix, int64_t n, const uint8_t *pairs, const float *scales);
 // Row n as the kernels see it, `inputs` floats.
 void get_row(const PackedMatrix &matrix, int64_t n, float *values);
 

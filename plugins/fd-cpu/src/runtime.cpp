@@ -10,9 +10,14 @@ const Kernels &kernels_of(Isa isa) {
     switch (isa) {
         case Isa::scalar: return scalar::kernels;
         case Isa::avx2: return avx2::kernels;
-        default: return avx512::kernels;
+        case Isa::avx512: return avx512::kernels;
+        case Isa::amx: return amx::kernels;
+        default: return emulated::kernels;
     }
 }
+
+// Plans are recorded by a thread, so that others can compute meanwhile.
+thread_local Plan *recording = nullptr;
 
 }  // namespace
 
@@ -20,21 +25,44 @@ Runtime::Runtime(int num_threads, const std::vector<int> &cpus, const std::strin
     : isa_(choose_isa(isa)), kernels_(kernels_of(isa_)), team_(num_threads, cpus) {}
 
 void Runtime::submit(Step step, size_t scratch_bytes) {
-    if (scratch_bytes > scratch_.size()) scratch_ = Pages(scratch_bytes * 5 / 4);
-    team_.run([&](int thread) { step(worker(thread)); });
-    if (recording_) recording_->steps.push_back(std::move(step));
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (scratch_bytes > scratch_.size()) scratch_ = Pages(scratch_bytes * 5 / 4);
+        const int64_t most_rows = recording ? *recording->most_rows : INT64_MAX;
+        team_.run([&](int thread) { step(Worker{team_, thread, scratch_.data(), most_rows}); });
+    }
+    if (recording) recording->steps.push_back(std::move(step));
+}
+
+void Runtime::submit_first(Step step, std::function<int64_t()> count_rows) {
+    if (recording && recording->steps.empty()) {
+        *recording->most_rows = count_rows();
+        recording->count_rows = std::move(count_rows);
+    }
+    submit(std::move(step), 0);
+}
+
+void Runtime::divide(int64_t count, const std::function<void(int64_t)> &work) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    team_.run([&](int thread) {
+        int64_t first, last;
+        Worker{team_, thread, nullptr}.share(count, first, last);
+        for (int64_t i = first; i < last; ++i) work(i);
+    });
 }
 
 void Runtime::begin(Plan *plan) {
-    if (recording_) throw std::logic_error("a plan is being recorded already");
-    recording_ = plan;
+    if (recording) throw std::logic_error("this thread is recording a plan already");
+    recording = plan;
 }
 
-void Runtime::end() { recording_ = nullptr; }
+void Runtime::end() { recording = nullptr; }
 
 void Runtime::replay(const Plan &plan) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (plan.count_rows) *plan.most_rows = plan.count_rows();
     team_.run([&](int thread) {
-        const Worker mine = worker(thread);
+        const Worker mine{team_, thread, scratch_.data(), *plan.most_rows};
         for (const Step &step : plan.steps) {
             step(mine);
             mine.barrier();

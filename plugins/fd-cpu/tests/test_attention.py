@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import F32, address
+from conftest import BF16, F32, address, from_bf16, to_bf16
 from fd_cpu import _native
 
 BLOCK, HEADS, KV_HEADS, DIM = 16, 6, 2, 40
@@ -22,30 +22,38 @@ def rotated(x, positions, table):
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], -1)
 
 
+def stored(values, kind):
+    return np.ascontiguousarray(values) if kind == F32 else to_bf16(values)
+
+
+@pytest.mark.parametrize("kind", [F32, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("lengths", [[(0, 1)], [(33, 1), (0, 50), (15, 3), (16, 16)]])
-def test_rotation_cache_and_attention(runtime, lengths):
+def test_rotation_cache_and_attention(runtime, lengths, kind):
     """Rows of (tokens in the cache before, new tokens), in blocks scattered over the pool; slots that
     nobody has written hold NaN."""
     rng = np.random.default_rng(5)
     table = rng.standard_normal((80, 24)).astype(np.float32)
     pool = rng.permutation(24).astype(np.int32)
-    keys = np.full((24, KV_HEADS, DIM, BLOCK), np.nan, np.float32)
-    values = np.full((24, KV_HEADS, BLOCK, DIM), np.nan, np.float32)
-    shape = _native.AttentionShape(HEADS, KV_HEADS, DIM, DIM, BLOCK, 0.3, False, F32, F32)
+    keys = stored(np.full((24, KV_HEADS, DIM, BLOCK), np.nan, np.float32), kind)
+    values = stored(np.full((24, KV_HEADS, BLOCK, DIM), np.nan, np.float32), kind)
+    shape = _native.AttentionShape(HEADS, KV_HEADS, DIM, DIM, BLOCK, 0.3, False, kind, kind)
     tables = np.zeros((len(lengths), 6), np.int32)
     taken, wanted, history = 0, [], []
     for row, (before, new) in enumerate(lengths):
         count = -(-(before + new) // BLOCK)
         tables[row, :count] = pool[taken : taken + count]
         taken += count
-        history.append([rng.standard_normal((before + new, h, DIM)).astype(np.float32)
-                        for h in (HEADS, KV_HEADS, KV_HEADS)])  # fmt: skip
+        made = [
+            rng.standard_normal((before + new, heads, DIM)).astype(np.float32)
+            for heads in (HEADS, KV_HEADS, KV_HEADS)
+        ]
+        history.append(made if kind == F32 else [from_bf16(to_bf16(x)) for x in made])
 
     def step(pieces):
         """Feed tokens [begin, end) of every row."""
         q, k, v = (
-            np.ascontiguousarray(
-                np.concatenate([h[i][b:e] for h, (b, e) in zip(history, pieces, strict=True)])
+            stored(
+                np.concatenate([h[i][b:e] for h, (b, e) in zip(history, pieces, strict=True)]), kind
             )
             for i in range(3)
         )
@@ -54,11 +62,11 @@ def test_rotation_cache_and_attention(runtime, lengths):
         slots = (tables[owners, positions // BLOCK] * BLOCK + positions % BLOCK).astype(np.int64)
         cu = np.cumsum([0, *(e - b for b, e in pieces)]).astype(np.int32)
         lens = np.array([e for _, e in pieces], np.int32)
-        y = np.empty((len(q), HEADS * DIM), np.float32)
+        y = np.empty((len(q), HEADS * DIM), q.dtype)
         arrays = (q, k, v, table, positions, slots, cu, lens, tables, keys, values, y)
-        sizes = (HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM, len(q), len(pieces), 6, 24)
+        sizes = (HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM, len(q), len(pieces), 6, 24, 0)
         runtime.attention(shape, [address(a) for a in arrays], sizes)
-        return y
+        return y if kind == F32 else from_bf16(y)
 
     step([(0, max(1, before)) if before else (0, 0) for before, _ in lengths])
     got = step([(before, before + new) for before, new in lengths])
@@ -69,7 +77,9 @@ def test_rotation_cache_and_attention(runtime, lengths):
             for h in range(HEADS):
                 g = h // (HEADS // KV_HEADS)
                 wanted.append(softmax(0.3 * k[: t + 1, g] @ q[t, h]) @ v[: t + 1, g])
-    assert np.abs(got.reshape(-1, DIM) - np.array(wanted)).max() < 2e-5
+    off = np.abs(got.reshape(-1, DIM) - np.array(wanted))
+    # Scores of up to ten are rounded with the heads they come from.
+    assert off.max() < (2e-5 if kind == F32 else 0.15) and off.mean() < 0.01
 
 
 def test_experts(runtime):
@@ -82,7 +92,7 @@ def test_experts(runtime):
         made.append([])
         for weight in weights:
             matrix = _native.make_packed(0, *weight.shape, 0, gated)
-            matrix.set_rows(0, weight.shape[0], address(weight), F32, weight.shape[1])
+            runtime.set_rows(matrix, weight.shape[0], address(weight), F32, weight.shape[1])
             made[-1].append(matrix)
     x = rng.standard_normal((num_tokens, width)).astype(np.float32)
     ids = np.array([rng.permutation(num_experts)[:top_k] for _ in range(num_tokens)], np.int64)
@@ -123,7 +133,7 @@ def test_greedy_takes_the_smallest_of_equals_and_nan_before_all(runtime):
 def test_a_recorded_plan_reads_what_its_buffers_hold_now(runtime):
     weight = np.eye(64, dtype=np.float32) * 2
     matrix = _native.make_packed(0, 64, 64, 0, False)
-    matrix.set_rows(0, 64, address(weight), F32, 64)
+    runtime.set_rows(matrix, 64, address(weight), F32, 64)
     x, y = np.ones((3, 64), np.float32), np.empty((3, 64), np.float32)
     plan = _native.Plan()
     runtime.begin(plan)

@@ -18,9 +18,12 @@ FORMATS = [
 ]
 
 
+PACKER = _native.Runtime(2, [], "")
+
+
 def packed(kind, group, weight, gated=False):
     matrix = _native.make_packed(kind, *weight.shape, group, gated)
-    matrix.set_rows(0, weight.shape[0], address(weight), F32, weight.shape[1])
+    PACKER.set_rows(matrix, weight.shape[0], address(weight), F32, weight.shape[1])
     meant = np.empty_like(weight)
     matrix.get_rows(0, weight.shape[0], address(meant))
     return matrix, meant
@@ -42,7 +45,7 @@ def error(got, wanted):
 
 
 @pytest.mark.parametrize(("kind", "group", "limit"), FORMATS)
-@pytest.mark.parametrize("num_rows", [1, 2, 5, 7, 130])
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 7, 16, 33, 130])
 def test_product_of_odd_sizes(runtime, kind, group, limit, num_rows):
     rng = np.random.default_rng(num_rows)
     weight = rng.standard_normal((90, 128 if group else 101)).astype(np.float32) * 0.05
@@ -75,10 +78,25 @@ def test_integers_are_kept_exactly(kind, bits):
     values = rng.integers(low, high, (70, 96), dtype=np.int8)
     scales = rng.random((70, 3)).astype(np.float32)
     matrix = _native.make_packed(kind, 70, 96, 32, False)
-    matrix.set_quantized_rows(0, 70, address(values), address(scales))
+    PACKER.set_quantized_rows(matrix, 70, address(values), address(scales), False)
     meant = np.empty((70, 96), np.float32)
     matrix.get_rows(0, 70, address(meant))
     assert np.array_equal(meant, values * np.repeat(scales, 32, axis=1))
+
+
+@pytest.mark.parametrize("width", [96, 101])
+def test_pairs_of_four_bits_are_unpacked_in_order(width):
+    rng = np.random.default_rng(width)
+    values = rng.integers(0, 16, (70, width + width % 2), dtype=np.uint8)
+    pairs = np.ascontiguousarray(values[:, ::2] | values[:, 1::2] << 4)
+    group = 32 if width % 32 == 0 else 0
+    scales = rng.random((70, width // group if group else 1)).astype(np.float32)
+    matrix = _native.make_packed(3, 70, width, group, False)
+    PACKER.set_quantized_rows(matrix, 70, address(pairs), address(scales), True)
+    meant = np.empty((70, width), np.float32)
+    matrix.get_rows(0, 70, address(meant))
+    wide = np.repeat(scales, group or width, axis=1)
+    assert np.array_equal(meant, (values[:, :width].astype(np.float32) - 8) * wide)
 
 
 def test_not_a_number_reaches_the_result(runtime):
@@ -95,7 +113,7 @@ def test_bfloat16_values_survive_packing():
     rng = np.random.default_rng(3)
     weight = to_bf16(rng.standard_normal((33, 50)))
     matrix = _native.make_packed(1, 33, 50, 0, False)
-    matrix.set_rows(0, 33, address(weight), 1, 50)
+    PACKER.set_rows(matrix, 33, address(weight), 1, 50)
     meant = np.empty((33, 50), np.float32)
     matrix.get_rows(0, 33, address(meant))
     assert np.array_equal(meant, from_bf16(weight))

@@ -120,7 +120,7 @@ def products(names: list[str], rate: float) -> None:
             product = Product(kind, has_norm, width, depth, "bfloat16")
             cells = []
             for rows in ROWS:
-                plan = choose(product, rows)
+                plan = choose(kind, has_norm, (width, depth), DTYPE, rows)
                 shape = (kind, has_norm, width, depth, rows)
                 floor = (width * depth + rows * (width + depth)) * 2 / rate * 1e6
                 library, ours = time_product(LIBRARY, *shape), time_product(plan, *shape)

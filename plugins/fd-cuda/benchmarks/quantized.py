@@ -1,12 +1,13 @@
-"""Products with packed weights, experts and quantized caches on one GPU, beside bf16 and the bytes that must move.
+"""Products with packed weights, experts and quantized caches on one GPU, beside bf16 and the bytes
+that must move.
 
-    python plugins/fd-cuda/benchmarks/quantized.py dense [--rows 1,8,...] [--shapes 8192x8192,...] [--formats wint4,...]
+    python plugins/fd-cuda/benchmarks/quantized.py dense [--rows 1,8] [--shapes 8192x8192] [--formats wint4]
     python plugins/fd-cuda/benchmarks/quantized.py experts cache
 
-Every figure is a median of graph replays over rotating weights, so that the card's cache does not help; rounding
-of activations is included and also shown by itself. Floor: bytes of weights over 4.30 TB/s, or operations over 790 TFLOP/s
-(1580 with rounded activations), whichever takes longer. "error" compares with the same weights dequantized
-in float32.
+Every figure is a median of graph replays over rotating weights, so that the card's cache does not
+help; rounding of activations is included and also shown by itself. Floor: bytes of weights over
+4.30 TB/s, or operations over 790 TFLOP/s (1580 with rounded activations), whichever takes longer.
+"error" compares with the same weights dequantized in float32.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ EXPERTS = {
 }
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 4096)
 LARGE_KINDS = ("wint4", "tet2")  # of experts that fill gigabytes
-TRELLIS = QuantFormat("tet2", "fd-quant-wint2's code", MappingProxyType({}), "")
+_CODE = "fd_quant_wint2.code"  # many rows are multiplied with what it decodes
+TRELLIS = QuantFormat(
+    "tet2", "trellis", MappingProxyType({}), f"{_CODE}:dequantize", f"{_CODE}:rotate_inputs"
+)
 DTYPE, DEVICE = torch.bfloat16, "cuda"
 
 

@@ -1,4 +1,4 @@
-"""MoE driver `cuda`: routing and experts through the device's kernels.
+"""MoE driver `cuda`: whole blocks, or routing and experts, through the device's kernels.
 
 Weights stay as checkpoints hold them; the kernels read them so. Quantized experts are laid out by the
 operation of their format, which takes the place of moe_experts.
@@ -6,9 +6,12 @@ operation of their format, which takes the place of moe_experts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from fastdeploy_core.contracts.quant_formats import PackedWeight
+
+from .kernels import experts, matmul, norm, routing
+from .kernels.common import batch_invariant
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
@@ -17,23 +20,26 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
 
+# From so many tokens on, cuBLAS is faster for experts that every token visits.
+_MANY_TOKENS: Final = 1024
+
+
 class CudaMoE:
-    """See MoEBackend."""
+    """See MoEBlockBackend."""
 
     name = "cuda"
     contract = (0, 1)
     unit: Literal["experts", "routing_experts"] = "routing_experts"
 
     def __init__(self, spec: MoESpec, device: DeviceBackend, kernels: KernelTable) -> None:
-        self.spec = spec
-        self._route, self._kernels = kernels["moe_routing"], kernels
+        self.spec, self._kernels = spec, kernels
 
     def prepare_weights(self, gate_up: Tensor | PackedWeight, down: Tensor | PackedWeight) -> Any:
-        """With the kernel that multiplies them."""
-        if isinstance(gate_up, PackedWeight):
+        """With the kernel of their format; None: they are in the model's dtype."""
+        if isinstance(gate_up, PackedWeight) or isinstance(down, PackedWeight):
             name, kernels = gate_up.format.experts, self._kernels
             return kernels[name], kernels.prepare(name, gate_up), kernels.prepare(name, down)
-        return self._kernels["moe_experts"], gate_up.contiguous(), down.contiguous()
+        return None, gate_up.contiguous(), down.contiguous()
 
     def forward(
         self,
@@ -45,8 +51,57 @@ class CudaMoE:
         topk_weights: Tensor | None,
     ) -> Tensor:
         """[num_tokens, hidden]; routes by spec.routing unless the routing is given."""
+        packed, gate_up, down = weights
+        if packed is None:
+            given = (topk_ids, topk_weights)
+            return self._sum(x, gate_up, down, router_logits, correction_bias, *given, None)
         if topk_ids is None or topk_weights is None:
-            topk_ids, topk_weights = self._route(router_logits, correction_bias, self.spec.routing)
-        experts, gate_up, down = weights
-        y: Tensor = experts(x, topk_ids, topk_weights, gate_up, down)
+            route = self._kernels["moe_routing"]
+            topk_ids, topk_weights = route(router_logits, correction_bias, self.spec.routing)
+        y: Tensor = packed(x, topk_ids, topk_weights, gate_up, down)
         return y
+
+    def forward_block(
+        self,
+        x: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        router_weight: Tensor,
+        correction_bias: Tensor | None,
+        weights: Any,
+    ) -> Tensor:
+        """x + experts(rms_norm(x))."""
+        _, gate_up, down = weights
+        y = norm.rms_norm(x, norm_weight, eps)
+        logits = matmul.scores_in_parts(y, router_weight)
+        return self._sum(y, gate_up, down, logits, correction_bias, None, None, x)
+
+    def _sum(
+        self,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        router_logits: Tensor,
+        correction_bias: Tensor | None,
+        topk_ids: Tensor | None,
+        topk_weights: Tensor | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """residual + routed and shared experts; the residual may be overwritten."""
+        spec, shared = self.spec, self.spec.num_shared_experts
+        is_apart = shared > 0 and x.shape[0] >= _MANY_TOKENS and not batch_invariant()
+        joined = 0 if is_apart else shared
+        if topk_ids is None or topk_weights is None:
+            topk_ids, topk_weights = routing.route(
+                router_logits, correction_bias, spec.routing, joined
+            )
+        elif joined:
+            topk_ids, topk_weights = routing.with_shared(
+                topk_ids, topk_weights, spec.routing.num_experts, joined
+            )
+        total = experts.sum_of_experts(x, topk_ids, topk_weights, gate_up, down, residual)
+        if is_apart:
+            first = spec.routing.num_experts
+            for expert in range(first, first + shared):
+                total = experts.add_expert(x, gate_up[expert], down[expert], total)
+        return total

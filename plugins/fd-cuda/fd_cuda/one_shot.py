@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fd_cuda.kernels.common import pad2
+
 from .peer_memory import PeerMemory
 
 if TYPE_CHECKING:
@@ -109,7 +111,7 @@ class OneShot:
             x.numel(),
             RANK=self._rank,
             WORLD=self._world_size,
-            WORLD_PAD=triton.next_power_of_2(self._world_size),
+            WORLD_PAD=pad2(self._world_size),
             TILE=_TILE,
             CALLS_AT=_CALLS_AT,
             FLAGS_AT=_FLAGS_AT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 from fastdeploy_core.errors import ConfigError
@@ -38,6 +39,11 @@ VARIABLES: dict[str, tuple[tuple[str, ...], str, str]] = {
         "1",
         "products of shapes that no table has are measured at first use; 0: a rule chooses kernels",
     ),
+    "FD_SAMPLING_CLASS": (
+        ("base", "base_non_truncated", "air", "rejection"),
+        "base",
+        "FastDeploy's names of ways to draw; one exact way without sorting is behind all of them",
+    ),
     "FD_BATCH_INVARIANT": (
         ("0", "1"),
         "0",
@@ -48,8 +54,13 @@ VARIABLES: dict[str, tuple[tuple[str, ...], str, str]] = {
 
 def setting(name: str) -> str:
     """The variable's value; ConfigError names the possible ones."""
+    return _read(name, os.environ.get(name, ""))
+
+
+@functools.cache
+def _read(name: str, text: str) -> str:
     possible, default, _ = VARIABLES[name]
-    value = os.environ.get(name, "").strip() or default
+    value = text.strip() or default
     if value not in possible:
         raise ConfigError(
             f"environment variable {name} cannot be read: got {value!r:.80}; "

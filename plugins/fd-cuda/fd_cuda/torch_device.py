@@ -51,6 +51,7 @@ class TorchCudaDevice(CudaDevice):
             ) from error
         self._bind()
         fast = setting("FD_CUDA_TF32") == "1"
+        setting("FD_SAMPLING_CLASS")  # whatever is asked for; a name that nobody knows is refused
         torch.set_float32_matmul_precision("high" if fast else "highest")
         torch.backends.cudnn.allow_tf32 = fast
         torch.cuda.manual_seed(options.seed)

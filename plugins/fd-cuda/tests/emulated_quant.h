@@ -16,6 +16,7 @@ inline u32 fma2(u32 a, u32 b, u32 c) {
 }
 inline uint4 load_once(const uint4* p) { return *p; }
 inline uint2 load_once(const uint2* p) { return *p; }
+inline u32 load_once(const unsigned char* p) { return *p; }
 inline u32 load_once(const u32* p) { return *p; }
 inline u32 shared_address(const void* p) { return (u32)((const char*)p - (const char*)shared); }
 inline void copy_async(u32 to, const void* from, bool inside) {
@@ -94,7 +95,14 @@ template <int left>
 inline void await_products() {}
 inline void begin_products() {}
 inline void end_products() {}
+inline void await_products() {}
 inline void fence_registers(int*) {}
+inline void fence_registers(float*) {}
+// One block a cluster.
+inline void announce_start() {}
+inline void meet() { __syncthreads(); }
+inline u32 at_rank(u32 address, int) { return address; }
+inline void send(u32 address, float value) { *(float*)((char*)shared + address) = value; }
 inline u64 descriptor(u32 address) { return address >> 4; }
 #ifdef BN
 inline void multiply(int* d, u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
@@ -109,6 +117,24 @@ inline void multiply(int* d, u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
       const u32 x = all.value[row % 8 * 4 + k / 4 % 4].a[row / 8 + k / 16 * 2] >> k % 4 * 8;
       const u32 at = first + n * 128 + (((chunk + k / 16) ^ (n & 7)) << 4) + k % 16;
       d[i] += (int)(x & 255) * ((signed char*)shared)[at];
+    }
+  }
+}
+// The same of 16 half floats.
+inline void multiply(float* d, const u32* a, u64 b) {
+  struct Operands {
+    u32 a[4];
+  };
+  const Lanes<Operands> all(Operands{{a[0], a[1], a[2], a[3]}});
+  const u32 address = (u32)b << 4, first = address & ~127u, chunk = address % 128 / 16;
+  for (int i = 0; i < BN / 2; ++i) {
+    const int row = lane_of() / 4 + i / 2 % 2 * 8, n = i / 4 * 8 + lane_of() % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; ++k) {
+      const u32 pair = all.value[row % 8 * 4 + k / 2 % 4].a[row / 8 + k / 8 * 2];
+      const u32 at = first + n * 128 + (((chunk + k / 8) ^ (n & 7)) << 4) + k % 8 * 2;
+      u16 x;
+      std::memcpy(&x, (char*)shared + at, 2);
+      d[i] += (k % 2 ? high(pair) : low(pair)) * widen(x);
     }
   }
 }

@@ -7,20 +7,17 @@ static void enter() {
   swapcontext(&block->fibers[block->current], &block->main);
 }
 
+// What the kernel is called with; CALL says which argument is where.
 struct Arguments {
-  const void* pointer[15];
-  float scale;
-  int integer[9];
+  void* p[16];
+  float f[4];
+  int n[12];
 };
 static const Arguments* arguments;
 
 static void call() {
-  const void* const* p = arguments->pointer;
-  const int* n = arguments->integer;
-  decode_attention((const u16*)p[0], (const u16*)p[1], (const u16*)p[2], (u16*)p[3], (u16*)p[4], (u16*)p[5],
-                   (const int*)p[6], (const int*)p[7], (const long long*)p[8], (const long long*)p[9],
-                   (const float*)p[10], (float*)p[11], (float*)p[12], (float*)p[13], (int*)p[14],
-                   arguments->scale, n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8]);
+  const auto& [p, f, n] = *arguments;
+  CALL;
 }
 
 static void run_block(Index at, std::vector<char*>* anchors, std::barrier<>* cluster) {

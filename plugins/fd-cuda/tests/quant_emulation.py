@@ -66,8 +66,14 @@ class Emulation:
         cluster: int = 1,
     ) -> None:
         assert cluster == 1 and grid[2] == 1 and shared <= 4 * 65536
-        values = [native._value(argument) for argument in arguments]
+        values = [_held(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(
             *(ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in values)
         )
         kernel.run_grid(grid[0], grid[1], pointers)
+
+
+def _held(argument: Any) -> Any:
+    """Memory with what a launch passes."""
+    types = {"P": ctypes.c_void_p, "f": ctypes.c_float, "i": ctypes.c_int, "l": ctypes.c_longlong}
+    return types[native._code(argument)](native._value(argument))

@@ -138,6 +138,34 @@ def test_uniform_latent_steps(device: Any, tokens: int) -> None:
     step.check(driver, step.batch(tokens_per_row=tokens, is_exact=False))
 
 
+@pytest.mark.parametrize("heads", [(4, 2), (8, 1)])
+def test_mixed_steps_that_only_the_device_knows(device: Any, heads: tuple[int, int]) -> None:
+    spec = gqa("float32", *heads)
+    rows = [*MIXED, (0, 5), (0, 0)]
+    step = Step(device, spec, rows, rotary_dim=32)
+    batch = step.batch(is_exact=False)
+    batch.cu_seqlens_q = np.array([0] + [batch.num_tokens] * len(rows), np.int32)
+    driver = PagedAttention(spec, 16, device, None)
+    step.check(driver, batch)
+    # Padding behind the last row: finite whatever it holds.
+    batch.num_tokens += 5
+    for name in ("q", "k", "v"):
+        own = getattr(step, name)
+        padding = torch.full((5, *own.shape[1:]), float("nan"), dtype=own.dtype)
+        setattr(step, name, torch.cat((own, padding)))
+    q, k, v = (getattr(step, name).to(device.device) for name in ("q", "k", "v"))
+    put = device.to_device
+    batch.positions = torch.cat((batch.positions, put(np.zeros(5, np.int64))))
+    batch.slot_mapping = torch.cat((batch.slot_mapping, put(np.full(5, -1))))
+    shapes = driver.cache_shapes(step.old_k.shape[0] // step.block_size)
+    olds = (step.old_k, step.old_v)
+    cache = tuple(c.reshape(s).to(device.device) for c, s in zip(olds, shapes, strict=True))
+    assert step.rotary is not None
+    rotary = step.rotary.to(device.device)
+    out = driver.forward(q, k, v, cache, driver.prepare(batch), rotary)
+    assert torch.isfinite(out).all() and not out[-5:].any()
+
+
 def test_mixed_latent_steps(device: Any) -> None:
     spec = mla("float32")
     step = Step(device, spec, MIXED)
@@ -206,6 +234,6 @@ def test_kernels_compile_for_architectures(capability: int) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]).keys() == {
-        "cut_decodes", "decode_attention", "latent_attention", "one_shot_sum", "prefill_attention",
+        "clear_padding", "cut_decodes", "cut_prompts", "decode_attention", "latent_attention", "one_shot_sum", "prefill_attention",
         "rotate_and_write",
     }  # fmt: skip

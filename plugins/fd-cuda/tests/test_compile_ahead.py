@@ -22,12 +22,13 @@ def h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, set[Speci
     def note(kind: str, name: str, defines: dict[str, int]) -> Any:
         seen[kind].add((name, tuple(sorted(defines.items()))))
 
-    caches = (plans.card, plans._table, linear._prepare_all)
+    caches = (plans.card, plans._table, linear._prepare_all, linear._prepared)
     for cached in caches:
         cached.cache_clear()
     monkeypatch.setattr(plans, "_known", {})
     monkeypatch.setattr(plans, "card", lambda: "nvidia-h200")
     monkeypatch.setattr(plans, "table_path", lambda: tmp_path / "none.json")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(native, "available", lambda: True)
     monkeypatch.setattr(native, "has_wgmma", lambda: True)
     monkeypatch.setattr(native, "compile_ahead", lambda *a: note("ahead", *a))

@@ -184,23 +184,28 @@ def question(**changes: Any) -> AttentionQuestion:
         ({"device": "cpu"}, "not on cpu"),
         ({"tensor_library": "paddle"}, "needs torch"),
         ({"dtype": "float64"}, "float64"),
-        ({"kv_dtype": "int8"}, "int8"),
+        ({"kv_dtype": "float64"}, "cache dtype 'float64'"),
+        ({"kv_dtype": "int8"}, "own numbers only"),
         ({"head_dim": 512}, "at most 256"),
         ({"num_heads": 300}, "at most 128"),
     ],
 )
 def test_attention_declines_in_words(changes: dict[str, Any], words: str) -> None:
-    first, second = hooks.fd_attention_backends(question(**changes))
+    first, second, _ = hooks.fd_attention_backends(question(**changes))
     assert isinstance(first.verdict, Decline) and words in first.verdict.reason
     assert isinstance(second.verdict, Decline) and "mla" in second.verdict.reason
 
 
 def test_one_driver_for_each_kind() -> None:
     verdicts = [c.verdict for c in hooks.fd_attention_backends(question())]
-    assert [type(v) for v in verdicts] == [Accept, Decline]
+    assert [type(v) for v in verdicts] == [Accept, Decline, Decline]
+    quantized = hooks.fd_attention_backends(question(kv_dtype="int4_zp"))
+    assert [type(c.verdict) for c in quantized] == [Decline, Decline, Accept]
     latent = question(kind="mla", num_heads=128, head_dim=576, kv_lora_rank=512)
     verdicts = [c.verdict for c in hooks.fd_attention_backends(latent)]
-    assert [type(v) for v in verdicts] == [Decline, Accept]
+    assert [type(v) for v in verdicts] == [Decline, Accept, Decline]
+    latent = question(kind="mla", num_heads=128, head_dim=576, kv_lora_rank=512, kv_dtype="int8")
+    assert all(isinstance(c.verdict, Decline) for c in hooks.fd_attention_backends(latent))
 
 
 # -- errors -----------------------------------------------------------------------------------------

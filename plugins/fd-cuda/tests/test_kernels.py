@@ -169,6 +169,7 @@ def test_step_state_equals_the_references(width: int, rows: int) -> None:
     computed, newest = torch.randint(0, 20, (7,)), torch.randint(0, 99, (7,))
     drafts, num_drafts = torch.randint(0, 99, (7, 2)), torch.randint(0, width, (7,))
     computed[-1] = num_drafts[-1] = 0
+    room = computed + torch.tensor([9, 9, 1, 9, 9, 0, 0])  # row 5 has none
 
     def outputs() -> list[torch.Tensor]:
         shapes = [(rows * width,)] * 3
@@ -176,12 +177,28 @@ def test_step_state_equals_the_references(width: int, rows: int) -> None:
         found += [torch.full((rows,), -7).int(), torch.full((rows, 11), -7).int()]
         return found
 
-    state = (slots, tables, computed, newest, drafts, num_drafts)
+    state = (slots, tables, computed, newest, drafts, num_drafts, room)
     expected, got = outputs(), [t.to(DEVICE) for t in outputs()]
     ops_step.prepare_decode(*state, 4, *expected)
     step.prepare_decode(*(t.to(DEVICE) for t in state), 4, *got)
     for mine, theirs in zip(got, expected, strict=True):
         assert torch.equal(mine.cpu(), theirs)
+    drawn = torch.randint(0, 3, (rows, width))
+    marked = torch.where(torch.rand(rows, width) < 0.2, -2, drawn)
+    few = drafts % 3
+    wanted = ops_step.judge_drafts(slots, drawn, marked, few, num_drafts)
+    moved = (t.to(DEVICE) for t in (slots, drawn, marked, few, num_drafts))
+    assert torch.equal(step.judge_drafts(*moved).cpu(), wanted)
+    for n in (1, 2):
+        proposals, limit = torch.randint(-1, 60, (rows, n)), torch.tensor([width])
+        theirs = (drafts.clone(), num_drafts.clone())
+        mine = tuple(t.to(DEVICE) for t in theirs)
+        taken = ops_step.keep_drafts(slots, proposals, limit, 50, computed, room, *theirs)
+        moved = (t.to(DEVICE) for t in (slots, proposals, limit))
+        places = (t.to(DEVICE) for t in (computed, room))
+        found = step.keep_drafts(*moved, 50, *places, *mine)
+        for ours, reference in zip((*mine, found), (*theirs, taken), strict=True):
+            assert torch.equal(ours.cpu(), reference)
     drawn, accepted = torch.randint(0, 99, (rows * width,)), torch.randint(0, width, (rows,))
     for num_accepted in (None, accepted):
         theirs = (computed.clone(), newest.clone(), torch.full((rows, width), -9))
@@ -193,3 +210,26 @@ def test_step_state_equals_the_references(width: int, rows: int) -> None:
         for ours, reference in zip(mine[:2], theirs[:2], strict=True):
             assert torch.equal(ours.cpu()[:-1], reference[:-1])
         assert torch.equal(mine[2].cpu(), theirs[2])
+
+
+def test_histories_equal_the_references() -> None:
+    from fastdeploy_core.reference import ops_history
+
+    from fd_cuda.kernels import history
+
+    torch.manual_seed(0)
+    slots = torch.tensor([2, 0, 3, 4])  # slot 4 is nobody's
+    computed, width = torch.tensor([20, 7, 3, 1, 0]), 3
+    given = torch.randint(0, 3, (5, 2100), dtype=torch.int32)
+    results = torch.randint(0, 3, (4, width))
+    results[0, 1:] = results[2, 2:] = -1
+    expected, got = given.clone(), given.to(DEVICE)
+    ops_history.append_history(slots, results, computed, expected)
+    moved = [t.to(DEVICE) for t in (slots, results, computed)]
+    history.append_history(*moved, got)
+    assert torch.equal(got.cpu()[:-1], expected[:-1])
+    known = torch.tensor([2080, 1, 40, 0])
+    for least, most, number in ((1, 4, 3), (2, 5, 1), (8, 12, 6)):
+        wanted = ops_history.match_ngrams(expected, slots, known, least, most, number)
+        found = history.match_ngrams(got, moved[0], known.to(DEVICE), least, most, number)
+        assert torch.equal(found.cpu()[:3], wanted[:3])

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import re
 import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import emulation
 import numpy as np
 import pytest
 import torch
@@ -29,15 +26,13 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the kernel itself"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
 ]
-HERE = Path(__file__).parent
 
 
-class Arguments(ctypes.Structure):
-    _fields_ = (
-        ("pointer", ctypes.c_void_p * 15),
-        ("scale", ctypes.c_float),
-        ("integer", ctypes.c_int * 9),
-    )
+CALL = (
+    "decode_attention((u16*)p[0],(u16*)p[1],(u16*)p[2],(u16*)p[3],(u16*)p[4],(u16*)p[5],(int*)p[6],"
+    "(int*)p[7],(long long*)p[8],(long long*)p[9],(float*)p[10],(float*)p[11],(float*)p[12],"
+    "(float*)p[13],(int*)p[14],f[0],n[0],n[1],n[2],n[3],n[4],n[5],n[6],n[7],n[8])"
+)
 
 
 class Given(Sizes):
@@ -55,29 +50,7 @@ def emulated(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path_factory.getbasetemp()
 
     def function(name: str, defines: dict[str, int]) -> ctypes.CDLL:
-        source = Path(native.__file__).with_name(f"{name}.cu").read_text("utf-8")
-        source = re.sub(r"// INSTRUCTIONS.*?// END OF INSTRUCTIONS", "", source, flags=re.S)
-        source = re.sub(r"struct Word4 \{.*?\};", "", source, flags=re.S)
-        source = source.replace("extern __shared__ __align__(16) float shared[];", "")
-        source = source.replace('#include "common.cuh"', '#include "emulated.h"')
-        options = [f"-D{key}={value}" for key, value in sorted(defines.items())]
-        key = hashlib.sha256("\0".join([source, *options]).encode()).hexdigest()[:16]
-        library = folder / f"{key}.so"
-        if not library.exists():
-            path = folder / f"{key}.cpp"
-            path.write_text(source + '\n#include "emulated_run.h"\n', "utf-8")
-            command = [
-                "g++",
-                "-std=c++20",
-                "-O1",
-                "-w",
-                "-shared",
-                "-fPIC",
-                "-pthread",
-                f"-I{HERE}",
-            ]
-            subprocess.run([*command, *options, path, "-o", library], check=True)
-        return ctypes.CDLL(str(library))
+        return emulation.build(folder, name, defines, CALL, "emulated.h")
 
     def launch(
         kernel: ctypes.CDLL,
@@ -89,12 +62,7 @@ def emulated(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         cluster: int,
     ) -> None:
         assert threads == 128 and grid[2] == cluster and shared <= 4 * 65536
-        given, pointers = Arguments(), [x for x in arguments if x is None or hasattr(x, "data_ptr")]
-        for index, x in enumerate(pointers):
-            given.pointer[index] = None if x is None else x.data_ptr()
-        given.scale = arguments[15]
-        given.integer[:] = arguments[16:]
-        kernel.run_grid(grid[0], grid[1], ctypes.byref(given))
+        emulation.run(kernel, grid, arguments)
 
     monkeypatch.setattr(native, "available", lambda: True)
     monkeypatch.setattr(native, "function", function)

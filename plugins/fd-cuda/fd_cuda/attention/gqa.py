@@ -12,18 +12,26 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import triton
 from fastdeploy_core.errors import CapabilityError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fd_cuda.device import CONTRACT
+from fd_cuda.kernels.common import cdiv, pad2
 from fd_cuda.kernels.common import options as launch_options
 from fd_cuda.settings import is_batch_invariant
 
 from .decode import decode_attention
 from .native_decode import NativeDecode, NativeShape
-from .plan import ITEM, TILE_WORDS, DecodeShape, decode_items, prefill_tiles, split_parts
-from .prefill import prefill_attention
+from .plan import (
+    ITEM,
+    TILE_WORDS,
+    DecodeShape,
+    decode_items,
+    prefill_tiles,
+    prompt_tiles,
+    split_parts,
+)
+from .prefill import clear_padding, prefill_attention
 from .question import MAX_ROWS
 from .rope import rotate_and_write
 from .tuning import Gpu, PrefillShape, Sizes
@@ -36,7 +44,7 @@ if TYPE_CHECKING:
 
 # Rows of a mixed batch that feed at most so many tokens are split by keys, not tiled by tokens.
 SHORT = 8
-_ROPE_ROWS = 16
+_ROPE_ROWS, _CLEARED_ROWS = 16, 16
 # Keys per tile of the cached prefix: no more than a common block holds.
 _MAX_CACHE_KEYS = 64
 _LOG2E = math.log2(math.e)
@@ -78,7 +86,7 @@ class PagedAttention:
     contract = CONTRACT
     unit: Literal["core", "rope_kv"] = "rope_kv"
     can_capture_decode = True
-    can_capture_mixed = False
+    can_capture_mixed = True
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable
@@ -89,8 +97,8 @@ class PagedAttention:
         self._exact = spec.dtype == "float32"
         self._invariant = is_batch_invariant()
         self._scale = spec.scale * _LOG2E
-        self._v_pad = max(16, triton.next_power_of_2(spec.v_head_dim))
-        self._pad = max(16, triton.next_power_of_2(spec.head_dim))
+        self._v_pad = max(16, pad2(spec.v_head_dim))
+        self._pad = max(16, pad2(spec.head_dim))
         self._most_tokens = MAX_ROWS // self._group
         self._native = NativeDecode(spec, block_size)
         # Rows must not notice that others of their batch feed more tokens than they do.
@@ -117,6 +125,8 @@ class PagedAttention:
             return _Metadata(batch, None, None)
         if 0 < batch.tokens_per_row <= self._most_tokens:
             return _Metadata(batch, self._decodes(batch, batch.tokens_per_row), None)
+        if not batch.is_exact and not batch.tokens_per_row:
+            return _Metadata(batch, self._decodes(batch, 1), self._tiles_found_there(batch))
         if not batch.is_exact:
             raise CapabilityError(
                 f"attention driver {self.name!r} cannot capture {batch.tokens_per_row} tokens per row "
@@ -132,7 +142,7 @@ class PagedAttention:
     def _decodes(self, batch: AttentionBatch, max_tokens: int) -> _Decodes:
         spec, num_seqs = self.spec, batch.num_seqs
         heads = spec.num_kv_heads
-        rows = triton.next_power_of_2(max_tokens * self._group)
+        rows = pad2(max_tokens * self._group)
         native, columns = None, self._native.columns(max_tokens)
         if columns:
             native = self.sizes.native(
@@ -161,6 +171,13 @@ class PagedAttention:
         tiles = prefill_tiles(batch.cu_seqlens_q, batch.seq_lens, self._short, tokens)
         return _Tiles(chosen, tokens, self._device.to_device(tiles))
 
+    def _tiles_found_there(self, batch: AttentionBatch) -> _Tiles:
+        """Of rows that only the device knows."""
+        chosen = self.sizes.prefill(self._group, self._pad, self._itemsize)
+        tokens = chosen.rows // self._group
+        lengths, starts = batch.seq_lens_dev, batch.cu_seqlens_q_dev
+        return _Tiles(chosen, tokens, prompt_tiles(lengths, starts, batch.num_tokens, tokens))
+
     # -- once a layer -----------------------------------------------------------------------------
 
     def forward(
@@ -175,12 +192,19 @@ class PagedAttention:
         """[num_tokens, num_heads * v_head_dim]; k is rotated, k and v are written here."""
         batch, spec = metadata.batch, self.spec
         out = q.new_empty((q.shape[0], spec.num_heads * spec.v_head_dim))
-        if q.shape[0] > batch.cu_seqlens_q[-1]:  # tokens of no row: nobody reads theirs
+        # Tokens of no row: nobody reads theirs.
+        if not batch.is_exact and not batch.tokens_per_row:
+            tokens, width = out.shape
+            clear_padding[(cdiv(tokens, _CLEARED_ROWS),)](
+                out, batch.cu_seqlens_q_dev, batch.num_seqs, tokens, width, ROWS=_CLEARED_ROWS,
+                BLOCK=256, num_warps=4,
+            )  # fmt: skip
+        elif q.shape[0] > batch.cu_seqlens_q[-1]:
             out.zero_()
         tiles, decodes = metadata.tiles, metadata.decodes
         if tiles is not None:
-            rotated = self._rotate_and_write(k, v, cache, batch, rotary)
-            self._prefill(q, rotated, v, cache, batch, tiles, rotary, out)
+            turned, keys = self._rotate_and_write(q, k, v, cache, batch, rotary)
+            self._prefill(turned, keys, v, cache, batch, tiles, out)
         if decodes is not None:
             self._decode(q, k, v, cache, batch, decodes, rotary, out, writes=tiles is None)
         return out
@@ -248,7 +272,7 @@ class PagedAttention:
             GROUP=self._group,
             **self._widths(rotary),
             BLOCK_SIZE=self.block_size,
-            TOKENS=max(16, triton.next_power_of_2(decodes.max_tokens)),
+            TOKENS=max(16, pad2(decodes.max_tokens)),
             M=max(16, decodes.rows),
             ROWS=decodes.rows,
             TILE=shape.tile,
@@ -262,33 +286,39 @@ class PagedAttention:
 
     def _rotate_and_write(
         self,
+        q: Tensor,
         k: Tensor,
         v: Tensor,
         cache: tuple[Tensor, ...],
         batch: AttentionBatch,
         rotary: Tensor | None,
-    ) -> Tensor:
-        """The rotated keys, contiguous."""
-        tokens, heads = k.shape[0], self.spec.num_kv_heads
-        rotated = k.new_empty((tokens, heads, self.spec.head_dim))
-        rotate_and_write[(triton.cdiv(tokens * heads, _ROPE_ROWS),)](
+    ) -> tuple[Tensor, Tensor]:
+        """Rotated queries and keys, contiguous; queries as they are where nothing is rotated."""
+        spec = self.spec
+        tokens, heads = k.shape[0], spec.num_kv_heads
+        rotated = k.new_empty((tokens, heads, spec.head_dim))
+        queries, num_queries = q, 0
+        if rotary is not None:
+            queries, num_queries = q.new_empty(q.shape), tokens * spec.num_heads
+        rotate_and_write[(cdiv(tokens * heads, _ROPE_ROWS) + cdiv(num_queries, _ROPE_ROWS),)](
+            q,
             k,
             v,
+            queries,
             rotated,
             *cache,
             batch.slot_mapping,
             batch.positions,
             rotary,
             tokens * heads,
-            stride_k=k.stride(0),
-            stride_v=v.stride(0),
-            stride_k_head=k.stride(1),
-            stride_v_head=v.stride(1),
+            num_queries,
+            **self._strides(q, k, v),
+            NUM_HEADS=spec.num_heads,
             NUM_KV_HEADS=heads,
             **self._widths(rotary),
             ROWS=_ROPE_ROWS,
         )
-        return rotated
+        return queries, rotated
 
     def _prefill(
         self,
@@ -298,9 +328,9 @@ class PagedAttention:
         cache: tuple[Tensor, ...],
         batch: AttentionBatch,
         tiles: _Tiles,
-        rotary: Tensor | None,
         out: Tensor,
     ) -> None:
+        """Of queries and keys that are rotated."""
         spec, shape = self.spec, tiles.shape
         heads = spec.num_kv_heads
         engine = self._has_engine and v.stride(0) % 8 == 0 and v.data_ptr() % 16 == 0
@@ -325,8 +355,6 @@ class PagedAttention:
             *tensors,
             tiles.tiles,
             batch.block_tables_dev,
-            batch.positions,
-            rotary,
             self._scale,
             stride_q=q.stride(0),
             stride_v=v.stride(0),
@@ -335,7 +363,10 @@ class PagedAttention:
             stride_table=batch.block_tables_dev.stride(0),
             NUM_KV_HEADS=heads,
             GROUP=self._group,
-            **self._widths(rotary),
+            WIDTH=spec.head_dim,
+            V_WIDTH=spec.v_head_dim,
+            WIDTH_PAD=self._pad,
+            V_WIDTH_PAD=self._v_pad,
             BLOCK_SIZE=self.block_size,
             TOKENS=tiles.tokens,
             M=shape.rows,

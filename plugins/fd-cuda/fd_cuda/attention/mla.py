@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import triton
 from fastdeploy_core.errors import CapabilityError
 
 from fd_cuda.device import CONTRACT
+from fd_cuda.kernels.common import cdiv, pad2
 from fd_cuda.kernels.common import options as launch_options
 from fd_cuda.settings import is_batch_invariant
 
@@ -67,7 +67,7 @@ class LatentAttention:
         # Rows must not notice that others of their batch feed more tokens than they do.
         self._short = 1 if self._invariant else _SHORT
         self._scale = spec.scale * _LOG2E
-        self._pad = max(16, triton.next_power_of_2(spec.kv_lora_rank))
+        self._pad = max(16, pad2(spec.kv_lora_rank))
         self.use(Sizes(Gpu.of(device.device)))
 
     def use(self, sizes: Sizes) -> None:
@@ -98,8 +98,8 @@ class LatentAttention:
 
     def _decodes(self, batch: AttentionBatch, max_tokens: int) -> _Launch:
         head_block = self._head_block(max_tokens)
-        columns = triton.cdiv(self.spec.num_heads, head_block)
-        rows = head_block * triton.next_power_of_2(max_tokens)
+        columns = cdiv(self.spec.num_heads, head_block)
+        rows = head_block * pad2(max_tokens)
         shape = self.sizes.latent(columns, self._itemsize)
         items, counters = decode_items(
             batch.seq_lens_dev,
@@ -125,8 +125,8 @@ class LatentAttention:
 
     def _head_block(self, tokens: int) -> int:
         """Heads that share a program, given how many tokens do."""
-        most = max(1, _MAX_ROWS // triton.next_power_of_2(tokens))
-        return min(triton.next_power_of_2(self.spec.num_heads), most)
+        most = max(1, _MAX_ROWS // pad2(tokens))
+        return min(pad2(self.spec.num_heads), most)
 
     def forward(
         self,
@@ -144,7 +144,7 @@ class LatentAttention:
             out.zero_()
         rope = spec.head_dim - spec.kv_lora_rank
         for launch in metadata.launches:
-            columns = triton.cdiv(spec.num_heads, launch.head_block)
+            columns = cdiv(spec.num_heads, launch.head_block)
             latent_attention[(launch.items.shape[0], columns)](
                 q,
                 out,
@@ -162,7 +162,7 @@ class LatentAttention:
                 RANK=spec.kv_lora_rank,
                 RANK_PAD=self._pad,
                 ROPE=rope,
-                ROPE_PAD=max(16, triton.next_power_of_2(rope)),
+                ROPE_PAD=max(16, pad2(rope)),
                 BLOCK_SIZE=self.block_size,
                 M=max(16, launch.rows),
                 ROWS=launch.rows,

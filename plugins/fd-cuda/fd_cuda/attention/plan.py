@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fd_cuda.kernels.common import has_pdl
+from fd_cuda.kernels.common import cdiv, has_pdl, pad2
 
 # Of one work item; kernels read them by these numbers.
 ROW, TILE_BEGIN, TILE_END, SPLIT, NUM_SPLITS, CONTEXT, FIRST_TOKEN, NUM_TOKENS = range(8)
@@ -114,6 +114,37 @@ def cut_decodes(
             tl.store(counters + counter, 0, mask=counter < num_counters)
 
 
+@triton.jit
+def cut_prompts(
+    seq_lens, cu_seqlens, tiles, num_seqs, num_tiles,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """prefill_tiles on the device, for rows of more than one token; a row's last tile, which sees most keys,
+    comes first. Tiles behind the last feed no tokens."""
+    rows = tl.arange(0, ROWS)
+    inside = rows < num_seqs
+    fed = tl.load(cu_seqlens + rows + 1, mask=inside, other=0)
+    fed -= tl.load(cu_seqlens + rows, mask=inside, other=0)
+    counts = tl.where(fed > 1, tl.cdiv(fed, TOKENS), 0)
+    ends = tl.cumsum(counts, 0)
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    row = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), 1)
+    known = row < num_seqs
+    row = tl.where(known, row, 0)
+    end = tl.sum(tl.where(rows[None, :] == row[:, None], ends[None, :], 0), 1)
+    first = tl.load(cu_seqlens + row)
+    fed = tl.where(known, tl.load(cu_seqlens + row + 1) - first, 0)
+    begin = tl.where(known, (end - 1 - tile) * TOKENS, 0)
+    context = tl.where(known, tl.load(seq_lens + row) - fed, 0)
+    out = tiles + tile * SIZE
+    write = tile < num_tiles
+    tl.store(out + 0, row, mask=write)
+    tl.store(out + 1, begin, mask=write)
+    tl.store(out + 2, first, mask=write)
+    tl.store(out + 3, fed, mask=write)
+    tl.store(out + 4, context, mask=write)
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
     """How decode rows are cut and computed; see tuning.py."""
@@ -145,8 +176,8 @@ def decode_items(
     num_items = shape.num_items(num_seqs, invariant=invariant)
     items = torch.empty((num_items, ITEM), dtype=torch.int32, device=seq_lens.device)
     counters = torch.empty(num_counters, dtype=torch.int32, device=seq_lens.device)
-    rows = max(16, triton.next_power_of_2(num_seqs))
-    cut_decodes[(triton.cdiv(num_items, _ITEMS_PER_PROGRAM),)](
+    rows = max(16, pad2(num_seqs))
+    cut_decodes[(cdiv(num_items, _ITEMS_PER_PROGRAM),)](
         seq_lens,
         cu_seqlens,
         items,
@@ -180,6 +211,21 @@ def split_parts(
         return torch.empty(size, dtype=torch.float32, device=items.device)
 
     return part(rows * width), part(rows), part(rows)
+
+
+def prompt_tiles(
+    seq_lens: torch.Tensor, cu_seqlens: torch.Tensor, num_tokens: int, tokens_per_tile: int
+) -> torch.Tensor:
+    """[tiles, TILE_WORDS] as prefill_tiles makes them, by one small kernel: as many as rows of more than one
+    token can need."""
+    num_seqs = seq_lens.shape[0]
+    num_tiles = num_tokens // tokens_per_tile + min(num_seqs, num_tokens // 2)
+    tiles = torch.empty((num_tiles, TILE_WORDS), dtype=torch.int32, device=seq_lens.device)
+    cut_prompts[(cdiv(num_tiles, _ITEMS_PER_PROGRAM),)](
+        seq_lens, cu_seqlens, tiles, num_seqs, num_tiles, TOKENS=tokens_per_tile,
+        ROWS=max(16, pad2(num_seqs)), TILES=_ITEMS_PER_PROGRAM, SIZE=TILE_WORDS, num_warps=4,
+    )  # fmt: skip
+    return tiles
 
 
 def prefill_tiles(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LOWEST, load_rotated, look_up, product, slots_of
+from .common import LOWEST, look_up, product, slots_of
 
 
 @triton.jit
@@ -21,6 +21,23 @@ def _soften(scores, scores_max, total, acc):
     fade = tl.exp2(scores_max - new_max)
     total = total * fade + tl.sum(weights, 1)
     return weights, new_max, total, acc * fade[:, None]
+
+
+@triton.jit
+def clear_padding(
+    out, cu_seqlens, num_seqs, num_tokens, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Zeros for the tokens behind the last row's. Grid (cdiv(num_tokens, ROWS))."""
+    begin = tl.program_id(0) * ROWS
+    first = tl.load(cu_seqlens + num_seqs)
+    if begin + ROWS > first:
+        rows = begin + tl.arange(0, ROWS)
+        mask = (rows >= first) & (rows < num_tokens)
+        for start in range(0, width, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            place = out + rows.to(tl.int64)[:, None] * width + columns[None, :]
+            zeros = tl.zeros([ROWS, BLOCK], out.dtype.element_ty)
+            tl.store(place, zeros, mask=mask[:, None] & (columns < width)[None, :])
 
 
 @triton.jit
@@ -37,8 +54,6 @@ def prefill_attention(
     v_cache_tiles,
     tiles,
     block_tables,
-    positions,
-    cos_sin,
     scale,
     stride_q,
     stride_v,
@@ -51,8 +66,6 @@ def prefill_attention(
     V_WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
     V_WIDTH_PAD: tl.constexpr,
-    ROTARY: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
     M: tl.constexpr,
@@ -66,8 +79,7 @@ def prefill_attention(
 ):
     """Grid (kv heads, tiles). ENGINE: tensor descriptors *_tiles instead of addresses.
 
-    The tile's own diagonal comes first: its keys and values are on their way while the queries are
-    loaded and rotated, which is most of the time of a short prompt.
+    The tile's own diagonal comes first: its keys and values are on their way while the queries are.
     """
     head = tl.program_id(0)
     tile = tiles + tl.program_id(1) * TILE_WORDS
@@ -82,53 +94,16 @@ def prefill_attention(
     end = tl.minimum(begin + TOKENS, fed)
     k_base = k + (first_token.to(tl.int64) * NUM_KV_HEADS + head) * WIDTH
     v_base = v + first_token.to(tl.int64) * stride_v + head * stride_v_head
-    rows = (diagonal + own)[:, None]
-    inside = rows < fed
-    first_keys = tl.load(
-        k_base + rows * (NUM_KV_HEADS * WIDTH) + dims[None, :], mask=inside & wide, other=0.0
-    )
-    first_values = tl.load(
-        v_base + rows * stride_v + v_dims[None, :], mask=inside & v_wide, other=0.0
-    )
-
     m = tl.arange(0, M)
     token = begin + m // GROUP
     of_row = (token < fed) & (m < TOKENS * GROUP)
     q_head = head * GROUP + m % GROUP
     at = (first_token + token).to(tl.int64)
-    position = tl.load(positions + at, mask=of_row, other=0)
-    queries = load_rotated(
-        q,
-        at * stride_q + q_head * stride_q_head,
-        of_row,
-        position,
-        cos_sin,
-        WIDTH,
-        WIDTH_PAD,
-        ROTARY,
-        INTERLEAVED,
-    )
+    q_rows = q + at * stride_q + q_head * stride_q_head
+    queries = tl.load(q_rows[:, None] + dims[None, :], mask=of_row[:, None] & wide, other=0.0)
     scores_max = tl.full([M], LOWEST, tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, V_WIDTH_PAD], tl.float32)
-    scores = product(queries, tl.trans(first_keys), None, EXACT) * scale
-    scores = tl.where((diagonal + own)[None, :] <= token[:, None], scores, float("-inf"))
-    weights, scores_max, total, acc = _soften(scores, scores_max, total, acc)
-    acc = product(weights.to(first_values.dtype), first_values, acc, EXACT)
-    for first in tl.range(diagonal + N, end, N, num_stages=1):
-        rows = (first + own)[:, None]
-        inside = rows < fed
-        keys = tl.load(
-            k_base + rows * (NUM_KV_HEADS * WIDTH) + dims[None, :], mask=inside & wide, other=0.0
-        )
-        values = tl.load(
-            v_base + rows * stride_v + v_dims[None, :], mask=inside & v_wide, other=0.0
-        )
-        scores = product(queries, tl.trans(keys), None, EXACT) * scale
-        scores = tl.where((first + own)[None, :] <= token[:, None], scores, float("-inf"))
-        weights, scores_max, total, acc = _soften(scores, scores_max, total, acc)
-        acc = product(weights.to(values.dtype), values, acc, EXACT)
-
     # The step's own tokens before: every token of the tile sees them.
     for first in tl.range(0, diagonal, N, num_stages=STAGES):
         if ENGINE:
@@ -141,6 +116,21 @@ def prefill_attention(
             )
             values = tl.load(v_base + rows * stride_v + v_dims[None, :], mask=v_wide, other=0.0)
         scores = product(queries, tl.trans(keys), None, EXACT) * scale
+        weights, scores_max, total, acc = _soften(scores, scores_max, total, acc)
+        acc = product(weights.to(values.dtype), values, acc, EXACT)
+
+    # And those that some tokens of the tile see. Behind the row stand others' values.
+    for first in tl.range(diagonal, end, N, num_stages=1):
+        rows = (first + own)[:, None]
+        inside = rows < fed
+        keys = tl.load(
+            k_base + rows * (NUM_KV_HEADS * WIDTH) + dims[None, :], mask=inside & wide, other=0.0
+        )
+        values = tl.load(
+            v_base + rows * stride_v + v_dims[None, :], mask=inside & v_wide, other=0.0
+        )
+        scores = product(queries, tl.trans(keys), None, EXACT) * scale
+        scores = tl.where((first + own)[None, :] <= token[:, None], scores, float("-inf"))
         weights, scores_max, total, acc = _soften(scores, scores_max, total, acc)
         acc = product(weights.to(values.dtype), values, acc, EXACT)
 

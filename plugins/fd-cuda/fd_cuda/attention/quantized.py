@@ -1,7 +1,7 @@
 """Attention driver `cuda_quantized`: grouped-query attention over an int8, fp8 or int4 cache.
 
-The core rotates and writes the cache (kernels/quant_cache.py); numbers stay packed until a tile of them is
-in the multiprocessor.
+The core rotates and writes the cache (kernels/quant_cache.py); numbers stay packed until a tile of
+them is in the multiprocessor.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Attention over a quantized cache. Kernel `quantized_attention` serves decode splits and prefill tiles alike;
-the step's own rows are in the cache when it runs.
+"""Attention over a quantized cache. Kernel `quantized_attention` serves decode splits and prefill
+tiles alike; the step's own rows are in the cache when it runs.
 
-Numbers are multiplied as they lie in the cache, in the dtype of activations, which holds them exactly. Dynamic
-scales belong to a key: they multiply a column of the scores, and of the weights before values are summed.
-Static ones belong to a channel: they multiply queries before, and results behind. What int4 is shifted by is added to
-a key's scores and a row's results; a shift of all keys by channel does not change the softmax.
+Numbers are multiplied as they lie in the cache, in the dtype of activations, which holds them
+exactly. Dynamic scales belong to a key: they multiply a column of the scores, and of the weights
+before values are summed. Static ones belong to a channel: they multiply queries before, and results
+behind. What int4 is shifted by is added to a key's scores and a row's results; a shift of all keys
+by channel does not change the softmax.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Rotate a step's keys and write keys and values to the cache: the part of prefill before attention."""
+"""Rotate a step's queries and keys and write keys and values to the cache: prefill before attention.
+
+Queries are rotated here and not where they are read: a program of the attention kernel has few of them, and
+would wait for their angles before its first product.
+"""
 
 from __future__ import annotations
 
@@ -9,57 +13,78 @@ from .common import load_rotated
 
 
 @triton.jit
+def _turned(
+    base, rows, mask, positions, cos_sin,
+    WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """load_rotated, reading every value once where whole heads are rotated."""
+    if ROTARY == WIDTH_PAD:
+        HALF: tl.constexpr = WIDTH_PAD // 2
+        half = tl.arange(0, HALF)
+        inside = mask[:, None]
+        table = cos_sin + positions[:, None] * ROTARY + half[None, :]
+        cos = tl.load(table, mask=inside, other=1.0)
+        sin = tl.load(table + HALF, mask=inside, other=0.0)
+        dims = tl.arange(0, WIDTH_PAD)
+        x = tl.load(base + rows[:, None] + dims[None, :], mask=inside, other=0.0)
+        ROWS: tl.constexpr = x.shape[0]
+        if INTERLEAVED:
+            first, second = tl.split(tl.reshape(x.to(tl.float32), [ROWS, HALF, 2]))
+        else:
+            halves = tl.reshape(x.to(tl.float32), [ROWS, 2, HALF])
+            first, second = tl.split(tl.permute(halves, [0, 2, 1]))
+        turned = tl.join(first * cos - second * sin, second * cos + first * sin)
+        if not INTERLEAVED:
+            turned = tl.permute(turned, [0, 2, 1])
+        return tl.reshape(turned, [ROWS, WIDTH_PAD]).to(x.dtype)
+    return load_rotated(base, rows, mask, positions, cos_sin, WIDTH, WIDTH_PAD, ROTARY, INTERLEAVED)
+
+
+@triton.jit
 def rotate_and_write(
-    k,
-    v,
-    k_rotated,
-    k_cache,
-    v_cache,
-    slot_mapping,
-    positions,
-    cos_sin,
-    num_rows,
-    stride_k,
-    stride_v,
-    stride_k_head,
-    stride_v_head,
-    NUM_KV_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr,
-    V_WIDTH_PAD: tl.constexpr,
-    ROTARY: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Grid (rows / ROWS); a row is one kv head of one token. k_rotated is [tokens, heads, WIDTH]."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = rows < num_rows
-    token, head = (rows // NUM_KV_HEADS).to(tl.int64), rows % NUM_KV_HEADS
-    position = tl.load(positions + token, mask=inside, other=0)
-    slot = tl.load(slot_mapping + token, mask=inside, other=-1)
-    place = slot * NUM_KV_HEADS + head
+    q, k, v, q_rotated, k_rotated, k_cache, v_cache, slot_mapping, positions, cos_sin,
+    num_rows, num_queries, stride_q, stride_k, stride_v, stride_q_head, stride_k_head, stride_v_head,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, V_WIDTH_PAD: tl.constexpr,
+    ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """A row is one kv head of one token, and behind num_rows of these one query head of one token: grid
+    (cdiv(num_rows, ROWS) + cdiv(num_queries, ROWS)). Results are [tokens, heads, WIDTH]."""
+    programs = tl.cdiv(num_rows, ROWS)
     dims, v_dims = tl.arange(0, WIDTH_PAD), tl.arange(0, V_WIDTH_PAD)
-    keys = load_rotated(
-        k,
-        token * stride_k + head * stride_k_head,
-        inside,
-        position,
-        cos_sin,
-        WIDTH,
-        WIDTH_PAD,
-        ROTARY,
-        INTERLEAVED,
-    )
     wide = (dims < WIDTH)[None, :]
-    kept = (inside & (slot >= 0))[:, None]
-    tl.store(
-        k_rotated + rows.to(tl.int64)[:, None] * WIDTH + dims[None, :],
-        keys,
-        mask=inside[:, None] & wide,
-    )
-    tl.store(k_cache + place[:, None] * WIDTH + dims[None, :], keys, mask=kept & wide)
-    v_wide = (v_dims < V_WIDTH)[None, :]
-    at = token * stride_v + head * stride_v_head
-    values = tl.load(v + at[:, None] + v_dims[None, :], mask=inside[:, None] & v_wide, other=0.0)
-    tl.store(v_cache + place[:, None] * V_WIDTH + v_dims[None, :], values, mask=kept & v_wide)
+    if tl.program_id(0) >= programs:
+        rows = (tl.program_id(0) - programs) * ROWS + tl.arange(0, ROWS)
+        inside = rows < num_queries
+        token, head = (rows // NUM_HEADS).to(tl.int64), rows % NUM_HEADS
+        position = tl.load(positions + token, mask=inside, other=0)
+        queries = _turned(
+            q, token * stride_q + head * stride_q_head, inside, position, cos_sin,
+            WIDTH, WIDTH_PAD, ROTARY, INTERLEAVED,
+        )  # fmt: skip
+        own = rows.to(tl.int64)[:, None] * WIDTH + dims[None, :]
+        tl.store(q_rotated + own, queries, mask=inside[:, None] & wide)
+    else:
+        rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        inside = rows < num_rows
+        token, head = (rows // NUM_KV_HEADS).to(tl.int64), rows % NUM_KV_HEADS
+        position = tl.load(positions + token, mask=inside, other=0)
+        slot = tl.load(slot_mapping + token, mask=inside, other=-1)
+        place = slot * NUM_KV_HEADS + head
+        keys = _turned(
+            k, token * stride_k + head * stride_k_head, inside, position, cos_sin,
+            WIDTH, WIDTH_PAD, ROTARY, INTERLEAVED,
+        )  # fmt: skip
+        kept = (inside & (slot >= 0))[:, None]
+        tl.store(
+            k_rotated + rows.to(tl.int64)[:, None] * WIDTH + dims[None, :],
+            keys,
+            mask=inside[:, None] & wide,
+        )
+        tl.store(k_cache + place[:, None] * WIDTH + dims[None, :], keys, mask=kept & wide)
+        v_wide = (v_dims < V_WIDTH)[None, :]
+        at = token * stride_v + head * stride_v_head
+        values = tl.load(
+            v + at[:, None] + v_dims[None, :], mask=inside[:, None] & v_wide, other=0.0
+        )
+        tl.store(v_cache + place[:, None] * V_WIDTH + v_dims[None, :], values, mask=kept & v_wide)

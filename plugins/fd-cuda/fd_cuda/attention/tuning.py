@@ -85,7 +85,8 @@ class Sizes:
             blocks = processors * occupancy
             while cluster < 8 and units * cluster * 2 <= (blocks if cluster == 1 else processors):
                 cluster *= 2
-            max_splits, min_tiles = 64, {1: 4, 2: 8, 4: 16, 8: 16}[cluster]
+            # Splits of one row meet in global memory, which takes as long as another turn or two.
+            max_splits, min_tiles = 64, {1: 4, 2: 8, 4: 16, 8: 24}[cluster]
             blocks = processors if cluster == 8 else blocks
             target = max(1, blocks // (cluster * num_kv_heads))
         if not has_clusters:
@@ -98,10 +99,10 @@ class Sizes:
         """For prompts."""
         if itemsize == 4:
             return PrefillShape(max(16, _power_of_2(group)), 16, 4, 1)
+        # So much shared memory that two programs share a multiprocessor, and their turns overlap.
         rows = max(64, _power_of_2(group))
-        return PrefillShape(
-            rows, 64, 4 if rows == 64 and width <= 128 else 8, 3 if width <= 128 else 2
-        )
+        warps, stages = 4 if rows == 64 and width <= 128 else 8, 3 if width <= 128 else 2
+        return PrefillShape(rows, 64 if group > 5 else 32, warps, stages)
 
     def latent(self, head_blocks: int, itemsize: int) -> DecodeShape:
         """For latent rows of up to 576 values."""

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import join_chain, options, pad2
+from .common import cdiv, join_chain, options, pad2
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def embedding(input_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     y = torch.empty((tokens, width), dtype=weight.dtype, device=weight.device)
     if tokens:
         block = min(1024, pad2(width))
-        _embedding[(tokens, triton.cdiv(width, block))](
+        _embedding[(tokens, cdiv(width, block))](
             input_ids, weight, y, WIDTH=width, BLOCK=block, **options(num_warps=4)
         )
     return y
@@ -101,7 +101,7 @@ def _rotated(
     if tokens:
         block = pad2(width)
         heads = min(pad2(num_heads), max(1, 2048 // block))
-        _rotate[(tokens, triton.cdiv(num_heads, heads))](
+        _rotate[(tokens, cdiv(num_heads, heads))](
             x, y, positions, cos_sin, x.stride(0), x.stride(1), num_heads,
             WIDTH=width, BLOCK=block, ROTARY=cos_sin.shape[1], HEADS=heads,
             INTERLEAVED=interleaved, **options(num_warps=4),

@@ -51,8 +51,13 @@ def batch_invariant() -> bool:
 
 
 def pad2(size: int) -> int:
-    """The power of two that holds `size`."""
-    return int(triton.next_power_of_2(size))
+    """The power of two that holds `size`. Triton's own takes as long as a launch."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def cdiv(size: int, part: int) -> int:
+    """How many parts hold `size`. Triton's own takes as long as a launch."""
+    return -(-size // part)
 
 
 @triton.jit

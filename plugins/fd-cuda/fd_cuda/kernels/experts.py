@@ -1,8 +1,8 @@
 """What the chosen experts compute: a grouped product over assignments ordered by expert, twice, and the
 weighted sum of each token's results.
 
-Tiles were measured on an H200 for 64 experts of 2560 x 1536, 128 of 2048 x 768 and 64 of 8192 x 3584; which
-are fastest depends on how many rows an expert gets. torch's grouped product is no faster for prompts.
+Tiles were measured on an H200 for 64 experts of 2560 x 1536 and 128 of 2048 x 768; which are fastest depends
+on how many rows an expert gets. Prompts take the kernels of many_rows.py; torch's grouped product is slower.
 Sums over a token's experts are taken in the order of topk_ids, so results do not change from run to run.
 Quantized experts take the place of `moe_experts` in the table.
 """
@@ -16,7 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import INTERPRETED, batch_invariant, join_chain, options, pad2
+from . import many_rows
+from .common import INTERPRETED, batch_invariant, cdiv, join_chain, options, pad2
+from .linear import gated_linear, linear_add
 from .routing import Order, order_by_expert
 
 
@@ -34,7 +36,8 @@ class Tiles:
 
 
 _EXACT: Final = Tiles(16, 32, 32, 32, 4, 2)  # float32, without shortened mantissas
-_FEW_ROWS: Final = Tiles(16, 64, 64, 128, 4, 3)
+_ONE_ROW: Final = Tiles(16, 32, 64, 128, 4, 4)
+_FEW_ROWS: Final = Tiles(32, 64, 64, 128, 4, 3)
 _SOME_ROWS: Final = Tiles(64, 64, 128, 64, 4, 4)
 _MANY_ROWS: Final = Tiles(128, 128, 256, 64, 8, 3)
 # Up to so many tokens every assignment is a block of its own: hardly two share an expert, and finding
@@ -49,6 +52,8 @@ def tiles_for(tokens: int, top_k: int, num_experts: int, dtype: torch.dtype) -> 
     if batch_invariant():
         return _SOME_ROWS
     each = tokens * top_k / num_experts
+    if each <= 4:
+        return _ONE_ROW
     if each <= 12:
         return _FEW_ROWS
     return _SOME_ROWS if each <= 80 else _MANY_ROWS
@@ -107,8 +112,9 @@ def _grouped(
 
 @triton.jit
 def _combine(
-    y_p, weights_p, out_p, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    y_p, weights_p, residual_p, out_p, width, residual_stride, TOP_K: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     join_chain(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -118,6 +124,9 @@ def _combine(
         row = token * TOP_K + j
         y = tl.load(y_p + row * width + columns, mask=inside, other=0.0)
         total += tl.load(weights_p + row) * y.to(tl.float32)
+    if HAS_RESIDUAL:
+        x = tl.load(residual_p + token * residual_stride + columns, mask=inside, other=0.0)
+        total += x.to(tl.float32)
     tl.store(out_p + token * width + columns, total.to(out_p.dtype.element_ty), mask=inside)
 
 
@@ -129,19 +138,44 @@ def moe_experts(
     down: torch.Tensor,
 ) -> torch.Tensor:
     """Weighted sum of the chosen experts' gated MLPs: x [T, H], gate_up [E, 2I, H], down [E, H, I]."""
+    return sum_of_experts(x, topk_ids, topk_weights, gate_up, down, None)
+
+
+def sum_of_experts(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    """moe_experts, and a residual [T, H]."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
     tokens, top_k = topk_ids.shape
     if not tokens:
-        return torch.empty_like(x)
-    tiles = tiles_for(tokens, top_k, gate_up.shape[0], x.dtype)
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    num_slots, num_experts = topk_ids.numel(), gate_up.shape[0]
+    tiles = tiles_for(tokens, top_k, num_experts, x.dtype)
+    if tiles is _MANY_ROWS and many_rows.can_compute(x, gate_up, down):
+        order = order_by_expert(topk_ids, num_experts, many_rows.ROWS)
+        hidden = many_rows.gated(x, gate_up, order, num_slots, top_k)
+        return combined(many_rows.plain(hidden, down, order, num_slots), topk_weights, residual)
     if tokens <= _ALONE and not batch_invariant():
         order = Order(topk_ids, topk_ids.view(-1), is_alone=True)
     else:
-        order = order_by_expert(topk_ids, gate_up.shape[0], tiles.rows)
-    hidden = grouped(x, gate_up, order, tiles, topk_ids.numel(), top_k, gated=True)
-    y = grouped(hidden, down, order, tiles, topk_ids.numel(), 1, gated=False)
-    return combined(y, topk_weights)
+        order = order_by_expert(topk_ids, num_experts, tiles.rows)
+    hidden = grouped(x, gate_up, order, tiles, num_slots, top_k, gated=True)
+    y = grouped(hidden, down, order, tiles, num_slots, 1, gated=False)
+    return combined(y, topk_weights, residual)
+
+
+def add_expert(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, total: torch.Tensor
+) -> torch.Tensor:
+    """total + one expert's gated MLP, in total's memory."""
+    inner = gated_linear(x, None, 0.0, gate_up, None)
+    return linear_add(inner, down, None, total)
 
 
 def grouped(
@@ -158,7 +192,7 @@ def grouped(
     width, depth = weight.shape[1] // (2 if gated else 1), weight.shape[2]
     y = torch.empty((num_slots, width), dtype=x.dtype, device=x.device)
     columns = tiles.columns if gated else tiles.down_columns
-    across = triton.cdiv(width, columns)
+    across = cdiv(width, columns)
     _grouped[(len(order.experts) * across,)](
         x, weight, y, order.slots, order.experts, num_slots, width, depth, x.stride(0), across,
         ALONE=order.is_alone, DIVISOR=divisor, BM=tiles.rows, BN=columns, BK=tiles.depth, GATED=gated,
@@ -169,13 +203,17 @@ def grouped(
     return y
 
 
-def combined(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sum over a token's experts: rows token * k + j of y times weights [T, k]."""
+def combined(
+    y: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Sum over a token's experts: rows token * k + j of y times weights [T, k], and the residual."""
     tokens, top_k = weights.shape
     width = y.shape[1]
     out = torch.empty((tokens, width), dtype=y.dtype, device=y.device)
     block = min(1024, pad2(width))
-    _combine[(tokens, triton.cdiv(width, block))](
-        y, weights, out, width, TOP_K=top_k, BLOCK=block, **options(num_warps=4)
-    )
+    _combine[(tokens, cdiv(width, block))](
+        y, weights, y if residual is None else residual, out, width,
+        0 if residual is None else residual.stride(0), TOP_K=top_k,
+        HAS_RESIDUAL=residual is not None, BLOCK=block, **options(num_warps=4),
+    )  # fmt: skip
     return out

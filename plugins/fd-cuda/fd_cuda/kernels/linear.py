@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from . import native
+from . import many_rows, native
 from .common import batch_invariant
 from .matmul import matmul
 from .norm import rms_norm, silu_and_mul
@@ -25,7 +27,8 @@ _EPILOGUES = {
     "add": native.ADD,
     "gated": native.GATED,
 }
-_AHEAD = 12  # 16-byte loads of each weight row that a gemv thread has under way
+_MANY, _SHALLOW = 1024, 1536  # of _is_fused: rows, and values a row
+_AHEAD = 6  # 16-byte loads of each weight row that a gemv thread has under way
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -103,6 +106,8 @@ def _by_library(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
+    if epilogue == "gated" and bias is None and _is_fused(x, weight):
+        return many_rows.dense_gated(x, weight)
     if batch_invariant():
         y = matmul(x, weight, bias)
         y = y if residual is None else residual.add_(y)
@@ -115,6 +120,17 @@ def _by_library(
     return silu_and_mul(y) if epilogue == "gated" else y
 
 
+def _is_fused(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the activation is part of the product: prompts, and so few values a row that writing the
+    product and reading it again would take long beside it."""
+    return (
+        x.shape[0] >= _MANY
+        and weight.shape[1] <= _SHALLOW
+        and not batch_invariant()
+        and many_rows.can_gate(x, weight)
+    )
+
+
 def _plan(epilogue: str, x: torch.Tensor, weight: torch.Tensor, *, has_norm: bool = False) -> Plan:
     """What computes it; rows that cannot be read 16 bytes at a time are left to the library."""
     if batch_invariant() or not x.is_cuda or not 0 < x.shape[0] <= ROWS[-1]:
@@ -124,12 +140,10 @@ def _plan(epilogue: str, x: torch.Tensor, weight: torch.Tensor, *, has_norm: boo
     aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
     if not aligned or x.stride(1) != 1 or not weight.is_contiguous():
         return LIBRARY
-    width, depth = weight.shape
-    if epilogue == "gated" and width % 2:
+    if epilogue == "gated" and weight.shape[0] % 2:
         return LIBRARY
     _prepare_all(epilogue, has_norm, weight.shape, x.dtype)
-    product = Product(epilogue, has_norm, width, depth, str(x.dtype).removeprefix("torch."))
-    return choose(product, x.shape[0])
+    return choose(epilogue, has_norm, weight.shape, x.dtype, x.shape[0])
 
 
 @functools.cache
@@ -176,20 +190,44 @@ def _launch(
     y: torch.Tensor,
 ) -> None:
     num_rows, (width, depth) = x.shape[0], weight.shape
-    dtype = str(x.dtype).removeprefix("torch.")
-    product = Product(epilogue, norm_weight is not None, width, depth, dtype)
+    is_half, has_norm = x.dtype == torch.float16, norm_weight is not None
+    sizes = (num_rows, width, depth)
+    how = _prepared(plan, epilogue, is_half, has_norm, sizes, torch.cuda.current_device())
+    arguments = [x, ctypes.c_longlong(x.stride(0)), norm_weight, weight, bias, residual, y]
+    arguments += (num_rows, width, float(eps)) if plan.kind == "gemv" else (*sizes, float(eps))
+    native.launch(
+        how.kernel, how.grid, how.threads, arguments, shared=how.shared, cluster=plan.split
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """All that a launch needs but its arguments."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    threads: int
+    shared: int
+
+
+@functools.cache
+def _prepared(
+    plan: Plan,
+    epilogue: str,
+    is_half: bool,
+    has_norm: bool,
+    sizes: tuple[int, int, int],
+    device: int,  # kernels are loaded for one
+) -> _Launch:
+    num_rows, width, depth = sizes
+    dtype = "float16" if is_half else "bfloat16"
+    product = Product(epilogue, has_norm, width, depth, dtype)
     kernel = native.function(*_specialization(plan, product, num_rows))
-    stride = ctypes.c_longlong(x.stride(0))
-    tensors = [norm_weight, weight, bias, residual, y]
+    outputs = width // 2 if epilogue == "gated" else width
     if plan.kind == "gemv":
-        out = 8 if epilogue == "gated" else 16
-        blocks = -(-(width // 2 if epilogue == "gated" else width) // out)
-        arguments = [x, stride, *tensors, num_rows, width, float(eps)]
-        native.launch(kernel, (blocks, 1, 1), plan.warps * 32, arguments)
-        return
+        blocks = -(-outputs // (8 if epilogue == "gated" else 16))
+        return _Launch(kernel, (blocks, 1, 1), plan.warps * 32, 0)
     shared = shared_bytes(product, plan.rows, plan.columns, plan.stages, plan.split)
-    out = plan.columns // 2 if epilogue == "gated" else plan.columns
-    blocks = -(-(width // 2 if epilogue == "gated" else width) // out) * -(-num_rows // plan.rows)
-    arguments = [x, stride, *tensors, num_rows, width, depth, float(eps)]
-    grid = (blocks, 1, plan.split)
-    native.launch(kernel, grid, plan.rows * 2, arguments, shared=shared, cluster=plan.split)
+    columns = plan.columns // 2 if epilogue == "gated" else plan.columns
+    grid = (-(-outputs // columns) * -(-num_rows // plan.rows), 1, plan.split)
+    return _Launch(kernel, grid, plan.rows * 2, shared)

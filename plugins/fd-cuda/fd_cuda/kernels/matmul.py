@@ -7,12 +7,16 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import INTERPRETED, batch_invariant, join_chain, options, pad2
+from .common import INTERPRETED, batch_invariant, cdiv, join_chain, options, pad2
+
+_FEW = 16  # rows that are scored one by one
+_SOME = 512  # rows whose scores are computed in parts
+_PARTS = 8
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _matmul(
-    x_p, w_p, bias_p, y_p, num_rows, width, depth, x_stride,
+    x_p, w_p, bias_p, y_p, num_rows, width, depth, x_stride, share,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -23,7 +27,8 @@ def _matmul(
     x = x_p + rows[:, None] * x_stride + ks[None, :]
     w = w_p + columns[None, :] * depth + ks[:, None]
     total = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, depth, BK):
+    begin = tl.program_id(2) * share
+    for k in range(begin, min(begin + share, depth), BK):
         inside = ks < depth - k
         a = tl.load(x + k, mask=(rows < num_rows)[:, None] & inside[None, :], other=0.0)
         b = tl.load(w + k, mask=(columns < width)[None, :] & inside[:, None], other=0.0)
@@ -33,6 +38,7 @@ def _matmul(
     if HAS_BIAS:
         total += tl.load(bias_p + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
     mask = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    rows += tl.program_id(2).to(tl.int64) * num_rows
     place = y_p + rows[:, None] * width + columns[None, :]
     tl.store(place, total.to(y_p.dtype.element_ty), mask=mask)
 
@@ -79,18 +85,32 @@ def linear_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     y = torch.empty((num_rows, width), dtype=torch.float32, device=x.device)
     if not num_rows:
         return y
-    if num_rows <= 16 or batch_invariant():
+    if num_rows <= _FEW or batch_invariant():
         columns, chunk = 4, min(1024, pad2(depth))
-        _scores[(num_rows, triton.cdiv(width, columns))](
+        _scores[(num_rows, cdiv(width, columns))](
             x, weight, y, width, depth, x.stride(0), BN=columns, BK=chunk,
-            CHUNKS=triton.cdiv(depth, chunk), **options(num_warps=4),
+            CHUNKS=cdiv(depth, chunk), **options(num_warps=4),
         )  # fmt: skip
         return y
     # bfloat16 and float16 have fewer digits than TF32, so of x nothing is lost, and three products keep
     # what matters of the weight's.
-    precision = "ieee" if x.dtype == torch.float32 or INTERPRETED else "tf32x3"
     tile = (16, 32, 64) if num_rows <= 128 else (64, 64, 32)
-    _product(x, weight, None, y, tile, precision, wide=True)
+    _product(x, weight, None, y, tile, _precision(x), wide=True)
+    return y
+
+
+def _precision(x: torch.Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 or INTERPRETED else "tf32x3"
+
+
+def scores_in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """linear_float32 in parts still to be added, [parts, T, N]: a few rows times a few columns are too few
+    tiles for the card."""
+    num_rows, width = x.shape[0], weight.shape[0]
+    if not _FEW < num_rows <= _SOME or batch_invariant():
+        return linear_float32(x, weight).unsqueeze(0)
+    y = torch.empty((_PARTS, num_rows, width), dtype=torch.float32, device=x.device)
+    _product(x, weight, None, y, (16, 32, 64), _precision(x), wide=True, parts=_PARTS)
     return y
 
 
@@ -103,11 +123,13 @@ def _product(
     precision: str,
     *,
     wide: bool,
+    parts: int = 1,
 ) -> None:
     num_rows, (width, depth) = x.shape[0], weight.shape
     rows, columns, step = tile
-    _matmul[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
-        x, weight, weight if bias is None else bias, y, num_rows, width, depth, x.stride(0),
+    share = cdiv(cdiv(depth, parts), step) * step
+    _matmul[(cdiv(num_rows, rows), cdiv(width, columns), parts)](
+        x, weight, weight if bias is None else bias, y, num_rows, width, depth, x.stride(0), share,
         BM=rows, BN=columns, BK=step, HAS_BIAS=bias is not None, PRECISION=precision, WIDE=wide,
         **options(num_warps=4, num_stages=3),
     )  # fmt: skip

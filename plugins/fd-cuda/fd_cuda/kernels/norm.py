@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import join_chain, options, pad2
+from .common import cdiv, join_chain, options, pad2
 
 
 @triton.jit(do_not_specialize=["num_rows", "inner"])
@@ -99,7 +99,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     stride1 = x.stride(1) if x.ndim == 3 else 0
     block = pad2(width)
     rows = max(1, 512 // block)
-    _rms_norm[(triton.cdiv(num_rows, rows),)](
+    _rms_norm[(cdiv(num_rows, rows),)](
         x, weight, y, num_rows, inner, x.stride(0) if x.ndim > 1 else 0, stride1, eps,
         WIDTH=width, BLOCK=block, ROWS=rows, **options(num_warps=_warps(width)),
     )  # fmt: skip
@@ -149,7 +149,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     y = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
     if x.shape[0]:
         block = min(1024, pad2(width))
-        _silu_and_mul[(x.shape[0], triton.cdiv(width, block))](
+        _silu_and_mul[(x.shape[0], cdiv(width, block))](
             x, y, x.stride(0), WIDTH=width, BLOCK=block, **options(num_warps=_warps(block))
         )
     return y

@@ -31,6 +31,7 @@ ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _PATTERN: Final = re.compile(
     r"gemv (\d+)|gemm (\d+)x(\d+) (\d+) stages, (\d+) parts(, norm)?|library"
 )
+_WIDEST: Final = 1 << 16  # a vocabulary: cuBLAS reads so many rows at the memory's speed
 _SHARED: Final = 227 * 1024  # bytes of shared memory a block may have
 _lock = threading.Lock()
 
@@ -197,11 +198,20 @@ def _table() -> dict[str, dict[str, str]]:
     return table
 
 
-def choose(product: Product, num_rows: int) -> Plan:
-    """The plan for so many rows."""
-    if num_rows > ROWS[-1] or not native.available():
-        return LIBRARY
-    return _chosen(product, next(size for size in ROWS if size >= num_rows))
+def choose(
+    epilogue: str, has_norm: bool, shape: tuple[int, ...], dtype: torch.dtype, num_rows: int
+) -> Plan:
+    """The plan for so many rows of x and a weight of this shape."""
+    key = (epilogue, has_norm, shape, dtype, num_rows)
+    plan = _chosen.get(key)
+    if plan is None:
+        if num_rows > ROWS[-1] or not native.available():
+            return LIBRARY
+        product = Product(epilogue, has_norm, *shape, str(dtype).removeprefix("torch."))
+        plan, is_final = _choose(product, next(size for size in ROWS if size >= num_rows))
+        if is_final:
+            _chosen[key] = plan
+    return plan
 
 
 def foreseen(product: Product) -> dict[int, Plan]:
@@ -210,7 +220,7 @@ def foreseen(product: Product) -> dict[int, Plan]:
         return {}
     if product.key not in _table() and setting("FD_CUDA_TUNE") != "0":
         return {}
-    return {size: _chosen(product, size) for size in ROWS if _is_settled(product, size)}
+    return {size: _choose(product, size)[0] for size in ROWS if _is_settled(product, size)}
 
 
 def _is_settled(product: Product, size: int) -> bool:
@@ -218,25 +228,32 @@ def _is_settled(product: Product, size: int) -> bool:
     return is_measured or setting("FD_CUDA_TUNE") == "0"
 
 
+# What has been chosen: the decode loop must not think twice.
+_chosen: dict[tuple[str, bool, tuple[int, ...], torch.dtype, int], Plan] = {}
 _known: dict[tuple[Product, int], Plan] = {}
 
 
-def _chosen(product: Product, size: int) -> Plan:
+def _choose(product: Product, size: int) -> tuple[Plan, bool]:
+    """The plan, and whether it will stay so."""
     known = _known.get((product, size))
     if known is not None:
-        return known
+        return known, True
     text = _table().get(product.key, {}).get(str(size))
     if text is not None:
         plan = read(text)
         plan = plan if fits(plan, product, size) else rule(product, size)
     elif product.dtype not in ("bfloat16", "float16") or product.depth % 64:
         plan = LIBRARY
-    elif setting("FD_CUDA_TUNE") == "0" or torch.cuda.is_current_stream_capturing():
-        return rule(product, size)
+    elif product.width >= _WIDEST:
+        plan = LIBRARY
+    elif setting("FD_CUDA_TUNE") == "0":
+        plan = rule(product, size)
+    elif torch.cuda.is_current_stream_capturing():
+        return rule(product, size), False
     else:
         plan = _measured(product)[size]
     _known[product, size] = plan
-    return plan
+    return plan, True
 
 
 def _measured(product: Product) -> dict[int, Plan]:

@@ -1,5 +1,5 @@
-"""How packed weights lie for the native kernels: slabs of 16 outputs by 64 inputs, in the order in which
-the lanes of a warp hold them (native/quant.cuh).
+"""How packed weights lie for the native kernels: slabs of 16 outputs by 64 inputs, in the order in
+which the lanes of a warp hold them (native/quant.cuh).
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ class Slabs:
         """Groups in the dtype of the activations."""
         if self.groups is None:
             return None
+        if self.codes is not None:
+            return self.groups
         if dtype not in self.tables:
             self.tables[dtype] = self.groups.to(dtype).contiguous()
         return self.tables[dtype]

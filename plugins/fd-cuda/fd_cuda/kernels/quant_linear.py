@@ -1,8 +1,9 @@
 """Products with packed weights, `linear_<format>` of contracts/quant_formats.py.
 
-Few rows: the native kernels, which read packed weights as they are. Many rows: cuBLAS on int8 or fp8 where
-the format rounds activations, else on weights unpacked for the call. Where native kernels cannot run (no Hopper
-GPU, float32) plain tensor code dequantizes at every call; so it does for what they cannot read.
+Few rows: the native kernels, which read packed weights as they are. Many rows: cuBLAS on int8 or
+fp8 where the format rounds activations, else on weights unpacked for the call. Where native kernels
+cannot run (no Hopper GPU, float32) plain tensor code dequantizes at every call; so it does for what
+they cannot read.
 """
 
 from __future__ import annotations
@@ -28,15 +29,14 @@ _LEAST_INT8_ROWS: Final = 17
 
 def linear(x: torch.Tensor, weight: Weights, bias: torch.Tensor | None) -> torch.Tensor:
     """x [T, K] as the format sees it times weight [N, K] transposed, plus bias."""
-    slabs = weight.slabs
-    if slabs is None:
-        return _by_definition(x, weight, bias)
-    rows = x.shape[0]
+    slabs, rows = weight.slabs, x.shape[0]
     if not rows:
-        return torch.empty((0, slabs.out_features), dtype=x.dtype, device=x.device)
+        return torch.empty((0, weight.out_features), dtype=x.dtype, device=x.device)
+    if slabs is None:
+        return _multiply(weight.seen(x), weight.dequantized(x.dtype), bias)
     x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
     if not native_runs(x):
-        return _multiply(_seen(x, weight), dequantized(slabs, x.dtype), bias)
+        return _multiply(weight.seen(x), dequantized(slabs, x.dtype), bias)
     shape = choose(slabs, rows)
     if shape is not None:
         seen, scales = weight.round(x)
@@ -83,12 +83,6 @@ def _gemm_shape(num_slabs: int, rows: int) -> Gemm:
     return Gemm(block, groups, split, 4 if block == 128 else 6, 8, 1)
 
 
-def _seen(x: torch.Tensor, weight: Weights) -> torch.Tensor:
-    """x as the product sees it, in its own dtype."""
-    seen, scales = weight.round(x)
-    return seen if scales is None else (seen.float() * scales[:, None]).to(x.dtype)
-
-
 def _by_library(
     x: torch.Tensor, weight: Weights, slabs: Slabs, bias: torch.Tensor | None
 ) -> torch.Tensor:
@@ -104,7 +98,7 @@ def _by_library(
         )
     if slabs.kind == FP8_ROWS and whole:
         return _fp8_by_library(x, weight, slabs, bias)
-    seen, by_rows = _seen(x, weight), slabs.kind >= INT8_ROWS
+    seen, by_rows = weight.seen(x), slabs.kind >= INT8_ROWS
     return _multiply(seen, dequantized(slabs, x.dtype) if by_rows else unpack(slabs, x.dtype), bias)
 
 
@@ -114,7 +108,7 @@ def _fp8_by_library(
     stored = slabs.data.view(torch.float8_e4m3fn).t()
     if weight.rounding == "block":
         if slabs.out_features % 128 or slabs.in_features % 128:
-            return _multiply(_seen(x, weight), dequantized(slabs, x.dtype), bias)
+            return _multiply(weight.seen(x), dequantized(slabs, x.dtype), bias)
         numbers, scales = fp8_blocks(x)
         y = torch._scaled_mm(
             numbers, stored, scales, slabs.block_scales.t(), out_dtype=torch.bfloat16
@@ -131,11 +125,3 @@ def _fp8_by_library(
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return matmul(x, weight, bias) if batch_invariant() else F.linear(x, weight, bias)
-
-
-def _by_definition(x: torch.Tensor, weight: Weights, bias: torch.Tensor | None) -> torch.Tensor:
-    packed = weight.packed
-    if packed is None:
-        raise TypeError("a weight is neither laid out nor packed")
-    seen = packed.activate(x).to(x.dtype) if x.shape[0] else x
-    return _multiply(seen, packed.dequantize().to(x.dtype), bias)

@@ -1,6 +1,8 @@
-"""Activations rounded as formats want them: to int8 or fp8, by token, by 128 inputs, or by a fixed scale.
+"""Activations rounded as formats want them: to int8 or fp8, by token, by 128 inputs, or by a fixed
+scale.
 
-The numbers come out as int8 or fp8, or for the kernels of quant_native.py in a float that holds them.
+The numbers come out as int8 or fp8, or for the kernels of quant_native.py in a float that holds
+them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Products with int8 and fp8 weights that lie row by row, in Triton: what is stored is multiplied with rounded
-activations. Rows are grouped by expert; a plain product is one expert that has them all.
+"""Products with int8 and fp8 weights that lie row by row, in Triton: what is stored is multiplied
+with rounded activations. Rows are grouped by expert; a plain product is one expert that has them
+all.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Products with the trellis code of two bits: `linear_tet2`, `moe_experts_tet2` (fd-quant-wint2's format).
+"""Products with the trellis code of two bits: `linear_tet2`, `moe_experts_tet2` (fd-quant-wint2's
+format).
 
-Inputs are rotated and rounded to int8 by one kernel, then multiplied with the code as it is stored by another
-(native/tet_rotate.cu; native/tet_gemv.cu for few rows, tet_gemm.cu for more rows an expert). Experts of one layer share a rotation. Many
-rows: weights are decoded once and cuBLAS multiplies, expert by expert. Elsewhere (no Hopper GPU, float32) the format's own
-definition serves.
+Inputs are rotated and rounded to int8 by one kernel, then multiplied with the code as it is stored
+by another (native/tet_rotate.cu; native/tet_gemv.cu for few rows, tet_gemm.cu for more rows an
+expert). Experts of one layer share a rotation. Many rows: weights are decoded once and cuBLAS
+multiplies, expert by expert. Elsewhere (no Hopper GPU, float32) the format's own definition serves.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _UNIT: Final = 1.03 / 128.0
 _TILE: Final = 64  # outputs of a strand
 _TURN: Final = 32  # inputs of four strands
 _ALONE: Final = 2
-_FEW: Final = 6  # rows an expert up to which tet_gemv.cu takes eight at a time
+_FEW: Final = 12  # rows an expert up to which tet_gemv.cu is faster, eight at a time
 _STAGES: Final = 5  # tiles of x in shared memory, tet_gemm.cu
 _MANY: Final = 64  # rows from which decoding pays for dense layers
 
@@ -130,7 +131,7 @@ def _rotate(
     stride = ctypes.c_longlong(x.stride(0))
     norm = float(weight.block**-0.5)
     arguments = [x, stride, weight.signs, *outputs, width, weight.block, norm, _UNIT]
-    shared = (width + width // 32 + 8) * 4
+    shared = (width + width // 8 + 8) * 4
     native.launch(kernel, (rows, 1, 1), threads, arguments, shared=shared)
 
 
@@ -140,6 +141,8 @@ def choose(columns: int, blocks: int, *, paired: bool) -> tuple[int, int, int]:
         return (4, 4, 3) if columns == 1 else (4, 4, 2)
     if blocks < 400:  # few blocks: more warps share one
         return (16, 8 if columns == 1 else 4, 1)
+    if columns == 1:
+        return (2, 8, 5) if blocks > 2000 else (4, 8, 3)
     return 4, 4, 4
 
 
@@ -222,7 +225,7 @@ def moe_experts(
         groups = [Grouping(slots, divisor, ids=topk_ids) for divisor in (top_k, 1)]
     else:
         wide = _wide_rows(each, gate_up, down)
-        rows = wide or (8 if each <= _FEW else 16)
+        rows = wide or 8
         order = order_by_expert(topk_ids, experts, rows)
         groups = [Grouping(slots, divisor, order) for divisor in (top_k, 1)]
 
@@ -242,7 +245,7 @@ def _wide_rows(each: float, *weights: Trellis) -> int:
     """Rows of a block of tet_gemm.cu for so many rows an expert; 0: few rows, or sizes it cannot read."""
     if each <= _FEW or any(weight.packed.in_features % (2 * _TURN) for weight in weights):
         return 0
-    return 16 if each <= 12 else 32 if each <= 24 else 64
+    return 32 if each <= 24 else 64
 
 
 def _wide_product(

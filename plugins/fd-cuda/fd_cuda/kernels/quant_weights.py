@@ -1,8 +1,9 @@
-"""Packed weights as the products here want them: made once after loading, by every cell's `prepare`.
+"""Packed weights as the products here want them: made once after loading, by every cell's
+`prepare`.
 
-Weight-only formats and int4 weights lie as slabs, int8 and fp8 weights with rounded activations row by row, so that
-both the kernels here and cuBLAS read them. What neither can read (odd sizes, groups of 32) keeps
-its internal format and is dequantized at every call.
+Weight-only formats and int4 weights lie as slabs, int8 and fp8 weights with rounded activations row
+by row, so that both the kernels here and cuBLAS read them. What neither can read (odd sizes, groups
+of 32) keeps its internal format and is dequantized at every call.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ _PIECE: Final = 16  # bytes that a thread loads
 class Weights:
     """One matrix or one for each expert. Exactly one of `slabs` and `packed` is there."""
 
+    out_features: int
     rounding: str
     input_scale: torch.Tensor | None
     slabs: Slabs | None
@@ -67,6 +69,21 @@ class Weights:
         return replace(
             self, slabs=slabs, packed=None if self.packed is None else self.packed.expert(index)
         )
+
+    def seen(self, x: torch.Tensor) -> torch.Tensor:
+        """x as the product sees it, in its own dtype."""
+        if self.packed is not None:
+            return self.packed.activate(x).to(x.dtype)
+        numbers, scales = self.round(x)
+        return numbers if scales is None else (numbers.float() * scales[:, None]).to(x.dtype)
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """[(E,) N, K] by plain tensor code."""
+        if self.slabs is not None:
+            return dequantized(self.slabs, dtype)
+        if self.packed is None:
+            raise TypeError("a weight is neither laid out nor packed")
+        return self.packed.dequantize().to(dtype)
 
     def round(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(x as the product sees it, what rows of the result are multiplied with). Rounded numbers of
@@ -86,10 +103,12 @@ def prepare(weight: PackedWeight) -> Weights:
     # Experts come with a scale each, of one input.
     input_scale = None if given is None else given.float().reshape(-1).amax().reshape(1)
     if given is not None and bool((given.float() != input_scale).any()):
-        return Weights(rounding, None, None, weight)
+        return Weights(weight.out_features, rounding, None, None, weight)
     make = _code_slabs if kind == CCQ else _slabs
     slabs = make(weight, kind) if _fits(weight, kind) else None
-    return Weights(rounding, input_scale, slabs, None if slabs is not None else weight)
+    return Weights(
+        weight.out_features, rounding, input_scale, slabs, None if slabs is not None else weight
+    )
 
 
 def _fits(weight: PackedWeight, kind: int) -> bool:
@@ -132,7 +151,7 @@ def _slabs(weight: PackedWeight, kind: int) -> Slabs:
 
 
 def _code_slabs(weight: PackedWeight, kind: int) -> Slabs:
-    """CCQ: local scales, four bits of 64 inputs, become numbers of two bytes; kernels read those."""
+    """CCQ: the local scales of a row and the row + 8 share a byte."""
     held, rows = weight.tensors, weight.out_features
     stored, padded = held["weight"], -(-rows // SLAB_ROWS) * SLAB_ROWS
     data = (
@@ -141,7 +160,8 @@ def _code_slabs(weight: PackedWeight, kind: int) -> Slabs:
         else pack_codes(stored)
     )
     local = torch.stack((held["scale"] >> 4, held["scale"] & 15), -2).flatten(-3, -2)
-    groups = _by_slab(local.transpose(-1, -2).to(torch.bfloat16), padded).unsqueeze(-3).contiguous()
+    rows_of = _by_slab(local.transpose(-1, -2), padded)
+    groups = (rows_of[..., 0:1] | rows_of[..., 1:2] << 4).unsqueeze(-3).contiguous()
     outputs = _filled(held["super_scale"].float().unsqueeze(-1), padded)[..., 0].contiguous()
     codes = torch.stack((held["code_scale"], held["code_zero"]), -1).float()
     codes = F.pad(codes, (0, 0, 0, padded - rows)).contiguous()
@@ -205,7 +225,10 @@ def dequantized(slabs: Slabs, dtype: torch.dtype) -> torch.Tensor:
         numbers = bits.view(torch.float8_e4m3fn).float()
     if slabs.groups is not None:
         for part in reversed(range(slabs.scaled)):
-            table = slabs.groups[..., part, :, :].float().transpose(-1, -3)
+            table = slabs.groups[..., part, :, :]
+            if slabs.codes is not None:
+                table = torch.cat((table & 15, table >> 4), -1)
+            table = table.float().transpose(-1, -3)
             spread = table.reshape(*table.shape[:-4], -1, table.shape[-1])[..., :rows, :]
             spread = torch.repeat_interleave(spread, slabs.group_size, -1)[..., :count]
             numbers = numbers + spread if part else numbers * spread

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import join_chain, options, pad2
+from .common import cdiv, join_chain, options, pad2
 from .sampling import ordered
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _SOFTMAX_FLOOR = 1e-12
 _SIGMOID_FLOOR = 1e-20
 _TAKEN = tl.constexpr(-(2**63))
-# Up to here every expert's program looks at all assignments; above, sorting them is cheaper.
+# Up to here every expert's program looks at all assignments; above, each program looks at a few.
 _FEW_SLOTS = 4096
 
 
@@ -30,9 +30,9 @@ def _rank(x, index):
 
 @triton.jit
 def _route(
-    logits_p, bias_p, ids_p, weights_p, stride, floor, scaling,
-    EXPERTS: tl.constexpr, GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP_K: tl.constexpr,
-    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    logits_p, bias_p, ids_p, weights_p, stride, part_stride, floor, scaling,
+    PARTS: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, SHARED: tl.constexpr,
     PAD_GROUPS: tl.constexpr, PAD_SIZE: tl.constexpr, PAD_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     join_chain(PDL)
@@ -43,6 +43,9 @@ def _route(
     expert = group[:, None] * SIZE + member[None, :]
     inside = (group < GROUPS)[:, None] & (member < SIZE)[None, :]
     x = tl.load(logits_p + token * stride + expert, mask=inside, other=float("-inf"))
+    for part in tl.static_range(1, PARTS):
+        place = logits_p + part * part_stride + token * stride + expert
+        x += tl.load(place, mask=inside, other=0.0)
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-x))
     else:
@@ -78,9 +81,12 @@ def _route(
         rank = tl.where(chosen, _TAKEN, rank)
     if RENORMALIZE:
         weights = weights / tl.maximum(tl.sum(weights, 0), floor)
-    place = token * TOP_K + nth
-    tl.store(ids_p + place, ids, mask=nth < TOP_K)
-    tl.store(weights_p + place, weights * scaling, mask=nth < TOP_K)
+    # Behind the chosen ones stand those that every token visits.
+    ids = tl.where(nth < TOP_K, ids, EXPERTS + nth - TOP_K)
+    weights = tl.where(nth < TOP_K, weights * scaling, 1.0)
+    place = token * (TOP_K + SHARED) + nth
+    tl.store(ids_p + place, ids, mask=nth < TOP_K + SHARED)
+    tl.store(weights_p + place, weights, mask=nth < TOP_K + SHARED)
 
 
 @triton.jit(do_not_specialize=["num_slots", "max_blocks"])
@@ -120,6 +126,49 @@ def _align(
             tl.store(experts_p + unused, -1, mask=unused < max_blocks)
 
 
+@triton.jit(do_not_specialize=["num_slots"])
+def _count(ids_p, counts_p, num_slots, PAD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    join_chain(PDL)
+    slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = slots < num_slots
+    ids = tl.load(ids_p + slots, mask=inside, other=0).to(tl.int32)
+    counts = tl.histogram(ids, PAD, mask=inside)
+    tl.atomic_add(counts_p + tl.arange(0, PAD), counts, mask=counts > 0)
+
+
+@triton.jit(do_not_specialize=["num_slots", "max_blocks"])
+def _place(
+    ids_p, counts_p, order_p, experts_p, num_slots, max_blocks,
+    EXPERTS: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Programs take places of an expert as they come. Which row of a block a token gets decides nothing
+    about its result."""
+    join_chain(PDL)
+    expert = tl.arange(0, PAD)
+    counts = tl.load(counts_p + expert)
+    blocks = (counts + BM - 1) // BM
+    ends = tl.cumsum(blocks, 0)
+    starts = (ends - blocks) * BM
+    slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = slots < num_slots
+    ids = tl.load(ids_p + slots, mask=inside, other=-1).to(tl.int32)
+    is_own = (ids[:, None] == expert[None, :]).to(tl.int32)
+    own = tl.sum(is_own, 0)
+    first = starts + tl.atomic_add(counts_p + PAD + expert, own, mask=own > 0)
+    place = first[None, :] + tl.cumsum(is_own, 0) - is_own
+    tl.store(order_p + tl.sum(is_own * place, 1), slots, mask=inside)
+    if tl.program_id(0) == 0:
+        # The rest of each expert's last block is nobody's.
+        rest = (starts + counts)[:, None] + tl.arange(0, BM)[None, :]
+        tl.store(order_p + rest, num_slots + rest * 0, mask=rest < (ends * BM)[:, None])
+        for begin in range(0, max_blocks, BLOCK):
+            block = begin + tl.arange(0, BLOCK)
+            of_block = tl.sum((ends[None, :] <= block[:, None]).to(tl.int32), 1)
+            of_block = tl.where(of_block < EXPERTS, of_block, -1)
+            tl.store(experts_p + block, of_block, mask=block < max_blocks)
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """Assignments (token * top_k + nth) by expert, each expert's from a new block of rows on."""
@@ -134,23 +183,46 @@ def moe_routing(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(topk_ids [T, k] int64, topk_weights [T, k] float32). Batch-invariant; ids are valid whatever the
     logits hold."""
-    tokens, experts = router_logits.shape
+    return route(router_logits, correction_bias, spec, 0)
+
+
+def route(
+    router_logits: torch.Tensor,
+    correction_bias: torch.Tensor | None,
+    spec: RoutingSpec,
+    num_shared: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """moe_routing, and behind each token's choice the experts that all visit, [T, k + num_shared].
+    router_logits may be parts of sums, [parts, T, E]."""
+    tokens, experts = router_logits.shape[-2:]
+    parts = router_logits.shape[0] if router_logits.ndim == 3 else 1
     router_logits = router_logits if router_logits.stride(-1) == 1 else router_logits.contiguous()
-    ids = torch.empty((tokens, spec.top_k), dtype=torch.int64, device=router_logits.device)
-    weights = torch.empty((tokens, spec.top_k), dtype=torch.float32, device=router_logits.device)
+    shape, device = (tokens, spec.top_k + num_shared), router_logits.device
+    ids = torch.empty(shape, dtype=torch.int64, device=device)
+    weights = torch.empty(shape, dtype=torch.float32, device=device)
     if tokens:
         size = pad2(experts // spec.num_groups)
         _route[(tokens,)](
             router_logits, router_logits if correction_bias is None else correction_bias,
-            ids, weights, router_logits.stride(0),
+            ids, weights, router_logits.stride(-2), router_logits.stride(0),
             _SOFTMAX_FLOOR if spec.scoring == "softmax" else _SIGMOID_FLOOR,
-            float(spec.scaling_factor), EXPERTS=experts, GROUPS=spec.num_groups,
+            float(spec.scaling_factor), PARTS=parts, EXPERTS=experts, GROUPS=spec.num_groups,
             OPEN=spec.top_k_groups, TOP_K=spec.top_k, SIGMOID=spec.scoring == "sigmoid",
-            RENORMALIZE=spec.renormalize, HAS_BIAS=correction_bias is not None,
-            PAD_GROUPS=pad2(spec.num_groups), PAD_SIZE=size, PAD_K=pad2(spec.top_k),
+            RENORMALIZE=spec.renormalize, HAS_BIAS=correction_bias is not None, SHARED=num_shared,
+            PAD_GROUPS=pad2(spec.num_groups), PAD_SIZE=size, PAD_K=pad2(spec.top_k + num_shared),
             **options(num_warps=1),
         )  # fmt: skip
     return ids, weights
+
+
+def with_shared(
+    ids: torch.Tensor, weights: torch.Tensor, num_experts: int, num_shared: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A given routing with the experts that all visit behind it."""
+    shape = (ids.shape[0], num_shared)
+    shared = torch.arange(num_experts, num_experts + num_shared, device=ids.device).expand(shape)
+    ones = torch.ones(shape, dtype=weights.dtype, device=weights.device)
+    return torch.cat([ids, shared], 1), torch.cat([weights, ones], 1)
 
 
 def order_by_expert(ids: torch.Tensor, num_experts: int, rows: int) -> Order:
@@ -158,7 +230,7 @@ def order_by_expert(ids: torch.Tensor, num_experts: int, rows: int) -> Order:
     ids, num_slots = ids.contiguous(), ids.numel()
     blocks = min(num_slots, num_experts) + max(0, num_slots - num_experts) // rows
     if num_slots > _FEW_SLOTS:
-        return _sorted_order(ids.reshape(-1), num_experts, rows, blocks)
+        return _counted_order(ids, num_experts, rows, blocks)
     slots = torch.empty(blocks * rows, dtype=torch.int32, device=ids.device)
     experts = torch.empty(blocks, dtype=torch.int32, device=ids.device)
     _align[(num_experts,)](
@@ -168,17 +240,16 @@ def order_by_expert(ids: torch.Tensor, num_experts: int, rows: int) -> Order:
     return Order(slots, experts)
 
 
-def _sorted_order(ids: torch.Tensor, num_experts: int, rows: int, blocks: int) -> Order:
-    by_expert, slots = torch.sort(ids, stable=True)
-    expert = torch.arange(num_experts + 1, device=ids.device)
-    begins = torch.searchsorted(by_expert, expert)
-    counts = begins.diff()
-    ends = torch.cumsum((counts + rows - 1) // rows, 0)
-    starts = (ends - (counts + rows - 1) // rows) * rows
-    place = starts[by_expert] + torch.arange(len(ids), device=ids.device) - begins[by_expert]
-    order = torch.full((blocks * rows,), len(ids), dtype=torch.int32, device=ids.device)
-    order[place] = slots.to(torch.int32)
-    block = torch.arange(blocks, device=ids.device)
-    experts = torch.searchsorted(ends, block, right=True)
-    experts = torch.where(experts < num_experts, experts, -1).to(torch.int32)
-    return Order(order, experts)
+def _counted_order(ids: torch.Tensor, num_experts: int, rows: int, blocks: int) -> Order:
+    num_slots, pad = ids.numel(), pad2(num_experts)
+    slots = torch.empty(blocks * rows, dtype=torch.int32, device=ids.device)
+    experts = torch.empty(blocks, dtype=torch.int32, device=ids.device)
+    counts = torch.zeros((2, pad), dtype=torch.int32, device=ids.device)
+    _count[(cdiv(num_slots, 1024),)](
+        ids, counts, num_slots, PAD=pad, BLOCK=1024, **options(num_warps=4)
+    )
+    _place[(cdiv(num_slots, 128),)](
+        ids, counts, slots, experts, num_slots, blocks, EXPERTS=num_experts, PAD=pad, BM=rows,
+        BLOCK=128, **options(num_warps=8),
+    )  # fmt: skip
+    return Order(slots, experts)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import join_chain, options, pad2
+from .common import cdiv, join_chain, options, pad2
 from .random import log_exponential, row_key
 
 _MOST = 4096  # columns of one program
@@ -218,7 +218,7 @@ def apply_penalties(
     """Penalise tokens that occurred, in place."""
     logits, rows, width = _own(logits)
     if rows:
-        _penalize[(rows, triton.cdiv(width, _chunk(width)))](
+        _penalize[(rows, cdiv(width, _chunk(width)))](
             logits, presence, frequency, repetition, output_counts, prompt_seen, width,
             output_counts.stride(0), prompt_seen.stride(0), CHUNK=_chunk(width), **options(num_warps=8),
         )  # fmt: skip
@@ -229,7 +229,7 @@ def apply_bitmask(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """-inf where the bit is not set, in place."""
     logits, rows, width = _own(logits)
     if rows:
-        _forbid[(rows, triton.cdiv(width, _chunk(width)))](
+        _forbid[(rows, cdiv(width, _chunk(width)))](
             logits,
             mask.contiguous(),
             width,
@@ -266,6 +266,6 @@ def _chunk(width: int) -> int:
 
 def _chunks(logits: torch.Tensor, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Room for a value and an index of every chunk of every row."""
-    shape = (rows, triton.cdiv(width, _chunk(width)))
+    shape = (rows, cdiv(width, _chunk(width)))
     value = torch.empty(shape, dtype=torch.float32, device=logits.device)
     return value, torch.empty(shape, dtype=torch.int32, device=logits.device)

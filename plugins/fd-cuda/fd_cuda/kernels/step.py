@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import join_chain, options, pad2
+from .common import cdiv, join_chain, options, pad2
 
 # Codes the host reads in place of tokens; see contracts/ops.py.
 NOT_ACCEPTED = tl.constexpr(-1)
@@ -16,7 +16,7 @@ NOTHING_POSSIBLE = tl.constexpr(-3)
 
 @triton.jit(do_not_specialize=["num_slots"])
 def _prepare(
-    slots_p, tables_p, computed_p, newest_p, drafts_p, num_drafts_p, num_slots, max_blocks, k,
+    slots_p, tables_p, computed_p, newest_p, drafts_p, num_drafts_p, room_p, num_slots, max_blocks, k,
     ids_p, positions_p, mapping_p, lens_p, out_p,
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr, TABLE: tl.constexpr,
     PDL: tl.constexpr,
@@ -24,8 +24,9 @@ def _prepare(
     join_chain(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_p + row)
-    is_row = slot < num_slots - 1
     start = tl.load(computed_p + slot)
+    is_row = (slot < num_slots - 1) & (start < tl.load(room_p + slot))
+    start = tl.where(is_row, start, 0)
     nth = tl.arange(0, PAD)
     feeds = (nth <= tl.load(num_drafts_p + slot)) & is_row & (nth < WIDTH)
     where = start + tl.where(feeds, nth, 0)
@@ -66,6 +67,46 @@ def _finish(
     tl.store(results_p + row * WIDTH + nth, marked, mask=nth < WIDTH)
 
 
+@triton.jit
+def _judge(
+    slots_p, drawn_p, marked_p, drafts_p, num_drafts_p, out_p, k,
+    WIDTH: tl.constexpr, PAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    join_chain(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_p + row)
+    nth = tl.arange(0, PAD)
+    fed = (nth < tl.load(num_drafts_p + slot)) & (nth < WIDTH - 1)
+    drawn = tl.load(drawn_p + row * WIDTH + nth, mask=fed, other=-1)
+    behind = tl.load(marked_p + row * WIDTH + nth + 1, mask=fed, other=-1)
+    drafts = tl.load(drafts_p + slot * k + nth, mask=fed, other=-2)
+    is_right = fed & (drawn == drafts) & (behind >= 0)
+    tl.store(out_p + row, tl.min(tl.where(is_right, PAD, nth), 0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["num_slots", "vocab_size", "n"])
+def _keep(
+    slots_p, proposals_p, limit_p, vocab_size, computed_p, room_p, drafts_p, num_drafts_p, out_p,
+    num_slots, n, k, PAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    join_chain(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_p + row)
+    left = tl.load(room_p + slot) - 1 - tl.load(computed_p + slot)
+    left = tl.minimum(left, tl.load(limit_p))
+    left = tl.where(slot < num_slots - 1, left, 0)
+    nth = tl.arange(0, PAD)
+    ids = tl.load(proposals_p + row * n + nth, mask=nth < n, other=-1)
+    is_token = (ids >= 0) & (ids < vocab_size) & (nth < left)
+    first_wrong = tl.min(tl.where(is_token, PAD, nth), 0)
+    kept = nth < first_wrong
+    strange = (ids < -1) | (ids >= vocab_size)
+    taken = tl.where(kept, ids, tl.where(strange, -2, -1))
+    tl.store(out_p + row * n + nth, taken, mask=nth < n)
+    tl.store(drafts_p + slot * k + nth, tl.where(kept, ids, 0), mask=nth < k)
+    tl.store(num_drafts_p + slot, first_wrong.to(tl.int64))
+
+
 @triton.jit(do_not_specialize=["count"])
 def _mark(
     drawn_p, peaks_p, possible_p, out_p, count,
@@ -94,6 +135,7 @@ def prepare_decode(
     newest: torch.Tensor,
     drafts: torch.Tensor,
     num_drafts: torch.Tensor,
+    room: torch.Tensor,
     block_size: int,
     input_ids: torch.Tensor,
     positions: torch.Tensor,
@@ -107,8 +149,8 @@ def prepare_decode(
         return
     width, max_blocks = input_ids.shape[0] // num_rows, tables.shape[1]
     _prepare[(num_rows,)](
-        slots, tables, num_computed, newest, drafts, num_drafts, num_computed.shape[0], max_blocks,
-        drafts.shape[1], input_ids, positions, slot_mapping, seq_lens, block_tables,
+        slots, tables, num_computed, newest, drafts, num_drafts, room, num_computed.shape[0],
+        max_blocks, drafts.shape[1], input_ids, positions, slot_mapping, seq_lens, block_tables,
         BLOCK_SIZE=block_size, WIDTH=width, PAD=pad2(width), TABLE=min(1024, pad2(max_blocks)),
         **options(num_warps=4),
     )  # fmt: skip
@@ -134,6 +176,46 @@ def finish_decode(
         )  # fmt: skip
 
 
+def judge_drafts(
+    slots: torch.Tensor,
+    drawn: torch.Tensor,
+    marked: torch.Tensor,
+    drafts: torch.Tensor,
+    num_drafts: torch.Tensor,
+) -> torch.Tensor:
+    """[B] leading drafts that are right."""
+    num_rows, width = drawn.shape
+    found = torch.empty((num_rows,), dtype=torch.int64, device=drawn.device)
+    if num_rows:
+        _judge[(num_rows,)](
+            slots, drawn, marked, drafts, num_drafts, found, drafts.shape[1],
+            WIDTH=width, PAD=pad2(width), **options(num_warps=1),
+        )  # fmt: skip
+    return found
+
+
+def keep_drafts(
+    slots: torch.Tensor,
+    proposals: torch.Tensor,
+    limit: torch.Tensor,
+    vocab_size: int,
+    num_computed: torch.Tensor,
+    room: torch.Tensor,
+    drafts: torch.Tensor,
+    num_drafts: torch.Tensor,
+) -> torch.Tensor:
+    """Slots take what a drafter proposes; what was taken."""
+    proposals = proposals.contiguous()
+    taken, (num_rows, n) = torch.empty_like(proposals), proposals.shape
+    if num_rows:
+        k = drafts.shape[1]
+        _keep[(num_rows,)](
+            slots, proposals, limit, vocab_size, num_computed, room, drafts, num_drafts, taken,
+            num_computed.shape[0], n, k, PAD=pad2(k + 1), **options(num_warps=1),
+        )  # fmt: skip
+    return taken
+
+
 def mark_broken(
     drawn: torch.Tensor, peaks: torch.Tensor, possible: torch.Tensor | None
 ) -> torch.Tensor:
@@ -141,7 +223,7 @@ def mark_broken(
     out = torch.empty_like(drawn)
     if drawn.shape[0]:
         block = 256
-        _mark[(triton.cdiv(drawn.shape[0], block),)](
+        _mark[(cdiv(drawn.shape[0], block),)](
             drawn, peaks, drawn if possible is None else possible, out, drawn.shape[0],
             HAS_POSSIBLE=possible is not None, BLOCK=block, **options(num_warps=2),
         )  # fmt: skip

@@ -14,11 +14,13 @@ import hashlib
 import logging
 import os
 import re
+import struct
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 PLAIN, ADD, GATED = range(3)
 _HERE: Final = Path(__file__).parent
-_INCLUDE: Final = re.compile(r'^#include "(\w+\.cuh)"$', re.M)
+_INCLUDE: Final = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 _OLDEST: Final = (8, 0)  # mma.sync on bfloat16
 _ATTRIBUTE_CLUSTER: Final = 4
 _ATTRIBUTE_PDL: Final = 6
@@ -40,7 +42,7 @@ _FUNCTION_SHARED_BYTES: Final = 8
 # Whether a compiler knows this card is found out by trying.
 _TRIAL: Final = {"HALF": 0, "NORM": 0, "EPILOGUE": PLAIN, "PDL": 0}
 _lock = threading.Lock()
-_functions: dict[tuple[Any, ...], _Function] = {}
+_functions: dict[tuple[Any, ...], Function] = {}
 _compiling: dict[Path, threading.Lock] = {}
 _thread = threading.local()
 
@@ -58,10 +60,51 @@ class _Config(ctypes.Structure):
     )
 
 
+class _Call:
+    """What launches of one kernel by one thread share. Packing arguments into memory that stays where
+    it is costs a few microseconds a launch; making ctypes objects of them costs fifty."""
+
+    __slots__ = ("config", "pack", "pointers", "values")
+
+    def __init__(self, arguments: Sequence[Any], cluster: int) -> None:
+        codes = [_code(argument) for argument in arguments]
+        layout = struct.Struct("@" + "".join(codes))
+        self.values = ctypes.create_string_buffer(layout.size)
+        self.pack = functools.partial(layout.pack_into, self.values, 0)
+        start = ctypes.addressof(self.values)
+        ends = [struct.calcsize("@" + "".join(codes[: i + 1])) for i in range(len(codes))]
+        self.pointers = (ctypes.c_void_p * len(codes))(
+            *(start + end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True))
+        )
+        attributes = (_Attribute * 2)()
+        count = 0
+        if has_pdl():
+            attributes[count].id = _ATTRIBUTE_PDL
+            attributes[count].value[0] = 1
+            count += 1
+        if cluster > 1:
+            attributes[count].id = _ATTRIBUTE_CLUSTER
+            attributes[count].value[0] = attributes[count].value[1] = 1
+            attributes[count].value[2] = cluster
+            count += 1
+        self.config = _Config(attributes=attributes, num_attributes=count, by=1, bz=1)
+
+
+def _code(argument: Any) -> str:
+    """How `struct` spells the argument: pointers, 32-bit ints and floats, or what ctypes says."""
+    if argument is None or isinstance(argument, torch.Tensor):
+        return "P"
+    if isinstance(argument, float):
+        return "f"
+    return "i" if isinstance(argument, int) else str(argument._type_)
+
+
 @dataclass(slots=True)
-class _Function:
+class Function:
+    name: str
     handle: ctypes.c_void_p
     most_shared: int = 48 * 1024  # bytes of shared memory that may be asked for at launch
+    calls: dict[tuple[int, int], _Call] = field(default_factory=dict)  # by thread and cluster
 
 
 @functools.cache
@@ -139,9 +182,11 @@ def cache_folder() -> Path:
     return Path(root) / "fastdeploy" / "cuda"
 
 
+@functools.cache
 def _source(name: str) -> str:
-    source = (_HERE / f"{name}.cu").read_text("utf-8")
-    return _INCLUDE.sub(lambda match: (_HERE / match[1]).read_text("utf-8"), source)
+    """The file with what it includes in place: NVRTC looks into no folders."""
+    text = (_HERE / name).read_text("utf-8")
+    return _INCLUDE.sub(lambda match: _source(match[1]), text)
 
 
 def compile_ahead(name: str, defines: dict[str, int]) -> None:
@@ -164,7 +209,7 @@ def _compile(name: str, defines: dict[str, int]) -> bytes:
         "--std=c++17",
         *(f"-D{key}={value}" for key, value in sorted(defines.items())),
     ]
-    source, nvrtc = _source(name), _nvrtc()
+    source, nvrtc = _source(f"{name}.cu"), _nvrtc()
     version = (ctypes.c_int * 2)()
     nvrtc.nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, 4))
     key = hashlib.sha256("\0".join([source, *options, *map(str, version)]).encode()).hexdigest()
@@ -236,7 +281,7 @@ def _check(code: int, what: str) -> None:
         raise RuntimeError(f"CUDA error: {message} (code {code}, kernel {what})")
 
 
-def function(name: str, defines: dict[str, int]) -> _Function:
+def function(name: str, defines: dict[str, int]) -> Function:
     """The kernel `name` of name.cu, specialized; compiled and loaded at the first call."""
     device = torch.cuda.current_device()
     key = (device, name, *sorted(defines.items()))
@@ -250,56 +295,51 @@ def function(name: str, defines: dict[str, int]) -> _Function:
             driver, module, handle = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
             _check(driver.cuModuleLoadData(ctypes.byref(module), cubin), name)
             _check(driver.cuModuleGetFunction(ctypes.byref(handle), module, name.encode()), name)
-            _functions[key] = _Function(handle)
+            _functions[key] = Function(name, handle)
     return _functions[key]
 
 
 def launch(
-    kernel: _Function,
+    kernel: Function,
     grid: tuple[int, int, int],
     threads: int,
-    arguments: list[Any],
+    arguments: Sequence[Any],
     *,
     shared: int = 0,
     cluster: int = 1,
 ) -> None:
     """Queue it on the current stream. Arguments: tensors or None, ctypes values, ints as 32 bits,
     floats as 32 bits. `cluster`: blocks of a cluster along z."""
-    _enter(torch.cuda.current_device())
+    device = torch.cuda.current_device()
+    _enter(device)
     if shared > kernel.most_shared:
         _check(
             _driver().cuFuncSetAttribute(kernel.handle, _FUNCTION_SHARED_BYTES, shared), "attribute"
         )
         kernel.most_shared = shared
-    values = [_value(argument) for argument in arguments]
-    pointers = (ctypes.c_void_p * len(values))(
-        *(ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in values)
-    )
-    attributes = (_Attribute * 2)()
-    count = 0
-    if has_pdl():
-        attributes[count].id = _ATTRIBUTE_PDL
-        attributes[count].value[0] = 1
-        count += 1
-    if cluster > 1:
-        attributes[count].id = _ATTRIBUTE_CLUSTER
-        attributes[count].value[0] = attributes[count].value[1] = 1
-        attributes[count].value[2] = cluster
-        count += 1
-    stream = torch.cuda.current_stream().cuda_stream
-    config = _Config(*grid, threads, 1, 1, shared, stream, attributes, count)
-    _check(
-        _driver().cuLaunchKernelEx(ctypes.byref(config), kernel.handle, pointers, None), "launch"
-    )
+    key = (threading.get_ident(), cluster)
+    call = kernel.calls.get(key)
+    if call is None:
+        call = kernel.calls[key] = _Call(arguments, cluster)
+    call.pack(*map(_value, arguments))
+    config = call.config
+    config.gx, config.gy, config.gz = grid
+    config.bx, config.shared = threads, shared
+    config.stream = torch._C._cuda_getCurrentRawStream(device)
+    code = _launcher()(ctypes.byref(config), kernel.handle, call.pointers, None)
+    if code:
+        _check(code, kernel.name)
+
+
+@functools.cache
+def _launcher() -> Any:
+    return _driver().cuLaunchKernelEx
 
 
 def _value(argument: Any) -> Any:
+    """The number that is packed for it."""
     if argument is None:
-        return ctypes.c_void_p(0)
+        return 0
     if isinstance(argument, torch.Tensor):
-        return ctypes.c_void_p(argument.data_ptr())
-    if isinstance(argument, float):
-        return ctypes.c_float(argument)
-    if isinstance(argument, int):
-        return ctypes.c_int(argument)
-    return argument
+        return argument.data_ptr()
+    return getattr(argument, "value", argument)

@@ -298,6 +298,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
   const bool has_query = warp < NT && column < GROUP * fed;
   Turn query_turn;
   if (has_query) load_turn(query_turn, cos_sin, load_past_l1(positions + first_token + column / GROUP), part);
+  const bool owns = split == 0 && worker == num_workers - 1;
+  if (owns && warp >= NT && group < fed)  // of its own key, then
+    load_turn(query_turn, cos_sin, load_past_l1(positions + first_token + group), part);
   wait_for_previous();
   if (warp < NT) {
     Word4 query[4] = {};
@@ -320,37 +323,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
 #pragma unroll
     for (int i = 0; i < 8; ++i) state.acc[n][i][0] = state.acc[n][i][1] = state.acc[n][i][2] = state.acc[n][i][3] = 0.f;
   }
-  while (works) {
-    // The table's answer for the next turn takes as long as a load of keys: ask early.
-    const bool goes_on = begin + (turn + num_workers) * TURN < end;
-    const long long next_place = goes_on ? place_of(turn + num_workers) : 0;
-    float s[UNITS][NT][4];
-#pragma unroll
-    for (int u = 0; u < UNITS; ++u) {
-      score(s[u], key[u], queries, lane);
-      const int token = begin + turn * TURN + u * 16 + group;
-#pragma unroll
-      for (int n = 0; n < NT; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[u][n][i] = token + (i / 2) * 8 < end ? s[u][n][i] * scale : FLOOR * 2.f;
-    }
-    turn += num_workers, works = goes_on;
-    if (works) load_keys(next_place);
-    weigh<UNITS>(state, s);
-#pragma unroll
-    for (int u = 0; u < UNITS; ++u) add_values(state, s[u], value[u]);
-    if (works) load_values(next_place);
-  }
-
-  // The step's own tokens: the worker with the least to do rotates their keys and writes the cache.
-  if (split == 0 && worker == num_workers - 1) {
+  // The step's own tokens: the worker with the least to do rotates their keys and writes the cache, while
+  // what it has asked for is on its way.
+  if (owns) {
     Word4 own_key[2][4] = {}, own_value[4][2] = {};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int token = group + 8 * h;
       if (token >= fed) continue;
-      Turn key_turn;
-      load_turn(key_turn, cos_sin, positions[first_token + token], part);
+      Turn key_turn = query_turn;
+      if (h > 0 || warp < NT) load_turn(key_turn, cos_sin, positions[first_token + token], part);
       const u16* at = k + (long long)(first_token + token) * stride_k + head * stride_k_head + part * 8;
 #pragma unroll
       for (int c = 0; c < 4; ++c) own_key[h][c] = load4(at + c * 32);
@@ -385,6 +367,28 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
       }
     weigh<1>(state, s);
     add_values(state, s[0], own_value);
+  }
+
+  while (works) {
+    // The table's answer for the next turn takes as long as a load of keys: ask early.
+    const bool goes_on = begin + (turn + num_workers) * TURN < end;
+    const long long next_place = goes_on ? place_of(turn + num_workers) : 0;
+    float s[UNITS][NT][4];
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) {
+      score(s[u], key[u], queries, lane);
+      const int token = begin + turn * TURN + u * 16 + group;
+#pragma unroll
+      for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[u][n][i] = token + (i / 2) * 8 < end ? s[u][n][i] * scale : FLOOR * 2.f;
+    }
+    turn += num_workers, works = goes_on;
+    if (works) load_keys(next_place);
+    weigh<UNITS>(state, s);
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) add_values(state, s[u], value[u]);
+    if (works) load_values(next_place);
   }
 
   // Warps of the block.

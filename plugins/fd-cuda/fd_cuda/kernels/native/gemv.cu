@@ -1,45 +1,54 @@
 // y[M, N] = x[M, K] W[N, K]^T for M <= 8 * TILES: decode steps of few sequences.
 //
-// A block holds 16 rows of W; its WARPS warps divide K. Every thread loads 16 bytes at a time straight
-// into the operands of mma.m16n8k16: the sum over k may be taken in any order, so W and x agree on a
-// permutation of k under which eight consecutive values are what one thread has to hold. No shared memory
-// until the end, and up to AHEAD loads of W are under way before the kernel waits for the one before it.
+// A block holds 16 rows of W; its WARPS warps divide K. No shared memory until the end, and up to AHEAD
+// loads of W are under way before the kernel waits for the one before it. Everything else is asked for in
+// groups, one group ahead of the arithmetic: a load that a product waits for costs a third of the kernel.
 // GATED: rows 0..7 of a block are gate rows, 8..15 the up rows that belong to them.
 // A row of x comes out the same whatever M is.
 
-#include "common.cuh"
+#include "few_rows.cuh"
 
-__device__ __forceinline__ uint4 load_weight(const u16* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
+#define ROUNDS (K / (32 * WARPS))
+// Where round i of a warp begins: two rounds read the two halves of the same lines of memory.
+#define PAIRED (ROUNDS % 2 == 0)
+#define AT(i) (PAIRED ? (i) / 2 * 64 * WARPS + (i) % 2 * 32 : (i) * 32 * WARPS)
+#define HELD (ROUNDS < AHEAD ? ROUNDS : AHEAD)
+#define GROUP (TILES > 1 || (NORM && ROUNDS > 8) ? 3 : 6)  // rounds whose inputs are asked for at once
+
+// What a thread needs of x, and of the norm's weights, for GROUP rounds.
+struct Inputs {
+  uint4 x[GROUP][TILES];
+#if NORM
+  uint4 gain[GROUP];
+#endif
+};
+
+__device__ __forceinline__ void ask_for_gains(Inputs& in, const u16* norm, int begin) {
+#if NORM
+#pragma unroll
+  for (int i = 0; i < GROUP; i++)
+    if (begin + i < ROUNDS) in.gain[i] = load_weight(norm + AT(begin + i));
+#endif
 }
 
-__device__ __forceinline__ uint4 load_input(const u16* p) {
-  uint4 v;
-  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3},[%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ void multiply(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
-               "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+__device__ __forceinline__ void ask_for_inputs(Inputs& in, const u16* const (&x)[TILES], int begin) {
+#pragma unroll
+  for (int i = 0; i < GROUP; i++)
+    if (begin + i < ROUNDS) {
+#pragma unroll
+      for (int m = 0; m < TILES; m++) in.x[i][m] = load_input(x[m] + AT(begin + i));
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 gemv(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm,
      const u16* __restrict__ w, const u16* __restrict__ bias, const u16* residual, u16* y,
      int M, int N, float eps) {
-  constexpr int STEP = 32 * WARPS, ROUNDS = K / STEP;
-  constexpr int HELD = ROUNDS < AHEAD ? ROUNDS : AHEAD;
-  constexpr int OUT = EPILOGUE == GATED ? 8 : 16;
+  constexpr int OUT = EPILOGUE == GATED ? 8 : 16, COUNT = TILES * 8 * OUT, THREADS = WARPS * 32;
+  constexpr int TURNS = (COUNT + THREADS - 1) / THREADS;
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, r = lane >> 2, q = lane & 3;
   const int row = blockIdx.x * OUT + r;
-  const int offset = warp * 32 + q * 8;
+  const int offset = warp * (PAIRED ? 64 : 32) + q * 8;
   // Rows behind the last repeat it; nothing of theirs is stored.
   const int last = EPILOGUE == GATED ? N / 2 - 1 : N - 1;
   const int first = min(row, last), second = EPILOGUE == GATED ? first + N / 2 : min(row + 8, last);
@@ -49,61 +58,85 @@ gemv(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
   uint4 a[HELD], b[HELD];
 #pragma unroll
   for (int i = 0; i < HELD; i++) {
-    a[i] = load_weight(upper + i * STEP);
-    b[i] = load_weight(lower + i * STEP);
+    a[i] = load_weight(upper + AT(i));
+    b[i] = load_weight(lower + AT(i));
   }
+  Inputs in[2];
+  ask_for_gains(in[0], norm + offset, 0);
   let_next_start();
   wait_for_previous();
 
-  float sum[TILES][4], squares[TILES];
+  // Columns behind the last row of x repeat it; nothing of theirs is stored either.
+  const u16* own[TILES];
+#pragma unroll
+  for (int m = 0; m < TILES; m++) own[m] = x + min(m * 8 + r, M - 1) * x_stride + offset;
+  ask_for_inputs(in[0], own, 0);
+  // What this thread will finish: its residuals are asked for now.
+  float addends[TURNS];
+#pragma unroll
+  for (int t = 0; t < TURNS; t++) {
+    const int e = t * THREADS + thread, column = blockIdx.x * OUT + e % OUT;
+    addends[t] = 0.f;
+    if (EPILOGUE == ADD && e / OUT < M && column <= last)
+      addends[t] = widen(residual[(u64)(e / OUT) * N + column]);
+  }
+  if (GROUP < ROUNDS) {
+    ask_for_gains(in[1], norm + offset, GROUP);
+    ask_for_inputs(in[1], own, GROUP);
+  }
+  // Compilers like to put a load back behind the products that do not need it, and then each waits for
+  // memory once more. So the sums begin with a zero whose sign depends on all loads.
+  u32 bits = 0;
+#pragma unroll
+  for (int t = 0; t < TURNS; t++) bits |= __float_as_uint(addends[t]);
+#pragma unroll
+  for (int i = 0; i < 2 * GROUP && i < ROUNDS; i++)
+#pragma unroll
+    for (int m = 0; m < TILES; m++) bits |= in[i / GROUP].x[i % GROUP][m].x;
+  const float zero = bits == 0xffedcba9 ? -0.f : 0.f;
+
+  // Two sums: a product that has to wait for the one before it takes twice as long.
+  float sums[TILES][2][4], squares[TILES];
 #pragma unroll
   for (int m = 0; m < TILES; m++) {
     squares[m] = 0.f;
 #pragma unroll
-    for (int j = 0; j < 4; j++) sum[m][j] = 0.f;
+    for (int j = 0; j < 8; j++) sums[m][j / 4][j % 4] = zero;
   }
 #pragma unroll
-  for (int begin = 0; begin < ROUNDS; begin += HELD) {
-    if (begin > 0) {
+  for (int begin = 0; begin < ROUNDS; begin += GROUP) {
+    Inputs& now = in[begin / GROUP % 2];
 #pragma unroll
-      for (int i = 0; i < HELD; i++)
-        if (begin + i < ROUNDS) {
-          a[i] = load_weight(upper + (begin + i) * STEP);
-          b[i] = load_weight(lower + (begin + i) * STEP);
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < HELD; i++)
-      if (begin + i < ROUNDS) {
-        const int k = (begin + i) * STEP + offset;
-#if NORM
-        const uint4 g = load_input(norm + k);
-#endif
+    for (int i = 0; i < GROUP; i++) {
+      const int round = begin + i;
+      if (round < ROUNDS) {
+        uint4 &wa = a[round % HELD], &wb = b[round % HELD];
 #pragma unroll
         for (int m = 0; m < TILES; m++) {
-          const int n = m * 8 + r;
-          uint4 v = make_uint4(0, 0, 0, 0);
-          if (n < M) v = load_input(x + n * x_stride + k);
 #if NORM
-          v.x = scaled(v.x, g.x, squares[m]);
-          v.y = scaled(v.y, g.y, squares[m]);
-          v.z = scaled(v.z, g.z, squares[m]);
-          v.w = scaled(v.w, g.w, squares[m]);
+          scale(now.x[i][m], now.gain[i], squares[m]);
 #endif
-          multiply(sum[m], a[i].x, b[i].x, a[i].y, b[i].y, v.x, v.y);
-          multiply(sum[m], a[i].z, b[i].z, a[i].w, b[i].w, v.z, v.w);
+          multiply(sums[m][round % 2], wa, wb, now.x[i][m]);
+        }
+        if (round + HELD < ROUNDS) {
+          wa = load_weight(upper + AT(round + HELD));
+          wb = load_weight(lower + AT(round + HELD));
         }
       }
+    }
+    if (begin + 2 * GROUP < ROUNDS) {
+      ask_for_gains(now, norm + offset, begin + 2 * GROUP);
+      ask_for_inputs(now, own, begin + 2 * GROUP);
+    }
   }
 
   __shared__ float part[WARPS][TILES * 8][17];
   __shared__ float part_squares[WARPS][TILES * 8];
 #pragma unroll
   for (int m = 0; m < TILES; m++) {
-    part[warp][m * 8 + 2 * q][r] = sum[m][0];
-    part[warp][m * 8 + 2 * q + 1][r] = sum[m][1];
-    part[warp][m * 8 + 2 * q][r + 8] = sum[m][2];
-    part[warp][m * 8 + 2 * q + 1][r + 8] = sum[m][3];
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      part[warp][m * 8 + 2 * q + j % 2][r + j / 2 * 8] = sums[m][0][j] + sums[m][1][j];
 #if NORM
     float s = squares[m];
     s += __shfl_xor_sync(~0u, s, 1);
@@ -113,10 +146,11 @@ gemv(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
   }
   __syncthreads();
 
-  const int count = TILES * 8 * OUT;
-  for (int e = thread; e < count; e += WARPS * 32) {
+#pragma unroll
+  for (int t = 0; t < TURNS; t++) {
+    const int e = t * THREADS + thread;
     const int c = e % OUT, n = e / OUT, column = blockIdx.x * OUT + c;
-    if (n >= M || column > last) continue;
+    if (e >= COUNT || n >= M || column > last) continue;
     float value = 0.f, other = 0.f, total = 0.f;
 #pragma unroll
     for (int i = 0; i < WARPS; i++) {
@@ -127,9 +161,9 @@ gemv(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
 #endif
     }
 #if NORM
-    const float scale = rsqrtf(total / K + eps);
-    value *= scale;
-    other *= scale;
+    const float divisor = rsqrtf(total / K + eps);
+    value *= divisor;
+    other *= divisor;
 #endif
     if (bias != nullptr) {
       value += widen(bias[column]);
@@ -138,9 +172,7 @@ gemv(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
     if (EPILOGUE == GATED) {
       y[(u64)n * (N / 2) + column] = narrow(silu(value) * other);
     } else {
-      const u64 place = (u64)n * N + column;
-      if (EPILOGUE == ADD) value += widen(residual[place]);
-      y[place] = narrow(value);
+      y[(u64)n * N + column] = narrow(value + addends[t]);
     }
   }
 }

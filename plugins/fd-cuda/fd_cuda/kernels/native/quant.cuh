@@ -21,11 +21,13 @@
 #define MAGIC 0x64006400u         // 1024 + q
 #define MINUS_MIDDLE 0xe408e408u  // -1032
 #define MINUS_32 0xe420e420u      // -1056
+#define MINUS_BASE 0xe400e400u    // -1024
 #else
 #define ONES 0x3f803f80u
 #define MAGIC 0x43004300u         // 128 + q
 #define MINUS_MIDDLE 0xc308c308u  // -136
 #define MINUS_32 0xc320c320u      // -160
+#define MINUS_BASE 0xc300c300u    // -128
 #endif
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
@@ -87,6 +89,12 @@ __device__ __forceinline__ uint4 load_once(const uint4* p) {
 __device__ __forceinline__ uint2 load_once(const uint2* p) {
   uint2 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+
+__device__ __forceinline__ u32 load_once(const unsigned char* p) {
+  u32 v;
+  asm volatile("ld.global.nc.u8 %0,[%1];" : "=r"(v) : "l"(p));
   return v;
 }
 
@@ -184,13 +192,23 @@ __device__ __forceinline__ void unpack(const Slab& slab, int step, const Code&, 
 
 // What a group of inputs adds to a lane's two rows: the row's number in the low half, the row + 8's in the
 // high one. SCALED: 0 for one scale an output, 1 for groups with scales, 2 for groups with offsets and scales.
+// CCQ's scales are four bits: the row's, then the row + 8's.
 struct Group {
   u32 scales, offsets;
 };
 
-__device__ __forceinline__ Group load_group(const u32* table, int group) {
+#if FORMAT == CCQ
+typedef unsigned char Entry;
+#else
+typedef u32 Entry;
+#endif
+
+__device__ __forceinline__ Group load_group(const Entry* table, int group) {
   Group g = {0, 0};
-#if SCALED
+#if FORMAT == CCQ
+  const u32 both = load_once(table + group * 8);
+  g.scales = fma2((both & 15) | (both & 0xf0u) << 12 | MAGIC, ONES, MINUS_BASE);
+#elif SCALED
   g.scales = load_once(table + group * 8 * SCALED);
   if (SCALED == 2) g.offsets = load_once(table + group * 16 + 8);
 #endif

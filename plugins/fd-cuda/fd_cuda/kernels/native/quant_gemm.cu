@@ -19,11 +19,47 @@
 #define SHARE (BN / SPLIT)  // rows that a block finishes
 #define PIECES_X (BN * 8 / THREADS)
 
+// INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
+
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ void copy_async(u32 to, const void* from, bool inside) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0)
                : "memory");
+}
+
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// The copies of all but the last `left` turns are there for the matrix units to read.
+template <int left>
+__device__ __forceinline__ void await_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void await_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+// All blocks of the cluster have started: their shared memory may be written.
+__device__ __forceinline__ void announce_start() {
+#if SPLIT > 1
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void await_start() {
+#if SPLIT > 1
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void meet() {
+#if SPLIT > 1
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
 }
 
 __device__ __forceinline__ u64 descriptor(u32 address) {
@@ -81,6 +117,8 @@ __device__ __forceinline__ void send(u32 address, float value) {
 #endif
 }
 
+// END OF INSTRUCTIONS
+
 // Where a lane's slabs come from, and the scales of their groups.
 struct Source {
   const uint4* slab[MT];
@@ -119,9 +157,7 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
   groups += (u64)expert * slabs * num_groups * 8 * SCALED;
   scales += (u64)expert * slabs * 16;
 #endif
-#if SPLIT > 1
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-#endif
+  announce_start();
   Source from;
 #pragma unroll
   for (int m = 0; m < MT; m++) {
@@ -179,7 +215,7 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
 #pragma unroll
   for (int s = 0; s < STAGES - 1; s++) {
     if (s < count) ask_x(s);
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    commit();
   }
 
   float sum[MT][BN / 2];
@@ -196,31 +232,30 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
     for (int i = 0; i < AHEAD; i++) {
       const int t = begin + i;
       if (t >= count) break;
-      asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      await_copies<STAGES - 2>();
       __syncthreads();
       const u64 tile_x = descriptor(base + (t % STAGES) * STAGE);
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+      begin_products();
 #pragma unroll
       for (int s = 0; s < 4; s++)
 #pragma unroll
         for (int m = 0; m < MT; m++) multiply(sum[m], a[i & 1][m][s], tile_x + s * 2);
-      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      end_products();
       // All have finished with the turn before: its place is free.
       if (t + STAGES - 1 < count) ask_x(t + STAGES - 1);
-      asm volatile("cp.async.commit_group;" ::: "memory");
+      commit();
       if (t + AHEAD < count) ask(i, t + AHEAD);
       if (t + 1 < count) unpack_turn(a[(i + 1) & 1], held[(i + 1) % AHEAD], held_groups[(i + 1) % AHEAD]);
-      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      await_products();
     }
   }
 #pragma unroll
   for (int m = 0; m < MT; m++) fence_registers(sum[m]);
 
 #if SPLIT > 1
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all have started
+  await_start();
 #else
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  await_copies<0>();
   __syncthreads();  // parts stand where tiles were
 #endif
   // Row n of x goes to the block that finishes it: there it is row (own rank, n % SHARE).
@@ -232,11 +267,7 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
       const int n = j / 4 * 8 + q * 2 + (j & 1), c = m * OUT + warp * 16 + r + (j >> 1 & 1) * 8;
       send(at_rank(shared_address(parts + (rank * SHARE + n % SHARE) * PITCH + c), n / SHARE), sum[m][j]);
     }
-#if SPLIT > 1
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-  __syncthreads();
-#endif
+  meet();
 
   const int width = PAIRED ? N / 2 : N;
   for (int e = thread; e < SHARE * (OUT / 4); e += THREADS) {

@@ -62,6 +62,7 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
            const float* __restrict__ scales, const float* x_scales, const u16* __restrict__ bias, u16* y,
            const int* slots, const int* experts, const long long* ids, int M, int N, int K, int slabs,
            int turns, int per_group, int divisor, const float2* __restrict__ codes) {
+  const Entry* entries = (const Entry*)groups;
   // Inputs in the rings, then the warps' parts of the sums.
   extern __shared__ __align__(128) unsigned char memory[];
   const int thread = threadIdx.x, lane = thread & 31, warp = __shfl_sync(~0u, thread >> 5, 0);
@@ -74,12 +75,12 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
   if (expert < 0) return;
   w += (u64)expert * (BY_ROWS ? N * (K / 16) : FORMAT == CCQ ? slabs * turns * 16 : slabs * turns * 32 * PIECES);
   codes += (u64)expert * slabs * 16;
-  groups += (u64)expert * slabs * num_groups * 8 * SCALED;
+  entries += (u64)expert * slabs * num_groups * 8 * SCALED;
   scales += (u64)expert * slabs * 16;
 #endif
   const uint4* from[MT];
   [[maybe_unused]] u32 second[MT];  // by rows: from a row to the row eight below
-  const u32* group_of[MT];
+  const Entry* group_of[MT];
   Code maps[MT];
 #pragma unroll
   for (int m = 0; m < MT; m++) {
@@ -96,7 +97,7 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
     } else {
       from[m] = w + (u64)slab * turns * 32 * PIECES + lane;
     }
-    group_of[m] = groups + (u64)slab * num_groups * 8 * SCALED + (lane >> 2);
+    group_of[m] = entries + (u64)slab * num_groups * 8 * SCALED + (lane >> 2);
   }
 
   Slab held[AHEAD][MT];

@@ -47,12 +47,7 @@ __device__ __forceinline__ u64 descriptor(u32 address) {
 
 #define R4(d, i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3])
 #define R8(d, i) R4(d, i), R4(d, i + 4)
-#if BN == 16
-#define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7}"
-#define D_REGS(d) R8(d, 0)
-#define SHAPE "m64n16k32"
-#define TAIL "{%8,%9,%10,%11}, %12, 1;"
-#elif BN == 32
+#if BN == 32
 #define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}"
 #define D_REGS(d) R8(d, 0), R8(d, 8)
 #define SHAPE "m64n32k32"

@@ -6,12 +6,14 @@
 
 
 // Banks: elements that a warp touches together lie 1, 8, 64, ... apart.
-__device__ __forceinline__ int at(int i) { return i + (i >> 5); }
+__device__ __forceinline__ int at(int i) { return i + (i >> 3); }
 
+// Elements h = 2^shift apart.
 template <int RADIX>
-__device__ __forceinline__ void pass(float* row, int K, int h, int thread) {
+__device__ __forceinline__ void pass(float* row, int K, int shift, int thread) {
+  const int h = 1 << shift;
   for (int i = thread; i < K / RADIX; i += THREADS) {
-    const int first = i / h * h * RADIX + i % h;
+    const int first = (i >> shift << shift) * RADIX + (i & (h - 1));
     float v[RADIX];
 #pragma unroll
     for (int e = 0; e < RADIX; e++) v[e] = row[at(first + e * h)];
@@ -52,10 +54,10 @@ tet_rotate(const u16* x, long long x_stride, const signed char* __restrict__ sig
     }
   }
   __syncthreads();
-  int h = 1;
-  for (; h * 8 <= block; h *= 8) pass<8>(row, K, h, thread);
-  if (h * 4 == block) pass<4>(row, K, h, thread);
-  if (h * 2 == block) pass<2>(row, K, h, thread);
+  int shift = 0;
+  for (; 8 << shift <= block; shift += 3) pass<8>(row, K, shift, thread);
+  if (4 << shift == block) pass<4>(row, K, shift, thread);
+  if (2 << shift == block) pass<2>(row, K, shift, thread);
   if (rounded != nullptr) {  // for products in the dtype of x
     for (int i = thread; i < K; i += THREADS) rounded[(u64)blockIdx.x * K + i] = narrow(row[at(i)] * norm);
     return;

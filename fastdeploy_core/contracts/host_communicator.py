@@ -82,6 +82,7 @@ class SharedMemoryCommunicator:
         total = np.empty_like(mine)
 
         def read(part: slice, slots: list[memoryview]) -> None:
+            """Add everybody's numbers."""
             pieces = [np.frombuffer(slot, dtype=mine.dtype) for slot in slots]
             target = total[part.start // mine.itemsize : part.stop // mine.itemsize]
             np.add(pieces[0], pieces[1], out=target)
@@ -101,6 +102,7 @@ class SharedMemoryCommunicator:
         target = everything.reshape(self.world_size, -1).view(np.uint8)
 
         def read(part: slice, slots: list[memoryview]) -> None:
+            """Take everybody's bytes."""
             for rank, slot in enumerate(slots):
                 target[rank, part] = np.frombuffer(slot, dtype=np.uint8)
 
@@ -116,6 +118,7 @@ class SharedMemoryCommunicator:
         result = np.empty(mine.nbytes, dtype=np.uint8)
 
         def read(part: slice, slots: list[memoryview]) -> None:
+            """Take the source's bytes."""
             result[part] = np.frombuffer(slots[source], dtype=np.uint8)
 
         self._exchange(_BROADCAST, source, _bytes(mine), read)

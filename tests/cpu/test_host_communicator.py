@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from fastdeploy_core import tensor
+from fastdeploy_core.contracts import host_communicator as module
+from fastdeploy_core.contracts.host_communicator import SharedMemoryCommunicator
 from fastdeploy_core.errors import ConfigError, WorkerError
-from fastdeploy_core.reference import communicator as module
-from fastdeploy_core.reference.communicator import SharedMemoryCommunicator
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,0 +1,55 @@
+"""The KV caches of one rank: a pool of blocks for every attention layer, and moves between blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastdeploy_core.contracts.attention import cache_dtypes
+from fastdeploy_core.errors import WorkerError
+from fastdeploy_core.types import BlockCopies
+
+from .host_tier import BlockMover
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.tensor import Tensor
+
+    from .loader import LoadedModel
+
+
+class Caches:
+    """None until `allocate`."""
+
+    def __init__(self, device: DeviceBackend, kernels: KernelTable, loaded: LoadedModel) -> None:
+        self._device, self._kernels, self._loaded = device, kernels, loaded
+        self.tensors: list[tuple[Tensor, ...]] = []  # of each layer
+        self._mover: BlockMover | None = None
+
+    def shapes(self, num_blocks: int) -> list[list[tuple[tuple[int, ...], str]]]:
+        """(shape, dtype) of each tensor of each layer's cache."""
+        layers = []
+        for spec in self._loaded.kv_layers:
+            shapes = self._loaded.attention[spec].cache_shapes(num_blocks)
+            layers.append(list(zip(shapes, cache_dtypes(spec, len(shapes)), strict=True)))
+        return layers
+
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+        """Zeroed caches of every layer; those there were have been dropped."""
+        xp, device = self._device.xp, self._device
+        self.tensors = [
+            tuple(xp.zeros(s, dtype=xp.dtype(dtype), device=device.device) for s, dtype in layer)
+            for layer in self.shapes(num_blocks)
+        ]
+        self._mover = BlockMover(device, self._kernels, self.tensors, num_host_blocks)
+
+    def drop(self) -> None:
+        """Give the memory back, as far as nobody else holds the tensors."""
+        self._mover, self.tensors = None, []
+
+    def move(self, copies: BlockCopies) -> None:
+        """Copy blocks as a step says."""
+        if copies.device_to_host or copies.host_to_device or copies.device_to_device:
+            if self._mover is None:
+                raise WorkerError("a step copies blocks before the cache was allocated")
+            self._mover.apply(copies)

@@ -1,0 +1,57 @@
+"""Drafts of sampled rows in a recording: each row's sampling parameters in fixed memory.
+
+The same draws as Sampler.draw_at makes: of filtered logits, with the random numbers of the place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fastdeploy_core.sampling import columns as bits
+from fastdeploy_core.sampling.columns import SamplingColumns
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.tensor import Tensor
+
+FLOATS = ("temperature", "top_p", "min_p")
+
+
+class RecordedDraws:
+    """Parameters of up to `max_rows` rows, in batch order."""
+
+    def __init__(
+        self, device: DeviceBackend, kernels: KernelTable, columns: SamplingColumns, max_rows: int
+    ) -> None:
+        xp = self._xp = device.xp
+        self._device, self._columns = device, columns
+        self._greedy, self._sample = kernels["greedy"], kernels["sample"]
+        self._filter = kernels["filter_logits"]
+        self._numbers = xp.zeros((3, max_rows), dtype=xp.int64, device=device.device)
+        self._floats = xp.zeros((3, max_rows), dtype=xp.float32, device=device.device) + 1
+        self._filled: tuple[np.ndarray, int] | None = None
+
+    def fill(self, slots: np.ndarray) -> None:
+        """These are the rows; nothing happens while they stay what they are."""
+        columns, filled = self._columns, self._filled
+        if filled is not None and filled[0] is slots and filled[1] == columns.version:
+            return
+        self._filled = (slots, columns.version)
+        is_random = (columns.flags[slots] & bits.RANDOM) != 0
+        numbers = np.stack((is_random.astype(np.int64), columns.top_k[slots], columns.seed[slots]))
+        floats = np.stack([getattr(columns, name)[slots] for name in FLOATS])
+        floats[:, ~is_random] = 1.0  # their draws are not used
+        self._numbers[:, : slots.size] = self._device.to_device(numbers)
+        self._floats[:, : slots.size] = self._device.to_device(floats)
+
+    def draw(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """[rows] int64 tokens at these positions; consumes the logits."""
+        xp, size = self._xp, logits.shape[0]
+        is_random, top_k, seed = (self._numbers[n, :size] for n in range(3))
+        temperature, top_p, min_p = (self._floats[n, :size] for n in range(3))
+        likeliest = self._greedy(logits)
+        logits = self._filter(logits.div_(temperature.unsqueeze(1)), top_k, top_p, min_p)
+        return xp.where(is_random > 0, self._sample(logits, seed, positions), likeliest)

@@ -1,0 +1,55 @@
+"""The device `x86`: this machine's processor through native kernels and one team of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastdeploy_core.contracts.device import CapturedGraph, DeviceLimits, DeviceOptions
+from fastdeploy_core.contracts.host_device import MAX_TENSOR_PARALLEL, HostDevice
+
+from .formats import FORMATS
+from .recording import Recorder
+from .team import close_team, open_team
+
+
+class X86Device(HostDevice):
+    """Tensors are the library's own; a recorded step is a native plan."""
+
+    name = "x86"
+
+    def __init__(self, options: DeviceOptions) -> None:
+        super().__init__(options)
+        self.limits = DeviceLimits(
+            # What stands around our kernels is the library's: paddle cannot even add bfloat16 here.
+            dtypes=("float32", "bfloat16") if self.xp.name == "torch" else ("float32",),
+            block_sizes=(16, 32, 64, 128, 256),
+            default_block_size=64,
+            kv_layout="HND",
+            graph_capture=True,
+            graph_any_size=True,
+            max_tensor_parallel_size=MAX_TENSOR_PARALLEL,
+            shares_host_memory=True,
+        )
+        # The library's own operations are rare and small: a second team of threads would only be in
+        # the way of ours.
+        self.xp.set_num_threads(1)
+        self._team = open_team(self.xp, self.num_threads)
+        self._recorder = Recorder(self._team)
+
+    def capture(
+        self, run: Callable[[], None], beside: CapturedGraph | None = None
+    ) -> CapturedGraph:
+        """A native plan, or the call itself where the tensor library takes part in the work."""
+        return self._recorder.capture(run)
+
+    def report(self) -> list[str]:
+        """Instructions and threads in use, and what quantized weights mean here."""
+        native = self._team.native
+        return [
+            f"native kernels: {native.isa}, {native.num_threads} threads",
+            f"products with {', '.join(FORMATS)} round activations to int8, for each token and group",
+        ]
+
+    def close(self) -> None:
+        """The threads end with the last device of the process."""
+        close_team(self._team)

@@ -1,0 +1,324 @@
+"""Operations that this device implements itself; meanings and shapes: fastdeploy_core/contracts/ops.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from fastdeploy_core.contracts.ops import Kernel
+
+from . import sampling
+from .formats import FORMATS
+from .packing import Packed
+from .team import address, rows_of, team
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.moe import RoutingSpec
+    from fastdeploy_core.tensor import Tensor
+
+_OWN = (
+    *("embedding", "norm_linear", "linear_add", "linear_logits", "greedy_linear"),
+    *("rms_norm", "add_rms_norm", "silu_and_mul", "qk_norm"),
+    *("moe_routing", "prepare_decode", "finish_decode", "mark_broken", "greedy"),
+)
+TABLE: Final[dict[str, str | Kernel]] = {
+    **{name: f"fd_cpu.kernels:{name}" for name in _OWN},
+    **sampling.CELLS,
+    "linear": Kernel(
+        "fd_cpu.kernels:linear", prepare="fd_cpu.formats:prepare", formats=tuple(FORMATS)
+    ),
+    "gated_linear": Kernel(
+        "fd_cpu.kernels:gated_linear",
+        prepare="fd_cpu.formats:prepare_gated",
+        formats=tuple(FORMATS),
+    ),
+    "linear_float32": Kernel("fd_cpu.kernels:linear_float32", prepare="fd_cpu.formats:prepare"),
+    **{
+        f"linear_{name}": Kernel(
+            "fd_cpu.kernels:linear",
+            prepare="fd_cpu.formats:prepare",
+            activations="int8" if name.startswith("wint") else "",
+        )
+        for name in FORMATS
+    },
+    **{
+        f"moe_experts_{name}": Kernel(
+            "fd_cpu.moe:moe_experts",
+            prepare="fd_cpu.moe:prepare_experts",
+            activations="int8" if name.startswith("wint") else "",
+        )
+        for name in FORMATS
+    },
+}
+
+
+def _product(
+    x: Tensor,
+    weight: Packed,
+    bias: Tensor | None,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    dtype: Any = None,
+) -> Tensor:
+    t, x = team(), rows_of(x)
+    num_rows = int(x.shape[0])
+    y = t.new((num_rows, weight.rows), dtype or x.dtype)
+    if num_rows:
+        t.reads(x, residual)
+        t.keep(x, weight, bias, norm_weight, residual, y)
+        t.native.linear(
+            weight.native,
+            address(x),
+            t.code(x),
+            num_rows,
+            int(x.stride()[0]),
+            address(norm_weight),
+            eps,
+            address(bias),
+            address(residual),
+            address(y),
+            t.code(y),
+            weight.rows,
+        )
+    return y
+
+
+def linear(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
+    """The plain product."""
+    return _product(x, weight, bias)
+
+
+def norm_linear(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Packed, bias: Tensor | None
+) -> Tensor:
+    """Normalised while the rows are brought into the kernel's form."""
+    return _product(x, weight, bias, norm_weight, eps)
+
+
+def gated_linear(
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Packed, bias: Tensor | None
+) -> Tensor:
+    """The gate is applied to the sums while they are in registers."""
+    return _product(x, weight, bias, norm_weight, eps)
+
+
+def linear_add(x: Tensor, weight: Packed, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """The residual is added to the sums."""
+    return _product(x, weight, bias, residual=residual.contiguous())
+
+
+def linear_float32(x: Tensor, weight: Packed) -> Tensor:
+    """Float32 weights, sums and results, whatever x is."""
+    return _product(x, weight, None, dtype=team().xp.float32)
+
+
+def linear_logits(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
+    """Sums are float32 in any case."""
+    bias = None if bias is None else bias.float()
+    return _product(x, weight, bias, dtype=team().xp.float32)
+
+
+def greedy_linear(x: Tensor, weight: Packed, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Logits of all rows, then the search."""
+    return _search(linear_logits(x, weight, bias))
+
+
+def embedding(input_ids: Tensor, weight: Tensor | Packed) -> Tensor:
+    """Rows of the table, or of the lm head's packed matrix where it is shared."""
+    t = team()
+    num_ids, (num_rows, width) = int(input_ids.shape[0]), weight.shape
+    y = t.new((num_ids, int(width)), weight.dtype)
+    packed = weight.native if isinstance(weight, Packed) else None
+    table = 0 if packed is not None else address(weight)
+    if num_ids:
+        t.reads(input_ids)
+        t.keep(input_ids, weight, y)
+        t.native.embedding(
+            *(address(input_ids), table, packed, address(y), t.code(y)),
+            *(num_ids, int(num_rows), int(width)),
+        )
+    return y
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Any shape; rows are the last dimension."""
+    t, x = team(), x.contiguous()
+    y, width = t.new(tuple(x.shape), x.dtype), int(x.shape[-1])
+    num_rows = t.xp.size(x) // width
+    if num_rows:
+        t.reads(x)
+        t.keep(x, weight, y)
+        t.native.add_norm(
+            address(x), 0, 0, address(weight), eps, address(y), t.code(x), num_rows, width
+        )
+    return y
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum goes to memory of its own: x and residual stay as they are."""
+    t = team()
+    total, update = t.new(tuple(residual.shape), residual.dtype), x.contiguous()
+    residual = residual.contiguous()
+    y, (num_rows, width) = t.new(tuple(x.shape), x.dtype), map(int, x.shape)
+    if num_rows:
+        t.reads(update, residual)
+        t.keep(update, residual, total, weight, y)
+        t.native.add_norm(
+            address(residual),
+            address(update),
+            address(total),
+            address(weight),
+            eps,
+            address(y),
+            t.code(x),
+            num_rows,
+            width,
+        )
+    return y, total
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """Gate half, then up half."""
+    t, x = team(), x.contiguous()
+    num_rows, width = int(x.shape[0]), int(x.shape[1]) // 2
+    y = t.new((num_rows, width), x.dtype)
+    if num_rows:
+        t.reads(x)
+        t.keep(x, y)
+        t.native.gate(address(x), address(y), t.code(x), num_rows, width)
+    return y
+
+
+def qk_norm(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """In place."""
+    t, q, k = team(), rows_of(q), rows_of(k)
+    num_tokens, num_heads, head_dim = map(int, q.shape)
+    if num_tokens:
+        t.reads(q, k)
+        t.keep(q, k, q_weight, k_weight)
+        t.native.head_norm(
+            address(q),
+            address(k),
+            address(q_weight),
+            address(k_weight),
+            eps,
+            t.code(q),
+            num_tokens,
+            num_heads,
+            int(k.shape[1]),
+            head_dim,
+            int(q.stride()[0]),
+            int(k.stride()[0]),
+        )
+    return q, k
+
+
+def moe_routing(
+    router_logits: Tensor, correction_bias: Tensor | None, spec: RoutingSpec
+) -> tuple[Tensor, Tensor]:
+    """One pass over each token's scores."""
+    t = team()
+    logits, num_tokens = router_logits.contiguous(), int(router_logits.shape[0])
+    ids = t.new((num_tokens, spec.top_k), t.xp.int64)
+    weights = t.new((num_tokens, spec.top_k), t.xp.float32)
+    bias = None if correction_bias is None else correction_bias.reshape([-1])
+    if num_tokens:
+        t.reads(logits)
+        t.keep(logits, bias, ids, weights)
+        t.native.route(
+            address(logits),
+            address(bias),
+            address(ids),
+            address(weights),
+            num_tokens,
+            spec.num_experts,
+            spec.top_k,
+            spec.num_groups,
+            spec.top_k_groups,
+            spec.scoring == "sigmoid",
+            spec.renormalize,
+            spec.scaling_factor,
+        )
+    return ids, weights
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The likeliest token of each row."""
+    return _search(logits)[0]
+
+
+def _search(logits: Tensor) -> tuple[Tensor, Tensor]:
+    t, logits = team(), logits.contiguous()
+    num_rows, width = map(int, logits.shape)
+    ids, peaks = t.new((num_rows,), t.xp.int64), t.new((num_rows,), t.xp.float32)
+    if num_rows:
+        t.reads(logits)
+        t.keep(logits, ids, peaks)
+        t.native.greedy(address(logits), num_rows, width, address(ids), address(peaks))
+    return ids, peaks
+
+
+def prepare_decode(
+    slots: Tensor,
+    tables: Tensor,
+    num_computed: Tensor,
+    newest: Tensor,
+    drafts: Tensor,
+    num_drafts: Tensor,
+    room: Tensor,
+    block_size: int,
+    *results: Tensor,
+) -> None:
+    """Fill input_ids, positions, slot_mapping, seq_lens and block_tables."""
+    t, num_rows = team(), int(slots.shape[0])
+    if num_rows == 0:
+        return
+    tensors = (slots, tables, num_computed, newest, drafts, num_drafts, room, *results)
+    t.owns(*tensors)
+    sizes = (
+        num_rows,
+        int(results[0].shape[0]) // num_rows,
+        int(num_computed.shape[0]),
+        int(tables.shape[1]),
+        int(drafts.shape[1]),
+        block_size,
+    )
+    t.native.prepare_decode([address(x) for x in tensors], sizes)
+
+
+def finish_decode(
+    slots: Tensor,
+    drawn: Tensor,
+    marked: Tensor,
+    num_accepted: Tensor | None,
+    num_computed: Tensor,
+    newest: Tensor,
+    results: Tensor,
+) -> None:
+    """Write back what was drawn."""
+    t = team()
+    num_rows, width = map(int, results.shape)
+    if num_rows:
+        tensors = (slots, drawn, marked, num_accepted, num_computed, newest, results)
+        t.reads(drawn, marked, num_accepted)
+        t.owns(num_computed, newest, results)
+        t.keep(*tensors)
+        sizes = (num_rows, width, int(num_computed.shape[0]))
+        t.native.finish_decode([address(x) for x in tensors], sizes)
+
+
+def mark_broken(drawn: Tensor, peaks: Tensor, possible: Tensor | None) -> Tensor:
+    """Codes in place of tokens that mean nothing."""
+    t, num_rows = team(), int(drawn.shape[0])
+    peaks = peaks.contiguous()
+    possible = None if possible is None else possible.contiguous()
+    marked = t.new((num_rows,), t.xp.int64)
+    if num_rows:
+        t.reads(drawn, peaks, possible)
+        t.keep(drawn, peaks, possible, marked)
+        t.native.mark_broken(
+            address(drawn), address(peaks), address(possible), address(marked), num_rows
+        )
+    return marked

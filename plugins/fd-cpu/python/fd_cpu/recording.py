@@ -1,0 +1,156 @@
+"""Captured work: a native plan where our kernels did all of it, else the call itself.
+
+A plan holds what went through the kernels. Work of the tensor library between them would be missing, so
+it is looked for: by the library's own dispatch where it offers one (torch), and by asking of every
+operand whether a recorded operation made it.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from bisect import bisect_right, insort
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastdeploy_core.tensor import Tensor, TensorLibrary
+
+    from .team import Team
+
+logger = logging.getLogger(__name__)
+
+# Calls of torch that compute nothing.
+_VIEWS = ("view", "slice", "select", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "transpose")
+_HARMLESS = (
+    *_VIEWS,
+    "lift_fresh",
+    "permute",
+    "expand",
+    "as_strided",
+    "alias",
+    "detach",
+    "empty",
+    "split",
+    "t",
+)
+
+
+class Recording:
+    """One capture() in progress, then what it left: memory, and where that lies."""
+
+    def __init__(self, native: Any, others: Iterator[Recording]) -> None:
+        self.native = native
+        self.kept: list[Any] = []
+        self.foreign = ""  # what the plan lacks; empty: nothing
+        self._own: list[tuple[int, int]] = []  # (begin, end) of memory, sorted
+        self._others = list(others)
+
+    def made(self, x: Tensor) -> None:
+        """The plan writes this tensor, or its owner does between replays."""
+        begin = int(x.data_ptr())
+        insort(self._own, (begin, begin + _num_bytes(x)))
+        self.kept.append(x)
+
+    def holds(self, where: int) -> bool:
+        """Whether the plan makes what lies there."""
+        at = bisect_right(self._own, (where, 1 << 62)) - 1
+        # Buffers may lie in one another, so a few before are asked, too.
+        return any(begin <= where < end for begin, end in self._own[max(0, at - 8) : at + 1])
+
+    def reads(self, *tensors: Tensor | None) -> None:
+        """Operands of an operation; one that no recorded operation made is somebody else's work."""
+        for x in tensors:
+            if x is None or not x.shape[0]:
+                continue
+            where = int(x.data_ptr())
+            if self.holds(where):
+                continue
+            before = next((other for other in self._others if other.holds(where)), None)
+            if before is None:
+                self.foreign = self.foreign or "an operand that no kernel of this device made"
+                return
+            self.native.follow(before.native)
+
+
+class NativeGraph:
+    """A plan, replayed in one call."""
+
+    def __init__(self, team: Team, recording: Recording) -> None:
+        self._native, self.recording = team.native, recording
+
+    def replay(self) -> None:
+        """All threads walk through the plan."""
+        self._native.replay(self.recording.native)
+
+
+class RepeatedCall:
+    """Work that is not ours alone: called again at each replay."""
+
+    def __init__(self, run: Callable[[], None], why: str) -> None:
+        self.replay = run
+        self.why = why
+
+
+class Recorder:
+    """Makes graphs for one device."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._finished: weakref.WeakSet[Recording] = weakref.WeakSet()
+
+    def capture(self, run: Callable[[], None]) -> NativeGraph | RepeatedCall:
+        """Run once; see the module's docstring."""
+        from . import _native
+
+        team = self._team
+        recording = Recording(_native.Plan(), iter(self._finished))
+        team.recording = recording
+        team.native.begin(recording.native)
+        try:
+            with _watch(team.xp, recording):
+                run()
+        finally:
+            team.native.end()
+            team.recording = None
+        if not len(recording.native):
+            recording.foreign = recording.foreign or "no kernel of this device"
+        if recording.foreign:
+            logger.info("a recorded step repeats its call: %s is part of it", recording.foreign)
+            return RepeatedCall(run, recording.foreign)
+        self._finished.add(recording)
+        logger.debug("a recorded step is a plan of %d operations", len(recording.native))
+        return NativeGraph(team, recording)
+
+
+def _num_bytes(x: Tensor) -> int:
+    """From the first to behind the last element."""
+    last = sum((int(n) - 1) * int(s) for n, s in zip(x.shape, x.stride(), strict=True))
+    return max(0, last + 1) * int(x.element_size())
+
+
+def _watch(xp: TensorLibrary, recording: Recording) -> AbstractContextManager[Any]:
+    """Notes computations of the library meanwhile, where it tells of them."""
+    if xp.name != "torch":
+        return nullcontext()
+    from importlib import import_module
+
+    # Of the library that is loaded; this plugin depends on neither.
+    mode = import_module("torch.utils._python_dispatch").TorchDispatchMode
+
+    class Watch(mode):  # type: ignore[misc, valid-type]
+        def __torch_dispatch__(
+            self, call: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            name = str(call.overloadpacket.__name__)
+            if name not in _HARMLESS:
+                recording.foreign = recording.foreign or f"torch's {name}"
+            return call(*args, **(kwargs or {}))
+
+    @contextmanager
+    def watching() -> Iterator[None]:
+        with Watch():
+            yield
+
+    return watching()

@@ -1,0 +1,89 @@
+"""Operations between logits and tokens; meanings: fastdeploy_core/contracts/ops.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from .team import Team, address, team
+
+if TYPE_CHECKING:
+    from fastdeploy_core.tensor import Tensor
+
+CELLS: Final = {
+    name: f"fd_cpu.sampling:{name}"
+    for name in ("apply_penalties", "apply_bitmask", "filter_logits", "sample", "log_softmax")
+}
+
+
+def apply_penalties(
+    logits: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    repetition: Tensor,
+    output_counts: Tensor,
+    prompt_seen: Tensor,
+) -> Tensor:
+    """One pass, in place."""
+    t, logits = team(), logits.contiguous()
+    factors = [x.contiguous() for x in (presence, frequency, repetition)]
+    counts, seen = output_counts.contiguous(), prompt_seen.contiguous()
+    if int(logits.shape[0]):
+        _note(t, logits, *factors, counts, seen)
+        t.native.penalize(
+            *(address(logits), *_size(logits), [address(x) for x in factors]),
+            *(address(counts), int(counts.element_size()), address(seen)),
+        )
+    return logits
+
+
+def apply_bitmask(logits: Tensor, mask: Tensor) -> Tensor:
+    """In place."""
+    t, logits, mask = team(), logits.contiguous(), mask.contiguous()
+    if int(logits.shape[0]):
+        _note(t, logits, mask)
+        t.native.mask(address(logits), *_size(logits), address(mask))
+    return logits
+
+
+def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """In place; the smallest logit to keep is found by counting, not by sorting."""
+    t, logits = team(), logits.contiguous()
+    limits = [x.contiguous() for x in (top_k, top_p, min_p)]
+    if int(logits.shape[0]):
+        _note(t, logits, *limits)
+        t.native.filter(address(logits), *_size(logits), *(address(x) for x in limits))
+    return logits
+
+
+def sample(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """The reference's random numbers, so the reference's draws."""
+    t, logits = team(), logits.contiguous()
+    seeds, positions = seeds.contiguous(), positions.contiguous()
+    ids = t.new((int(logits.shape[0]),), t.xp.int64)
+    if int(logits.shape[0]):
+        _note(t, logits, seeds, positions)
+        t.keep(ids)
+        t.native.sample(
+            address(logits), *_size(logits), address(seeds), address(positions), address(ids)
+        )
+    return ids
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """[B, V] float32."""
+    t, logits = team(), logits.contiguous()
+    y = t.new(_size(logits), t.xp.float32)
+    if int(logits.shape[0]):
+        _note(t, logits)
+        t.native.log_softmax(address(logits), *_size(logits), address(y))
+    return y
+
+
+def _size(logits: Tensor) -> tuple[int, int]:
+    rows, width = logits.shape
+    return int(rows), int(width)
+
+
+def _note(t: Team, *operands: Any) -> None:
+    t.reads(*operands)
+    t.keep(*operands)

@@ -1,0 +1,129 @@
+"""The native runtime of this process: its threads, and what is recorded while a step is captured.
+
+Kernels are plain functions, so the runtime is found here; the device opens it. Devices of one process
+share the threads, and the last one that is closed ends them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from fastdeploy_core.errors import ConfigError, WorkerError
+
+from .recording import Recording
+
+if TYPE_CHECKING:
+    from fastdeploy_core.tensor import Tensor, TensorLibrary
+
+FLOAT32, BFLOAT16 = 0, 1
+
+
+class Team:
+    """Native threads and kernels, and the tensor library whose memory they work on."""
+
+    def __init__(self, xp: TensorLibrary, num_threads: int, isa: str = "") -> None:
+        from . import _native
+
+        cpus = sorted(os.sched_getaffinity(0))
+        pinned = cpus if len(cpus) >= num_threads else []
+        try:
+            self.native = _native.Runtime(num_threads, pinned, isa)
+        except ValueError as error:
+            raise ConfigError(f"FD_CPU_ISA={isa}: {error}") from None
+        self.xp, self.num_threads, self.isa = xp, num_threads, isa
+        self.users = 0
+        self._codes = {xp.float32: FLOAT32, xp.bfloat16: BFLOAT16}
+        self._local = threading.local()
+
+    @property
+    def recording(self) -> Recording | None:
+        """What this thread is recording."""
+        return getattr(self._local, "recording", None)
+
+    @recording.setter
+    def recording(self, value: Recording | None) -> None:
+        self._local.recording = value
+
+    def code(self, x: Tensor) -> int:
+        """How the kernels name a tensor's dtype."""
+        return self._codes[x.dtype]
+
+    def new(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
+        """Memory for a result. While recording it is fresh, because replays write to it: zero pages
+        that cost nothing before they are written."""
+        recording = self.recording
+        if recording is None:
+            return self.xp.empty(shape, dtype=dtype)
+        if dtype == self.xp.bfloat16:
+            made = self.xp.from_numpy(np.zeros(shape, dtype=np.uint16), dtype)
+        else:
+            made = self.xp.from_numpy(np.zeros(shape, dtype=self.xp.dtype_name(dtype)))
+        recording.made(made)
+        return made
+
+    def reads(self, *tensors: Tensor | None) -> None:
+        """Operands that steps compute: only such a recording may replay natively whose operands its own
+        operations have made."""
+        recording = self.recording
+        if recording is not None:
+            recording.reads(*tensors)
+
+    def keep(self, *tensors: Any) -> None:
+        """What a recorded operation points to stays alive as long as its plan."""
+        recording = self.recording
+        if recording is not None:
+            recording.kept.extend(tensors)
+
+    def owns(self, *tensors: Tensor) -> None:
+        """Buffers that the core keeps for its recorded steps; what is in them is read at each replay."""
+        recording = self.recording
+        if recording is not None:
+            for tensor in tensors:
+                recording.made(tensor)
+
+
+_team: Team | None = None
+_lock = threading.Lock()
+
+
+def open_team(xp: TensorLibrary, num_threads: int) -> Team:
+    """The process's team with so many threads, on that library."""
+    global _team
+    isa = os.environ.get("FD_CPU_ISA", "")
+    with _lock:
+        found = _team
+        if found is None or (found.xp, found.num_threads, found.isa) != (xp, num_threads, isa):
+            found = _team = Team(xp, num_threads, isa)
+        found.users += 1
+        return found
+
+
+def close_team(closed: Team) -> None:
+    """One user less."""
+    global _team
+    with _lock:
+        closed.users -= 1
+        if not closed.users and _team is closed:
+            _team = None
+
+
+def team() -> Team:
+    """The process's team."""
+    if _team is None:
+        raise WorkerError(
+            "kernels of device x86 were called, but no such device is open in this process"
+        )
+    return _team
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """x, or a copy whose last dimension is contiguous: kernels take any distance between rows."""
+    return x if x.shape[-1] == 1 or x.stride()[-1] == 1 else x.contiguous()
+
+
+def address(x: Tensor | None) -> int:
+    """Where a tensor's memory begins; 0 for none."""
+    return 0 if x is None else int(x.data_ptr())

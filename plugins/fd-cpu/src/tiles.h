@@ -1,0 +1,97 @@
+// The tile registers of AMX as the products use them: sixteen rows of activations times sixteen outputs.
+// With FDCPU_TILES 2 they are emulated in plain C++, so that everything around the instructions can be
+// tested on any processor. Included inside a level's namespace, like simd.h.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if FDCPU_TILES == 1
+#include <immintrin.h>
+#endif
+
+namespace fdcpu::FDCPU_NAMESPACE {
+
+constexpr int kTileSide = 16;
+// Tiles 0 to 3 are sums, 4 and 5 activations, 6 and 7 weights.
+
+#if FDCPU_TILES == 1
+
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t colsb[16] = {};
+    uint8_t rows[16] = {};
+};
+
+// `inputs` bytes of a row of activations take part in one multiplication: 32 or 64.
+inline void tiles_begin(int inputs) {
+    TileConfig config;
+    for (int t = 0; t < 8; ++t) {
+        config.colsb[t] = uint16_t(t == 4 || t == 5 ? inputs : 64);
+        config.rows[t] = uint8_t(t >= 6 ? inputs / 4 : kTileSide);
+    }
+    _tile_loadconfig(&config);
+}
+inline void tiles_end() { _tile_release(); }
+
+#define FDCPU_TILE_ZERO(t) _tile_zero(t)
+#define FDCPU_TILE_LOAD(t, from, stride) _tile_loadd(t, from, stride)
+#define FDCPU_TILE_STORE(t, to, stride) _tile_stored(t, to, stride)
+#define FDCPU_TILE_UNSIGNED_SIGNED(c, a, b) _tile_dpbusd(c, a, b)
+#define FDCPU_TILE_SIGNED_UNSIGNED(c, a, b) _tile_dpbsud(c, a, b)
+#define FDCPU_TILE_BF16(c, a, b) _tile_dpbf16ps(c, a, b)
+
+#else
+
+struct EmulatedTiles {
+    int inputs;
+    uint8_t bytes[8][kTileSide][64];
+};
+inline thread_local EmulatedTiles tiles;
+
+inline void tiles_begin(int inputs) { tiles.inputs = inputs; }
+inline void tiles_end() {}
+
+inline void emulated_load(int t, const void *from, int64_t stride) {
+    const int rows = t >= 6 ? tiles.inputs / 4 : kTileSide, width = t == 4 || t == 5 ? tiles.inputs : 64;
+    for (int r = 0; r < rows; ++r)
+        std::memcpy(tiles.bytes[t][r], static_cast<const uint8_t *>(from) + r * stride, size_t(width));
+}
+inline void emulated_store(int t, void *to, int64_t stride) {
+    for (int r = 0; r < kTileSide; ++r)
+        std::memcpy(static_cast<uint8_t *>(to) + r * stride, tiles.bytes[t][r], 64);
+}
+template <class A, class B>
+inline void emulated_bytes(int c, int a, int b) {
+    for (int m = 0; m < kTileSide; ++m)
+        for (int n = 0; n < kTileSide; ++n) {
+            int32_t sum;
+            std::memcpy(&sum, tiles.bytes[c][m] + 4 * n, 4);
+            for (int k = 0; k < tiles.inputs; ++k)
+                sum += int32_t(A(tiles.bytes[a][m][k])) * int32_t(B(tiles.bytes[b][k / 4][4 * n + k % 4]));
+            std::memcpy(tiles.bytes[c][m] + 4 * n, &sum, 4);
+        }
+}
+inline void emulated_bf16(int c, int a, int b) {
+    for (int m = 0; m < kTileSide; ++m)
+        for (int n = 0; n < kTileSide; ++n) {
+            float sum;
+            std::memcpy(&sum, tiles.bytes[c][m] + 4 * n, 4);
+            for (int k = 0; k < tiles.inputs / 2; ++k) {
+                uint16_t x, w;
+                std::memcpy(&x, tiles.bytes[a][m] + 2 * k, 2);
+                std::memcpy(&w, tiles.bytes[b][k / 2] + 4 * n + 2 * (k % 2), 2);
+                sum += load_one(&x) * load_one(&w);
+            }
+            std::memcpy(tiles.bytes[c][m] + 4 * n, &sum, 4);
+        }
+}
+
+#define FDCPU_TILE_ZERO(t) std::memset(tiles.bytes[t], 0, sizeof tiles.bytes[t])
+#define FDCPU_TILE_LOAD(t, from, stride) emulated_load(t, from, stride)
+#define FDCPU_TILE_STORE(t, to, stride) emulated_store(t, to, stride)
+#define FDCPU_TILE_UNSIGNED_SIGNED(c, a, b) emulated_bytes<uint8_t, int8_t>(c, a, b)
+#define FDCPU_TILE_SIGNED_UNSIGNED(c, a, b) emulated_bytes<int8_t, uint8_t>(c, a, b)
+#define FDCPU_TILE_BF16(c, a, b) emulated_bf16(c, a, b)
+
+#endif
+
+}  // namespace fdcpu::FDCPU_NAMESPACE

@@ -1,0 +1,176 @@
+"""The device: recorded steps, threads, choice, and natives against the core's definitions."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from fastdeploy_core.contracts.device import DeviceOptions, DeviceQuestion
+from fastdeploy_core.errors import CapabilityError, ConfigError, WorkerError
+from fastdeploy_core.tensor import available
+from fd_cpu import hooks, kernels
+from fd_cpu.device import X86Device
+from fd_cpu.formats import prepare
+from fd_cpu.recording import NativeGraph, RepeatedCall
+from fd_cpu.team import team
+
+
+@pytest.fixture
+def device(fd_tensor):
+    made = X86Device(DeviceOptions(tensor_library=fd_tensor, num_threads=2))
+    with made.xp.no_grad():
+        yield made
+    made.close()
+
+
+def random(device, *shape):
+    return device.to_device(np.random.default_rng(len(shape)).standard_normal(shape).astype("f4"))
+
+
+def slots_of(device, rows, num_slots=9):
+    """What prepare_decode reads and writes, for so many rows of which each is its own slot."""
+    xp = device.xp
+
+    def zeros(*shape, dtype=None):
+        return xp.zeros(shape, dtype=dtype or xp.int64)
+
+    state = [zeros(num_slots, 2, dtype=xp.int32), zeros(num_slots), zeros(num_slots)]
+    state += [zeros(num_slots, 0), zeros(num_slots), zeros(num_slots) + 16]
+    batch = [zeros(rows), zeros(rows), zeros(rows), zeros(rows, dtype=xp.int32)]
+    batch.append(zeros(rows, 2, dtype=xp.int32))
+    return xp.arange(rows, dtype=xp.int64), state, batch
+
+
+def test_a_recorded_step_is_one_plan_and_leaves_rows_of_nobody_alone(device):
+    table, weight = random(device, 40, 64), prepare(random(device, 64, 64))
+    rows, state, batch = slots_of(device, 8)
+    made = {}
+
+    def run():
+        kernels.prepare_decode(rows, *state, 16, *batch)
+        made["x"] = kernels.embedding(batch[0], table)
+        made["y"] = kernels.linear(made["x"], weight, None)
+
+    def head():
+        made["ids"] = kernels.greedy_linear(made["y"], weight, None)[0]
+
+    for call in (run, head):
+        call()
+    graph, behind = device.capture(run), device.capture(head)
+    assert isinstance(graph, NativeGraph) and isinstance(behind, NativeGraph)
+    recorded, ids = made["y"], made["ids"]
+    for real in (8, 3, 5):
+        state[2].copy_(device.to_device(np.arange(9) * real % 40))
+        rows.copy_(device.to_device(np.where(np.arange(8) < real, np.arange(8), 8)))
+        recorded.fill_(777.0)
+        ids.fill_(-7)
+        graph.replay()
+        behind.replay()
+        got, drawn = np.array(device.to_host(recorded)), np.array(device.to_host(ids))
+        run()
+        head()
+        assert np.array_equal(got[:real], device.to_host(made["y"])[:real])
+        assert np.array_equal(drawn[:real], device.to_host(made["ids"])[:real])
+        assert (got[real:] == 777.0).all() and (drawn[real:] == -7).all()
+
+
+def test_work_of_the_library_makes_a_recording_repeat_its_call(device):
+    weight, x = prepare(random(device, 64, 64)), random(device, 3, 64)
+    out = device.xp.zeros((3, 64))
+
+    def run():
+        out.copy_(kernels.linear(x + x, weight, None))
+
+    run()
+    graph = device.capture(run)
+    assert isinstance(graph, RepeatedCall)
+    x.copy_(random(device, 3, 64) * 2)
+    graph.replay()
+    got = np.array(device.to_host(out))
+    run()
+    assert np.array_equal(got, device.to_host(out))
+
+
+def test_a_recording_that_fails_leaves_the_device_usable(device):
+    weight, x = prepare(random(device, 64, 64)), random(device, 3, 64)
+
+    def fail():
+        kernels.linear(x, weight, None)
+        raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        device.capture(fail)
+    assert np.isfinite(device.to_host(kernels.linear(x, weight, None))).all()
+
+
+def test_draws_are_the_references(device):
+    from fastdeploy_core.plugins.kernels import build_kernel_table
+
+    ours, theirs = build_kernel_table("x86"), build_kernel_table("cpu")
+    xp, rng = device.xp, np.random.default_rng(3)
+    logits = (rng.standard_normal((40, 3001)) * 2).astype("f4")
+    seeds = device.to_device(rng.integers(-(2**62), 2**62, 40))
+    places = device.to_device(np.arange(40))
+    got, wanted = (
+        np.array(device.to_host(t["sample"](device.to_device(logits.copy()), seeds, places)))
+        for t in (ours, theirs)
+    )
+    assert np.array_equal(got, wanted)
+    top_k = device.to_device(rng.integers(0, 50, 40))
+    top_p = device.to_device(rng.uniform(0.3, 1.0, 40).astype("f4"))
+    min_p = device.to_device(rng.uniform(0, 0.05, 40).astype("f4"))
+    kept = [
+        np.isfinite(device.to_host(
+            t["filter_logits"](device.to_device(logits.copy()), top_k, top_p, min_p)))
+        for t in (ours, theirs)
+    ]  # fmt: skip
+    assert np.array_equal(*kept) and 40 <= kept[0].sum() < 40 * 50
+    assert xp.dtype_name(seeds.dtype) == "int64"
+
+
+def test_idle_threads_take_no_processor_time(device):
+    kernels.linear(random(device, 8, 64), prepare(random(device, 64, 64)), None)
+    time.sleep(0.05)  # longer than threads look for more work
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.05
+
+
+def test_devices_of_a_process_share_the_threads(device, fd_tensor):
+    other = X86Device(DeviceOptions(tensor_library=fd_tensor, num_threads=2))
+    assert other._team is device._team is team()
+    other.close()
+    assert team() is device._team
+
+
+def test_kernels_without_a_device_say_so(fd_tensor):
+    X86Device(DeviceOptions(tensor_library=fd_tensor, num_threads=1)).close()
+    with pytest.raises(WorkerError, match="no such device is open"):
+        team()
+
+
+def test_an_unknown_instruction_set_is_refused(fd_tensor, monkeypatch):
+    monkeypatch.setenv("FD_CPU_ISA", "mmx")
+    with pytest.raises(ConfigError, match=r"FD_CPU_ISA=mmx.*possible: scalar"):
+        X86Device(DeviceOptions(tensor_library=fd_tensor, num_threads=1))
+
+
+def test_the_probe_says_which_level_it_found(fd_tensor):
+    answer = hooks.fd_device_probe(DeviceQuestion(fd_tensor))
+    assert answer.verdict.score > 1 and answer.details["tensor_library"] == fd_tensor
+    assert answer.details["instructions"] in ("scalar", "avx2", "avx512", "amx")
+    other = next((name for name in ("jax", *available()) if name not in available()), "jax")
+    assert "not installed" in hooks.fd_device_probe(DeviceQuestion(other)).verdict.reason
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hooks.platform, "machine", lambda: "aarch64")
+        assert "aarch64" in hooks.fd_device_probe(DeviceQuestion()).verdict.reason
+
+
+def test_groups_that_the_layout_cannot_hold_are_named(device):
+    from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
+
+    xp = device.xp
+    tensors = {"weight": xp.zeros([8, 48], dtype=xp.int8), "scale": xp.ones([8, 2])}
+    with pytest.raises(CapabilityError, match=r"groups of 24.*multiples of 32"):
+        prepare(PackedWeight(FORMATS["wint8"], 8, 48, tensors, group_size=24))

@@ -1,0 +1,162 @@
+"""Products of many rows with their activation: experts and dense gates of prompts, on the tensor copy engine.
+
+Weights arrive by the copy engine, and so do rows that lie in order; rows of tokens that chose an expert are
+gathered. What the first product makes lies in the order of the blocks, so the second reads it in one piece.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .common import INTERPRETED, cdiv, join_chain, options
+from .routing import Order
+
+ROWS: Final = 128
+_DEPTH: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Columns of a tile (of the gated product: pairs of gate and up), and how a program computes it."""
+
+    columns: int
+    warps: int
+    stages: int
+
+
+_GATED: Final = Shape(128, 8, 4)
+_PLAIN: Final = Shape(256, 8, 3)
+_DENSE: Final = Shape(64, 4, 3)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _product(
+    x_p, x_tiles, w_tiles, y_p, slots_p, experts_p, num_slots, width, depth, x_stride, tiles,
+    DIVISOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GATED: tl.constexpr, DENSE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One block of rows of one expert times BN of its outputs. GATED: rows slot // DIVISOR of x, to rows in
+    the order of the blocks; else from these to the rows of their slots. DENSE: slots are rows, and there is
+    one expert."""
+    join_chain(PDL)
+    block, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    expert = 0 if DENSE else tl.load(experts_p + block).to(tl.int32)
+    if expert >= 0:
+        nth = tl.arange(0, BM)
+        ks = tl.arange(0, BK)
+        columns = tile * BN + tl.arange(0, BN)
+        first = expert * (width * 2 if GATED else width) + tile * BN
+        GATHERS: tl.constexpr = GATED and not DENSE
+        rows = (block * BM + nth).to(tl.int64)
+        slots = rows
+        if not DENSE:
+            slots = tl.load(slots_p + rows).to(tl.int64)
+        valid = slots < num_slots
+        if GATHERS:
+            # Rows that nobody has repeat the first; nobody reads what becomes of them.
+            token = tl.where(valid, slots // DIVISOR, 0)
+            x = x_p + token[:, None] * x_stride + ks[None, :]
+        total = tl.zeros((BM, BN), tl.float32)
+        other = tl.zeros((BM, BN), tl.float32)
+        for k in tl.range(0, depth, BK, num_stages=STAGES):
+            if GATHERS:
+                a = tl.load(x + k)
+            else:
+                a = x_tiles.load([block * BM, k])
+            b = w_tiles.load([first, k])
+            total = tl.dot(a, b.T, total)
+            if GATED:
+                c = w_tiles.load([first + width, k])
+                other = tl.dot(a, c.T, other)
+        if GATED:
+            total = total / (1.0 + tl.exp(-total)) * other
+        place = rows if GATED else slots
+        mask = (valid if DENSE or not GATED else nth < BM)[:, None] & (columns < width)[None, :]
+        y = y_p + place[:, None] * width + columns[None, :]
+        tl.store(y, total.to(y_p.dtype.element_ty), mask=mask)
+
+
+def can_compute(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
+    """Whether the copy engine can read them, and no tile of columns reaches into the next expert."""
+    width, depth = gate_up.shape[1] // 2, gate_up.shape[2]
+    is_even = width % _GATED.columns == 0 and depth % _PLAIN.columns == 0
+    return is_even and _has_engine(x) and all(_is_aligned(t) for t in (x, gate_up, down))
+
+
+def can_gate(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """The same of dense_gated."""
+    is_even = weight.shape[0] // 2 % _DENSE.columns == 0
+    return is_even and _has_engine(x) and _is_aligned(x) and _is_aligned(weight)
+
+
+def _has_engine(x: torch.Tensor) -> bool:
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return INTERPRETED or (x.is_cuda and torch.cuda.get_device_capability() >= (9, 0))
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    return x.stride(-1) == 1 and x.stride(-2) % 8 == 0 and x.data_ptr() % 16 == 0
+
+
+def _tiles(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, _DEPTH])
+
+
+def gated(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    order: Order,
+    num_slots: int,
+    divisor: int,
+    shape: Shape = _GATED,
+) -> torch.Tensor:
+    """[blocks * ROWS, I] in the order of the blocks: silu(gate) * up of rows slot // divisor of x, for
+    weight [E, 2I, K]."""
+    width, depth = weight.shape[1] // 2, weight.shape[2]
+    blocks, across = len(order.experts), cdiv(width, shape.columns)
+    y = torch.empty((blocks * ROWS, width), dtype=x.dtype, device=x.device)
+    w_tiles = _tiles(weight.view(-1, depth), shape.columns)
+    _product[(blocks * across,)](
+        x, w_tiles, w_tiles, y, order.slots, order.experts, num_slots, width, depth, x.stride(0),
+        across, DIVISOR=divisor, BM=ROWS, BN=shape.columns, BK=_DEPTH, GATED=True, DENSE=False,
+        STAGES=shape.stages, **options(num_warps=shape.warps),
+    )  # fmt: skip
+    return y
+
+
+def plain(
+    x: torch.Tensor, weight: torch.Tensor, order: Order, num_slots: int, shape: Shape = _PLAIN
+) -> torch.Tensor:
+    """[num_slots, N]: rows of x, which are in the order of the blocks, times weight [E, N, K]."""
+    width, depth = weight.shape[1:]
+    blocks, across = len(order.experts), cdiv(width, shape.columns)
+    y = torch.empty((num_slots, width), dtype=x.dtype, device=x.device)
+    x_tiles, w_tiles = _tiles(x, ROWS), _tiles(weight.view(-1, depth), shape.columns)
+    _product[(blocks * across,)](
+        x, x_tiles, w_tiles, y, order.slots, order.experts, num_slots, width, depth, 0, across,
+        DIVISOR=1, BM=ROWS, BN=shape.columns, BK=_DEPTH, GATED=False, DENSE=False,
+        STAGES=shape.stages, **options(num_warps=shape.warps),
+    )  # fmt: skip
+    return y
+
+
+def dense_gated(x: torch.Tensor, weight: torch.Tensor, shape: Shape = _DENSE) -> torch.Tensor:
+    """[T, I]: silu(gate) * up of x [T, K] times weight [2I, K]."""
+    num_rows, (width, depth) = x.shape[0], weight.shape
+    width //= 2
+    blocks, across = cdiv(num_rows, ROWS), cdiv(width, shape.columns)
+    y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    x_tiles, w_tiles = _tiles(x, ROWS), _tiles(weight, shape.columns)
+    _product[(blocks * across,)](
+        x, x_tiles, w_tiles, y, x, x, num_rows, width, depth, 0, across,
+        DIVISOR=1, BM=ROWS, BN=shape.columns, BK=_DEPTH, GATED=True, DENSE=True,
+        STAGES=shape.stages, **options(num_warps=shape.warps),
+    )  # fmt: skip
+    return y

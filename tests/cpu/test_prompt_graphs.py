@@ -1,0 +1,138 @@
+"""Recorded steps of prompts: what a replay gives is what running the step operation by operation gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastdeploy_core.config import GraphConfig, SpeculativeConfig
+from fastdeploy_core.testing.capturing import (
+    CapturingDevice,
+    OnCapturingDevice,
+    RecordableAttention,
+    _Metadata,
+)
+from fastdeploy_core.worker import recorded_sizes
+from tests.cpu.test_model_runner import Life
+from tests.worker_steps import VOCAB, Steps, engine_config, make_worker, sharpen, write_model
+
+SIZES = (8, 24, 48)
+
+
+class RecordablePrompts(RecordableAttention):
+    """Steps of any rows, of which the host knows nothing."""
+
+    can_capture_mixed = True
+
+    def prepare(self, batch: Any) -> _Metadata:
+        if batch.is_exact or batch.tokens_per_row:
+            return super().prepare(batch)
+        xp, device = self._xp, self._device.device
+        token = xp.arange(batch.num_tokens, dtype=xp.int64, device=device)
+        starts = batch.cu_seqlens_q_dev.to(xp.int64)
+        behind = starts[1:].unsqueeze(0) <= token.unsqueeze(1)
+        row = behind.to(xp.int64).sum(-1)
+        row = xp.where(row < batch.num_seqs, row, xp.zeros_like(row))
+        nth_last = xp.index_select(starts, 0, row + 1) - token
+        width = batch.block_tables.shape[1] * self.block_size
+        where = xp.arange(width, dtype=xp.int64, device=device)
+        tables = batch.block_tables_dev.to(xp.int64)
+        block = xp.index_select(tables, 1, where // self.block_size)
+        lengths = batch.seq_lens_dev.to(xp.int64)
+        own = xp.index_select(lengths, 0, row) - nth_last
+        return _Metadata(
+            num_tokens=batch.num_tokens,
+            slots=block * self.block_size + where % self.block_size,
+            rows=row,
+            hidden=where.unsqueeze(0) > own.unsqueeze(1),
+            unwritten=where.unsqueeze(0) >= lengths.unsqueeze(1),
+        )
+
+
+class WithPrompts(OnCapturingDevice):
+    def load(self, kind: str, name: str = "") -> Any:
+        return RecordablePrompts if kind == "attention" else super().load(kind, name)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("llama"))
+
+
+def make_steps(folder: Path, library: str, graphs: GraphConfig) -> Steps:
+    config = engine_config(folder, library, max_num_seqs=6)
+    worker = make_worker(dataclasses.replace(config, graphs=graphs))
+    worker.resolved = WithPrompts(worker.resolved)  # type: ignore[assignment]
+    worker.load()
+    sharpen(worker)
+    return Steps(worker, num_blocks=256, num_host_blocks=64)
+
+
+@pytest.fixture
+def pair(
+    folder: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Steps, Steps]]:
+    """Without recordings, and with."""
+    monkeypatch.setattr(recorded_sizes, "prompt_ladder", lambda most: SIZES)
+    eager = make_steps(folder, tensor_library, GraphConfig(enabled=False))
+    recorded = make_steps(folder, tensor_library, GraphConfig())
+    yield eager, recorded
+    for steps in (eager, recorded):
+        steps.worker.close()
+
+
+def replays(steps: Steps) -> int:
+    """Of recorded prompts: they are the last ones made."""
+    device = steps.worker.device
+    assert isinstance(device, CapturingDevice)
+    return sum(work.num_replays for work in device.recorded[-len(SIZES) :])
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_lives_are_the_same(pair: tuple[Steps, Steps], seed: int) -> None:
+    """Chunks of prompts beside decodes, of every size up to the largest and beyond."""
+    eager, recorded = (Life(steps, np.random.default_rng(seed), 14).run() for steps in pair)
+    assert recorded == eager
+    assert replays(pair[1]) > 10
+
+
+def test_rows_and_tokens_of_an_earlier_step_leave_no_trace(pair: tuple[Steps, Steps]) -> None:
+    rng = np.random.default_rng(0)
+    lengths = [[7, 9, 6, 1], [3], [8], [20, 4], [60], [2, 2, 2, 2, 2, 2]]
+    found = []
+    for steps in pair:
+        tokens = []
+        for nth, group in enumerate(lengths):
+            rng = np.random.default_rng(nth)
+            ids = [100 * nth + i for i in range(len(group))]
+            for seq_id, length in zip(ids, group, strict=True):
+                steps.add(seq_id, rng.integers(3, VOCAB, length).tolist())
+            steps.step([steps.row(seq_id) for seq_id in ids])
+            steps.step([steps.row(seq_id) for seq_id in ids])
+            tokens += [steps.finish(seq_id) for seq_id in ids]
+        found.append(tokens)
+    assert found[0] == found[1]
+    assert replays(pair[1]) == len(lengths) - 1, "60 tokens are more than any recorded step takes"
+
+
+def test_sizes() -> None:
+    assert recorded_sizes.prompt_ladder(50) == (50,)
+    ladder = recorded_sizes.prompt_ladder(10**6)
+    assert ladder[-1] == recorded_sizes.MOST_TOKENS
+    assert all(b - a <= a for a, b in itertools.pairwise(ladder))
+
+
+def test_what_is_recorded(folder: Path) -> None:
+    config = engine_config(folder, "torch", max_num_seqs=6)
+    tokens = config.batch.max_num_batched_tokens
+    able: list[Any] = [RecordablePrompts]
+    assert recorded_sizes.prompt_sizes(able, config) == recorded_sizes.prompt_ladder(tokens)
+    assert recorded_sizes.prompt_sizes([*able, RecordableAttention], config) == ()
+    drafts = dataclasses.replace(config, speculative=SpeculativeConfig("ngram", 2))
+    assert recorded_sizes.prompt_sizes(able, drafts) == ()

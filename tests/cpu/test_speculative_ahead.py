@@ -1,0 +1,215 @@
+"""Speculative steps that go ahead of their results give the tokens that come without speculation.
+
+On a device that records steps: drafts, positions and the number of right drafts stay there, and the host
+finds out later. Sequences end, are aborted and preempted meanwhile.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from fastdeploy_core.config import ParallelConfig, SpeculativeConfig
+from fastdeploy_core.engine.core import EngineCore
+from fastdeploy_core.engine.selection import resolve_plugins
+from fastdeploy_core.engine.worker_process import make_worker
+from fastdeploy_core.testing.capturing import OnCapturingDevice
+from fastdeploy_core.types import SchedulerOutput
+from tests.cpu.engine_mixes import LateResult, Settings, play
+from tests.cpu.speculative_mixes import (
+    DetailCollector,
+    SpeculativeBench,
+    SpoilsDevice,
+    answers_alone,
+    check,
+    make_free_requests,
+)
+from tests.worker_steps import write_model
+
+NUM_REQUESTS = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("target"), with_tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def world(folder: Path, tensor_library: str) -> tuple[list[Any], DetailCollector]:
+    """Requests, and their answers without speculation."""
+    plain = SpeculativeBench(folder, tensor_library)
+    requests = make_free_requests(Random(5), NUM_REQUESTS, plain.vocab_size)
+    return requests, answers_alone(plain, requests)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {"ngram_match": {"min_ngram_size": 1}, "draft_model": {}}
+
+
+@pytest.fixture(scope="module", params=OPTIONS)
+def bench(folder: Path, tensor_library: str, request: pytest.FixtureRequest) -> SpeculativeBench:
+    """Drafts by the target's double, every third of them spoilt, or by n-grams on the device."""
+    method = request.param
+    options = OPTIONS[method] or {"model": str(folder)}
+    made = SpeculativeBench(folder, tensor_library, method, options, captures=True, processors=())
+    if method == "ngram_match":
+        return made
+    drafter, xp = made.speculation._drafter, made.worker.device.xp
+    made.speculation._drafter = SpoilsDevice(drafter, xp, made.vocab_size)
+    return made
+
+
+def run_mix(bench: SpeculativeBench, world: Any, seed: int, seen: Counter[str]) -> None:
+    requests, truth = world
+    random = Random(seed)
+    settings = replace(Settings.random(random), overlap=True, max_num_seqs=random.choice([2, 5, 8]))
+    chosen = random.sample(requests, random.randrange(2, 9))
+    varied = random if random.random() < 0.5 else None
+    before = bench._executor.num_ahead, bench._executor.num_steps
+    arrivals = [(random.choice([0, 0, random.randrange(12)]), r) for r in chosen]
+    core, collector = bench.run_varied(settings, arrivals, varied)
+    check(collector, chosen, truth)
+    stats = core.stats()
+    assert sum(stats.accepted_drafts_at_total) == stats.accepted_draft_tokens_total
+    assert stats.accepted_draft_tokens_total <= stats.draft_tokens_total
+    seen["ahead"] += bench._executor.num_ahead - before[0]
+    seen["steps"] += bench._executor.num_steps - before[1]
+    seen["accepted"] += stats.accepted_draft_tokens_total
+    seen["refused"] += stats.draft_tokens_total - stats.accepted_draft_tokens_total
+    seen["preemptions"] += stats.preemptions_total
+    seen["failures"] += stats.draft_failures_total
+
+
+@pytest.mark.parametrize(
+    "num_mixes", [7, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])]
+)
+def test_steps_ahead_of_results_change_no_token(
+    bench: SpeculativeBench, world: Any, num_mixes: int
+) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(num_mixes):
+        run_mix(bench, world, seed, seen)
+    assert seen["ahead"] > seen["steps"] // 6, seen
+    assert seen["accepted"] > 2 * num_mixes and seen["refused"] > 4 * num_mixes
+    assert seen["preemptions"] and not seen["failures"]
+
+
+def test_requests_aborted_while_steps_are_ahead_leave_nothing_behind(
+    bench: SpeculativeBench, world: Any
+) -> None:
+    requests, truth = world
+    settings = Settings(overlap=True, max_num_seqs=8, num_blocks=64)
+    core, collector = bench.engine(settings), DetailCollector()
+    chosen = [r for r in requests if len(truth.answers(r.request_id)[0]) > 20][:5]
+    assert len(chosen) == 5
+    for request in chosen:
+        core.add(request)
+    gone = {4: chosen[1], 7: chosen[3]}
+    for number in range(200):
+        if number in gone:
+            assert len(core._in_flight) < 2 or core._in_flight[-1][0].is_ahead
+            core.abort([gone[number].request_id])
+        if not core.has_work():
+            break
+        collector.take(core.step())
+    core.scheduler.check_idle()
+    bench._num_seq_ids = core.scheduler._next_seq_id
+    check(collector, [r for r in chosen if r not in gone.values()], truth)
+
+
+def test_a_row_with_nan_fails_alone_while_steps_are_ahead(
+    bench: SpeculativeBench, world: Any
+) -> None:
+    requests, truth = world
+    core, collector = bench.engine(Settings(overlap=True, max_num_seqs=8)), DetailCollector()
+    chosen = [r for r in requests if len(truth.answers(r.request_id)[0]) > 20][:4]
+    for request in chosen:
+        core.add(request)
+    for number in range(200):
+        if number == 5:
+            assert core._in_flight[-1][0].is_ahead
+            broken = core.scheduler._roster.running[1]
+            keys, _ = bench.worker._runner.caches.tensors[0]
+            keys[broken.table.blocks[0]] = float("nan")
+        if not core.has_work():
+            break
+        collector.take(core.step())
+    core.scheduler.check_idle()
+    bench._num_seq_ids = core.scheduler._next_seq_id
+    name = broken.request_id
+    assert set(collector.errors) == {name}
+    told = collector.tokens[name][0]
+    assert told == truth.tokens[name][0][: len(told)]
+    check(collector, [r for r in chosen if r.request_id != name], truth)
+
+
+class TwoRanks:
+    """An executor whose second rank runs in a thread."""
+
+    world_size = 2
+
+    def __init__(self, config: Any, resolved: Any, address: Path) -> None:
+        self.workers = [make_worker(config, resolved, rank, 2, str(address)) for rank in range(2)]
+        self.num_ahead = 0
+        self._calls: queue.Queue[Any] = queue.Queue()
+        self._answers: queue.Queue[Any] = queue.Queue()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        while (call := self._calls.get()) is not None:
+            self._answers.put(call(self.workers[1]))
+
+    def _together(self, call: Any) -> Any:
+        self._calls.put(call)
+        own = call(self.workers[0])
+        self._answers.get(timeout=60)
+        return own
+
+    def load(self) -> list[Any]:
+        return [self._together(lambda worker: worker.load())]
+
+    def initialize_cache(self, *sizes: int) -> None:
+        self._together(lambda worker: worker.initialize_cache(*sizes))
+
+    def submit(self, step: SchedulerOutput) -> LateResult:
+        self.num_ahead += step.rows is not None and step.rows.is_ahead
+        return LateResult(self._together(lambda worker: worker.launch(step)))
+
+    def close(self) -> None:
+        self._calls.put(None)
+        self._thread.join(60)
+        for worker in self.workers:
+            worker.close()
+
+
+def test_two_ranks_go_ahead_together(folder: Path, tensor_library: str, tmp_path: Path) -> None:
+    plain = SpeculativeBench(folder, tensor_library, sharp=False)
+    requests = make_free_requests(Random(8), 6, plain.vocab_size)
+    truth = answers_alone(plain, requests)
+    config = replace(
+        plain.config,
+        parallel=ParallelConfig(tensor_parallel_size=2),
+        logits_processors=(),
+        speculative=SpeculativeConfig(
+            "draft_model", 3, adaptive_length=False, options={"model": str(folder)}
+        ),
+    )
+    config = Settings(overlap=True, max_num_seqs=8).apply(config, plain.block_bytes)
+    address = tmp_path / "ranks"
+    address.mkdir(mode=0o700)
+    resolved: Any = OnCapturingDevice(resolve_plugins(config))
+    ranks = TwoRanks(config, resolved, address)
+    try:
+        core = EngineCore(config, resolved, ranks)  # type: ignore[arg-type]
+        check(play(core, [(0, r) for r in requests], DetailCollector()), requests, truth)
+        stats = core.stats()
+        assert stats.accepted_draft_tokens_total > 20 and ranks.num_ahead > 5
+    finally:
+        ranks.close()
