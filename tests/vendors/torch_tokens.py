@@ -1,6 +1,6 @@
 """Run by test_torch.py: greedy tokens of the demo model on torch, on the device that a probe picks.
 
-python -m tests.vendors.torch_tokens MODEL NUM_TOKENS [DEVICE]
+python -m tests.vendors.torch_tokens MODEL NUM_TOKENS
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ PROMPTS = [[5, 6, 7, 8], [9, 10, 11], list(range(20, 90))]
 
 
 def main() -> None:
-    """Print the tokens, the device's name, and what it counted."""
-    model, num_tokens, *device = sys.argv[1:]
-    with engine(Path(model), "".join(device), tensor_library="torch") as running:
+    """Print the tokens, and what a simulated device counted."""
+    model, num_tokens = sys.argv[1:]
+    with engine(Path(model), "", tensor_library="torch") as running:
         tokens = greedy(running, PROMPTS, int(num_tokens))
     simulated = getattr(torch.ops, "fd_simdevice", None)
     known = hasattr(simulated, "operations")
