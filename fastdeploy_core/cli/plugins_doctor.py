@@ -89,21 +89,24 @@ def plugin_rows(inventory: Inventory, timeout_s: float) -> list[dict[str, Any]]:
 def device_rows(inventory: Inventory) -> list[dict[str, Any]]:
     """Strangers' devices whose hardware is here: what they really do, each in a process of its own."""
     hooks = hook_manager(inventory=inventory)
-    decision, _ = ask_candidates(hooks, inventory, "device", "fd_device_probe", DeviceQuestion())
+    decision, candidates = ask_candidates(
+        hooks, inventory, "device", "fd_device_probe", DeviceQuestion()
+    )
+    libraries = {c.name: c.details.get("tensor_library", "") for c in candidates}
     rows = []
     for entry in inventory.of("device"):
         if entry.is_core or entry.name not in {c.name for c in decision.candidates if c.accepted}:
             continue
         started = time.perf_counter()
-        for what, passed, words in _examine(entry.name):
+        for what, passed, words in _examine(entry.name, libraries.get(entry.name, "")):
             row = _row(entry, PASS if passed else FAIL, hint=f"{what}: {words}")
             row["ms"] = round((time.perf_counter() - started) * 1000, 1)
             rows.append(row)
     return rows
 
 
-def _examine(name: str) -> list[tuple[str, bool, str]]:
-    command = [sys.executable, "-P", "-m", "fastdeploy_core.testing.device_report", name]
+def _examine(name: str, library: str) -> list[tuple[str, bool, str]]:
+    command = [sys.executable, "-P", "-m", "fastdeploy_core.testing.device_report", name, library]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     try:
         done = subprocess.run(  # noqa: S603 - our own interpreter

@@ -1,6 +1,6 @@
 """What a device really does, on this machine: each operation, one collective, versions. For `doctor`.
 
-    python -m fastdeploy_core.testing.device_report DEVICE
+    python -m fastdeploy_core.testing.device_report DEVICE [TENSOR_LIBRARY]
 
 The last line printed is a JSON list of [what, passed, words]. An operation is native when it runs with
 the library's detour over the CPU switched off; kernels of plugins are compared with the reference.
@@ -178,6 +178,7 @@ def _fused_arguments(make: _Make) -> Arguments:
             ),
         ),
         "linear_float32": lambda: (make.floats(3, 16), make.floats(8, 16, seed=1)),
+        "linear_logits": lambda: (make.floats(3, 16), make.floats(8, 16, seed=1), None),
         "greedy_linear": lambda: (make.floats(3, 16), make.floats(32, 16, seed=1), None),
         "mark_broken": lambda: (make.ids(4, 5), make.column(1.0), None),
     }
@@ -252,9 +253,10 @@ def operations(device: DeviceBackend) -> list[Row]:
         else:
             num_native += 1
         rows += _compare(device, chosen, reference, name, arguments[name])
-    rows.insert(
-        0, ("operations", True, f"{num_native} of {len(OPERATIONS)} run on the device alone")
-    )
+    words = f"{num_native} of {len(OPERATIONS)} run on the device alone"
+    if not isinstance(device, FallbackDevice):
+        words = f"{num_native} of {len(OPERATIONS)} examined; the library does not tell which run on the CPU"
+    rows.insert(0, ("operations", True, words))
     return rows
 
 
@@ -315,7 +317,8 @@ def collective(name: str, library: str, device: DeviceBackend) -> Row:
     if device.limits.max_tensor_parallel_size < 2:
         return ("collective", True, "the device runs alone")
     with contextlib.suppress(FastDeployError):
-        lookup("device", name)(DeviceOptions(index=1, num_threads=1)).close()
+        options = DeviceOptions(index=1, tensor_library=library, num_threads=1)
+        lookup("device", name)(options).close()
         try:
             first, second = run_ranks(name, library, 2)
         except AssertionError as error:
@@ -329,8 +332,9 @@ def collective(name: str, library: str, device: DeviceBackend) -> Row:
 
 def main() -> int:
     """Examine one device and print."""
-    name = sys.argv[1]
-    device: DeviceBackend = lookup("device", name)(DeviceOptions(num_threads=1))
+    name, library = sys.argv[1], "".join(sys.argv[2:])
+    options = DeviceOptions(tensor_library=library, num_threads=1)
+    device: DeviceBackend = lookup("device", name)(options)
     rows = [("device", True, line) for line in device.report()] if isinstance(
         device, ReportingDevice
     ) else []  # fmt: skip

@@ -81,6 +81,15 @@ def test_whole_kit(stand_in: dict[str, str]) -> None:
     assert "TestEndToEnd              PASS" in done.stdout
 
 
+@pytest.mark.slow
+def test_doctor_examines_it_on_torch(stand_in: dict[str, str]) -> None:
+    doctor = ("-m", "fastdeploy_core.cli.main", "plugins", "doctor", "--json")
+    done = run(*doctor, **stand_in | {"FD_PLUGINS": "fd-gcu"})
+    assert done.returncode == 0, done.stdout[-3000:]
+    for words in ("with torch_gcu, collectives eccl", "two ranks agree", "does not tell"):
+        assert words in done.stdout
+
+
 @pytest.fixture(scope="module")
 def probes(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Answers of all probes on builds of torch that exist as metadata and empty modules."""
