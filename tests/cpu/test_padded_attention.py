@@ -77,7 +77,7 @@ def test_padding_changes_nothing(tensor_library: str, name: str, step: str) -> N
     kind = QuantizedWorld if spec.kv_format else World
     with device.xp.no_grad():
         world = kind(AttentionConformance(), device, kernels, spec, BLOCK, STEPS[step])
-        inputs = world.write(driver.cache_shapes(world.num_blocks))
+        inputs = world.write(driver)
         exact = world.batch()
         expected = device.to_host(
             driver.forward(*inputs, world.cache, driver.prepare(exact), None, None)

@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fastdeploy_core.config import ParallelConfig, SpeculativeConfig
@@ -136,7 +137,9 @@ def test_a_row_with_nan_fails_alone_while_steps_are_ahead(
             assert core._in_flight[-1][0].is_ahead
             broken = core.scheduler._roster.running[1]
             keys, _ = bench.worker._runner.caches.tensors[0]
-            keys[broken.table.blocks[0]] = float("nan")
+            xp = bench.worker.device.xp
+            block = xp.to_device(xp.from_numpy(np.array(broken.table.blocks[:1])), keys.device)
+            xp.index_copy_(keys, 0, block, xp.index_select(keys, 0, block) * float("nan"))
         if not core.has_work():
             break
         collector.take(core.step())

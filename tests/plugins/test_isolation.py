@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from fastdeploy_core.contracts import CONTRACT
 from fastdeploy_core.testing.tiny_model import write_tiny_model
 from tests import server_process
 from tests.plugins.wheels import build_wheel, environment, fastdeploy, install, python
@@ -121,7 +122,7 @@ CASES = {
     ),
     "newer contract in the driver": Case(
         GOOD.format("bad").replace("(0, 1)", "(0, 99)"),
-        named="written for contract 0.99; this core speaks 0.2",
+        named=f"written for contract 0.99; this core speaks {CONTRACT[0]}.{CONTRACT[1]}",
         error="ContractMismatch",
     ),
     "group of a later contract": Case(
