@@ -140,9 +140,9 @@ def test_what_gaudi_would_compile_without_padding(
     panels: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control for the above."""
-    from fastdeploy_core.worker.model_runner import ModelRunner
+    from fastdeploy_core.worker.step_shapes import StepShapes
 
-    monkeypatch.setattr(ModelRunner, "_make_shapes", lambda self: None)
+    monkeypatch.setattr(StepShapes, "of", lambda config, limits: None)
     assert gaudi_programs(panels, model) > 100
 
 
