@@ -53,7 +53,7 @@ def fastdeploy(asked: dict[str, Any]) -> dict[str, Any]:
 
     longest = max(prompt for _, prompt in asked["points"].values())
     most = max(batch for batch, _ in asked["points"].values())
-    length = max(longest, PROMPT) + SHORT + asked["tokens"] + 8
+    length = max(128, max(longest, PROMPT) + SHORT + asked["tokens"] + 8)
     started = time.perf_counter()
     with LLM(
         asked["model"],

@@ -19,6 +19,8 @@
 #endif
 #include "linear.inl"
 #include "attention.inl"
+#include "attention_tiled.inl"
+#include "attention_items.inl"
 #include "moe.inl"
 #include "sampling.inl"
 

@@ -39,12 +39,24 @@ FDCPU_INLINE F load(const uint16_t *from) {  // bfloat16
 }
 FDCPU_INLINE void store(float *to, F x) { store_as(to, x); }
 FDCPU_INLINE void store(uint16_t *to, F x) {
+#if FDCPU_LEVEL >= 2
+    store_as(to, _mm512_cvtneps_pbh(__m512(x)));
+#else
     const U bits = U(x);
     const U rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     const U quiet = bits >> 16 | 0x40;
     const U is_nan = U((bits & 0x7fffffff) > 0x7f800000);
     store_as(to, __builtin_convertvector((rounded & ~is_nan) | (quiet & is_nan), H));
+#endif
 }
+FDCPU_INLINE F round_to_bf16(F x) {
+    H bits;
+    store(reinterpret_cast<uint16_t *>(&bits), x);
+    return F(__builtin_convertvector(bits, U) << 16);
+}
+
+// a in the low halves, b in the high ones.
+FDCPU_INLINE U pairs_of_bf16(F a, F b) { return U(round_to_bf16(a)) >> 16 | U(round_to_bf16(b)); }
 
 FDCPU_INLINE float load_one(const float *from) { return *from; }
 FDCPU_INLINE float load_one(const uint16_t *from) {
@@ -65,19 +77,37 @@ FDCPU_INLINE F maximum(F a, F b) { return a > b ? a : b; }
 FDCPU_INLINE F absolute(F x) { return F(U(x) & 0x7fffffff); }
 
 FDCPU_INLINE float sum_of(F x) {
+#if FDCPU_LEVEL >= 2
+    return _mm512_reduce_add_ps(__m512(x));
+#else
     float lanes[kLanes], total = 0;
     store_as(lanes, x);
     for (int width = kLanes / 2; width; width /= 2)
         for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
     total = lanes[0];
     return total;
+#endif
 }
 FDCPU_INLINE float max_of(F x) {
+#if FDCPU_LEVEL >= 2
+    return _mm512_reduce_max_ps(__m512(x));
+#else
     float lanes[kLanes];
     store_as(lanes, x);
     float most = lanes[0];
     for (int i = 1; i < kLanes; ++i) most = lanes[i] > most ? lanes[i] : most;
     return most;
+#endif
+}
+FDCPU_INLINE int32_t sum_of_ints(I x) {
+#if FDCPU_LEVEL >= 2
+    return _mm512_reduce_add_epi32(__m512i(x));
+#else
+    uint32_t lanes[kLanes], total = 0;
+    store_as(lanes, x);
+    for (uint32_t lane : lanes) total += lane;
+    return int32_t(total);
+#endif
 }
 
 FDCPU_INLINE I round_to_int(F x) {

@@ -15,6 +15,7 @@ FORMATS = [
     pytest.param(2, 64, 1.5e-2, id="int8-64"),
     pytest.param(3, 0, 1.5e-2, id="int4"),
     pytest.param(3, 32, 1.5e-2, id="int4-32"),
+    pytest.param(3, 128, 1.5e-2, id="int4-128"),
 ]
 
 
@@ -48,13 +49,20 @@ def error(got, wanted):
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 7, 16, 33, 130])
 def test_product_of_odd_sizes(runtime, kind, group, limit, num_rows):
     rng = np.random.default_rng(num_rows)
-    weight = rng.standard_normal((90, 128 if group else 101)).astype(np.float32) * 0.05
+    weight = rng.standard_normal((90, 3 * group or 101)).astype(np.float32) * 0.05
     x = rng.standard_normal((num_rows, weight.shape[1])).astype(np.float32)
     bias, residual = rng.standard_normal(90).astype(np.float32), rng.standard_normal((num_rows, 90))
     residual = residual.astype(np.float32)
     matrix, meant = packed(kind, group, weight)
     got = product(runtime, matrix, x, 90, bias, residual=residual)
     assert error(got, x @ meant.T + bias + residual) < limit
+
+
+def test_product_of_no_rows_writes_nothing(runtime):
+    matrix, _ = packed(2, 0, np.ones((64, 64), np.float32))
+    y = np.full((1, 64), 7, np.float32)
+    runtime.linear(matrix, address(y), F32, 0, 64, 0, 0.0, 0, 0, address(y), F32, 64)
+    assert (y == 7).all()
 
 
 @pytest.mark.parametrize(("kind", "group", "limit"), FORMATS)

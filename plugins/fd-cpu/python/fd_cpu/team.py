@@ -6,6 +6,7 @@ share the threads, and the last one that is closed ends them.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from .recording import Recording
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor, TensorLibrary
+
+logger = logging.getLogger(__name__)
 
 FLOAT32, BFLOAT16 = 0, 1
 
@@ -33,6 +36,9 @@ class Team:
             self.native = _native.Runtime(num_threads, pinned, isa)
         except ValueError as error:
             raise ConfigError(f"FD_CPU_ISA={isa}: {error}") from None
+        self._is_profiled = os.environ.get("FD_CPU_PROFILE", "") not in ("", "0")
+        if self._is_profiled:
+            self.native.begin_profile()
         self.xp, self.num_threads, self.isa = xp, num_threads, isa
         self.users = 0
         self._codes = {xp.float32: FLOAT32, xp.bfloat16: BFLOAT16}
@@ -84,6 +90,14 @@ class Team:
             for tensor in tensors:
                 recording.made(tensor)
 
+    def log_profile(self) -> None:
+        """Calls and time of every operation, where FD_CPU_PROFILE asks for them."""
+        if not self._is_profiled:
+            return
+        times = self.native.times()
+        for name, (calls, seconds) in sorted(times.items(), key=lambda x: -x[1][1]):
+            logger.info("%9.1f ms %8d calls of %s", seconds * 1e3, calls, name)
+
 
 _team: Team | None = None
 _lock = threading.Lock()
@@ -106,8 +120,10 @@ def close_team(closed: Team) -> None:
     global _team
     with _lock:
         closed.users -= 1
-        if not closed.users and _team is closed:
-            _team = None
+        if not closed.users:
+            closed.log_profile()
+            if _team is closed:
+                _team = None
 
 
 def team() -> Team:
