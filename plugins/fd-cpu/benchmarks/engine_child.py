@@ -72,7 +72,6 @@ def fastdeploy(asked: dict[str, Any]) -> dict[str, Any]:
             params = SamplingParams(
                 temperature=0.0,
                 max_tokens=answer,
-                min_tokens=answer,
                 ignore_eos=True,
                 detokenize=False,
             )

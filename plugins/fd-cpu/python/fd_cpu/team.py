@@ -6,9 +6,9 @@ share the threads, and the last one that is closed ends them.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,8 +18,6 @@ from .recording import Recording
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor, TensorLibrary
-
-logger = logging.getLogger(__name__)
 
 FLOAT32, BFLOAT16 = 0, 1
 
@@ -36,8 +34,8 @@ class Team:
             self.native = _native.Runtime(num_threads, pinned, isa)
         except ValueError as error:
             raise ConfigError(f"FD_CPU_ISA={isa}: {error}") from None
-        self._is_profiled = os.environ.get("FD_CPU_PROFILE", "") not in ("", "0")
-        if self._is_profiled:
+        self._profile = os.environ.get("FD_CPU_PROFILE", "")  # a file
+        if self._profile:
             self.native.begin_profile()
         self.xp, self.num_threads, self.isa = xp, num_threads, isa
         self.users = 0
@@ -90,13 +88,14 @@ class Team:
             for tensor in tensors:
                 recording.made(tensor)
 
-    def log_profile(self) -> None:
-        """Calls and time of every operation, where FD_CPU_PROFILE asks for them."""
-        if not self._is_profiled:
+    def write_profile(self) -> None:
+        """Calls and time of every operation, for the file that FD_CPU_PROFILE names."""
+        if not self._profile:
             return
-        times = self.native.times()
-        for name, (calls, seconds) in sorted(times.items(), key=lambda x: -x[1][1]):
-            logger.info("%9.1f ms %8d calls of %s", seconds * 1e3, calls, name)
+        times = sorted(self.native.times().items(), key=lambda item: -item[1][1])
+        lines = [f"{s * 1e3:10.1f} ms {n:8d} calls of {name}\n" for name, (n, s) in times]
+        with Path(self._profile).open("a") as file:
+            file.writelines([*lines, "\n"])
 
 
 _team: Team | None = None
@@ -121,7 +120,7 @@ def close_team(closed: Team) -> None:
     with _lock:
         closed.users -= 1
         if not closed.users:
-            closed.log_profile()
+            closed.write_profile()
             if _team is closed:
                 _team = None
 
