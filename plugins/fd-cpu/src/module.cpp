@@ -245,6 +245,7 @@ void submit_route(Runtime &runtime, uintptr_t logits, uintptr_t bias, uintptr_t 
 }  // namespace
 
 NB_MODULE(_native, m) {
+    nb::set_leak_warnings(false);  // whoever never closes an engine ends with one
     m.doc() = "Kernels of fd-cpu; see fd_cpu/kernels.py for the checked interface.";
     m.def("available_isas", [] {
         std::vector<std::string> names;
