@@ -53,6 +53,25 @@ size_t attention_scratch(const AttentionOp &op, int num_threads) {
     return kCounterBytes + (AttentionScratch::num_bytes(op) + 63) / 64 * 64 * size_t(num_threads);
 }
 
+// Sixteen pairs (x, y), rotated: each half a register, or alternating in two.
+FDCPU_INLINE void rotate_pairs(float *x, float *y, bool interleaved, const float *cosine, const float *sine) {
+    F a = load(x), b = load(y);
+    const F c = load(cosine), s = load(sine);
+    if (interleaved) {
+        const F low = a, high = b;
+        a = __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        b = __builtin_shufflevector(low, high, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    }
+    const F first = a * c - b * s, second = b * c + a * s;
+    if (!interleaved) {
+        store(x, first);
+        store(y, second);
+        return;
+    }
+    store(x, __builtin_shufflevector(first, second, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+    store(y, __builtin_shufflevector(first, second, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+}
+
 // One head's vector, rotated by its position and rounded to T as the reference does.
 template <class T>
 FDCPU_INLINE void rotate(const AttentionOp &op, const T *from, int64_t position, int64_t size, float *to) {
@@ -60,23 +79,36 @@ FDCPU_INLINE void rotate(const AttentionOp &op, const T *from, int64_t position,
     if (!op.cos_sin) return;
     const int64_t half = op.rotary / 2;
     const float *cosine = op.cos_sin + position * op.rotary, *sine = cosine + half;
-    for (int64_t i = 0; i < half; ++i) {
-        const int64_t a = op.rotary_begin + (op.interleaved ? 2 * i : i);
-        const int64_t b = op.rotary_begin + (op.interleaved ? 2 * i + 1 : i + half);
-        const float x = to[a], y = to[b];
-        to[a] = x * cosine[i] - y * sine[i];
-        to[b] = y * cosine[i] + x * sine[i];
+    float *head = to + op.rotary_begin;
+    int64_t i = 0;
+    for (; i + kLanes <= half; i += kLanes) {
+        float *x = head + (op.interleaved ? 2 * i : i), *y = op.interleaved ? x + kLanes : x + half;
+        rotate_pairs(x, y, op.interleaved, cosine + i, sine + i);
     }
-    if (sizeof(T) == 2)
-        for (int64_t i = op.rotary_begin; i < op.rotary_begin + op.rotary; ++i) {
-            uint16_t rounded;
-            store_one(&rounded, to[i]);
-            to[i] = load_one(&rounded);
-        }
+    for (; i < half; ++i) {
+        const int64_t a = op.interleaved ? 2 * i : i, b = op.interleaved ? 2 * i + 1 : i + half;
+        const float x = head[a], y = head[b];
+        head[a] = x * cosine[i] - y * sine[i];
+        head[b] = y * cosine[i] + x * sine[i];
+    }
+    if (sizeof(T) == 4) return;
+    for (i = 0; i + kLanes <= op.rotary; i += kLanes) store(head + i, round_to_bf16(load(head + i)));
+    for (; i < op.rotary; ++i) {
+        uint16_t rounded;
+        store_one(&rounded, head[i]);
+        head[i] = load_one(&rounded);
+    }
+}
+
+// `bits` is room for a head.
+FDCPU_INLINE void write_paired(const AttentionOp &op, int64_t offset, const float *key, uint16_t *keys, uint16_t *bits) {
+    narrow_row(key, bits, op.head_dim);
+    for (int64_t d = 0; d < op.head_dim; d += 2) std::memcpy(keys + (d / 2 * op.block_size + offset) * 2, bits + d, 4);
 }
 
 template <class T, class C>
-void write_cache(const AttentionOp &op, const Worker &worker, float *row) {
+void write_cache(const AttentionOp &op, const Worker &worker, const AttentionScratch &s) {
+    float *row = s.q;
     int64_t first, last;
     worker.share(op.num_tokens, first, last);
     for (int64_t t = first; t < last; ++t) {
@@ -89,19 +121,20 @@ void write_cache(const AttentionOp &op, const Worker &worker, float *row) {
                 narrow_row(row, static_cast<C *>(op.keys) + slot * op.head_dim, op.head_dim);
                 continue;
             }
-            const bool paired = is_paired<C>(op);
             C *keys = static_cast<C *>(op.keys) + (block * op.num_kv_heads + h) * op.head_dim * op.block_size;
-            for (int64_t d = 0; d < op.head_dim; ++d)
-                store_one(paired ? keys + (d / 2 * op.block_size + offset) * 2 + d % 2 : keys + d * op.block_size + offset,
-                          row[d]);
-            widen_row(static_cast<const T *>(op.v) + t * op.v_stride + h * op.v_head_dim, row, op.v_head_dim);
             C *values = static_cast<C *>(op.values) + (block * op.num_kv_heads + h) * op.block_size * op.v_head_dim;
-            if (!paired) {
+            const T *v = static_cast<const T *>(op.v) + t * op.v_stride + h * op.v_head_dim;
+            if (!is_paired<C>(op)) {
+                for (int64_t d = 0; d < op.head_dim; ++d) store_one(keys + d * op.block_size + offset, row[d]);
+                widen_row(v, row, op.v_head_dim);
                 narrow_row(row, values + offset * op.v_head_dim, op.v_head_dim);
                 continue;
             }
-            values += offset / 2 * op.v_head_dim * 2 + offset % 2;
-            for (int64_t d = 0; d < op.v_head_dim; ++d) store_one(values + 2 * d, row[d]);
+            write_paired(op, offset, row, reinterpret_cast<uint16_t *>(keys), s.weights);
+            widen_row(v, row, op.v_head_dim);
+            narrow_row(row, s.weights, op.v_head_dim);
+            auto *pairs = reinterpret_cast<uint16_t *>(values) + offset / 2 * op.v_head_dim * 2 + offset % 2;
+            for (int64_t d = 0; d < op.v_head_dim; ++d) pairs[2 * d] = s.weights[d];
         }
     }
 }

@@ -67,7 +67,7 @@ void attention_of(const AttentionOp &op, const Worker &worker) {
     const size_t part = (AttentionScratch::num_bytes(op) + 63) / 64 * 64;
     const AttentionScratch scratch(op, worker.scratch + kCounterBytes + part * size_t(worker.thread));
     if (worker.thread == 0) next.store(0);
-    write_cache<T, C>(op, worker, scratch.q);
+    write_cache<T, C>(op, worker, scratch);
     worker.barrier();
     const int64_t step = tokens_per_item(op);
     TileUse use;
