@@ -8,6 +8,7 @@ namespace fdcpu::FDCPU_NAMESPACE {
 
 constexpr int64_t kMostItemRows = 96;  // rows of an item, unless one token already has more
 constexpr int kTileRows = 8;           // rows of a register tile
+constexpr int64_t kSpanRows = 32, kSpan = 256;  // rows and tokens that tiles take at once
 
 FDCPU_INLINE int64_t tokens_per_item(const AttentionOp &op) {
     return std::max<int64_t>(1, kMostItemRows / (op.num_heads / op.num_kv_heads));
@@ -29,21 +30,24 @@ struct AttentionScratch {
     static int64_t num_rows(const AttentionOp &op) {
         return (tokens_per_item(op) * (op.num_heads / op.num_kv_heads) + kTileRows + 15) / 16 * 16;
     }
+    static int64_t num_scores(const AttentionOp &op) {
+        return std::max(num_rows(op) * op.block_size, kSpanRows * kSpan);
+    }
     AttentionScratch(const AttentionOp &op, uint8_t *at) {
         const int64_t rows = num_rows(op);
         q = reinterpret_cast<float *>(at);
         scores = q + rows * op.head_dim;
-        out = scores + rows * op.block_size;
+        out = scores + num_scores(op);
         peak = out + rows * op.v_head_dim;
         sum = peak + rows;
         limit = reinterpret_cast<int64_t *>(sum + rows);
         q_pairs = reinterpret_cast<uint16_t *>(limit + rows);
         weights = q_pairs + rows * op.head_dim;
-        tail = weights + rows * op.block_size;
+        tail = weights + num_scores(op);
     }
     static size_t num_bytes(const AttentionOp &op) {
-        const size_t per_row = size_t(op.head_dim + op.block_size) * 6 + size_t(op.v_head_dim + 2) * 4 + 8;
-        return size_t(num_rows(op)) * per_row + size_t(op.v_head_dim) * 64;
+        const size_t per_row = size_t(op.head_dim) * 6 + size_t(op.v_head_dim + 2) * 4 + 8;
+        return size_t(num_rows(op)) * per_row + size_t(num_scores(op)) * 6 + size_t(op.v_head_dim) * 64;
     }
 };
 
@@ -284,36 +288,32 @@ FDCPU_INLINE void score_block(const AttentionOp &op, const C *keys, int64_t toke
         score_rows<R>(op, keys, tokens, q, scores);
 }
 
-// One row's scores of a block become weights; what was summed before is scaled to the new maximum.
-FDCPU_INLINE void soften(const AttentionOp &op, const AttentionScratch &s, int64_t r, int64_t first_token) {
-    float *scores = s.scores + r * op.block_size;
-    uint16_t *pairs = s.weights + r * op.block_size;
-    const int64_t valid = std::min(op.block_size, s.limit[r] - first_token);
-    if (valid <= 0) {
-        std::memset(scores, 0, size_t(op.block_size) * sizeof(float));
-        std::memset(pairs, 0, size_t(op.block_size) * sizeof(uint16_t));
-        return;
-    }
-    for (int64_t t = valid; t < op.block_size; ++t) scores[t] = -INFINITY;
+// Scores of row r for `width` tokens from `first_token` on become weights, in `pairs` as bfloat16 unless that
+// is null; what was summed before is scaled to the new maximum.
+FDCPU_INLINE void soften(const AttentionOp &op, const AttentionScratch &s, int64_t r, int64_t first_token, int64_t width,
+                         float *scores, uint16_t *pairs) {
+    const int64_t valid = std::max<int64_t>(0, std::min(width, s.limit[r] - first_token));
+    const int64_t whole = (valid + kLanes - 1) / kLanes * kLanes;
+    if (pairs)
+        std::memset(pairs + whole, 0, size_t(width - whole) * sizeof(uint16_t));
+    else
+        std::memset(scores + whole, 0, size_t(width - whole) * sizeof(float));
+    if (valid == 0) return;
+    for (int64_t t = valid; t < whole; ++t) scores[t] = -INFINITY;
     F peaks = splat(-INFINITY);
-    I odd = splat_int(0);
-    for (int64_t t = 0; t < op.block_size; t += kLanes) {
-        const F score = load(scores + t) * op.scale;
-        store(scores + t, score);
-        peaks = maximum(score, peaks);
-        odd |= I(score != score);
-    }
-    const bool has_nan = sum_of(__builtin_convertvector(odd, F)) != 0;
+    for (int64_t t = 0; t < whole; t += kLanes) peaks = maximum(load(scores + t), peaks);
     const float peak = std::max(s.peak[r], max_of(peaks));
-    const float factor = std::exp(s.peak[r] - peak);
-    F total = splat(0);
-    for (int64_t t = 0; t < op.block_size; t += kLanes) {
-        const F weight = exponential(load(scores + t) - peak);
-        store(scores + t, weight);
-        store(pairs + t, weight);
+    const float factor = peak == s.peak[r] ? 1.f : std::exp((s.peak[r] - peak) * op.scale);
+    F total = splat(0);  // of which a score that is no number makes none, too
+    for (int64_t t = 0; t < whole; t += kLanes) {
+        const F weight = exponential((load(scores + t) - peak) * op.scale);
+        if (pairs)
+            store(pairs + t, weight);
+        else
+            store(scores + t, weight);
         total += weight;
     }
-    s.sum[r] = has_nan ? std::nanf("") : s.sum[r] * factor + sum_of(total);
+    s.sum[r] = s.sum[r] * factor + sum_of(total);
     s.peak[r] = peak;
     if (factor != 1.f)
         for (int64_t d = 0; d < op.v_head_dim; ++d) s.out[r * op.v_head_dim + d] *= factor;
@@ -324,7 +324,8 @@ FDCPU_INLINE void attend_pairs(const AttentionOp &op, const AttentionScratch &s,
     in_tiles_of_rows(rows, 0, [&](auto count, int64_t r) {
         paired_scores<count>(op, keys, s.q_pairs + r * op.head_dim, s.scores + r * op.block_size);
     });
-    for (int64_t r = 0; r < rows; ++r) soften(op, s, r, first);
+    for (int64_t r = 0; r < rows; ++r)
+        soften(op, s, r, first, op.block_size, s.scores + r * op.block_size, s.weights + r * op.block_size);
     in_tiles_of_rows(rows, 0, [&](auto count, int64_t r) {
         paired_values<count>(op, values, tokens, s.weights + r * op.block_size, s.out + r * op.v_head_dim);
     });

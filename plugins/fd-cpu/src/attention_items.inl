@@ -3,7 +3,9 @@
 namespace fdcpu::FDCPU_NAMESPACE {
 
 template <class C>
-void attend(const AttentionOp &op, const AttentionScratch &s, TileUse &use, int64_t seq, int64_t head, int64_t rows, int64_t top) {
+void attend(const AttentionOp &op, const AttentionScratch &s, TileUse &use, int64_t seq, int64_t head, int64_t rows,
+            int64_t top) {
+    if (is_paired<C>(op) && fits_tiles(op, rows)) return attend_tiles(op, s, use, seq, head, rows);
     for (int64_t first = 0; first < top; first += op.block_size) {
         const int64_t block = op.block_tables[seq * op.max_blocks + first / op.block_size];
         const C *keys = static_cast<const C *>(op.keys) + (block * op.num_kv_heads + head) * op.head_dim * op.block_size;
@@ -11,12 +13,8 @@ void attend(const AttentionOp &op, const AttentionScratch &s, TileUse &use, int6
         const C *values = op.values ? static_cast<const C *>(op.values) + in_values : keys;
         const int64_t tokens = std::min(op.block_size, top - first);
         if (is_paired<C>(op)) {
-            const auto *key_pairs = reinterpret_cast<const uint16_t *>(keys);
-            const auto *value_pairs = reinterpret_cast<const uint16_t *>(values);
-            if (fits_tiles(op, rows))
-                attend_tiles(op, s, use, key_pairs, value_pairs, rows, first, tokens);
-            else
-                attend_pairs(op, s, key_pairs, value_pairs, rows, first, tokens);
+            attend_pairs(op, s, reinterpret_cast<const uint16_t *>(keys), reinterpret_cast<const uint16_t *>(values), rows,
+                         first, tokens);
             continue;
         }
         int64_t r = 0;
@@ -24,7 +22,7 @@ void attend(const AttentionOp &op, const AttentionScratch &s, TileUse &use, int6
             score_block<kTileRows>(op, keys, tokens, s.q + r * op.head_dim, s.scores + r * op.block_size);
         for (; r < rows; ++r)
             score_block<1>(op, keys, tokens, s.q + r * op.head_dim, s.scores + r * op.block_size);
-        for (r = 0; r < rows; ++r) soften(op, s, r, first);
+        for (r = 0; r < rows; ++r) soften(op, s, r, first, op.block_size, s.scores + r * op.block_size, nullptr);
         for (r = 0; r + kTileRows <= rows; r += kTileRows)
             value_tile<kTileRows>(op, values, tokens, s.scores + r * op.block_size, s.out + r * op.v_head_dim);
         for (; r < rows; ++r)
@@ -33,7 +31,8 @@ void attend(const AttentionOp &op, const AttentionScratch &s, TileUse &use, int6
 }
 
 template <class T, class C>
-void attend_item(const AttentionOp &op, const AttentionScratch &s, TileUse &use, int64_t seq, int64_t head, int64_t begin, int64_t end) {
+void attend_item(const AttentionOp &op, const AttentionScratch &s, TileUse &use, int64_t seq, int64_t head,
+                 int64_t begin, int64_t end) {
     const int64_t first_token = op.cu_seqlens_q[seq], num_new = op.cu_seqlens_q[seq + 1] - first_token;
     const int64_t seq_len = op.seq_lens[seq], shared = op.num_heads / op.num_kv_heads;
     int64_t top = 0;  // keys that any token of the item may see, all of them written

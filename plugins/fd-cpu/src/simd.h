@@ -116,13 +116,18 @@ FDCPU_INLINE I round_to_int(F x) {
     return I(x + magic) - splat_int(0x4b400000);
 }
 
-// e^x to within two units in the last place; below -87 it is 0, above 88 it stays at e^88.
+// e^x to within two units in the last place; far below -87 it is 0.
 FDCPU_INLINE F exponential(F x) {
+#if FDCPU_LEVEL >= 2
+    x = F(_mm512_max_ps(_mm512_set1_ps(-110.f), __m512(x)));  // in this order NaN stays
+    const F whole = F(_mm512_roundscale_ps(__m512(x * 1.44269504088896341f), 0));
+#else
     const F low = splat(-87.33654f), high = splat(88.37626f);
     const I is_low = x < low;
     x = x > high ? high : (x < low ? low : x);
     const I n = round_to_int(x * 1.44269504088896341f);
     const F whole = __builtin_convertvector(n, F);
+#endif
     const F r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
     F p = r * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
@@ -130,8 +135,12 @@ FDCPU_INLINE F exponential(F x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.f;
+#if FDCPU_LEVEL >= 2
+    return F(_mm512_scalef_ps(__m512(p), __m512(whole)));
+#else
     const F scaled = p * F((n + 127) << 23);
     return F(U(scaled) & ~U(is_low));
+#endif
 }
 
 FDCPU_INLINE F silu(F x) { return x / (exponential(-x) + 1.f); }

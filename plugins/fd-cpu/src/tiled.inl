@@ -41,19 +41,20 @@ struct TiledPanel {
     const int64_t p;
     uint8_t *const unpacked;  // [step][output tile][row of a weight tile][64]
     const uint8_t *const panel;
-    const int inputs;  // bytes of a step
+    const int inputs;  // bytes of a step, of activations
+    const int64_t packed_step;  // and of weights
     const int64_t num_steps, groups;
 
     TiledPanel(const PackedMatrix &w, const Activations &a, int64_t p, uint8_t *unpacked)
         : w(w), a(a), p(p), unpacked(unpacked), panel(w.panel(p)), inputs(kIsInt && w.group % 64 ? 32 : 64),
+          packed_step(int64_t(inputs) / (kIsInt ? 1 : 2) * (kind == WeightKind::bf16 ? 2 * kPanel
+                                                           : kind == WeightKind::int8 ? kPanel : kPanel / 2)),
           num_steps(w.padded_inputs * (kIsInt ? 1 : 2) / inputs), groups(kIsInt ? w.num_groups() : 1) {}
-
-    int64_t packed_step() const { return w.panel_bytes() / num_steps; }
 
     // Outputs [16 first, 16 (first + count)) of a step as rows of weight tiles.
     FDCPU_INLINE void unpack(int64_t step, int first, int count, uint8_t *to) const {
-        const uint8_t *line = panel + step * packed_step() + first * 64;
-        const int lines = int(packed_step() / kLine);
+        const uint8_t *line = panel + step * packed_step + first * 64;
+        const int lines = int(packed_step / kLine);
         for (int s = 0; s < count; ++s, to += inputs * kTileSide)
             for (int i = 0; i < lines; ++i) {
                 const B packed = load_as<B>(line + i * kLine + s * 64);
@@ -86,9 +87,9 @@ struct TiledPanel {
         FDCPU_TILE_ZERO(2);
         FDCPU_TILE_ZERO(3);
         for (int64_t step = first; step < last; ++step) {
-            const uint8_t *ahead = panel + step * packed_step() + kFarAhead;
-            for (int64_t i = 0; i < packed_step(); i += 64) __builtin_prefetch(ahead + i, 0, 2);
-            const uint8_t *weights = kUnpacks ? unpacked + step % 2 * 4 * tile : panel + step * packed_step();
+            const uint8_t *ahead = panel + step * packed_step + kFarAhead;
+            for (int64_t i = 0; i < packed_step; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+            const uint8_t *weights = kUnpacks ? unpacked + step % 2 * 4 * tile : panel + step * packed_step;
             FDCPU_TILE_LOAD(4, a.row(m) + a.at(step * inputs), a.row_step);
             FDCPU_TILE_LOAD(5, weights, stride);
             FDCPU_TILE_PRODUCT(0, 4, 5);
@@ -119,7 +120,7 @@ struct TiledPanel {
         FDCPU_TILE_ZERO(3);
         const uint8_t *low = a.row(m), *high = a.row(m + kTileSide);
         for (int64_t step = first; step < last; ++step) {
-            const uint8_t *weights = kUnpacks ? unpacked + step * 2 * tile : panel + step * packed_step() + half * 128;
+            const uint8_t *weights = kUnpacks ? unpacked + step * 2 * tile : panel + step * packed_step + half * 128;
             const int64_t at = a.at(step * inputs);
             FDCPU_TILE_LOAD(4, low + at, a.row_step);
             FDCPU_TILE_LOAD(6, weights, stride);

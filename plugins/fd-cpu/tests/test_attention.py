@@ -46,7 +46,9 @@ def test_rotation_cache_and_attention(
     pool = rng.permutation(24).astype(np.int32)
     keys = stored(np.full((24, KV_HEADS, dim, block), np.nan, np.float32), kind)
     values = stored(np.full((24, KV_HEADS, block, dim), np.nan, np.float32), kind)
-    shape = _native.AttentionShape(num_heads, KV_HEADS, dim, dim, block, 0.3, interleaved, kind, kind)
+    shape = _native.AttentionShape(
+        num_heads, KV_HEADS, dim, dim, block, 0.3, interleaved, kind, kind
+    )
     tables = np.zeros((len(lengths), 6), np.int32)
     taken, wanted, history = 0, [], []
     for row, (before, new) in enumerate(lengths):
