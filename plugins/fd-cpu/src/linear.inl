@@ -240,8 +240,9 @@ size_t linear_scratch(const LinearOp &op, int num_threads) {
     return most;
 }
 
-template <class X, class Y>
-void product(const LinearOp &op, const Worker &worker) {
+// finish(panel, row, half, sums, sums) for all rows of this thread's panels.
+template <class X, class Finish>
+void product(const LinearOp &op, const Worker &worker, const Finish &finish) {
     if (op.num_rows == 0) return;  // of a plan, when nobody is there
     const PackedMatrix &w = *op.weight;
     auto *aligned = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(worker.scratch) + 63) & ~uintptr_t(63));
@@ -265,15 +266,21 @@ void product(const LinearOp &op, const Worker &worker) {
     for (int64_t begin = 0; begin < op.num_rows; begin += block)
         for (int64_t p = first; p < last; ++p)
             panel_rows(use, in_tiles, w, p, a, begin, std::min(op.num_rows, begin + block), mine + parts.row,
-                       [&](int64_t m, int half, F low, F high) { finish_half<Y>(op, p, m, half, low, high); });
+                       [&](int64_t m, int half, F low, F high) { finish(p, m, half, low, high); });
+}
+
+template <class Finish>
+FDCPU_INLINE void product_of_any(const LinearOp &op, const Worker &worker, const Finish &finish) {
+    op.x_type == DType::f32 ? product<float>(op, worker, finish) : product<uint16_t>(op, worker, finish);
 }
 
 void linear(const LinearOp &op, const Worker &worker) {
-    const bool x32 = op.x_type == DType::f32, y32 = op.y_type == DType::f32;
-    if (x32)
-        y32 ? product<float, float>(op, worker) : product<float, uint16_t>(op, worker);
-    else
-        y32 ? product<uint16_t, float>(op, worker) : product<uint16_t, uint16_t>(op, worker);
+    const auto run = [&](auto y) {
+        product_of_any(op, worker, [&](int64_t p, int64_t m, int half, F low, F high) {
+            finish_half<decltype(y)>(op, p, m, half, low, high);
+        });
+    };
+    op.y_type == DType::f32 ? run(float()) : run(uint16_t());
 }
 
 }  // namespace fdcpu::FDCPU_NAMESPACE

@@ -149,8 +149,24 @@ void submit_greedy(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t
                    uintptr_t peaks) {
     nb::gil_scoped_release release;
     const GreedyOp op{at<const float>(logits), num_rows, width, at<int64_t>(ids), at<float>(peaks)};
-    runtime.submit(clipped("greedy", op, &GreedyOp::num_rows, runtime.kernels().greedy),
-                   size_t(num_rows * runtime.num_threads() + 2) * 12);
+    const auto &kernels = runtime.kernels();
+    runtime.submit(clipped("greedy", op, &GreedyOp::num_rows, kernels.greedy),
+                   kernels.greedy_scratch(op, runtime.num_threads()));
+}
+
+void submit_greedy_linear(Runtime &runtime, const PackedMatrix &weight, uintptr_t x, int x_type, int64_t num_rows,
+                          int64_t x_stride, uintptr_t bias, uintptr_t ids, uintptr_t peaks) {
+    nb::gil_scoped_release release;
+    const LinearOp product{&weight, at(x), DType(x_type), num_rows, x_stride, nullptr, 0.f, at(bias),
+                           nullptr, nullptr, DType::f32, 0};
+    const GreedyLinearOp op{product, at<int64_t>(ids), at<float>(peaks)};
+    const auto &kernels = runtime.kernels();
+    const auto run = [op, search = kernels.greedy_linear](const Worker &w) {
+        GreedyLinearOp mine = op;
+        mine.product.num_rows = w.clip(op.product.num_rows);
+        search(mine, w);
+    };
+    runtime.submit({"greedy logits", run}, kernels.greedy_linear_scratch(op, runtime.num_threads()));
 }
 
 void submit_head_norm(Runtime &runtime, uintptr_t q, uintptr_t k, uintptr_t q_weight, uintptr_t k_weight, float eps,
@@ -308,6 +324,7 @@ NB_MODULE(_native, m) {
         .def("attention", &submit_attention)
         .def("experts", &submit_experts)
         .def("greedy", &submit_greedy)
+        .def("greedy_linear", &submit_greedy_linear)
         .def("head_norm", &submit_head_norm)
         .def("prepare_decode", &submit_prepare_decode)
         .def("finish_decode", &submit_finish_decode)

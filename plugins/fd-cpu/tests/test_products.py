@@ -79,6 +79,26 @@ def test_gate_and_norm_around_the_product(runtime, kind, group, limit):
     assert error(product(runtime, matrix, x, 45, norm=norm), wanted) < 2 * limit
 
 
+@pytest.mark.parametrize("num_rows", [1, 6, 40])
+@pytest.mark.parametrize("kind", [0, 1, 2, 3])
+def test_the_likeliest_output_of_a_product(runtime, kind, num_rows):
+    """All logits are negative, so that outputs that only pad a panel would win; the first of equals does."""
+    rng = np.random.default_rng(num_rows)
+    weight = -rng.random((150, 64)).astype(np.float32) - 0.1
+    weight[[20, 77, 149]] = weight[20] * 0.3
+    x = rng.random((num_rows, 64)).astype(np.float32)
+    x[num_rows // 2, 3] = np.nan
+    matrix, meant = packed(kind, 0, weight)
+    ids, peaks = np.empty(num_rows, np.int64), np.empty(num_rows, np.float32)
+    runtime.greedy_linear(
+        *(matrix, address(x), F32, num_rows, 64, 0, address(ids), address(peaks)),
+    )
+    broken = np.arange(num_rows) == num_rows // 2
+    assert (ids == np.where(broken, 0, 20)).all() and (np.isnan(peaks) == broken).all()
+    wanted = (np.nan_to_num(x) @ meant.T).max(-1)
+    assert np.abs(peaks - wanted)[~broken].max(initial=0) < 1.5e-2 * np.abs(wanted).max()
+
+
 @pytest.mark.parametrize(("kind", "bits"), [(2, 8), (3, 4)])
 def test_integers_are_kept_exactly(kind, bits):
     rng = np.random.default_rng(bits)
