@@ -2,8 +2,8 @@
 
 namespace fdcpu::FDCPU_NAMESPACE {
 
-// Groups smaller than this cost tiles of integers more than they gain: with many rows their weights become
-// bfloat16 on the way to the tiles.
+// Groups smaller than this cost tiles of integers more than they gain: with more rows than a tile has their
+// weights become bfloat16 on the way to the tiles.
 constexpr int64_t kLeastTiledGroup = 128;
 
 // Activations of one product in the scratch: values in the format's form, then scales and sums.
@@ -29,19 +29,21 @@ struct Activations {
     }
     // Tiles read whole sixteens of rows, from any row.
     size_t num_bytes(int64_t num_rows) const { return size_t((num_rows + 16) * (row_bytes + groups * 8)); }
-    const uint8_t *row(int64_t m) const { return values + m / 16 * block_step + m % 16 * row_step; }
-    uint8_t *row(int64_t m) { return values + m / 16 * block_step + m % 16 * row_step; }
+    uint8_t *row(int64_t m) const { return values + m / 16 * block_step + m % 16 * row_step; }
     int64_t at(int64_t byte) const { return byte / 64 * line_step + byte % 64; }
 };
 
 // Per group: int8 by absmax / 127. int8 weights are multiplied with x + 128, which is unsigned.
-FDCPU_INLINE void quantize_row(const PackedMatrix &w, const float *row, Activations &out, int64_t m) {
+// What loops read is copied first: a store of bytes might change anything, for all that the compiler knows.
+FDCPU_INLINE void quantize_row(const PackedMatrix &w, const float *row, const Activations &form, int64_t m) {
+    const Activations out = form;
+    const int64_t group = w.group, groups = out.groups;
     uint8_t *bytes = out.row(m);
     const int offset = w.kind == WeightKind::int8 ? 128 : 0;
-    for (int64_t g = 0; g < out.groups; ++g) {
-        const float *x = row + g * w.group;
+    for (int64_t g = 0; g < groups; ++g) {
+        const float *x = row + g * group;
         F peaks = splat(0), squares = splat(0);
-        for (int64_t k = 0; k < w.group; k += kLanes) {
+        for (int64_t k = 0; k < group; k += kLanes) {
             const F value = load(x + k);
             peaks = maximum(peaks, absolute(value));
             squares = value * value + squares;
@@ -49,36 +51,37 @@ FDCPU_INLINE void quantize_row(const PackedMatrix &w, const float *row, Activati
         const float peak = max_of(peaks);
         const float scale = peak / 127.f, inverse = peak > 0 ? 127.f / peak : 0.f;
         I total = splat_int(0);
-        for (int64_t k = 0; k < w.group; k += kLanes) {
+        for (int64_t k = 0; k < group; k += kLanes) {
             const I q = round_to_int(load(x + k) * inverse);
             total += q;
-            using Narrow = uint8_t __attribute__((vector_size(16)));
-            store_as(bytes + out.at(g * w.group + k), __builtin_convertvector(U(q + offset), Narrow));
+            store_bytes(bytes + out.at(g * group + k), q + offset);
         }
         // A value that is no number must reach the result, not vanish in an integer.
         const bool is_finite = std::isfinite(sum_of(squares));
-        out.scales[m * out.groups + g] = is_finite ? scale : std::nanf("");
-        out.sums[m * out.groups + g] = is_finite ? sum_of_ints(total) : 0;
+        out.scales[m * groups + g] = is_finite ? scale : std::nanf("");
+        out.sums[m * groups + g] = is_finite ? sum_of_ints(total) : 0;
     }
 }
 
 // Row `from` of x in the format's form becomes row m.
 template <class T>
-FDCPU_INLINE void prepare_row(const LinearOp &op, Activations &out, int64_t m, int64_t from, float *row) {
+FDCPU_INLINE void prepare_row(const LinearOp &op, const Activations &form, int64_t m, int64_t from, float *row) {
     const PackedMatrix &w = *op.weight;
-    widen_row(static_cast<const T *>(op.x) + from * op.x_stride, row, w.inputs);
-    const int64_t whole = (w.padded_inputs + kLanes - 1) / kLanes * kLanes;
-    for (int64_t k = w.inputs; k < whole; ++k) row[k] = 0;
-    if (op.norm_weight) normalize(row, static_cast<const T *>(op.norm_weight), op.eps, w.inputs);
+    const int64_t inputs = w.inputs, padded = w.padded_inputs;
+    widen_row(static_cast<const T *>(op.x) + from * op.x_stride, row, inputs);
+    const int64_t whole = (padded + kLanes - 1) / kLanes * kLanes;
+    for (int64_t k = inputs; k < whole; ++k) row[k] = 0;
+    if (op.norm_weight) normalize(row, static_cast<const T *>(op.norm_weight), op.eps, inputs);
     if (op.norm_weight && sizeof(T) == 2)  // the norm's result has the model's dtype
-        for (int64_t k = 0; k < w.inputs; k += kLanes) store(row + k, round_to_bf16(load(row + k)));
-    if (out.is_int) return quantize_row(w, row, out, m);
+        for (int64_t k = 0; k < inputs; k += kLanes) store(row + k, round_to_bf16(load(row + k)));
+    if (form.is_int) return quantize_row(w, row, form, m);
+    const Activations out = form;
     uint8_t *bytes = out.row(m);
     if (w.kind == WeightKind::f32) {
-        std::memcpy(bytes, row, size_t(w.padded_inputs) * sizeof(float));
+        std::memcpy(bytes, row, size_t(padded) * sizeof(float));
         return;
     }
-    for (int64_t k = 0; k < w.padded_inputs; k += kLanes)
+    for (int64_t k = 0; k < padded; k += kLanes)
         store(reinterpret_cast<uint16_t *>(bytes + out.at(2 * k)), load(row + k));
 }
 

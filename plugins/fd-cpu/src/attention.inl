@@ -302,11 +302,11 @@ FDCPU_INLINE void soften(const AttentionOp &op, const AttentionScratch &s, int64
     for (int64_t t = valid; t < whole; ++t) scores[t] = -INFINITY;
     F peaks = splat(-INFINITY);
     for (int64_t t = 0; t < whole; t += kLanes) peaks = maximum(load(scores + t), peaks);
-    const float peak = std::max(s.peak[r], max_of(peaks));
-    const float factor = peak == s.peak[r] ? 1.f : std::exp((s.peak[r] - peak) * op.scale);
+    const float peak = std::max(s.peak[r], max_of(peaks)), scale = op.scale;
+    const float factor = peak == s.peak[r] ? 1.f : std::exp((s.peak[r] - peak) * scale);
     F total = splat(0);  // of which a score that is no number makes none, too
     for (int64_t t = 0; t < whole; t += kLanes) {
-        const F weight = exponential((load(scores + t) - peak) * op.scale);
+        const F weight = exponential((load(scores + t) - peak) * scale);
         if (pairs)
             store(pairs + t, weight);
         else

@@ -97,13 +97,13 @@ void greedy_linear(const GreedyLinearOp &op, const Worker &worker) {
         found.peaks[m * found.size + worker.thread] = -INFINITY;
         found.ids[m * found.size + worker.thread] = -1;
     }
-    const int64_t outputs = linear.weight->outputs;
-    product_of_any(linear, worker, [&](int64_t p, int64_t m, int half, F low, F high) {
-        const int64_t column = p * kPanel + half * kHalf, at = m * found.size + worker.thread;
-        if (column >= outputs) return;
-        low = biased<float>(linear, column, outputs, low);
-        high = biased<float>(linear, column + kLanes, outputs, high);
-        look_at(low, high, column, outputs, found.peaks[at], found.ids[at]);
+    const Outputs<float> out(linear);
+    product_of_any(linear, worker, [out, found, thread = worker.thread](int64_t p, int64_t m, int half, F low, F high) {
+        const int64_t column = p * kPanel + half * kHalf, at = m * found.size + thread;
+        if (column >= out.width) return;
+        low = out.biased(column, low);
+        high = out.biased(column + kLanes, high);
+        look_at(low, high, column, out.width, found.peaks[at], found.ids[at]);
     });
     worker.barrier();
     if (worker.thread == 0) found.choose(linear.num_rows, op.ids, op.peaks);

@@ -164,45 +164,49 @@ FDCPU_INLINE void panel_rows(TileUse &use, bool in_tiles, const PackedMatrix &w,
 
 // ---- epilogue: 32 sums of one row
 
-// Sixteen outputs from `column` on, as many as there are.
+// Where results go, copied from the operation: a store might change it, for all that the compiler knows.
 template <class T>
-FDCPU_INLINE void put_outputs(const LinearOp &op, int64_t m, int64_t column, int64_t outputs, F value) {
-    const int64_t count = std::min<int64_t>(kLanes, outputs - column);
-    if (count <= 0) return;
-    T *y = static_cast<T *>(op.y) + m * op.y_stride + column;
-    const T *residual = op.residual ? static_cast<const T *>(op.residual) + m * op.y_stride + column : nullptr;
-    if (count == kLanes) {
-        store(y, residual ? value + load(residual) : value);
-        return;
-    }
-    float lanes[kLanes];
-    store(lanes, value);
-    for (int64_t i = 0; i < count; ++i) store_one(y + i, residual ? lanes[i] + load_one(residual + i) : lanes[i]);
-}
+struct Outputs {
+    const T *bias, *residual;
+    T *y;
+    int64_t stride, rows, width;  // rows of the matrix; outputs of the operation
+    bool gated;
 
-template <class T>
-FDCPU_INLINE F biased(const LinearOp &op, int64_t column, int64_t outputs, F value) {
-    if (!op.bias) return value;
-    const T *bias = static_cast<const T *>(op.bias) + column;
-    if (column + kLanes <= outputs) return value + load(bias);
-    float lanes[kLanes] = {};
-    for (int64_t i = 0; i < outputs - column; ++i) lanes[i] = load_one(bias + i);
-    return value + load(lanes);
-}
+    explicit Outputs(const LinearOp &op)
+        : bias(static_cast<const T *>(op.bias)), residual(static_cast<const T *>(op.residual)), y(static_cast<T *>(op.y)),
+          stride(op.y_stride), rows(op.weight->outputs), width(op.weight->gated ? op.weight->half() : rows),
+          gated(op.weight->gated) {}
 
-template <class T>
-FDCPU_INLINE void finish_half(const LinearOp &op, int64_t p, int64_t m, int half, F low, F high) {
-    const PackedMatrix &w = *op.weight;
-    if (w.gated) {
-        const int64_t column = p * kHalf + half * kLanes;
-        low = biased<T>(op, column, w.half(), low);
-        high = biased<T>(op, w.half() + column, w.outputs, high);
-        return put_outputs<T>(op, m, column, w.half(), silu(low) * high);
+    // Sixteen outputs from `column` on, as many as there are.
+    FDCPU_INLINE void put(int64_t m, int64_t column, F value) const {
+        const int64_t at = m * stride + column, count = width - column;
+        if (count >= kLanes) return store(y + at, residual ? value + load(residual + at) : value);
+        float lanes[kLanes];
+        store(lanes, value);
+        for (int64_t i = 0; i < count; ++i)
+            store_one(y + at + i, residual ? lanes[i] + load_one(residual + at + i) : lanes[i]);
     }
-    const int64_t column = p * kPanel + half * kHalf;
-    put_outputs<T>(op, m, column, w.outputs, biased<T>(op, column, w.outputs, low));
-    put_outputs<T>(op, m, column + kLanes, w.outputs, biased<T>(op, column + kLanes, w.outputs, high));
-}
+
+    FDCPU_INLINE F biased(int64_t row, F value) const {
+        if (!bias) return value;
+        if (row + kLanes <= rows) return value + load(bias + row);
+        float lanes[kLanes] = {};
+        for (int64_t i = 0; i < rows - row; ++i) lanes[i] = load_one(bias + row + i);
+        return value + load(lanes);
+    }
+
+    FDCPU_INLINE void finish(int64_t p, int64_t m, int half, F low, F high) const {
+        if (gated) {
+            const int64_t column = p * kHalf + half * kLanes;
+            low = biased(column, low);
+            high = biased(width + column, high);
+            return put(m, column, silu(low) * high);
+        }
+        const int64_t column = p * kPanel + half * kHalf;
+        put(m, column, biased(column, low));
+        put(m, column + kLanes, biased(column + kLanes, high));
+    }
+};
 
 // ---- the whole operation
 
@@ -213,7 +217,7 @@ FDCPU_INLINE Activations form_of(const LinearOp &op, uint8_t *scratch) {
 
 // Rows whose activations stay in the second-level cache while a panel meets them.
 FDCPU_INLINE int64_t rows_of_block(const Activations &a, int64_t num_rows, bool in_tiles) {
-    constexpr int64_t kBlockBytes = 1 << 20, kStep = 32;
+    constexpr int64_t kBlockBytes = 1 << 19, kStep = 32;
     const int64_t most = in_tiles ? std::min<int64_t>(512, std::max<int64_t>(kStep, kBlockBytes / a.row_bytes)) : 128;
     const int64_t blocks = (num_rows + most - 1) / most;
     return ((num_rows + blocks - 1) / blocks + kStep - 1) / kStep * kStep;
@@ -232,7 +236,7 @@ struct ThreadScratch {
 size_t linear_scratch(const LinearOp &op, int num_threads) {
     size_t most = 0;
     LinearOp fewer = op;  // a plan for many rows also runs with few, in other forms
-    for (int64_t rows : {op.num_rows, std::min<int64_t>(op.num_rows, 32)}) {
+    for (int64_t rows : {op.num_rows, std::min<int64_t>(op.num_rows, 16)}) {
         fewer.num_rows = rows;
         const Activations a = form_of(fewer, nullptr);
         most = std::max(most, a.num_bytes(rows) + 128 + ThreadScratch(*op.weight, a).num_bytes() * size_t(num_threads));
@@ -266,7 +270,7 @@ void product(const LinearOp &op, const Worker &worker, const Finish &finish) {
     for (int64_t begin = 0; begin < op.num_rows; begin += block)
         for (int64_t p = first; p < last; ++p)
             panel_rows(use, in_tiles, w, p, a, begin, std::min(op.num_rows, begin + block), mine + parts.row,
-                       [&](int64_t m, int half, F low, F high) { finish(p, m, half, low, high); });
+                       [p, finish](int64_t m, int half, F low, F high) { finish(p, m, half, low, high); });
 }
 
 template <class Finish>
@@ -276,9 +280,8 @@ FDCPU_INLINE void product_of_any(const LinearOp &op, const Worker &worker, const
 
 void linear(const LinearOp &op, const Worker &worker) {
     const auto run = [&](auto y) {
-        product_of_any(op, worker, [&](int64_t p, int64_t m, int half, F low, F high) {
-            finish_half<decltype(y)>(op, p, m, half, low, high);
-        });
+        const Outputs<decltype(y)> out(op);
+        product_of_any(op, worker, [out](int64_t p, int64_t m, int half, F low, F high) { out.finish(p, m, half, low, high); });
     };
     op.y_type == DType::f32 ? run(float()) : run(uint16_t());
 }

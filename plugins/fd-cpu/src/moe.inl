@@ -81,8 +81,9 @@ FDCPU_INLINE void expert_products(const ExpertsOp &op, const ExpertScratch &s, c
         }
         for (int64_t p = 0; p < w.num_panels; ++p, ++item) {
             if (item != mine) continue;
+            const Outputs<float> out(linear);
             panel_rows(use, is_tiled(w, end - begin), w, p, a, begin, end, unpacked,
-                       [&](int64_t m, int half, F low, F high) { finish_half<float>(linear, p, m, half, low, high); });
+                       [out, p](int64_t m, int half, F low, F high) { out.finish(p, m, half, low, high); });
             mine = s.next->fetch_add(1);
         }
     }

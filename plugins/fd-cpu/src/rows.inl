@@ -29,7 +29,9 @@ FDCPU_INLINE float sum_of_squares(const float *row, int64_t size) {
 template <class T>
 FDCPU_INLINE void normalize(float *row, const T *weight, float eps, int64_t size) {
     const float factor = 1.f / std::sqrt(sum_of_squares(row, size) / float(size) + eps);
-    for (int64_t i = 0; i < size; ++i) row[i] = row[i] * factor * load_one(weight + i);
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) store(row + i, load(row + i) * factor * load(weight + i));
+    for (; i < size; ++i) row[i] = row[i] * factor * load_one(weight + i);
 }
 
 template <class T>

@@ -110,10 +110,24 @@ FDCPU_INLINE int32_t sum_of_ints(I x) {
 #endif
 }
 
+// To the nearest, ties to even; |x| below 2^22.
 FDCPU_INLINE I round_to_int(F x) {
-    // Adding 1.5 * 2^23 leaves the nearest integer, ties to even, in the low bits; |x| below 2^22.
+#if FDCPU_LEVEL >= 2
+    return I(_mm512_cvtps_epi32(__m512(x)));
+#else
+    // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
     const F magic = splat(12582912.f);
     return I(x + magic) - splat_int(0x4b400000);
+#endif
+}
+// The low bytes.
+FDCPU_INLINE void store_bytes(uint8_t *to, I x) {
+#if FDCPU_LEVEL >= 2
+    store_as(to, _mm512_cvtepi32_epi8(__m512i(x)));
+#else
+    using Narrow = uint8_t __attribute__((vector_size(16)));
+    store_as(to, __builtin_convertvector(U(x), Narrow));
+#endif
 }
 
 // e^x to within two units in the last place; far below -87 it is 0.

@@ -19,7 +19,7 @@ inline void relax() {
 constexpr int kSpinsBeforeYield = 4000;
 // How long a thread without work keeps looking before it sleeps: longer than the host's part of a
 // decode step, so that a running engine does not pay for waking up.
-constexpr auto kLinger = std::chrono::microseconds(800);
+constexpr auto kLinger = std::chrono::milliseconds(2);
 
 void pin(pthread_t thread, int cpu) {
     cpu_set_t set;

@@ -15,7 +15,7 @@ FDCPU_INLINE bool is_tiled(const PackedMatrix &w, int64_t num_rows) {
 // Whether integers become bfloat16 on the way: see kLeastTiledGroup.
 FDCPU_INLINE bool is_widened(const PackedMatrix &w, int64_t num_rows) {
     return (w.kind == WeightKind::int8 || w.kind == WeightKind::int4) && w.group < kLeastTiledGroup &&
-           w.num_groups() > 1 && num_rows > kTall;
+           w.num_groups() > 1 && num_rows > kTileSide;
 }
 
 FDCPU_INLINE size_t unpacked_bytes(const PackedMatrix &w) {
@@ -36,17 +36,20 @@ struct TiledPanel {
     static constexpr bool kUnpacks = is_wide || kind == WeightKind::int4;
     static constexpr bool kIsInt = !is_wide && kind != WeightKind::bf16;
 
-    const PackedMatrix &w;
-    const Activations &a;
-    const int64_t p;
+    // Copies: a store of bytes might change anything else, for all that the compiler knows.
+    const Activations a;
     uint8_t *const unpacked;  // [step][output tile][row of a weight tile][64]
     const uint8_t *const panel;
+    const float *const scales;  // of the panel, and
+    const int32_t *const weight_sums;
+    const int64_t group, panel_bytes;
     const int inputs;  // bytes of a step, of activations
     const int64_t packed_step;  // and of weights
     const int64_t num_steps, groups;
 
     TiledPanel(const PackedMatrix &w, const Activations &a, int64_t p, uint8_t *unpacked)
-        : w(w), a(a), p(p), unpacked(unpacked), panel(w.panel(p)), inputs(kIsInt && w.group % 64 ? 32 : 64),
+        : a(a), unpacked(unpacked), panel(w.panel(p)), scales(w.panel_scales(p)), weight_sums(w.panel_sums(p)),
+          group(w.group), panel_bytes(w.panel_bytes()), inputs(kIsInt && w.group % 64 ? 32 : 64),
           packed_step(int64_t(inputs) / (kIsInt ? 1 : 2) * (kind == WeightKind::bf16 ? 2 * kPanel
                                                            : kind == WeightKind::int8 ? kPanel : kPanel / 2)),
           num_steps(w.padded_inputs * (kIsInt ? 1 : 2) / inputs), groups(kIsInt ? w.num_groups() : 1) {}
@@ -62,7 +65,7 @@ struct TiledPanel {
                     store_as(to + 2 * i * 64, B(packed & 15));
                     store_as(to + (2 * i + 1) * 64, B(B(U(packed) >> 4) & 15));
                 } else {
-                    const F scale = load(w.panel_scales(p) + step * 32 / w.group * kPanel + (first + s) * kLanes);
+                    const F scale = load(scales + step * 32 / group * kPanel + (first + s) * kLanes);
                     constexpr int kPairs = kind == WeightKind::int4 ? 4 : 2;  // of inputs in a line
                     for (int j = 0; j < kPairs; ++j)
                         store_as(to + (kPairs * i + j) * 64,
@@ -141,36 +144,32 @@ struct TiledPanel {
         FDCPU_TILE_STORE(3, sums + 3072, 64);
     }
 
-    // What sixteen sums of a group mean.
-    FDCPU_INLINE F value(const uint8_t *sums, int64_t g, int64_t row, int64_t column) const {
-        if constexpr (!kIsInt) return load_as<F>(sums);
-        I whole = load_as<I>(sums);
-        if constexpr (kind == WeightKind::int8)
-            whole -= load_as<I>(w.panel_sums(p) + g * kPanel + column) * 128;
-        else
-            whole -= 8 * a.sums[row * groups + g];
-        return __builtin_convertvector(whole, F) *
-               (load(w.panel_scales(p) + g * kPanel + column) * a.scales[row * groups + g]);
-    }
-
-    // A group's sums of two output tiles, side by side from `column` on: the last group finishes the rows.
+    // A group's sums of two output tiles, side by side: the last group finishes the rows.
     template <class Finish>
     FDCPU_INLINE void add(const uint8_t *sums, int64_t rows, int64_t m, int64_t g, int half, float *totals,
                           const Finish &finish) const {
+        const int64_t at = g * kPanel + half * kHalf;
+        F scale[2] = {};
+        I offset[2] = {};
+        for (int s = 0; s < 2 && kIsInt; ++s) {
+            scale[s] = load(scales + at + s * kLanes);
+            if (kind == WeightKind::int8) offset[s] = load_as<I>(weight_sums + at + s * kLanes) * 128;
+        }
         for (int64_t r = 0; r < rows; ++r) {
-            F low = value(sums + r * 64, g, m + r, half * kHalf);
-            F high = value(sums + 1024 + r * 64, g, m + r, half * kHalf + kLanes);
-            float *total = totals + r * kHalf;
-            if (g) {
-                low += load(total);
-                high += load(total + kLanes);
+            F found[2];
+            const float x_scale = kIsInt ? a.scales[(m + r) * groups + g] : 0.f;
+            const int32_t x_offset = kIsInt && kind == WeightKind::int4 ? 8 * a.sums[(m + r) * groups + g] : 0;
+            for (int s = 0; s < 2; ++s) {
+                const uint8_t *from = sums + s * 1024 + r * 64;
+                float *total = totals + r * kHalf + s * kLanes;
+                if constexpr (kIsInt)
+                    found[s] = __builtin_convertvector(load_as<I>(from) - offset[s] - x_offset, F) * (scale[s] * x_scale);
+                else
+                    found[s] = load_as<F>(from);
+                if (g) found[s] += load(total);
+                if (g < groups - 1) store(total, found[s]);
             }
-            if (g == groups - 1) {
-                finish(m + r, half, low, high);
-            } else {
-                store(total, low);
-                store(total + kLanes, high);
-            }
+            if (g == groups - 1) finish(m + r, half, found[0], found[1]);
         }
     }
 
@@ -190,8 +189,8 @@ struct TiledPanel {
         }
         use.shape(inputs, kTileSide, true);
         const int64_t passes = 2 * ((end - begin + kTall - 1) / kTall);
-        const int64_t lines = (w.panel_bytes() / 64 + num_steps * passes - 1) / (num_steps * passes);
-        const uint8_t *next = panel + w.panel_bytes();
+        const int64_t lines = (panel_bytes / 64 + num_steps * passes - 1) / (num_steps * passes);
+        const uint8_t *next = panel + panel_bytes;
         for (int half = 0; half < 2; ++half)
             for (int64_t m = begin; m < end; m += kTall, next += num_steps * lines * 64) {
                 const int64_t low = std::min<int64_t>(kTileSide, end - m), high = std::min<int64_t>(kTall, end - m) - low;

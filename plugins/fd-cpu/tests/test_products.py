@@ -46,7 +46,7 @@ def error(got, wanted):
 
 
 @pytest.mark.parametrize(("kind", "group", "limit"), FORMATS)
-@pytest.mark.parametrize("num_rows", [1, 2, 5, 7, 16, 33, 130])
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 7, 16, 20, 33, 130])
 def test_product_of_odd_sizes(runtime, kind, group, limit, num_rows):
     rng = np.random.default_rng(num_rows)
     weight = rng.standard_normal((90, 3 * group or 101)).astype(np.float32) * 0.05
