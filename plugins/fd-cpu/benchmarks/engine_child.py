@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -38,7 +39,8 @@ def tokens_per_s(
 
         if prompt:
             seconds(prompts(1, prompt), SHORT)
-            found[name] = prompt / seconds(prompts(1, prompt), SHORT)
+            taken = [seconds(prompts(1, prompt), SHORT) for _ in range(3)]
+            found[name] = prompt / statistics.median(taken)
         else:
             seconds(prompts(batch, PROMPT), 4)
             short = seconds(prompts(batch, PROMPT), SHORT)
