@@ -9,7 +9,7 @@
 namespace fdcpu {
 
 namespace {
-constexpr size_t kHugePage = size_t(2) << 20, kSharedMapping = size_t(64) << 20, kAlignment = 64;
+constexpr size_t kHugePage = size_t(2) << 20, kSharedMapping = size_t(256) << 20, kAlignment = 64;
 
 size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
 }  // namespace
