@@ -20,6 +20,20 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor, TensorLibrary
 
 FLOAT32, BFLOAT16 = 0, 1
+TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+def spread(cpus: list[int], topology: Path = TOPOLOGY) -> list[int]:
+    """One processor of every core first, then the others that share a core with one of these."""
+    first: list[int] = []
+    others: list[int] = []
+    seen: set[str] = set()
+    for cpu in cpus:
+        file = topology / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+        core = file.read_text() if file.is_file() else str(cpu)
+        (others if core in seen else first).append(cpu)
+        seen.add(core)
+    return first + others
 
 
 class Team:
@@ -28,7 +42,7 @@ class Team:
     def __init__(self, xp: TensorLibrary, num_threads: int, isa: str = "") -> None:
         from . import _native
 
-        cpus = sorted(os.sched_getaffinity(0))
+        cpus = spread(sorted(os.sched_getaffinity(0)))
         pinned = cpus if len(cpus) >= num_threads else []
         try:
             self.native = _native.Runtime(num_threads, pinned, isa)
