@@ -14,7 +14,16 @@ from quant_emulation import Emulation
 
 from fd_cuda.kernels import native, quant_weights
 from fd_cuda.kernels.quant_layout import INT4, INT8, pack_slabs, unpack_slabs
-from fd_cuda.kernels.quant_native import Gemm, Gemv, Grouping, Shape, product, unpack
+from fd_cuda.kernels.quant_native import (
+    Gemm,
+    Gemv,
+    Grouping,
+    RowGemm,
+    Shape,
+    product,
+    rows_product,
+    unpack,
+)
 from fd_cuda.kernels.routing import Order
 
 HAS_GPU = torch.cuda.is_available()
@@ -84,6 +93,73 @@ def test_product(case: tuple[str, int, int, int, torch.dtype, int, Shape]) -> No
     bias = torch.randn(rows, device=DEVICE).to(dtype)
     expected = x.double() @ weight.dequantize().double().T + bias.double()
     check(product(shape, x, slabs, bias), expected, dtype)
+
+
+ROWS = [
+    ("w8a8", 40, 208, torch.bfloat16, 11, RowGemm(16, 1, 1, 4)),
+    ("wfp8afp8", 136, 144, torch.float16, 9, RowGemm(8, 2, 1, 5)),
+    ("block_fp8", 200, 656, torch.bfloat16, 33, RowGemm(32, 2, 1, 4)),
+]
+WIDE_ROWS = [
+    ("w8a8", 264, 1040, torch.bfloat16, 130, RowGemm(128, 2, 4, 5)),
+    ("wfp8afp8", 264, 2048, torch.bfloat16, 70, RowGemm(64, 2, 8, 4)),
+    ("block_fp8", 264, 1040, torch.float16, 130, RowGemm(128, 1, 2, 5)),
+]
+
+
+@pytest.mark.parametrize("case", [*ROWS, *(WIDE_ROWS if HAS_GPU else [])], ids=str)
+def test_product_of_rows(case: tuple[str, int, int, torch.dtype, int, RowGemm]) -> None:
+    name, rows, count, dtype, tokens, shape = case
+    slabs = quant_weights.prepare(packed(name, rows, count)).slabs
+    assert slabs is not None
+    numbers, scales, x = rounded(name, tokens, count)
+    bias = torch.randn(rows, device=DEVICE).to(dtype)
+    by_block = name == "block_fp8"
+    got = rows_product(shape, numbers, scales, slabs, bias, dtype, by_block=by_block)
+    weight = quant_weights.dequantized(slabs, torch.float32).double()
+    check(got, x @ weight.T + bias.double(), dtype)
+
+
+def rounded(name: str, tokens: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Numbers as a format rounds activations, their scales, and what they mean."""
+    x = torch.randn(tokens, count, device=DEVICE) * 20
+    if name == "w8a8":
+        numbers, scales = x.round().to(torch.int8), torch.rand(tokens, device=DEVICE) + 0.5
+        return numbers, scales, numbers.double() * scales[:, None].double()
+    numbers = x.to(torch.float8_e4m3fn)
+    if name == "wfp8afp8":
+        scales = torch.rand(tokens, device=DEVICE) + 0.5
+        return numbers, scales, numbers.double() * scales[:, None].double()
+    scales = torch.rand(-(-count // 128), tokens, device=DEVICE).t() + 0.5
+    spread = scales.repeat_interleave(128, 1)[:, :count]
+    return numbers, scales, numbers.double() * spread.double()
+
+
+@pytest.mark.parametrize("name", ["w8a8", "block_fp8"])
+def test_rows_of_experts_pair_gate_and_up(name: str) -> None:
+    experts, inner, hidden = 2, 48, 144
+    parts = [packed(name, 2 * inner, hidden + 16 * e).tensors for e in range(experts)]
+    held = {
+        "weight": torch.stack([p["weight"][:, :hidden] for p in parts]),
+        "scale": torch.stack([p["scale"][:, : parts[0]["scale"].shape[1]] for p in parts]),
+    }
+    weight = PackedWeight(FORMATS[name], 2 * inner, hidden, held, experts)
+    slabs = quant_weights.prepare(weight).slabs
+    assert slabs is not None
+    numbers, scales, x = rounded(name, 3, hidden)
+    # Slots 0 to 5 are row 0, 0, 1, 1, 2, 2 of x; 6 stands for none.
+    slots = torch.full((2, 8), 6, dtype=torch.int32, device=DEVICE)
+    slots[0, :2], slots[1, :4] = torch.tensor([3, 0]), torch.tensor([1, 2, 4, 5])
+    order = Order(slots.view(-1), torch.arange(2, dtype=torch.int32, device=DEVICE))
+    got = rows_product(
+        RowGemm(8, 2, 1, 4), numbers, scales, slabs, None, torch.bfloat16,
+        by_block=name == "block_fp8", grouping=Grouping(6, 2, order), paired=True,
+    )  # fmt: skip
+    wide = quant_weights.dequantized(slabs, torch.float32).double()
+    for slot, expert in enumerate((0, 1, 1, 0, 1, 1)):
+        y = x[slot // 2] @ wide[expert].T
+        expected = torch.nn.functional.silu(y[:inner]) * y[inner:]
+        check(got[slot], expected, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -17,8 +17,8 @@ from . import native
 from .common import batch_invariant, num_processors
 from .matmul import matmul
 from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, Slabs
-from .quant_native import Gemm, Gemv, Shape, product, unpack
-from .quant_round import fp8_blocks, round_rows, scale_product
+from .quant_native import Gemm, Gemv, RowGemm, Shape, product, rows_product, unpack
+from .quant_round import FP8_BLOCK, fp8_blocks, round_rows, scale_product
 from .quant_weights import Weights, dequantized
 
 _FEW_ROWS: Final = 16
@@ -38,6 +38,10 @@ def linear(x: torch.Tensor, weight: Weights, bias: torch.Tensor | None) -> torch
     if not native_runs(x):
         return _multiply(weight.seen(x), dequantized(slabs, x.dtype), bias)
     shape = choose(slabs, rows)
+    if isinstance(shape, RowGemm):
+        numbers, of_rows = weight.numbers(x)
+        by_block = weight.rounding == "block"
+        return rows_product(shape, numbers, of_rows, slabs, bias, x.dtype, by_block=by_block)
     if shape is not None:
         seen, scales = weight.round(x)
         return product(shape, seen, slabs, bias, dtype=x.dtype, x_scales=scales)
@@ -49,15 +53,18 @@ def native_runs(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and native.has_wgmma()
 
 
-def choose(slabs: Slabs, rows: int) -> Shape | None:
+def choose(slabs: Slabs, rows: int) -> Shape | RowGemm | None:
     """The kernel for so many rows, as measured on an H200; None for the library."""
     if batch_invariant():
         # One order of sums for all numbers of rows.
-        return None if slabs.kind >= INT8_ROWS else Gemm(128, 2, 1, 4, 8)
+        by_rows = slabs.kind in (INT8_ROWS, FP8_ROWS)
+        return RowGemm(64, 2, 1, 5) if by_rows else Gemm(128, 2, 1, 4, 8)
     few = slabs.kind == CCQ or (slabs.kind == INT4 and slabs.num_slabs >= 256)
     if rows <= _FEW_ROWS or (rows <= 32 and few):
         return _gemv_shape(slabs, rows)
-    if slabs.kind >= INT8_ROWS or rows > _SOME_ROWS:
+    if slabs.kind in (INT8_ROWS, FP8_ROWS):
+        return _rows_shape(slabs, rows)
+    if slabs.kind == CCQ or rows > _SOME_ROWS:
         return None
     return _gemm_shape(slabs.num_slabs, rows)
 
@@ -81,6 +88,25 @@ def _gemm_shape(num_slabs: int, rows: int) -> Gemm:
     while split < 8 and tiles * split * 2 <= num_processors() * 1.1:
         split *= 2
     return Gemm(block, groups, split, 4 if block == 128 else 6, 8, 1)
+
+
+def _rows_shape(slabs: Slabs, rows: int) -> RowGemm | None:
+    """Up to some hundred rows, and where the library has no such product."""
+    if rows > _SOME_ROWS and _library_has(slabs):
+        return None
+    block = 32 if rows <= 32 else 64 if rows <= 64 else 128
+    groups = 2 if slabs.num_slabs >= 128 else 1
+    tiles, split = -(-slabs.num_slabs // (4 * groups)) * -(-rows // block), 1
+    while split < 8 and tiles * split * 2 <= num_processors() * 1.1:
+        split *= 2
+    return RowGemm(block, groups, split, 4 if block == 128 else 6)
+
+
+def _library_has(slabs: Slabs) -> bool:
+    """Whether cuBLAS multiplies such numbers: whole sixteens, whole blocks, four of them at a time along K."""
+    if slabs.block_scales is None:
+        return slabs.out_features % 16 == 0
+    return slabs.out_features % FP8_BLOCK == 0 and slabs.in_features % (4 * FP8_BLOCK) == 0
 
 
 def _by_library(
@@ -107,8 +133,6 @@ def _fp8_by_library(
 ) -> torch.Tensor:
     stored = slabs.data.view(torch.float8_e4m3fn).t()
     if weight.rounding == "block":
-        if slabs.out_features % 128 or slabs.in_features % 128:
-            return _multiply(weight.seen(x), dequantized(slabs, x.dtype), bias)
         numbers, scales = fp8_blocks(x)
         y = torch._scaled_mm(
             numbers, stored, scales, slabs.block_scales.t(), out_dtype=torch.bfloat16

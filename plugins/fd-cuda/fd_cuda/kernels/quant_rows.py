@@ -15,7 +15,7 @@ import triton.language as tl
 
 from .common import INTERPRETED, join_chain, options
 from .quant_layout import INT8_ROWS, Slabs
-from .quant_round import FP8_BLOCK, fp8_blocks, round_rows
+from .quant_round import FP8_BLOCK
 from .routing import Order
 
 if TYPE_CHECKING:
@@ -111,10 +111,7 @@ def multiply_rows(
     """[num_slots, N]: row x[slot // divisor], rounded, times the weight of the slot's expert."""
     is_int, by_block = slabs.kind == INT8_ROWS, weight.rounding == "block"
     stored = slabs.data.view(torch.int8 if is_int else torch.float8_e4m3fn)
-    if by_block:
-        numbers, scales = fp8_blocks(x)
-    else:
-        numbers, scales = round_rows(x, stored.dtype, weight.input_scale, is_fp8=not is_int)
+    numbers, scales = weight.numbers(x)
     width, depth = slabs.out_features, slabs.in_features
     blocks = slabs.scales if slabs.block_scales is None else slabs.block_scales
     y = torch.empty((num_slots, width), dtype=x.dtype, device=x.device)
