@@ -89,14 +89,12 @@ inline int __float2int_rd(float x) { return (int)std::floor(x); }
 
 // wgmma of bytes: a warp's 16 rows of A are its lanes' registers, B is in shared memory, 128-byte swizzle: row n 128 n
 // bytes behind the first, its 16-byte chunks exchanged by n % 8.
-inline void copy_async(u32 to, const void* from) { std::memcpy((char*)shared + to, from, 16); }
 template <int left>
 inline void await_copies() {}
 template <int left>
 inline void await_products() {}
 inline void begin_products() {}
 inline void end_products() {}
-inline void await_products() {}
 inline void fence_registers(int*) {}
 inline void fence_registers(float*) {}
 // One block a cluster.

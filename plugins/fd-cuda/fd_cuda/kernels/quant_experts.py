@@ -70,7 +70,7 @@ def choose(slabs: Slabs, each: float) -> Shape | None:
     """The kernel for so many rows an expert, as measured on an H200 with 64 experts of 2560 x 1536; None
     for Triton's on rows."""
     if batch_invariant():
-        return None if slabs.kind >= INT8_ROWS else Gemm(64, 2, 1, 4, 4)
+        return None if slabs.kind >= INT8_ROWS else Gemm(64, 2, 1, 5, 4)
     if each <= 16:
         return Gemv(1 if each <= 8 else 2, 2, 4, 4, 4)
     if slabs.kind == CCQ:
@@ -78,10 +78,10 @@ def choose(slabs: Slabs, each: float) -> Shape | None:
     if slabs.kind >= INT8_ROWS:
         return None
     if each <= 28:
-        return Gemm(32, 1, 1, 4, 4, 2)
+        return Gemm(32, 1, 1, 5, 4, 2)
     if each <= 64:
-        return Gemm(64, 1, 1, 4, 4, 2)
-    return Gemm(128, 1, 1, 4, 4, 2) if slabs.kind == INT4 else Gemm(128, 2, 1, 4, 2)
+        return Gemm(64, 1, 1, 5, 4, 2)
+    return Gemm(128, 1, 1, 5, 4, 2) if slabs.kind == INT4 else Gemm(128, 2, 1, 5, 2)
 
 
 def _by_triton(

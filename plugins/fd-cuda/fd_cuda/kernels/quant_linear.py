@@ -87,7 +87,7 @@ def _gemm_shape(num_slabs: int, rows: int) -> Gemm:
     tiles, split = -(-num_slabs // (4 * groups)) * -(-rows // block), 1
     while split < 8 and tiles * split * 2 <= num_processors() * 1.1:
         split *= 2
-    return Gemm(block, groups, split, 4 if block == 128 else 6, 8, 1)
+    return Gemm(block, groups, split, 6, 8, 1)
 
 
 def _rows_shape(slabs: Slabs, rows: int) -> RowGemm | None:

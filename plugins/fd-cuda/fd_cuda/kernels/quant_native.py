@@ -44,9 +44,10 @@ class Gemm:
     stages: int
     ahead: int
     resident: int = 1  # blocks a multiprocessor should hold
+    slabs: int = 1  # a warp's; two where gates and ups are paired
 
     def __str__(self) -> str:
-        tile = f"{self.rows}x{self.groups * 64}"
+        tile = f"{self.rows}x{self.groups * self.slabs * 64}"
         return f"gemm {tile} /{self.split} {self.stages}st {self.ahead}a {self.resident}r"
 
 
@@ -164,9 +165,11 @@ def _gemm(
         "STAGES": shape.stages,
         "AHEAD": shape.ahead,
         "RESIDENT": shape.resident,
+        "MT": 2 if defines["PAIRED"] else shape.slabs,
     }
     kernel = native.function("quant_gemm", {**defines, **sizes})
-    grid = (-(-slabs // (4 * shape.groups)), blocks, shape.split)
+    per_block = 4 * shape.groups * (1 if defines["PAIRED"] else shape.slabs)
+    grid = (-(-slabs // per_block), blocks, shape.split)
     shared = gemm_shared(shape, paired=bool(defines["PAIRED"]))
     native.launch(kernel, grid, shape.groups * 128, arguments, shared=shared, cluster=shape.split)
 
@@ -174,7 +177,7 @@ def _gemm(
 def gemm_shared(shape: Gemm, *, paired: bool) -> int:
     """Bytes of shared memory of a block: tiles of x, parts of the sums, what aligning takes."""
     tiles = shape.stages * shape.rows * 128
-    parts = shape.rows * (shape.groups * 64 * (2 if paired else 1) + 4) * 4
+    parts = shape.rows * (shape.groups * 64 * (2 if paired else shape.slabs) + 4) * 4
     return 1024 + (tiles + parts if shape.split > 1 else max(tiles, parts))
 
 
