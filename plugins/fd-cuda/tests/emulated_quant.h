@@ -85,7 +85,10 @@ inline u16 narrow_y(float x) {
 // volatile: nothing may be contracted
 inline float __fmul_rn(float a, float b) { volatile float r = a * b; return r; }
 inline float __fadd_rn(float a, float b) { volatile float r = a + b; return r; }
-inline int __float2int_rd(float x) { return (int)std::floor(x); }
+// Of sums whose last bit is a one.
+inline float __fadd_rd(float a, float b) { return (float)std::floor((double)a + b); }
+inline float __uint_as_float(u32 bits) { float x; std::memcpy(&x, &bits, 4); return x; }
+inline int __float_as_int(float x) { int bits; std::memcpy(&bits, &x, 4); return bits; }
 
 // wgmma of bytes: a warp's 16 rows of A are its lanes' registers, B is in shared memory, 128-byte swizzle: row n 128 n
 // bytes behind the first, its 16-byte chunks exchanged by n % 8.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,24 @@ def trellis(
 def check(got: torch.Tensor, expected: np.ndarray) -> None:
     error = np.linalg.norm(got.double().cpu().numpy() - expected) / np.linalg.norm(expected)
     assert error < TOLERANCE, f"off by {error:.2g}"
+
+
+@pytest.mark.parametrize("levels", [0, 1, 3, 5, 8, 10, 13])
+def test_rotation(levels: int) -> None:
+    """Signs and transforms as matrix products, one level after another."""
+    width = 3 << max(levels, 5)
+    signs = torch.randint(0, 2, (width,), device=DEVICE).mul_(2).sub_(1).to(torch.int8)
+    weight = replace(trellis(64, 128, 128)[0], signs=signs, block=1 << levels)
+    x = torch.randn(2, width, device=DEVICE).bfloat16()
+    expected, size = x.double() * signs, 1
+    while size < weight.block:
+        pairs = expected.view(2, -1, 2, size)
+        expected = torch.stack(
+            (pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2
+        )
+        size *= 2
+    expected = expected.reshape(2, width) / weight.block**0.5
+    check(quant_trellis.rotated(x, weight), expected.cpu().numpy())
 
 
 @pytest.mark.parametrize(

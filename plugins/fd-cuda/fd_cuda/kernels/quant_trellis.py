@@ -121,17 +121,18 @@ def _rotate(
     by_pairs: bool = False,
 ) -> None:
     rows, width = x.shape
-    threads = 1024 if width >= 4096 else 512 if width >= 2048 else 256
+    threads = 512 if width >= 4096 else 256
     defines = {
         "HALF": int(x.dtype == torch.float16),
         "THREADS": threads,
+        "LEVELS": weight.block.bit_length() - 1,
         "ORDER": int(by_pairs),
     }
     kernel = native.function("tet_rotate", defines)
     stride = ctypes.c_longlong(x.stride(0))
     norm = float(weight.block**-0.5)
-    arguments = [x, stride, weight.signs, *outputs, width, weight.block, norm, _UNIT]
-    shared = (width + width // 8 + 8) * 4
+    arguments = [x, stride, weight.signs, *outputs, width, norm, _UNIT]
+    shared = (width + width // 8 + width // 32 + 16) * 4
     native.launch(kernel, (rows, 1, 1), threads, arguments, shared=shared)
 
 

@@ -126,9 +126,11 @@ __device__ __forceinline__ void unpack(const Slab& slab, int step, const Code& m
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const float2 map = i ? maps.lower : maps.upper;
-    const float byte = (float)((i ? slab.piece.y : slab.piece.x) >> (8 * step) & 255u);
+    // 2^23 + byte less 2^23, and below the sum's floor as the last bits of 1.5 * 2^23 + it: conversions are slow.
+    const float byte = __uint_as_float(__byte_perm(i ? slab.piece.y : slab.piece.x, 0x4b000000u, 0x7440u | step)) - 8388608.f;
     // Rounded after every operation, as the definition is.
-    const int code = __float2int_rd(__fadd_rn(__fadd_rn(__fmul_rn(byte, map.x), map.y), 0.5f));
+    const float value = __fadd_rn(__fadd_rn(__fmul_rn(byte, map.x), map.y), 0.5f);
+    const int code = __float_as_int(__fadd_rd(value, 12582912.f));
     a[i] = windows(code, 9);
     a[2 + i] = windows(code, 3);
   }
@@ -215,14 +217,20 @@ __device__ __forceinline__ Group load_group(const Entry* table, int group) {
   return g;
 }
 
+// The offsets of groups. What remains is to multiply with their scales.
+__device__ __forceinline__ void add_offsets(u32* a, const Group& g) {
+#if SCALED == 2
+  const u32 upper = __byte_perm(g.offsets, 0, 0x1010), lower = __byte_perm(g.offsets, 0, 0x3232);
+#pragma unroll
+  for (int i = 0; i < 4; i++) a[i] = fma2(a[i], ONES, i % 2 ? lower : upper);
+#endif
+}
+
 __device__ __forceinline__ void apply_group(u32* a, const Group& g) {
 #if SCALED
+  add_offsets(a, g);
   const u32 upper = __byte_perm(g.scales, 0, 0x1010), lower = __byte_perm(g.scales, 0, 0x3232);
-  const u32 more = __byte_perm(g.offsets, 0, 0x1010), less = __byte_perm(g.offsets, 0, 0x3232);
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    if (SCALED == 2) a[i] = fma2(a[i], ONES, i % 2 ? less : more);
-    a[i] = fma2(a[i], i % 2 ? lower : upper, 0x80008000u);
-  }
+  for (int i = 0; i < 4; i++) a[i] = fma2(a[i], i % 2 ? lower : upper, 0x80008000u);
 #endif
 }

@@ -178,6 +178,13 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
 #pragma unroll
       for (int i = two; i < two + 2; i++) {
         if (begin + i * WARPS >= turns) break;
+#if SCALED
+        // Sums of the turn, to be multiplied with its scales: fewer numbers than its weights.
+        float own_sum[MT][TILES][4] = {};
+        float(*to)[TILES][4] = own_sum;
+#else
+        float(*to)[TILES][4] = sum;
+#endif
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           u32 b[TILES][4];
@@ -193,11 +200,20 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
             for (int s = 0; s < 2; s++) {
               u32 a[4];
               unpack(held[i][m], half * 2 + s, maps[m], a);
-              apply_group(a, held_groups[i][m]);
+              add_offsets(a, held_groups[i][m]);
 #pragma unroll
-              for (int t = 0; t < TILES; t++) multiply(sum[m][t], a, b[t] + 2 * s);
+              for (int t = 0; t < TILES; t++) multiply(to[m][t], a, b[t] + 2 * s);
             }
         }
+#if SCALED
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+          for (int e = 0; e < TILES * 4; e++) {
+            const u32 both = held_groups[i][m].scales;
+            sum[m][e / 4][e % 4] = fmaf(own_sum[m][e / 4][e % 4], e % 4 < 2 ? low(both) : high(both), sum[m][e / 4][e % 4]);
+          }
+#endif
         if (begin + (i + AHEAD) * WARPS < turns) ask_w(i, begin + (i + AHEAD) * WARPS);
       }
       __syncwarp();
