@@ -23,7 +23,6 @@ inline void copy_async(u32 to, const void* from, bool inside) {
   if (inside) std::memcpy((char*)shared + to, from, 16);
   else std::memset((char*)shared + to, 0, 16);
 }
-inline void copy_async(uint4* to, const void* from) { std::memcpy(to, from, 16); }
 inline void commit() {}
 inline void __syncwarp() { gather(block->warp_turn, warp_first(), 32); }
 inline void await_turn() {}

@@ -24,7 +24,7 @@ class Emulation:
     def function(self, name: str, defines: dict[str, int]) -> ctypes.CDLL:
         source = (FOLDER / f"{name}.cu").read_text("utf-8")
         source = source.replace('#include "common.cuh"', '#include "emulated_quant.h"')
-        for header in ("quant.cuh", "trellis.cuh", "wide.cuh"):
+        for header in ("quant.cuh", "trellis.cuh", "wide.cuh", "rows.cuh", "copies.cuh"):
             source = source.replace(f'#include "{header}"', (FOLDER / header).read_text("utf-8"))
         source = re.sub(r"// INSTRUCTIONS.*?// END OF INSTRUCTIONS", "", source, flags=re.S)
         source = re.sub(r"extern __shared__ \S+ float row\[\];", "float* row = shared;", source)

@@ -107,6 +107,8 @@ def test_rotation(levels: int) -> None:
         (128, 128, 128, 3, torch.bfloat16),
         (64, 384, 128, 13, torch.float16),
         (64, 512, 256, 1, torch.bfloat16),
+        (64, 128, 128, 35, torch.bfloat16),
+        (128, 256, 256, 70, torch.bfloat16),
     ],
 )
 def test_product(rows: int, count: int, block: int, tokens: int, dtype: torch.dtype) -> None:

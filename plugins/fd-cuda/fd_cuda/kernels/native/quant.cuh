@@ -2,6 +2,8 @@
 // the rows l / 4 and l / 4 + 8 of it, in the places that mma.m16n8k16 and wgmma want, four registers for
 // each 16 inputs: (row, 2 q), (row + 8, 2 q), (row, 8 + 2 q), (row + 8, 8 + 2 q) with q = l % 4, each
 // with the input behind it. quant_layout.py packs them. FORMAT: what a slab's 16-byte pieces hold.
+#include "copies.cuh"
+
 #define INT4 0  // one piece: word s is inputs 16 s; pair i of it has its nibbles at bits 4 i and 16 + 4 i
 #define INT8 1  // two pieces: words 2 s and 2 s + 1; pair i of a word has bytes i and 2 + i
 #define FP8 2   // as INT8
@@ -77,13 +79,6 @@ __device__ __forceinline__ u32 masked_xor(u32 v, u32 mask, u32 bits) {
   u32 d;
   asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(d) : "r"(v), "r"(mask), "r"(bits));
   return d;
-}
-
-__device__ __forceinline__ uint4 load_once(const uint4* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3},[%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
 }
 
 __device__ __forceinline__ uint2 load_once(const uint2* p) {

@@ -1,20 +1,13 @@
 // What products of many rows share: wgmma with BN rows of x as its right operand, in shared memory in the 128-byte
 // swizzle, and the meeting of a cluster whose SPLIT blocks divide K.
 
+#include "copies.cuh"
+
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void copy_async(u32 to, const void* from, bool inside) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0)
-               : "memory");
-}
 
 __device__ __forceinline__ void copy_word(u32 to, const void* from, bool inside) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(inside ? 4 : 0) : "memory");
 }
-
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // The copies of all but the last `left` turns are there for the matrix units to read.
 template <int left>
