@@ -83,7 +83,7 @@ def linear(x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None) -> torch
         return (y if bias is None else y + bias.float()).to(x.dtype)
     x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
     if rows > _MANY and not batch_invariant():
-        return F.linear(rotated(x, weight), decoded(weight.packed, x.dtype), bias)
+        return F.linear(rotated(x, weight), decoded(weight, x.dtype), bias)
     return _product(rotate(x, weight), x.dtype, weight, bias, rows, rows, None, paired=False)
 
 
@@ -198,9 +198,15 @@ def _product(
     return y
 
 
-def decoded(packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+def decoded(weight: Trellis, dtype: torch.dtype) -> torch.Tensor:
     """[N, K] in dtype, in the rotated space."""
-    return packed.dequantize().to(dtype)
+    rows, width = weight.packed.out_features, weight.packed.in_features
+    y = torch.empty((rows, width), dtype=dtype, device=weight.words.device)
+    kernel = native.function("tet_unpack", {"HALF": int(dtype == torch.float16), "WARPS": 8})
+    turns = width // _TURN
+    arguments = [weight.words, weight.scales, y, width, turns, _UNIT]
+    native.launch(kernel, (-(-turns // 8), weight.tiles, 1), 256, arguments)
+    return y
 
 
 def moe_experts(
