@@ -10,10 +10,19 @@ import pytest
 import torch
 from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight, QuantFormat
 from fastdeploy_core.testing.conformance.test_quantized_ops import make_packed
-from quant_emulation import Emulation
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quant_emulation import use_kernels
 
-from fd_cuda.kernels import native, quant_weights
-from fd_cuda.kernels.quant_layout import INT4, INT8, pack_slabs, unpack_slabs
+from fd_cuda.kernels import quant_weights
+from fd_cuda.kernels.quant_layout import (
+    INT4,
+    INT8,
+    pack_codes,
+    pack_slabs,
+    unpack_codes,
+    unpack_slabs,
+)
 from fd_cuda.kernels.quant_native import (
     Gemm,
     Gemv,
@@ -34,14 +43,7 @@ TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
 
 @pytest.fixture(autouse=True)
 def kernels(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of this machine."""
-    if HAS_GPU:
-        if not native.has_wgmma():
-            pytest.skip("needs a Hopper GPU")
-        return
-    emulation = Emulation(tmp_path_factory.getbasetemp())
-    monkeypatch.setattr(native, "function", emulation.function)
-    monkeypatch.setattr(native, "launch", emulation.launch)
+    use_kernels(tmp_path_factory.getbasetemp(), monkeypatch)
 
 
 def packed(name: str, rows: int, count: int, group: int = 0) -> PackedWeight:
@@ -57,10 +59,28 @@ def check(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None
     assert error < TOLERANCE[dtype], f"off by {error:.2g}"
 
 
-def test_packing_goes_both_ways() -> None:
-    for kind, levels in ((INT4, 16), (INT8, 256)):
-        numbers = torch.randint(0, levels, (3, 48, 192), dtype=torch.uint8)
-        assert torch.equal(unpack_slabs(pack_slabs(numbers, kind), kind), numbers)
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.sampled_from([INT4, INT8]),
+    rows=st.integers(1, 50),
+    count=st.integers(1, 200),
+    experts=st.integers(0, 2),
+)
+def test_packing_goes_both_ways(kind: int, rows: int, count: int, experts: int) -> None:
+    lead = (experts,) if experts else ()
+    numbers = torch.randint(0, 16 if kind == INT4 else 256, (*lead, rows, count), dtype=torch.uint8)
+    back = unpack_slabs(pack_slabs(numbers, kind), kind)
+    assert torch.equal(back[..., :rows, :count], numbers)
+    # What fills up slabs is zero: it meets inputs that are not there.
+    assert (back[..., rows:, :] == (8 if kind == INT4 else 0)).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 50), quarters=st.integers(1, 60))
+def test_packing_codes_goes_both_ways(rows: int, quarters: int) -> None:
+    stored = torch.randint(0, 256, (quarters, rows), dtype=torch.uint8)
+    back = unpack_codes(pack_codes(stored))
+    assert torch.equal(back[:rows, :quarters], stored.t())
 
 
 CASES = [

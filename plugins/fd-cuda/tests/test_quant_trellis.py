@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from fastdeploy_core.contracts.quant_formats import PackedWeight, QuantFormat
-from quant_emulation import Emulation
+from quant_emulation import use_kernels
 
-from fd_cuda.kernels import native, quant_trellis
+from fd_cuda.kernels import quant_trellis
 from fd_cuda.kernels.routing import Order
 
 HAS_GPU = torch.cuda.is_available()
@@ -26,14 +26,9 @@ TOLERANCE = 2.5e-2
 @pytest.fixture(autouse=True)
 def kernels(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    if HAS_GPU:
-        if not native.has_wgmma():
-            pytest.skip("needs a Hopper GPU")
-        return
-    emulation = Emulation(tmp_path_factory.getbasetemp())
-    monkeypatch.setattr(native, "function", emulation.function)
-    monkeypatch.setattr(native, "launch", emulation.launch)
-    monkeypatch.setattr(quant_trellis, "native_runs", lambda x: True)
+    use_kernels(tmp_path_factory.getbasetemp(), monkeypatch)
+    if not HAS_GPU:
+        monkeypatch.setattr(quant_trellis, "native_runs", lambda x: True)
 
 
 def decoded(words: np.ndarray) -> np.ndarray:
