@@ -16,7 +16,8 @@
 #define OUT (PAIRED ? WIDTH / 2 : WIDTH)
 #define STAGE (BN * 128)
 #define PITCH (WIDTH + 4)
-#define PIECES_X (BN * 8 / THREADS)
+#define STEP (THREADS / 8)  // rows between pieces of 16 bytes that one thread asks for
+#define PIECES_X ((BN + STEP - 1) / STEP)
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
@@ -99,12 +100,9 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
     place = r * 128 + ((c ^ (r & 7)) << 4);
 #pragma unroll
     for (int i = 0; i < PIECES_X; i++) {
-      const int row = r + i * (THREADS / 8);
-#if GROUPED
-      const int at = slots[first_row + row];
-#else
-      const int at = first_row + row;
-#endif
+      const int row = r + i * STEP;
+      int at = M;
+      if (row < BN) at = GROUPED ? slots[first_row + row] : first_row + row;
       const bool is_there = at < M;
       x_from[i] = is_there ? (u32)(GROUPED ? at / divisor : at) * x_stride + first * 8 + c : 0;
       present |= (u32)is_there << i;
@@ -116,7 +114,8 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
 #pragma unroll
     for (int i = 0; i < PIECES_X; i++) {
       const bool is_there = inside && (present >> i & 1);
-      copy_async(stage + i * (THREADS / 8) * 128, x + (is_there ? x_from[i] + t * 8 : 0), is_there);
+      if ((thread >> 3) + i * STEP < BN)
+        copy_async(stage + i * STEP * 128, x + (is_there ? x_from[i] + t * 8 : 0), is_there);
     }
   };
 #pragma unroll
