@@ -82,7 +82,7 @@ inline u16 narrow_y(float x) {
 }
 #endif
 // volatile: nothing may be contracted
-inline float __fmul_rn(float a, float b) { volatile float r = a * b; return r; }
+inline float __fmaf_rn(float a, float b, float c) { return (float)((double)a * b + c); }
 inline float __fadd_rn(float a, float b) { volatile float r = a + b; return r; }
 // Of sums whose last bit is a one.
 inline float __fadd_rd(float a, float b) { return (float)std::floor((double)a + b); }

@@ -1,7 +1,7 @@
 """Experts with packed weights, `moe_experts_<format>`: two grouped products and the weighted sum.
 
-The native kernels of quant_native.py pair gate and up. Sizes that they do not have, of int8 and fp8
-row by row, are a Triton kernel's. Elsewhere (no Hopper GPU, float32) all experts are dequantized for
+The native kernels of quant_native.py pair gate and up. Many rows of fp8 by token, and sizes that
+native kernels do not have, are a Triton kernel's. Elsewhere (no Hopper GPU, float32) all experts are dequantized for
 the call.
 """
 
@@ -15,7 +15,7 @@ from .common import INTERPRETED, batch_invariant
 from .experts import combined, grouped
 from .experts import tiles_for as tiles_of_experts
 from .norm import silu_and_mul
-from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, Slabs
+from .quant_layout import CCQ, FP8_ROWS, INT8_ROWS, Slabs
 from .quant_linear import native_runs
 from .quant_native import Gemm, Gemv, Grouping, RowGemm, Shape, product, rows_product
 from .quant_rows import multiply_rows, tiles_for
@@ -81,8 +81,9 @@ def _product(
     )
 
 
-def choose(slabs: Slabs, each: float) -> Shape | RowGemm:
-    """The kernel for so many rows an expert, as measured on an H200 with 64 experts of 2560 x 1536."""
+def choose(slabs: Slabs, each: float) -> Shape | RowGemm | None:
+    """The kernel for so many rows an expert, as measured on an H200 with 64 experts of 2560 x 1536; None
+    for Triton's."""
     by_rows = slabs.kind in (INT8_ROWS, FP8_ROWS)
     if batch_invariant():
         return RowGemm(64, 2, 1, 5) if by_rows else Gemm(64, 2, 1, 5, 4)
@@ -90,12 +91,11 @@ def choose(slabs: Slabs, each: float) -> Shape | RowGemm:
         return Gemv(1 if each <= 8 else 2, 2, 4, 4, 4)
     if slabs.kind == CCQ:
         return Gemv(4, 2, 8, 4, 1)
-    block = 32 if each <= 28 else 64 if each <= 64 else 128
+    if by_rows and each > 28 and slabs.kind == FP8_ROWS and slabs.block_scales is None:
+        return None
     if by_rows:
-        return RowGemm(block, 2, 1, 4)
-    if block < 128:
-        return Gemm(block, 1, 1, 5, 4, 2)
-    return Gemm(128, 1, 1, 5, 4, 2) if slabs.kind == INT4 else Gemm(128, 2, 1, 5, 2)
+        return RowGemm(32 if each <= 28 else 64, 2, 1, 4)
+    return Gemm(32 if each <= 28 else 64 if each <= 64 else 128, 1, 1, 5, 4, 2)
 
 
 def _by_triton(

@@ -234,8 +234,10 @@ def rows_product(
     outputs = shape.groups * (32 if paired else 64)
     blocks = -(-num_rows // shape.rows) if grouping is None else grouping.blocks
     kernel = native.function("quant_rows", defines)
+    tiles = -(-width // outputs)
+    grid = (blocks, tiles, shape.split) if grouping is None else (tiles, blocks, shape.split)
     native.launch(
-        kernel, (-(-width // outputs), blocks, shape.split), shape.groups * 128, arguments,
+        kernel, grid, shape.groups * 128, arguments,
         shared=rows_shared(shape, by_block=by_block), cluster=shape.split,
     )  # fmt: skip
     return y

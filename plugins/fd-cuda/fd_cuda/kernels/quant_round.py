@@ -159,12 +159,14 @@ def round_rows(
     return y, scales
 
 
-def fp8_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(fp8 [T, K], scales [T, blocks of 128 inputs], tokens fastest)."""
+def fp8_blocks(x: torch.Tensor, whole: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """(fp8 [T, K], scales [T, blocks of 128 inputs], tokens fastest), T up to whole fours or such: what is
+    filled up with means nothing."""
     rows, width = x.shape
-    y = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
+    held = -(-rows // whole) * whole
+    y = torch.empty((held, width), dtype=torch.float8_e4m3fn, device=x.device)
     blocks = triton.cdiv(width, FP8_BLOCK)
-    scales = torch.empty((blocks, rows), dtype=torch.float32, device=x.device)
+    scales = torch.empty((blocks, held), dtype=torch.float32, device=x.device)
     if rows:
         each = min(pad2(blocks), 4 if INTERPRETED else 8 if rows < num_processors() else 32)
         _round_blocks[(rows, triton.cdiv(blocks, each))](

@@ -1,11 +1,9 @@
 """Products with int8 and fp8 weights that lie row by row, in Triton: what is stored is multiplied
-with rounded activations. Rows are grouped by expert; a plain product is one expert that has them
-all.
+with rounded activations, rows grouped by expert.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -43,14 +41,6 @@ def tiles_for(each: float) -> Tiles:
     if INTERPRETED:
         return _SMALL
     return _MANY if each > 64 else _SOME
-
-
-@functools.cache
-def whole_order(rows: int, tile: int, device: torch.device) -> Order:
-    """All rows belong to expert 0."""
-    blocks = triton.cdiv(rows, tile)
-    slots = torch.arange(blocks * tile, dtype=torch.int32, device=device).clamp(max=rows)
-    return Order(slots, torch.zeros(blocks, dtype=torch.int32, device=device))
 
 
 @triton.jit(do_not_specialize=["num_slots"])

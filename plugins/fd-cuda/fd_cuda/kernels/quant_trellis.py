@@ -33,7 +33,7 @@ _TURN: Final = 32  # inputs of four strands
 _ALONE: Final = 2
 _FEW: Final = 12  # rows an expert up to which tet_gemv.cu is faster, eight at a time
 _STAGES: Final = 5  # tiles of x in shared memory, tet_gemm.cu
-_MANY: Final = 64  # rows from which decoding pays for dense layers
+_MANY: Final = 96  # rows from which decoding pays for dense layers
 
 
 @dataclass(slots=True, eq=False)

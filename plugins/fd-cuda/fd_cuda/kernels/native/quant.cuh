@@ -121,10 +121,11 @@ __device__ __forceinline__ void unpack(const Slab& slab, int step, const Code& m
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const float2 map = i ? maps.lower : maps.upper;
-    // 2^23 + byte less 2^23, and below the sum's floor as the last bits of 1.5 * 2^23 + it: conversions are slow.
-    const float byte = __uint_as_float(__byte_perm(i ? slab.piece.y : slab.piece.x, 0x4b000000u, 0x7440u | step)) - 8388608.f;
+    // (2^23 + byte) x - 2^23 x is byte x rounded once; below, the floor is the last bits of 1.5 * 2^23 + it: conversions
+    // are slow.
+    const float byte = __uint_as_float(__byte_perm(i ? slab.piece.y : slab.piece.x, 0x4b000000u, 0x7440u | step));
     // Rounded after every operation, as the definition is.
-    const float value = __fadd_rn(__fadd_rn(__fmul_rn(byte, map.x), map.y), 0.5f);
+    const float value = __fadd_rn(__fadd_rn(__fmaf_rn(byte, map.x, -8388608.f * map.x), map.y), 0.5f);
     const int code = __float_as_int(__fadd_rd(value, 12582912.f));
     a[i] = windows(code, 9);
     a[2 + i] = windows(code, 3);

@@ -52,7 +52,9 @@ quant_rows(const uint4* x, const uint4* __restrict__ w, const float* x_scales, c
            int scale_width, int num_x, int divisor) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, rank = blockIdx.z;
-  const int first_output = blockIdx.x * OUT, first_row = blockIdx.y * BN;
+  // Blocks that run together share what the second-level cache can hold: an expert's weights, else rows of x.
+  const int tile = GROUPED ? blockIdx.x : blockIdx.y, block = GROUPED ? blockIdx.y : blockIdx.x;
+  const int first_output = tile * OUT, first_row = block * BN;
   const int pieces = K / 16, turns = (K + 127) / 128, share = (turns + SPLIT - 1) / SPLIT;
   const int first = min(rank * share, turns), count = min(turns - first, share);
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
@@ -63,8 +65,8 @@ quant_rows(const uint4* x, const uint4* __restrict__ w, const float* x_scales, c
 #if GROUPED
   let_next_start();
   wait_for_previous();
-  const int expert = experts[blockIdx.y];
-  if (expert < 0) return;  // the whole cluster: it has one blockIdx.y
+  const int expert = experts[block];
+  if (expert < 0) return;  // the whole cluster: it has one
   w += (u64)expert * N * pieces;
   scales += (u64)expert * scale_width;
 #endif
@@ -159,8 +161,8 @@ quant_rows(const uint4* x, const uint4* __restrict__ w, const float* x_scales, c
       ask_x(t + ASKED);
     }
     commit();
-    const u32 tile = base + t % STAGES * STAGE;
-    const u64 tile_w = descriptor(tile + (warp >> 2) * 64 * 128), tile_x = descriptor(tile + TILE_W);
+    const u32 at = base + t % STAGES * STAGE;
+    const u64 tile_w = descriptor(at + (warp >> 2) * 64 * 128), tile_x = descriptor(at + TILE_W);
     begin_products();
     multiply<FORMAT == INT8_ROWS>(sum, tile_w, tile_x);
 #pragma unroll
