@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import native
-from .quant_layout import TURN, Slabs
+from .quant_layout import INT4, TURN, Slabs
 
 if TYPE_CHECKING:
     from .routing import Order
@@ -42,7 +42,7 @@ class Gemm:
     groups: int  # of four warps
     split: int  # blocks that divide K
     stages: int
-    ahead: int
+    ahead: int  # turns that weights are asked for ahead, in registers; 0 for through shared memory
     resident: int = 1  # blocks a multiprocessor should hold
     slabs: int = 1  # a warp's; two where gates and ups are paired
 
@@ -170,15 +170,19 @@ def _gemm(
     kernel = native.function("quant_gemm", {**defines, **sizes})
     per_block = 4 * shape.groups * (1 if defines["PAIRED"] else shape.slabs)
     grid = (-(-slabs // per_block), blocks, shape.split)
-    shared = gemm_shared(shape, paired=bool(defines["PAIRED"]))
+    shared = gemm_shared(shape, defines["FORMAT"], paired=bool(defines["PAIRED"]))
     native.launch(kernel, grid, shape.groups * 128, arguments, shared=shared, cluster=shape.split)
 
 
-def gemm_shared(shape: Gemm, *, paired: bool) -> int:
-    """Bytes of shared memory of a block: tiles of x, parts of the sums, what aligning takes."""
-    tiles = shape.stages * shape.rows * 128
-    parts = shape.rows * (shape.groups * 64 * (2 if paired else shape.slabs) + 4) * 4
-    return 1024 + (tiles + parts if shape.split > 1 else max(tiles, parts))
+def gemm_shared(shape: Gemm, kind: int, *, paired: bool) -> int:
+    """Bytes of shared memory of a block: tiles of x, and of weights where they take that way, parts of the sums,
+    what aligning takes."""
+    held = shape.groups * (2 if paired else shape.slabs)
+    weights = 0 if shape.ahead else held * (2048 if kind == INT4 else 4096)
+    tiles = shape.stages * (shape.rows * 128 + weights)
+    parts = shape.rows * (held * 64 + 4) * 4
+    is_apart = shape.split > 1 and shape.ahead > 0
+    return 1024 + (tiles + parts if is_apart else max(tiles, parts))
 
 
 def rows_product(
