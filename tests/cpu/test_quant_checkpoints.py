@@ -220,6 +220,29 @@ def test_awq(tiny_model: Path, tensor_library: str, tmp_path: Path) -> None:
     near(logits(quantized, tensor_library, "awq"), logits(full, tensor_library), 1e-5)
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("value", [0, np.nan])
+def test_scale_that_is_no_number_names_its_tensor(
+    method: str, value: float, tiny_model: Path, tensor_library: str, tmp_path: Path
+) -> None:
+    def one(name: str, weight: np.ndarray) -> Any:
+        groups = np.arange(weight.shape[1]) // GROUP
+        q, zero, scale, meaning = rounded(weight, 4, groups, symmetric=False)
+        if ".layers.1.mlp.experts.2.down_proj" in name:
+            scale[-1, 3] = value
+        offset = 1 if method == "gptq" else 0
+        packed = pack_down(q, 4) if method == "gptq" else pack_across(q, 4)
+        qzeros = pack_across(zero - offset, 4)
+        return {"qweight": packed, "qzeros": qzeros, "scales": scale}, meaning
+
+    config = {"quant_method": method, "bits": 4, "group_size": GROUP, "sym": False}
+    quantized, _ = convert(tiny_model, tmp_path, one, {**config, "zero_point": True})
+    with pytest.raises(
+        WeightError, match=r"layers\.1\.mlp\.experts\.down_proj\.scales holds a scale"
+    ):
+        logits(quantized, tensor_library, method)
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_public_writers_agree_with_their_own_dequantization(
     name: str, tensor_library: str, tmp_path: Path
