@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quant_emulation import use_kernels
 
-from fd_cuda.kernels import quant_weights
+from fd_cuda.kernels import quant_experts, quant_linear, quant_weights
 from fd_cuda.kernels.quant_layout import (
+    FP8,
     INT4,
     INT8,
+    Slabs,
     pack_codes,
     pack_slabs,
     unpack_codes,
@@ -228,6 +230,20 @@ def test_published_two_bits(dtype: torch.dtype) -> None:
         x = torch.randn(tokens, count, device=DEVICE).to(dtype)
         expected = x.double() @ torch.from_numpy(dense).to(DEVICE).T
         check(product(shape, x, slabs, None), expected, dtype)
+
+
+@pytest.mark.parametrize("room", [quant_linear, quant_experts])
+def test_one_kernel_serves_all_rows_where_they_may_not_depend_on_the_batch(
+    room: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "batch_invariant", lambda: True)
+    none = torch.empty(0)
+    for kind in range(6):
+        slabs = Slabs(kind, 8192, 4096, 8, none, none, None, 0)
+        chosen = {room.choose(slabs, rows) for rows in (1, 8, 9, 20, 40, 100, 300, 5000)}
+        assert len(chosen) == 1
+        # quant_gemm.cu reads no codes, and nothing that lies row by row.
+        assert kind in (INT4, INT8, FP8) or not isinstance(chosen.pop(), Gemm)
 
 
 @pytest.mark.parametrize("is_alone", [False, True])
