@@ -17,6 +17,7 @@ from quant_emulation import use_kernels
 from fd_cuda.kernels import quant_experts, quant_linear, quant_weights
 from fd_cuda.kernels.quant_layout import (
     FP8,
+    FP8_ROWS,
     INT4,
     INT8,
     Slabs,
@@ -31,8 +32,11 @@ from fd_cuda.kernels.quant_native import (
     Grouping,
     RowGemm,
     Shape,
+    gemm_shared,
+    gemv_shared,
     product,
     rows_product,
+    rows_shared,
     unpack,
 )
 from fd_cuda.kernels.routing import Order
@@ -244,6 +248,25 @@ def test_one_kernel_serves_all_rows_where_they_may_not_depend_on_the_batch(
         assert len(chosen) == 1
         # quant_gemm.cu reads no codes, and nothing that lies row by row.
         assert kind in (INT4, INT8, FP8) or not isinstance(chosen.pop(), Gemm)
+
+
+@pytest.mark.parametrize("room", [quant_linear, quant_experts])
+def test_chosen_kernels_fit_into_shared_memory(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quant_linear, "num_processors", lambda: 132)
+    none, most = torch.empty(0), 227 << 10
+    paired = room is quant_experts
+    for kind in range(6):
+        for width, depth in ((8192, 8192), (8192, 3584), (6144, 1024), (1024, 3072), (256, 128)):
+            slabs = Slabs(kind, width, depth, 8, none, none, none.reshape(0, 1, 0, 0), 64)
+            for rows in range(1, 1100):
+                shape = room.choose(slabs, rows)
+                if isinstance(shape, Gemv):
+                    assert gemv_shared(shape, 2 if paired else shape.slabs) <= most
+                    assert paired or rows <= shape.rows  # a block has all rows
+                elif isinstance(shape, Gemm):
+                    assert gemm_shared(shape, kind, paired=paired) <= most
+                elif isinstance(shape, RowGemm):
+                    assert rows_shared(shape, by_block=kind == FP8_ROWS) <= most
 
 
 @pytest.mark.parametrize("is_alone", [False, True])
