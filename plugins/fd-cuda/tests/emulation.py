@@ -14,7 +14,7 @@ import torch
 from fd_cuda.kernels import native
 
 HERE = Path(__file__).parent
-_COMPILE = ("g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f"-I{HERE}")
+COMPILE = ("g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f"-I{HERE}")
 
 
 class Arguments(ctypes.Structure):
@@ -42,7 +42,7 @@ def build(folder: Path, name: str, defines: dict[str, int], call: str, header: s
     if not library.exists():
         path = folder / f"{key}.cpp"
         path.write_text(source, "utf-8")
-        subprocess.run([*_COMPILE, *options, path, "-o", library], check=True)
+        subprocess.run([*COMPILE, *options, path, "-o", library], check=True)
     return ctypes.CDLL(str(library))
 
 

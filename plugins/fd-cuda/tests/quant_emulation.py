@@ -9,10 +9,23 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+from emulation import COMPILE
+
 from fd_cuda.kernels import native
 
-HERE = Path(__file__).parent
 FOLDER = Path(native.__file__).parent
+
+
+def use_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's own, or emulated ones."""
+    if not torch.cuda.is_available():
+        emulation = Emulation(folder)
+        monkeypatch.setattr(native, "function", emulation.function)
+        monkeypatch.setattr(native, "launch", emulation.launch)
+    elif not native.has_wgmma():
+        pytest.skip("needs a Hopper GPU")
 
 
 class Emulation:
@@ -24,17 +37,12 @@ class Emulation:
     def function(self, name: str, defines: dict[str, int]) -> ctypes.CDLL:
         source = (FOLDER / f"{name}.cu").read_text("utf-8")
         source = source.replace('#include "common.cuh"', '#include "emulated_quant.h"')
-        for header in ("quant.cuh", "trellis.cuh"):
+        for header in ("quant.cuh", "trellis.cuh", "wide.cuh", "rows.cuh", "copies.cuh"):
             source = source.replace(f'#include "{header}"', (FOLDER / header).read_text("utf-8"))
         source = re.sub(r"// INSTRUCTIONS.*?// END OF INSTRUCTIONS", "", source, flags=re.S)
         source = re.sub(r"extern __shared__ \S+ float row\[\];", "float* row = shared;", source)
         source = re.sub(r"extern __shared__ .*?;", "", source)
-        threads = 128 * defines.get("GROUPS", 1)
-        threads = (
-            defines.get("WARPS", threads // 32) * 32
-            if "THREADS" not in defines
-            else defines["THREADS"]
-        )
+        threads = defines.get("THREADS", 32 * defines.get("WARPS", 4 * defines.get("GROUPS", 1)))
         sizes = {**defines, "KERNEL": name, "FIBERS": threads}
         options = [f"-D{key}={value}" for key, value in sorted(sizes.items())]
         key = hashlib.sha256("\0".join([source, *options]).encode()).hexdigest()[:16]
@@ -42,17 +50,7 @@ class Emulation:
         if not library.exists():
             path = self._folder / f"{key}.cpp"
             path.write_text(source + '\n#include "emulated_grid.h"\n', "utf-8")
-            command = [
-                "g++",
-                "-std=c++20",
-                "-O1",
-                "-w",
-                "-shared",
-                "-fPIC",
-                "-pthread",
-                f"-I{HERE}",
-            ]
-            subprocess.run([*command, *options, path, "-o", library], check=True)
+            subprocess.run([*COMPILE, *options, path, "-o", library], check=True)
         return ctypes.CDLL(str(library))
 
     def launch(
