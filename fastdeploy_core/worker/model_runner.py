@@ -184,6 +184,12 @@ class ModelRunner:
             with self._xp.no_grad():
                 self._graphs.record(self.caches.tensors, is_first_rank=self._rank == 0)
 
+    def rehearse_graphs(self) -> None:
+        """Run what record_graphs() will record, over the caches there are."""
+        if self._graphs is not None:
+            with self._xp.no_grad():
+                self._graphs.rehearse(self.caches.tensors)
+
     def graph_bytes(self) -> int:
         """What record_graphs() will take, measured over the caches there are."""
         if self._graphs is None:

@@ -61,6 +61,13 @@ def graph_sizes(
     return sizes, f"recorded decode steps: {len(sizes)} sizes, {sizes[0]} to {sizes[-1]} rows"
 
 
+def unlike(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes for which kernels may be specialized differently: powers of two, the first that is none, and
+    the largest."""
+    powers = [size for size in sizes if size & (size - 1) == 0]
+    return tuple(sorted({*powers, *[s for s in sizes if s not in powers][:1], max(sizes)}))
+
+
 def prompt_ladder(max_step_tokens: int) -> tuple[int, ...]:
     """Numbers of tokens to record, the largest step among them."""
     most = min(max_step_tokens, MOST_TOKENS)
