@@ -123,6 +123,35 @@ class MoEBlockBackend(MoEBackend, Protocol):
 
 
 @runtime_checkable
+class DividedMoEBackend(MoEBackend, Protocol):
+    """A driver that can compute some experts of a block, while other ranks compute the others: expert
+    parallelism asks for it. Its spec and its weights are of this rank's experts alone.
+
+    Added in contract 0.5.
+    """
+
+    def forward_share(
+        self,
+        x: Tensor,
+        weights: Any,
+        router_logits: Tensor,
+        correction_bias: Tensor | None,
+        routing: RoutingSpec,
+        first: int,
+    ) -> Tensor:
+        """What experts `first` and following, as many as `weights` has, add to the sum that forward()
+        returns for all: [num_tokens, hidden]. `routing`, logits and bias are of all experts."""
+        ...
+
+    def forward_routed(
+        self, x: Tensor, weights: Any, topk_ids: Tensor, topk_weights: Tensor
+    ) -> Tensor:
+        """The sum over choices made elsewhere. topk_ids: [num_tokens, k] int64 places in `weights`; -1:
+        a choice that adds nothing. topk_weights: [num_tokens, k] float32."""
+        ...
+
+
+@runtime_checkable
 class GatedMoEBackend(MoEBackend, Protocol):
     """A driver of unit "gate": it computes the router's logits, too. Its forward() is not called."""
 
@@ -131,6 +160,15 @@ class GatedMoEBackend(MoEBackend, Protocol):
     ) -> Tensor:
         """As MoEBackend.forward; router: [num_experts, hidden] float32."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertQuestion:
+    """Asked of `fd_expert_communicators`."""
+
+    device: str
+    tensor_library: str
+    num_ranks: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
 
+    from .expert_parallel import ExpertRanks
+
 AttentionFactory = Callable[[AttentionSpec], AttentionBackend]
 MoEFactory = Callable[[MoESpec], MoEBackend]
 
@@ -53,6 +55,7 @@ class ModelBuilder:
         is_dummy: bool = False,
         kv_format: str = "",
         kv_static: bool = False,
+        expert_ranks: ExpertRanks | None = None,
     ) -> None:
         self.device, self.kernels, self.xp = device, kernels, device.xp
         self.dtype, self.max_positions = dtype, max_positions
@@ -60,6 +63,7 @@ class ModelBuilder:
         self.piece = Piece(tp_rank, tp_size)
         self.quantizer, self._is_dummy = quantizer, is_dummy
         self.kv_format, self.kv_static = kv_format, kv_static
+        self.expert_ranks = expert_ranks  # ranks that hold whole experts; None: a share of each
         self.weights = WeightMap()
         self.kv_layers: list[AttentionSpec] = []
         self.attention_drivers: dict[AttentionSpec, AttentionBackend] = {}
@@ -254,7 +258,7 @@ class ModelBuilder:
     ) -> MoEBlock:
         """Routed experts, plus shared ones when they have a width: the driver's, if it takes them."""
         shared, count = None, shared_intermediate // intermediate
-        can_join = self.quantizer is None and not shared_bias
+        can_join = self.quantizer is None and not shared_bias and self.expert_ranks is None
         if count and can_join and shared_intermediate == count * intermediate:
             joined = replace(spec, num_shared_experts=count)
             spec = joined if isinstance(self.moe(spec), MoEBlockBackend) else spec

@@ -140,7 +140,9 @@ class ModelRunner:
             # A drafter that reads histories draws nothing.
             draft_draws=(False,) if slots.history is not None else (False, True),
             propose=None if speculation is None else partial(speculation.propose_recorded, slots),
-            prompt_sizes=prompt_sizes(self._loaded.attention.values(), config),
+            prompt_sizes=prompt_sizes(
+                self._loaded.attention.values(), config, self._loaded.builder.expert_ranks
+            ),
         )
 
     @property

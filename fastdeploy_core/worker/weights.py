@@ -148,7 +148,7 @@ class SafetensorsFile:
     def read_into(self, buffer: np.ndarray, offset: int) -> None:
         """Fill a uint8 buffer from `offset` behind the header on. Reading takes a fraction of what
         touching pages of a mapping for the first time does."""
-        left = memoryview(buffer)
+        left = buffer.data
         while left:
             count = os.preadv(self._descriptor, [left], self._base + offset)
             if not count:

@@ -300,7 +300,7 @@ class ByBatchExperts:
         """Choose; every rank has to make the same plans in the same order."""
         if self._all[0].world_size == 1:
             return _Chosen(self._all[0], self._all[0].plan(plan))
-        costs = self._cost(plan.max_tokens)
+        costs = self._cost(1 << (plan.max_tokens - 1).bit_length())
         best = self._all[costs.index(min(costs))]
         logger.info(
             "expert parallel steps of up to %d tokens a rank: %s (%s us)", plan.max_tokens,

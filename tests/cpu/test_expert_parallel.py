@@ -1,0 +1,46 @@
+"""Ranks that divide the experts compute what one rank computes, whether tokens travel or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.checkpoints import NUM_GREEDY, build, reference
+from tests.tp_rank import run_ranks
+
+# Plain experts; with shared ones and a correction bias; sigmoid routing with groups.
+VARIANTS = ("qwen3-moe", "ernie-moe", "deepseek")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("checkpoints"), list(VARIANTS))
+
+
+@pytest.mark.parametrize(
+    ("variant", "experts"),
+    [
+        ("qwen3-moe", "in place"),
+        ("ernie-moe", "all_gather"),
+        pytest.param("deepseek", "in place", marks=pytest.mark.slow),
+        pytest.param("qwen3-moe", "all_gather", marks=pytest.mark.slow),
+        pytest.param("ernie-moe", "in place", marks=pytest.mark.slow),
+        pytest.param("deepseek", "all_gather", marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_equal_one(
+    checkpoints: Path, variant: str, experts: str, tensor_library: str, tmp_path: Path
+) -> None:
+    answers = reference(checkpoints / variant)
+    prompts = {str(i): a["prompt"].tolist() for i, a in enumerate(answers)}
+    group = tmp_path / "group"
+    folder = checkpoints / variant
+    ranks = run_ranks(folder, tensor_library, 2, group, prompts, NUM_GREEDY, experts)
+    expected = answers[0]["logits"]
+    for rank in ranks:
+        error = np.abs(np.array(rank["logits"]) - expected[-1]).max() / np.abs(expected).max()
+        assert error < 1e-4
+        assert [rank["tokens"][n] for n in prompts] == [a["greedy"].tolist() for a in answers]
+    assert ranks[0]["logits"] == ranks[1]["logits"]  # not one bit may differ between ranks
