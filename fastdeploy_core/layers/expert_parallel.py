@@ -98,7 +98,7 @@ class ExpertRanks:
 
 
 class DividedExperts:
-    """The experts of one block that this rank holds, and what it does for the others."""
+    """The experts of one block that this rank holds. `exchange` serves large steps, if anything does."""
 
     def __init__(
         self, build: ModelBuilder, ranks: ExpertRanks, routing: RoutingSpec, driver: MoEBackend
@@ -108,28 +108,45 @@ class DividedExperts:
                 f"MoE driver {driver.name!r} computes all experts of a block or none; choose another "
                 "with --moe-backend, or leave out --enable-expert-parallel"
             )
-        self._xp, self._group, self._driver = build.xp, ranks.group, driver
-        self._dtype, self._routing = build.dtype, routing
-        self._route, self._scores = build.kernels["moe_routing"], build.kernels["linear_float32"]
+        self._driver, self._routing = driver, routing
+        self._scores = build.kernels["linear_float32"]
         self._share = ranks.share(routing.num_experts)
-        self._communicator = ranks.communicator(routing.num_experts)
         self._most_in_place = ranks.most_in_place
-        self._plans: dict[int, Any] = {}
+        self._exchange: Exchange | None = None
+        communicator = ranks.communicator(routing.num_experts)
+        if communicator is not None:
+            self._exchange = Exchange(build, ranks.group, routing, driver, communicator)
 
-    def are_in_place(self, num_tokens: int) -> bool:
-        """Whether a step of so many tokens is computed with `add_own`, or with `exchange`."""
-        return self._communicator is None or num_tokens <= self._most_in_place
+    def exchange(self, num_tokens: int) -> Exchange | None:
+        """Who computes a step of so many tokens; None: add_own."""
+        return self._exchange if num_tokens > self._most_in_place else None
 
     def add_own(self, x: Tensor, weights: Any, router: Tensor, bias: Tensor | None) -> Tensor:
         """What this rank's experts add for all tokens."""
         logits = self._scores(x, router)
-        return self._driver.forward_share(
-            x, weights, logits, bias, self._routing, self._share.first
-        )
+        first = self._share.first
+        return self._driver.forward_share(x, weights, logits, bias, self._routing, first)
 
-    def exchange(self, x: Tensor, weights: Any, router: Tensor, bias: Tensor | None) -> Tensor:
-        """The whole result for all tokens, of which each rank takes care of a part."""
-        assert self._communicator is not None, "somebody carries tokens"
+
+class Exchange:
+    """A block whose tokens travel: each rank takes care of a part of them."""
+
+    def __init__(
+        self,
+        build: ModelBuilder,
+        group: Communicator,
+        routing: RoutingSpec,
+        driver: DividedMoEBackend,
+        communicator: ExpertCommunicator,
+    ) -> None:
+        self._xp, self._dtype, self._group = build.xp, build.dtype, group
+        self._routing, self._driver, self._communicator = routing, driver, communicator
+        self._route, self._scores = build.kernels["moe_routing"], build.kernels["linear_float32"]
+        self._held = routing.num_experts // group.world_size
+        self._plans: dict[int, Any] = {}
+
+    def __call__(self, x: Tensor, weights: Any, router: Tensor, bias: Tensor | None) -> Tensor:
+        """The whole result for all tokens, on every rank."""
         xp, group, num_tokens = self._xp, self._group, int(x.shape[0])
         each = -(-num_tokens // group.world_size)
         first = min(num_tokens, group.rank * each)
@@ -147,7 +164,6 @@ class DividedExperts:
 
     def _plan(self, max_tokens: int, hidden: int) -> Any:
         if max_tokens not in self._plans:
-            assert self._communicator is not None
             routing = self._routing
             plan = ExpertPlan(
                 max_tokens, hidden, routing.top_k, routing.num_experts, "contiguous", self._dtype
@@ -163,8 +179,8 @@ class DividedExperts:
         row = xp.arange(num_rows, device=x.device).unsqueeze(1)
         ids = (row >= offsets[1:].unsqueeze(0)).sum(1).unsqueeze(1)
         nobody = xp.full([num_rows, 1], -1, dtype=ids.dtype, device=x.device)
-        ids = xp.where(ids < self._share.count, ids, nobody)
         ones = xp.ones([num_rows, 1], dtype=xp.float32, device=x.device)
+        ids = xp.where(ids < self._held, ids, nobody)
         return self._driver.forward_routed(x, weights, ids, ones)
 
 

@@ -108,8 +108,9 @@ class MoEBlock:
         """x: [num_tokens, hidden], model dtype."""
         given = (x, self._experts.prepared, self._router.weight, self._bias)
         if self._divided is not None:
-            if not self._divided.are_in_place(int(x.shape[0])):
-                return self._beside_shared(self._divided.exchange(*given), x)
+            exchange = self._divided.exchange(int(x.shape[0]))
+            if exchange is not None:
+                return self._beside_shared(exchange(*given), x)
             y = self._divided.add_own(*given)
         elif self._gated is not None:
             y = self._gated.forward_gate(*given)

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+
+from fastdeploy_core.errors import ConfigError
+from fastdeploy_core.layers.expert_parallel import ExpertRanks
+from fastdeploy_core.testing.generate import greedy_tokens
+from fastdeploy_core.testing.tiny_model import write_tiny_model
 
 from tests.checkpoints import NUM_GREEDY, build, reference
 from tests.tp_rank import run_ranks
@@ -44,3 +50,29 @@ def test_two_ranks_equal_one(
         assert error < 1e-4
         assert [rank["tokens"][n] for n in prompts] == [a["greedy"].tolist() for a in answers]
     assert ranks[0]["logits"] == ranks[1]["logits"]  # not one bit may differ between ranks
+
+
+def test_an_engine_with_divided_experts_answers_as_one_rank_does(
+    tensor_library: str, tmp_path: Path
+) -> None:
+    """Prompts travel by the communicator that negotiation chose, decode steps are computed in place."""
+    model = write_tiny_model(tmp_path / "model")
+    prompts = [[5, 9, 3, 7, 11, 30, 8], [4], [17, 18, 19, 20, 21, 22, 23, 24, 25, 26]]
+    args = {"device": "cpu", "tensor_library": tensor_library, "max_num_seqs": 4}
+    alone = greedy_tokens(model, prompts, max_tokens=12, **args)
+    divided = greedy_tokens(
+        model,
+        prompts,
+        max_tokens=12,
+        tensor_parallel_size=2,
+        enable_expert_parallel=True,
+        expert_communicator="auto",
+        **args,
+    )
+    assert divided == alone
+
+
+def test_experts_that_ranks_cannot_divide_are_refused() -> None:
+    group = SimpleNamespace(rank=0, world_size=3)
+    with pytest.raises(ConfigError, match="64 experts cannot be divided over 3 ranks"):
+        ExpertRanks(SimpleNamespace(), group).share(64)

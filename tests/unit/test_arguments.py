@@ -344,6 +344,7 @@ def test_every_argument_changes_a_configuration(model: Path) -> None:
         ({"tokenizer": "/nowhere"}, "--tokenizer '/nowhere'"),
         ({"chat_template": "/nowhere"}, "neither a template nor a readable file"),
         ({"model": None}, "no model given"),
+        ({"expert_communicator": "auto"}, "needs --enable-expert-parallel"),
         ({"port": 80}, "argument of the server"),
     ],
 )
