@@ -21,7 +21,7 @@ def fd_device_probe(question: DeviceQuestion) -> Candidate:
         return Candidate("cuda", Decline(driver.error))
     reasons = {}
     for library, reason in (
-        ("torch", lambda: why_not_torch(driver)),
+        ("torch", lambda: why_not_torch(driver, opens=False)),
         ("paddle", why_not_paddle),
     ):
         if question.tensor_library not in ("", library):
