@@ -27,7 +27,7 @@ def test_what_is_met_is_compiled_by_other_threads(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["inside"] >= 3 and found["threads"] >= 2
+    assert found["inside"] >= 2 and found["threads"] >= 2
     assert found["outside"] == 0 and found["is_zero"]
 
 
