@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 _EMPTY: Final = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty}
 _ALIGNED: Final = 16
+_MOST_THREADS: Final = 24  # beyond, the interpreter lock is what they wait for
 _state = threading.local()
 _lock = threading.Lock()
 
@@ -44,7 +45,7 @@ def compile_only() -> Iterator[None]:
     from triton import AsyncCompileMode
     from triton.runtime.jit import JITFunction
 
-    num_threads = max(2, len(os.sched_getaffinity(0)) - 1)
+    num_threads = min(_MOST_THREADS, max(2, len(os.sched_getaffinity(0)) - 1))
     with _lock, ThreadPoolExecutor(num_threads, "fd-cuda-triton") as pool:
         run, seen = JITFunction.run, set[tuple[Any, ...]]()
         JITFunction.run = _compiling(run, seen)
