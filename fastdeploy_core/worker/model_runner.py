@@ -161,10 +161,12 @@ class ModelRunner:
 
     # -- cache ------------------------------------------------------------------------------------
 
-    def allocate_cache(self, num_blocks: int, num_host_blocks: int) -> None:
-        """Zeroed caches of every layer; what was there before is dropped first."""
+    def allocate_cache(
+        self, num_blocks: int, num_host_blocks: int, *, is_touched: bool = True
+    ) -> None:
+        """Zeroed caches of every layer; what was there before is dropped first. See Caches.allocate."""
         self._drop_cache()
-        self.caches.allocate(num_blocks, num_host_blocks)
+        self.caches.allocate(num_blocks, num_host_blocks, is_touched=is_touched)
 
     def free_cache(self) -> None:
         """Drop caches and every sequence."""

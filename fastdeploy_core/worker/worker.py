@@ -120,7 +120,7 @@ class Worker:
         steps over it. All ranks at the same time, as in load()."""
         runner, device = self._ready()
         try:
-            runner.allocate_cache(num_blocks, num_host_blocks)
+            runner.allocate_cache(num_blocks, num_host_blocks, is_touched=False)
         except Exception as error:
             if not device.is_oom(error):
                 raise
