@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+from fastdeploy_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
@@ -262,3 +266,20 @@ class ExpertCommunicator(Protocol):
     def close(self) -> None:
         """Free buffers and leave the group."""
         ...
+
+
+def expert_places(physical_to_logical: Sequence[int], num_physical: int) -> list[list[int]]:
+    """For each logical expert where its copies are, repeated to the number of the most copied one: what
+    set_expert_map() needs. ConfigError says what is wrong with the map."""
+    if len(physical_to_logical) != num_physical:
+        raise ConfigError(
+            f"expert map of {len(physical_to_logical)} entries, the group has {num_physical} experts"
+        )
+    places: dict[int, list[int]] = defaultdict(list)
+    for physical, logical in enumerate(physical_to_logical):
+        places[logical].append(physical)
+    missing = sorted(set(range(max(places) + 1)) - set(places))
+    if missing:
+        raise ConfigError(f"expert map leaves out logical experts {missing[:8]}")
+    most = max(map(len, places.values()))
+    return [[places[e][i % len(places[e])] for i in range(most)] for e in sorted(places)]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -21,6 +20,7 @@ from fastdeploy_core.contracts.moe import (
     ExpertCommunicatorCapabilities,
     ExpertGroup,
     ExpertPlan,
+    expert_places,
 )
 from fastdeploy_core.errors import CapabilityError, ConfigError
 
@@ -129,20 +129,8 @@ class AllGatherExperts:
         """Logical ids to physical ones; copies of one expert share its tokens by token index."""
         if version <= self._version:
             return
-        if len(physical_to_logical) != self._num_physical:
-            raise ConfigError(
-                f"expert map of {len(physical_to_logical)} entries, the group has "
-                f"{self._num_physical} experts"
-            )
-        places: dict[int, list[int]] = defaultdict(list)
-        for physical, logical in enumerate(physical_to_logical):
-            places[logical].append(physical)
-        missing = sorted(set(range(max(places) + 1)) - set(places))
-        if missing:
-            raise ConfigError(f"expert map leaves out logical experts {missing[:8]}")
+        table = expert_places(physical_to_logical, self._num_physical)
         self._version = version
-        most = max(map(len, places.values()))
-        table = [[places[e][i % len(places[e])] for i in range(most)] for e in sorted(places)]
         self._table = torch.tensor(table, dtype=torch.int64, device=self._device.device)
 
     def set_active_ranks(self, active: list[bool]) -> None:
