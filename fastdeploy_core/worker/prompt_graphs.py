@@ -15,8 +15,6 @@ from fastdeploy_core.contracts.attention import AttentionBatch
 from fastdeploy_core.errors import ResourceError, WorkerError
 from fastdeploy_core.layers.context import ForwardContext
 
-from .recorded_sizes import unlike
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -156,8 +154,8 @@ class PromptGraphs:
             beside = self._record(size, beside)
 
     def rehearse(self) -> None:
-        """Run steps of unlike sizes once, so that their kernels are met."""
-        for size in unlike(self.sizes):
+        """Run a step of each size once, so that its kernels are met."""
+        for size in self.sizes:
             RecordedPrompt(self, size).run_once()
 
     def estimate(self, beside: CapturedGraph | None) -> int:
