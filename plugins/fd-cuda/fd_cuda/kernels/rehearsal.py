@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -60,17 +61,27 @@ def compile_only() -> Iterator[None]:
 
 def _compiling(run: Callable[..., Any], seen: set[tuple[Any, ...]]) -> Callable[..., Any]:
     """JITFunction.run that starts compilers in a thread that is_on(), once for each specialization."""
+    from triton import FutureKernel
 
     def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         if not is_on():
             return run(self, *args, grid=grid, warmup=warmup, **options)
         key = (id(self), *map(_kind, args), *((k, _kind(v)) for k, v in options.items()))
-        if key in seen:
-            return None
-        seen.add(key)
-        return run(self, *args, grid=grid, warmup=True, **options)
+        if key not in seen:
+            seen.add(key)
+            kernel = run(self, *args, grid=grid, warmup=True, **options)
+            if isinstance(kernel, FutureKernel) and torch.cuda.is_available():
+                kernel.future.add_done_callback(partial(_load, torch.cuda.current_device()))
+        return None
 
     return only_compile
+
+
+def _load(device: int, compiled: Future[Any]) -> None:
+    """Make what launches it, which takes a C compiler, and load it: in the thread that compiled it."""
+    with suppress(Exception):  # whoever launches it hears why it cannot be
+        torch.cuda.set_device(device)
+        compiled.result().run  # noqa: B018 - made at first access
 
 
 def _kind(value: Any) -> Any:
