@@ -17,6 +17,7 @@ from fastdeploy_core.contracts.quantizer import LayerSpec, Quantizer
 
 from .attention import Attention, HeadShape
 from .embedding import Embedding, LMHead
+from .expert_parallel import ExpertRanks, ExpertShare
 from .linear import Linear, LinearPart, Piece
 from .mla import LatentAttention, LatentShape
 from .mlp import GatedMLP
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
-
-    from .expert_parallel import ExpertRanks
 
 AttentionFactory = Callable[[AttentionSpec], AttentionBackend]
 MoEFactory = Callable[[MoESpec], MoEBackend]
@@ -132,6 +131,12 @@ class ModelBuilder:
         if spec not in self.moe_drivers:
             self.moe_drivers[spec] = self._moe_factory(spec)
         return self.moe_drivers[spec]
+
+    def expert_share(self, num_experts: int) -> ExpertShare:
+        """What this rank holds of a block's experts."""
+        if self.expert_ranks is not None:
+            return self.expert_ranks.share(num_experts)
+        return ExpertShare(0, num_experts, num_experts, self.piece)
 
     def cos_sin(self, rotary: RotarySpec) -> Tensor:
         """The rotary table on the device, [max_positions, dim] float32; layers share it."""

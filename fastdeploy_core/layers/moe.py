@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.contracts.moe import MoEBlockBackend, MoESpec
 
-from .expert_parallel import DividedExperts, ExpertShare, local_spec
+from .expert_parallel import DividedExperts, local_spec
 from .experts import DenseExperts, make_experts
 from .linear import Linear, LinearPart
 from .mlp import GatedMLP
@@ -59,17 +59,12 @@ class MoEBlock:
         self._bias: Tensor | None = None
         if bias_name:
             self._place_bias(build, bias_name, bias_shape or (routing.num_experts,))
-        ranks, share = (
-            build.expert_ranks,
-            ExpertShare(0, routing.num_experts, routing.num_experts, build.piece),
-        )
+        ranks, share = build.expert_ranks, build.expert_share(routing.num_experts)
+        self._divided: DividedExperts | None = None
         if ranks is not None:
-            share = ranks.share(routing.num_experts)
             spec = local_spec(spec, share, intermediate)
+            self._divided = DividedExperts(build, ranks, routing, build.moe(spec))
         self._driver = build.moe(spec)
-        self._divided = None
-        if ranks is not None:
-            self._divided = DividedExperts(build, ranks, routing, self._driver)
         self._experts = make_experts(
             build,
             f"{prefix}.experts",
