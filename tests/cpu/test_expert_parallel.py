@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from fastdeploy_core.cli.main import main
 from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.layers.expert_parallel import ExpertRanks
 from fastdeploy_core.testing.generate import greedy_tokens
@@ -75,3 +77,10 @@ def test_experts_that_ranks_cannot_divide_are_refused() -> None:
     group = SimpleNamespace(rank=0, world_size=3)
     with pytest.raises(ConfigError, match="64 experts cannot be divided over 3 ranks"):
         ExpertRanks(SimpleNamespace(), group).share(64)
+
+
+def test_the_choice_of_a_communicator_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "why", "expert_communicator", "--device", "cpu", "--json"]) == 0
+    (decision,) = json.loads(capsys.readouterr().out)["decisions"]
+    answers = {row["name"]: row["accepted"] for row in decision["candidates"]}
+    assert decision["winner"] == "all_gather" and answers["loopback"] is False
