@@ -21,12 +21,17 @@ from tests.tp_rank import run_ranks
 @pytest.mark.parametrize(
     ("variant", "experts"),
     [
-        ("qwen3-moe", "in place"),
-        ("ernie-moe", "all_gather"),  # with shared experts and a correction bias
-        pytest.param("deepseek", "in place", marks=pytest.mark.slow),
-        pytest.param("qwen3-moe", "all_gather", marks=pytest.mark.slow),
-        pytest.param("ernie-moe", "in place", marks=pytest.mark.slow),
-        pytest.param("deepseek", "all_gather", marks=pytest.mark.slow),
+        ("qwen3-moe", "all_gather"),
+        *(
+            pytest.param(variant, experts, marks=pytest.mark.slow)
+            for variant, experts in (
+                ("qwen3-moe", "in place"),
+                ("ernie-moe", "in place"),  # with shared experts and a correction bias
+                ("ernie-moe", "all_gather"),
+                ("deepseek", "in place"),  # sigmoid routing with groups
+                ("deepseek", "all_gather"),
+            )
+        ),
     ],
 )
 def test_two_ranks_equal_one(
