@@ -32,9 +32,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Received rows are allocated for the worst routing up to this size; beyond, the host asks how many.
+# Received rows are allocated for the worst routing up to this size; beyond, the host asks how many, but
+# not while a graph is recorded.
 _WORST_CASE_BYTES: Final = 256 << 20
 _MAX_RANKS: Final = 64
+
+
+def _is_recording(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(slots=True)
@@ -183,7 +188,8 @@ class AllGatherExperts:
             offsets = offsets.diff()
         else:
             places[order] = number
-            if keys.shape[0] * plan.hidden_size * x.element_size() > _WORST_CASE_BYTES:
+            num_bytes = keys.shape[0] * plan.hidden_size * x.element_size()
+            if num_bytes > _WORST_CASE_BYTES and not _is_recording(x):
                 order = order[: int(offsets[-1])]
             received = x[order // plan.top_k]
         handle = _Local(plan, places.view_as(physical), is_mine, weights, num_tokens)
