@@ -99,8 +99,9 @@ def load_model(
         model = family(hf_config, build)
         fill_from_folder(model, build, model_config.path, hf_config, model_config)
     report += _unquantized_lines(build)
-    if build.expert_ranks is not None and build.moe_drivers:
-        report.append(build.expert_ranks.words())
+    if build.expert_ranks is not None:
+        none = "turned off: expert parallelism; this model has no experts"
+        report.append(build.expert_ranks.words() if build.moe_drivers else none)
     return LoadedModel(
         model=model,
         shapes=shapes,
