@@ -28,8 +28,9 @@ def build(folder: Path, name: str, defines: dict[str, int], call: str, header: s
     common.cuh."""
     folder_of_kernels = Path(native.__file__).parent
     source = (folder_of_kernels / f"{name}.cu").read_text("utf-8")
-    rows = (folder_of_kernels / "few_rows.cuh").read_text("utf-8")
-    source = source.replace('#include "few_rows.cuh"', rows)
+    for shared in ("few_rows", "attention"):
+        text = (folder_of_kernels / f"{shared}.cuh").read_text("utf-8")
+        source = source.replace(f'#include "{shared}.cuh"', text)
     source = re.sub(r"// INSTRUCTIONS.*?// END OF INSTRUCTIONS", "", source, flags=re.S)
     source = re.sub(r"struct Word4 \{.*?\};", "", source, flags=re.S)
     source = source.replace("extern __shared__ __align__(16) float shared[];", "")

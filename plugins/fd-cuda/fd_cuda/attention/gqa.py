@@ -26,10 +26,12 @@ from .plan import (
     ITEM,
     TILE_WORDS,
     DecodeShape,
+    StreamShape,
     decode_items,
     prefill_tiles,
     prompt_tiles,
     split_parts,
+    stream_items,
 )
 from .prefill import clear_padding, prefill_attention
 from .question import MAX_ROWS
@@ -54,10 +56,9 @@ _LOG2E = math.log2(math.e)
 class _Decodes:
     """Rows that are split by keys."""
 
-    shape: DecodeShape
+    shape: DecodeShape | NativeShape | StreamShape  # of the Triton kernel, and of those in CUDA C++
     max_tokens: int
     rows: int  # of the matrix: tokens times heads of a group
-    native: NativeShape | None
     items: Tensor
     counters: Tensor
     parts: tuple[Tensor, Tensor, Tensor]
@@ -139,31 +140,37 @@ class PagedAttention:
         tiles = self._tiles(batch) if fed.max() > self._short else None
         return _Metadata(batch, decodes, tiles)
 
-    def _decodes(self, batch: AttentionBatch, max_tokens: int) -> _Decodes:
+    def _decodes(
+        self, batch: AttentionBatch, max_tokens: int, *, may_be_native: bool = True
+    ) -> _Decodes:
         spec, num_seqs = self.spec, batch.num_seqs
         heads = spec.num_kv_heads
         rows = pad2(max_tokens * self._group)
         native, columns = None, self._native.columns(max_tokens)
-        if columns:
+        if columns and may_be_native:
             native = self.sizes.native(
                 num_seqs, heads, columns, self._native.has_clusters, self._invariant
             )
+        lengths = (batch.seq_lens_dev, batch.cu_seqlens_q_dev, num_seqs)
+        if isinstance(native, StreamShape):
+            items, counters = stream_items(*lengths, heads, max_tokens, native)
+            parts = split_parts(items, 2 * columns, self._v_pad)
+            return _Decodes(native, max_tokens, columns, items, counters, parts)
         if native is not None:
-            rows, shape = columns, native.plan
+            rows, shape, clusters = columns, native.plan, native.cluster
         else:
             shape = self.sizes.decode(num_seqs, heads, rows, self._pad, self._itemsize)
+            clusters = 1
         items, counters = decode_items(
-            batch.seq_lens_dev,
-            batch.cu_seqlens_q_dev,
-            num_seqs,
-            num_seqs * heads * (native.cluster if native else 1),
+            *lengths,
+            num_seqs * heads * clusters,
             max_tokens,
             shape,
             invariant=self._invariant,
             new_in_cache=False,
         )
         parts = split_parts(items, heads * rows, self._v_pad)
-        return _Decodes(shape, max_tokens, rows, native, items, counters, parts)
+        return _Decodes(native or shape, max_tokens, rows, items, counters, parts)
 
     def _tiles(self, batch: AttentionBatch) -> _Tiles:
         chosen = self.sizes.prefill(self._group, self._pad, self._itemsize)
@@ -243,15 +250,19 @@ class PagedAttention:
         *,
         writes: bool,
     ) -> None:
-        shape, native = decodes.shape, decodes.native
-        if native is not None and self._native.can_run(q, k, v, rotary):
-            parts = (*decodes.parts, decodes.counters)
-            self._native.run(
-                *(q, k, v, out, cache, batch, native, decodes.items, parts, decodes.rows),
-                *(rotary, self._scale),
-                writes=writes,
-            )
-            return
+        shape = decodes.shape
+        if not isinstance(shape, DecodeShape):
+            if self._native.can_run(q, k, v, rotary):
+                parts = (*decodes.parts, decodes.counters)
+                self._native.run(
+                    *(q, k, v, out, cache, batch, shape, decodes.items, parts, decodes.rows),
+                    *(rotary, self._scale),
+                    writes=writes,
+                )
+                return
+            decodes = self._decodes(batch, decodes.max_tokens, may_be_native=False)
+            shape = decodes.shape
+            assert isinstance(shape, DecodeShape)
         decode_attention[(decodes.items.shape[0], self.spec.num_kv_heads)](
             q,
             k,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .native_decode import NativeShape
-from .plan import DecodeShape
+from .plan import DecodeShape, StreamShape
 
 _HOPPER = (9, 0)
 
@@ -67,9 +67,9 @@ class Sizes:
 
     def native(
         self, num_seqs: int, num_kv_heads: int, columns: int, has_clusters: bool, invariant: bool
-    ) -> NativeShape | None:
-        """For the CUDA C++ kernel; None where the Triton kernel is faster: batches that fill the GPU
-        without cutting any row.
+    ) -> NativeShape | StreamShape | None:
+        """For the CUDA C++ kernels; None where the Triton kernel is faster: many columns, and so many rows
+        that the GPU is full without cutting any.
 
         The sizes are those that were fastest on an H200, over 1 to 256 rows of 1k to 32k tokens.
         Clusters share a group of multiprocessors, and two of 8 blocks need one to themselves.
@@ -78,6 +78,8 @@ class Sizes:
         occupancy = 2 if columns <= 16 else 1
         if invariant:  # nothing may depend on the batch
             cluster, min_tiles, max_splits, target = 4, 16, 8, 1
+        elif units * 2 >= processors and columns <= 16 and has_clusters:
+            return StreamShape(32, 4, 1, 3, 2, 2 * processors)
         elif units >= 8 * processors or (units >= 4 * processors - 16 and num_seqs >= processors):
             return None
         else:
