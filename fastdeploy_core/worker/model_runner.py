@@ -17,7 +17,7 @@ import numpy as np
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.errors import RequestError, ResourceError, WorkerError
-from fastdeploy_core.sampling.columns import SamplingColumns, SamplingPlan
+from fastdeploy_core.sampling.columns import FILTER, SamplingColumns, SamplingPlan
 from fastdeploy_core.sampling.processors import BUILTIN_PROCESSORS
 from fastdeploy_core.types import NewSequence, SchedulerOutput
 
@@ -30,6 +30,7 @@ from .judging import DraftJudge
 from .pending import Launched, PendingOutput
 from .prompt_graphs import forward
 from .reading import NOT_KEPT, StepReader
+from .recorded_draws import RECORDED, RecordedDraws
 from .recorded_sizes import prompt_sizes
 from .sequence_state import SequenceState
 from .speculation import Speculation, recorded_widths
@@ -141,6 +142,10 @@ class ModelRunner:
             draft_draws=(False,) if slots.history is not None else (False, True),
             propose=None if speculation is None else partial(speculation.propose_recorded, slots),
             prompt_sizes=prompt_sizes(self._loaded.attention.values(), config),
+            # One rank knows what all rows need, and without drafts each draws once.
+            draws=RecordedDraws(self._device, self._kernels, self._columns, max(sizes))
+            if communicator is None and speculation is None
+            else None,
         )
 
     @property
@@ -307,6 +312,11 @@ class ModelRunner:
             self._slots.advance(rows)
             if self._is_plain(plan, rows):
                 return recorded.replay_greedy(num_rows)
+            if not plan.flags & ~RECORDED:
+                filters = bool(plan.flags & FILTER)
+                results = recorded.replay_random(rows.slots, filters=filters)
+                if results is not None:
+                    return results
             logits = recorded.replay_head(num_rows)
         if recorded is None and rows.shape is not None and logits is not None:
             if self._is_simple[rows.slots].all() and not rows.num_drafts.any():

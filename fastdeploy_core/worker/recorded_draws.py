@@ -1,6 +1,7 @@
-"""Drafts of sampled rows in a recording: each row's sampling parameters in fixed memory.
+"""Draws at random in a recording: each row's sampling parameters in fixed memory.
 
-The same draws as Sampler.draw_at makes: of filtered logits, with the random numbers of the place.
+The same draws as Sampler.sample makes for rows without constraints: of filtered logits, with the random
+numbers of the place.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
 FLOATS = ("temperature", "top_p", "min_p")
+# What rows may need so that their draws can be recorded.
+RECORDED = bits.RANDOM | bits.TEMPERATURE | bits.FILTER | bits.PROMPT_LOGPROBS
 
 
 class RecordedDraws:
@@ -37,8 +40,9 @@ class RecordedDraws:
     def fill(self, slots: np.ndarray) -> None:
         """These are the rows; nothing happens while they stay what they are."""
         columns, filled = self._columns, self._filled
-        if filled is not None and filled[0] is slots and filled[1] == columns.version:
-            return
+        if filled is not None and filled[1] == columns.version:
+            if filled[0] is slots or np.array_equal(filled[0], slots):
+                return
         self._filled = (slots, columns.version)
         is_random = (columns.flags[slots] & bits.RANDOM) != 0
         numbers = np.stack((is_random.astype(np.int64), columns.top_k[slots], columns.seed[slots]))
@@ -47,11 +51,14 @@ class RecordedDraws:
         self._numbers[:, : slots.size] = self._device.to_device(numbers)
         self._floats[:, : slots.size] = self._device.to_device(floats)
 
-    def draw(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """[rows] int64 tokens at these positions; consumes the logits."""
+    def draw(self, logits: Tensor, positions: Tensor, *, filters: bool = True) -> Tensor:
+        """[rows] int64 tokens at these positions; consumes the logits. Without `filters` top_k, top_p and
+        min_p are ones that keep everything."""
         xp, size = self._xp, logits.shape[0]
         is_random, top_k, seed = (self._numbers[n, :size] for n in range(3))
         temperature, top_p, min_p = (self._floats[n, :size] for n in range(3))
         likeliest = self._greedy(logits)
-        logits = self._filter(logits.div_(temperature.unsqueeze(1)), top_k, top_p, min_p)
+        logits = logits.div_(temperature.unsqueeze(1))
+        if filters:
+            logits = self._filter(logits, top_k, top_p, min_p)
         return xp.where(is_random > 0, self._sample(logits, seed, positions), likeliest)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 from fastdeploy_core.errors import CapabilityError
@@ -250,19 +250,17 @@ class PagedAttention:
         *,
         writes: bool,
     ) -> None:
-        shape = decodes.shape
-        if not isinstance(shape, DecodeShape):
+        if not isinstance(decodes.shape, DecodeShape):
             if self._native.can_run(q, k, v, rotary):
                 parts = (*decodes.parts, decodes.counters)
                 self._native.run(
-                    *(q, k, v, out, cache, batch, shape, decodes.items, parts, decodes.rows),
-                    *(rotary, self._scale),
+                    *(q, k, v, out, cache, batch, decodes.shape, decodes.items, parts),
+                    *(decodes.rows, rotary, self._scale),
                     writes=writes,
                 )
                 return
             decodes = self._decodes(batch, decodes.max_tokens, may_be_native=False)
-            shape = decodes.shape
-            assert isinstance(shape, DecodeShape)
+        shape = cast("DecodeShape", decodes.shape)
         decode_attention[(decodes.items.shape[0], self.spec.num_kv_heads)](
             q,
             k,
