@@ -7,7 +7,6 @@ be captured. Longer rows (prompts) are computed tile by tile.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -20,6 +19,7 @@ from fd_cuda.kernels.common import cdiv, pad2
 from fd_cuda.kernels.common import options as launch_options
 from fd_cuda.settings import is_batch_invariant
 
+from .cached import LOG2E, SHORT
 from .decode import decode_attention
 from .native_decode import NativeDecode, NativeShape
 from .plan import (
@@ -44,12 +44,9 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.ops import KernelTable
     from torch import Tensor
 
-# Rows of a mixed batch that feed at most so many tokens are split by keys, not tiled by tokens.
-SHORT = 8
 _ROPE_ROWS, _CLEARED_ROWS = 16, 16
 # Keys per tile of the cached prefix: no more than a common block holds.
 _MAX_CACHE_KEYS = 64
-_LOG2E = math.log2(math.e)
 
 
 @dataclass(slots=True)
@@ -97,7 +94,7 @@ class PagedAttention:
         self._itemsize = 4 if spec.dtype == "float32" else 2
         self._exact = spec.dtype == "float32"
         self._invariant = is_batch_invariant()
-        self._scale = spec.scale * _LOG2E
+        self._scale = spec.scale * LOG2E
         self._v_pad = max(16, pad2(spec.v_head_dim))
         self._pad = max(16, pad2(spec.head_dim))
         self._most_tokens = MAX_ROWS // self._group
