@@ -112,19 +112,17 @@ class World:
         self.block_size = block_size
 
     def batch(self) -> AttentionBatch:
-        put = self.device.to_device
         fed = np.array([f for f, _ in self.rows])
-        lengths = np.array([n for _, n in self.rows], np.int32)
-        starts = np.cumsum([0, *fed]).astype(np.int32)
+        lengths = np.array([n for _, n in self.rows])
+        starts = np.cumsum([0, *fed])
         row = np.repeat(np.arange(len(self.rows)), fed)
         position = np.arange(self.total) - starts[row] + (lengths - fed)[row]
         slots = self.tables[row, position // self.block_size].astype(np.int64) * self.block_size
-        same = int(fed[0]) if (fed == fed[0]).all() and fed[0] <= 8 else 0
-        return AttentionBatch(
-            len(self.rows), self.total, starts, lengths, self.tables, put(starts), put(lengths),
-            put(self.tables), put(slots + position % self.block_size), put(position.astype(np.int64)),
-            tokens_per_row=same,
-        )  # fmt: skip
+        return AttentionBatch.upload(
+            self.device.to_device,
+            *(starts, lengths, self.tables, slots + position % self.block_size, position),
+            int(fed[0]) if (fed == fed[0]).all() and fed[0] <= 8 else 0,
+        )
 
     def forward(self, cache: tuple[torch.Tensor, ...], metadata: Any) -> torch.Tensor:
         return self.driver.forward(self.q, self.k, self.v, cache, metadata, self.rotary)
