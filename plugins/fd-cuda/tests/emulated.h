@@ -93,9 +93,6 @@ template <class T>
 inline T __shfl_sync(unsigned, T value, int source) { return Lanes<T>(value).value[source % 32]; }
 template <class T>
 inline T __shfl_xor_sync(unsigned, T value, int step) { return Lanes<T>(value).value[lane_of() ^ step]; }
-inline void __syncwarp() {
-  gather(block->warp_turn, warp_first(), 32);
-}
 inline void __threadfence() {}
 inline int atomicAdd(int* at, int more) { return __atomic_fetch_add(at, more, __ATOMIC_SEQ_CST); }
 template <class T>
@@ -132,12 +129,6 @@ inline Word4 load_past_l1(const u16* at) { Word4 w; std::memcpy(&w, at, 16); ret
 inline int load_past_l1(const int* at) { return *at; }
 inline long long load_past_l1(const long long* at) { return *at; }
 inline float power(float x) { return std::exp2(x); }
-inline void copy_ahead(u16* to, const u16* from, bool real) {
-  if (real) std::memcpy(to, from, 16); else std::memset(to, 0, 16);
-}
-inline void close_group() {}
-template <int COUNT>
-inline void wait_for_groups() {}
 
 // mma.m16n8k16: element (row, k) of A is in lane 4 (row % 8) + k / 2 % 4, register row / 8 + 2 (k / 8),
 // half k % 2; (k, column) of B in lane 4 column + k / 2 % 4, register k / 8; of the result, (row, column) in lane

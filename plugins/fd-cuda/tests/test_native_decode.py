@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -28,11 +27,8 @@ pytestmark = [
 ]
 
 
-CALL = (
-    "{}((u16*)p[0],(u16*)p[1],(u16*)p[2],(u16*)p[3],(u16*)p[4],(u16*)p[5],(int*)p[6],"
-    "(int*)p[7],(long long*)p[8],(long long*)p[9],(float*)p[10],(float*)p[11],(float*)p[12],"
-    "(float*)p[13],(int*)p[14],f[0],n[0],n[1],n[2],n[3],n[4],n[5],n[6],n[7],n[8]{})"
-)
+class Emulation(emulation.Emulation):
+    header = "emulated_attention.h"
 
 
 class Given(Sizes):
@@ -47,28 +43,10 @@ class Given(Sizes):
 @pytest.fixture
 def emulated(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The native kernels' module, with an emulated GPU behind it."""
-    folder = tmp_path_factory.getbasetemp()
-
-    def function(name: str, defines: dict[str, int]) -> ctypes.CDLL:
-        call = CALL.format(name, ",n[9]" if name == "stream_attention" else "")
-        threads = {"FIBERS": 32 * defines["WARPS"]}
-        return emulation.build(folder, name, defines | threads, call, "emulated.h")
-
-    def launch(
-        kernel: ctypes.CDLL,
-        grid: tuple[int, int, int],
-        threads: int,
-        arguments: list[Any],
-        *,
-        shared: int,
-        cluster: int = 1,
-    ) -> None:
-        assert grid[2] == cluster and shared <= 4 * 65536
-        emulation.run(kernel, grid, arguments)
-
+    emulated = Emulation(tmp_path_factory.getbasetemp())
     monkeypatch.setattr(native, "available", lambda: True)
-    monkeypatch.setattr(native, "function", function)
-    monkeypatch.setattr(native, "launch", launch)
+    monkeypatch.setattr(native, "function", emulated.function)
+    monkeypatch.setattr(native, "launch", emulated.launch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
 
 
