@@ -21,6 +21,13 @@ class _Direct(AttentionConformance):
     def fd_tensor(cls) -> str:
         return "torch"
 
+    if DEVICE == "cpu":
+
+        @pytest.fixture(params=["float32"])
+        def dtype(self, request: pytest.FixtureRequest) -> str:
+            """The others are interpreted by test_attention_steps.py, which takes less time."""
+            return str(request.param)
+
     def _backend(self, request: Any, device: Any, kernels: Any, spec: Any, size: int) -> Any:
         from fd_cuda.attention.gqa import PagedAttention
         from fd_cuda.attention.mla import LatentAttention

@@ -72,7 +72,12 @@ def clusters(cluster: int, units: int, target: int, warps: int = 4) -> NativeSha
 
 
 @pytest.mark.parametrize(
-    "chosen", [clusters(1, 2, 1), clusters(2, 1, 4, 2), clusters(4, 2, 1), clusters(1, 1, 6)]
+    "chosen",
+    [
+        clusters(2, 1, 4, 2),
+        clusters(4, 2, 1),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in (clusters(1, 2, 1), clusters(1, 1, 6))),
+    ],
 )
 def test_splits_and_clusters(step_of: Any, chosen: NativeShape) -> None:
     rows = [(1, 130), (1, 1), (1, 300), (1, 0)]
@@ -88,7 +93,7 @@ def test_splits_and_clusters(step_of: Any, chosen: NativeShape) -> None:
     [
         StreamShape(32, 4, 1, 3, 2, 5),
         StreamShape(64, 4, 2, 2, 1, 1),
-        StreamShape(16, 2, 1, 4, 1, 40),
+        pytest.param(StreamShape(16, 2, 1, 4, 1, 40), marks=pytest.mark.slow),
     ],
 )
 def test_streams(step_of: Any, chosen: StreamShape) -> None:
