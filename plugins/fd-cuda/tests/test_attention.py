@@ -35,10 +35,12 @@ class _Direct(AttentionConformance):
         driver = LatentAttention if spec.kind == "mla" else PagedAttention
         return driver(spec, size, device, kernels)
 
-    def test_memory_returns_to_the_baseline_after_100_cycles(self, *args: Any) -> None:
+    def test_memory_returns_to_the_baseline_after_100_cycles(
+        self, request: Any, device: Any, kernels: Any
+    ) -> None:
         if DEVICE == "cpu":
             pytest.skip("120 steps take the interpreter a minute")
-        super().test_memory_returns_to_the_baseline_after_100_cycles(*args)
+        super().test_memory_returns_to_the_baseline_after_100_cycles(request, device, kernels)
 
 
 class TestAttentionKernels(_Direct):

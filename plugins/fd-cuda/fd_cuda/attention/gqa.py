@@ -39,7 +39,7 @@ from .rope import rotate_and_write
 from .tuning import Gpu, PrefillShape, Sizes
 
 if TYPE_CHECKING:
-    from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
+    from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec, KVScales
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from torch import Tensor
@@ -192,6 +192,7 @@ class PagedAttention:
         cache: tuple[Tensor, ...],
         metadata: _Metadata,
         rotary: Tensor | None = None,
+        scales: KVScales | None = None,
     ) -> Tensor:
         """[num_tokens, num_heads * v_head_dim]; k is rotated, k and v are written here."""
         batch, spec = metadata.batch, self.spec

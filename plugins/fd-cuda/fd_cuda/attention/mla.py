@@ -12,7 +12,7 @@ from .latent import latent_attention
 from .plan import ITEM, DecodeShape
 
 if TYPE_CHECKING:
-    from fastdeploy_core.contracts.attention import AttentionSpec
+    from fastdeploy_core.contracts.attention import AttentionSpec, KVScales
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from torch import Tensor
@@ -60,6 +60,7 @@ class LatentAttention(CachedAttention):
         cache: tuple[Tensor, ...],
         metadata: Metadata,
         rotary: Tensor | None = None,
+        scales: KVScales | None = None,
     ) -> Tensor:
         """[num_tokens, num_heads * kv_lora_rank]; k and v are read from the cache."""
         batch, spec = metadata.batch, self.spec

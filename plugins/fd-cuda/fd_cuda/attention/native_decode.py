@@ -97,9 +97,11 @@ class NativeDecode:
             "ROTARY": int(rotary is not None),
             "INTERLEAVED": int(spec.rotary_interleaved),
         }
+        streams = isinstance(shape, StreamShape)  # where a token stands follows from its row there
         arguments = [
             *(q, k, v, out, *cache, items, batch.block_tables_dev, batch.slot_mapping),
-            *(batch.positions, rotary, *parts, scale),
+            *(() if streams else (batch.positions,)),
+            *(rotary, *parts, scale),
             *(q.stride(0), k.stride(0), v.stride(0), q.stride(1), k.stride(1), v.stride(1)),
             *(batch.block_tables_dev.stride(0), spec.num_kv_heads),
         ]

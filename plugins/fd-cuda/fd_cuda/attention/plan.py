@@ -125,24 +125,25 @@ def cut_stream(
     ends = tl.cumsum(tiles, 0)
     total = tl.sum(tiles) * num_heads
     block = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
-    each, more = total // num_blocks, total % num_blocks
-    begin = block * each + tl.minimum(block, more)
+    # Where shares are whole rows or whole fractions of rows, they begin and end where these do.
+    begin = (block.to(tl.int64) * total // num_blocks).to(tl.int32)
+    end = ((block + 1).to(tl.int64) * total // num_blocks).to(tl.int32)
     row = tl.sum(((ends * num_heads)[None, :] <= begin[:, None]).to(tl.int32), 1)
     share = items + block * SIZE
-    write = block < num_blocks
-    tl.store(share + 0, row, mask=write)
-    tl.store(share + 1, begin, mask=write)
-    tl.store(share + 2, begin + each + (block < more).to(tl.int32), mask=write)
-    tl.store(share + 3, total, mask=write)
+    is_block = block < num_blocks
+    tl.store(share + 0, row, mask=is_block)
+    tl.store(share + 1, begin, mask=is_block)
+    tl.store(share + 2, end, mask=is_block)
+    tl.store(share + 3, total, mask=is_block)
     if tl.program_id(0) == 0:
         rows = tl.arange(0, ROWS)
         of_row = items + (num_blocks + rows) * SIZE
-        write = rows < num_seqs
-        tl.store(of_row + 0, ends - tiles, mask=write)
-        tl.store(of_row + 1, tiles, mask=write)
-        tl.store(of_row + 2, cached, mask=write)
-        tl.store(of_row + 3, first, mask=write)
-        tl.store(of_row + 4, fed, mask=write)
+        is_row = rows < num_seqs
+        tl.store(of_row + 0, ends - tiles, mask=is_row)
+        tl.store(of_row + 1, tiles, mask=is_row)
+        tl.store(of_row + 2, cached, mask=is_row)
+        tl.store(of_row + 3, first, mask=is_row)
+        tl.store(of_row + 4, fed, mask=is_row)
     _publish(row, counters, num_counters, ROWS, PDL)
 
 

@@ -79,7 +79,7 @@ class Sizes:
         if invariant:  # nothing may depend on the batch
             cluster, min_tiles, max_splits, target = 4, 16, 8, 1
         elif units * 2 >= processors and columns <= 16 and has_clusters:
-            return StreamShape(32, 4, 1, 3, 2, 2 * processors)
+            return self._stream(units)
         elif units >= 8 * processors or (units >= 4 * processors - 16 and num_seqs >= processors):
             return None
         else:
@@ -96,6 +96,12 @@ class Sizes:
             target = max(1, processors * occupancy // num_kv_heads)
         plan = DecodeShape(64, min_tiles, max_splits, target, 4, 3)
         return NativeShape(plan, cluster, 2 if columns == 8 else 1, occupancy)
+
+    def _stream(self, units: int) -> StreamShape:
+        """Shares are whole rows, or whole fractions of rows, where all are of one length."""
+        places = 2 * self.gpu.num_multiprocessors
+        num_blocks = units * (places // units) if units <= places else units // -(-units // places)
+        return StreamShape(32, 4, 1, 3, 2, num_blocks)
 
     def prefill(self, group: int, width: int, itemsize: int) -> PrefillShape:
         """For prompts."""

@@ -44,8 +44,7 @@ struct Line {
   int num_kv_heads, total, num_blocks;
 
   __device__ __forceinline__ int block_of(int tile) const {
-    const int each = total / num_blocks, more = total % num_blocks;
-    return tile < more * (each + 1) ? tile / (each + 1) : more + (tile - more * (each + 1)) / each;
+    return (int)(((long long)(tile + 1) * num_blocks - 1) / total);
   }
 };
 
@@ -74,7 +73,7 @@ struct Segment {
 extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_attention(
     const u16* q, const u16* k, const u16* v, u16* out,
     u16* k_cache, u16* v_cache, const int* items, const int* tables, const long long* slot_mapping,
-    const long long* positions, const float* __restrict__ cos_sin, float* part_acc, float* part_best,
+    const float* __restrict__ cos_sin, float* part_acc, float* part_best,
     float* part_total, int* counters, float scale, int stride_q, int stride_k, int stride_v, int stride_q_head,
     int stride_k_head, int stride_v_head, int stride_table, int num_kv_heads, int num_blocks, int writes) {
   extern __shared__ __align__(16) float shared[];
@@ -140,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
       if (column < GROUP * now.fed) {
         Turn turn;
         load_query(query, tokens, column, part);
-        load_turn(turn, cos_sin, load_past_l1(positions + now.first_token + column / GROUP), part);
+        load_turn(turn, cos_sin, now.cached + column / GROUP, part);
         rotate(query, turn);
       }
 #pragma unroll
@@ -155,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
         const int token = group + 8 * h;
         if (token >= now.fed) continue;
         Turn turn;
-        load_turn(turn, cos_sin, load_past_l1(positions + now.first_token + token), part);
+        load_turn(turn, cos_sin, now.cached + token, part);
         own_key(new_key[h], tokens, token, turn, part);
       }
       own_values(new_value, tokens, group, part);
