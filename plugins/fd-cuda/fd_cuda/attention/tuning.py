@@ -95,7 +95,11 @@ class Sizes:
             cluster, min_tiles = 1, 4
             target = max(1, processors * occupancy // num_kv_heads)
         plan = DecodeShape(64, min_tiles, max_splits, target, 4, 3)
-        return NativeShape(plan, cluster, 2 if columns == 8 else 1, occupancy)
+        # Eight warps in each of eight blocks take all that most rows have at one go.
+        warps = 8 if cluster == 8 else 4
+        return NativeShape(
+            plan, cluster, 2 if columns == 8 else 1, 1 if cluster == 8 else occupancy, warps
+        )
 
     def _stream(self, units: int) -> StreamShape:
         """Shares are whole rows, or whole fractions of rows, where all are of one length."""
