@@ -225,7 +225,7 @@ def compile_cases(capability: int) -> Iterator[Callable[[], Any]]:
                 yield case
 
     def streams() -> None:
-        from fd_cuda.attention.plan import stream_items
+        from fd_cuda.attention.plan import StreamShape, stream_items
 
         lengths = torch.zeros(70, dtype=torch.int32)
         stream_items(
@@ -234,7 +234,7 @@ def compile_cases(capability: int) -> Iterator[Callable[[], Any]]:
             70,
             2,
             1,
-            Sizes(Gpu(132, True))._stream(140),
+            StreamShape(32, 4, 1, 3, 2, 140),
         )
 
     yield streams

@@ -224,10 +224,10 @@ def test_long_row_among_short_ones_is_split(device: Any) -> None:
 @pytest.mark.parametrize(("num_seqs", "heads", "most"), [(64, 2, 1), (256, 2, 2), (100, 4, 2)])
 def test_streams_share_all_tiles_equally(device: Any, num_seqs: int, heads: int, most: int) -> None:
     """Rows of one length: shares are whole rows and heads, or the same fraction of each."""
-    from fd_cuda.attention.plan import stream_items
-    from fd_cuda.attention.tuning import Gpu, Sizes
+    from fd_cuda.attention.plan import StreamShape, stream_items
+    from fd_cuda.attention.tuning import stream_blocks
 
-    shape = Sizes(Gpu(132, True))._stream(num_seqs * heads)
+    shape = StreamShape(32, 4, 1, 3, 2, stream_blocks(num_seqs * heads, 264))
     put, rows = device.to_device, np.arange(num_seqs + 1, dtype=np.int32)
     lengths = np.full(num_seqs, 1101, np.int32)
     items, counters = stream_items(put(lengths), put(rows), num_seqs, heads, 1, shape)

@@ -79,7 +79,7 @@ class Sizes:
         if invariant:  # nothing may depend on the batch
             cluster, min_tiles, max_splits, target = 4, 16, 8, 1
         elif units * 2 >= processors and columns <= 16 and has_clusters:
-            return self._stream(units)
+            return StreamShape(32, 4, 1, 3, 2, stream_blocks(units, 2 * processors))
         elif units >= 8 * processors or (units >= 4 * processors - 16 and num_seqs >= processors):
             return None
         else:
@@ -101,12 +101,6 @@ class Sizes:
             plan, cluster, 2 if columns == 8 else 1, 1 if cluster == 8 else occupancy, warps
         )
 
-    def _stream(self, units: int) -> StreamShape:
-        """Shares are whole rows, or whole fractions of rows, where all are of one length."""
-        places = 2 * self.gpu.num_multiprocessors
-        num_blocks = units * (places // units) if units <= places else units // -(-units // places)
-        return StreamShape(32, 4, 1, 3, 2, num_blocks)
-
     def prefill(self, group: int, width: int, itemsize: int) -> PrefillShape:
         """For prompts."""
         if itemsize == 4:
@@ -126,6 +120,12 @@ class Sizes:
             num_warps=8,
             num_stages=2 if itemsize == 2 else 1,
         )
+
+
+def stream_blocks(units: int, places: int) -> int:
+    """So many blocks of stream_attention.cu that shares are whole rows, or whole fractions of rows, where
+    all are of one length. `units`: rows times kv heads; `places`: blocks that run at a time."""
+    return units * (places // units) if units <= places else units // -(-units // places)
 
 
 def _power_of_2(n: int) -> int:
