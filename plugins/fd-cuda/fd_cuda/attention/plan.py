@@ -20,7 +20,7 @@ from fd_cuda.kernels.common import cdiv, has_pdl, pad2
 ROW, TILE_BEGIN, TILE_END, SPLIT, NUM_SPLITS, CONTEXT, FIRST_TOKEN, NUM_TOKENS = range(8)
 ITEM = 8
 TILE_WORDS = 8  # of a prefill tile, five of them used
-_ITEMS_PER_PROGRAM = 64
+_ITEMS_PER_PROGRAM, _SHARES_PER_PROGRAM = 64, 16
 
 
 @triton.jit
@@ -118,24 +118,13 @@ def cut_stream(
     PDL: tl.constexpr,
 ):
     """For kernels/native/stream_attention.cu: an equal share of all rows' and heads' tiles for each block
-    (first row, first tile, end, tiles in all), then what it is to know of each row."""
+    (first row, first tile, end, tiles in all), then what it is to know of each row, by the last program."""
     first, fed, cached, tiles = _tiles_of_rows(
         seq_lens, cu_seqlens, num_seqs, MAX_TOKENS, TILE, False, ROWS
     )
     ends = tl.cumsum(tiles, 0)
-    total = tl.sum(tiles) * num_heads
-    block = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
-    # Where shares are whole rows or whole fractions of rows, they begin and end where these do.
-    begin = (block.to(tl.int64) * total // num_blocks).to(tl.int32)
-    end = ((block + 1).to(tl.int64) * total // num_blocks).to(tl.int32)
-    row = tl.sum(((ends * num_heads)[None, :] <= begin[:, None]).to(tl.int32), 1)
-    share = items + block * SIZE
-    is_block = block < num_blocks
-    tl.store(share + 0, row, mask=is_block)
-    tl.store(share + 1, begin, mask=is_block)
-    tl.store(share + 2, end, mask=is_block)
-    tl.store(share + 3, total, mask=is_block)
-    if tl.program_id(0) == 0:
+    written = ends
+    if tl.program_id(0) == tl.num_programs(0) - 1:
         rows = tl.arange(0, ROWS)
         of_row = items + (num_blocks + rows) * SIZE
         is_row = rows < num_seqs
@@ -144,7 +133,20 @@ def cut_stream(
         tl.store(of_row + 2, cached, mask=is_row)
         tl.store(of_row + 3, first, mask=is_row)
         tl.store(of_row + 4, fed, mask=is_row)
-    _publish(row, counters, num_counters, ROWS, PDL)
+    else:
+        total = tl.sum(tiles) * num_heads
+        block = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+        # Where shares are whole rows or whole fractions of rows, they begin and end where these do.
+        begin = (block.to(tl.int64) * total // num_blocks).to(tl.int32)
+        end = ((block + 1).to(tl.int64) * total // num_blocks).to(tl.int32)
+        row = tl.sum(((ends * num_heads)[None, :] <= begin[:, None]).to(tl.int32), 1)
+        share = items + block * SIZE
+        is_block = block < num_blocks
+        tl.store(share + 0, row, mask=is_block)
+        tl.store(share + 1, begin, mask=is_block)
+        tl.store(share + 2, end, mask=is_block)
+        tl.store(share + 3, total, mask=is_block)
+    _publish(written, counters, num_counters, ROWS, PDL)
 
 
 @triton.jit
@@ -291,7 +293,7 @@ def stream_items(
     items = torch.empty((num_items, ITEM), dtype=torch.int32, device=seq_lens.device)
     counters = torch.empty(num_counters, dtype=torch.int32, device=seq_lens.device)
     rows = max(16, pad2(num_seqs))
-    cut_stream[(cdiv(shape.num_blocks, _ITEMS_PER_PROGRAM),)](
+    cut_stream[(cdiv(shape.num_blocks, _SHARES_PER_PROGRAM) + 1,)](
         seq_lens,
         cu_seqlens,
         items,
@@ -303,7 +305,7 @@ def stream_items(
         MAX_TOKENS=max_tokens,
         TILE=shape.tile,
         ROWS=rows,
-        ITEMS=_ITEMS_PER_PROGRAM,
+        ITEMS=_SHARES_PER_PROGRAM,
         SIZE=ITEM,
         PDL=has_pdl(),
         num_warps=4 if rows <= 256 else 8,

@@ -79,7 +79,7 @@ class Sizes:
         if invariant:  # nothing may depend on the batch
             cluster, min_tiles, max_splits, target = 4, 16, 8, 1
         elif units * 2 >= processors and columns <= 16 and has_clusters:
-            return StreamShape(32, 4, 1, 3, 2, stream_blocks(units, 2 * processors))
+            return self._stream(units, columns)
         elif units >= 8 * processors or (units >= 4 * processors - 16 and num_seqs >= processors):
             return None
         else:
@@ -95,11 +95,24 @@ class Sizes:
             cluster, min_tiles = 1, 4
             target = max(1, processors * occupancy // num_kv_heads)
         plan = DecodeShape(64, min_tiles, max_splits, target, 4, 3)
-        # Eight warps in each of eight blocks take all that most rows have at one go.
-        warps = 8 if cluster == 8 else 4
-        return NativeShape(
-            plan, cluster, 2 if columns == 8 else 1, 1 if cluster == 8 else occupancy, warps
-        )
+        is_alone = cluster == 8 and units * 16 <= processors
+        if is_alone:  # eight warps in each of eight blocks take all that most rows have at one go
+            occupancy = 1
+        warps = 8 if is_alone else 4
+        return NativeShape(plan, cluster, 2 if columns == 8 else 1, occupancy, warps)
+
+    def _stream(self, units: int, columns: int) -> StreamShape:
+        """So many blocks a multiprocessor that each has one row and head, or a whole number of them: blocks
+        that share none add up nothing. What fits beside each other decides the warps of one."""
+        processors = self.gpu.num_multiprocessors
+        if units <= processors:
+            warps, chunks, occupancy = 8, 1, 1
+        elif units <= 2 * processors:
+            warps, chunks, occupancy = 2, 2, 2
+        else:
+            warps, chunks, occupancy = 2, 1, 4 if columns == 8 else 3
+        num_blocks = stream_blocks(units, occupancy * processors)
+        return StreamShape(32, warps, chunks, 3, occupancy, num_blocks)
 
     def prefill(self, group: int, width: int, itemsize: int) -> PrefillShape:
         """For prompts."""
