@@ -127,6 +127,9 @@ class ModelRunner:
             keeps_history=speculation is not None and speculation.reads_history,
         )
         self.batch.watch(slots)
+        draws = None
+        if communicator is None and speculation is None:  # one rank knows all, each row draws once
+            draws = RecordedDraws(self._device, self._kernels, self._columns, max(sizes))
         return StepGraphs(
             self._device,
             self._kernels,
@@ -144,10 +147,7 @@ class ModelRunner:
             prompt_sizes=prompt_sizes(
                 self._loaded.attention.values(), config, self._loaded.builder.expert_ranks
             ),
-            # One rank knows what all rows need, and without drafts each draws once.
-            draws=RecordedDraws(self._device, self._kernels, self._columns, max(sizes))
-            if communicator is None and speculation is None
-            else None,
+            draws=draws,
         )
 
     @property
@@ -322,11 +322,8 @@ class ModelRunner:
             self._slots.advance(rows)
             if self._is_plain(plan, rows):
                 return recorded.replay_greedy(num_rows)
-            if not plan.flags & ~RECORDED:
-                filters = bool(plan.flags & FILTER)
-                results = recorded.replay_random(rows.slots, filters=filters)
-                if results is not None:
-                    return results
+            if recorded.draws_at_random and not plan.flags & ~RECORDED:
+                return recorded.replay_random(rows.slots, filters=bool(plan.flags & FILTER))
             logits = recorded.replay_head(num_rows)
         if recorded is None and rows.shape is not None and logits is not None:
             if self._is_simple[rows.slots].all() and not rows.num_drafts.any():

@@ -155,13 +155,16 @@ class RecordedStep:
         self._greedy.replay()
         return self._buffers.results[:num_rows]
 
-    def replay_random(self, slots: np.ndarray, *, filters: bool) -> Tensor | None:
-        """replay_greedy for rows of which some draw at random; None where that is not recorded."""
-        draws, graph = self._graphs.draws, self._random.get(filters)
-        if draws is None or graph is None:
-            return None
-        draws.fill(slots)
-        graph.replay()
+    @property
+    def draws_at_random(self) -> bool:
+        """Whether replay_random is possible."""
+        return bool(self._random)
+
+    def replay_random(self, slots: np.ndarray, *, filters: bool) -> Tensor:
+        """replay_greedy for rows of which some draw at random."""
+        assert self._graphs.draws is not None
+        self._graphs.draws.fill(slots)
+        self._random[filters].replay()
         return self._buffers.results[: slots.size]
 
     def compute(self) -> None:

@@ -1,8 +1,8 @@
 """Experts with packed weights, `moe_experts_<format>`: two grouped products and the weighted sum.
 
-Few rows an expert: the native kernels of quant_native.py, which pair gate and up. Many: for slabs
-the same with larger tiles, for int8 and fp8 row by row a Triton kernel that multiplies what is
-stored. Elsewhere (no Hopper GPU, float32) all experts are dequantized for the call.
+The native kernels of quant_native.py pair gate and up. Many rows of fp8 by token, and sizes that
+native kernels do not have, are a Triton kernel's. Elsewhere (no Hopper GPU, float32) all experts are dequantized for
+the call.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from .common import INTERPRETED, batch_invariant
 from .experts import combined, grouped
 from .experts import tiles_for as tiles_of_experts
 from .norm import silu_and_mul
-from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, Slabs
+from .quant_layout import CCQ, FP8_ROWS, INT8_ROWS, Slabs
 from .quant_linear import native_runs
-from .quant_native import Gemm, Gemv, Grouping, Shape, product
+from .quant_native import Gemm, Gemv, Grouping, RowGemm, Shape, product, rows_product
 from .quant_rows import multiply_rows, tiles_for
 from .quant_weights import Weights
 from .routing import order_by_expert
@@ -45,43 +45,57 @@ def moe_experts(
     shape = choose(first, tokens * top_k / first.num_experts) if native_runs(x) else None
     whole = first.out_features % 32 == 0
     if shape is None or not whole:
-        if first.kind not in (INT8_ROWS, FP8_ROWS) or (
-            x.dtype == torch.float32 and not INTERPRETED
-        ):
+        if first.kind not in (INT8_ROWS, FP8_ROWS):
             return _dequantized(x, topk_ids, topk_weights, gate_up, down)
         y = _by_triton(x, topk_ids, gate_up, down, first, second)
         return combined(y, topk_weights)
     slots = tokens * top_k
     if tokens <= _ALONE and isinstance(shape, Gemv):
-        rows = [Grouping(slots, divisor, ids=topk_ids) for divisor in (top_k, 1)]
+        groups = [Grouping(slots, divisor, ids=topk_ids) for divisor in (top_k, 1)]
     else:
         order = order_by_expert(topk_ids, first.num_experts, shape.rows)
-        rows = [Grouping(slots, divisor, order) for divisor in (top_k, 1)]
-    seen, scales = gate_up.round(x)
-    hidden = product(
-        shape, seen, first, None, dtype=x.dtype, x_scales=scales, grouping=rows[0], paired=True
+        groups = [Grouping(slots, divisor, order) for divisor in (top_k, 1)]
+    hidden = _product(shape, x, gate_up, first, groups[0], paired=True)
+    return combined(_product(shape, hidden, down, second, groups[1], paired=False), topk_weights)
+
+
+def _product(
+    shape: Shape | RowGemm,
+    x: torch.Tensor,
+    weight: Weights,
+    slabs: Slabs,
+    grouping: Grouping,
+    *,
+    paired: bool,
+) -> torch.Tensor:
+    if isinstance(shape, RowGemm):
+        numbers, of_rows = weight.numbers(x)
+        by_block = weight.rounding == "block"
+        return rows_product(
+            shape, numbers, of_rows, slabs, None, x.dtype,
+            by_block=by_block, grouping=grouping, paired=paired,
+        )  # fmt: skip
+    seen, scales = weight.round(x)
+    return product(
+        shape, seen, slabs, None, dtype=x.dtype, x_scales=scales, grouping=grouping, paired=paired
     )
-    seen, scales = down.round(hidden)
-    y = product(shape, seen, second, None, dtype=x.dtype, x_scales=scales, grouping=rows[1])
-    return combined(y, topk_weights)
 
 
-def choose(slabs: Slabs, each: float) -> Shape | None:
+def choose(slabs: Slabs, each: float) -> Shape | RowGemm | None:
     """The kernel for so many rows an expert, as measured on an H200 with 64 experts of 2560 x 1536; None
-    for Triton's on rows."""
+    for Triton's."""
+    by_rows = slabs.kind in (INT8_ROWS, FP8_ROWS)
     if batch_invariant():
-        return None if slabs.kind >= INT8_ROWS else Gemm(64, 2, 1, 4, 4)
+        return RowGemm(64, 2, 1, 5) if by_rows else Gemm(64, 2, 1, 5, 4)
     if each <= 16:
         return Gemv(1 if each <= 8 else 2, 2, 4, 4, 4)
     if slabs.kind == CCQ:
         return Gemv(4, 2, 8, 4, 1)
-    if slabs.kind >= INT8_ROWS:
+    if by_rows and each > 28 and slabs.kind == FP8_ROWS and slabs.block_scales is None:
         return None
-    if each <= 28:
-        return Gemm(32, 1, 1, 4, 4, 2)
-    if each <= 64:
-        return Gemm(64, 1, 1, 4, 4, 2)
-    return Gemm(128, 1, 1, 4, 4, 2) if slabs.kind == INT4 else Gemm(128, 2, 1, 4, 2)
+    if by_rows:
+        return RowGemm(32 if each <= 28 else 64, 2, 1, 4)
+    return Gemm(32 if each <= 28 else 64 if each <= 64 else 128, 1, 1, 5, 4, 2)
 
 
 def _by_triton(

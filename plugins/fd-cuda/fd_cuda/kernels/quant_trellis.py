@@ -33,7 +33,7 @@ _TURN: Final = 32  # inputs of four strands
 _ALONE: Final = 2
 _FEW: Final = 12  # rows an expert up to which tet_gemv.cu is faster, eight at a time
 _STAGES: Final = 5  # tiles of x in shared memory, tet_gemm.cu
-_MANY: Final = 64  # rows from which decoding pays for dense layers
+_MANY: Final = 96  # rows from which decoding pays for dense layers
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +83,7 @@ def linear(x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None) -> torch
         return (y if bias is None else y + bias.float()).to(x.dtype)
     x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
     if rows > _MANY and not batch_invariant():
-        return F.linear(rotated(x, weight), decoded(weight.packed, x.dtype), bias)
+        return F.linear(rotated(x, weight), decoded(weight, x.dtype), bias)
     return _product(rotate(x, weight), x.dtype, weight, bias, rows, rows, None, paired=False)
 
 
@@ -121,17 +121,18 @@ def _rotate(
     by_pairs: bool = False,
 ) -> None:
     rows, width = x.shape
-    threads = 1024 if width >= 4096 else 512 if width >= 2048 else 256
+    threads = 512 if width >= 4096 else 256
     defines = {
         "HALF": int(x.dtype == torch.float16),
         "THREADS": threads,
+        "LEVELS": weight.block.bit_length() - 1,
         "ORDER": int(by_pairs),
     }
     kernel = native.function("tet_rotate", defines)
     stride = ctypes.c_longlong(x.stride(0))
     norm = float(weight.block**-0.5)
-    arguments = [x, stride, weight.signs, *outputs, width, weight.block, norm, _UNIT]
-    shared = (width + width // 8 + 8) * 4
+    arguments = [x, stride, weight.signs, *outputs, width, norm, _UNIT]
+    shared = (width + width // 8 + width // 32 + 16) * 4
     native.launch(kernel, (rows, 1, 1), threads, arguments, shared=shared)
 
 
@@ -197,9 +198,15 @@ def _product(
     return y
 
 
-def decoded(packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+def decoded(weight: Trellis, dtype: torch.dtype) -> torch.Tensor:
     """[N, K] in dtype, in the rotated space."""
-    return packed.dequantize().to(dtype)
+    rows, width = weight.packed.out_features, weight.packed.in_features
+    y = torch.empty((rows, width), dtype=dtype, device=weight.words.device)
+    kernel = native.function("tet_unpack", {"HALF": int(dtype == torch.float16), "WARPS": 8})
+    turns = width // _TURN
+    arguments = [weight.words, weight.scales, y, width, turns, _UNIT]
+    native.launch(kernel, (-(-turns // 8), weight.tiles, 1), 256, arguments)
+    return y
 
 
 def moe_experts(
