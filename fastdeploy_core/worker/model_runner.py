@@ -30,7 +30,7 @@ from .judging import DraftJudge
 from .pending import Launched, PendingOutput
 from .prompt_graphs import forward
 from .reading import NOT_KEPT, StepReader
-from .recorded_draws import RECORDED, RecordedDraws
+from .recorded_draws import RECORDED
 from .recorded_sizes import prompt_sizes
 from .sequence_state import SequenceState
 from .speculation import Speculation, recorded_widths
@@ -66,8 +66,7 @@ class ModelRunner:
     ) -> None:
         self._config, self._device, self._xp = config, device, device.xp
         self.vocab_size = loaded.shapes.vocab_size
-        self._kernels, self._loaded, self._model = kernels, loaded, loaded.model
-        self._rank = rank
+        self._rank, self._kernels, self._loaded, self._model = rank, kernels, loaded, loaded.model
         self._columns = SamplingColumns(config.batch.max_num_seqs, loaded.shapes.vocab_size)
         # Ranks other than 0 only need the tokens that rank 0 draws.
         self._state: SequenceState | None = None
@@ -127,9 +126,6 @@ class ModelRunner:
             keeps_history=speculation is not None and speculation.reads_history,
         )
         self.batch.watch(slots)
-        draws = None
-        if communicator is None and speculation is None:  # one rank knows all, each row draws once
-            draws = RecordedDraws(self._device, self._kernels, self._columns, max(sizes))
         return StepGraphs(
             self._device,
             self._kernels,
@@ -147,7 +143,8 @@ class ModelRunner:
             prompt_sizes=prompt_sizes(
                 self._loaded.attention.values(), config, self._loaded.builder.expert_ranks
             ),
-            draws=draws,
+            # One rank knows what all rows need, and without drafts each draws once.
+            columns=None if communicator or speculation else self._columns,
         )
 
     @property

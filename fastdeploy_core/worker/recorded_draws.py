@@ -35,14 +35,13 @@ class RecordedDraws:
         self._filter = kernels["filter_logits"]
         self._numbers = xp.zeros((3, max_rows), dtype=xp.int64, device=device.device)
         self._floats = xp.zeros((3, max_rows), dtype=xp.float32, device=device.device) + 1
-        self._filled: tuple[np.ndarray, int] | None = None
+        self._filled = (np.empty(0, dtype=np.int64), -1)  # slots; version of the columns
 
     def fill(self, slots: np.ndarray) -> None:
         """These are the rows; nothing happens while they stay what they are."""
-        columns, filled = self._columns, self._filled
-        if filled is not None and filled[1] == columns.version:
-            if filled[0] is slots or np.array_equal(filled[0], slots):
-                return
+        columns, (filled, version) = self._columns, self._filled
+        if version == columns.version and (filled is slots or np.array_equal(filled, slots)):
+            return
         self._filled = (slots, columns.version)
         is_random = (columns.flags[slots] & bits.RANDOM) != 0
         numbers = np.stack((is_random.astype(np.int64), columns.top_k[slots], columns.seed[slots]))

@@ -23,6 +23,7 @@ from fastdeploy_core.errors import ResourceError, WorkerError
 from fastdeploy_core.layers.context import ForwardContext
 
 from .prompt_graphs import PromptGraphs
+from .recorded_draws import RecordedDraws
 from .recorded_sizes import unlike
 from .step_buffers import StepBuffers
 
@@ -33,12 +34,12 @@ if TYPE_CHECKING:
         DeviceBackend,
     )
     from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.sampling.columns import SamplingColumns
     from fastdeploy_core.tensor import Tensor
 
     from .device_slots import DeviceSlots
     from .loader import LoadedModel
     from .prompt_graphs import RecordedPrompt
-    from .recorded_draws import RecordedDraws
     from .step_rows import StepRows
 
 logger = logging.getLogger(__name__)
@@ -239,7 +240,7 @@ class StepGraphs:
     """All recorded steps of one rank. `widths`: tokens per row, 1 and with speculation 1 + drafts.
 
     `propose` makes drafts behind a step; it is recorded for each of the `draft_numbers`, and for greedy
-    rows or ones that draw at random as `draft_draws` says. With `draws` steps of one token a row may end
+    rows or ones that draw at random as `draft_draws` says. With `columns` steps of one token a row may end
     in draws at random.
     """
 
@@ -259,9 +260,11 @@ class StepGraphs:
         draft_draws: tuple[bool, ...] = (False,),
         propose: Callable[[RecordedStep, int, bool], Tensor] | None = None,
         prompt_sizes: tuple[int, ...] = (),
-        draws: RecordedDraws | None = None,
+        columns: SamplingColumns | None = None,
     ) -> None:
-        self.draws = draws
+        self.draws = None
+        if columns is not None:
+            self.draws = RecordedDraws(device, kernels, columns, max(sizes))
         self.draft_numbers, self.draft_draws, self.propose = draft_numbers, draft_draws, propose
         self.device, self.xp, self.slots, self.block_size = device, device.xp, slots, block_size
         self.model, self.communicator, self._loaded = loaded.model, communicator, loaded
