@@ -98,9 +98,7 @@ def load_model(
     with device.xp.no_grad():
         model = family(hf_config, build)
         fill_from_folder(model, build, model_config.path, hf_config, model_config)
-    report += _unquantized_lines(build)
-    if build.expert_ranks is not None and build.moe_drivers:
-        report.append(build.expert_ranks.words())
+    report += [*_unquantized_lines(build), *_expert_lines(build)]
     return LoadedModel(
         model=model,
         shapes=shapes,
@@ -126,6 +124,15 @@ def _expert_ranks(
     if config.parallel.expert_communicator:
         make = load_driver("expert_communicator", "")
     return ExpertRanks(device, communicator, make, config.most_decode_tokens)
+
+
+def _expert_lines(build: ModelBuilder) -> list[str]:
+    """For the start-up table: where experts are, if they are divided."""
+    if build.expert_ranks is None:
+        return []
+    if not build.moe_drivers:
+        return ["turned off: expert parallelism; this model has no experts"]
+    return [build.expert_ranks.words()]
 
 
 def _unquantized_lines(build: ModelBuilder) -> list[str]:

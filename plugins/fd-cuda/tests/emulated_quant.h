@@ -2,6 +2,9 @@
 // memory happen at once; addresses there are counted from its beginning.
 #include "emulated.h"
 
+#undef __align__
+#define __align__(n) __attribute__((aligned(n)))
+
 struct uint2 {
   u32 x, y;
 };

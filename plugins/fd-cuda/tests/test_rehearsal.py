@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import triton
 
 from fd_cuda.kernels import native, rehearsal
 
@@ -46,3 +47,9 @@ def test_a_native_launch_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with rehearsal.suspended():
         assert native.function("gemv", {"K": 64}) is kernel
     assert loaded == [kernel]
+
+
+def test_an_older_triton_compiles_what_it_meets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(triton, "AsyncCompileMode")
+    with rehearsal.compile_only():
+        assert not rehearsal.is_on()

@@ -17,13 +17,16 @@ from .experts import tiles_for as tiles_of_experts
 from .norm import silu_and_mul
 from .quant_layout import CCQ, FP8_ROWS, INT8_ROWS, Slabs
 from .quant_linear import native_runs
-from .quant_native import Gemm, Gemv, Grouping, RowGemm, Shape, product, rows_product
+from .quant_native import Gemm, Gemv, Grouping, RowGemm, Shape, product, rows_product, unpack
 from .quant_rows import multiply_rows, tiles_for
 from .quant_weights import Weights
 from .routing import order_by_expert
 
 # Up to so many tokens every assignment is a block of its own.
 _ALONE: Final = 2
+# Rows an expert from which CCQ is unpacked for the call, and numbers that are unpacked at most.
+_MANY_CODES: Final = 28
+_MOST_UNPACKED: Final = 1 << 30
 
 
 def moe_experts(
@@ -42,8 +45,17 @@ def moe_experts(
     first, second = gate_up.slabs, down.slabs
     if first is None or second is None or not (native_runs(x) or INTERPRETED):
         return _dequantized(x, topk_ids, topk_weights, gate_up, down)
-    shape = choose(first, tokens * top_k / first.num_experts) if native_runs(x) else None
-    whole = first.out_features % 32 == 0
+    each, whole = tokens * top_k / first.num_experts, first.out_features % 32 == 0
+    shape = choose(first, each) if native_runs(x) else None
+    if (
+        first.kind == CCQ
+        and each > _MANY_CODES
+        and shape is not None
+        and _may_unpack(first, second)
+    ):
+        return _by_halves(
+            x, topk_ids, topk_weights, gate_up, down, [unpack(w, x.dtype) for w in (first, second)]
+        )
     if shape is None or not whole:
         if first.kind not in (INT8_ROWS, FP8_ROWS):
             return _dequantized(x, topk_ids, topk_weights, gate_up, down)
@@ -93,6 +105,8 @@ def choose(slabs: Slabs, each: float) -> Shape | RowGemm | None:
         return Gemv(4, 2, 8, 4, 1)
     if by_rows and each > 28 and slabs.kind == FP8_ROWS and slabs.block_scales is None:
         return None
+    if slabs.kind == INT8_ROWS and each > 192:
+        return RowGemm(128, 2, 1, 3)
     if by_rows:
         return RowGemm(32 if each <= 28 else 64, 2, 1, 4)
     return Gemm(32 if each <= 28 else 64 if each <= 64 else 128, 1, 1, 5, 4, 2)
@@ -113,6 +127,12 @@ def _by_triton(
     return multiply_rows(silu_and_mul(y), down, second, order, tiles, slots, 1)
 
 
+def _may_unpack(*slabs: Slabs) -> bool:
+    """Whether all experts in half floats, for one call, fit beside what else is in memory."""
+    numbers = sum(s.num_experts * s.out_features * s.in_features for s in slabs)
+    return numbers <= _MOST_UNPACKED and all(s.out_features % 16 == 0 for s in slabs)
+
+
 def _dequantized(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -120,9 +140,21 @@ def _dequantized(
     gate_up: Weights,
     down: Weights,
 ) -> torch.Tensor:
-    """All experts dequantized for the call, then the products of experts.py: nothing waits for the host."""
-    slots, top_k = topk_ids.numel(), topk_ids.shape[1]
+    """All experts dequantized for the call by plain tensor code."""
     wide = [weight.dequantized(x.dtype) for weight in (gate_up, down)]
+    return _by_halves(x, topk_ids, topk_weights, gate_up, down, wide)
+
+
+def _by_halves(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate_up: Weights,
+    down: Weights,
+    wide: list[torch.Tensor],
+) -> torch.Tensor:
+    """The products of experts.py with dequantized experts: nothing waits for the host."""
+    slots, top_k = topk_ids.numel(), topk_ids.shape[1]
     tiles = tiles_of_experts(topk_ids.shape[0], top_k, wide[0].shape[0], x.dtype)
     order = order_by_expert(topk_ids, wide[0].shape[0], tiles.rows)
     hidden = grouped(gate_up.seen(x), wide[0], order, tiles, slots, top_k, gated=True)

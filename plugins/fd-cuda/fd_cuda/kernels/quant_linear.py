@@ -1,13 +1,14 @@
 """Products with packed weights, `linear_<format>` of contracts/quant_formats.py.
 
-Few rows: the native kernels, which read packed weights as they are. Many rows: cuBLAS on int8 or
-fp8 where the format rounds activations, else on weights unpacked for the call. Where native kernels
+The native kernels read packed weights as they are. Many rows: int8 by a native kernel too, fp8 by
+cuBLAS; where activations are not rounded, cuBLAS on weights unpacked for the call. Where native kernels
 cannot run (no Hopper GPU, float32) plain tensor code dequantizes at every call; so it does for what
 they cannot read.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -18,13 +19,11 @@ from .common import batch_invariant, num_processors
 from .matmul import matmul
 from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, Slabs
 from .quant_native import Gemm, Gemv, RowGemm, Shape, product, rows_product, unpack
-from .quant_round import FP8_BLOCK, fp8_blocks, round_rows, scale_product
+from .quant_round import FP8_BLOCK, fp8_blocks, round_rows
 from .quant_weights import Weights, dequantized
 
 _FEW_ROWS: Final = 16
 _SOME_ROWS: Final = 256
-# cuBLAS multiplies int8 from so many rows on, in whole sixteens of K and N.
-_LEAST_INT8_ROWS: Final = 17
 
 
 def linear(x: torch.Tensor, weight: Weights, bias: torch.Tensor | None) -> torch.Tensor:
@@ -61,7 +60,9 @@ def choose(slabs: Slabs, rows: int) -> Shape | RowGemm | None:
         return RowGemm(64, 2, 1, 5) if by_rows else Gemm(128, 2, 1, 4, 8)
     if slabs.kind in (INT8_ROWS, FP8_ROWS):
         # Eight rows of x are read as float16 with the weights; more are worth the matrix units' own int8 and fp8.
-        return _gemv_shape(slabs, rows) if rows <= 8 else _rows_shape(slabs, rows)
+        if rows <= 8:
+            return _gemv_shape(slabs, rows)
+        return None if _library_wins(slabs, rows) else _rows_shape(slabs, rows)
     few = slabs.kind == CCQ or (slabs.kind == INT4 and slabs.num_slabs >= 256)
     if rows <= _FEW_ROWS or (rows <= 32 and few):
         return _gemv_shape(slabs, rows)
@@ -94,11 +95,10 @@ def _parts(blocks: int, each: float, most: int) -> int:
 
 def _gemm_shape(slabs: Slabs, rows: int) -> Gemm:
     count = slabs.num_slabs
+    if rows > 128 and count >= 512:
+        return Gemm(128, 4, _parts(-(-count // 16) * -(-rows // 128), 1.1, 4), 5, 0)
     if rows > 128:
-        held = 2 if slabs.scaled else 1  # slabs of a warp: fewer blocks read all of x
-        tiles = -(-count // (8 * held)) * -(-rows // 128)
-        ahead = 8 if held == 1 else 4 if slabs.kind == INT4 else 2
-        return Gemm(128, 2, _parts(tiles, 1.1, 4), 6, ahead, 1, held)
+        return Gemm(64, 1, _parts(-(-count // 4) * -(-rows // 64), 2.2, 4), 6, 0)
     if rows > 64 and count >= 128:
         return Gemm(128, 2, _parts(-(-count // 8), 1.1, 8), 6, 8)
     block = 32 if rows <= 32 else 64
@@ -109,49 +109,46 @@ def _gemm_shape(slabs: Slabs, rows: int) -> Gemm:
     return Gemm(block, groups, _parts(tiles, 2.2 if narrow else 1.1, most), 6, 8)
 
 
-def _rows_shape(slabs: Slabs, rows: int) -> RowGemm | None:
-    """None for the library, where it is faster."""
+def _rows_shape(slabs: Slabs, rows: int) -> RowGemm:
     count, is_wide = slabs.num_slabs, slabs.num_slabs >= 512
-    if slabs.kind == FP8_ROWS and _library_has(slabs):
-        is_large = count * slabs.num_turns >= 1 << 14
-        if (rows > 64 and is_large) or (rows > 128 and count >= 256) or rows > 512:
-            return None
     if rows <= 32 or (rows <= 64 and not is_wide):
         block = 16 if rows <= 16 else 32
         tiles = -(-count // 4) * -(-rows // block)
         return RowGemm(block, 1, _parts(tiles, 2.2 if rows <= 32 else 1.1, 8), 8)
+    wide = -(-count // 8)
     if rows <= 64 or (rows <= 128 and not is_wide):
-        tiles = -(-count // 8) * -(-rows // 64)
-        return RowGemm(64, 2, _parts(tiles, 1.1, 4), 6)
+        return RowGemm(64, 2, _parts(wide * -(-rows // 64), 1.1, 4), 6)
     if rows <= 128:
-        return RowGemm(128, 2, _parts(-(-count // 8), 1.1, 4), 4)
-    return RowGemm(128, 1, _parts(-(-count // 4) * -(-rows // 128), 1.1, 2), 4)
+        return RowGemm(128, 2, _parts(wide, 1.1, 4), 4)
+    # Two blocks a multiprocessor: one's matrix units work while the other one waits.
+    if slabs.kind == INT8_ROWS and rows > 256 and wide * -(-rows // 128) >= 192:
+        return RowGemm(128, 2, 1, 3)
+    return RowGemm(64, 2, _parts(wide * -(-rows // 64), 1.1, 2), 4)
 
 
-def _library_has(slabs: Slabs) -> bool:
-    """Whether cuBLAS multiplies such fp8 numbers: whole sixteens, or whole blocks."""
-    if slabs.block_scales is None:
-        return slabs.out_features % 16 == 0
-    return slabs.out_features % FP8_BLOCK == 0 and slabs.in_features % FP8_BLOCK == 0
+def _library_wins(slabs: Slabs, rows: int) -> bool:
+    """Whether cuBLAS multiplies such fp8 numbers, and faster: whole sixteens, or whole blocks."""
+    if slabs.kind != FP8_ROWS:
+        return False
+    of_outputs, of_inputs = (16, 16) if slabs.block_scales is None else (FP8_BLOCK, FP8_BLOCK)
+    if slabs.out_features % of_outputs or slabs.in_features % of_inputs:
+        return False
+    is_large = slabs.num_slabs * slabs.num_turns >= 1 << 14
+    return (rows > 64 and is_large) or (rows > 128 and slabs.num_slabs >= 256) or rows > 512
 
 
 def _by_library(
     x: torch.Tensor, weight: Weights, slabs: Slabs, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    rows, width, depth = x.shape[0], slabs.out_features, slabs.in_features
-    whole = width % 16 == 0 and depth % 16 == 0
-    if weight.rounding == "int8" and whole and rows >= _LEAST_INT8_ROWS:
-        numbers, scales = round_rows(x, torch.int8, weight.input_scale, is_fp8=False)
-        stored = (
-            slabs.data.view(torch.int8) if slabs.kind == INT8_ROWS else unpack(slabs, torch.int8)
-        )
-        return scale_product(
-            torch._int_mm(numbers, stored.t()), scales, slabs.scales, bias, x.dtype
-        )
-    if slabs.kind == FP8_ROWS and whole:
+    if weight.rounding == "int8" and slabs.in_features % 16 == 0:
+        # int4 weights with rounded activations: as int8 they have a faster kernel.
+        numbers, of_rows = weight.numbers(x)
+        plain = replace(slabs, kind=INT8_ROWS, data=unpack(slabs, torch.int8))
+        shape = _rows_shape(plain, x.shape[0])
+        return rows_product(shape, numbers, of_rows, plain, bias, x.dtype, by_block=False)
+    if slabs.kind == FP8_ROWS:
         return _fp8_by_library(x, weight, slabs, bias)
-    seen, by_rows = weight.seen(x), slabs.kind >= INT8_ROWS
-    return _multiply(seen, dequantized(slabs, x.dtype) if by_rows else unpack(slabs, x.dtype), bias)
+    return _multiply(weight.seen(x), unpack(slabs, x.dtype), bias)
 
 
 def _fp8_by_library(

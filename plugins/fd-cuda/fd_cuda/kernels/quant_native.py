@@ -44,10 +44,9 @@ class Gemm:
     stages: int
     ahead: int  # turns that weights are asked for ahead, in registers; 0 for through shared memory
     resident: int = 1  # blocks a multiprocessor should hold
-    slabs: int = 1  # a warp's; two where gates and ups are paired
 
     def __str__(self) -> str:
-        tile = f"{self.rows}x{self.groups * self.slabs * 64}"
+        tile = f"{self.rows}x{self.groups * 64}"
         return f"gemm {tile} /{self.split} {self.stages}st {self.ahead}a {self.resident}r"
 
 
@@ -165,11 +164,10 @@ def _gemm(
         "STAGES": shape.stages,
         "AHEAD": shape.ahead,
         "RESIDENT": shape.resident,
-        "MT": 2 if defines["PAIRED"] else shape.slabs,
+        "MT": 1 + defines["PAIRED"],
     }
     kernel = native.function("quant_gemm", {**defines, **sizes})
-    per_block = 4 * shape.groups * (1 if defines["PAIRED"] else shape.slabs)
-    grid = (-(-slabs // per_block), blocks, shape.split)
+    grid = (-(-slabs // (4 * shape.groups)), blocks, shape.split)
     shared = gemm_shared(shape, defines["FORMAT"], paired=bool(defines["PAIRED"]))
     native.launch(kernel, grid, shape.groups * 128, arguments, shared=shared, cluster=shape.split)
 
@@ -177,7 +175,7 @@ def _gemm(
 def gemm_shared(shape: Gemm, kind: int, *, paired: bool) -> int:
     """Bytes of shared memory of a block: tiles of x, and of weights where they take that way, parts of the sums,
     what aligning takes."""
-    held = shape.groups * (2 if paired else shape.slabs)
+    held = shape.groups * (1 + paired)
     weights = 0 if shape.ahead else held * (2048 if kind == INT4 else 4096)
     tiles = shape.stages * (shape.rows * 128 + weights)
     parts = shape.rows * (held * 64 + 4) * 4
@@ -257,10 +255,11 @@ def rows_shared(shape: RowGemm, *, by_block: bool) -> int:
 
 
 def unpack(weight: Slabs, dtype: torch.dtype) -> torch.Tensor:
-    """[N, K] of slabs in the dtype of activations, or as int8 without scales; K in whole eights."""
-    y = torch.empty(
-        (weight.out_features, weight.in_features), dtype=dtype, device=weight.data.device
-    )
+    """[(E,) N, K] of slabs in the dtype of activations, or as int8 without scales; K in whole eights, and N in
+    whole slabs where there are experts."""
+    lead = (weight.num_experts,) if weight.num_experts else ()
+    shape = (*lead, weight.out_features, weight.in_features)
+    y = torch.empty(shape, dtype=dtype, device=weight.data.device)
     is_int8 = dtype == torch.int8
     defines = {
         "HALF": int(dtype == torch.float16),
@@ -268,20 +267,20 @@ def unpack(weight: Slabs, dtype: torch.dtype) -> torch.Tensor:
         "SCALED": weight.scaled,
         "NUMBERS": int(is_int8),
         "Y_HALF": 0,
+        "WARPS": 8,
     }
-    turns, slabs = weight.num_turns, weight.num_slabs
-    table = weight.table(torch.bfloat16 if is_int8 else dtype)
-    per_group = weight.group_size // TURN if weight.group_size else turns
+    turns, slabs = weight.num_turns, weight.num_slabs * max(1, weight.num_experts)
     arguments = [
         weight.data,
-        table,
+        weight.table(torch.bfloat16 if is_int8 else dtype),
         weight.scales,
         y,
-        weight.out_features,
+        weight.out_features * max(1, weight.num_experts),
         weight.in_features,
         slabs,
         turns,
-        per_group,
+        weight.group_size // TURN if weight.group_size else turns,
+        weight.codes,
     ]
     kernel = native.function("quant_unpack", defines)
     native.launch(kernel, (-(-turns // 8), slabs, 1), 256, arguments)

@@ -191,37 +191,3 @@ def round_blocks(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, tor
             **options(num_warps=8 if each > 8 else 4),
         )  # fmt: skip
     return y, scales
-
-
-@triton.jit
-def _scale_product(
-    y_p, x_scales_p, scales_p, bias_p, out_p, width,
-    BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    join_chain(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < width
-    y = tl.load(y_p + row * width + at, mask=inside, other=0).to(tl.float32)
-    y *= tl.load(x_scales_p + row) * tl.load(scales_p + at, mask=inside, other=0.0)
-    if HAS_BIAS:
-        y += tl.load(bias_p + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_p + row * width + at, y.to(out_p.dtype.element_ty), mask=inside)
-
-
-def scale_product(
-    y: torch.Tensor,
-    x_scales: torch.Tensor,
-    scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Sums [T, N] of whole numbers times the scales of rows and columns, plus bias."""
-    rows, width = y.shape
-    out = torch.empty((rows, width), dtype=dtype, device=y.device)
-    block = min(2048, pad2(width))
-    _scale_product[(rows, triton.cdiv(width, block))](
-        y, x_scales, scales, scales if bias is None else bias, out, width, BLOCK=block,
-        HAS_BIAS=bias is not None, **options(num_warps=4),
-    )  # fmt: skip
-    return out

@@ -3,8 +3,8 @@
 // wgmma with W from registers: the slabs of quant.cuh are what its lanes hold, so weights go from memory to
 // registers AHEAD turns of 64 inputs ahead and are unpacked while the matrix units work on the slab
 // before; or, where AHEAD is 0, through shared memory, which leaves registers for more outputs. x is the other operand: BN rows by 64 inputs in shared memory, by cp.async, STAGES turns.
-// A block computes 64 * GROUPS * MT outputs of BN rows; the SPLIT blocks of a cluster divide K (wide.cuh).
-// GROUPED, PAIRED and SCALED as in quant_gemv.cu; PAIRED: MT is 2, a warp's slabs are gate rows and their up rows.
+// A block computes 64 * GROUPS outputs of BN rows; the SPLIT blocks of a cluster divide K (wide.cuh).
+// GROUPED, PAIRED and SCALED as in quant_gemv.cu; PAIRED: MT is 2, a warp has gate rows and their up rows, else 1.
 // A row of x comes out the same whatever M is.
 
 #include "common.cuh"
@@ -12,14 +12,14 @@
 #include "wide.cuh"
 
 #define THREADS (GROUPS * 128)
-#define WIDTH (GROUPS * 64 * MT)
-#define OUT (PAIRED ? WIDTH / 2 : WIDTH)
+#define OUT (GROUPS * 64)
 #define TILE_W (AHEAD ? 0 : GROUPS * MT * PIECES * 2048)
 #define STAGE (BN * 128 + TILE_W)
 #define TURNS (AHEAD ? AHEAD : 2)  // of one round of the loop: operands take turns in registers
-#define PITCH (WIDTH + 4)
+#define PITCH (OUT * MT + 4)
 #define STEP (THREADS / 8)  // rows between pieces of 16 bytes that one thread asks for
 #define PIECES_X ((BN + STEP - 1) / STEP)
+#define WHOLE (BN % STEP == 0)  // every thread has all of its pieces
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
@@ -74,7 +74,7 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
     // Slabs behind the last repeat it; nothing of theirs is stored.
     const int half = slabs / 2;
     const int slab = PAIRED ? min(tile * GROUPS * 4 + warp, half - 1) + m * half
-                            : min((tile * MT + m) * GROUPS * 4 + warp, slabs - 1);
+                            : min(tile * GROUPS * 4 + warp, slabs - 1);
     from.slab[m] = w + ((u64)slab * turns + first) * 32 * PIECES + lane;
     from.groups[m] = groups + (u64)slab * num_groups * 8 * SCALED + (lane >> 2);
   }
@@ -133,7 +133,7 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
     for (int i = 0; i < PIECES_X; i++) {
       const int row = r + i * STEP;
       int at = M;
-      if (row < BN) at = GROUPED ? slots[first_row + row] : first_row + row;
+      if (WHOLE || row < BN) at = GROUPED ? slots[first_row + row] : first_row + row;
       const bool is_there = at < M;
       x_from[i] = is_there ? (u32)(GROUPED ? at / divisor : at) * x_stride + first * 8 + c : 0;
       present |= (u32)is_there << i;
@@ -145,7 +145,7 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
 #pragma unroll
     for (int i = 0; i < PIECES_X; i++) {
       const bool is_there = inside && (present >> i & 1);
-      if ((thread >> 3) + i * STEP < BN)
+      if (WHOLE || (thread >> 3) + i * STEP < BN)
         copy_async(stage + i * STEP * 128, x + (is_there ? x_from[i] + t * 8 : 0), is_there);
     }
   };
@@ -227,7 +227,7 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
   meet();  // parts stand where tiles were
 #endif
 #pragma unroll
-  for (int m = 0; m < MT; m++) send_parts(parts, PITCH, rank, sum[m], m * GROUPS * 64 + warp * 16, lane);
+  for (int m = 0; m < MT; m++) send_parts(parts, PITCH, rank, sum[m], m * OUT + warp * 16, lane);
   meet();
   finish(parts, PITCH, OUT, THREADS, tile * OUT, first_row, rank, scales, x_scales, bias, y, GROUPED ? slots : nullptr,
          divisor, M, N);

@@ -23,6 +23,7 @@
 #define STEP (THREADS / 8)  // rows between pieces of 16 bytes that one thread asks for
 #define PIECES_W 4
 #define PIECES_X ((BN + STEP - 1) / STEP)
+#define WHOLE (BN % STEP == 0)  // every thread has all of its pieces of x
 
 #if FORMAT == INT8_ROWS
 typedef int Sum;
@@ -104,7 +105,7 @@ quant_rows(const uint4* x, const uint4* __restrict__ w, const float* x_scales, c
   for (int i = 0; i < PIECES_X; i++) {
     const int row = r + i * STEP;
     int at = M;
-    if (row < BN) at = GROUPED ? slots[first_row + row] : first_row + row;
+    if (WHOLE || row < BN) at = GROUPED ? slots[first_row + row] : first_row + row;
     const bool is_there = at < M;
     from_x[i] = is_there ? (u32)(GROUPED ? at / divisor : at) * pieces + first * 8 + c : 0;
     inside_x |= (u32)is_there << i;
@@ -122,7 +123,7 @@ quant_rows(const uint4* x, const uint4* __restrict__ w, const float* x_scales, c
 #pragma unroll
     for (int i = 0; i < PIECES_X; i++) {
       const bool is_there = inside && (inside_x >> i & 1);
-      if (r + i * STEP < BN) copy_async(to + i * STEP * 128, x + (is_there ? from_x[i] + t * 8 : 0), is_there);
+      if (WHOLE || r + i * STEP < BN) copy_async(to + i * STEP * 128, x + (is_there ? from_x[i] + t * 8 : 0), is_there);
     }
 #if BY_BLOCK
     if (thread < BN) copy_word(shared_address(factors + t % STAGES * BN + thread), factor + (u64)t * num_x, true);
