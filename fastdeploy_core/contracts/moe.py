@@ -224,6 +224,26 @@ class ExpertGroup:
     communicator: Communicator | None
     physical_to_logical: tuple[int, ...]
 
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return 0 if self.communicator is None else self.communicator.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return 1 if self.communicator is None else self.communicator.world_size
+
+    @property
+    def num_local(self) -> int:
+        """Physical experts of a rank; ConfigError if they cannot be split evenly."""
+        num_physical = len(self.physical_to_logical)
+        if num_physical % self.world_size:
+            raise ConfigError(
+                f"{num_physical} experts cannot be split over {self.world_size} ranks evenly"
+            )
+        return num_physical // self.world_size
+
 
 @runtime_checkable
 class ExpertCommunicator(Protocol):

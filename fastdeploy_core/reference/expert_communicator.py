@@ -50,8 +50,7 @@ class LoopbackExperts:
         self._xp = group.device.xp
         self._device = group.device.device
         self._communicator = group.communicator
-        self.rank = group.communicator.rank if group.communicator else 0
-        self.world_size = group.communicator.world_size if group.communicator else 1
+        self.rank, self.world_size = group.rank, group.world_size
         if self.world_size > self.capabilities.max_ranks:
             raise CapabilityError(
                 f"expert communicator {self.name!r} serves {self.capabilities.max_ranks} rank(s), "
@@ -60,11 +59,7 @@ class LoopbackExperts:
             )
         self._version = -1
         self._num_physical = len(group.physical_to_logical)
-        if self._num_physical % self.world_size:
-            raise ConfigError(
-                f"{self._num_physical} experts cannot be split over {self.world_size} ranks evenly"
-            )
-        self._num_local = self._num_physical // self.world_size
+        self._num_local = group.num_local
         self.set_expert_map(0, list(group.physical_to_logical))
 
     def plan(self, plan: ExpertPlan) -> ExpertPlan:

@@ -65,14 +65,9 @@ class AllGatherExperts:
 
     def __init__(self, group: ExpertGroup) -> None:
         self._device, self._communicator = group.device, group.communicator
-        self.rank = group.communicator.rank if group.communicator else 0
-        self.world_size = group.communicator.world_size if group.communicator else 1
+        self.rank, self.world_size = group.rank, group.world_size
         self._num_physical = len(group.physical_to_logical)
-        if self._num_physical % self.world_size:
-            raise ConfigError(
-                f"{self._num_physical} experts cannot be split over {self.world_size} ranks evenly"
-            )
-        self._num_local = self._num_physical // self.world_size
+        self._num_local = group.num_local
         self._version = -1
         self.set_expert_map(0, list(group.physical_to_logical))
 

@@ -14,10 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quant_emulation import use_kernels
 
-from fd_cuda.kernels import quant_weights
+from fd_cuda.kernels import quant_experts, quant_linear, quant_weights
 from fd_cuda.kernels.quant_layout import (
+    FP8,
+    FP8_ROWS,
     INT4,
     INT8,
+    Slabs,
     pack_codes,
     pack_slabs,
     unpack_codes,
@@ -29,8 +32,11 @@ from fd_cuda.kernels.quant_native import (
     Grouping,
     RowGemm,
     Shape,
+    gemm_shared,
+    gemv_shared,
     product,
     rows_product,
+    rows_shared,
     unpack,
 )
 from fd_cuda.kernels.routing import Order
@@ -228,6 +234,39 @@ def test_published_two_bits(dtype: torch.dtype) -> None:
         x = torch.randn(tokens, count, device=DEVICE).to(dtype)
         expected = x.double() @ torch.from_numpy(dense).to(DEVICE).T
         check(product(shape, x, slabs, None), expected, dtype)
+
+
+@pytest.mark.parametrize("room", [quant_linear, quant_experts])
+def test_one_kernel_serves_all_rows_where_they_may_not_depend_on_the_batch(
+    room: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "batch_invariant", lambda: True)
+    none = torch.empty(0)
+    for kind in range(6):
+        slabs = Slabs(kind, 8192, 4096, 8, none, none, None, 0)
+        chosen = {room.choose(slabs, rows) for rows in (1, 8, 9, 20, 40, 100, 300, 5000)}
+        assert len(chosen) == 1
+        # quant_gemm.cu reads no codes, and nothing that lies row by row.
+        assert kind in (INT4, INT8, FP8) or not isinstance(chosen.pop(), Gemm)
+
+
+@pytest.mark.parametrize("room", [quant_linear, quant_experts])
+def test_chosen_kernels_fit_into_shared_memory(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quant_linear, "num_processors", lambda: 132)
+    none, most = torch.empty(0), 227 << 10
+    paired = room is quant_experts
+    for kind in range(6):
+        for width, depth in ((8192, 8192), (8192, 3584), (6144, 1024), (1024, 3072), (256, 128)):
+            slabs = Slabs(kind, width, depth, 8, none, none, none.reshape(0, 1, 0, 0), 64)
+            for rows in range(1, 1100):
+                shape = room.choose(slabs, rows)
+                if isinstance(shape, Gemv):
+                    assert gemv_shared(shape, 2 if paired else shape.slabs) <= most
+                    assert paired or rows <= shape.rows  # a block has all rows
+                elif isinstance(shape, Gemm):
+                    assert gemm_shared(shape, kind, paired=paired) <= most
+                elif isinstance(shape, RowGemm):
+                    assert rows_shared(shape, by_block=kind == FP8_ROWS) <= most
 
 
 @pytest.mark.parametrize("is_alone", [False, True])

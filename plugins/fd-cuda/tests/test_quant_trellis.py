@@ -162,8 +162,12 @@ def test_experts(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(got, expected)
 
 
-@pytest.mark.parametrize("tokens", [20, 60, 150] if HAS_GPU else [20])
-def test_experts_of_many_rows(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "decodes"),
+    [(20, False), (20, True), *([(60, False), (150, False), (150, True)] if HAS_GPU else [])],
+)
+def test_experts_of_many_rows(tokens: int, decodes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quant_trellis, "_MANY_EACH", 4 if decodes else 1000)
     hidden, inner, count = 256, 192, 3
     gate_up, first = trellis(2 * inner, hidden, 128, count)
     down, second = trellis(hidden, inner, 64, count)

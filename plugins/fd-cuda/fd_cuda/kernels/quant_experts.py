@@ -7,6 +7,7 @@ the call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -47,15 +48,11 @@ def moe_experts(
         return _dequantized(x, topk_ids, topk_weights, gate_up, down)
     each, whole = tokens * top_k / first.num_experts, first.out_features % 32 == 0
     shape = choose(first, each) if native_runs(x) else None
-    if (
-        first.kind == CCQ
-        and each > _MANY_CODES
-        and shape is not None
-        and _may_unpack(first, second)
-    ):
-        return _by_halves(
-            x, topk_ids, topk_weights, gate_up, down, [unpack(w, x.dtype) for w in (first, second)]
-        )
+    if first.kind == CCQ and each > _MANY_CODES and shape is not None and not batch_invariant():
+        shapes = [(s.num_experts, s.out_features, s.in_features) for s in (first, second)]
+        if may_unpack(*shapes):
+            wide = [unpack(slabs, x.dtype) for slabs in (first, second)]
+            return by_halves(x, topk_ids, topk_weights, wide, (gate_up.seen, down.seen))
     if shape is None or not whole:
         if first.kind not in (INT8_ROWS, FP8_ROWS):
             return _dequantized(x, topk_ids, topk_weights, gate_up, down)
@@ -98,6 +95,8 @@ def choose(slabs: Slabs, each: float) -> Shape | RowGemm | None:
     for Triton's."""
     by_rows = slabs.kind in (INT8_ROWS, FP8_ROWS)
     if batch_invariant():
+        if slabs.kind == CCQ:
+            return Gemv(4, 2, 8, 4, 1)
         return RowGemm(64, 2, 1, 5) if by_rows else Gemm(64, 2, 1, 5, 4)
     if each <= 16:
         return Gemv(1 if each <= 8 else 2, 2, 4, 4, 4)
@@ -127,10 +126,11 @@ def _by_triton(
     return multiply_rows(silu_and_mul(y), down, second, order, tiles, slots, 1)
 
 
-def _may_unpack(*slabs: Slabs) -> bool:
-    """Whether all experts in half floats, for one call, fit beside what else is in memory."""
-    numbers = sum(s.num_experts * s.out_features * s.in_features for s in slabs)
-    return numbers <= _MOST_UNPACKED and all(s.out_features % 16 == 0 for s in slabs)
+def may_unpack(*shapes: tuple[int, int, int]) -> bool:
+    """Whether all experts (their number, outputs, inputs) in half floats, for one call, fit beside what else is
+    in memory."""
+    numbers = sum(count * rows * width for count, rows, width in shapes)
+    return numbers <= _MOST_UNPACKED and all(rows % 16 == 0 for _, rows, _ in shapes)
 
 
 def _dequantized(
@@ -142,21 +142,21 @@ def _dequantized(
 ) -> torch.Tensor:
     """All experts dequantized for the call by plain tensor code."""
     wide = [weight.dequantized(x.dtype) for weight in (gate_up, down)]
-    return _by_halves(x, topk_ids, topk_weights, gate_up, down, wide)
+    return by_halves(x, topk_ids, topk_weights, wide, (gate_up.seen, down.seen))
 
 
-def _by_halves(
+def by_halves(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
-    gate_up: Weights,
-    down: Weights,
     wide: list[torch.Tensor],
+    seen: tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]],
 ) -> torch.Tensor:
-    """The products of experts.py with dequantized experts: nothing waits for the host."""
+    """The products of experts.py with dequantized experts [E, 2I, H] and [E, H, I], and what they see of their
+    inputs. Nothing waits for the host."""
     slots, top_k = topk_ids.numel(), topk_ids.shape[1]
     tiles = tiles_of_experts(topk_ids.shape[0], top_k, wide[0].shape[0], x.dtype)
     order = order_by_expert(topk_ids, wide[0].shape[0], tiles.rows)
-    hidden = grouped(gate_up.seen(x), wide[0], order, tiles, slots, top_k, gated=True)
-    y = grouped(down.seen(hidden), wide[1], order, tiles, slots, 1, gated=False)
+    hidden = grouped(seen[0](x), wide[0], order, tiles, slots, top_k, gated=True)
+    y = grouped(seen[1](hidden), wide[1], order, tiles, slots, 1, gated=False)
     return combined(y, topk_weights)

@@ -56,8 +56,9 @@ def choose(slabs: Slabs, rows: int) -> Shape | RowGemm | None:
     """The kernel for so many rows, as measured on an H200; None for the library."""
     if batch_invariant():
         # One order of sums for all numbers of rows.
-        by_rows = slabs.kind in (INT8_ROWS, FP8_ROWS)
-        return RowGemm(64, 2, 1, 5) if by_rows else Gemm(128, 2, 1, 4, 8)
+        if slabs.kind in (INT8_ROWS, FP8_ROWS):
+            return RowGemm(64, 2, 1, 5)
+        return None if slabs.kind == CCQ else Gemm(128, 2, 1, 4, 8)
     if slabs.kind in (INT8_ROWS, FP8_ROWS):
         # Eight rows of x are read as float16 with the weights; more are worth the matrix units' own int8 and fp8.
         if rows <= 8:

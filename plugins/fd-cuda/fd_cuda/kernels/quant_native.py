@@ -149,9 +149,13 @@ def _gemv(
         "RESIDENT": shape.resident,
     }
     kernel = native.function("quant_gemv", {**defines, **sizes})
-    shared = shape.warps * max(shape.ahead * shape.rows * 128, held * 16 * (shape.rows + 1) * 4)
     grid = (-(-slabs // per_block), blocks, 1)
-    native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared)
+    native.launch(kernel, grid, shape.warps * 32, arguments, shared=gemv_shared(shape, held))
+
+
+def gemv_shared(shape: Gemv, held: int) -> int:
+    """Bytes of shared memory of a block: inputs of its warps, or their parts of the sums of `held` slabs."""
+    return shape.warps * max(shape.ahead * shape.rows * 128, held * 16 * (shape.rows + 1) * 4)
 
 
 def _gemm(

@@ -230,13 +230,9 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
     const int c = e % OUT, n = e / OUT, column = tile * OUT + c;
     const int at = slot_of(n, slots, ids, M);
     if (at >= M || column >= width) continue;
-    float value = 0.f, other = 0.f;
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) {
-      const float* line = (const float*)memory + (i * MT * 16 + c) * PITCH + n;
-      value += line[0];
-      if (PAIRED) other += line[16 * PITCH];
-    }
+    const float* line = (const float*)memory + c * PITCH + n;
+    float value = of_all_warps(line, MT * 16 * PITCH);
+    float other = PAIRED ? of_all_warps(line + 16 * PITCH, MT * 16 * PITCH) : 0.f;
     const float x_scale = x_scales == nullptr ? 1.f : x_scales[GROUPED ? at / divisor : at];
     value *= scales[column] * x_scale;
     if (PAIRED) {

@@ -8,3 +8,12 @@ __device__ __forceinline__ int slot_of(int n, const int* slots, const long long*
   return blockIdx.y * COLUMNS + n;
 #endif
 }
+
+// One number of all warps, whose parts lie `step` apart.
+template <class Sum>
+__device__ __forceinline__ Sum of_all_warps(const Sum* part, int step) {
+  Sum total = 0;
+#pragma unroll
+  for (int i = 0; i < WARPS; i++) total += part[i * step];
+  return total;
+}

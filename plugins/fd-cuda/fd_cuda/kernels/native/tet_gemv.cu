@@ -143,13 +143,9 @@ tet_gemv(const uint4* x, const float* x_scales, const int* x_sums, const uint4* 
     const int c = e % OUT, n = e / OUT, column = tile * OUT + c;
     const int at = slot_of(n, slots, ids, M);
     if (at >= M || column >= width) continue;
-    int total = 0, other = 0;
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) {
-      const int* line = (const int*)memory + (i * MT * 64 + c) * PITCH + n;
-      total += line[0];
-      if (PAIRED) other += line[64 * PITCH];
-    }
+    const int* line = (const int*)memory + c * PITCH + n;
+    const int total = of_all_warps(line, MT * 64 * PITCH);
+    const int other = PAIRED ? of_all_warps(line + 64 * PITCH, MT * 64 * PITCH) : 0;
     const int row = GROUPED ? at / divisor : at;
     const float offset_of_bytes = 127.5f * x_sums[row], x_scale = x_scales[row];
     float value = (total - offset_of_bytes) * (scales[column] * x_scale);
