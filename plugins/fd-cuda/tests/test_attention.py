@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, ClassVar
 
 import pytest
@@ -27,6 +28,14 @@ class _Direct(AttentionConformance):
         def dtype(self, request: pytest.FixtureRequest) -> str:
             """The others are interpreted by test_attention_steps.py, which takes less time."""
             return str(request.param)
+
+        def test_every_declared_block_size(
+            self, request: Any, device: Any, kernels: Any, monkeypatch: pytest.MonkeyPatch
+        ) -> None:
+            """The smallest and the largest; the other tests have one between."""
+            limits = dataclasses.replace(device.limits, block_sizes=(1, 128))
+            monkeypatch.setattr(device, "limits", limits)
+            super().test_every_declared_block_size(request, device, kernels)
 
     def _backend(self, request: Any, device: Any, kernels: Any, spec: Any, size: int) -> Any:
         from fd_cuda.attention.gqa import PagedAttention
