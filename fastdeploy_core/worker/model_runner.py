@@ -17,7 +17,7 @@ import numpy as np
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.errors import RequestError, ResourceError, WorkerError
-from fastdeploy_core.sampling.columns import SamplingColumns, SamplingPlan
+from fastdeploy_core.sampling.columns import FILTER, SamplingColumns, SamplingPlan
 from fastdeploy_core.sampling.processors import BUILTIN_PROCESSORS
 from fastdeploy_core.types import NewSequence, SchedulerOutput
 
@@ -30,6 +30,7 @@ from .judging import DraftJudge
 from .pending import Launched, PendingOutput
 from .prompt_graphs import forward
 from .reading import NOT_KEPT, StepReader
+from .recorded_draws import RECORDED
 from .recorded_sizes import prompt_sizes
 from .sequence_state import SequenceState
 from .speculation import Speculation, recorded_widths
@@ -65,8 +66,7 @@ class ModelRunner:
     ) -> None:
         self._config, self._device, self._xp = config, device, device.xp
         self.vocab_size = loaded.shapes.vocab_size
-        self._kernels, self._loaded, self._model = kernels, loaded, loaded.model
-        self._rank = rank
+        self._rank, self._kernels, self._loaded, self._model = rank, kernels, loaded, loaded.model
         self._columns = SamplingColumns(config.batch.max_num_seqs, loaded.shapes.vocab_size)
         # Ranks other than 0 only need the tokens that rank 0 draws.
         self._state: SequenceState | None = None
@@ -143,6 +143,8 @@ class ModelRunner:
             prompt_sizes=prompt_sizes(
                 self._loaded.attention.values(), config, self._loaded.builder.expert_ranks
             ),
+            # One rank knows what all rows need, and without drafts each draws once.
+            columns=None if communicator or speculation else self._columns,
         )
 
     @property
@@ -317,6 +319,8 @@ class ModelRunner:
             self._slots.advance(rows)
             if self._is_plain(plan, rows):
                 return recorded.replay_greedy(num_rows)
+            if recorded.draws_at_random and not plan.flags & ~RECORDED:
+                return recorded.replay_random(rows.slots, filters=bool(plan.flags & FILTER))
             logits = recorded.replay_head(num_rows)
         if recorded is None and rows.shape is not None and logits is not None:
             if self._is_simple[rows.slots].all() and not rows.num_drafts.any():

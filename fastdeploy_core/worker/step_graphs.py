@@ -1,8 +1,8 @@
 """Decode steps recorded once and replayed: for a ladder of batch sizes, over fixed buffers.
 
 A recorded step goes from the state of the slots (device_slots.py) to hidden states. Behind it stand two
-short recordings to choose from: one draws greedily and writes back; one computes logits, for a sampler
-that is not recorded. A smaller batch is padded with rows of nobody, which write nothing anywhere.
+short recordings to choose from: some draw, greedily or at random, and write back; one computes logits,
+for a sampler that is not recorded. A smaller batch is padded with rows of nobody, which write nothing anywhere.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from fastdeploy_core.errors import ResourceError, WorkerError
 from fastdeploy_core.layers.context import ForwardContext
 
 from .prompt_graphs import PromptGraphs
+from .recorded_draws import RecordedDraws
 from .recorded_sizes import unlike
 from .step_buffers import StepBuffers
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
         DeviceBackend,
     )
     from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.sampling.columns import SamplingColumns
     from fastdeploy_core.tensor import Tensor
 
     from .device_slots import DeviceSlots
@@ -68,6 +71,7 @@ class RecordedStep:
         self._forward: CapturedGraph | None = None
         self._head: CapturedGraph | None = None
         self._greedy: CapturedGraph | None = None
+        self._random: dict[bool, CapturedGraph] = {}  # by whether rows are filtered
         # What a replay leaves here stays until the next replay of any step.
         self.context: ForwardContext | None = None
         self.hidden: Tensor = None  # [size * width, hidden size]
@@ -86,6 +90,11 @@ class RecordedStep:
         beside = beside or self._forward
         self._head = capture(self.compute_logits, beside)
         self._greedy = capture(self.draw_greedily, beside)
+        if self._graphs.draws is not None and self.width == 1:
+            for filters in (False, True):
+                draw = partial(self.draw_at_random, filters=filters)
+                draw()
+                self._random[filters] = capture(draw, beside)
         if self._graphs.draft_numbers:
             # Recording computes nothing, and what drafts begin with has to be tokens.
             self._forward.replay()
@@ -147,6 +156,18 @@ class RecordedStep:
         self._greedy.replay()
         return self._buffers.results[:num_rows]
 
+    @property
+    def draws_at_random(self) -> bool:
+        """Whether replay_random is possible."""
+        return bool(self._random)
+
+    def replay_random(self, slots: np.ndarray, *, filters: bool) -> Tensor:
+        """replay_greedy for rows of which some draw at random."""
+        assert self._graphs.draws is not None
+        self._graphs.draws.fill(slots)
+        self._random[filters].replay()
+        return self._buffers.results[: slots.size]
+
     def compute(self) -> None:
         """What is recorded first: from slots to hidden states."""
         graphs, slots, batch = self._graphs, self._graphs.slots, self.attention
@@ -184,6 +205,15 @@ class RecordedStep:
         self.drawn = drawn
         self.accepted = self._finish(self.size, drawn, graphs.mark(drawn, peaks, None))
 
+    def draw_at_random(self, *, filters: bool) -> None:
+        """From hidden states to slots, as the sampler does it for rows without constraints."""
+        graphs, draws = self._graphs, self._graphs.draws
+        assert draws is not None
+        logits = graphs.model.compute_logits(self.hidden)
+        peaks = graphs.xp.amax(logits, -1)
+        drawn = draws.draw(logits, self.attention.positions + 1, filters=filters)
+        self._finish(self.size, drawn, graphs.mark(drawn, peaks, None))
+
     def write_back(self, num_rows: int, drawn: Tensor, marked: Tensor) -> Tensor:
         """What a sampler drew that is not recorded, as if `draw_greedily` had: marked tokens of the
         rows."""
@@ -210,7 +240,8 @@ class StepGraphs:
     """All recorded steps of one rank. `widths`: tokens per row, 1 and with speculation 1 + drafts.
 
     `propose` makes drafts behind a step; it is recorded for each of the `draft_numbers`, and for greedy
-    rows or ones that draw at random as `draft_draws` says.
+    rows or ones that draw at random as `draft_draws` says. With `columns` steps of one token a row may end
+    in draws at random.
     """
 
     def __init__(
@@ -229,7 +260,11 @@ class StepGraphs:
         draft_draws: tuple[bool, ...] = (False,),
         propose: Callable[[RecordedStep, int, bool], Tensor] | None = None,
         prompt_sizes: tuple[int, ...] = (),
+        columns: SamplingColumns | None = None,
     ) -> None:
+        self.draws = None
+        if columns is not None:
+            self.draws = RecordedDraws(device, kernels, columns, max(sizes))
         self.draft_numbers, self.draft_draws, self.propose = draft_numbers, draft_draws, propose
         self.device, self.xp, self.slots, self.block_size = device, device.xp, slots, block_size
         self.model, self.communicator, self._loaded = loaded.model, communicator, loaded
