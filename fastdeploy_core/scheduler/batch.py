@@ -223,10 +223,11 @@ class BatchScheduler:
         stats.prefix_query_tokens_total = counters.num_prefix_query_tokens
         stats.prefix_hit_tokens_total = counters.num_prefix_hit_tokens
         stats.host_hit_tokens_total = counters.num_host_hit_tokens
-        stats.drafts_total = counters.num_drafts
-        stats.accepted_drafts_at_total = counters.num_accepted_at.tolist()
-        stats.draft_tokens_total = counters.num_draft_tokens
-        stats.accepted_draft_tokens_total = counters.num_accepted_draft_tokens
+        tally = self._roster.columns.tally
+        stats.drafts_total = tally.num_steps
+        stats.accepted_drafts_at_total = tally.accepted_at.tolist()
+        stats.draft_tokens_total = tally.num_drafted
+        stats.accepted_draft_tokens_total = int(tally.accepted_at.sum())
 
     def check_idle(self) -> None:
         """Raise AssertionError unless the pool is as it began; call without unfinished requests."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
-from itertools import zip_longest
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, islice, zip_longest
 
 import msgspec
 
@@ -128,25 +128,33 @@ class RequestOutputDelta(msgspec.Struct, kw_only=True, omit_defaults=True, tag="
 
 
 class TokenDeltas(msgspec.Struct, tag="tokens"):
-    """One more token, and nothing else, for each of many requests that have one sequence: what a
-    step adds to nearly all requests, in columns. Entry i is a RequestOutputDelta in short."""
+    """More tokens, and nothing else, for each of many requests that have one sequence: what a step
+    adds to nearly all requests, in columns. Entry i is a RequestOutputDelta in short."""
 
     request_ids: list[str]
     positions: list[int]
     attempts: list[int]
-    token_ids: list[int]
+    token_ids: list[int]  # of all entries, one entry after the other
+    counts: list[int] | None = None  # how many of them each entry has; None: one
 
-    def delta(self, index: int) -> RequestOutputDelta:
-        """One entry on its own."""
+    def pieces(self) -> Iterable[Sequence[int]]:
+        """The tokens of each entry."""
+        if self.counts is None:
+            return zip(self.token_ids, strict=True)
+        tokens = iter(self.token_ids)
+        return [list(islice(tokens, count)) for count in self.counts]
+
+    def delta(self, index: int, token_ids: Iterable[int]) -> RequestOutputDelta:
+        """One entry, which has these tokens, on its own."""
         return RequestOutputDelta(
             request_id=self.request_ids[index],
             position=self.positions[index],
             attempt=self.attempts[index],
-            sequences=[SequenceDelta(token_ids=[self.token_ids[index]])],
+            sequences=[SequenceDelta(token_ids=list(token_ids))],
         )
 
     def __iter__(self) -> Iterator[RequestOutputDelta]:
-        return map(self.delta, range(len(self.request_ids)))
+        return map(self.delta, count(), self.pieces())
 
 
 def each_delta(outputs: Iterable[RequestOutputDelta | TokenDeltas]) -> Iterator[RequestOutputDelta]:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from tqdm import tqdm
 
 from fastdeploy_core.contracts.attention import AttentionBatch
@@ -44,16 +43,8 @@ logger = logging.getLogger(__name__)
 class DraftsWithResults(NamedTuple):
     """What the host is told of a recorded step that drafts: its results, then drafts for the next one."""
 
-    values: Tensor  # [size * (width + number)] int64
-    size: int
+    values: Tensor  # [size, width + number] int64
     width: int
-    number: int
-
-    def split(self, values: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """The values on the host as [rows, width] and [rows, number]."""
-        end = self.size * self.width
-        results = values[:end].reshape(self.size, self.width)
-        return results[:num_rows], values[end:].reshape(self.size, self.number)[:num_rows]
 
 
 class RecordedStep:
@@ -104,10 +95,8 @@ class RecordedStep:
             proposals = make(self, number, is_random)
             kept = self.keep_drafts(self.size, proposals)
             # One copy to the host for both: it costs the host more than this costs the device.
-            parts = (self._buffers.results[: self.size].reshape([-1]), kept.reshape([-1]))
-            self._drafts[number, is_random] = DraftsWithResults(
-                self._graphs.xp.cat(parts), self.size, self.width, number
-            )
+            values = self._graphs.xp.cat((self._buffers.results[: self.size], kept), 1)
+            self._drafts[number, is_random] = DraftsWithResults(values, self.width)
 
         propose()
         self._proposals[number, is_random] = self._graphs.device.capture(propose, beside)
