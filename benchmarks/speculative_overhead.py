@@ -29,7 +29,7 @@ from fastdeploy_core.types import Request, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT, WARM_STEPS = 16, 12
-LONGEST = 1024
+LONGEST = 512
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -39,7 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--methods", nargs="+", default=["mtp:1,3", "ngram_match:5"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--steps", type=int, default=150, help="steps of a round")
+    parser.add_argument("--steps", type=int, default=100, help="steps of a round")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--model", default=str(ROOT / "models" / "ernie-tiny"))
     parser.add_argument("--tensor-library", default="torch")

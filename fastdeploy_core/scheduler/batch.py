@@ -163,16 +163,12 @@ class BatchScheduler:
         from the results before to its own, everything in between included."""
         now, began = self._clock(), self._busy_since
         self._busy_since = now if self._roster.running else None
-        right_at: list[int] = []
-        num_rows = len(step.cohort.seqs)
-        if output.counts is not None:
-            counts = output.counts[:num_rows]
-            right_at = [int((counts > n + 1).sum()) for n in range(step.asked)]
-        if step.is_decode:
-            seconds = 0.0 if began is None else now - began
-            length.observe(num_rows, step.asked, right_at, seconds)
-        elif step.asked:  # prompts take their own time
-            length.acceptance.observe(num_rows, step.asked, right_at)
+        num_rows, counts = len(step.cohort.seqs), output.counts
+        if step.asked:
+            one_each = step.cohort.decodes(0).counts
+            length.acceptance.note(step.asked, one_each if counts is None else counts[:num_rows])
+        if step.is_decode:  # prompts take their own time
+            length.observe(num_rows, step.asked, 0.0 if began is None else now - began)
 
     def fail(self, steps: list[ScheduledStep], message: str) -> None:
         """The first of these steps failed, and the later ones, submitted before that was known, are

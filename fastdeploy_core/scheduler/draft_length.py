@@ -8,7 +8,11 @@ long a step of so many rows takes with k drafts per row. The speed of k is expec
 from __future__ import annotations
 
 from collections import deque
+from itertools import groupby
+from operator import itemgetter
 from statistics import median
+
+import numpy as np
 
 # Steps measured at a number of drafts before it is believed; the first one after a change is not
 # counted, since its drafts were asked for under the number before.
@@ -26,35 +30,49 @@ KEPT, KEPT_FOR_TRIAL = 0.98, 0.05
 # Rows that what is expected of a place counts for, beside what was seen there.
 PRIOR = 4.0
 WINDOW = 9
+MOST_NOTED = 32
 
 
 class Acceptance:
     """How often drafts are right, by place: of rows that could have had a draft there."""
 
     def __init__(self, most: int) -> None:
-        self._right = [0.0] * most
-        self._asked = [0.0] * most
+        self._right = np.zeros(most)
+        self._asked = np.zeros(most)
+        self._noted: list[tuple[int, np.ndarray]] = []
 
-    def observe(self, num_rows: int, asked: int, right_at: list[int]) -> None:
-        """right_at[j]: rows whose first j + 1 drafts were right. What is known of places behind fades,
-        so that they are tried again."""
-        self.fade(KEPT)
-        for place in range(min(asked, len(self._asked))):
-            self._right[place] += right_at[place] if place < len(right_at) else 0
-            self._asked[place] += num_rows
+    def note(self, asked: int, num_tokens: np.ndarray) -> None:
+        """Of a step whose rows could have had so many drafts: the tokens that each row got. Looked at
+        when somebody wants to know, many steps at once."""
+        self._noted.append((asked, num_tokens))
+        if len(self._noted) >= MOST_NOTED:
+            self._fold()
 
     def fade(self, kept: float) -> None:
         """Let older results count less."""
-        self._right = [kept * right for right in self._right]
-        self._asked = [kept * asked for asked in self._asked]
+        self._fold()
+        self._right *= kept
+        self._asked *= kept
+
+    def _fold(self) -> None:
+        """Take in what was noted. What is known of places behind fades, so that they are tried again."""
+        noted, self._noted = self._noted, []
+        places = np.arange(self._asked.size)
+        for asked, steps in groupby(noted, key=itemgetter(0)):
+            counts = [num_tokens for _, num_tokens in steps]
+            rows = np.concatenate(counts)
+            kept, is_asked = KEPT ** len(counts), places < asked
+            self._right = kept * self._right + (rows[:, None] > places + 1).sum(0) * is_asked
+            self._asked = kept * self._asked + rows.size * is_asked
 
     def expected_tokens(self, number: int) -> float:
         """Tokens of one row in one step with so many drafts. Places of which little is known are
         expected to go on as those before."""
+        self._fold()
         tokens, share, ratio = 1.0, 1.0, 0.5
         for place in range(number):
-            right = self._right[place] + PRIOR * share * ratio
-            found = min(share, right / (self._asked[place] + PRIOR))
+            right = float(self._right[place]) + PRIOR * share * ratio
+            found = min(share, right / (float(self._asked[place]) + PRIOR))
             ratio = found / share if share > 0 else 0.0
             share = found
             tokens += share
@@ -137,11 +155,9 @@ class DraftLength:
         size = self._sizes.get(num_rows.bit_length())
         return self._adaptive and size is not None and not size.is_trial and not size.best
 
-    def observe(self, num_rows: int, asked: int, right_at: list[int], seconds: float) -> None:
+    def observe(self, num_rows: int, asked: int, seconds: float) -> None:
         """A step that only decoded took so long, its drafts asked for with `asked`. seconds 0: its
         time says nothing."""
-        if asked:
-            self.acceptance.observe(num_rows, asked, right_at)
         if not self._adaptive or not num_rows:
             return
         size, key = self._size(num_rows), (num_rows.bit_length(), asked)

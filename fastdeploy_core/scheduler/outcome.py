@@ -7,6 +7,7 @@ an ended one is dropped, that of a preempted one is kept, since it is as good as
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Mapping
 from itertools import compress, repeat
 
 import numpy as np
@@ -197,14 +198,14 @@ class Outcome:
         self, cohort: Cohort, total: int, numbers: list[int] | None, chosen: np.ndarray | None
     ) -> None:
         """`total` tokens came for the chosen rows, so many for each."""
-        tenants = cohort.tenants
+        tenants: Mapping[str, int] = cohort.tenants
         if len(tenants) == 1:
-            tenants = Counter(dict.fromkeys(tenants, total))
+            tenants = dict.fromkeys(tenants, total)
         elif numbers is not None or chosen is not None:
             seqs = cohort.seqs if chosen is None else compress(cohort.seqs, chosen)
-            tenants = Counter()
-            for seq, number in zip(seqs, numbers or repeat(1)):
-                tenants[seq.tenant] += number
+            tenants = shares = Counter[str]()
+            for seq, number in zip(seqs, numbers or repeat(1), strict=False):
+                shares[seq.tenant] += number
         for tenant, number in tenants.items():
             self._roster.arrived.charge(tenant, number)
 
