@@ -169,6 +169,8 @@ class BatchScheduler:
             length.acceptance.note(step.asked, one_each if counts is None else counts[:num_rows])
         if step.is_decode:  # prompts take their own time
             length.observe(num_rows, step.asked, 0.0 if began is None else now - began)
+        else:
+            length.disturb()
 
     def fail(self, steps: list[ScheduledStep], message: str) -> None:
         """The first of these steps failed, and the later ones, submitted before that was known, are

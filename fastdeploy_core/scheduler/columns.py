@@ -37,6 +37,7 @@ class Columns:
         # Drafts for the next step, and how those of all steps fared (draft_tally.py).
         self.drafts = np.zeros((0, num_drafts), dtype=np.int64)
         self.num_drafts = np.zeros(0, dtype=np.int64)
+        self.has_drafts = False  # whether any of these may be above 0
         self.draft_steps = np.zeros(0, dtype=np.int64)
         self.drafted = np.zeros(0, dtype=np.int64)
         self.accepted_at = np.zeros((0, num_drafts), dtype=np.int64)
@@ -64,6 +65,7 @@ class Columns:
         """[places, k] drafts for the next step, -1 behind the last one."""
         self.drafts[places, : proposals.shape[1]] = proposals
         self.num_drafts[places] = (proposals >= 0).sum(1)
+        self.has_drafts = True
 
     def release(self, place: int) -> None:
         """Nobody is there any more."""

@@ -7,18 +7,20 @@ long a step of so many rows takes with k drafts per row. The speed of k is expec
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from statistics import median
 
 import numpy as np
 
-# Steps measured at a number of drafts before it is believed; the first one after a change is not
-# counted, since its drafts were asked for under the number before.
-WARM_UP = 2
+# Steps measured at a number of drafts before it is believed. Not counted are the first one after a change,
+# since its drafts were asked for under the number before, and the first ones behind a prompt, in whose time
+# the device still worked at that.
+WARM_UP, AFTER_PROMPT = 3, 2
 # A number of drafts is tried again after so many steps, then twice as many, as long as nothing changes.
-TRY_AGAIN = 256
+TRY_AGAIN = 128
 TRY_AGAIN_AT_MOST = 4096
 # Share of the time that trials may cost where drafts turn out not to pay.
 TRIAL_SHARE = 0.01
@@ -29,7 +31,7 @@ GAIN, LEAST_GAIN = 1.03, 1.08
 KEPT, KEPT_FOR_TRIAL = 0.98, 0.05
 # Rows that what is expected of a place counts for, beside what was seen there.
 PRIOR = 4.0
-WINDOW = 9
+WINDOW = 15
 MOST_NOTED = 32
 
 
@@ -79,15 +81,20 @@ class Acceptance:
         return tokens
 
 
+def _bucket(num_rows: int) -> int:
+    """Batch sizes that are taken for one: 1, 2, up to 4, up to 8 and so on."""
+    return (num_rows - 1).bit_length()
+
+
 class StepTimes:
     """Measured seconds of steps of about one batch size, by number of drafts."""
 
     def __init__(self) -> None:
-        self._seconds: dict[int, deque[float]] = {}
+        self._seconds: defaultdict[int, deque[float]] = defaultdict(partial(deque, maxlen=WINDOW))
 
     def observe(self, number: int, seconds: float) -> None:
         """One step took so long."""
-        self._seconds.setdefault(number, deque(maxlen=WINDOW)).append(seconds)
+        self._seconds[number].append(seconds)
 
     def count(self, number: int) -> int:
         """Steps remembered."""
@@ -119,7 +126,7 @@ class _Size:
         self.times = StepTimes()
         self.best = most
         self.current = most
-        self.left = WARM_UP + 1  # steps until the current number is judged
+        self.left = WARM_UP  # steps until the current number is judged
         self.pause = TRY_AGAIN  # steps between tries
         self.spent: list[float] = []  # seconds of the trial's steps with drafts
         self.since = 0
@@ -139,6 +146,7 @@ class DraftLength:
         self.acceptance = Acceptance(most)
         self._sizes: dict[int, _Size] = {}
         self._last: tuple[int, int] | None = None
+        self._num_unsettled = 0  # steps that are not counted
 
     def choose(self, num_rows: int) -> int:
         """Drafts to ask for behind a step of so many rows."""
@@ -152,7 +160,7 @@ class DraftLength:
         """Whether nothing is to be drafted for so many rows for long."""
         if self._disable_above and num_rows > self._disable_above:
             return True
-        size = self._sizes.get(num_rows.bit_length())
+        size = self._sizes.get(_bucket(num_rows))
         return self._adaptive and size is not None and not size.is_trial and not size.best
 
     def observe(self, num_rows: int, asked: int, seconds: float) -> None:
@@ -160,10 +168,13 @@ class DraftLength:
         time says nothing."""
         if not self._adaptive or not num_rows:
             return
-        size, key = self._size(num_rows), (num_rows.bit_length(), asked)
+        size, key = self._size(num_rows), (_bucket(num_rows), asked)
         if size.is_trial and asked:
             size.spent.append(seconds)
-        settled, self._last = self._last == key, key
+        if self._last != key:
+            self._last, self._num_unsettled = key, max(1, self._num_unsettled)
+        settled = not self._num_unsettled
+        self._num_unsettled -= not settled
         if settled and seconds > 0:
             size.times.observe(asked, seconds)
         size.since += 1
@@ -177,8 +188,12 @@ class DraftLength:
         elif size.left <= 0 and size.best:  # without drafts only a trial can tell
             self._judge(size)
 
+    def disturb(self) -> None:
+        """A step did more than decode."""
+        self._num_unsettled = AFTER_PROMPT
+
     def _size(self, num_rows: int) -> _Size:
-        key = num_rows.bit_length()
+        key = _bucket(num_rows)
         if key not in self._sizes:
             self._sizes[key] = size = _Size(self._most)
             settled = [k for k, other in self._sizes.items() if not other.is_trial]

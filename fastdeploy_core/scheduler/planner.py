@@ -171,7 +171,7 @@ class StepPlanner:
                 )
             is_due &= columns.is_running[places]  # juniors may have been preempted for seniors
         drafts = None
-        if self._length is not None:
+        if columns.has_drafts or self._lookahead:
             drafts = self._plan_drafts(seqs, places, is_due)
         if not is_due.all():
             places, seqs = places[is_due], list(compress(seqs, is_due))
@@ -181,13 +181,12 @@ class StepPlanner:
 
     def _plan_drafts(
         self, seqs: list[Sequence], places: np.ndarray, is_due: np.ndarray
-    ) -> np.ndarray | None:
+    ) -> np.ndarray:
         """How many drafts each row is fed. Every due row keeps a token of the budget; drafts get the
         rest, and blocks if some are free."""
         columns = self._roster.columns
         drafts: np.ndarray = columns.num_drafts[places]
-        if not (self._lookahead or drafts.any()):
-            return None
+        columns.has_drafts = bool(drafts.any())
         drafts = np.where(is_due, drafts, 0)
         computed, limit = columns.computed[places], columns.limit[places]
         drafts = np.minimum(drafts, np.maximum(limit - columns.known[places] - 1, 0))

@@ -32,7 +32,7 @@ class TargetStep:
     """The target's forward pass as it was run, for T tokens."""
 
     attention: AttentionBatch
-    context: ForwardContext
+    context: ForwardContext  # of a recorded pass: that of the recording
     input_ids: Tensor  # [T]
     hidden: Tensor  # [T, hidden]
 
@@ -60,14 +60,16 @@ class DraftBatches:
         draw: Callable[[Tensor, int], Tensor],
     ) -> DraftBatch:
         """drawn: [R] int64; accepted: [S] int64 of the rows that sample, None: there were no drafts."""
-        slots = rows.slots
+        slots, context = rows.slots, step.context
+        if context.batch is not step.attention:  # what a recording was made with, padding included
+            context = self.context(step.attention, context.caches)
         return DraftBatch(
             seq_ids=self._batch.seq_ids[slots],
             slots=slots,
             draws=rows.samples,
             max_drafts=max_drafts,
             attention=step.attention,
-            context=step.context,
+            context=context,
             input_ids=step.input_ids,
             next_token_ids=self._next_ids(rows, step, drawn),
             hidden_states=step.hidden,

@@ -36,7 +36,7 @@ class PromptBuffers:
     def __init__(
         self, device: DeviceBackend, num_tokens: int, num_rows: int, max_blocks: int, longest: int
     ) -> None:
-        xp = device.xp
+        xp = self._xp = device.xp
         self._max_blocks, self._longest, self.num_rows = max_blocks, longest, num_rows
 
         def zeros(*shape: int, dtype: object = xp.int64) -> Tensor:
@@ -47,6 +47,12 @@ class PromptBuffers:
         self.starts = zeros(num_rows + 1, dtype=xp.int32)
         self.seq_lens = zeros(num_rows, dtype=xp.int32)
         self.tables = zeros(num_rows, max_blocks, dtype=xp.int32)
+
+    def clear(self) -> None:
+        """New caches: no number of a former step stays, so that one which runs now writes nothing."""
+        for numbers in (self.starts, self.seq_lens, self.tables):
+            numbers.zero_()
+        self.slot_mapping.copy_(self._xp.zeros_like(self.slot_mapping) - 1)
 
     def batch(self, size: int) -> AttentionBatch:
         """The attention batch of up to `size` tokens; the host's arrays are upper bounds."""
@@ -182,6 +188,7 @@ class PromptGraphs:
     def drop(self) -> None:
         """Forget all recordings."""
         self._steps.clear()
+        self.buffers.clear()
 
 
 def forward(
