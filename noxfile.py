@@ -31,6 +31,7 @@ TEST_TOOLS = (
     "openai>=2",
     "scipy>=1.14",
     "transformers>=5,<6",
+    "triton>=3.4",  # its interpreter runs fd-cuda's kernels
 )
 PLUGINS = sorted(str(path.parent) for path in Path("plugins").glob("fd-*/pyproject.toml"))
 LONG = ("engine", "speculative")

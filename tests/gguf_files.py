@@ -59,11 +59,15 @@ def write_gguf(
     for name, array in converted(checkpoint, config, architecture).items():
         choice = _type_of(kind, name, array)
         writer.add_tensor(name, quantized(array, choice), raw_dtype=choice)
+    return _finished(writer, target)
+
+
+def _finished(writer: gguf.GGUFWriter, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return target
+    return path
 
 
 def quantized(array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
@@ -324,8 +328,4 @@ def write_small(path: Path, kind: str = "F32", **changes: object) -> Path:
         array = rng.standard_normal(shape, dtype=np.float32)
         choice = _type_of(kind, name, array)
         writer.add_tensor(name, quantized(array, choice), raw_dtype=choice)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return _finished(writer, path)

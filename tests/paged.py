@@ -144,21 +144,11 @@ class PagedModel:
         block_tables = np.zeros((len(rows), width), np.int32)
         for row, blocks in enumerate(tables):
             block_tables[row, : len(blocks)] = blocks
-        cu_seqlens = np.cumsum([0, *(len(t) for _, t in rows)]).astype(np.int32)
-        seq_lens = np.array(lengths, np.int32)
+        cu_seqlens = np.cumsum([0, *(len(t) for _, t in rows)])
         to_device = self.device.to_device
         is_decode = all(len(tokens) == 1 for _, tokens in rows)
-        batch = AttentionBatch(
-            num_seqs=len(rows),
-            num_tokens=int(cu_seqlens[-1]),
-            cu_seqlens_q=cu_seqlens,
-            seq_lens=seq_lens,
-            block_tables=block_tables,
-            cu_seqlens_q_dev=to_device(cu_seqlens.copy()),
-            seq_lens_dev=to_device(seq_lens.copy()),
-            block_tables_dev=to_device(block_tables.copy()),
-            slot_mapping=to_device(np.array(slots, np.int64)),
-            positions=to_device(np.array(positions, np.int64)),
+        batch = AttentionBatch.upload(
+            *(to_device, cu_seqlens, lengths, block_tables, slots, positions),
             tokens_per_row=1 if is_decode else 0,
         )
         flat = np.array([token for _, tokens in rows for token in tokens], np.int64)

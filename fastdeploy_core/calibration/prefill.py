@@ -52,18 +52,10 @@ def prefill(
         tables[row, : blocks[row]] = np.arange(first[row], first[row] + blocks[row])
         slots.append(first[row] * BLOCK_SIZE + np.arange(length))
         positions.append(np.arange(length))
-    cu_seqlens = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-    batch = AttentionBatch(
-        num_seqs=len(samples),
-        num_tokens=int(cu_seqlens[-1]),
-        cu_seqlens_q=cu_seqlens,
-        seq_lens=lengths,
-        block_tables=tables,
-        cu_seqlens_q_dev=to_device(cu_seqlens.copy()),
-        seq_lens_dev=to_device(lengths.copy()),
-        block_tables_dev=to_device(tables.copy()),
-        slot_mapping=to_device(np.concatenate(slots).astype(np.int64)),
-        positions=to_device(np.concatenate(positions).astype(np.int64)),
+    cu_seqlens = np.concatenate(([0], np.cumsum(lengths)))
+    batch = AttentionBatch.upload(
+        *(to_device, cu_seqlens, lengths, tables),
+        *(np.concatenate(slots), np.concatenate(positions)),
     )
 
     def cache(spec: AttentionSpec) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ A driver claims the largest unit it implements and the core calls only that one:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -17,6 +18,8 @@ import numpy as np
 from .kv_formats import kv_format
 
 if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
     from fastdeploy_core.tensor import Tensor
 
     from .device import DeviceBackend
@@ -117,6 +120,36 @@ class AttentionBatch:
     tokens_per_row: int = 0  # above 0: every row feeds as many, and there are no tokens of no row
     is_exact: bool = True  # False: see above
     is_padded: bool = False
+
+    @classmethod
+    def upload(
+        cls,
+        to_device: Callable[[np.ndarray], Tensor],
+        cu_seqlens_q: ArrayLike,
+        seq_lens: ArrayLike,
+        block_tables: ArrayLike,
+        slots: ArrayLike,
+        positions: ArrayLike,
+        tokens_per_row: int = 0,
+    ) -> AttentionBatch:
+        """An exact step from the host's numbers. The device gets copies, so that either side may change
+        its own."""
+        starts, lengths, tables = (
+            np.array(x, np.int32) for x in (cu_seqlens_q, seq_lens, block_tables)
+        )
+        return cls(
+            num_seqs=len(lengths),
+            num_tokens=int(starts[-1]),
+            cu_seqlens_q=starts,
+            seq_lens=lengths,
+            block_tables=tables,
+            cu_seqlens_q_dev=to_device(starts.copy()),
+            seq_lens_dev=to_device(lengths.copy()),
+            block_tables_dev=to_device(tables.copy()),
+            slot_mapping=to_device(np.array(slots, np.int64)),
+            positions=to_device(np.array(positions, np.int64)),
+            tokens_per_row=tokens_per_row,
+        )
 
 
 # What prepare() returns is the driver's own business.

@@ -63,7 +63,7 @@ class SharedMemoryCommunicator:
             raise ConfigError(f"rank {rank} is outside a group of {world_size}")
         if world_size == 1:
             return
-        _check_private(folder)
+        check_private(folder, "join a group")
         try:
             self._connect(folder, time.monotonic() + connect_timeout_s)
         except BaseException:
@@ -268,14 +268,16 @@ class SharedMemoryCommunicator:
         return files[0]
 
 
-def _check_private(folder: Path) -> None:
+def check_private(folder: Path, purpose: str) -> None:
+    """ConfigError unless only this user can enter the folder: sockets in it are not authenticated."""
     try:
         status = folder.stat()
     except OSError as error:
-        raise ConfigError(f"cannot join a group in {folder}: {error.strerror}") from error
+        raise ConfigError(f"cannot {purpose} in {folder}: {error.strerror}") from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ConfigError(
-            f"cannot join a group in {folder}: it must be a folder of this user with mode 0700"
+            f"cannot {purpose} in {folder}: it must be a folder of this user with mode 0700, and has "
+            f"{stat.S_IMODE(status.st_mode):04o}; run chmod 700"
         )
 
 

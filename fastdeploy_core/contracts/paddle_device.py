@@ -12,7 +12,6 @@ Importing this imports no tensor library.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import shlex
@@ -27,27 +26,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from fastdeploy_core import envs
 from fastdeploy_core.errors import CapabilityError, ConfigError, PluginLoadError
 
-from .base import CONTRACT, Accept, Candidate, Decline
-from .device import (
-    CapturedGraph,
-    Communicator,
-    DeviceEvent,
-    DeviceLimits,
-    DeviceOptions,
-    DeviceQuestion,
-    MemoryInfo,
-)
+from .accelerator import GIB, SCORE, Accelerator, AcceleratorFacts, installed_version
+from .base import Accept, Candidate, Decline
+from .device import CapturedGraph, Communicator, DeviceOptions, DeviceQuestion
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor, TensorLibrary
 
     from .torch_device import TorchFacts
 
-GIB = 1024**3
-SCORE = 100  # a chip that is here beats the reference
 # What PaddlePaddle's exceptions say; they are plain OSErrors, of which the code tells the kind.
 _CODE = "customdevice error, the error code is : "
 _OOM_TEXTS = (f"{_CODE}2", "resourceexhausted", "out of memory")
@@ -55,13 +44,11 @@ _LOST_TEXTS = (f"{_CODE}4",)
 _TOOL_LIMIT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class PaddleFacts:
-    """Everything that differs from chip to chip. Strings name PaddlePaddle's and the vendor's things."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddleFacts(AcceleratorFacts):
+    """Strings name PaddlePaddle's and the vendor's things; type_name is of a custom device. Of visible_env
+    the first variable that is set wins."""
 
-    name: str  # of the driver and its entry points
-    type_name: str  # of a custom device, as in set_device("<type_name>:0")
-    limits: DeviceLimits
     # A place built into the vendor's PaddlePaddle: paddle's function that says so, its type name, and
     # its module of paddle.device.
     builtin_check: str = ""
@@ -70,18 +57,13 @@ class PaddleFacts:
     packages: tuple[str, ...] = ()  # distributions that bring the runtime
     # (paddlepaddle, first of `packages`): pairs of versions known to belong together.
     tested_versions: tuple[tuple[str, str], ...] = ()
-    visible_env: tuple[
-        str, ...
-    ] = ()  # variables that choose among the host's chips, first set wins
     groups: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()  # (ranks, chips that may join)
-    environment: tuple[tuple[str, str], ...] = ()  # set before PaddlePaddle is imported, unless set
     collective_environment: tuple[tuple[str, str], ...] = ()
     # A command whose output parse_memory() understands; {index} is the chip's number on the host.
     memory_command: str = ""
     # The operator's variable for the size of the KV pool in GiB, where free memory cannot be known.
     kv_memory_env: str = ""
     kv_memory_gib: float = 0.0  # without that variable
-    install: str = ""  # what to run when the runtime is missing
     exercised_on: str = (
         "stand-in"  # real chip | simulated device | stand-in; for the support matrix
     )
@@ -115,7 +97,7 @@ def _probe(facts: PaddleFacts, question: DeviceQuestion) -> Candidate:
         return Candidate(facts.name, Decline(reason))
     from fastdeploy_core.tensor import paddle_place
 
-    _prepare_environment(facts)
+    facts.prepare_environment()
     type_name, module = _door(facts)
     if not type_name:
         return Candidate(facts.name, Decline(_unregistered(facts)))
@@ -131,7 +113,7 @@ def _why_not(facts: PaddleFacts, question: DeviceQuestion) -> str:
         return f"it runs on paddle, asked for {question.tensor_library!r}"
     if importlib.util.find_spec("paddle") is None:
         return f"PaddlePaddle is not installed; run: {facts.install or 'pip install paddlepaddle'}"
-    packaged = any(_installed(name) for name in facts.packages)
+    packaged = any(installed_version(name) for name in facts.packages)
     if not packaged and not _runtime_libraries():
         return f"no runtime of it is installed; run: {facts.install}"
     return ""
@@ -146,14 +128,6 @@ def _runtime_libraries() -> list[Path]:
 
 def _site_folders() -> list[str]:
     return [*site.getsitepackages(), site.getusersitepackages()]
-
-
-def _installed(distribution: str) -> str:
-    """Its version; empty when it is not installed."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _door(facts: PaddleFacts) -> tuple[str, str]:
@@ -177,15 +151,12 @@ def _unregistered(facts: PaddleFacts) -> str:
     )
 
 
-def _prepare_environment(facts: PaddleFacts) -> None:
-    for name, value in facts.environment:
-        os.environ.setdefault(name, value)
-
-
 def versions(facts: PaddleFacts) -> str:
     """The installed pair, compared with the tested ones."""
-    library = next((v for n in ("paddlepaddle", *facts.packages) if (v := _installed(n))), "none")
-    runtime = _installed(facts.packages[0]) if facts.packages else ""
+    library = next(
+        (v for n in ("paddlepaddle", *facts.packages) if (v := installed_version(n))), "none"
+    )
+    runtime = installed_version(facts.packages[0]) if facts.packages else ""
     pair = f"PaddlePaddle {library} with {facts.packages[0] if runtime else 'runtime'} {runtime}"
     if (library, runtime) in facts.tested_versions:
         return f"{pair.strip()}: a known pair"
@@ -193,13 +164,10 @@ def versions(facts: PaddleFacts) -> str:
     return f"{pair.strip()}: not a known pair (known: {known})"
 
 
-class PaddleDevice:
+class PaddleDevice(Accelerator):
     """One chip as one process sees it. Subclasses set `name` and `facts`, and override what differs."""
 
-    name: str = ""
-    contract = CONTRACT
-    worker = ""
-    facts: ClassVar[PaddleFacts]
+    facts: PaddleFacts
     on_torch: ClassVar[TorchFacts | None] = None  # the vendor's torch as another door
 
     def __new__(cls, options: DeviceOptions) -> Any:
@@ -216,7 +184,7 @@ class PaddleDevice:
                 f"device {self.name!r} runs on paddle; asked for {options.tensor_library!r}; "
                 "drop --tensor-library"
             )
-        _prepare_environment(self.facts)
+        self.facts.prepare_environment()
         from fastdeploy_core.tensor import paddle_place
 
         self.xp: TensorLibrary = paddle_place.PADDLE
@@ -226,12 +194,7 @@ class PaddleDevice:
             raise PluginLoadError(
                 f"device {self.name!r} cannot be opened: {_unregistered(self.facts)}"
             )
-        chips = paddle_place.count(type_name, self._module)
-        if options.index >= chips:
-            raise ConfigError(
-                f"device {self.name!r} has no chip {options.index}: {chips} visible"
-                f"{self._visibility()}; lower --tensor-parallel-size or show it more"
-            )
+        self._check_index(options.index, paddle_place.count(type_name, self._module))
         self._place = paddle_place.Place(type_name, options.index, self._module)
         self.device = self._place.device
         self.limits = self.facts.limits
@@ -241,19 +204,6 @@ class PaddleDevice:
             self.xp.set_num_threads(options.num_threads)
 
     # -- memory -----------------------------------------------------------------------------------
-
-    def memory(self) -> MemoryInfo:
-        """From the driver, the vendor's tool or the operator's setting, in that order."""
-        known = self._place.driver_memory() or self._ask_tool()
-        if known is None:
-            total = int(envs.FD_DEVICE_MEMORY_GIB * GIB)
-            if not total:
-                raise ConfigError(
-                    f"nobody can say how much memory a {self.name} chip has: "
-                    f"{self._tool_problem()}; set FD_DEVICE_MEMORY_GIB"
-                )
-            known = (max(0, total - self._place.reserved_bytes()), total)
-        return MemoryInfo(total_bytes=known[1], free_bytes=known[0])
 
     def _kv_memory_bytes(self) -> int:
         """What the operator, or the plugin, sets aside for the KV pool by hand; 0: it is measured."""
@@ -287,10 +237,6 @@ class PaddleDevice:
         tool = self.facts.memory_command.partition(" ")[0]
         return f"{tool} is missing or says nothing" if tool else "PaddlePaddle does not tell"
 
-    def to_device(self, array: np.ndarray) -> Tensor:
-        """A tensor of the array's values."""
-        return self._place.upload(array)
-
     def to_host(self, x: Tensor) -> np.ndarray:
         """The values; other threads run while this one waits."""
         return self.xp.to_numpy(x)
@@ -309,11 +255,6 @@ class PaddleDevice:
 
     # -- order ------------------------------------------------------------------------------------
 
-    def record_event(self) -> DeviceEvent:
-        """An event behind everything queued so far."""
-        event: DeviceEvent = self._place.event()
-        return event
-
     def capture(
         self, run: Callable[[], None], beside: CapturedGraph | None = None
     ) -> CapturedGraph:
@@ -324,7 +265,8 @@ class PaddleDevice:
                 "run steps directly"
             )
         shared: Any = beside
-        return self._place.capture(run, shared)
+        graph: CapturedGraph = self._place.capture(run, shared)
+        return graph
 
     # -- several chips ----------------------------------------------------------------------------
 
@@ -339,11 +281,7 @@ class PaddleDevice:
 
     def communicator(self, rank: int, world_size: int, address: str) -> Communicator:
         """Join the group of this host's ranks, on chips that are wired together."""
-        if world_size > self.limits.max_tensor_parallel_size:
-            raise CapabilityError(
-                f"device {self.name!r} joins at most {self.limits.max_tensor_parallel_size} ranks; "
-                f"asked for {world_size}"
-            )
+        self._check_world(world_size)
         possible = dict(self.facts.groups).get(world_size)
         used = tuple(self.chips()[:world_size])
         if possible and tuple(sorted(used)) not in possible:
@@ -362,10 +300,6 @@ class PaddleDevice:
             self._place, rank, world_size, address, environment
         )
         return group
-
-    def _visibility(self) -> str:
-        shown = [f"{n}={os.environ[n]}" for n in self.facts.visible_env if n in os.environ]
-        return f" ({', '.join(shown)})" if shown else ""
 
     # -- trouble ----------------------------------------------------------------------------------
 
@@ -390,7 +324,3 @@ class PaddleDevice:
     def missing_kernel(self, error: BaseException) -> str:
         """Which kernel was missing; empty for any other error."""
         return self._paddle.missing_kernel(error)
-
-    def close(self) -> None:
-        """Give graphs back."""
-        self._place.close()

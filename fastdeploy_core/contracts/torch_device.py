@@ -12,52 +12,34 @@ Importing this imports no tensor library.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastdeploy_core import envs
-from fastdeploy_core.errors import CapabilityError, ConfigError, PluginLoadError
+from fastdeploy_core.errors import CapabilityError, PluginLoadError
 
-from .base import CONTRACT, Accept, Candidate, Decline
-from .device import (
-    CapturedGraph,
-    Communicator,
-    DeviceEvent,
-    DeviceLimits,
-    DeviceOptions,
-    DeviceQuestion,
-    MemoryInfo,
-)
+from .accelerator import SCORE, Accelerator, AcceleratorFacts, installed_version
+from .base import Accept, Candidate, Decline
+from .device import CapturedGraph, Communicator, DeviceOptions, DeviceQuestion
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor, TensorLibrary
 
-GIB = 1024**3
-SCORE = 100  # a chip that is here beats the reference
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchFacts(AcceleratorFacts):
+    """Strings name torch's and the vendor's things. limits.graph_capture is not used: no graphs through
+    torch."""
 
-@dataclass(frozen=True, slots=True)
-class TorchFacts:
-    """Everything that differs from chip to chip. Strings name torch's and the vendor's things."""
-
-    name: str  # of the driver and its entry points
-    type_name: str  # of torch's device, as in torch.device("<type_name>:0")
-    limits: DeviceLimits  # graph_capture is not used: no graphs through torch
     collectives: str  # backend of torch.distributed
     # How the vendor's torch is told from any other: a module that has to be imported for the device
     # type, part of the version that the distribution `torch` has, or both.
     module: str = ""
     version_mark: str = ""
-    visible_env: tuple[str, ...] = ()  # variables that choose among the host's chips; for messages
-    environment: tuple[tuple[str, str], ...] = ()  # set before torch is imported, unless set
     pinned_memory: bool = False  # torch.zeros(..., pin_memory=True) gives page-locked memory for it
-    install: str = ""  # what is missing when the vendor's torch is
 
 
 def probe(facts: TorchFacts, question: DeviceQuestion) -> Candidate:
@@ -65,7 +47,7 @@ def probe(facts: TorchFacts, question: DeviceQuestion) -> Candidate:
     reason = _why_not(facts, question.tensor_library)
     if reason:
         return Candidate(facts.name, Decline(reason))
-    _prepare_environment(facts)
+    facts.prepare_environment()
     from fastdeploy_core.tensor import torch_place
 
     chips = torch_place.count(facts.type_name, facts.module)
@@ -80,7 +62,7 @@ def probe(facts: TorchFacts, question: DeviceQuestion) -> Candidate:
 def _why_not(facts: TorchFacts, tensor_library: str) -> str:
     if tensor_library not in ("", "torch"):
         return f"it runs on torch, asked for {tensor_library!r}"
-    version = _torch_version()
+    version = installed_version("torch")
     if not version:
         return f"torch is not installed; install {facts.install}"
     if facts.version_mark not in version:
@@ -93,31 +75,15 @@ def _why_not(facts: TorchFacts, tensor_library: str) -> str:
     return ""
 
 
-def _torch_version() -> str:
-    """Of the distribution, without importing it; empty when it is not installed."""
-    try:
-        return importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def _prepare_environment(facts: TorchFacts) -> None:
-    for name, value in facts.environment:
-        os.environ.setdefault(name, value)
-
-
 def versions(facts: TorchFacts) -> str:
     """For the start-up table."""
     module = f" with {facts.module}" if facts.module else ""
-    return f"torch {_torch_version()}{module}, collectives {facts.collectives}"
+    return f"torch {installed_version('torch')}{module}, collectives {facts.collectives}"
 
 
-class TorchAcceleratorDevice:
+class TorchAcceleratorDevice(Accelerator):
     """One chip as one process sees it. Subclasses set `name` and `facts`, and override what differs."""
 
-    name: str = ""
-    contract = CONTRACT
-    worker = ""
     facts: TorchFacts
 
     def __init__(self, options: DeviceOptions, facts: TorchFacts | None = None) -> None:
@@ -125,19 +91,12 @@ class TorchAcceleratorDevice:
             self.name, self.facts = facts.name, facts
         if reason := _why_not(self.facts, options.tensor_library):
             raise PluginLoadError(f"device {self.name!r} cannot be opened on torch: {reason}")
-        _prepare_environment(self.facts)
+        self.facts.prepare_environment()
         from fastdeploy_core.tensor import torch_place
 
         self.xp: TensorLibrary = torch_place.TORCH
         self._torch = torch_place
-        chips = torch_place.count(self.facts.type_name, self.facts.module)
-        if options.index >= chips:
-            shown = [f"{n}={os.environ[n]}" for n in self.facts.visible_env if n in os.environ]
-            raise ConfigError(
-                f"device {self.name!r} has no chip {options.index}: {chips} visible to torch"
-                f"{' (' + ', '.join(shown) + ')' if shown else ''}; lower --tensor-parallel-size or "
-                "show it more"
-            )
+        self._check_index(options.index, torch_place.count(self.facts.type_name, self.facts.module))
         self._place = torch_place.Place(
             self.facts.type_name, options.index, self.facts.pinned_memory
         )
@@ -146,25 +105,6 @@ class TorchAcceleratorDevice:
         if options.num_threads:
             self.xp.set_num_threads(options.num_threads)
 
-    # -- memory -----------------------------------------------------------------------------------
-
-    def memory(self) -> MemoryInfo:
-        """From the driver or the operator's setting, in that order."""
-        known = self._place.driver_memory()
-        if known is None:
-            total = int(envs.FD_DEVICE_MEMORY_GIB * GIB)
-            if not total:
-                raise ConfigError(
-                    f"nobody can say how much memory a {self.name} chip has: torch.{self._place.type_name}"
-                    " does not tell; set FD_DEVICE_MEMORY_GIB"
-                )
-            known = (max(0, total - self._place.reserved_bytes()), total)
-        return MemoryInfo(total_bytes=known[1], free_bytes=known[0])
-
-    def to_device(self, array: np.ndarray) -> Tensor:
-        """A tensor of the array's values."""
-        return self._place.upload(array)
-
     def to_host(self, x: Tensor) -> np.ndarray:
         """The values; other threads run while this one waits."""
         self._place.bind()
@@ -172,7 +112,8 @@ class TorchAcceleratorDevice:
 
     def host_buffer(self, num_bytes: int) -> np.ndarray:
         """Page-locked, where the facts say that there is such memory."""
-        return self._place.host_buffer(num_bytes)
+        buffer: np.ndarray = self._place.host_buffer(num_bytes)
+        return buffer
 
     def upload(self, source: np.ndarray, target: Tensor) -> None:
         """Queued on the current stream."""
@@ -181,13 +122,6 @@ class TorchAcceleratorDevice:
     def download(self, source: Tensor, target: np.ndarray) -> None:
         """Queued on the current stream."""
         self._place.copy_out(source, target)
-
-    # -- order ------------------------------------------------------------------------------------
-
-    def record_event(self) -> DeviceEvent:
-        """An event behind everything queued so far."""
-        event: DeviceEvent = self._place.event()
-        return event
 
     def capture(
         self, run: Callable[[], None], beside: CapturedGraph | None = None
@@ -200,17 +134,11 @@ class TorchAcceleratorDevice:
 
     def communicator(self, rank: int, world_size: int, address: str) -> Communicator:
         """Join the group of this host's ranks through the vendor's backend of torch.distributed."""
-        if world_size > self.limits.max_tensor_parallel_size:
-            raise CapabilityError(
-                f"device {self.name!r} joins at most {self.limits.max_tensor_parallel_size} ranks; "
-                f"asked for {world_size}"
-            )
+        self._check_world(world_size)
         group: Communicator = self._torch.Collectives(
             self._place, self.facts.collectives, rank, world_size, address
         )
         return group
-
-    # -- trouble ----------------------------------------------------------------------------------
 
     def is_oom(self, error: BaseException) -> bool:
         """torch's own class of errors, or a runtime's words."""
@@ -225,7 +153,3 @@ class TorchAcceleratorDevice:
     def report(self) -> list[str]:
         """For the start-up table."""
         return [versions(self.facts)]
-
-    def close(self) -> None:
-        """Memory that is cached goes back to the driver; tensors still referred to stay."""
-        self._place.close()

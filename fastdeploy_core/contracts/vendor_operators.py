@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from .attention import AttentionQuestion
     from .moe import MoEQuestion
+    from .quant_formats import PackedWeight
 
 SCORE = 150  # tuned for its device
 
@@ -114,33 +115,50 @@ def answer_moe(
     return Candidate(driver, Decline(reason) if reason else Accept(SCORE, "the vendor's operators"))
 
 
-EXPERT_OPERATORS = ("moe_expert_dispatch", "moe_expert_ffn", "moe_expert_reduce")
+class Int8Experts:
+    """Cell `moe_experts_wint8` of vendors whose operators sort tokens by expert, multiply and add up:
+    int8 weights [experts, outputs, inputs] with a scale per output. `ffn_arguments` orders what this
+    vendor's product wants behind (rows, rows of each expert): (weights, scales) -> arguments."""
 
+    ALGORITHM = "weight_only_int8"
 
-def sorted_experts(
-    operators: VendorOperators,
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    num_experts: int,
-    algorithm: str,
-    compute: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
-    """Experts by operators that sort tokens, multiply and add up. These choose experts themselves, so
-    they are given scores that leave no choice. compute: (sorted rows, rows of each expert) -> rows."""
-    xp = namespace(x)
-    scores = xp.zeros([x.shape[0], num_experts], dtype=xp.float32, device=x.device)
-    scores = xp.scatter(scores, 1, topk_ids, topk_weights)
-    rows, counts, places, weights, ids, _ = operators["moe_expert_dispatch"](
-        *(x, scores, None, None, topk_ids.shape[1], False, algorithm),
-        topk_only_mode=True,
-    )
-    y: Tensor = operators["moe_expert_reduce"](
-        *(compute(rows, counts), weights, places, ids, None),
-        norm_topk_prob=False,
-        routed_scaling_factor=1.0,
-    )
-    return y
+    def __init__(
+        self,
+        operators: VendorOperators,
+        ffn_arguments: Callable[[list[Tensor], list[Tensor]], tuple[Any, ...]],
+    ) -> None:
+        self._operators, self._ffn_arguments = operators, ffn_arguments
+
+    def applies(self, facts: Mapping[str, Any]) -> bool:
+        """The cell's predicate."""
+        names = ("moe_expert_dispatch", "moe_expert_ffn", "moe_expert_reduce")
+        return facts.get("dtype") in ("bfloat16", "float16") and self._operators.has(*names)
+
+    def __call__(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        gate_up: PackedWeight,
+        down: PackedWeight,
+    ) -> Tensor:
+        """As the reference. The operators choose experts themselves, so they are given scores that
+        leave no choice."""
+        xp, operators = namespace(x), self._operators
+        shape = [x.shape[0], gate_up.num_experts]
+        scores = xp.zeros(shape, dtype=xp.float32, device=x.device)
+        scores = xp.scatter(scores, 1, topk_ids, topk_weights)
+        rows, counts, places, weights, ids, _ = operators["moe_expert_dispatch"](
+            *(x, scores, None, None, topk_ids.shape[1], False, self.ALGORITHM),
+            topk_only_mode=True,
+        )
+        matrices = [w.tensors["weight"] for w in (gate_up, down)]
+        scales = [w.tensors["scale"].squeeze(-1).to(x.dtype) for w in (gate_up, down)]
+        rows = operators["moe_expert_ffn"](rows, counts, *self._ffn_arguments(matrices, scales))
+        y: Tensor = operators["moe_expert_reduce"](
+            *(rows, weights, places, ids, None), norm_topk_prob=False, routed_scaling_factor=1.0
+        )
+        return y
 
 
 def _import(name: str) -> Any:

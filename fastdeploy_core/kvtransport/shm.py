@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import stat
 import tempfile
 import threading
 from collections import deque
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from fastdeploy_core.contracts.base import CONTRACT
+from fastdeploy_core.contracts.host_communicator import check_private
 from fastdeploy_core.contracts.kv_transport import (
     CancelResult,
     Region,
@@ -72,7 +72,7 @@ class SharedMemoryTransport:
         self._folder = Path(options.folder or tempfile.mkdtemp(prefix="fastdeploy-kv-"))
         self._closed = False
         try:
-            _check_folder(self._folder)
+            check_private(self._folder, "open the transport")
             self._address = self._folder / f"kv-{self.epoch:016x}.sock"
             self._pump = Pump(self, str(self._address))
         except BaseException:
@@ -310,15 +310,3 @@ class SharedMemoryTransport:
         if self._made_folder:
             with contextlib.suppress(OSError):
                 self._folder.rmdir()
-
-
-def _check_folder(folder: Path) -> None:
-    try:
-        facts = folder.stat()
-    except OSError as error:
-        raise ConfigError(f"the transport's folder cannot be used: {error}") from None
-    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
-        raise ConfigError(
-            f"the transport's folder {folder} must be a directory of this user with mode 0700; "
-            f"it has mode {stat.S_IMODE(facts.st_mode):04o}: run chmod 700"
-        )

@@ -63,21 +63,10 @@ class AttentionCase:
                 positions.append(at)
                 slots.append(block * self.block_size + at % self.block_size)
         put, xp = self.device.to_device, self.device.xp
-        starts = np.cumsum([0, *(count for _, count in rows)]).astype("int32")
-        lengths = np.array([self.lengths[seq] for seq, _ in rows], "int32")
+        starts = np.cumsum([0, *(count for _, count in rows)])
+        lengths = [self.lengths[seq] for seq, _ in rows]
         tables = self.tables[[seq for seq, _ in rows]]
-        batch = AttentionBatch(
-            num_seqs=len(rows),
-            num_tokens=len(positions),
-            cu_seqlens_q=starts,
-            seq_lens=lengths,
-            block_tables=tables,
-            cu_seqlens_q_dev=put(starts.copy()),
-            seq_lens_dev=put(lengths.copy()),
-            block_tables_dev=put(tables.copy()),
-            slot_mapping=put(np.array(slots, "int64")),
-            positions=put(np.array(positions, "int64")),
-        )
+        batch = AttentionBatch.upload(put, starts, lengths, tables, slots, positions)
         q, k, v = (self._put(np.concatenate(part)) for part in parts)
         with xp.no_grad():
             out = driver.forward(q, k, v, cache, driver.prepare(batch), put(self.rotary.copy()))

@@ -50,22 +50,11 @@ def padded(device: Any, exact: AttentionBatch) -> tuple[AttentionBatch, np.ndarr
     where = np.concatenate([r * tokens + np.arange(n) for r, n in enumerate(counts)])
     slots = np.full(rows * tokens, -1, dtype=np.int64)
     slots[where] = device.to_host(exact.slot_mapping)
-    offsets = (np.arange(rows + 1) * tokens).astype(np.int32)
-    put = device.to_device
-    return AttentionBatch(
-        num_seqs=rows,
-        num_tokens=rows * tokens,
-        cu_seqlens_q=offsets,
-        seq_lens=lengths,
-        block_tables=tables,
-        cu_seqlens_q_dev=put(offsets),
-        seq_lens_dev=put(lengths),
-        block_tables_dev=put(tables),
-        slot_mapping=put(slots),
-        positions=put(np.zeros(rows * tokens, dtype=np.int64)),
-        tokens_per_row=tokens,
-        is_padded=True,
-    ), where
+    offsets, positions = np.arange(rows + 1) * tokens, np.zeros(rows * tokens)
+    batch = AttentionBatch.upload(
+        device.to_device, offsets, lengths, tables, slots, positions, tokens_per_row=tokens
+    )
+    return replace(batch, is_padded=True), where
 
 
 @pytest.mark.parametrize("step", STEPS)

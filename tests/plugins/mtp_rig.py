@@ -327,18 +327,6 @@ class Bench:
         for row, name in enumerate(names):
             blocks = self.sequences[name].blocks[: tables.shape[1]]
             tables[row, : len(blocks)] = blocks
-        cu_seqlens = np.cumsum([0, *counts]).astype(np.int32)
-        seq_lens = np.array(lengths, np.int32)
-        to_device = self.device.to_device
-        return AttentionBatch(
-            num_seqs=len(names),
-            num_tokens=int(cu_seqlens[-1]),
-            cu_seqlens_q=cu_seqlens,
-            seq_lens=seq_lens,
-            block_tables=tables,
-            cu_seqlens_q_dev=to_device(cu_seqlens.copy()),
-            seq_lens_dev=to_device(seq_lens.copy()),
-            block_tables_dev=to_device(tables.copy()),
-            slot_mapping=self._tensor(slots),
-            positions=self._tensor(positions),
-        )
+        cu_seqlens = np.cumsum([0, *counts])
+        put = self.device.to_device
+        return AttentionBatch.upload(put, cu_seqlens, lengths, tables, slots, positions)

@@ -60,8 +60,9 @@ def test_doctor_says_of_each_what_there_is() -> None:
     done = fastdeploy("plugins", "doctor", "--json")
     checks = json.loads(done.stdout)["checks"]
     failed = [c for c in checks if c["verdict"] == "FAIL"]
-    # fd-cuda looks for its driver itself, and there is none.
-    assert {(c["origin"].split()[0], c["kind"]) for c in failed} == {("fd-cuda", "hooks")}, failed
+    # fd-cuda looks for its driver itself, and there is none; without Triton, its kernels fail, too.
+    assert {c["origin"].split()[0] for c in failed} == {"fd-cuda"}, failed
+    assert "hooks" in {c["kind"] for c in failed}
     checks = [c for c in checks if c not in failed]
     ours = [c for c in checks if c["origin"].split()[0] in {f"fd-{d}" for d in INSTALLED}]
     assert len([c for c in ours if c["kind"] == "device"]) == len(INSTALLED)
@@ -103,9 +104,8 @@ def test_a_broken_one_breaks_nothing(tmp_path: Path) -> None:
     assert names >= set(INSTALLED) - {"gcu"}
     doctor = fastdeploy("plugins", "doctor", "--json", PYTHONPATH=path)
     failed = [c for c in json.loads(doctor.stdout)["checks"] if c["verdict"] == "FAIL"]
-    failed = [c for c in failed if "driver" not in c["hint"]]  # see above
-    assert failed and {c["origin"].split()[0] for c in failed} == {"fd-gcu"}
-    assert any("runtime installed" in c["hint"] for c in failed)
+    assert {c["origin"].split()[0] for c in failed} == {"fd-gcu", "fd-cuda"}  # fd-cuda: see above
+    assert any("fd-gcu" in c["origin"] and "runtime installed" in c["hint"] for c in failed)
 
 
 def load_page() -> Any:

@@ -142,8 +142,8 @@ class World:
         tables = np.zeros((len(self.rows), width), "int32")
         for index, row in enumerate(self.rows):
             tables[index, : len(row.blocks)] = row.blocks
-        starts = np.cumsum([0, *(r.num_new for r in self.rows)]).astype("int32")
-        lengths = np.array([len(r.k) for r in self.rows], "int32")
+        starts = np.cumsum([0, *(r.num_new for r in self.rows)])
+        lengths = [len(r.k) for r in self.rows]
         positions = [t for r in self.rows for t in range(len(r.k) - r.num_new, len(r.k))]
         slots = [
             r.blocks[t // self.block_size] * self.block_size + t % self.block_size
@@ -151,18 +151,7 @@ class World:
             for t in range(len(r.k) - r.num_new, len(r.k))
         ]
         put = self.device.to_device
-        return AttentionBatch(
-            num_seqs=len(self.rows),
-            num_tokens=self.num_tokens,
-            cu_seqlens_q=starts,
-            seq_lens=lengths,
-            block_tables=tables,
-            cu_seqlens_q_dev=put(starts.copy()),
-            seq_lens_dev=put(lengths.copy()),
-            block_tables_dev=put(tables.copy()),
-            slot_mapping=put(np.array(slots, "int64")),
-            positions=put(np.array(positions, "int64")),
-        )
+        return AttentionBatch.upload(put, starts, lengths, tables, slots, positions)
 
     def check_canaries(self) -> None:
         """Nothing in the cache has changed: neither canaries nor what was written before."""

@@ -1,25 +1,24 @@
 """The vendor's fused experts are called with what they want; recorded by a stand-in in numpy."""
 
-import numpy as np
 import pytest
 from fd_gaudi.device import GaudiDevice
 from fd_gaudi.moe import GaudiMoE
 from fd_gaudi.operators import OPERATORS, answer_moe
-from fd_simdevice.stand_in import StandIn, check, like, read, standing_in
+from fd_simdevice.expert_cases import (
+    EXPERTS,
+    HIDDEN,
+    TOP_K,
+    WIDTH,
+    check_gate_answers,
+    check_gate_driver,
+    gate_spec,
+)
+from fd_simdevice.stand_in import StandIn, check, like, read
 
-from fastdeploy_core.contracts.base import Accept, Decline
 from fastdeploy_core.contracts.device import DeviceOptions
-from fastdeploy_core.contracts.moe import MoEQuestion, MoESpec, RoutingSpec
-from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.testing import oracle
 
 pytestmark = pytest.mark.usefixtures("simulated")
-EXPERTS, TOP_K, HIDDEN, WIDTH = 4, 2, 8, 12
-
-
-def spec(**routing):
-    routing = RoutingSpec(EXPERTS, TOP_K, has_correction_bias=True, **routing)
-    return MoESpec(routing, HIDDEN, WIDTH, "bfloat16")
 
 
 class Operators(StandIn):
@@ -37,46 +36,16 @@ class Operators(StandIn):
         check(down, "bfloat16", EXPERTS, WIDTH, HIDDEN)
         assert norm_topk_prob and not permuted_weights and activation == "silu" and chunk_size == 64
         assert (experts_min, experts_max, top_k) == (0, EXPERTS - 1, TOP_K)
-        ids, weights = oracle.moe_routing(read(x) @ read(router), read(bias), spec().routing)
+        ids, weights = oracle.moe_routing(read(x) @ read(router), read(bias), gate_spec().routing)
         matrices = [read(w).transpose(0, 2, 1) for w in (gate_up, down)]
         return like(x, oracle.moe_experts(read(x), ids, weights, *matrices))
 
 
 def test_experts_with_their_router_equal_the_oracle():
-    device, rng = GaudiDevice(DeviceOptions()), np.random.default_rng(0)
-
-    def tensor(*shape, dtype="bfloat16"):
-        array = rng.standard_normal(shape).astype("float32")
-        return device.to_device(array).to(device.xp.dtype(dtype))
-
-    x, gate_up, down = tensor(5, HIDDEN), tensor(4, 2 * WIDTH, HIDDEN), tensor(4, HIDDEN, WIDTH)
-    router, bias = tensor(EXPERTS, HIDDEN, dtype="float32"), tensor(EXPERTS, dtype="float32")
-    with device.xp.no_grad(), standing_in(OPERATORS, Operators()) as operators:
-        driver = GaudiMoE(spec(), device, build_kernel_table("gaudi"))
-        weights = driver.prepare_weights(gate_up, down)
-        got = driver.forward_gate(x, weights, router, bias)
-    logits = read(x) @ read(router).T
-    ids, chosen = oracle.moe_routing(logits, read(bias), spec().routing)
-    expected = oracle.moe_experts(read(x), ids, chosen, read(gate_up), read(down))
-    assert np.allclose(read(got), expected, rtol=0.05, atol=0.05 * np.abs(expected).max())
-    assert operators.calls == {"experts": 1}
+    device = GaudiDevice(DeviceOptions())
+    check_gate_driver(device, GaudiMoE, OPERATORS, Operators())
     device.close()
 
 
 def test_driver_answers_with_its_reason():
-    def ask(device="gaudi", quantization="", **routing):
-        question = MoEQuestion(device, "paddle", spec(**routing), quantization)
-        return answer_moe(question).verdict
-
-    missing = ask()
-    assert isinstance(missing, Decline) and "not installed" in missing.reason
-    with standing_in(OPERATORS, Operators()):
-        assert isinstance(ask(), Accept)
-        for changed in (
-            {"device": "cpu"},
-            {"quantization": "wint8"},
-            {"scoring": "sigmoid"},
-            {"num_groups": 2},
-            {"renormalize": False},
-        ):
-            assert isinstance(ask(**changed), Decline), changed
+    check_gate_answers(answer_moe, "gaudi", OPERATORS, Operators())

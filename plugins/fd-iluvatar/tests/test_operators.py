@@ -7,6 +7,7 @@ import pytest
 from fd_iluvatar.attention import BLOCK_SIZE, IluvatarAttention
 from fd_iluvatar.device import IluvatarDevice
 from fd_iluvatar.operators import OPERATORS
+from fd_simdevice.expert_cases import check_int8_cell
 from fd_simdevice.stand_in import (
     SortedExperts,
     StandIn,
@@ -21,10 +22,8 @@ from fd_simdevice.stand_in import (
 
 from fastdeploy_core.contracts.attention import AttentionSpec
 from fastdeploy_core.contracts.device import DeviceOptions
-from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
 from fastdeploy_core.errors import CapabilityError, ConfigError
 from fastdeploy_core.plugins.kernels import build_kernel_table
-from fastdeploy_core.testing import oracle
 from fastdeploy_core.testing.attention_case import AttentionCase
 
 pytestmark = pytest.mark.usefixtures("simulated")
@@ -182,31 +181,5 @@ class Experts(SortedExperts):
 
 def test_int8_experts_equal_the_oracle():
     device = IluvatarDevice(DeviceOptions())
-    rng = np.random.default_rng(3)
-
-    def packed(outputs, inputs):
-        numbers = rng.integers(-127, 128, (4, outputs, inputs)).astype("int8")
-        scale = (rng.random((4, outputs, 1)) * 0.01 + 0.001).astype("float32")
-        tensors = {"weight": device.to_device(numbers), "scale": device.to_device(scale)}
-        return PackedWeight(
-            FORMATS["wint8"], outputs, inputs, tensors, num_experts=4
-        ), numbers * scale
-
-    with device.xp.no_grad(), standing_in(OPERATORS, Experts()) as operators:
-        table = build_kernel_table("iluvatar", {"dtype": "bfloat16"})
-        assert table.origins()["moe_experts_wint8"] == "fd-iluvatar"
-        (gate_up, first), (down, second) = packed(24, 8), packed(8, 12)
-        x = device.to_device(rng.standard_normal((5, 8)).astype("float32")).to(device.xp.bfloat16)
-        ids = np.stack([rng.permutation(4)[:2] for _ in range(5)])
-        weights = rng.random((5, 2)).astype("float32")
-        got = table["moe_experts_wint8"](
-            x, device.to_device(ids), device.to_device(weights), gate_up, down
-        )
-        expected = oracle.moe_experts(read(x), ids, weights, first, second)
-        assert np.allclose(read(got), expected, rtol=0.05, atol=0.05 * np.abs(expected).max())
-    assert operators.calls == {"dispatch": 1, "ffn": 1, "reduce": 1}
-    assert (
-        build_kernel_table("iluvatar", {"dtype": "bfloat16"}).origins()["rms_norm"]
-        == "fastdeploy-core"
-    )
+    check_int8_cell(device, OPERATORS, Experts(), "fd-iluvatar")
     device.close()

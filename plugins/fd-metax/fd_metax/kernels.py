@@ -9,5 +9,7 @@ from fastdeploy_core.contracts.ops import Kernel
 _OPERATORS = "fd_metax.operators"
 
 TABLE = {
-    "moe_experts_wint8": Kernel(f"{_OPERATORS}:moe_experts_wint8", f"{_OPERATORS}:has_experts"),
+    "moe_experts_wint8": Kernel(
+        f"{_OPERATORS}:moe_experts_wint8", f"{_OPERATORS}:moe_experts_wint8.applies"
+    ),
 }

@@ -118,7 +118,13 @@ from fastdeploy_core.errors import CapabilityError, ConfigError, PluginLoadError
 
 class Acme(TorchAcceleratorDevice):
     name = "acme"
-    facts = TorchFacts("acme", "acme", DeviceLimits(graph_capture=True), "accl", "torch_acme")
+    facts = TorchFacts(
+        name="acme",
+        type_name="acme",
+        limits=DeviceLimits(graph_capture=True),
+        collectives="accl",
+        module="torch_acme",
+    )
 
 def refused(kind, options):
     try:
