@@ -137,6 +137,12 @@ class StepPlanner:
         if has_budget and self._grow_all(seqs, places, end):
             step.put_ahead(seqs, places, asked)
 
+    def _has_prompts(self) -> bool:
+        """Whether prompts are to be computed, and not all of them wait for somebody's end."""
+        roster = self._roster
+        has_place = len(roster.running) < self._settings.max_num_seqs
+        return bool(roster.num_waiting and has_place) or bool(roster.prefilling())
+
     def _grow_all(self, seqs: list[Sequence], places: np.ndarray, wanted: np.ndarray) -> bool:
         """Blocks for so many tokens of each sequence; none at all if there are too few for all."""
         kv = self._kv
@@ -187,6 +193,9 @@ class StepPlanner:
         columns = self._roster.columns
         drafts: np.ndarray = columns.num_drafts[places]
         columns.has_drafts = bool(drafts.any())
+        # A step with prompts is recorded where decode steps are, but only without drafts.
+        if self._settings.max_rows_ahead and self._has_prompts():
+            drafts = np.zeros_like(drafts)
         drafts = np.where(is_due, drafts, 0)
         computed, limit = columns.computed[places], columns.limit[places]
         drafts = np.minimum(drafts, np.maximum(limit - columns.known[places] - 1, 0))

@@ -115,7 +115,7 @@ class StepReader:
             return False
         slots, width = rows.slots, together.width
         values = arrays[0][: slots.size]
-        if values.min() < NOT_KEPT or np.count_nonzero(batch.owner[slots] != launched.owners):
+        if values.min() < NOT_KEPT:
             return False
         tokens, is_token = values[:, :width], values >= 0
         launched.counts = counts = np.add.reduce(is_token[:, :width], 1)
@@ -123,6 +123,9 @@ class StepReader:
         launched.fed_ahead = np.minimum(rows.num_drafts, self._num_kept[slots])
         drafts = is_token[:, width : width + launched.max_drafts]
         self._num_kept[slots] = np.add.reduce(drafts, 1)
+        stays = batch.owner[slots] == launched.owners
+        if np.count_nonzero(stays) < slots.size:
+            slots, tokens, counts = slots[stays], tokens[stays], counts[stays]
         batch.learn_several(slots, tokens, counts)
         return True
 

@@ -107,7 +107,7 @@ def test_steps_ahead_of_results_change_no_token(
     for seed in range(num_mixes):
         run_mix(bench, world, seed, seen)
     assert seen["ahead"] > seen["steps"] // 6, seen
-    assert seen["accepted"] > 2 * num_mixes and seen["refused"] > 4 * num_mixes
+    assert seen["accepted"] > 2 * num_mixes and seen["refused"] > 2 * num_mixes
     assert seen["preemptions"] and not seen["failures"]
     assert seen["prompts"] > num_mixes, "steps with prompts are recorded, too"
 
