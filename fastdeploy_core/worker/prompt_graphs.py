@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from fastdeploy_core.contracts.attention import AttentionBatch
 from fastdeploy_core.errors import ResourceError, WorkerError
 from fastdeploy_core.layers.context import ForwardContext
+
+from .step_buffers import PromptBuffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fastdeploy_core.contracts.attention import AttentionBatch
     from fastdeploy_core.contracts.device import CapturedGraph, DeviceBackend
     from fastdeploy_core.contracts.small import CausalLM
     from fastdeploy_core.tensor import Tensor
@@ -28,69 +28,6 @@ if TYPE_CHECKING:
 
 # A recording of more than FEW_TOKENS is used if at least this share of it is tokens: padding is computed.
 LEAST_SHARE, FEW_TOKENS = 0.75, 2048
-
-
-class PromptBuffers:
-    """Memory that all recorded steps read; smaller ones use its beginning."""
-
-    def __init__(
-        self, device: DeviceBackend, num_tokens: int, num_rows: int, max_blocks: int, longest: int
-    ) -> None:
-        xp = self._xp = device.xp
-        self._max_blocks, self._longest, self.num_rows = max_blocks, longest, num_rows
-
-        def zeros(*shape: int, dtype: object = xp.int64) -> Tensor:
-            return xp.zeros(shape, dtype=dtype, device=device.device)
-
-        self.input_ids, self.positions = zeros(num_tokens), zeros(num_tokens)
-        self.slot_mapping = zeros(num_tokens) - 1
-        self.starts = zeros(num_rows + 1, dtype=xp.int32)
-        self.seq_lens = zeros(num_rows, dtype=xp.int32)
-        self.tables = zeros(num_rows, max_blocks, dtype=xp.int32)
-
-    def clear(self) -> None:
-        """New caches: no number of a former step stays, so that one which runs now writes nothing."""
-        for numbers in (self.starts, self.seq_lens, self.tables):
-            numbers.zero_()
-        self.slot_mapping.copy_(self._xp.zeros_like(self.slot_mapping) - 1)
-
-    def batch(self, size: int) -> AttentionBatch:
-        """The attention batch of up to `size` tokens; the host's arrays are upper bounds."""
-        rows = min(self.num_rows, size)
-        starts = np.full(rows + 1, size, dtype=np.int32)
-        starts[0] = 0
-        return AttentionBatch(
-            num_seqs=rows,
-            num_tokens=size,
-            cu_seqlens_q=starts,
-            seq_lens=np.full(rows, self._longest, dtype=np.int32),
-            block_tables=np.zeros((rows, self._max_blocks), dtype=np.int32),
-            cu_seqlens_q_dev=self.starts[: rows + 1],
-            seq_lens_dev=self.seq_lens[:rows],
-            block_tables_dev=self.tables[:rows],
-            slot_mapping=self.slot_mapping[:size],
-            positions=self.positions[:size],
-            is_exact=False,
-        )
-
-    def take(self, batch: AttentionBatch, input_ids: Tensor, size: int) -> None:
-        """Queue the copies of a step's batch; what is behind it becomes padding."""
-        tokens, rows = batch.num_tokens, batch.num_seqs
-        last = min(self.num_rows, size)
-        self.input_ids[:tokens] = input_ids
-        self.positions[:tokens] = batch.positions
-        self.slot_mapping[:tokens] = batch.slot_mapping
-        if tokens < size:
-            self.input_ids[tokens:size] = 0
-            self.positions[tokens:size] = 0
-            self.slot_mapping[tokens:size] = -1
-        self.starts[: rows + 1] = batch.cu_seqlens_q_dev
-        self.seq_lens[:rows] = batch.seq_lens_dev
-        if rows < last:
-            self.starts[rows + 1 : last + 1] = tokens
-            self.seq_lens[rows:last] = 0
-        width = int(batch.block_tables_dev.shape[1])
-        self.tables[:rows, :width] = batch.block_tables_dev
 
 
 class RecordedPrompt:

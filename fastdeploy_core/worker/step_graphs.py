@@ -21,7 +21,7 @@ from fastdeploy_core.errors import ResourceError, WorkerError
 from fastdeploy_core.layers.context import ForwardContext
 
 from .prompt_graphs import PromptGraphs
-from .step_buffers import StepBuffers
+from .step_buffers import DecodeBuffers
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import (
@@ -222,7 +222,7 @@ class StepGraphs:
         self.sizes, self.widths = tuple(sorted(sizes)), tuple(sorted(widths))
         max_blocks = slots.tables.shape[1]
         self.buffers = {
-            width: StepBuffers(device, max(sizes), width, max_blocks, max_model_len + width - 1)
+            width: DecodeBuffers(device, max(sizes), width, max_blocks, max_model_len + width - 1)
             for width in widths
         }
         self._steps: dict[tuple[int, int], RecordedStep] = {}
