@@ -177,9 +177,9 @@ class Outcome:
             by_token = chosen if counts is None else np.repeat(chosen, counts)
             tokens, places, grown = list(compress(tokens, by_token)), places[chosen], grown[chosen]
             numbers = None if numbers is None else list(compress(numbers, chosen))
-            histories, request_ids, attempts = (
-                list(compress(x, chosen)) for x in (histories, request_ids, attempts)
-            )
+            histories = list(compress(histories, chosen))
+            request_ids = list(compress(request_ids, chosen))
+            attempts = list(compress(attempts, chosen))
         if not tokens:
             return
         deltas = columns.deltas[places]
