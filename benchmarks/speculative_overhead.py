@@ -105,7 +105,9 @@ def fill(recorded: Any) -> None:
         together.values[:, together.width :] = 7
 
 
-def measure(engine: LocalEngine, batch: int, steps: int, tag: str) -> float:
+def measure(
+    engine: LocalEngine, batch: int, steps: int, tag: str, profiler: cProfile.Profile | None = None
+) -> float:
     """Microseconds per step of sequences that all go on."""
     params = SamplingParams(temperature=0.0, max_tokens=LONGEST - PROMPT, ignore_eos=True)
     for number in range(batch):
@@ -116,9 +118,13 @@ def measure(engine: LocalEngine, batch: int, steps: int, tag: str) -> float:
         )
     for _ in range(WARM_STEPS):
         engine.step()
+    if profiler is not None:
+        profiler.enable()
     began = time.thread_time()
     for _ in range(steps):
         engine.step()
+    if profiler is not None:
+        profiler.disable()
     seconds = time.thread_time() - began
     assert engine.has_work(), "the sequences ended within the round"
     engine.abort([f"{tag}-{number}" for number in range(batch)])
@@ -151,10 +157,8 @@ def main() -> None:
                 measure(engine, batch, options.steps, f"{batch}-{n}") for n in range(options.rounds)
             ]
             rows[name][batch] = statistics.median(found)
-            if options.profile and batch == options.batch[0]:
-                profiler.enable()
-                measure(engine, batch, options.steps, "profile")
-                profiler.disable()
+            if options.profile and batch == options.batch[-1]:
+                measure(engine, batch, options.steps, "profile", profiler)
         engine.close()
         cells = (f"{us:8.0f} {us / rows['none'][batch]:6.2f}" for batch, us in rows[name].items())
         print(f"{name:16}" + "".join(f"{cell:>16}" for cell in cells), flush=True)

@@ -96,6 +96,10 @@ class StepTimes:
         """One step took so long."""
         self._seconds[number].append(seconds)
 
+    def forget(self, number: int) -> None:
+        """Measure it anew."""
+        self._seconds.pop(number, None)
+
     def count(self, number: int) -> int:
         """Steps remembered."""
         return len(self._seconds.get(number, ()))
@@ -132,6 +136,11 @@ class _Size:
         self.since = 0
         self.is_trial = True
 
+    @property
+    def is_off(self) -> bool:
+        """Whether there are no drafts until the next trial."""
+        return not (self.best or self.is_trial)
+
     def turn_off(self) -> None:
         """No drafts until the next trial."""
         self.best = self.current = 0
@@ -161,7 +170,7 @@ class DraftLength:
         if self._disable_above and num_rows > self._disable_above:
             return True
         size = self._sizes.get(_bucket(num_rows))
-        return self._adaptive and size is not None and not size.is_trial and not size.best
+        return self._adaptive and size is not None and size.is_off
 
     def observe(self, num_rows: int, asked: int, seconds: float) -> None:
         """A step that only decoded took so long, its drafts asked for with `asked`. seconds 0: its
@@ -169,6 +178,11 @@ class DraftLength:
         if not self._adaptive or not num_rows:
             return
         size, key = self._size(num_rows), (_bucket(num_rows), asked)
+        size.since += 1
+        if size.is_off:  # costs next to nothing
+            if size.since >= size.pause:
+                self._begin_trial(size)
+            return
         if size.is_trial and asked:
             size.spent.append(seconds)
         if self._last != key:
@@ -177,7 +191,6 @@ class DraftLength:
         self._num_unsettled -= not settled
         if settled and seconds > 0:
             size.times.observe(asked, seconds)
-        size.since += 1
         if asked == size.current and (settled or not size.is_trial):
             size.left -= 1
         if size.is_trial:
@@ -185,7 +198,7 @@ class DraftLength:
                 self._judge(size)
         elif size.since >= size.pause:
             self._begin_trial(size)
-        elif size.left <= 0 and size.best:  # without drafts only a trial can tell
+        elif size.left <= 0:
             self._judge(size)
 
     def disturb(self) -> None:
@@ -235,3 +248,4 @@ class DraftLength:
         size.current = 0 if size.best else min(self._most, 2)
         if size.current:
             self.acceptance.fade(KEPT_FOR_TRIAL)
+            size.times.forget(0)  # both are measured now

@@ -73,17 +73,6 @@ class DraftStats(msgspec.Struct, omit_defaults=True):
     num_drafts: int = 0
     accepted_at: list[int] = []  # by place: steps whose first so many drafts were right
 
-    def count(self, drafted: int, accepted: int) -> None:
-        """One more step."""
-        self.num_steps += 1
-        self.num_drafts += drafted
-        self.accepted_at = [
-            *self.accepted_at,
-            *[0] * (drafted - len(self.accepted_at)),
-        ]
-        for place in range(accepted):
-            self.accepted_at[place] += 1
-
     def add(self, other: DraftStats) -> None:
         """Another sequence of the same request."""
         self.num_steps += other.num_steps
