@@ -58,6 +58,7 @@ class BatchScheduler:
                 settings.num_speculative_tokens,
                 adaptive=settings.adaptive_length,
                 disable_above=settings.disable_by_batch_size,
+                numbers=settings.draft_numbers,
             )
         self._busy_since: float | None = None  # results came then, and there was more to do
         self._planner = StepPlanner(

@@ -8,6 +8,7 @@ long a step of so many rows takes with k drafts per row. The speed of k is expec
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -150,7 +151,16 @@ class _Size:
 class DraftLength:
     """Asked once per step, told of every step that only decoded. Deterministic given what it is told."""
 
-    def __init__(self, most: int, *, adaptive: bool = True, disable_above: int = 0) -> None:
+    def __init__(
+        self,
+        most: int,
+        *,
+        adaptive: bool = True,
+        disable_above: int = 0,
+        numbers: Iterable[int] = (),
+    ) -> None:
+        """numbers: those to choose from, where others cost as much as the next one; empty: up to `most`."""
+        self._numbers = (0, *sorted(numbers or range(1, most + 1)))
         self._most, self._adaptive, self._disable_above = most, adaptive, disable_above
         self.acceptance = Acceptance(most)
         self._sizes: dict[int, _Size] = {}
@@ -222,7 +232,7 @@ class DraftLength:
             return
         speed = {
             number: self.acceptance.expected_tokens(number) / size.times.expected(number)
-            for number in range(self._most + 1)
+            for number in self._numbers
         }
         best = max(speed, key=lambda number: (speed[number], -number))
         if speed[best] < LEAST_GAIN * speed[0]:
@@ -245,7 +255,7 @@ class DraftLength:
     def _begin_trial(self, size: _Size) -> None:
         """Measure once more what is not in use: drafts where there are none, and the other way round."""
         size.is_trial, size.left = True, WARM_UP
-        size.current = 0 if size.best else min(self._most, 2)
+        size.current = 0 if size.best else next(n for n in self._numbers if n >= min(self._most, 2))
         if size.current:
             self.acceptance.fade(KEPT_FOR_TRIAL)
             size.times.forget(0)  # both are measured now

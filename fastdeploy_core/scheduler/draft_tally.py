@@ -33,6 +33,17 @@ class DraftTally:
         if len(self._noted) >= MOST_NOTED:
             self.fold()
 
+    def add(self, place: int, drafted: int, accepted: int) -> None:
+        """The same for one sequence, and at once."""
+        if drafted:
+            columns = self._columns
+            columns.draft_steps[place] += 1
+            columns.drafted[place] += drafted
+            columns.accepted_at[place, :accepted] += 1
+            self.num_steps += 1
+            self.num_drafted += drafted
+            self.accepted_at[:accepted] += 1
+
     def fold(self) -> None:
         """Add up what was noted."""
         if not self._noted:

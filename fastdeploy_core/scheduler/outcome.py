@@ -300,8 +300,7 @@ class Outcome:
         """num_kept: tokens of a sequence that ended; drafts behind its end were neither right nor wrong."""
         if num_kept is not None:
             drafted, accepted = min(drafted, num_kept), min(accepted, num_kept)
-        numbers = (np.array([number]) for number in (seq.place, drafted, accepted))
-        seq.columns.tally.note(*numbers)
+        seq.columns.tally.add(seq.place, drafted, accepted)
 
     def _commit(self, seq: Sequence, num_tokens: int) -> None:
         self._kv.commit(seq.table, seq.token_ids, num_tokens)
