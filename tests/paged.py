@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fastdeploy_core.config import CacheConfig, EngineConfig, ParallelConfig
+from fastdeploy_core.config import BatchConfig, CacheConfig, EngineConfig, ParallelConfig
 from fastdeploy_core.config.model import read_model_config
 from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec, cache_dtypes
 from fastdeploy_core.contracts.device import DeviceOptions
@@ -20,6 +20,7 @@ from fastdeploy_core.models.shapes import model_class
 from fastdeploy_core.plugins import lookup
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.attention import ReferenceAttention
+from fastdeploy_core.reference.expert_communicator import AllGatherExperts
 from fastdeploy_core.reference.moe import ReferenceMoE
 from fastdeploy_core.worker.loader import LoadedModel, load_model
 
@@ -31,6 +32,8 @@ def load_driver(kind: str, name: str) -> Any:
     """The reference drivers, and the core's own model families."""
     if kind == "model":
         return model_class({"architectures": [name]})
+    if kind == "expert_communicator":
+        return AllGatherExperts
     return {"attention": ReferenceAttention, "moe": ReferenceMoE}[kind]
 
 
@@ -57,6 +60,7 @@ class PagedModel:
         drivers: Any = load_driver,
         kv_dtype: str = "auto",
         device: str = "cpu",
+        experts: str = "",
         **overrides: Any,
     ) -> None:
         self.device = lookup("device", device)(
@@ -67,7 +71,13 @@ class PagedModel:
         config = EngineConfig(
             model=read_model_config(folder, overrides),
             cache=CacheConfig(block_size=block_size, kv_dtype=kv_dtype),
-            parallel=ParallelConfig(tensor_parallel_size=tp_size),
+            # Every step with several tokens has more of them than a decode step can have.
+            batch=BatchConfig(max_num_seqs=1),
+            parallel=ParallelConfig(
+                tensor_parallel_size=tp_size,
+                enable_expert_parallel=bool(experts),
+                expert_communicator=experts.removeprefix("in place"),
+            ),
         )
         self.communicator = None
         if tp_size > 1:

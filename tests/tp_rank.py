@@ -1,6 +1,7 @@
 """One tensor-parallel rank as a program: runs a model and prints what it computed.
 
-usage: tp_rank.py FOLDER LIBRARY RANK SIZE ADDRESS < {"prompts": ..., "num_tokens": ...}
+usage: tp_rank.py FOLDER LIBRARY RANK SIZE ADDRESS EXPERTS < {"prompts": ..., "num_tokens": ...}
+EXPERTS is empty where ranks share every expert, else "in place" or a communicator's name.
 Prints {"tokens": ..., "logits": ...} as JSON; logits are those of the first prompt's last token.
 """
 
@@ -17,14 +18,23 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run_ranks(
-    folder: Path, library: str, size: int, address: Path, prompts: dict[str, list[int]], count: int
+    folder: Path,
+    library: str,
+    size: int,
+    address: Path,
+    prompts: dict[str, list[int]],
+    count: int,
+    experts: str = "",
 ) -> list[dict[str, Any]]:
     """Start `size` processes and return what each printed."""
     address.mkdir(mode=0o700)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, __file__, str(folder), library, str(rank), str(size), str(address)],
+            [
+                *(sys.executable, __file__, str(folder), library),
+                *(str(rank), str(size), str(address), experts),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -54,7 +64,7 @@ def run_ranks(
 def main(arguments: list[str]) -> None:
     from tests.paged import PagedModel, load_driver, with_quantizer
 
-    folder, library, rank, size, address = arguments
+    folder, library, rank, size, address, experts = arguments
     question = json.load(sys.stdin)
     is_file = Path(folder).is_file()  # a GGUF file, whose matrices stay packed
     config = {} if is_file else json.loads((Path(folder) / "config.json").read_text())
@@ -65,6 +75,7 @@ def main(arguments: list[str]) -> None:
         rank=int(rank),
         tp_size=int(size),
         address=address,
+        experts=experts,
         drivers=with_quantizer(method) if method else load_driver,
         quantization="gguf" if is_file else None,
     )

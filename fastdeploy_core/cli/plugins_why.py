@@ -106,6 +106,17 @@ def _moe(arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager
     return [ask_candidates(hooks, inventory, "moe", "fd_moe_backends", question)[0]]
 
 
+def _expert_communicator(
+    arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager
+) -> list[Decision]:
+    from fastdeploy_core.contracts.moe import ExpertQuestion
+
+    device, library = _place(arguments, inventory, hooks)
+    question = ExpertQuestion(device, library, max(2, arguments.tensor_parallel_size))
+    hook = "fd_expert_communicators"
+    return [ask_candidates(hooks, inventory, "expert_communicator", hook, question)[0]]
+
+
 def _quantization_question(
     arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager
 ) -> QuantizationQuestion | None:
@@ -201,6 +212,7 @@ _EXPLAIN: dict[str, Callable[[argparse.Namespace, Inventory, HookManager], list[
     "device": _device,
     "attention": _attention,
     "moe": _moe,
+    "expert_communicator": _expert_communicator,
     "quantizer": _quantizer,
     "kv_transport": _kv_transport,
 }

@@ -260,6 +260,19 @@ _DEVICE = group(
         low=1,
         high=1024,
     ),
+    row(
+        "enable_expert_parallel",
+        "bool",
+        False,
+        "ranks hold whole experts instead of a share of each",
+    ),
+    row(
+        "expert_communicator",
+        "str",
+        "",
+        "carries tokens to divided experts in steps with prompts, by name, or auto; default: none, "
+        "results are summed over ranks",
+    ),
 )
 
 _SCHEDULER = group(

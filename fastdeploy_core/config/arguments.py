@@ -61,7 +61,7 @@ def build_engine_config(values: Mapping[str, Any]) -> EngineConfig:
         model=model,
         cache=_cache_config(v),
         batch=_batch_config(v, model.max_model_len),
-        parallel=ParallelConfig(tensor_parallel_size=v["tensor_parallel_size"]),
+        parallel=_parallel_config(v),
         device=DeviceConfig(
             device=v["device"],
             tensor_library=v["tensor_library"],
@@ -82,6 +82,19 @@ def build_engine_config(values: Mapping[str, Any]) -> EngineConfig:
         logits_processors=tuple(v["logits_processors"] or ()),
         max_logprobs=v["max_logprobs"],
         logprobs_mode=v["logprobs_mode"],
+    )
+
+
+def _parallel_config(v: Mapping[str, Any]) -> ParallelConfig:
+    if v["expert_communicator"] and not v["enable_expert_parallel"]:
+        raise ConfigError(
+            f"--expert-communicator {v['expert_communicator']} needs --enable-expert-parallel: without "
+            "it every rank has a share of every expert"
+        )
+    return ParallelConfig(
+        tensor_parallel_size=v["tensor_parallel_size"],
+        enable_expert_parallel=v["enable_expert_parallel"],
+        expert_communicator=v["expert_communicator"],
     )
 
 

@@ -67,6 +67,15 @@ class ParallelConfig:
     """Ranks. Worker rank 0 lives in the engine process."""
 
     tensor_parallel_size: int = 1
+    # Ranks hold whole experts, not a share of each.
+    enable_expert_parallel: bool = False
+    # Carries tokens to them in steps that hold prompts; empty: none does, ranks add up what they have.
+    expert_communicator: str = ""
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether there are ranks to divide them over."""
+        return self.enable_expert_parallel and self.tensor_parallel_size > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,3 +168,9 @@ class EngineConfig:
     logprobs_mode: Literal[
         "raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"
     ] = "raw_logprobs"
+
+    @property
+    def most_decode_tokens(self) -> int:
+        """Tokens of the largest step without prompts."""
+        drafts = 0 if self.speculative is None else self.speculative.num_speculative_tokens
+        return self.batch.max_num_seqs * (1 + drafts)

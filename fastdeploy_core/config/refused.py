@@ -26,7 +26,7 @@ _PLUGIN_SECTION = "options of a scheduler plugin go in its own section: --schedu
 _WARMUP = (
     "steps are warmed up at start-up when they are recorded: --enforce-eager, --graph-capture-sizes"
 )
-_EXPERTS = "expert parallelism is not part of this version"
+_EXPERTS = "experts stay where they are: --enable-expert-parallel, --expert-communicator"
 _NO_LORA = "LoRA adapters are not part of this version"
 _NO_DP = "data parallelism is not part of this version; start one server per replica"
 _ENTRY_POINT = "parsers are found through entry points: install the plugin and name it with --{}"
@@ -75,7 +75,7 @@ REFUSED: dict[str, Refused] = {
     **_many("context parallelism is not part of this version", "decode_context_parallel_size", "prefill_context_parallel_size", harmless=("1",)),
     **_many("ranks run on one machine in this version", "ips", "nnodes", "node_rank", "master_addr", "master_port"),
     **_many("worker processes are started by the engine", "distributed_executor_backend", harmless=("mp",)),
-    **_many(_EXPERTS, "enable_expert_parallel", "enable_eplb", "enable_chunked_moe", "ep_prefill_use_worst_num_tokens", "use_internode_ll_two_stage", "disable_sequence_parallel_moe", takes_value=False),
+    **_many(_EXPERTS, "enable_eplb", "enable_chunked_moe", "ep_prefill_use_worst_num_tokens", "use_internode_ll_two_stage", "disable_sequence_parallel_moe", takes_value=False),
     **_many(_EXPERTS, "eplb_config", "chunked_moe_size", "routing_replay_config"),
     **_many("collectives belong to the device driver", "disable_custom_all_reduce", "enable_flashinfer_allreduce_fusion", "shutdown_comm_group_if_worker_idle", takes_value=False),
     **_many("all of the pool serves prefill and decode alike", "kv_cache_ratio", harmless=("1", "1.0")),

@@ -153,6 +153,19 @@ class FallbackDevice(Protocol):
 
 
 @runtime_checkable
+class CompilingDevice(Protocol):
+    """A device that compiles kernels when they are first met, and can do so side by side.
+
+    Added in contract 0.5.
+    """
+
+    def compile_only(self) -> AbstractContextManager[None]:
+        """Inside, kernels that the calling thread launches are compiled and do not run; what they would
+        have written is zero. Afterwards all are compiled, and memory is as it was."""
+        ...
+
+
+@runtime_checkable
 class DeviceBackend(Protocol):
     """One accelerator as one process sees it.
 

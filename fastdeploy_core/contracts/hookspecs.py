@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .base import Candidate, Requirements
     from .device import DeviceQuestion
     from .kv_transport import TransportQuestion
-    from .moe import MoEQuestion
+    from .moe import ExpertQuestion, MoEQuestion
     from .quantizer import QuantizationQuestion
     from .scheduler import SchedulerQuestion
     from .speculative import SpeculativeQuestion
@@ -56,6 +56,15 @@ def fd_moe_backends(question: MoEQuestion) -> list[Candidate] | None:
 
     Asked like fd_attention_backends, for models with mixture-of-experts layers only.
     Added in contract 0.1.
+    """
+
+
+@hookspec
+def fd_expert_communicators(question: ExpertQuestion) -> list[Candidate] | None:
+    """Which of this plugin's expert communicators can carry tokens between these ranks?
+
+    Asked once at start-up where experts are divided over ranks and a communicator is named, or "auto"
+    asks for the best; otherwise tokens do not travel. Added in contract 0.5.
     """
 
 

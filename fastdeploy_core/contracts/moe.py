@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+from fastdeploy_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
@@ -123,6 +127,35 @@ class MoEBlockBackend(MoEBackend, Protocol):
 
 
 @runtime_checkable
+class DividedMoEBackend(MoEBackend, Protocol):
+    """A driver that can compute some experts of a block, while other ranks compute the others: expert
+    parallelism asks for it. Its spec and its weights are of this rank's experts alone.
+
+    Added in contract 0.5.
+    """
+
+    def forward_share(
+        self,
+        x: Tensor,
+        weights: Any,
+        router_logits: Tensor,
+        correction_bias: Tensor | None,
+        routing: RoutingSpec,
+        first: int,
+    ) -> Tensor:
+        """What experts `first` and following, as many as `weights` has, add to the sum that forward()
+        returns for all: [num_tokens, hidden]. `routing`, logits and bias are of all experts."""
+        ...
+
+    def forward_routed(
+        self, x: Tensor, weights: Any, topk_ids: Tensor, topk_weights: Tensor
+    ) -> Tensor:
+        """The sum over choices made elsewhere. topk_ids: [num_tokens, k] int64 places in `weights`; -1:
+        a choice that adds nothing. topk_weights: [num_tokens, k] float32."""
+        ...
+
+
+@runtime_checkable
 class GatedMoEBackend(MoEBackend, Protocol):
     """A driver of unit "gate": it computes the router's logits, too. Its forward() is not called."""
 
@@ -131,6 +164,15 @@ class GatedMoEBackend(MoEBackend, Protocol):
     ) -> Tensor:
         """As MoEBackend.forward; router: [num_experts, hidden] float32."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertQuestion:
+    """Asked of `fd_expert_communicators`."""
+
+    device: str
+    tensor_library: str
+    num_ranks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,3 +266,20 @@ class ExpertCommunicator(Protocol):
     def close(self) -> None:
         """Free buffers and leave the group."""
         ...
+
+
+def expert_places(physical_to_logical: Sequence[int], num_physical: int) -> list[list[int]]:
+    """For each logical expert where its copies are, repeated to the number of the most copied one: what
+    set_expert_map() needs. ConfigError says what is wrong with the map."""
+    if len(physical_to_logical) != num_physical:
+        raise ConfigError(
+            f"expert map of {len(physical_to_logical)} entries, the group has {num_physical} experts"
+        )
+    places: dict[int, list[int]] = defaultdict(list)
+    for physical, logical in enumerate(physical_to_logical):
+        places[logical].append(physical)
+    missing = sorted(set(range(max(places) + 1)) - set(places))
+    if missing:
+        raise ConfigError(f"expert map leaves out logical experts {missing[:8]}")
+    most = max(map(len, places.values()))
+    return [[places[e][i % len(places[e])] for i in range(most)] for e in sorted(places)]

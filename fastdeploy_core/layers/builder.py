@@ -17,6 +17,7 @@ from fastdeploy_core.contracts.quantizer import LayerSpec, Quantizer
 
 from .attention import Attention, HeadShape
 from .embedding import Embedding, LMHead
+from .expert_parallel import ExpertRanks, ExpertShare
 from .linear import Linear, LinearPart, Piece
 from .mla import LatentAttention, LatentShape
 from .mlp import GatedMLP
@@ -53,6 +54,7 @@ class ModelBuilder:
         is_dummy: bool = False,
         kv_format: str = "",
         kv_static: bool = False,
+        expert_ranks: ExpertRanks | None = None,
     ) -> None:
         self.device, self.kernels, self.xp = device, kernels, device.xp
         self.dtype, self.max_positions = dtype, max_positions
@@ -60,6 +62,7 @@ class ModelBuilder:
         self.piece = Piece(tp_rank, tp_size)
         self.quantizer, self._is_dummy = quantizer, is_dummy
         self.kv_format, self.kv_static = kv_format, kv_static
+        self.expert_ranks = expert_ranks  # ranks that hold whole experts; None: a share of each
         self.weights = WeightMap()
         self.kv_layers: list[AttentionSpec] = []
         self.attention_drivers: dict[AttentionSpec, AttentionBackend] = {}
@@ -128,6 +131,12 @@ class ModelBuilder:
         if spec not in self.moe_drivers:
             self.moe_drivers[spec] = self._moe_factory(spec)
         return self.moe_drivers[spec]
+
+    def expert_share(self, num_experts: int) -> ExpertShare:
+        """What this rank holds of a block's experts."""
+        if self.expert_ranks is not None:
+            return self.expert_ranks.share(num_experts)
+        return ExpertShare(0, num_experts, num_experts, self.piece)
 
     def cos_sin(self, rotary: RotarySpec) -> Tensor:
         """The rotary table on the device, [max_positions, dim] float32; layers share it."""
@@ -254,7 +263,7 @@ class ModelBuilder:
     ) -> MoEBlock:
         """Routed experts, plus shared ones when they have a width: the driver's, if it takes them."""
         shared, count = None, shared_intermediate // intermediate
-        can_join = self.quantizer is None and not shared_bias
+        can_join = self.quantizer is None and not shared_bias and self.expert_ranks is None
         if count and can_join and shared_intermediate == count * intermediate:
             joined = replace(spec, num_shared_experts=count)
             spec = joined if isinstance(self.moe(spec), MoEBlockBackend) else spec

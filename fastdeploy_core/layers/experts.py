@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
     from .builder import ModelBuilder
+    from .expert_parallel import ExpertShare
 
-# (expert, first row or None for down, tensor)
+# (expert, counted from this rank's first, first row or None for down, tensor)
 Accept = Callable[[int, int | None, "Tensor"], None]
 
 
@@ -56,17 +57,21 @@ def make_experts(
     spec: MoESpec,
     intermediate: int,
     driver: Any,
+    share: ExpertShare,
     shared_prefix: str = "",
 ) -> DenseExperts | PackedExperts:
-    """In the model's dtype, or quantized where the quantizer takes both matrices. `shared_prefix`: where
-    the checkpoint has the spec's shared experts, as one block as wide as all of them."""
-    quantizer = build.quantizer
+    """In the model's dtype, or quantized where the quantizer takes both matrices. `spec` is this rank's.
+    `shared_prefix`: where the checkpoint has the spec's shared experts, as one block as wide as all of
+    them."""
+    for expert in share.others:
+        build.weights.leave_to_others(f"{prefix}.{expert}")
+    quantizer, shards = build.quantizer, share.piece.count
     if quantizer is not None:
-        taken = [quantizer.supports(own) for own in expert_specs(prefix, spec, 0, build.tp_size)]
+        taken = [quantizer.supports(own) for own in expert_specs(prefix, spec, 0, shards)]
         if all(taken):
-            return PackedExperts(build, prefix, spec, intermediate, driver, quantizer)
+            return PackedExperts(build, prefix, spec, intermediate, driver, share, quantizer)
         build.leave_unquantized(prefix)
-    return DenseExperts(build, prefix, spec, intermediate, driver, shared_prefix)
+    return DenseExperts(build, prefix, spec, intermediate, driver, share, shared_prefix)
 
 
 class DenseExperts:
@@ -79,6 +84,7 @@ class DenseExperts:
         spec: MoESpec,
         intermediate: int,
         driver: Any,
+        share: ExpertShare,
         shared_prefix: str = "",
     ) -> None:
         self._build, self._driver, self._spec = build, driver, spec
@@ -87,7 +93,7 @@ class DenseExperts:
         self.prepared: Any = None
         self._count = spec.routing.num_experts + spec.num_shared_experts
         self._outstanding = 3 * self._count
-        _place(build, prefix, spec, intermediate, self._accept)
+        _place(build, prefix, spec, intermediate, share, self._accept)
         if spec.num_shared_experts:
             _place_shared(build, shared_prefix, spec, intermediate, self._accept)
 
@@ -117,10 +123,11 @@ class PackedExperts:
         spec: MoESpec,
         intermediate: int,
         driver: Any,
+        share: ExpertShare,
         quantizer: Quantizer,
     ) -> None:
         self._build, self._driver, self._quantizer = build, driver, quantizer
-        self._prefix, self._spec = prefix, spec
+        self._prefix, self._spec, self._share = prefix, spec, share
         self.prepared: Any = None
         self._count = spec.routing.num_experts
         self._outstanding = 2 * self._count  # quantized matrices
@@ -128,18 +135,20 @@ class PackedExperts:
         self._dtypes: dict[str, Any] = {}
         # Full-precision matrices on their way: (expert, which) -> (tensor, parts still to come)
         self._staged: dict[tuple[int, int], tuple[Tensor, int]] = {}
-        if not build.is_stored(expert_specs(prefix, spec, 0, build.tp_size)[0]):
-            _place(build, prefix, spec, intermediate, self._accept)
+        if not build.is_stored(self._specs(0)[0]):
+            _place(build, prefix, spec, intermediate, share, self._accept)
             return
         for expert in range(self._count):
-            for which, own in enumerate(expert_specs(prefix, spec, expert, build.tp_size)):
-                parts = [StoredPart(p.name, p.out_features, build.piece) for p in own.parts]
+            for which, own in enumerate(self._specs(expert)):
+                parts = [StoredPart(p.name, p.out_features, share.piece) for p in own.parts]
                 done = partial(self._store, expert, which)
-                names = joined_names(f"{prefix}.{expert}.gate_up_proj")
+                names = joined_names(f"{prefix}.{share.first + expert}.gate_up_proj")
                 StoredLayer(build, quantizer, own, parts, done, names)
 
     def _specs(self, expert: int) -> tuple[LayerSpec, LayerSpec]:
-        return expert_specs(self._prefix, self._spec, expert, self._build.tp_size)
+        """Of one of this rank's experts."""
+        share = self._share
+        return expert_specs(self._prefix, self._spec, share.first + expert, share.piece.count)
 
     def _accept(self, expert: int, start: int | None, tensor: Tensor) -> None:
         which = 1 if start is None else 0
@@ -187,19 +196,26 @@ class PackedExperts:
 
 
 def _place(
-    build: ModelBuilder, prefix: str, spec: MoESpec, intermediate: int, accept: Accept
+    build: ModelBuilder,
+    prefix: str,
+    spec: MoESpec,
+    intermediate: int,
+    share: ExpertShare,
+    accept: Accept,
 ) -> None:
     """Announce full-precision experts: one by one, gate and up joined, or all in one tensor."""
-    count, hidden, width = spec.routing.num_experts, spec.hidden_size, spec.intermediate_size
-    mine, whole = build.piece.of(intermediate), slice(0, hidden)
+    hidden, width = spec.hidden_size, spec.intermediate_size
+    held = range(share.first, share.first + share.count)
+    mine, whole = share.piece.of(intermediate), slice(0, hidden)
     weights = build.weights
 
     def add(
         name: str, shape: tuple[int, int], region: tuple[slice, slice], e: int, start: int | None
     ) -> None:
-        weights.add(Placement(name, shape, region, partial(accept, e, start), is_linear=True))
+        take = partial(accept, e - share.first, start)
+        weights.add(Placement(name, shape, region, take, is_linear=True))
 
-    for expert in range(count):
+    for expert in held:
         name = f"{prefix}.{expert}"
         wide, tall = (intermediate, hidden), (hidden, intermediate)
         add(f"{name}.gate_proj.weight", wide, (mine, whole), expert, 0)
@@ -214,12 +230,12 @@ def _place(
     # All experts in one tensor, as some tools save them.
     gate_up = [
         FusedPart(f"{prefix}.{e}.{half}_proj.weight", offset, e)
-        for e in range(count)
+        for e in held
         for half, offset in (("gate", 0), ("up", intermediate))
     ]
-    down = [FusedPart(f"{prefix}.{e}.down_proj.weight", 0, e) for e in range(count)]
-    weights.add_fused(f"{prefix}.gate_up_proj", (count, 2 * intermediate, hidden), gate_up)
-    weights.add_fused(f"{prefix}.down_proj", (count, hidden, intermediate), down)
+    down = [FusedPart(f"{prefix}.{e}.down_proj.weight", 0, e) for e in held]
+    weights.add_fused(f"{prefix}.gate_up_proj", (share.total, 2 * intermediate, hidden), gate_up)
+    weights.add_fused(f"{prefix}.down_proj", (share.total, hidden, intermediate), down)
 
 
 def _place_shared(

@@ -1,7 +1,8 @@
 """A mixture-of-experts block: router, experts through the chosen driver, optional shared experts.
 
-Tensor parallel: every rank holds all experts with its share of their intermediate width; routed and
-shared parts are added before the one sum over ranks.
+Tensor parallel: every rank holds all experts with its share of their intermediate width, or
+(expert_parallel.py) its share of the experts; routed and shared parts are added before the one sum over
+ranks.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.contracts.moe import MoEBlockBackend, MoESpec
 
+from .expert_parallel import DividedExperts, local_spec
 from .experts import DenseExperts, make_experts
 from .linear import Linear, LinearPart
 from .mlp import GatedMLP
@@ -42,7 +44,7 @@ class MoEBlock:
         bias_shape: tuple[int, ...] = (),
     ) -> None:
         routing = spec.routing
-        self._spec, self._shared = spec, shared
+        self._routing, self._shared = routing, shared
         # Routing decides which experts run: it is computed in float32 whatever the model's dtype.
         self._router = Linear(
             build,
@@ -57,6 +59,11 @@ class MoEBlock:
         self._bias: Tensor | None = None
         if bias_name:
             self._place_bias(build, bias_name, bias_shape or (routing.num_experts,))
+        ranks, share = build.expert_ranks, build.expert_share(routing.num_experts)
+        self._divided: DividedExperts | None = None
+        if ranks is not None:
+            spec = local_spec(spec, share, intermediate)
+            self._divided = DividedExperts(build, ranks, routing, build.moe(spec))
         self._driver = build.moe(spec)
         self._experts = make_experts(
             build,
@@ -64,6 +71,7 @@ class MoEBlock:
             spec,
             intermediate,
             self._driver,
+            share,
             f"{prefix}.shared_experts",
         )
         self._route = None
@@ -82,7 +90,7 @@ class MoEBlock:
             self._whole = self._driver.forward_block
 
     def _place_bias(self, build: ModelBuilder, name: str, shape: tuple[int, ...]) -> None:
-        bias = build.zeros((self._spec.routing.num_experts,), build.xp.float32)
+        bias = build.zeros((self._routing.num_experts,), build.xp.float32)
 
         def accept(tensor: Tensor) -> None:
             bias[:] = tensor.reshape(-1).float()
@@ -93,8 +101,14 @@ class MoEBlock:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, hidden], model dtype."""
-        if self._gated is not None:
-            y = self._gated.forward_gate(x, self._experts.prepared, self._router.weight, self._bias)
+        given = (x, self._experts.prepared, self._router.weight, self._bias)
+        if self._divided is not None:
+            exchange = self._divided.exchange(int(x.shape[0]))
+            if exchange is not None:
+                return self._beside_shared(exchange(*given), x)
+            y = self._divided.add_own(*given)
+        elif self._gated is not None:
+            y = self._gated.forward_gate(*given)
         else:
             y = self._routed(x)
         if self._shared is not None:
@@ -102,11 +116,17 @@ class MoEBlock:
             y = y if more is None else y + more
         return y if self._reduce is None else self._reduce(y)
 
+    def _beside_shared(self, routed: Tensor, x: Tensor) -> Tensor:
+        """A result that is whole already, and the shared experts' shares, which are not."""
+        if self._shared is None or self._reduce is None:
+            return routed
+        return routed + self._reduce(self._shared(x))
+
     def _routed(self, x: Tensor) -> Tensor:
         logits = self._scores(x, self._router.weight)
         ids = weights = None
         if self._route is not None:
-            ids, weights = self._route(logits, self._bias, self._spec.routing)
+            ids, weights = self._route(logits, self._bias, self._routing)
         return self._driver.forward(x, self._experts.prepared, logits, self._bias, ids, weights)
 
     def after(

@@ -128,6 +128,7 @@ class WeightMap:
         self._renames: list[tuple[str, str]] = []
         self._ignored: list[str] = []
         self._kept_prefixes: list[str] = []
+        self._elsewhere: set[str] = set()
         self._finishers: list[Callable[[], None]] = []
 
     def same_dialect(self) -> WeightMap:
@@ -155,6 +156,10 @@ class WeightMap:
         """Checkpoint tensors with this text in their name carry nothing the model needs."""
         self._ignored.append(text)
 
+    def leave_to_others(self, prefix: str) -> None:
+        """Tensors below this prefix are other ranks'."""
+        self._elsewhere.add(prefix)
+
     def keep(self, prefix: str) -> None:
         """Tensors with this prefix are kept unread in `kept`, for parts built later."""
         self._kept_prefixes.append(prefix)
@@ -170,9 +175,15 @@ class WeightMap:
                 self._take_fused(name, stored)
             elif any(name.startswith(prefix) for prefix in self._kept_prefixes):
                 self.kept[name] = stored
-            elif not any(text in name for text in self._ignored):
+            elif not (self._is_elsewhere(name) or any(text in name for text in self._ignored)):
                 unknown.append(given)
         return unknown
+
+    def _is_elsewhere(self, name: str) -> bool:
+        if not self._elsewhere:
+            return False
+        parts = name.split(".")
+        return any(".".join(parts[:n]) in self._elsewhere for n in range(len(parts), 0, -1))
 
     def when_loaded(self, call: Callable[[], None]) -> None:
         """Called by finish(): for layers that cannot know whether an optional tensor still comes."""

@@ -157,6 +157,28 @@ class _Resolver:
             for spec in dict.fromkeys(specs)
         ]
         self._layer_driver("moe", "fd_moe_backends", questions, self._config.device.moe_backend)
+        if questions:
+            self._expert_communicator()
+
+    def _expert_communicator(self) -> None:
+        """Who carries tokens between ranks, if that is asked for."""
+        from fastdeploy_core.contracts.moe import ExpertQuestion
+
+        parallel = self._config.parallel
+        if not (parallel.divides_experts and parallel.expert_communicator):
+            return
+        question = ExpertQuestion(
+            device=self._chosen["device"],
+            tensor_library=self._tensor_library,
+            num_ranks=parallel.tensor_parallel_size,
+        )
+        asked = parallel.expert_communicator
+        self._layer_driver(
+            "expert_communicator",
+            "fd_expert_communicators",
+            [question],
+            "" if asked == "auto" else asked,
+        )
 
     def quantizer(self) -> None:
         """Who reads the checkpoint's quantization_config, or the format named."""

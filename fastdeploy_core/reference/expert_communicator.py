@@ -7,7 +7,6 @@ their experts made of it, over any device Communicator: exact and simple, not fa
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,6 +16,7 @@ from fastdeploy_core.contracts.moe import (
     ExpertCommunicatorCapabilities,
     ExpertGroup,
     ExpertPlan,
+    expert_places,
 )
 from fastdeploy_core.errors import CapabilityError, ConfigError
 
@@ -154,20 +154,8 @@ class LoopbackExperts:
         """Logical ids to physical ones; copies of one expert share its tokens by token index."""
         if version <= self._version:
             return
-        if len(physical_to_logical) != self._num_physical:
-            raise ConfigError(
-                f"expert map of {len(physical_to_logical)} entries, the group has "
-                f"{self._num_physical} experts"
-            )
-        places: dict[int, list[int]] = defaultdict(list)
-        for physical, logical in enumerate(physical_to_logical):
-            places[logical].append(physical)
-        missing = sorted(set(range(max(places) + 1)) - set(places))
-        if missing:
-            raise ConfigError(f"expert map leaves out logical experts {missing[:8]}")
+        table = expert_places(physical_to_logical, self._num_physical)
         self._version = version
-        most = max(map(len, places.values()))
-        table = [[places[e][i % len(places[e])] for i in range(most)] for e in sorted(places)]
         xp = self._xp
         self._table = xp.tensor(table, dtype=xp.int64, device=self._device)
 

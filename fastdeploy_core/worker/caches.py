@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from typing import TYPE_CHECKING
 
 from fastdeploy_core.contracts.attention import cache_dtypes
 from fastdeploy_core.errors import WorkerError
+from fastdeploy_core.tensor import DTYPE_BYTES
 from fastdeploy_core.types import BlockCopies
 
 from .host_tier import BlockMover
@@ -34,14 +37,29 @@ class Caches:
             layers.append(list(zip(shapes, cache_dtypes(spec, len(shapes)), strict=True)))
         return layers
 
-    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
-        """Zeroed caches of every layer; those there were have been dropped."""
-        xp, device = self._device.xp, self._device
+    def allocate(self, num_blocks: int, num_host_blocks: int, *, is_touched: bool) -> None:
+        """Zeroed caches of every layer; those there were have been dropped. Without `is_touched` memory
+        that is the host's comes page by page when it is used: clearing gigabytes takes seconds."""
+        device = self._device
+        make = self._zeros
+        if device.limits.shares_host_memory and num_blocks and not is_touched:
+            make = self._untouched
         self.tensors = [
-            tuple(xp.zeros(s, dtype=xp.dtype(dtype), device=device.device) for s, dtype in layer)
-            for layer in self.shapes(num_blocks)
+            tuple(make(shape, dtype) for shape, dtype in layer) for layer in self.shapes(num_blocks)
         ]
         self._mover = BlockMover(device, self._kernels, self.tensors, num_host_blocks)
+
+    def _zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
+        xp = self._device.xp
+        return xp.zeros(shape, dtype=xp.dtype(dtype), device=self._device.device)
+
+    def _untouched(self, shape: tuple[int, ...], dtype: str) -> Tensor:
+        num_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
+        try:
+            memory = mmap.mmap(-1, num_bytes)
+        except (OSError, OverflowError) as error:
+            raise MemoryError(f"{num_bytes} bytes of host memory: {error}") from error
+        return self._device.xp.from_buffer(memory, dtype, shape)
 
     def drop(self) -> None:
         """Give the memory back, as far as nobody else holds the tensors."""

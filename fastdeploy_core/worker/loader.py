@@ -22,6 +22,7 @@ from fastdeploy_core.contracts.small import CausalLM
 from fastdeploy_core.errors import WeightError
 from fastdeploy_core.layers import ModelBuilder
 from fastdeploy_core.layers.cache_scales import CACHE_SCALE_NAMES
+from fastdeploy_core.layers.expert_parallel import ExpertRanks
 
 from .read_ahead import ReadAhead
 from .weights import SafetensorsFile, dummy_tensors, find_files
@@ -89,6 +90,7 @@ def load_model(
         is_dummy=model_config.load_format == "dummy",
         kv_format="" if kind is None else kind.name,
         kv_static=settings.kv_static,
+        expert_ranks=_expert_ranks(config, device, communicator, load_driver),
     )
     if settings.kv_unused:
         for text in CACHE_SCALE_NAMES:
@@ -97,6 +99,8 @@ def load_model(
         model = family(hf_config, build)
         fill_from_folder(model, build, model_config.path, hf_config, model_config)
     report += _unquantized_lines(build)
+    if build.expert_ranks is not None and build.moe_drivers:
+        report.append(build.expert_ranks.words())
     return LoadedModel(
         model=model,
         shapes=shapes,
@@ -107,6 +111,21 @@ def load_model(
         weight_bytes=build.weight_bytes,
         report=report,
     )
+
+
+def _expert_ranks(
+    config: EngineConfig,
+    device: DeviceBackend,
+    communicator: Communicator | None,
+    load_driver: LoadDriver,
+) -> ExpertRanks | None:
+    """The ranks that divide experts among them, if any are to."""
+    if communicator is None or not config.parallel.divides_experts:
+        return None
+    make = None
+    if config.parallel.expert_communicator:
+        make = load_driver("expert_communicator", "")
+    return ExpertRanks(device, communicator, make, config.most_decode_tokens)
 
 
 def _unquantized_lines(build: ModelBuilder) -> list[str]:

@@ -140,7 +140,9 @@ class ModelRunner:
             # A drafter that reads histories draws nothing.
             draft_draws=(False,) if slots.history is not None else (False, True),
             propose=None if speculation is None else partial(speculation.propose_recorded, slots),
-            prompt_sizes=prompt_sizes(self._loaded.attention.values(), config),
+            prompt_sizes=prompt_sizes(
+                self._loaded.attention.values(), config, self._loaded.builder.expert_ranks
+            ),
         )
 
     @property
@@ -159,10 +161,12 @@ class ModelRunner:
 
     # -- cache ------------------------------------------------------------------------------------
 
-    def allocate_cache(self, num_blocks: int, num_host_blocks: int) -> None:
-        """Zeroed caches of every layer; what was there before is dropped first."""
+    def allocate_cache(
+        self, num_blocks: int, num_host_blocks: int, *, is_touched: bool = True
+    ) -> None:
+        """Zeroed caches of every layer; what was there before is dropped first. See Caches.allocate."""
         self._drop_cache()
-        self.caches.allocate(num_blocks, num_host_blocks)
+        self.caches.allocate(num_blocks, num_host_blocks, is_touched=is_touched)
 
     def free_cache(self) -> None:
         """Drop caches and every sequence."""
@@ -183,6 +187,12 @@ class ModelRunner:
         if self._graphs is not None:
             with self._xp.no_grad():
                 self._graphs.record(self.caches.tensors, is_first_rank=self._rank == 0)
+
+    def rehearse_graphs(self) -> None:
+        """Run what record_graphs() will record, over the caches there are."""
+        if self._graphs is not None:
+            with self._xp.no_grad():
+                self._graphs.rehearse(self.caches.tensors)
 
     def graph_bytes(self) -> int:
         """What record_graphs() will take, measured over the caches there are."""

@@ -42,8 +42,8 @@ class RecordedPrompt:
 
     def record(self, beside: CapturedGraph | None) -> CapturedGraph:
         """Run once to get ready, then record; the memory of `beside` is used again."""
-        self._compute()
-        self._forward = self._graphs.device.capture(self._compute, beside)
+        self.run_once()
+        self._forward = self._graphs.device.capture(self.run_once, beside)
         return self._forward
 
     def run(self, batch: AttentionBatch, input_ids: Tensor) -> tuple[ForwardContext, Tensor]:
@@ -53,7 +53,8 @@ class RecordedPrompt:
         self._forward.replay()
         return self._context, self._hidden[: batch.num_tokens]
 
-    def _compute(self) -> None:
+    def run_once(self) -> None:
+        """What is recorded."""
         graphs, batch, buffers = self._graphs, self._batch, self._graphs.buffers
         self._context = graphs.context(batch)
         input_ids = buffers.input_ids[: self.size]
@@ -94,6 +95,11 @@ class PromptGraphs:
         """The largest first, so that one memory serves all."""
         for size in reversed(self.sizes):
             beside = self._record(size, beside)
+
+    def rehearse(self) -> None:
+        """Run a step of each size once, so that its kernels are met."""
+        for size in self.sizes:
+            RecordedPrompt(self, size).run_once()
 
     def estimate(self, beside: CapturedGraph | None) -> int:
         """Bytes that `record` will take: the largest makes the memory that serves the others, each of

@@ -6,6 +6,7 @@ give. Used where copies are asynchronous; what is not announced to a placement i
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 Region = tuple[slice | int, ...]
 
-_NUM_THREADS: Final = 8
+_NUM_THREADS: Final = min(16, os.cpu_count() or 1)
 _BUFFER_BYTES: Final = 8 << 20  # each thread has two
 _MOST_AHEAD_BYTES: Final = 1 << 30
 _NAP_S: Final = 20e-6
@@ -41,18 +42,18 @@ class _Staging:
         self._copied: list[DeviceEvent | None] = [None, None]
         self._next = 0
 
-    def copy(self, source: np.ndarray, target: Tensor) -> None:
-        """Queue the copy of an array of rows to a contiguous uint8 tensor of its bytes."""
-        row_bytes = source[0].nbytes
+    def copy(self, stored: SafetensorsTensor, region: Region, target: Tensor) -> None:
+        """Queue the copy of a region of rows to a contiguous uint8 tensor of its bytes."""
+        part = stored.bits()[region]
+        row_bytes = part[0].nbytes
         step = _BUFFER_BYTES // row_bytes
-        for start in range(0, len(source), step):
-            rows = source[start : start + step]
-            half = self._halves[self._next]
+        for start in range(0, len(part), step):
+            num_bytes = min(step, len(part) - start) * row_bytes
             self._await(self._next)
-            bits = half[: rows.nbytes]
-            np.copyto(bits.view(source.dtype).reshape(rows.shape), rows)
+            bits = self._halves[self._next][:num_bytes]
+            stored.fill(region, start, bits)
             first = start * row_bytes
-            self._device.upload(bits, target[first : first + rows.nbytes])
+            self._device.upload(bits, target[first : first + num_bytes])
             self._copied[self._next] = self._device.record_event()
             self._next = 1 - self._next
 
@@ -140,5 +141,5 @@ class ReadAhead:
         result = xp.empty(
             list(part.shape), dtype=xp.dtype(stored.dtype), device=self._device.device
         )
-        staging.copy(part, result.view(-1).view(xp.uint8))
+        staging.copy(stored, region, result.view(-1).view(xp.uint8))
         return result

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.config import EngineConfig
     from fastdeploy_core.contracts.attention import AttentionBackend
     from fastdeploy_core.contracts.device import DeviceLimits
+    from fastdeploy_core.layers.expert_parallel import ExpertRanks
 
 MAX_CAPTURED_ROWS = 512
 # Beyond, a step keeps an accelerator busy for longer than any host needs to queue it.
@@ -61,14 +62,25 @@ def graph_sizes(
     return sizes, f"recorded decode steps: {len(sizes)} sizes, {sizes[0]} to {sizes[-1]} rows"
 
 
+def unlike(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes for which kernels may be specialized differently: powers of two, the first that is none, and
+    the largest."""
+    powers = [size for size in sizes if size & (size - 1) == 0]
+    return tuple(sorted({*powers, *[s for s in sizes if s not in powers][:1], max(sizes)}))
+
+
 def prompt_ladder(max_step_tokens: int) -> tuple[int, ...]:
     """Numbers of tokens to record, the largest step among them."""
     most = min(max_step_tokens, MOST_TOKENS)
     return (*(size for size in _LADDER if size < most), most)
 
 
-def prompt_sizes(drivers: Iterable[AttentionBackend], config: EngineConfig) -> tuple[int, ...]:
-    """The ladder if every attention driver can be recorded in such steps."""
+def prompt_sizes(
+    drivers: Iterable[AttentionBackend], config: EngineConfig, ranks: ExpertRanks | None = None
+) -> tuple[int, ...]:
+    """The ladder if every attention driver can be recorded in such steps, as far as divided experts can."""
     if not all(driver.can_capture_mixed for driver in drivers):
         return ()
-    return prompt_ladder(config.batch.max_num_batched_tokens)
+    sizes = prompt_ladder(config.batch.max_num_batched_tokens)
+    most = None if ranks is None else ranks.most_recorded
+    return sizes if most is None else tuple(size for size in sizes if size <= most)

@@ -21,6 +21,7 @@ from fastdeploy_core.errors import ResourceError, WorkerError
 from fastdeploy_core.layers.context import ForwardContext
 
 from .prompt_graphs import PromptGraphs
+from .recorded_sizes import unlike
 from .step_buffers import DecodeBuffers
 
 if TYPE_CHECKING:
@@ -71,8 +72,7 @@ class RecordedStep:
     def record(self, beside: CapturedGraph | None) -> CapturedGraph:
         """Run once to get ready, then record; the memory of `beside` is used again."""
         capture = self._graphs.device.capture
-        for run in (self.compute, self.compute_logits, self.draw_greedily):
-            run()
+        self.run_once()
         self._forward = capture(self.compute, beside)
         beside = beside or self._forward
         self._head = capture(self.compute_logits, beside)
@@ -85,6 +85,11 @@ class RecordedStep:
             for is_random in self._graphs.draft_draws:
                 self._record_proposal(number, is_random, beside)
         return beside
+
+    def run_once(self) -> None:
+        """Whatever is made at first use exists afterwards."""
+        for run in (self.compute, self.compute_logits, self.draw_greedily):
+            run()
 
     def _record_proposal(self, number: int, is_random: bool, beside: CapturedGraph) -> None:
         """`number` drafts behind what was drawn, by a drafter on the device."""
@@ -273,6 +278,17 @@ class StepGraphs:
             time.perf_counter() - began,
             used,
         )
+
+    def rehearse(self, caches: list[tuple[Tensor, ...]]) -> None:
+        """Run steps of unlike sizes once, so that their kernels are met. Nothing stays."""
+        self._caches = caches
+        self.slots.stand_down()
+        for size, width in self._wanted():
+            if size in unlike(self.sizes):
+                RecordedStep(self, size, width).run_once()
+        if self._prompts is not None:
+            self._prompts.rehearse()
+        self.drop()
 
     def estimate(self, caches: list[tuple[Tensor, ...]]) -> int:
         """Bytes that recording all steps will take: the two largest make the memory that serves the

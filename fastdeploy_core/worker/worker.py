@@ -10,10 +10,12 @@ import gc
 import logging
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from fastdeploy_core.config import EngineConfig
-from fastdeploy_core.contracts.device import DeviceBackend, DeviceOptions
+from fastdeploy_core.contracts.device import CompilingDevice, DeviceBackend, DeviceOptions
 from fastdeploy_core.errors import CapabilityError, ResourceError, WorkerError
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.sampling.penalties import PenaltyTables
@@ -106,6 +108,8 @@ class Worker:
         self._runner = ModelRunner(
             self.config, device, kernels, loaded, self.rank, self._communicator, sizes, drafters
         )
+        if self._rehearse(device, weight_bytes):
+            clock.lap("kernels compiled")
         info = self._info(device, loaded, kernels, weight_bytes, about_graphs)
         clock.lap("memory measured")
         logger.info("rank %d: %s", self.rank, clock)
@@ -116,7 +120,7 @@ class Worker:
         steps over it. All ranks at the same time, as in load()."""
         runner, device = self._ready()
         try:
-            runner.allocate_cache(num_blocks, num_host_blocks)
+            runner.allocate_cache(num_blocks, num_host_blocks, is_touched=False)
         except Exception as error:
             if not device.is_oom(error):
                 raise
@@ -246,6 +250,21 @@ class Worker:
             report=report,
         )
 
+    def _rehearse(self, device: DeviceBackend, weight_bytes: int) -> bool:
+        """Where kernels are compiled at first use: meet those of the largest steps and of the recorded
+        ones now, so that they are compiled side by side. Whether there was anything to do."""
+        if not isinstance(device, CompilingDevice):
+            return False
+        runner = self._ready()[0]
+        steps, num_blocks = largest_steps(self.config, shapes=runner.shapes)
+        with device.compile_only(), _beside(weight_bytes):
+            runner.allocate_cache(num_blocks, 0)
+            for step in steps:
+                runner.launch(step).wait()
+            runner.rehearse_graphs()
+            runner.free_cache()
+        return True
+
     @staticmethod
     def _bytes_per_block(runner: ModelRunner) -> int:
         return sum(
@@ -284,7 +303,7 @@ class Worker:
         steps, num_blocks = largest_steps(self.config, part, runner.shapes)
         before, look = device.memory(), probe(device)
         untouched = look().free_bytes
-        try:
+        with _beside(weight_bytes):
             with LowWater(look) as water:
                 runner.allocate_cache(num_blocks, 0)
                 for step in steps:
@@ -292,11 +311,6 @@ class Worker:
             graph_bytes = runner.graph_bytes()
             runner.free_cache()
             gc.collect()
-        except ResourceError as error:
-            raise ResourceError(
-                f"the largest step does not fit into memory beside the weights "
-                f"({weight_bytes / 1024**3:.2f} GiB): {error}"
-            ) from error
         logits_bytes = PenaltyTables.num_bytes(self.config.batch.max_num_seqs, runner.vocab_size)
         peak = untouched - water.free_bytes - num_blocks * bytes_per_block
         limits, config = device.limits, self.config
@@ -313,6 +327,18 @@ class Worker:
             shared_with=self.world_size if limits.shares_host_memory else 0,
             most_bytes=config.batch.max_num_seqs * per_sequence * bytes_per_block,
         )
+
+
+@contextmanager
+def _beside(weight_bytes: int) -> Iterator[None]:
+    """The largest steps run; a failure says what they had to fit beside."""
+    try:
+        yield
+    except ResourceError as error:
+        raise ResourceError(
+            f"the largest step does not fit into memory beside the weights "
+            f"({weight_bytes / 1024**3:.2f} GiB): {error}"
+        ) from error
 
 
 def largest_steps(

@@ -187,3 +187,16 @@ def test_500_damaged_headers_are_refused_or_harmless(tmp_path: Path, device: Cpu
         # What still opens has only other names, or the same bytes under another shape or dtype.
         assert sum(a.nbytes for a in found.values()) == sum(a.nbytes for a in whole.values())
     assert refused > 300
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path, device: Any) -> None:
+    path = tmp_path / "model.safetensors"
+    write_safetensors(path, {"x": ("F32", np.ones((64, 64), np.float32))})
+    (_, stored), *_ = SafetensorsFile(path, device).tensors()
+    buffer = np.zeros(64 * 64 * 4, np.uint8)
+    stored.fill((slice(0, 64), slice(0, 64)), 0, buffer)
+    assert (buffer.view(np.float32) == 1).all()
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 100)
+    with pytest.raises(WeightError, match="became shorter"):
+        stored.fill((slice(0, 64), slice(0, 64)), 0, buffer)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from fastdeploy_core.config import GraphConfig, SpeculativeConfig
+from fastdeploy_core.models.decoder import DecoderLM
 from fastdeploy_core.testing.capturing import CapturingDevice, RecordableAttention
 from fastdeploy_core.worker import recorded_sizes
 from tests.cpu.recordable_prompts import RecordablePrompts, WithPrompts
@@ -97,3 +99,54 @@ def test_what_is_recorded(folder: Path) -> None:
     assert recorded_sizes.prompt_sizes([*able, RecordableAttention], config) == ()
     drafts = dataclasses.replace(config, speculative=SpeculativeConfig("ngram", 2))
     assert recorded_sizes.prompt_sizes(able, drafts) == recorded_sizes.prompt_ladder(tokens)
+
+
+class Compiling(CapturingDevice):
+    """Would compile what is met inside."""
+
+    made: ClassVar[list[Compiling]] = []
+    is_compiling = False
+
+    @contextmanager
+    def compile_only(self) -> Iterator[None]:
+        self.made.append(self)
+        self.is_compiling = True
+        yield
+        self.is_compiling = False
+
+
+class OnDevice(WithPrompts):
+    kind: type[CapturingDevice] = CapturingDevice
+
+    def load(self, kind: str, name: str = "") -> Any:
+        return self.kind if kind == "device" else super().load(kind, name)
+
+
+def test_kernels_of_every_kind_of_step_are_met_before_any_is_recorded(
+    folder: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest steps and recorded ones of unlike sizes; afterwards tokens are what they would be."""
+    monkeypatch.setattr(recorded_sizes, "prompt_ladder", lambda most: SIZES)
+    config = engine_config(folder, tensor_library, max_num_seqs=6)
+    found, met, forward = {}, list[int](), DecoderLM.forward
+    monkeypatch.setattr(Compiling, "made", devices := list[Compiling]())
+
+    def noting(self: Any, ids: Any, positions: Any, context: Any) -> Any:
+        if devices and devices[-1].is_compiling:
+            met.append(int(ids.shape[0]))
+            assert not devices[-1].recorded
+        return forward(self, ids, positions, context)
+
+    monkeypatch.setattr(DecoderLM, "forward", noting)
+    for kind in (CapturingDevice, Compiling):
+        worker = make_worker(config)
+        worker.resolved = OnDevice(worker.resolved)  # type: ignore[assignment]
+        worker.resolved.kind = kind  # type: ignore[attr-defined]
+        worker.load()
+        sharpen(worker)
+        found[kind] = Life(Steps(worker, 256, 64), np.random.default_rng(3), 6).run()
+        worker.close()
+    assert found[Compiling] == found[CapturingDevice]
+    tokens = config.batch.max_num_batched_tokens
+    assert met[:2] == [tokens, 6], "the largest prefill, the widest sampling"
+    assert met[2:] == [6, 4, 2, 1, 8, 24, 48]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +17,7 @@ from fastdeploy_core.contracts.device import DeviceLimits, MemoryInfo, StepBucke
 from fastdeploy_core.errors import CapabilityError, FastDeployError, ResourceError, WorkerError
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.types import BlockCopies, SamplingParams, SchedulerOutput
+from fastdeploy_core.worker import caches
 from fastdeploy_core.worker.memory import LowWater, MemoryProfile
 from fastdeploy_core.worker.worker import Worker, largest_steps
 from tests.worker_steps import BLOCK_SIZE, Steps, engine_config, make_worker, sharpen, write_model
@@ -357,11 +360,10 @@ def test_a_cache_that_does_not_fit_is_explained(
     worker = cramped(engine_config(folder, tensor_library), monkeypatch)
     worker.load()
 
-    def zeros(*_: Any, **__: Any) -> Any:
-        raise MemoryError
+    def no_memory(*_: Any) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    library = worker.device.xp
-    monkeypatch.setattr(type(library), "zeros", staticmethod(zeros))
+    monkeypatch.setattr(caches, "mmap", SimpleNamespace(mmap=no_memory))
     with pytest.raises(ResourceError, match="does not fit"):
         worker.initialize_cache(1000, 0)
 

@@ -307,8 +307,13 @@ def test_every_argument_changes_a_configuration(model: Path) -> None:
         "max_num_partial_prefills": 5,
         "kv_cache_dtype": "int8",
         "device": "x",
+        "enable_expert_parallel": True,
     }
-    together = {"ssl_keyfile": "ssl_certfile", "ssl_certfile": "ssl_keyfile"}
+    together = {
+        "ssl_keyfile": "ssl_certfile",
+        "ssl_certfile": "ssl_keyfile",
+        "expert_communicator": "enable_expert_parallel",
+    }
 
     def build(values: dict[str, Any]) -> tuple[EngineConfig, ServerConfig]:
         values = normalise({"model": str(model), **small, **values})
@@ -321,7 +326,8 @@ def test_every_argument_changes_a_configuration(model: Path) -> None:
             continue
         value = special.get(row.name, not row.default if row.type == "bool" else sample(row)[1])
         if row.name in together:
-            changed = build({row.name: value, together[row.name]: value})
+            other = together[row.name]
+            changed = build({row.name: value, other: special.get(other, value)})
         else:
             changed = build({row.name: value})
         assert changed != plain, row.name
@@ -344,6 +350,7 @@ def test_every_argument_changes_a_configuration(model: Path) -> None:
         ({"tokenizer": "/nowhere"}, "--tokenizer '/nowhere'"),
         ({"chat_template": "/nowhere"}, "neither a template nor a readable file"),
         ({"model": None}, "no model given"),
+        ({"expert_communicator": "auto"}, "needs --enable-expert-parallel"),
         ({"port": 80}, "argument of the server"),
     ],
 )

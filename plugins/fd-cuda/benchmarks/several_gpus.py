@@ -175,7 +175,7 @@ class _Layer:
         import torch
         from fastdeploy_core.contracts.moe import ExpertPlan
 
-        from fd_cuda.kernels.experts import moe_experts
+        from fd_cuda.kernels.experts import moe_experts, sum_of_experts
 
         group, world = self.group, self.group.world_size
         each = tokens // world
@@ -197,6 +197,20 @@ class _Layer:
 
         error = _error(thin(), expected)
         found.append(f"TP {time_us(self.device, group, thin, 5, True):.0f} (off {error:.1e})")
+
+        def held() -> Any:
+            local = ids - group.rank * (self.num_experts // world)
+            absent = (local < 0) | (local >= self.num_experts // world)
+            y = sum_of_experts(
+                x, local.masked_fill(absent, -1), weights.masked_fill(absent, 0.0),
+                self.own_gate_up, self.own_down, None, 1 / world,
+            )  # fmt: skip
+            return group.all_reduce(y)
+
+        error = _error(held(), expected)
+        found.append(
+            f"EP in place {time_us(self.device, group, held, 5, True):.0f} (off {error:.1e})"
+        )
         here = slice(group.rank * each, (group.rank + 1) * each)
         own = (x[here], ids[here], weights[here])
         for name, way in self.ways.items():
@@ -244,8 +258,10 @@ def engine(options: argparse.Namespace) -> None:
         options.model, device="cuda", tensor_library="torch", load_format="dummy",
         skip_tokenizer_init=True, tensor_parallel_size=options.world_size, max_model_len=2048,
         max_num_seqs=max(options.batch), max_num_batched_tokens=16384, enable_prefix_caching=False,
+        **divided(options.experts),
     )  # fmt: skip
     name = f"{Path(options.model).name}, {options.world_size} GPUs"
+    name += f", experts {options.experts}" if options.experts else ""
     print(f"{name}: started in {time.perf_counter() - began:.1f} s", flush=True)
     rng = np.random.default_rng(0)
 
@@ -279,6 +295,14 @@ def engine(options: argparse.Namespace) -> None:
         llm.close()
 
 
+def divided(experts: str) -> dict[str, Any]:
+    """Engine arguments for whole experts on ranks: "in-place", or a communicator's name."""
+    if not experts:
+        return {}
+    named = "" if experts == "in-place" else experts
+    return {"enable_expert_parallel": True, "expert_communicator": named}
+
+
 def _compare(file: Path, firsts: list[dict[str, float]]) -> None:
     if not file.exists():
         file.write_text(json.dumps(firsts))
@@ -307,13 +331,13 @@ def tokens(options: argparse.Namespace) -> None:
         runs[size] = sampled_tokens(
             Path(options.model), prompts, [{}, {"temperature": 0.8, "top_p": 0.9}], max_tokens=32,
             device="cuda", tensor_library="torch", dtype="float32", max_model_len=512,
-            tensor_parallel_size=size,
+            tensor_parallel_size=size, **divided(options.experts),
         )["runs"]  # fmt: skip
     for name, one, many in zip(("greedy", "sampled"), *runs.values(), strict=True):
         same = sum(a == b for a, b in zip(one["together"], many["together"], strict=True))
         alone = sum(a == b for a, b in zip(one["together"], many["alone"], strict=True))
         print(
-            f"{name} tokens in float32 on {options.world_size} GPUs: {same} of {len(prompts)} "
+            f"{name} tokens in float32 on {options.world_size} GPUs {options.experts}: {same} of {len(prompts)} "
             f"answers together and {alone} alone equal one GPU's",
             flush=True,
         )
@@ -332,6 +356,7 @@ def main() -> None:
         sub.add_argument("world_size", type=int)
         sub.add_argument("--batch", type=int, nargs="+", default=[1, 64, 256])
         sub.add_argument("--same", default="")
+        sub.add_argument("--experts", default="", help="in-place, or an expert communicator's name")
         sub.add_argument("--runs", type=int, default=2)
     rank = kinds.add_parser("rank")
     rank.add_argument("what")

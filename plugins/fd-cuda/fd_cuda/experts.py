@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -21,6 +20,7 @@ from fastdeploy_core.contracts.moe import (
     ExpertCommunicatorCapabilities,
     ExpertGroup,
     ExpertPlan,
+    expert_places,
 )
 from fastdeploy_core.errors import CapabilityError, ConfigError
 
@@ -32,9 +32,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Received rows are allocated for the worst routing up to this size; beyond, the host asks how many.
+# Received rows are allocated for the worst routing up to this size; beyond, the host asks how many, but
+# not while a graph is recorded.
 _WORST_CASE_BYTES: Final = 256 << 20
 _MAX_RANKS: Final = 64
+
+
+def _is_recording(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(slots=True)
@@ -129,20 +134,8 @@ class AllGatherExperts:
         """Logical ids to physical ones; copies of one expert share its tokens by token index."""
         if version <= self._version:
             return
-        if len(physical_to_logical) != self._num_physical:
-            raise ConfigError(
-                f"expert map of {len(physical_to_logical)} entries, the group has "
-                f"{self._num_physical} experts"
-            )
-        places: dict[int, list[int]] = defaultdict(list)
-        for physical, logical in enumerate(physical_to_logical):
-            places[logical].append(physical)
-        missing = sorted(set(range(max(places) + 1)) - set(places))
-        if missing:
-            raise ConfigError(f"expert map leaves out logical experts {missing[:8]}")
+        table = expert_places(physical_to_logical, self._num_physical)
         self._version = version
-        most = max(map(len, places.values()))
-        table = [[places[e][i % len(places[e])] for i in range(most)] for e in sorted(places)]
         self._table = torch.tensor(table, dtype=torch.int64, device=self._device.device)
 
     def set_active_ranks(self, active: list[bool]) -> None:
@@ -195,7 +188,8 @@ class AllGatherExperts:
             offsets = offsets.diff()
         else:
             places[order] = number
-            if keys.shape[0] * plan.hidden_size * x.element_size() > _WORST_CASE_BYTES:
+            num_bytes = keys.shape[0] * plan.hidden_size * x.element_size()
+            if num_bytes > _WORST_CASE_BYTES and not _is_recording(x):
                 order = order[: int(offsets[-1])]
             received = x[order // plan.top_k]
         handle = _Local(plan, places.view_as(physical), is_mine, weights, num_tokens)
@@ -300,7 +294,7 @@ class ByBatchExperts:
         """Choose; every rank has to make the same plans in the same order."""
         if self._all[0].world_size == 1:
             return _Chosen(self._all[0], self._all[0].plan(plan))
-        costs = self._cost(plan.max_tokens)
+        costs = self._cost(1 << (plan.max_tokens - 1).bit_length())
         best = self._all[costs.index(min(costs))]
         logger.info(
             "expert parallel steps of up to %d tokens a rank: %s (%s us)", plan.max_tokens,

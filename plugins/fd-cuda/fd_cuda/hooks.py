@@ -6,7 +6,7 @@ from fastdeploy_core.contracts import Accept, Candidate, Decline, hookimpl
 from fastdeploy_core.contracts.attention import AttentionQuestion
 from fastdeploy_core.contracts.device import DeviceQuestion
 from fastdeploy_core.contracts.kv_formats import KV_FORMATS
-from fastdeploy_core.contracts.moe import MoEQuestion
+from fastdeploy_core.contracts.moe import ExpertQuestion, MoEQuestion
 
 _SCORE = 150
 
@@ -21,7 +21,7 @@ def fd_device_probe(question: DeviceQuestion) -> Candidate:
         return Candidate("cuda", Decline(driver.error))
     reasons = {}
     for library, reason in (
-        ("torch", lambda: why_not_torch(driver)),
+        ("torch", lambda: why_not_torch(driver, opens=False)),
         ("paddle", why_not_paddle),
     ):
         if question.tensor_library not in ("", library):
@@ -78,6 +78,20 @@ def fd_moe_backends(question: MoEQuestion) -> list[Candidate]:
         reason = "triton is not installed; run: pip install triton"
     verdict = Decline(reason) if reason else Accept(_SCORE, "grouped kernels")
     return [Candidate("cuda", verdict)]
+
+
+@hookimpl
+def fd_expert_communicators(question: ExpertQuestion) -> list[Candidate]:
+    """Over NCCL."""
+    names = {
+        "cuda_by_batch": (_SCORE, "the quicker one for each size of step, measured"),
+        "cuda_all_gather": (_SCORE - 1, "all tokens to all ranks; can be recorded"),
+        "cuda_all_to_all": (_SCORE - 2, "tokens to the ranks that need them; the host waits"),
+    }
+    if question.device != "cuda" or question.tensor_library != "torch":
+        reason = Decline(f"runs on cuda with torch, not on {question.device}")
+        return [Candidate(name, reason) for name in names]
+    return [Candidate(name, Accept(*verdict)) for name, verdict in names.items()]
 
 
 @hookimpl

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from fastdeploy_core.contracts.quant_formats import PackedWeight
 
-from .kernels import experts, matmul, norm, routing
+from .kernels import experts, matmul, norm
 from .kernels.common import batch_invariant
+from .kernels.routing import route, with_shared
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
-    from fastdeploy_core.contracts.moe import MoESpec
+    from fastdeploy_core.contracts.moe import MoESpec, RoutingSpec
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
 
@@ -25,7 +26,7 @@ _MANY_TOKENS: Final = 1024
 
 
 class CudaMoE:
-    """See MoEBlockBackend."""
+    """See MoEBlockBackend and DividedMoEBackend."""
 
     name = "cuda"
     contract = (0, 1)
@@ -56,8 +57,8 @@ class CudaMoE:
             given = (topk_ids, topk_weights)
             return self._sum(x, gate_up, down, router_logits, correction_bias, *given, None)
         if topk_ids is None or topk_weights is None:
-            route = self._kernels["moe_routing"]
-            topk_ids, topk_weights = route(router_logits, correction_bias, self.spec.routing)
+            choose = self._kernels["moe_routing"]
+            topk_ids, topk_weights = choose(router_logits, correction_bias, self.spec.routing)
         y: Tensor = packed(x, topk_ids, topk_weights, gate_up, down)
         return y
 
@@ -76,6 +77,39 @@ class CudaMoE:
         logits = matmul.scores_in_parts(y, router_weight)
         return self._sum(y, gate_up, down, logits, correction_bias, None, None, x)
 
+    def forward_share(
+        self,
+        x: Tensor,
+        weights: Any,
+        router_logits: Tensor,
+        correction_bias: Tensor | None,
+        routing: RoutingSpec,
+        first: int,
+    ) -> Tensor:
+        """What the experts that are here add."""
+        held = (first, self.spec.routing.num_experts)
+        given = route(router_logits, correction_bias, routing, 0, held)
+        return self._some(x, weights, *given, held[1] / routing.num_experts)
+
+    def forward_routed(
+        self, x: Tensor, weights: Any, topk_ids: Tensor, topk_weights: Tensor
+    ) -> Tensor:
+        """Choices made elsewhere."""
+        topk_weights = topk_weights.masked_fill(topk_ids < 0, 0.0)
+        return self._some(x, weights, topk_ids, topk_weights, 1.0)
+
+    @staticmethod
+    def _some(
+        x: Tensor, weights: Any, topk_ids: Tensor, topk_weights: Tensor, present: float
+    ) -> Tensor:
+        """The sum without choices of -1, whose weights are 0; `present`: the share of others."""
+        packed, gate_up, down = weights
+        if packed is None:
+            return experts.sum_of_experts(x, topk_ids, topk_weights, gate_up, down, None, present)
+        # Kernels of packed weights know no absent experts: the first one works for nothing.
+        y: Tensor = packed(x, topk_ids.clamp(min=0), topk_weights, gate_up, down)
+        return y
+
     def _sum(
         self,
         x: Tensor,
@@ -92,11 +126,9 @@ class CudaMoE:
         is_apart = shared > 0 and x.shape[0] >= _MANY_TOKENS and not batch_invariant()
         joined = 0 if is_apart else shared
         if topk_ids is None or topk_weights is None:
-            topk_ids, topk_weights = routing.route(
-                router_logits, correction_bias, spec.routing, joined
-            )
+            topk_ids, topk_weights = route(router_logits, correction_bias, spec.routing, joined)
         elif joined:
-            topk_ids, topk_weights = routing.with_shared(
+            topk_ids, topk_weights = with_shared(
                 topk_ids, topk_weights, spec.routing.num_experts, joined
             )
         total = experts.sum_of_experts(x, topk_ids, topk_weights, gate_up, down, residual)

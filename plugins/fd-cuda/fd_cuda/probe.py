@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 _DRIVER_LIBRARIES = ("libcuda.so.1", "libcuda.so", "nvcuda.dll")
 # What cuInit returns, in words an operator can act on.
@@ -65,27 +67,48 @@ def ask_driver() -> Driver:
     return Driver(newest, count.value, tuple(names), error)
 
 
-def why_not_torch(driver: Driver) -> str:
-    """Why torch cannot use the driver's GPUs; empty if it can."""
-    if importlib.util.find_spec("torch") is None:
+def why_not_torch(driver: Driver, *, opens: bool = True) -> str:
+    """Why torch cannot use the driver's GPUs; empty if it can. Without `opens` its files are asked, which
+    takes no time: importing it takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None:
         return "torch is not installed; install a CUDA build of it (torch>=2.8)"
-    try:
-        import torch
-    except Exception as error:
-        return f"torch cannot be imported: {type(error).__name__}: {error}"
-    if torch.version.cuda is None:
+    built = _built_for(spec.origin)
+    if opens or built is None:
+        try:
+            import torch
+        except Exception as error:
+            return f"torch cannot be imported: {type(error).__name__}: {error}"
+        built = torch.__version__, torch.version.cuda or ""
+    version, cuda = built
+    if not cuda:
         return (
-            f"torch {torch.__version__} is built without CUDA; install a CUDA build that the driver "
-            f"can run (CUDA {_text(driver.version)} or older)"
+            f"torch {version} is built without CUDA; install a CUDA build that the driver can run "
+            f"(CUDA {_text(driver.version)} or older)"
         )
-    built = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
     # Within one major version a newer build runs on an older driver, of at least that major.
-    if driver.version[0] < built[0]:
+    if driver.version[0] < int(cuda.partition(".")[0]):
         return (
-            f"the driver is too old: it runs CUDA {_text(driver.version)} and older, torch "
-            f"{torch.__version__} is built for CUDA {torch.version.cuda}; update the driver or "
-            "install an older CUDA build of torch"
+            f"the driver is too old: it runs CUDA {_text(driver.version)} and older, torch {version} is "
+            f"built for CUDA {cuda}; update the driver or install an older CUDA build of torch"
         )
+    return _why_not_opened() if opens else ""
+
+
+def _built_for(origin: str | None) -> tuple[str, str] | None:
+    """(torch's version, the CUDA it is built for or nothing), as its version.py says."""
+    try:
+        text = Path(origin or "").with_name("version.py").read_text("utf-8")
+    except OSError:
+        return None
+    version = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
+    cuda = re.search(r"^cuda\b[^=\n]*= (?:None|'([\d.]+)')", text, re.MULTILINE)
+    return None if version is None or cuda is None else (version[1], cuda[1] or "")
+
+
+def _why_not_opened() -> str:
+    import torch
+
     try:
         if not torch.cuda.is_available():
             return "torch.cuda.is_available() is False although the driver sees a GPU"

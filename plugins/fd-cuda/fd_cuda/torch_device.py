@@ -136,6 +136,22 @@ class TorchCudaDevice(CudaDevice):
             graph.capture_end()
         return TorchGraph(graph)
 
+    @contextmanager
+    def compile_only(self) -> Iterator[None]:
+        """See CompilingDevice; without Triton kernels run when they are met."""
+        from .probe import has_triton
+
+        self._bind()
+        if not has_triton():
+            yield
+            return
+        from .kernels.rehearsal import compile_only
+
+        with compile_only():
+            yield
+        gc.collect()
+        torch.cuda.empty_cache()  # the steps that follow are measured
+
     def communicator(self, rank: int, world_size: int, address: str) -> Communicator:
         """NCCL, and one kernel of our own for small sums."""
         from .communicator import CudaCommunicator

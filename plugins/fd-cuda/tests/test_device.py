@@ -102,6 +102,17 @@ def test_old_drivers_and_cpu_builds_are_named(monkeypatch: pytest.MonkeyPatch) -
     assert "without CUDA" in probe.why_not_torch(probe.Driver((13, 0), 1, ("GPU",)))
 
 
+def test_what_torch_is_built_for_is_read_without_importing_it(tmp_path: Path) -> None:
+    """The installed one says the same both ways; other builds are told apart by their files."""
+    assert probe._built_for(torch.__file__) == (torch.__version__, torch.version.cuda or "")
+    file = tmp_path / "version.py"
+    for line, cuda in (("cuda: Optional[str] = '13.0'", "13.0"), ("cuda = None", "")):
+        file.write_text(f"__version__ = '2.11.0'\n{line}\nhip: Optional[str] = '6.1'\n")
+        assert probe._built_for(str(tmp_path / "__init__.py")) == ("2.11.0", cuda)
+    file.write_text("something else")
+    assert probe._built_for(str(tmp_path / "__init__.py")) is None
+
+
 STUB = """
 int cuInit(unsigned flags) {{ return {code}; }}
 int cuDriverGetVersion(int *version) {{ *version = 12040; return 0; }}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fastdeploy_core.contracts.moe import MoEBlockBackend, MoESpec, RoutingSpec
+from fastdeploy_core.contracts.moe import DividedMoEBackend, MoEBlockBackend, MoESpec, RoutingSpec
 from moe_reference import reference
 
 from fd_cuda import moe
@@ -103,3 +103,36 @@ def test_large_batches_take_the_kernels_for_many_rows(monkeypatch: pytest.Monkey
     monkeypatch.setattr(experts, "tiles_for", lambda *_: experts._MANY_ROWS)
     large = experts.moe_experts(x, ids, weights, gate_up, down)
     assert error_of(large, small.double()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 20, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shares_of_the_experts_add_up(
+    tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two halves of the experts make what all of them make, although what nobody writes is NaN."""
+    torch.manual_seed(tokens)
+    spec = RoutingSpec(8, 3)
+    name = str(dtype).removeprefix("torch.")
+    x, logits = noise(tokens, HIDDEN, dtype=dtype), noise(tokens, 8, size=2.0)
+    gate_up = noise(8, 2 * WIDTH, HIDDEN, size=0.2, dtype=dtype)
+    down = noise(8, HIDDEN, WIDTH, size=0.2, dtype=dtype)
+    ids, weights = routing.route(logits, None, spec, 0)
+    wanted = experts.moe_experts(x.double().float(), ids, weights, gate_up.float(), down.float())
+    half = moe.CudaMoE(MoESpec(RoutingSpec(4, 3), HIDDEN, WIDTH, name), None, {})  # type: ignore[arg-type]
+    assert isinstance(half, DividedMoEBackend)
+    total, empty = torch.zeros_like(wanted), torch.empty
+
+    def filled(*shape: Any, **more: Any) -> torch.Tensor:
+        made = empty(*shape, **more)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", filled)
+    for first in (0, 4):
+        own = half.prepare_weights(gate_up[first : first + 4], down[first : first + 4])
+        part = half.forward_share(x, own, logits, None, spec, first)
+        total += part.float()
+        here = (ids >= first) & (ids < first + 4)
+        given = half.forward_routed(x, own, torch.where(here, ids - first, -1), weights)
+        assert error_of(given, part.double().cpu()) < 1e-6 or not here.any()
+    assert error_of(total, wanted.double().cpu()) < 2 * TOLERANCE[dtype]

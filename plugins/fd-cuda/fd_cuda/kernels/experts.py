@@ -45,7 +45,7 @@ _MANY_ROWS: Final = Tiles(128, 128, 256, 64, 8, 3)
 _ALONE: Final = 2
 
 
-def tiles_for(tokens: int, top_k: int, num_experts: int, dtype: torch.dtype) -> Tiles:
+def tiles_for(tokens: int, top_k: float, num_experts: int, dtype: torch.dtype) -> Tiles:
     """The fastest tiles for so many rows an expert."""
     if dtype == torch.float32 or INTERPRETED:
         return _EXACT
@@ -113,7 +113,7 @@ def _grouped(
 @triton.jit
 def _combine(
     y_p, weights_p, residual_p, out_p, width, residual_stride, TOP_K: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, SKIPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     join_chain(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -122,8 +122,12 @@ def _combine(
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(TOP_K):
         row = token * TOP_K + j
-        y = tl.load(y_p + row * width + columns, mask=inside, other=0.0)
-        total += tl.load(weights_p + row) * y.to(tl.float32)
+        weight = tl.load(weights_p + row)
+        wanted = inside
+        if SKIPS:  # nobody has written what does not count
+            wanted = tl.where(weight != 0, columns, width) < width
+        y = tl.load(y_p + row * width + columns, mask=wanted, other=0.0)
+        total += weight * y.to(tl.float32)
     if HAS_RESIDUAL:
         x = tl.load(residual_p + token * residual_stride + columns, mask=inside, other=0.0)
         total += x.to(tl.float32)
@@ -148,26 +152,30 @@ def sum_of_experts(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     residual: torch.Tensor | None,
+    present: float = 0.0,
 ) -> torch.Tensor:
-    """moe_experts, and a residual [T, H]."""
+    """moe_experts, and a residual [T, H]. `present`: the share of assignments that is to be expected
+    where others are -1, with weight 0; 0: all are."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
     tokens, top_k = topk_ids.shape
     if not tokens:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     num_slots, num_experts = topk_ids.numel(), gate_up.shape[0]
-    tiles = tiles_for(tokens, top_k, num_experts, x.dtype)
+    skips = present > 0.0
+    tiles = tiles_for(tokens, top_k * (present or 1.0), num_experts, x.dtype)
     if tiles is _MANY_ROWS and many_rows.can_compute(x, gate_up, down):
         order = order_by_expert(topk_ids, num_experts, many_rows.ROWS)
         hidden = many_rows.gated(x, gate_up, order, num_slots, top_k)
-        return combined(many_rows.plain(hidden, down, order, num_slots), topk_weights, residual)
+        y = many_rows.plain(hidden, down, order, num_slots)
+        return combined(y, topk_weights, residual, skips=skips)
     if tokens <= _ALONE and not batch_invariant():
         order = Order(topk_ids, topk_ids.view(-1), is_alone=True)
     else:
         order = order_by_expert(topk_ids, num_experts, tiles.rows)
     hidden = grouped(x, gate_up, order, tiles, num_slots, top_k, gated=True)
     y = grouped(hidden, down, order, tiles, num_slots, 1, gated=False)
-    return combined(y, topk_weights, residual)
+    return combined(y, topk_weights, residual, skips=skips)
 
 
 def add_expert(
@@ -204,9 +212,14 @@ def grouped(
 
 
 def combined(
-    y: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
+    y: torch.Tensor,
+    weights: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    *,
+    skips: bool = False,
 ) -> torch.Tensor:
-    """Sum over a token's experts: rows token * k + j of y times weights [T, k], and the residual."""
+    """Sum over a token's experts: rows token * k + j of y times weights [T, k], and the residual. With
+    `skips` rows of weight 0 may hold anything."""
     tokens, top_k = weights.shape
     width = y.shape[1]
     out = torch.empty((tokens, width), dtype=y.dtype, device=y.device)
@@ -214,6 +227,6 @@ def combined(
     _combine[(tokens, cdiv(width, block))](
         y, weights, y if residual is None else residual, out, width,
         0 if residual is None else residual.stride(0), TOP_K=top_k,
-        HAS_RESIDUAL=residual is not None, BLOCK=block, **options(num_warps=4),
+        HAS_RESIDUAL=residual is not None, SKIPS=skips, BLOCK=block, **options(num_warps=4),
     )  # fmt: skip
     return out

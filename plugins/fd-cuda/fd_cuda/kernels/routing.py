@@ -33,7 +33,8 @@ def _route(
     logits_p, bias_p, ids_p, weights_p, stride, part_stride, floor, scaling,
     PARTS: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, SHARED: tl.constexpr,
-    PAD_GROUPS: tl.constexpr, PAD_SIZE: tl.constexpr, PAD_K: tl.constexpr, PDL: tl.constexpr,
+    FIRST: tl.constexpr, HELD: tl.constexpr, PAD_GROUPS: tl.constexpr, PAD_SIZE: tl.constexpr,
+    PAD_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     join_chain(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -84,6 +85,10 @@ def _route(
     # Behind the chosen ones stand those that every token visits.
     ids = tl.where(nth < TOP_K, ids, EXPERTS + nth - TOP_K)
     weights = tl.where(nth < TOP_K, weights * scaling, 1.0)
+    if HELD > 0:
+        is_here = (ids >= FIRST) & (ids < FIRST + HELD)
+        ids = tl.where(is_here, ids - FIRST, -1)
+        weights = tl.where(is_here, weights, 0.0)
     place = token * (TOP_K + SHARED) + nth
     tl.store(ids_p + place, ids, mask=nth < TOP_K + SHARED)
     tl.store(weights_p + place, weights, mask=nth < TOP_K + SHARED)
@@ -102,8 +107,8 @@ def _align(
     counts = tl.zeros((PAD,), tl.int32)
     for begin in range(0, num_slots, BLOCK):
         slots = begin + tl.arange(0, BLOCK)
-        ids = tl.load(ids_p + slots, mask=slots < num_slots, other=0).to(tl.int32)
-        counts += tl.histogram(ids, PAD, mask=slots < num_slots)
+        ids = tl.load(ids_p + slots, mask=slots < num_slots, other=-1).to(tl.int32)
+        counts += tl.histogram(tl.maximum(ids, 0), PAD, mask=ids >= 0)
     blocks = (counts + BM - 1) // BM
     first = tl.sum(tl.where(expert < mine, blocks, 0), 0)
     own = tl.sum(tl.where(expert == mine, blocks, 0), 0)
@@ -130,9 +135,8 @@ def _align(
 def _count(ids_p, counts_p, num_slots, PAD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     join_chain(PDL)
     slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = slots < num_slots
-    ids = tl.load(ids_p + slots, mask=inside, other=0).to(tl.int32)
-    counts = tl.histogram(ids, PAD, mask=inside)
+    ids = tl.load(ids_p + slots, mask=slots < num_slots, other=-1).to(tl.int32)
+    counts = tl.histogram(tl.maximum(ids, 0), PAD, mask=ids >= 0)
     tl.atomic_add(counts_p + tl.arange(0, PAD), counts, mask=counts > 0)
 
 
@@ -157,7 +161,7 @@ def _place(
     own = tl.sum(is_own, 0)
     first = starts + tl.atomic_add(counts_p + PAD + expert, own, mask=own > 0)
     place = first[None, :] + tl.cumsum(is_own, 0) - is_own
-    tl.store(order_p + tl.sum(is_own * place, 1), slots, mask=inside)
+    tl.store(order_p + tl.sum(is_own * place, 1), slots, mask=ids >= 0)
     if tl.program_id(0) == 0:
         # The rest of each expert's last block is nobody's.
         rest = (starts + counts)[:, None] + tl.arange(0, BM)[None, :]
@@ -191,9 +195,11 @@ def route(
     correction_bias: torch.Tensor | None,
     spec: RoutingSpec,
     num_shared: int,
+    held: tuple[int, int] = (0, 0),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """moe_routing, and behind each token's choice the experts that all visit, [T, k + num_shared].
-    router_logits may be parts of sums, [parts, T, E]."""
+    router_logits may be parts of sums, [parts, T, E]. `held`: (first, count) of the experts that are
+    here; ids are places among these then, those elsewhere -1 with weight 0."""
     tokens, experts = router_logits.shape[-2:]
     parts = router_logits.shape[0] if router_logits.ndim == 3 else 1
     router_logits = router_logits if router_logits.stride(-1) == 1 else router_logits.contiguous()
@@ -209,6 +215,7 @@ def route(
             float(spec.scaling_factor), PARTS=parts, EXPERTS=experts, GROUPS=spec.num_groups,
             OPEN=spec.top_k_groups, TOP_K=spec.top_k, SIGMOID=spec.scoring == "sigmoid",
             RENORMALIZE=spec.renormalize, HAS_BIAS=correction_bias is not None, SHARED=num_shared,
+            FIRST=held[0], HELD=held[1],
             PAD_GROUPS=pad2(spec.num_groups), PAD_SIZE=size, PAD_K=pad2(spec.top_k + num_shared),
             **options(num_warps=1),
         )  # fmt: skip
@@ -226,7 +233,7 @@ def with_shared(
 
 
 def order_by_expert(ids: torch.Tensor, num_experts: int, rows: int) -> Order:
-    """The order for blocks of `rows` rows. Sizes depend on the shape of ids alone: nothing is waited for."""
+    """The order for blocks of `rows` rows, without assignments to -1. Sizes depend on the shape of ids alone: nothing is waited for."""
     ids, num_slots = ids.contiguous(), ids.numel()
     blocks = min(num_slots, num_experts) + max(0, num_slots - num_experts) // rows
     if num_slots > _FEW_SLOTS:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from .linear import compute
 from .plans import LIBRARY, ROWS, Plan, Product, candidates
+from .rehearsal import suspended
 
 # Weights of one shape are rotated until they are out of the way of the card's cache.
 _ROTATED_BYTES = 160 << 20
@@ -28,7 +29,8 @@ _MARGIN = 0.97
 
 def measure(product: Product, sizes: tuple[int, ...] = ROWS) -> dict[int, Plan]:
     """The fastest plan for each number of rows."""
-    with torch.no_grad(), torch.random.fork_rng(devices=[torch.cuda.current_device()]):
+    devices = [torch.cuda.current_device()]
+    with suspended(), torch.no_grad(), torch.random.fork_rng(devices=devices):
         plans = _measure(product, sizes)
     torch.cuda.empty_cache()  # others measure free memory
     return plans

@@ -27,6 +27,7 @@ from typing import Any, Final
 import torch
 from fastdeploy_core.errors import PluginError
 
+from fd_cuda.kernels import rehearsal
 from fd_cuda.kernels.common import INTERPRETED, has_pdl
 from fd_cuda.settings import setting
 
@@ -101,8 +102,12 @@ def _code(argument: Any) -> str:
 
 @dataclass(slots=True)
 class Function:
+    """A specialization on one device; without a handle until it is loaded."""
+
     name: str
-    handle: ctypes.c_void_p
+    defines: dict[str, int]
+    device: int
+    handle: ctypes.c_void_p | None = None
     most_shared: int = 48 * 1024  # bytes of shared memory that may be asked for at launch
     calls: dict[tuple[int, int], _Call] = field(default_factory=dict)  # by thread and cluster
 
@@ -282,21 +287,32 @@ def _check(code: int, what: str) -> None:
 
 
 def function(name: str, defines: dict[str, int]) -> Function:
-    """The kernel `name` of name.cu, specialized; compiled and loaded at the first call."""
+    """The kernel `name` of name.cu, specialized; compiled and loaded at the first call, or where nothing
+    is to run yet, being compiled."""
     device = torch.cuda.current_device()
     key = (device, name, *sorted(defines.items()))
     found = _functions.get(key)
-    if found is not None:
-        return found
-    cubin = _compile(name, {**defines, "PDL": int(has_pdl())})
+    if found is None:
+        with _lock:
+            found = _functions.setdefault(key, Function(name, defines, device))
+    if found.handle is None:
+        if rehearsal.is_on():
+            compile_ahead(name, defines)
+        else:
+            _load(found)
+    return found
+
+
+def _load(kernel: Function) -> None:
+    cubin = _compile(kernel.name, {**kernel.defines, "PDL": int(has_pdl())})
     with _lock:
-        if key not in _functions:
-            _enter(device)
+        if kernel.handle is None:
+            _enter(kernel.device)
             driver, module, handle = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+            name = kernel.name
             _check(driver.cuModuleLoadData(ctypes.byref(module), cubin), name)
             _check(driver.cuModuleGetFunction(ctypes.byref(handle), module, name.encode()), name)
-            _functions[key] = Function(name, handle)
-    return _functions[key]
+            kernel.handle = handle
 
 
 def launch(
@@ -310,6 +326,10 @@ def launch(
 ) -> None:
     """Queue it on the current stream. Arguments: tensors or None, ctypes values, ints as 32 bits,
     floats as 32 bits. `cluster`: blocks of a cluster along z."""
+    if rehearsal.is_on():
+        return
+    if kernel.handle is None:
+        _load(kernel)
     device = torch.cuda.current_device()
     _enter(device)
     if shared > kernel.most_shared:
