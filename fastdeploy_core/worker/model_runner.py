@@ -23,7 +23,6 @@ from fastdeploy_core.types import NewSequence, SchedulerOutput
 
 from .caches import Caches
 from .device_slots import DeviceSlots
-from .draft_batch import TargetStep
 from .drawing import TokenDrawer, is_simple
 from .input_batch import InputBatch
 from .judging import DraftJudge
@@ -140,6 +139,7 @@ class ModelRunner:
             # A drafter that reads histories draws nothing.
             draft_draws=(False,) if slots.history is not None else (False, True),
             propose=None if speculation is None else partial(speculation.propose_recorded, slots),
+            fill=None if speculation is None else speculation.recorded_fill,
             prompt_sizes=prompt_sizes(
                 self._loaded.attention.values(), config, self._loaded.builder.expert_ranks
             ),
@@ -295,10 +295,10 @@ class ModelRunner:
         with self._lock:
             attention, token_slots, positions = self.batch.attention_batch(rows)
             input_ids = self.batch.input_ids(rows, token_slots, positions)
-        context, hidden = forward(
+        launched.target = forward(
             self._graphs, self._loaded, self.caches.tensors, rows, attention, input_ids
         )
-        launched.target = TargetStep(attention, context, input_ids, hidden)
+        hidden = launched.target.hidden
         launched.prompt_logprobs = self._drawer.prompt_logprobs(hidden, rows)
         if not rows.sample_tokens.size:
             return None

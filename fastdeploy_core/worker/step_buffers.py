@@ -84,10 +84,12 @@ class PromptBuffers(StepBuffers):
     ) -> None:
         super().__init__(device, num_tokens, num_rows, max_blocks, longest)
         self.starts = self.zeros(num_rows + 1, dtype=self._xp.int32)
+        # For drafters, behind the step: see DraftBatch.
+        self.next_ids, self.last = self.zeros(num_tokens), self.zeros(num_rows)
 
     def clear(self) -> None:
         """New caches: no number of a former step stays, so that one which runs now writes nothing."""
-        for numbers in (self.starts, self.seq_lens, self.tables):
+        for numbers in (self.starts, self.seq_lens, self.tables, self.last):
             numbers.zero_()
         self.slot_mapping.copy_(self._xp.zeros_like(self.slot_mapping) - 1)
 
@@ -116,3 +118,11 @@ class PromptBuffers(StepBuffers):
             self.seq_lens[rows:last] = 0
         width = int(batch.block_tables_dev.shape[1])
         self.tables[:rows, :width] = batch.block_tables_dev
+
+    def take_drawn(self, next_ids: Tensor, last: Tensor) -> None:
+        """Queue the copies of what a drafter is told of the step that was taken last."""
+        tokens, rows = int(next_ids.shape[0]), int(last.shape[0])
+        self.next_ids[:tokens] = next_ids
+        self.last[:rows] = last
+        if rows < self.num_rows:
+            self.last[rows:] = 0  # of a larger step before

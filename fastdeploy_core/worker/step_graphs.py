@@ -217,6 +217,7 @@ class StepGraphs:
         draft_numbers: tuple[int, ...] = (),
         draft_draws: tuple[bool, ...] = (False,),
         propose: Callable[[RecordedStep, int, bool], Tensor] | None = None,
+        fill: Callable[[RecordedPrompt], None] | None = None,
         prompt_sizes: tuple[int, ...] = (),
     ) -> None:
         self.draft_numbers, self.draft_draws, self.propose = draft_numbers, draft_draws, propose
@@ -242,6 +243,7 @@ class StepGraphs:
                 max_num_seqs=int(slots.tables.shape[0]) - 1,
                 max_blocks=max_blocks,
                 max_model_len=max_model_len,
+                fill=fill,
             )
 
     def find_prompt(self, rows: StepRows) -> RecordedPrompt | None:

@@ -228,3 +228,25 @@ def test_two_ranks_go_ahead_together(folder: Path, tensor_library: str, tmp_path
         assert stats.accepted_draft_tokens_total > 20 and ranks.num_ahead > 5
     finally:
         ranks.close()
+
+
+def test_recorded_prompts_fill_a_drafters_cache_as_others_do(
+    folder: Path, tensor_library: str, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was not written there, or wrongly, would show in drafts that the target refuses."""
+    requests, _ = world
+    found = []
+    for sizes in ((), PROMPT_SIZES):
+        monkeypatch.setattr(recorded_sizes, "prompt_ladder", lambda most, sizes=sizes: sizes)
+        options = {"model": str(folder)}
+        bench = SpeculativeBench(
+            folder, tensor_library, "draft_model", options, captures=True, processors=()
+        )
+        settings = Settings(overlap=True, max_num_seqs=8)
+        arrivals = [(4 * n, request) for n, request in enumerate(requests[:8])]
+        core, _ = bench.run_varied(settings, arrivals, None)
+        stats = core.stats()
+        found.append((stats.draft_tokens_total, stats.accepted_draft_tokens_total))
+    prompts = bench.worker._runner._graphs._prompts
+    assert sum(step._fill.num_replays for step in prompts._steps.values()) > 2
+    assert found[0] == found[1] and found[0][1] > 20
