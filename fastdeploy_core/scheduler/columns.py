@@ -41,8 +41,6 @@ class Columns:
         self.draft_steps = np.zeros(0, dtype=np.int64)
         self.drafted = np.zeros(0, dtype=np.int64)
         self.accepted_at = np.zeros((0, num_drafts), dtype=np.int64)
-        self.rested = np.zeros(0, dtype=np.int64)  # steps that a drafter's cache has missed
-        self.has_rested = False  # whether any of these may be above 0
         self.tally = DraftTally(self, num_drafts)
         self.is_running = np.zeros(0, dtype=bool)
         self.is_plain = np.zeros(0, dtype=bool)  # a result is a token, and nothing else

@@ -22,7 +22,7 @@ import numpy as np
 WARM_UP, AFTER_PROMPT = 3, 2
 # A number of drafts is tried again after so many steps, then twice as many, as long as nothing changes.
 TRY_AGAIN = 128
-TRY_AGAIN_AT_MOST = 4096
+TRY_AGAIN_AT_MOST = 2048
 # Share of the time that trials may cost where drafts turn out not to pay.
 TRIAL_SHARE = 0.01
 # What another number must promise before it is taken, and what drafts must promise at all: sequences whose
@@ -97,9 +97,12 @@ class StepTimes:
         """One step took so long."""
         self._seconds[number].append(seconds)
 
-    def forget(self, number: int) -> None:
-        """Measure it anew."""
-        self._seconds.pop(number, None)
+    def forget(self, number: int | None = None) -> None:
+        """What was measured was on other work; None: for every number."""
+        if number is None:
+            self._seconds.clear()
+        else:
+            self._seconds.pop(number, None)
 
     def count(self, number: int) -> int:
         """Steps remembered."""
@@ -134,6 +137,7 @@ class _Size:
         self.left = WARM_UP  # steps until the current number is judged
         self.pause = TRY_AGAIN  # steps between tries
         self.spent: list[float] = []  # seconds of the trial's steps with drafts
+        self.tried = most  # drafts of the trial
         self.since = 0
         self.is_trial = True
 
@@ -236,6 +240,11 @@ class DraftLength:
         }
         best = max(speed, key=lambda number: (speed[number], -number))
         if speed[best] < LEAST_GAIN * speed[0]:
+            if (
+                not size.is_trial
+            ):  # steps without were measured some time ago, perhaps on other work
+                self._begin_trial(size)
+                return
             if size.best:
                 size.pause = TRY_AGAIN
             best = size.best = 0
@@ -245,7 +254,8 @@ class DraftLength:
             size.pause = min(2 * size.pause, TRY_AGAIN_AT_MOST)
         if size.is_trial:
             plain = size.times.expected(0)
-            extra = sum(size.spent) / plain - len(size.spent) if plain > 0 else 0.0
+            gained = len(size.spent) * self.acceptance.expected_tokens(size.tried)
+            extra = sum(size.spent) / plain - gained if plain > 0 else 0.0
             if not size.best:
                 size.pause = max(size.pause, int(extra / TRIAL_SHARE))
             size.since, size.spent = 0, []
@@ -256,6 +266,9 @@ class DraftLength:
         """Measure once more what is not in use: drafts where there are none, and the other way round."""
         size.is_trial, size.left = True, WARM_UP
         size.current = 0 if size.best else next(n for n in self._numbers if n >= min(self._most, 2))
+        size.tried = size.current
         if size.current:
             self.acceptance.fade(KEPT_FOR_TRIAL)
-            size.times.forget(0)  # both are measured now
+            size.times.forget()
+        else:
+            size.times.forget(0)

@@ -13,7 +13,7 @@ import numpy as np
 if TYPE_CHECKING:
     from .columns import Columns
 
-MOST_NOTED = 64
+MOST_NOTED = 16
 
 
 class DraftTally:

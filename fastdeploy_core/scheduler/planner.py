@@ -22,9 +22,6 @@ from .sequence import Sequence
 from .settings import SchedulerSettings
 from .step import ScheduledStep, StepBuilder
 
-# Tokens that a drafter's cache may have missed of a sequence it still drafts for.
-MAX_RESTED = 32
-
 
 class StepPlanner:
     """Plans one step after the other over a roster."""
@@ -56,7 +53,7 @@ class StepPlanner:
         is_ahead = False
         if self._length is not None:
             is_ahead = self._roster.awaited_step >= 0
-            num_drafts = self._num_drafts(self._length)
+            num_drafts = self._length.choose(self._num_rows())
         self._lookahead = self._settings.lookahead_tokens if num_drafts else 0
         if is_ahead:
             self._plan_ahead()
@@ -92,24 +89,10 @@ class StepPlanner:
             self._roster.awaited_step = planned.output.step_id
         return planned
 
-    def _num_drafts(self, length: DraftLength) -> int:
-        """Drafts to ask for behind this step."""
-        number = length.choose(self._num_rows())
-        if number and self._roster.columns.has_rested and not self._can_draft():
-            return 0
-        return number
-
     def _num_rows(self) -> int:
         """Rows that the step, or the next one, will have."""
         roster = self._roster
         return max(1, min(self._settings.max_num_seqs, len(roster.running) + roster.num_waiting))
-
-    def _can_draft(self) -> bool:
-        """Whether a drafter's cache has not missed too much of every running sequence."""
-        columns = self._roster.columns
-        rested = columns.rested[self._roster.running_places()]
-        columns.has_rested = bool(rested.any())
-        return not rested.size or bool((rested <= MAX_RESTED).any())
 
     def _plan_ahead(self) -> None:
         """Have the rows of the step before go on before it is known how many of its drafts are right:
@@ -199,7 +182,6 @@ class StepPlanner:
         drafts = np.where(is_due, drafts, 0)
         computed, limit = columns.computed[places], columns.limit[places]
         drafts = np.minimum(drafts, np.maximum(limit - columns.known[places] - 1, 0))
-        drafts[columns.rested[places] > MAX_RESTED] = 0
         left = self._step.budget - int(is_due.sum())
         drafts = np.clip(left - (np.cumsum(drafts) - drafts), 0, drafts)
         wanted = computed + 1 + drafts

@@ -104,7 +104,6 @@ class Roster:
         seq.room = len(seq.table.blocks) * self.kv.block_size
         seq.commit_at = self.kv.next_commit(seq.table, seq.num_prompt_tokens)
         self.columns.is_running[seq.place] = True
-        self.columns.rested[seq.place] = 0
         bisect.insort(self.running, seq, key=_seniority)
         if seq not in self._begun:
             bisect.insort(self._begun, seq, key=_seniority)

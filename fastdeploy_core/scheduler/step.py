@@ -264,18 +264,13 @@ class StepBuilder:
     def _ask(self, step: ScheduledStep, max_drafts: int, *, rests: bool, fills: bool) -> None:
         """Say in the message how many drafts are wanted behind the step. `rests`: a drafter with a
         cache of its own is asked for none, and misses what decodes here; prompts, too, unless it
-        `fills` its cache with them for later."""
+        `fills` its cache with them for later. What it has missed costs it some right drafts, and its
+        output nothing."""
         self.asked = max_drafts
-        columns = self._columns
         if max_drafts or not rests:
             step.output.max_drafts = max_drafts
         elif self.num_prefills and fills:
             step.output.max_drafts = 0
-        else:
-            columns.has_rested = True
-            columns.rested[step.cohort.places] += 1
-            if self._rows:
-                columns.rested[[row.seq.place for row in self._rows]] = NEVER
 
     def _columns_of(self, cohort: Cohort) -> BatchRows:
         """Explicit rows for a message: the cohort's, then the others."""
