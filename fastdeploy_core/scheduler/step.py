@@ -10,7 +10,7 @@ import numpy as np
 
 from fastdeploy_core.types import BatchRows, BlockCopies, NewSequence, SchedulerOutput
 
-from .columns import NEVER, Columns
+from .columns import Columns
 from .sequence import Sequence
 
 _TOKEN_IDS, _STOP_IDS, _REQUEST_ID, _ATTEMPT, _TENANT = map(
