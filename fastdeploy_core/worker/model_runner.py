@@ -98,10 +98,8 @@ class ModelRunner:
         )
         self._speculation: Speculation | None = None
         if drafters is not None and speculative is not None:
-            rank_of = (self._columns, self._state, communicator)
-            self._speculation = Speculation(
-                *(device, loaded, batch, *rank_of, drafters, kernels, speculative)
-            )
+            parts = [self._columns, self._state, communicator, drafters, kernels, speculative]
+            self._speculation = Speculation(device, loaded, batch, *parts)
         self._reader = StepReader(device, batch, self._state, self._lock, self._speculation)
         self._slots: DeviceSlots | None = None
         self._graphs: StepGraphs | None = None
@@ -295,9 +293,8 @@ class ModelRunner:
         with self._lock:
             attention, token_slots, positions = self.batch.attention_batch(rows)
             input_ids = self.batch.input_ids(rows, token_slots, positions)
-        launched.target = forward(
-            self._graphs, self._loaded, self.caches.tensors, rows, attention, input_ids
-        )
+        step = rows, attention, input_ids
+        launched.target = forward(self._graphs, self._loaded, self.caches.tensors, *step)
         hidden = launched.target.hidden
         launched.prompt_logprobs = self._drawer.prompt_logprobs(hidden, rows)
         if not rows.sample_tokens.size:
