@@ -6,12 +6,13 @@
 
 An engine with the method and one without run in turns in one process, with so many requests at once;
 questions are held out of the model's training, answers are greedy. Ratios are taken within a round, figures
-are medians over rounds. Two things are measured:
+are medians over rounds. Three things are measured:
 
 whole     requests from their arrival to their last token, prompts included; answers end where the model ends
-          them, or at --max-tokens with --ignore-eos. A batch lasts until its slowest answer is complete.
+          them, or at --max-tokens. A batch lasts until its slowest answer is complete.
+long      the same with answers of --long tokens each, whatever the model would like to end.
 decoding  the engine alone while every answer grows: from where all have begun until they have --steady tokens
-          on average, whatever the model would like to end. As a server does whose batch is kept full.
+          on average. As a server does whose batch is kept full.
 
 tok/step and ms/step are of decoding; drafting is the part of a step that the worker's host spends on
 drafters. On a device that only queues work, speculative_profile.py tells what drafting costs there.
@@ -47,7 +48,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steady", type=int, default=256, help="tokens of an answer")
     parser.add_argument("--least", type=int, default=6, help="requests of a round, at least")
-    parser.add_argument("--ignore-eos", action="store_true")
+    parser.add_argument("--long", type=int, default=256, help="tokens of a long answer")
     parser.add_argument("--temperature", type=float, default=0.0, help="above 0: with top_p 0.95")
     parser.add_argument("--fixed", action="store_true", help="adaptive length off")
     parser.add_argument(
@@ -84,8 +85,9 @@ class Comparison:
         found = [questions(options.model, task, each) for task in options.tasks]
         return [prompt for row in zip(*found, strict=True) for prompt in row][:count]
 
-    def play(self, llm: Any, batch: int, max_tokens: int) -> dict[str, Any]:
+    def play(self, llm: Any, batch: int, *, is_long: bool = False) -> dict[str, Any]:
         """All questions, so many at a time."""
+        max_tokens = self.options.long if is_long else self.options.max_tokens
         prompts, total = self.prompts(batch), dict[str, Any]()
         seconds = tokens = 0.0
         answers: list[list[int]] = []
@@ -95,7 +97,7 @@ class Comparison:
                 llm,
                 part,
                 max_tokens,
-                ignore_eos=self.options.ignore_eos,
+                ignore_eos=is_long,
                 temperature=self.options.temperature,
                 clock=time.process_time if self.options.processor_time else time.perf_counter,
                 answers=answers,
@@ -144,20 +146,23 @@ class Comparison:
 
     def compare(self, llm: Any, batch: int) -> dict[str, Any]:
         """Both engines in turns."""
-        most, engines = self.options.max_tokens, {"with": llm, "without": self.plain}
-        for engine in engines.values():
-            self.play(engine, batch, most)
-            self.decode(engine, batch)
+        engines = {"with": llm, "without": self.plain}
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
+        longs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
         steady: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
-        for _ in range(self.options.rounds):
+        for number in range(1 + self.options.rounds):
             for name, engine in engines.items():
-                runs[name].append(self.play(engine, batch, most))
-                steady[name].append(self.decode(engine, batch))
+                own = self.play(engine, batch)
+                long, decoded = self.play(engine, batch, is_long=True), self.decode(engine, batch)
+                if number:  # the first round warms up
+                    runs[name].append(own)
+                    longs[name].append(long)
+                    steady[name].append(decoded)
         row: dict[str, Any] = {"batch": batch}
         for name, found in steady.items():
             row |= {
                 f"whole_{name}": [r["tokens"] / r["seconds"] for r in runs[name]],
+                f"long_{name}": [r["tokens"] / r["seconds"] for r in longs[name]],
                 f"decode_{name}": [r["made"] / r["seconds"] for r in found],
                 f"step_ms_{name}": statistics.median(
                     1000 * r["seconds"] / max(1, r["steps_total"]) for r in found
@@ -184,7 +189,7 @@ def main() -> None:
     comparison, rows = Comparison(options), list[dict[str, Any]]()
     print(
         f"{', '.join(options.tasks)}\n"
-        f"\n{'method':14}{'k':>3}{'batch':>7}{'whole':>8}{'decoding':>10}{'tokens/s':>10}"
+        f"\n{'method':14}{'k':>3}{'batch':>7}{'whole':>8}{'long':>7}{'decoding':>10}{'tokens/s':>10}"
         f"{'without':>10}{'tok/step':>10}{'drafts/tok':>12}{'ms/step':>9}{'without':>9}{'drafting':>10}"
     )
     for named in options.methods:
@@ -195,7 +200,7 @@ def main() -> None:
                     row = comparison.compare(llm, batch)
                     rows.append({"method": method, "k": k, **row})
                     print(
-                        f"{method:14}{k:3d}{batch:7d}{ratio(row, 'whole'):8.2f}"
+                        f"{method:14}{k:3d}{batch:7d}{ratio(row, 'whole'):8.2f}{ratio(row, 'long'):7.2f}"
                         f"{ratio(row, 'decode'):10.2f}{statistics.median(row['decode_with']):10.0f}"
                         f"{statistics.median(row['decode_without']):10.0f}{row['tokens_per_step']:10.2f}"
                         f"{row['drafts_per_token']:12.2f}{row['step_ms_with']:9.3f}"
