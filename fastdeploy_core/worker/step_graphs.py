@@ -27,6 +27,8 @@ from .recorded_sizes import unlike
 from .step_buffers import DecodeBuffers
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from fastdeploy_core.contracts.device import (
         CapturedGraph,
         Communicator,
