@@ -1,6 +1,7 @@
-"""Drafts of sampled rows in a recording: each row's sampling parameters in fixed memory.
+"""Draws at random in a recording: each row's sampling parameters in fixed memory.
 
-The same draws as Sampler.draw_at makes: of filtered logits, with the random numbers of the place.
+The same draws as Sampler.sample makes for rows without constraints: of filtered logits, with the random
+numbers of the place.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
 FLOATS = ("temperature", "top_p", "min_p")
+# What rows may need so that their draws can be recorded.
+RECORDED = bits.RANDOM | bits.TEMPERATURE | bits.FILTER | bits.PROMPT_LOGPROBS
 
 
 class RecordedDraws:
@@ -32,12 +35,12 @@ class RecordedDraws:
         self._filter = kernels["filter_logits"]
         self._numbers = xp.zeros((3, max_rows), dtype=xp.int64, device=device.device)
         self._floats = xp.zeros((3, max_rows), dtype=xp.float32, device=device.device) + 1
-        self._filled: tuple[np.ndarray, int] | None = None
+        self._filled = (np.empty(0, dtype=np.int64), -1)  # slots; version of the columns
 
     def fill(self, slots: np.ndarray) -> None:
         """These are the rows; nothing happens while they stay what they are."""
-        columns, filled = self._columns, self._filled
-        if filled is not None and filled[0] is slots and filled[1] == columns.version:
+        columns, (filled, version) = self._columns, self._filled
+        if version == columns.version and (filled is slots or np.array_equal(filled, slots)):
             return
         self._filled = (slots, columns.version)
         is_random = (columns.flags[slots] & bits.RANDOM) != 0
@@ -47,11 +50,14 @@ class RecordedDraws:
         self._numbers[:, : slots.size] = self._device.to_device(numbers)
         self._floats[:, : slots.size] = self._device.to_device(floats)
 
-    def draw(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """[rows] int64 tokens at these positions; consumes the logits."""
+    def draw(self, logits: Tensor, positions: Tensor, *, filters: bool = True) -> Tensor:
+        """[rows] int64 tokens at these positions; consumes the logits. Without `filters` top_k, top_p and
+        min_p are ones that keep everything."""
         xp, size = self._xp, logits.shape[0]
         is_random, top_k, seed = (self._numbers[n, :size] for n in range(3))
         temperature, top_p, min_p = (self._floats[n, :size] for n in range(3))
         likeliest = self._greedy(logits)
-        logits = self._filter(logits.div_(temperature.unsqueeze(1)), top_k, top_p, min_p)
+        logits = logits.div_(temperature.unsqueeze(1))
+        if filters:
+            logits = self._filter(logits, top_k, top_p, min_p)
         return xp.where(is_random > 0, self._sample(logits, seed, positions), likeliest)

@@ -1,8 +1,8 @@
 """Decode steps recorded once and replayed: for a ladder of batch sizes, over fixed buffers.
 
 A recorded step goes from the state of the slots (device_slots.py) to hidden states. Behind it stand two
-short recordings to choose from: one draws greedily and writes back; one computes logits, for a sampler
-that is not recorded. A smaller batch is padded with rows of nobody, which write nothing anywhere.
+short recordings to choose from: some draw, greedily or at random, and write back; one computes logits,
+for a sampler that is not recorded. A smaller batch is padded with rows of nobody, which write nothing anywhere.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from tqdm import tqdm
 
 from fastdeploy_core.contracts.attention import AttentionBatch
@@ -22,16 +22,20 @@ from fastdeploy_core.errors import ResourceError, WorkerError
 from fastdeploy_core.layers.context import ForwardContext
 
 from .prompt_graphs import PromptGraphs
+from .recorded_draws import RecordedDraws
 from .recorded_sizes import unlike
-from .step_buffers import StepBuffers
+from .step_buffers import DecodeBuffers
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from fastdeploy_core.contracts.device import (
         CapturedGraph,
         Communicator,
         DeviceBackend,
     )
     from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.sampling.columns import SamplingColumns
     from fastdeploy_core.tensor import Tensor
 
     from .device_slots import DeviceSlots
@@ -45,16 +49,8 @@ logger = logging.getLogger(__name__)
 class DraftsWithResults(NamedTuple):
     """What the host is told of a recorded step that drafts: its results, then drafts for the next one."""
 
-    values: Tensor  # [size * (width + number)] int64
-    size: int
+    values: Tensor  # [size, width + number] int64
     width: int
-    number: int
-
-    def split(self, values: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """The values on the host as [rows, width] and [rows, number]."""
-        end = self.size * self.width
-        results = values[:end].reshape(self.size, self.width)
-        return results[:num_rows], values[end:].reshape(self.size, self.number)[:num_rows]
 
 
 class RecordedStep:
@@ -68,6 +64,7 @@ class RecordedStep:
         self._forward: CapturedGraph | None = None
         self._head: CapturedGraph | None = None
         self._greedy: CapturedGraph | None = None
+        self._random: dict[bool, CapturedGraph] = {}  # by whether rows are filtered
         # What a replay leaves here stays until the next replay of any step.
         self.context: ForwardContext | None = None
         self.hidden: Tensor = None  # [size * width, hidden size]
@@ -86,6 +83,11 @@ class RecordedStep:
         beside = beside or self._forward
         self._head = capture(self.compute_logits, beside)
         self._greedy = capture(self.draw_greedily, beside)
+        if self._graphs.draws is not None and self.width == 1:
+            for filters in (False, True):
+                draw = partial(self.draw_at_random, filters=filters)
+                draw()
+                self._random[filters] = capture(draw, beside)
         if self._graphs.draft_numbers:
             # Recording computes nothing, and what drafts begin with has to be tokens.
             self._forward.replay()
@@ -109,10 +111,8 @@ class RecordedStep:
             proposals = make(self, number, is_random)
             kept = self.keep_drafts(self.size, proposals)
             # One copy to the host for both: it costs the host more than this costs the device.
-            parts = (self._buffers.results[: self.size].reshape([-1]), kept.reshape([-1]))
-            self._drafts[number, is_random] = DraftsWithResults(
-                self._graphs.xp.cat(parts), self.size, self.width, number
-            )
+            values = self._graphs.xp.cat((self._buffers.results[: self.size], kept), 1)
+            self._drafts[number, is_random] = DraftsWithResults(values, self.width)
 
         propose()
         self._proposals[number, is_random] = self._graphs.device.capture(propose, beside)
@@ -146,6 +146,18 @@ class RecordedStep:
         assert self._greedy is not None
         self._greedy.replay()
         return self._buffers.results[:num_rows]
+
+    @property
+    def draws_at_random(self) -> bool:
+        """Whether replay_random is possible."""
+        return bool(self._random)
+
+    def replay_random(self, slots: np.ndarray, *, filters: bool) -> Tensor:
+        """replay_greedy for rows of which some draw at random."""
+        assert self._graphs.draws is not None
+        self._graphs.draws.fill(slots)
+        self._random[filters].replay()
+        return self._buffers.results[: slots.size]
 
     def compute(self) -> None:
         """What is recorded first: from slots to hidden states."""
@@ -184,6 +196,15 @@ class RecordedStep:
         self.drawn = drawn
         self.accepted = self._finish(self.size, drawn, graphs.mark(drawn, peaks, None))
 
+    def draw_at_random(self, *, filters: bool) -> None:
+        """From hidden states to slots, as the sampler does it for rows without constraints."""
+        graphs, draws = self._graphs, self._graphs.draws
+        assert draws is not None
+        logits = graphs.model.compute_logits(self.hidden)
+        peaks = graphs.xp.amax(logits, -1)
+        drawn = draws.draw(logits, self.attention.positions + 1, filters=filters)
+        self._finish(self.size, drawn, graphs.mark(drawn, peaks, None))
+
     def write_back(self, num_rows: int, drawn: Tensor, marked: Tensor) -> Tensor:
         """What a sampler drew that is not recorded, as if `draw_greedily` had: marked tokens of the
         rows."""
@@ -210,7 +231,8 @@ class StepGraphs:
     """All recorded steps of one rank. `widths`: tokens per row, 1 and with speculation 1 + drafts.
 
     `propose` makes drafts behind a step; it is recorded for each of the `draft_numbers`, and for greedy
-    rows or ones that draw at random as `draft_draws` says.
+    rows or ones that draw at random as `draft_draws` says. With `columns` steps of one token a row may end
+    in draws at random.
     """
 
     def __init__(
@@ -228,8 +250,13 @@ class StepGraphs:
         draft_numbers: tuple[int, ...] = (),
         draft_draws: tuple[bool, ...] = (False,),
         propose: Callable[[RecordedStep, int, bool], Tensor] | None = None,
+        fill: Callable[[RecordedPrompt], None] | None = None,
         prompt_sizes: tuple[int, ...] = (),
+        columns: SamplingColumns | None = None,
     ) -> None:
+        self.draws = None
+        if columns is not None:
+            self.draws = RecordedDraws(device, kernels, columns, max(sizes))
         self.draft_numbers, self.draft_draws, self.propose = draft_numbers, draft_draws, propose
         self.device, self.xp, self.slots, self.block_size = device, device.xp, slots, block_size
         self.model, self.communicator, self._loaded = loaded.model, communicator, loaded
@@ -238,7 +265,7 @@ class StepGraphs:
         self.sizes, self.widths = tuple(sorted(sizes)), tuple(sorted(widths))
         max_blocks = slots.tables.shape[1]
         self.buffers = {
-            width: StepBuffers(device, max(sizes), width, max_blocks, max_model_len + width - 1)
+            width: DecodeBuffers(device, max(sizes), width, max_blocks, max_model_len + width - 1)
             for width in widths
         }
         self._steps: dict[tuple[int, int], RecordedStep] = {}
@@ -253,6 +280,7 @@ class StepGraphs:
                 max_num_seqs=int(slots.tables.shape[0]) - 1,
                 max_blocks=max_blocks,
                 max_model_len=max_model_len,
+                fill=fill,
             )
 
     def find_prompt(self, rows: StepRows) -> RecordedPrompt | None:

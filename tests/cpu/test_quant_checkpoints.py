@@ -3,6 +3,7 @@ FastDeploy 2.x by Paddle's own packing."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from fastdeploy_core.quantization import interleaved
 from fastdeploy_core.testing.tiny_model import CONFIG, write_tiny_model
 from tests.compressed_checkpoint import SCHEMES, WEIGHT_ONLY, compress
 from tests.paged import PagedModel, with_quantizer
+from tests.public_writers import WRITERS, rewrite
 
 PROMPT = [3, 9, 77, 14, 50, 2, 91, 33, 64, 8, 120]
 GROUP = 8
@@ -218,6 +220,44 @@ def test_awq(tiny_model: Path, tensor_library: str, tmp_path: Path) -> None:
     near(logits(quantized, tensor_library, "awq"), logits(full, tensor_library), 1e-5)
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("value", [0, np.nan])
+def test_scale_that_is_no_number_names_its_tensor(
+    method: str, value: float, tiny_model: Path, tensor_library: str, tmp_path: Path
+) -> None:
+    def one(name: str, weight: np.ndarray) -> Any:
+        groups = np.arange(weight.shape[1]) // GROUP
+        q, zero, scale, meaning = rounded(weight, 4, groups, symmetric=False)
+        if ".layers.1.mlp.experts.2.down_proj" in name:
+            scale[-1, 3] = value
+        offset = 1 if method == "gptq" else 0
+        packed = pack_down(q, 4) if method == "gptq" else pack_across(q, 4)
+        qzeros = pack_across(zero - offset, 4)
+        return {"qweight": packed, "qzeros": qzeros, "scales": scale}, meaning
+
+    config = {"quant_method": method, "bits": 4, "group_size": GROUP, "sym": False}
+    quantized, _ = convert(tiny_model, tmp_path, one, {**config, "zero_point": True})
+    with pytest.raises(
+        WeightError, match=r"layers\.1\.mlp\.experts\.down_proj\.scales holds a scale"
+    ):
+        logits(quantized, tensor_library, method)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_public_writers_agree_with_their_own_dequantization(
+    name: str, tensor_library: str, tmp_path: Path
+) -> None:
+    package, bits = WRITERS[name]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed (pip install --no-deps auto-gptq autoawq)")
+    source = model_of_sixty_fours(tmp_path / "m")
+    written = rewrite(name, source, tmp_path)
+    got = logits(written, tensor_library, name.partition("-")[0])
+    expected = logits(written / "expected", tensor_library)
+    # Their layers give the weights in half precision.
+    near(got, expected, 2e-3 if bits == 8 else 4e-3)
+
+
 # -- FastDeploy 2.x ---------------------------------------------------------------------------------
 
 
@@ -264,17 +304,22 @@ def interleave(values: np.ndarray, bits: int) -> np.ndarray:
     return (pairs[:, 0] | pairs[:, 1] << 4).view(np.int8).reshape(rows // 2, count)
 
 
+def model_of_sixty_fours(folder: Path) -> Path:
+    """The tiny model in sizes that layouts by 32 and 64 need."""
+    before = dict(CONFIG)
+    try:
+        CONFIG.update(hidden_size=64, intermediate_size=64, moe_intermediate_size=64)
+        return write_tiny_model(folder)
+    finally:
+        CONFIG.update(before)
+
+
 @pytest.mark.parametrize(("method", "bits"), [("wint8", 8), ("wint4", 4)])
 def test_checkpoint_of_fastdeploy_2(
     method: str, bits: int, tensor_library: str, tmp_path: Path
 ) -> None:
     """Names, joined projections and layout as FastDeploy 2.x stores them."""
-    before = dict(CONFIG)
-    try:
-        CONFIG.update(hidden_size=64, intermediate_size=64, moe_intermediate_size=64)
-        source = write_tiny_model(tmp_path / "m")
-    finally:
-        CONFIG.update(before)
+    source = model_of_sixty_fours(tmp_path / "m")
     top = (1 << (bits - 1)) - 1
     weights = load_file(source / "model.safetensors")
     stored: dict[str, np.ndarray] = {}

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from fastdeploy_core import tensor
 from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
 from fastdeploy_core.contracts.quantizer import packed_bytes
-from fastdeploy_core.quantization import packing, rounding
+from fastdeploy_core.quantization import packing
 from fastdeploy_core.quantization.feedback import quantize_int4_with_feedback
+from fastdeploy_core.testing.conformance.test_quantized_ops import make_packed
 
 FEW = settings(max_examples=25, deadline=None)
 
@@ -59,25 +60,8 @@ def test_awq_order_is_the_published_one(xp):
 
 
 def packed_weight(xp, name, weight, group_size=0):
-    """A PackedWeight of a float32 [N, K] array, by the core's rounding."""
-    x = xp.from_numpy(weight.copy())
-    if name.startswith(("wint8", "w8a8")):
-        number, scale = rounding.quantize_int8(x, group_size)
-    elif name.startswith(("wint4", "w4a8")):
-        number, scale = rounding.quantize_int4(x, group_size)
-    elif name == "block_fp8":
-        number, scale = rounding.quantize_block_fp8(x)
-    else:
-        number, scale = rounding.quantize_fp8(x)
-    held = {"weight": number, "scale": scale}
-    if name.endswith("_zp"):
-        held["zero"] = xp.full(list(scale.shape), 8, dtype=xp.uint8)
-        if name.startswith("wint8"):
-            held["weight"] = (number.to(xp.int32) + 128).to(xp.uint8)
-            held["zero"] = xp.full(list(scale.shape), 128, dtype=xp.uint8)
-    if name.endswith("_static"):
-        held["input_scale"] = xp.from_numpy(np.array([0.03], np.float32))
-    return PackedWeight(FORMATS[name], *weight.shape, held, group_size=group_size)
+    """A PackedWeight of a float32 [N, K] array."""
+    return make_packed(xp, name, xp.from_numpy(weight.copy()), group_size)
 
 
 # Largest relative squared error on Gaussian numbers: known levels of these formats, a little above.

@@ -176,14 +176,24 @@ def test_missing_rows_write_nothing(steps: Steps) -> None:
     clear(steps)
 
 
-def test_a_steady_decode_tells_the_device_nothing(steps: Steps) -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [[{}], [{"temperature": 0.8}, {}], [{"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.0}]],
+    ids=["greedy", "some at random", "some filtered"],
+)
+def test_a_steady_decode_tells_the_device_nothing(
+    steps: Steps, kinds: list[dict[str, Any]]
+) -> None:
     device = device_of(steps)
     for number in range(4):
-        steps.add(number, [5 + number, 6, 7, 8, 9], GREEDY)
+        params = SamplingParams(**({"temperature": 0} | kinds[number % len(kinds)]))
+        steps.add(number, [5 + number, 6, 7, 8, 9], params)
     decode(steps, list(range(4)), 2)
     pending = [steps.launch([steps.row(n) for n in range(4)])]
     device.num_uploads = device.num_downloads = device.num_copies = 0
+    before = num_replays(steps)
     pending.append(steps.launch([steps.row(n) for n in range(4)]))  # position 7 opens no block
+    assert num_replays(steps) == before + 2, "up to hidden states, and from there to slots"
     assert device.num_uploads == device.num_copies == 0
     assert device.num_downloads == 1
     for each in pending:

@@ -37,7 +37,7 @@ BYTES_S, FLOPS_S, FLOPS_8BIT_S = 4.30e12, 790e12, 1580e12
 DENSE = ("8192x8192", "8192x3584", "6144x1024", "1024x3072")
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 4096)
 # Format and group size.
-KINDS = ("wint8", "wint4", "wint4/128", "w8a8", "w4a8", "wfp8afp8", "block_fp8", "tet2")
+KINDS = ("wint8", "wint4", "wint4/128", "w8a8", "w4a8", "wfp8afp8", "block_fp8", "ccq2", "tet2")
 EXPERTS = {
     "64 top 6, 2560 x 1536": (64, 6, 2560, 1536),
     "64 top 8, 8192 x 3584": (64, 8, 8192, 3584),
@@ -48,16 +48,17 @@ _CODE = "fd_quant_wint2.code"  # many rows are multiplied with what it decodes
 TRELLIS = QuantFormat(
     "tet2", "trellis", MappingProxyType({}), f"{_CODE}:dequantize", f"{_CODE}:rotate_inputs"
 )
+CCQ = QuantFormat("ccq2", "ccq", MappingProxyType({}), "fd_quant_wint2.ccq:dequantize")
 DTYPE, DEVICE = torch.bfloat16, "cuda"
 
 
 def bits(kind: str) -> int:
-    return {"wint4": 4, "w4a8": 4, "tet2": 2, "bf16": 16}.get(kind.partition("/")[0], 8)
+    return {"wint4": 4, "w4a8": 4, "ccq2": 2, "tet2": 2, "bf16": 16}.get(kind.partition("/")[0], 8)
 
 
 def floor_us(kind: str, weights: int, products: float) -> float:
     """Of so many weights read once and multiply-adds done."""
-    rounds = kind.partition("/")[0] not in ("bf16", "wint8", "wint4", "tet2")
+    rounds = kind.partition("/")[0] not in ("bf16", "wint8", "wint4", "ccq2", "tet2")
     work = 2 * products / (FLOPS_8BIT_S if rounds else FLOPS_S)
     return max(weights * bits(kind) / 8 / BYTES_S, work) * 1e6
 
@@ -78,6 +79,16 @@ def packed(kind: str, rows: int, count: int, num_experts: int = 0) -> PackedWeig
             "block": torch.full((*lead, 1), count & -count, dtype=torch.int32, **at),
         }
         return PackedWeight(TRELLIS, rows, count, held, num_experts)
+    if name == "ccq2":
+        byte = partial(torch.randint, dtype=torch.uint8, **at)
+        held = {
+            "weight": byte(0, 256, (*lead, count // 4, rows)),
+            "scale": byte(1, 256, (*lead, count // 128, rows)),
+            "super_scale": torch.rand(*lead, rows, **at) * 1e-4 + 1e-4,
+            "code_scale": torch.rand(*lead, rows, **at) * 4 + 118,
+            "code_zero": torch.rand(*lead, rows, **at) * 540 - 60,
+        }
+        return PackedWeight(CCQ, rows, count, held, num_experts)
     width = count // 2 if bits(kind) == 4 else count
     weight = torch.randint(0, 256, (*lead, rows, width), dtype=torch.uint8, **at)
     if "fp8" in name:

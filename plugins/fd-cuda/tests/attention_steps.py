@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -81,22 +81,16 @@ class Step:
         )
 
     def batch(self, *, tokens_per_row: int = 0, is_exact: bool = True) -> AttentionBatch:
-        put = self.device.to_device
         lengths = np.array([n for _, n in self.rows], np.int32)
-        return AttentionBatch(
-            num_seqs=len(self.rows),
-            num_tokens=int(self.starts[-1]),
-            cu_seqlens_q=self.starts,
-            seq_lens=lengths if is_exact else np.full_like(lengths, MAX_POSITION),
-            block_tables=self.tables if is_exact else np.zeros_like(self.tables),
-            cu_seqlens_q_dev=put(self.starts),
-            seq_lens_dev=put(lengths),
-            block_tables_dev=put(self.tables),
-            slot_mapping=put(self.slot_mapping()),
-            positions=put(self.positions()),
-            tokens_per_row=tokens_per_row,
-            is_exact=is_exact,
+        batch = AttentionBatch.upload(
+            self.device.to_device,
+            *(self.starts, lengths, self.tables, self.slot_mapping(), self.positions()),
+            tokens_per_row,
         )
+        if not is_exact:
+            bounds, tables = np.full_like(lengths, MAX_POSITION), np.zeros_like(self.tables)
+            batch = replace(batch, seq_lens=bounds, block_tables=tables, is_exact=False)
+        return batch
 
     def run(self, driver: Any, batch: AttentionBatch) -> tuple[np.ndarray, list[np.ndarray]]:
         """(result, caches afterwards)."""
@@ -229,6 +223,21 @@ def compile_cases(capability: int) -> Iterator[Callable[[], Any]]:
                     return step.run(built, step.batch(tokens_per_row=same, is_exact=is_exact))
 
                 yield case
+
+    def streams() -> None:
+        from fd_cuda.attention.plan import StreamShape, stream_items
+
+        lengths = torch.zeros(70, dtype=torch.int32)
+        stream_items(
+            lengths,
+            torch.zeros(71, dtype=torch.int32),
+            70,
+            2,
+            1,
+            StreamShape(32, 4, 1, 3, 2, 140),
+        )
+
+    yield streams
 
     def one_shot() -> None:
         from fd_cuda.one_shot import OneShot

@@ -1,7 +1,15 @@
-// Behind the kernel's source: one call runs the grid of KERNEL, block after block. Arguments as a launch has them.
+// Behind the kernel's source: one call runs the grid of KERNEL, cluster after cluster. Arguments as a launch has
+// them.
 #include <tuple>
 #include <type_traits>
 #include <utility>
+
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+extern "C" {
+int num_threads = FIBERS, num_blocks = CLUSTER;
+}
 
 static void** given;
 
@@ -18,9 +26,12 @@ static void enter() {
   swapcontext(&block->fibers[block->current], &block->main);
 }
 
-static void run_block(Index at) {
+static void run_block(Index at, std::vector<char*>* anchors, std::barrier<>* cluster) {
   auto own = std::make_unique<Block>();
   block = own.get(), blockIdx = at;
+  block->anchors = anchors, block->cluster = cluster, block->rank = at.z;
+  (*anchors)[at.z] = &anchor;
+  cluster->arrive_and_wait();
   for (int i = 0; i < FIBERS; ++i) {
     ucontext_t& fiber = block->fibers[i];
     getcontext(&fiber);
@@ -36,10 +47,18 @@ static void run_block(Index at) {
       swapcontext(&block->main, &block->fibers[i]);
     }
   }
+  cluster->arrive_and_wait();
 }
 
 extern "C" void run_grid(int width, int height, void** arguments) {
   given = arguments;
   for (int x = 0; x < width; ++x)
-    for (int y = 0; y < height; ++y) run_block({x, y, 0});
+    for (int y = 0; y < height; ++y) {
+      std::vector<char*> anchors(CLUSTER);
+      std::barrier<> cluster(CLUSTER);
+      std::vector<std::thread> others;
+      for (int z = 1; z < CLUSTER; ++z) others.emplace_back(run_block, Index{x, y, z}, &anchors, &cluster);
+      run_block({x, y, 0}, &anchors, &cluster);
+      for (auto& thread : others) thread.join();
+    }
 }

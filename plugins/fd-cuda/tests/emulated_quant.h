@@ -2,6 +2,9 @@
 // memory happen at once; addresses there are counted from its beginning.
 #include "emulated.h"
 
+#undef __align__
+#define __align__(n) __attribute__((aligned(n)))
+
 struct uint2 {
   u32 x, y;
 };
@@ -23,7 +26,6 @@ inline void copy_async(u32 to, const void* from, bool inside) {
   if (inside) std::memcpy((char*)shared + to, from, 16);
   else std::memset((char*)shared + to, 0, 16);
 }
-inline void copy_async(uint4* to, const void* from) { std::memcpy(to, from, 16); }
 inline void commit() {}
 inline void __syncwarp() { gather(block->warp_turn, warp_first(), 32); }
 inline void await_turn() {}
@@ -70,6 +72,7 @@ inline u32 widen_fp8(u32 v) {
   }
   return result;
 }
+inline float low_half(u32 pair) { const u16 bits = (u16)pair; _Float16 x; std::memcpy(&x, &bits, 2); return (float)x; }
 #if defined(Y_HALF) && Y_HALF
 inline float widen_y(u16 bits) { _Float16 x; std::memcpy(&x, &bits, 2); return (float)x; }
 inline u16 narrow_y(float x) { _Float16 h = (_Float16)x; u16 bits; std::memcpy(&bits, &h, 2); return bits; }
@@ -82,20 +85,21 @@ inline u16 narrow_y(float x) {
 }
 #endif
 // volatile: nothing may be contracted
-inline float __fmul_rn(float a, float b) { volatile float r = a * b; return r; }
+inline float __fmaf_rn(float a, float b, float c) { return (float)((double)a * b + c); }
 inline float __fadd_rn(float a, float b) { volatile float r = a + b; return r; }
-inline int __float2int_rd(float x) { return (int)std::floor(x); }
+// Of sums whose last bit is a one.
+inline float __fadd_rd(float a, float b) { return (float)std::floor((double)a + b); }
+inline float __uint_as_float(u32 bits) { float x; std::memcpy(&x, &bits, 4); return x; }
+inline int __float_as_int(float x) { int bits; std::memcpy(&bits, &x, 4); return bits; }
 
 // wgmma of bytes: a warp's 16 rows of A are its lanes' registers, B is in shared memory, 128-byte swizzle: row n 128 n
 // bytes behind the first, its 16-byte chunks exchanged by n % 8.
-inline void copy_async(u32 to, const void* from) { std::memcpy((char*)shared + to, from, 16); }
 template <int left>
 inline void await_copies() {}
 template <int left>
 inline void await_products() {}
 inline void begin_products() {}
 inline void end_products() {}
-inline void await_products() {}
 inline void fence_registers(int*) {}
 inline void fence_registers(float*) {}
 // One block a cluster.
@@ -104,6 +108,7 @@ inline void meet() { __syncthreads(); }
 inline u32 at_rank(u32 address, int) { return address; }
 inline void send(u32 address, float value) { *(float*)((char*)shared + address) = value; }
 inline u64 descriptor(u32 address) { return address >> 4; }
+inline void copy_word(u32 to, const void* from, bool) { std::memcpy((char*)shared + to, from, 4); }
 #ifdef BN
 inline void multiply(int* d, u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
   struct Operands {
@@ -120,6 +125,27 @@ inline void multiply(int* d, u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
     }
   }
 }
+#ifdef BY_BLOCK
+// The same with A in shared memory as B is, of int8 or fp8; a group of four warps has 64 rows of A.
+inline float number_at(u64 address) {
+  const u32 byte = ((unsigned char*)shared)[address];
+  return FORMAT == 3 /* INT8_ROWS */ ? (float)(signed char)byte : low_half(widen_fp8(byte));
+}
+template <int add, class Sum>
+inline void multiply(Sum* d, u64 a, u64 b) {
+  Lanes<int> together(0);
+  const u32 first_a = (u32)a << 4 & ~127u, chunk_a = ((u32)a << 4) % 128 / 16;
+  const u32 first_b = (u32)b << 4 & ~127u, chunk_b = ((u32)b << 4) % 128 / 16;
+  for (int i = 0; i < BN / 2; ++i) {
+    const int row = threadIdx.x / 32 % 4 * 16 + lane_of() / 4 + i / 2 % 2 * 8, n = i / 4 * 8 + lane_of() % 4 * 2 + i % 2;
+    Sum sum = 0;
+    for (int k = 0; k < 32; ++k)
+      sum += (Sum)(number_at(first_a + row * 128 + (((chunk_a + k / 16) ^ (row & 7)) << 4) + k % 16) *
+                   number_at(first_b + n * 128 + (((chunk_b + k / 16) ^ (n & 7)) << 4) + k % 16));
+    d[i] = add ? d[i] + sum : sum;
+  }
+}
+#endif
 // The same of 16 half floats.
 inline void multiply(float* d, const u32* a, u64 b) {
   struct Operands {

@@ -6,56 +6,69 @@ import ctypes
 import hashlib
 import re
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
-
-import torch
+from typing import Any, ClassVar
 
 from fd_cuda.kernels import native
 
 HERE = Path(__file__).parent
+FOLDER = Path(native.__file__).parent
 _COMPILE = ("g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f"-I{HERE}")
+_TYPES = {"P": ctypes.c_void_p, "f": ctypes.c_float, "i": ctypes.c_int, "l": ctypes.c_longlong}
 
 
-class Arguments(ctypes.Structure):
-    """See emulated_run.h."""
+class Emulation:
+    """`function` and `launch` in the place of those of fd_cuda.kernels.native."""
 
-    _fields_ = (("p", ctypes.c_void_p * 16), ("f", ctypes.c_float * 4), ("n", ctypes.c_int * 12))
+    header: ClassVar[str]  # what stands in for common.cuh
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def function(self, name: str, defines: dict[str, int]) -> ctypes.CDLL:
+        source = self._source(f"{name}.cu")
+        source = re.sub(r"// INSTRUCTIONS.*?// END OF INSTRUCTIONS", "", source, flags=re.S)
+        source = re.sub(r"struct Word4 \{.*?\};", "", source, flags=re.S)
+        source = re.sub(r"extern __shared__ \S+ float row\[\];", "float* row = shared;", source)
+        source = re.sub(r"extern __shared__ .*?;", "", source)
+        source += '\n#include "emulated_grid.h"\n'
+        threads = 32 * defines.get("WARPS", 4 * defines.get("GROUPS", 1))
+        sizes = {**defines, "KERNEL": name, "FIBERS": defines.get("THREADS", threads)}
+        options = [f"-D{key}={value}" for key, value in sorted(sizes.items())]
+        key = hashlib.sha256("\0".join([source, *options]).encode()).hexdigest()[:16]
+        library = self._folder / f"{key}.so"
+        if not library.exists():
+            path = self._folder / f"{key}.cpp"
+            path.write_text(source, "utf-8")
+            subprocess.run([*_COMPILE, *options, path, "-o", library], check=True)
+        return ctypes.CDLL(str(library))
+
+    def _source(self, name: str) -> str:
+        """The file with what it includes in place."""
+        text = (FOLDER / name).read_text("utf-8")
+        text = text.replace('#include "common.cuh"', f'#include "{self.header}"')
+        return re.sub(r'#include "(\w+\.cuh)"', lambda match: self._source(match[1]), text)
+
+    def launch(
+        self,
+        kernel: ctypes.CDLL,
+        grid: tuple[int, int, int],
+        threads: int,
+        arguments: list[Any],
+        *,
+        shared: int = 0,
+        cluster: int = 1,
+    ) -> None:
+        """Every block of the grid."""
+        sizes = [ctypes.c_int.in_dll(kernel, name).value for name in ("num_threads", "num_blocks")]
+        assert [threads, cluster] == sizes and grid[2] == cluster and shared <= 4 * 65536
+        values = [_held(argument) for argument in arguments]
+        pointers = (ctypes.c_void_p * len(values))(
+            *(ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in values)
+        )
+        kernel.run_grid(grid[0], grid[1], pointers)
 
 
-def build(folder: Path, name: str, defines: dict[str, int], call: str, header: str) -> ctypes.CDLL:
-    """The kernel `name`; `call` is how it is called with the members of Arguments, `header` stands in for
-    common.cuh."""
-    folder_of_kernels = Path(native.__file__).parent
-    source = (folder_of_kernels / f"{name}.cu").read_text("utf-8")
-    rows = (folder_of_kernels / "few_rows.cuh").read_text("utf-8")
-    source = source.replace('#include "few_rows.cuh"', rows)
-    source = re.sub(r"// INSTRUCTIONS.*?// END OF INSTRUCTIONS", "", source, flags=re.S)
-    source = re.sub(r"struct Word4 \{.*?\};", "", source, flags=re.S)
-    source = source.replace("extern __shared__ __align__(16) float shared[];", "")
-    source = source.replace('#include "common.cuh"', f'#include "{header}"')
-    source += '\n#include "emulated_run.h"\n'
-    options = [f"-D{key}={value}" for key, value in sorted({"CLUSTER": 1, **defines}.items())]
-    options.append(f"-DCALL={call}")
-    key = hashlib.sha256("\0".join([source, *options]).encode()).hexdigest()[:16]
-    library = folder / f"{key}.so"
-    if not library.exists():
-        path = folder / f"{key}.cpp"
-        path.write_text(source, "utf-8")
-        subprocess.run([*_COMPILE, *options, path, "-o", library], check=True)
-    return ctypes.CDLL(str(library))
-
-
-def run(kernel: ctypes.CDLL, grid: tuple[int, ...], arguments: Sequence[object]) -> None:
-    """Every block of the grid. Tensors and None are `p` in their order, floats `f`, the rest `n`."""
-    given, counts = Arguments(), {"p": 0, "f": 0, "n": 0}
-    for argument in arguments:
-        value: object = getattr(argument, "value", argument)
-        kind = "p"
-        if isinstance(argument, torch.Tensor):
-            value = argument.data_ptr()
-        elif argument is not None:
-            kind = "f" if isinstance(value, float) else "n"
-        getattr(given, kind)[counts[kind]] = value
-        counts[kind] += 1
-    kernel.run_grid(grid[0], grid[1], ctypes.byref(given))
+def _held(argument: Any) -> Any:
+    """Memory with what a launch passes."""
+    return _TYPES[native._code(argument)](native._value(argument))

@@ -27,6 +27,8 @@ from fastdeploy_core.plugins.kernels import build_kernel_table
 
 from fd_cuda.attention.gqa import PagedAttention
 from fd_cuda.attention.mla import LatentAttention
+from fd_cuda.attention.plan import StreamShape
+from fd_cuda.attention.tuning import Sizes
 from fd_cuda.kernels import filtering, linear, matmul, native
 from fd_cuda.kernels.plans import Plan
 
@@ -186,10 +188,28 @@ def attention() -> None:
         step.run(driver(spec, block_size, device, None), step.batch(tokens_per_row=same))
 
 
+class Streamed(Sizes):
+    """Attention of full batches, for few rows."""
+
+    def native(self, *args: Any) -> StreamShape:
+        return StreamShape(32, 4, 1, 3, 2, 9)
+
+
+def streams() -> None:
+    device = lookup("device", DEVICE)(DeviceOptions(tensor_library="torch", num_threads=1))
+    rows = [0, 130, 3, 700, 64]
+    for spec, same in ((gqa("bfloat16", 16, 2, 128), 1), (gqa("float16", 10, 2, 128), 3)):
+        step = Step(device, spec, [(same, n) for n in rows], rotary_dim=128, block_size=16)
+        driver = PagedAttention(spec, 16, device, None)
+        driver.use(Streamed(driver.sizes.gpu))
+        step.run(driver, step.batch(tokens_per_row=same))
+
+
 PARTS: dict[str, Callable[[], None]] = {
     part.__name__: part
     for part in (
         native_products, native_filter, triton_filter, body, steps, sampling, experts, attention,
+        streams,
     )
 }  # fmt: skip
 

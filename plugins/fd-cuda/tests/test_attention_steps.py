@@ -221,6 +221,30 @@ def test_long_row_among_short_ones_is_split(device: Any) -> None:
     assert sizes.max() <= max(-(-total // shape.target), -(-512 * 64 // shape.tile // 32)) + 1
 
 
+@pytest.mark.parametrize(("num_seqs", "heads", "most"), [(64, 2, 1), (256, 2, 2), (100, 4, 2)])
+def test_streams_share_all_tiles_equally(device: Any, num_seqs: int, heads: int, most: int) -> None:
+    """Rows of one length: shares are whole rows and heads, or the same fraction of each."""
+    from fd_cuda.attention.plan import StreamShape, stream_items
+    from fd_cuda.attention.tuning import stream_blocks
+
+    shape = StreamShape(32, 4, 1, 3, 2, stream_blocks(num_seqs * heads, 264))
+    put, rows = device.to_device, np.arange(num_seqs + 1, dtype=np.int32)
+    lengths = np.full(num_seqs, 1101, np.int32)
+    items, counters = stream_items(put(lengths), put(rows), num_seqs, heads, 1, shape)
+    assert not counters.cpu().numpy().any()
+    host, tiles = items.cpu().numpy(), -(-1100 // shape.tile)
+    shares, of_rows = host[: shape.num_blocks], host[shape.num_blocks :]
+    begins, ends = shares[:, 1], shares[:, 2]
+    assert begins[0] == 0 and ends[-1] == num_seqs * heads * tiles == shares[0, 3]
+    assert (begins[1:] == ends[:-1]).all() and np.ptp(ends - begins) <= 1
+    assert (shares[:, 0] == begins // (tiles * heads)).all()
+    assert shape.num_blocks >= 132
+    cuts = np.diff(np.concatenate(([0], np.flatnonzero(begins % tiles == 0), [len(begins)])))
+    assert cuts.max() <= 2 and ((ends - begins).max() <= most * tiles)
+    assert (of_rows[:, 0] == np.arange(num_seqs) * tiles).all() and (of_rows[:, 1] == tiles).all()
+    assert (of_rows[:, 2] == 1100).all() and (of_rows[:, 3] == rows[:-1]).all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile_for_architectures(capability: int) -> None:
@@ -234,6 +258,6 @@ def test_kernels_compile_for_architectures(capability: int) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]).keys() == {
-        "clear_padding", "cut_decodes", "cut_prompts", "decode_attention", "latent_attention", "one_shot_sum", "prefill_attention",
+        "clear_padding", "cut_decodes", "cut_prompts", "cut_stream", "decode_attention", "latent_attention", "one_shot_sum", "prefill_attention",
         "rotate_and_write",
     }  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -18,24 +17,17 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="test_native.py runs it on the GPU"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
 ]
-CALL = "gemv((u16*)p[0],n[0],(u16*)p[1],(u16*)p[2],(u16*)p[3],(u16*)p[4],(u16*)p[5],n[1],n[2],f[0])"
+
+
+class Emulation(emulation.Emulation):
+    header = "emulated_rows.h"
 
 
 @pytest.fixture(autouse=True)
 def emulated(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    folder = tmp_path_factory.getbasetemp()
-
-    def function(name: str, defines: dict[str, int]) -> ctypes.CDLL:
-        defines = {**defines, "FIBERS": 32 * defines["WARPS"]}
-        return emulation.build(folder, name, defines, CALL, "emulated_rows.h")
-
-    def launch(
-        kernel: Any, grid: tuple[int, ...], threads: int, arguments: list[Any], **_: Any
-    ) -> None:
-        emulation.run(kernel, grid, arguments)
-
-    monkeypatch.setattr(native, "function", function)
-    monkeypatch.setattr(native, "launch", launch)
+    emulated = Emulation(tmp_path_factory.getbasetemp())
+    monkeypatch.setattr(native, "function", emulated.function)
+    monkeypatch.setattr(native, "launch", emulated.launch)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     linear._prepared.cache_clear()
     yield

@@ -1,8 +1,7 @@
-"""The CUDA C++ decode kernel on the CPU: its source, compiled as C++ over an emulated GPU (emulated.h)."""
+"""The CUDA C++ decode kernels on the CPU: their sources, compiled as C++ over an emulated GPU (emulated.h)."""
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,7 @@ from fastdeploy_core.plugins.drivers import lookup
 from fd_cuda.attention import native_decode
 from fd_cuda.attention.gqa import PagedAttention
 from fd_cuda.attention.native_decode import NativeShape
-from fd_cuda.attention.plan import DecodeShape
+from fd_cuda.attention.plan import DecodeShape, StreamShape
 from fd_cuda.attention.tuning import Gpu, Sizes
 from fd_cuda.kernels import native
 
@@ -28,45 +27,26 @@ pytestmark = [
 ]
 
 
-CALL = (
-    "decode_attention((u16*)p[0],(u16*)p[1],(u16*)p[2],(u16*)p[3],(u16*)p[4],(u16*)p[5],(int*)p[6],"
-    "(int*)p[7],(long long*)p[8],(long long*)p[9],(float*)p[10],(float*)p[11],(float*)p[12],"
-    "(float*)p[13],(int*)p[14],f[0],n[0],n[1],n[2],n[3],n[4],n[5],n[6],n[7],n[8])"
-)
+class Emulation(emulation.Emulation):
+    header = "emulated_attention.h"
 
 
 class Given(Sizes):
     """One shape for all."""
 
-    shape: NativeShape
+    shape: NativeShape | StreamShape
 
-    def native(self, *args: Any) -> NativeShape:
+    def native(self, *args: Any) -> NativeShape | StreamShape:
         return self.shape
 
 
 @pytest.fixture
 def emulated(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The native kernels' module, with an emulated GPU behind it."""
-    folder = tmp_path_factory.getbasetemp()
-
-    def function(name: str, defines: dict[str, int]) -> ctypes.CDLL:
-        return emulation.build(folder, name, defines, CALL, "emulated.h")
-
-    def launch(
-        kernel: ctypes.CDLL,
-        grid: tuple[int, int, int],
-        threads: int,
-        arguments: list[Any],
-        *,
-        shared: int,
-        cluster: int,
-    ) -> None:
-        assert threads == 128 and grid[2] == cluster and shared <= 4 * 65536
-        emulation.run(kernel, grid, arguments)
-
+    emulated = Emulation(tmp_path_factory.getbasetemp())
     monkeypatch.setattr(native, "available", lambda: True)
-    monkeypatch.setattr(native, "function", function)
-    monkeypatch.setattr(native, "launch", launch)
+    monkeypatch.setattr(native, "function", emulated.function)
+    monkeypatch.setattr(native, "launch", emulated.launch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
 
 
@@ -75,52 +55,98 @@ def step_of(emulated: None) -> Callable[..., tuple[Step, Any]]:
     """A step and a driver that computes it with the given sizes."""
     device = lookup("device", "cpu")(DeviceOptions(tensor_library="torch", num_threads=1))
 
-    def make(
-        rows: list[tuple[int, int]], cluster: int, units: int, target: int, **spec: Any
-    ) -> Any:
+    def make(rows: list[tuple[int, int]], chosen: NativeShape | StreamShape, **spec: Any) -> Any:
         dtype, heads = spec.pop("dtype", "bfloat16"), spec.pop("heads", (8, 1))
         shape = gqa(dtype, *heads, 128, interleaved=spec.pop("interleaved", False))
         step = Step(device, shape, rows, block_size=16, **spec)
         driver, sizes = PagedAttention(shape, 16, device, None), Given(Gpu(4, True))
-        sizes.shape = NativeShape(DecodeShape(64, 1, 8, target, 4, 1), cluster, units, 1)
+        sizes.shape = chosen
         driver.use(sizes)
         return step, driver
 
     return make
 
 
+def clusters(cluster: int, units: int, target: int, warps: int = 4) -> NativeShape:
+    return NativeShape(DecodeShape(64, 1, 8, target, 4, 1), cluster, units, 1, warps)
+
+
 @pytest.mark.parametrize(
-    ("cluster", "units", "target"), [(1, 2, 1), (2, 1, 4), (4, 2, 1), (1, 1, 6)]
+    "chosen",
+    [
+        clusters(2, 1, 4, 2),
+        clusters(4, 2, 1),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in (clusters(1, 2, 1), clusters(1, 1, 6))),
+    ],
 )
-def test_splits_and_clusters(step_of: Any, cluster: int, units: int, target: int) -> None:
+def test_splits_and_clusters(step_of: Any, chosen: NativeShape) -> None:
     rows = [(1, 130), (1, 1), (1, 300), (1, 0)]
-    step, driver = step_of(rows, cluster, units, target, rotary_dim=128)
+    step, driver = step_of(rows, chosen, rotary_dim=128)
     first = step.check(driver, step.batch(tokens_per_row=1))
     again, _ = step.run(driver, step.batch(tokens_per_row=1))
     assert np.array_equal(first, again, equal_nan=True)
 
 
+# Blocks of many rows, of parts of one row, without any; shares that begin and end within rows.
 @pytest.mark.parametrize(
-    ("tokens", "heads", "dtype", "interleaved"),
+    "chosen",
     [
-        (1, (10, 2), "float16", True),
-        (2, (8, 1), "bfloat16", False),
-        (2, (5, 1), "bfloat16", True),
-        (4, (8, 1), "float16", False),
+        StreamShape(32, 2, 1, 3, 4, 5),
+        StreamShape(64, 2, 2, 3, 2, 1),
+        pytest.param(StreamShape(32, 8, 1, 3, 1, 14), marks=pytest.mark.slow),
+        pytest.param(StreamShape(16, 2, 1, 4, 1, 40), marks=pytest.mark.slow),
     ],
 )
+def test_streams(step_of: Any, chosen: StreamShape) -> None:
+    rows = [(1, 0), (1, 130), (1, 1), (1, 33), (1, 300), (1, 64), (1, 0)]
+    step, driver = step_of(rows, chosen, rotary_dim=128, heads=(10, 2))
+    first = step.check(driver, step.batch(tokens_per_row=1))
+    again, _ = step.run(driver, step.batch(tokens_per_row=1))
+    assert np.array_equal(first, again, equal_nan=True)
+
+
+COLUMNS = [
+    (1, (10, 2), "float16", True),
+    (2, (8, 1), "bfloat16", False),
+    (2, (5, 1), "bfloat16", True),
+    (4, (8, 1), "float16", False),
+]
+
+
+@pytest.mark.parametrize(("tokens", "heads", "dtype", "interleaved"), COLUMNS)
 def test_columns(
     step_of: Any, tokens: int, heads: tuple[int, int], dtype: str, interleaved: bool
 ) -> None:
     """Tokens times heads of a group, in both dtypes and both ways to rotate."""
     rows = [(tokens, 100), (tokens, tokens), (tokens, 0)]
     options = {"dtype": dtype, "heads": heads, "interleaved": interleaved, "rotary_dim": 128}
-    step, driver = step_of(rows, 2, 1, 2, padding=tokens // 4, **options)
+    step, driver = step_of(rows, clusters(2, 1, 2), padding=tokens // 4, **options)
     step.check(driver, step.batch(tokens_per_row=tokens))
 
 
-def test_without_rotation(step_of: Any) -> None:
-    step, driver = step_of([(1, 90), (1, 33)], 1, 2, 2)
+@pytest.mark.parametrize(("tokens", "heads", "dtype", "interleaved"), COLUMNS[1:])
+def test_columns_of_streams(
+    step_of: Any, tokens: int, heads: tuple[int, int], dtype: str, interleaved: bool
+) -> None:
+    rows = [(tokens, 100), (tokens, tokens), (tokens, 0)]
+    options = {"dtype": dtype, "heads": heads, "interleaved": interleaved, "rotary_dim": 128}
+    chosen = StreamShape(32, 4, 2, 3, 1, 3) if tokens == 4 else StreamShape(32, 2, 1, 3, 3, 3)
+    step, driver = step_of(rows, chosen, padding=tokens // 4, **options)
+    step.check(driver, step.batch(tokens_per_row=tokens))
+
+
+@pytest.mark.parametrize("chosen", [clusters(1, 2, 2), StreamShape(32, 2, 1, 2, 1, 2)])
+def test_without_rotation(step_of: Any, chosen: NativeShape | StreamShape) -> None:
+    step, driver = step_of([(1, 90), (1, 33)], chosen)
+    step.check(driver, step.batch(tokens_per_row=1))
+
+
+@pytest.mark.parametrize("chosen", [clusters(1, 2, 2), StreamShape(32, 2, 1, 2, 1, 2)])
+def test_half_a_rotation_takes_another_kernel(
+    step_of: Any, chosen: NativeShape | StreamShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, driver = step_of([(1, 90), (1, 33)], chosen, rotary_dim=64)
+    monkeypatch.setattr(native, "launch", None)
     step.check(driver, step.batch(tokens_per_row=1))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from fastdeploy_core.tensor import load
 
 from fd_cuda.device import CudaDevice
 from fd_cuda.paddle_device import PaddleCudaDevice
+
+pytestmark = pytest.mark.skipif(find_spec("paddle") is None, reason="needs PaddlePaddle")
 
 
 @pytest.fixture

@@ -10,11 +10,35 @@ import pytest
 import torch
 from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight, QuantFormat
 from fastdeploy_core.testing.conformance.test_quantized_ops import make_packed
-from quant_emulation import Emulation
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quant_emulation import use_kernels
 
-from fd_cuda.kernels import native, quant_weights
-from fd_cuda.kernels.quant_layout import INT4, INT8, pack_slabs, unpack_slabs
-from fd_cuda.kernels.quant_native import Gemm, Gemv, Grouping, Shape, product, unpack
+from fd_cuda.kernels import quant_experts, quant_linear, quant_weights
+from fd_cuda.kernels.quant_layout import (
+    FP8,
+    FP8_ROWS,
+    INT4,
+    INT8,
+    Slabs,
+    pack_codes,
+    pack_slabs,
+    unpack_codes,
+    unpack_slabs,
+)
+from fd_cuda.kernels.quant_native import (
+    Gemm,
+    Gemv,
+    Grouping,
+    RowGemm,
+    Shape,
+    gemm_shared,
+    gemv_shared,
+    product,
+    rows_product,
+    rows_shared,
+    unpack,
+)
 from fd_cuda.kernels.routing import Order
 
 HAS_GPU = torch.cuda.is_available()
@@ -25,14 +49,7 @@ TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
 
 @pytest.fixture(autouse=True)
 def kernels(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of this machine."""
-    if HAS_GPU:
-        if not native.has_wgmma():
-            pytest.skip("needs a Hopper GPU")
-        return
-    emulation = Emulation(tmp_path_factory.getbasetemp())
-    monkeypatch.setattr(native, "function", emulation.function)
-    monkeypatch.setattr(native, "launch", emulation.launch)
+    use_kernels(tmp_path_factory.getbasetemp(), monkeypatch)
 
 
 def packed(name: str, rows: int, count: int, group: int = 0) -> PackedWeight:
@@ -48,10 +65,28 @@ def check(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None
     assert error < TOLERANCE[dtype], f"off by {error:.2g}"
 
 
-def test_packing_goes_both_ways() -> None:
-    for kind, levels in ((INT4, 16), (INT8, 256)):
-        numbers = torch.randint(0, levels, (3, 48, 192), dtype=torch.uint8)
-        assert torch.equal(unpack_slabs(pack_slabs(numbers, kind), kind), numbers)
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.sampled_from([INT4, INT8]),
+    rows=st.integers(1, 50),
+    count=st.integers(1, 200),
+    experts=st.integers(0, 2),
+)
+def test_packing_goes_both_ways(kind: int, rows: int, count: int, experts: int) -> None:
+    lead = (experts,) if experts else ()
+    numbers = torch.randint(0, 16 if kind == INT4 else 256, (*lead, rows, count), dtype=torch.uint8)
+    back = unpack_slabs(pack_slabs(numbers, kind), kind)
+    assert torch.equal(back[..., :rows, :count], numbers)
+    # What fills up slabs is zero: it meets inputs that are not there.
+    assert (back[..., rows:, :] == (8 if kind == INT4 else 0)).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 50), quarters=st.integers(1, 60))
+def test_packing_codes_goes_both_ways(rows: int, quarters: int) -> None:
+    stored = torch.randint(0, 256, (quarters, rows), dtype=torch.uint8)
+    back = unpack_codes(pack_codes(stored))
+    assert torch.equal(back[:rows, :quarters], stored.t())
 
 
 CASES = [
@@ -67,14 +102,21 @@ CASES = [
 ]
 WIDE = [
     ("wint4", 80, 136, 0, torch.bfloat16, 33, Gemm(32, 1, 1, 4, 4)),
+    ("wint8", 144, 200, 0, torch.bfloat16, 40, Gemm(32, 1, 1, 5, 2)),
+    ("wint4_zp", 80, 256, 128, torch.float16, 15, Gemm(8, 2, 1, 4, 2)),
+    ("wint8_zp", 144, 448, 64, torch.bfloat16, 20, Gemm(32, 1, 1, 5, 0)),
+    ("wint4", 144, 264, 0, torch.bfloat16, 20, Gemm(32, 2, 1, 4, 0)),
     ("wint4", 264, 512, 128, torch.bfloat16, 130, Gemm(64, 2, 4, 4, 8, 2)),
+    ("wint4", 264, 512, 128, torch.bfloat16, 130, Gemm(128, 4, 4, 5, 0)),
+    ("wint4", 264, 1024, 128, torch.bfloat16, 130, Gemm(64, 1, 4, 6, 0)),
+    ("wint8", 520, 1024, 0, torch.float16, 130, Gemm(128, 4, 2, 5, 0)),
     ("wint8", 264, 512, 0, torch.float16, 20, Gemm(32, 2, 2, 4, 4, 2)),
     ("wint8_zp", 128, 512, 128, torch.bfloat16, 200, Gemm(128, 2, 2, 4, 4)),
     ("wfp8", 512, 1024, 0, torch.bfloat16, 64, Gemm(64, 2, 8, 4, 4)),
 ]
 
 
-@pytest.mark.parametrize("case", [*CASES, *(WIDE if HAS_GPU else WIDE[:1])], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *(WIDE if HAS_GPU else WIDE[:5])], ids=str)
 def test_product(case: tuple[str, int, int, int, torch.dtype, int, Shape]) -> None:
     name, rows, count, group, dtype, tokens, shape = case
     weight = packed(name, rows, count, group)
@@ -84,6 +126,73 @@ def test_product(case: tuple[str, int, int, int, torch.dtype, int, Shape]) -> No
     bias = torch.randn(rows, device=DEVICE).to(dtype)
     expected = x.double() @ weight.dequantize().double().T + bias.double()
     check(product(shape, x, slabs, bias), expected, dtype)
+
+
+ROWS = [
+    ("w8a8", 40, 208, torch.bfloat16, 11, RowGemm(16, 1, 1, 4)),
+    ("wfp8afp8", 136, 144, torch.float16, 9, RowGemm(8, 2, 1, 5)),
+    ("block_fp8", 200, 656, torch.bfloat16, 33, RowGemm(32, 2, 1, 4)),
+]
+WIDE_ROWS = [
+    ("w8a8", 264, 1040, torch.bfloat16, 130, RowGemm(128, 2, 4, 5)),
+    ("wfp8afp8", 264, 2048, torch.bfloat16, 70, RowGemm(64, 2, 8, 4)),
+    ("block_fp8", 264, 1040, torch.float16, 130, RowGemm(128, 1, 2, 5)),
+]
+
+
+@pytest.mark.parametrize("case", [*ROWS, *(WIDE_ROWS if HAS_GPU else [])], ids=str)
+def test_product_of_rows(case: tuple[str, int, int, torch.dtype, int, RowGemm]) -> None:
+    name, rows, count, dtype, tokens, shape = case
+    slabs = quant_weights.prepare(packed(name, rows, count)).slabs
+    assert slabs is not None
+    numbers, scales, x = rounded(name, tokens, count)
+    bias = torch.randn(rows, device=DEVICE).to(dtype)
+    by_block = name == "block_fp8"
+    got = rows_product(shape, numbers, scales, slabs, bias, dtype, by_block=by_block)
+    weight = quant_weights.dequantized(slabs, torch.float32).double()
+    check(got, x @ weight.T + bias.double(), dtype)
+
+
+def rounded(name: str, tokens: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Numbers as a format rounds activations, their scales, and what they mean."""
+    x = torch.randn(tokens, count, device=DEVICE) * 20
+    if name == "w8a8":
+        numbers, scales = x.round().to(torch.int8), torch.rand(tokens, device=DEVICE) + 0.5
+        return numbers, scales, numbers.double() * scales[:, None].double()
+    numbers = x.to(torch.float8_e4m3fn)
+    if name == "wfp8afp8":
+        scales = torch.rand(tokens, device=DEVICE) + 0.5
+        return numbers, scales, numbers.double() * scales[:, None].double()
+    scales = torch.rand(-(-count // 128), tokens, device=DEVICE).t() + 0.5
+    spread = scales.repeat_interleave(128, 1)[:, :count]
+    return numbers, scales, numbers.double() * spread.double()
+
+
+@pytest.mark.parametrize("name", ["w8a8", "block_fp8"])
+def test_rows_of_experts_pair_gate_and_up(name: str) -> None:
+    experts, inner, hidden = 2, 48, 144
+    parts = [packed(name, 2 * inner, hidden + 16 * e).tensors for e in range(experts)]
+    held = {
+        "weight": torch.stack([p["weight"][:, :hidden] for p in parts]),
+        "scale": torch.stack([p["scale"][:, : parts[0]["scale"].shape[1]] for p in parts]),
+    }
+    weight = PackedWeight(FORMATS[name], 2 * inner, hidden, held, experts)
+    slabs = quant_weights.prepare(weight).slabs
+    assert slabs is not None
+    numbers, scales, x = rounded(name, 3, hidden)
+    # Slots 0 to 5 are row 0, 0, 1, 1, 2, 2 of x; 6 stands for none.
+    slots = torch.full((2, 8), 6, dtype=torch.int32, device=DEVICE)
+    slots[0, :2], slots[1, :4] = torch.tensor([3, 0]), torch.tensor([1, 2, 4, 5])
+    order = Order(slots.view(-1), torch.arange(2, dtype=torch.int32, device=DEVICE))
+    got = rows_product(
+        RowGemm(8, 2, 1, 4), numbers, scales, slabs, None, torch.bfloat16,
+        by_block=name == "block_fp8", grouping=Grouping(6, 2, order), paired=True,
+    )  # fmt: skip
+    wide = quant_weights.dequantized(slabs, torch.float32).double()
+    for slot, expert in enumerate((0, 1, 1, 0, 1, 1)):
+        y = x[slot // 2] @ wide[expert].T
+        expected = torch.nn.functional.silu(y[:inner]) * y[inner:]
+        check(got[slot], expected, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -120,10 +229,44 @@ def test_published_two_bits(dtype: torch.dtype) -> None:
     assert slabs is not None
     own = quant_weights.dequantized(slabs, torch.float32).double().cpu().numpy()
     assert np.allclose(own, dense, rtol=1e-6)
+    check(unpack(slabs, dtype), torch.from_numpy(dense).to(DEVICE), dtype)
     for shape, tokens in ((Gemv(1, 2, 2, 2, 1), 3), (Gemv(2, 1, 2, 2, 1), 11)):
         x = torch.randn(tokens, count, device=DEVICE).to(dtype)
         expected = x.double() @ torch.from_numpy(dense).to(DEVICE).T
         check(product(shape, x, slabs, None), expected, dtype)
+
+
+@pytest.mark.parametrize("room", [quant_linear, quant_experts])
+def test_one_kernel_serves_all_rows_where_they_may_not_depend_on_the_batch(
+    room: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "batch_invariant", lambda: True)
+    none = torch.empty(0)
+    for kind in range(6):
+        slabs = Slabs(kind, 8192, 4096, 8, none, none, None, 0)
+        chosen = {room.choose(slabs, rows) for rows in (1, 8, 9, 20, 40, 100, 300, 5000)}
+        assert len(chosen) == 1
+        # quant_gemm.cu reads no codes, and nothing that lies row by row.
+        assert kind in (INT4, INT8, FP8) or not isinstance(chosen.pop(), Gemm)
+
+
+@pytest.mark.parametrize("room", [quant_linear, quant_experts])
+def test_chosen_kernels_fit_into_shared_memory(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quant_linear, "num_processors", lambda: 132)
+    none, most = torch.empty(0), 227 << 10
+    paired = room is quant_experts
+    for kind in range(6):
+        for width, depth in ((8192, 8192), (8192, 3584), (6144, 1024), (1024, 3072), (256, 128)):
+            slabs = Slabs(kind, width, depth, 8, none, none, none.reshape(0, 1, 0, 0), 64)
+            for rows in range(1, 1100):
+                shape = room.choose(slabs, rows)
+                if isinstance(shape, Gemv):
+                    assert gemv_shared(shape, 2 if paired else shape.slabs) <= most
+                    assert paired or rows <= shape.rows  # a block has all rows
+                elif isinstance(shape, Gemm):
+                    assert gemm_shared(shape, kind, paired=paired) <= most
+                elif isinstance(shape, RowGemm):
+                    assert rows_shared(shape, by_block=kind == FP8_ROWS) <= most
 
 
 @pytest.mark.parametrize("is_alone", [False, True])
@@ -156,13 +299,12 @@ def test_experts_pair_gate_and_up(is_alone: bool) -> None:
         check(got[slot], expected, torch.bfloat16)
 
 
-@pytest.mark.skipif(not HAS_GPU, reason="the emulated GPU has no static shared memory")
 @pytest.mark.parametrize("name", ["wint4", "wint8", "wint4_zp"])
 def test_weights_come_back(name: str) -> None:
-    weight = packed(name, 80, 520, 0)
+    weight = packed(name, 40, 520, 0)
     slabs = quant_weights.prepare(weight).slabs
     assert slabs is not None
     check(unpack(slabs, torch.bfloat16), weight.dequantize().double(), torch.bfloat16)
     if name == "wint4":
-        numbers = unpack(slabs, torch.int8).double() * slabs.scales[:80, None].double()
+        numbers = unpack(slabs, torch.int8).double() * slabs.scales[:40, None].double()
         check(numbers, weight.dequantize().double(), torch.float16)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from fastdeploy_core.contracts.quant_formats import PackedWeight, QuantFormat
-from quant_emulation import Emulation
+from quant_emulation import use_kernels
 
-from fd_cuda.kernels import native, quant_trellis
+from fd_cuda.kernels import quant_trellis
 from fd_cuda.kernels.routing import Order
 
 HAS_GPU = torch.cuda.is_available()
@@ -25,14 +26,9 @@ TOLERANCE = 2.5e-2
 @pytest.fixture(autouse=True)
 def kernels(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    if HAS_GPU:
-        if not native.has_wgmma():
-            pytest.skip("needs a Hopper GPU")
-        return
-    emulation = Emulation(tmp_path_factory.getbasetemp())
-    monkeypatch.setattr(native, "function", emulation.function)
-    monkeypatch.setattr(native, "launch", emulation.launch)
-    monkeypatch.setattr(quant_trellis, "native_runs", lambda x: True)
+    use_kernels(tmp_path_factory.getbasetemp(), monkeypatch)
+    if not HAS_GPU:
+        monkeypatch.setattr(quant_trellis, "native_runs", lambda x: True)
 
 
 def decoded(words: np.ndarray) -> np.ndarray:
@@ -82,12 +78,32 @@ def check(got: torch.Tensor, expected: np.ndarray) -> None:
     assert error < TOLERANCE, f"off by {error:.2g}"
 
 
+@pytest.mark.parametrize("levels", [0, 1, 3, 5, 8, 10, 13])
+def test_rotation(levels: int) -> None:
+    """Signs and transforms as matrix products, one level after another."""
+    width = 3 << max(levels, 5)
+    signs = torch.randint(0, 2, (width,), device=DEVICE).mul_(2).sub_(1).to(torch.int8)
+    weight = replace(trellis(64, 128, 128)[0], signs=signs, block=1 << levels)
+    x = torch.randn(2, width, device=DEVICE).bfloat16()
+    expected, size = x.double() * signs, 1
+    while size < weight.block:
+        pairs = expected.view(2, -1, 2, size)
+        expected = torch.stack(
+            (pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2
+        )
+        size *= 2
+    expected = expected.reshape(2, width) / weight.block**0.5
+    check(quant_trellis.rotated(x, weight), expected.cpu().numpy())
+
+
 @pytest.mark.parametrize(
     ("rows", "count", "block", "tokens", "dtype"),
     [
         (128, 128, 128, 3, torch.bfloat16),
         (64, 384, 128, 13, torch.float16),
         (64, 512, 256, 1, torch.bfloat16),
+        (64, 128, 128, 35, torch.bfloat16),
+        (128, 256, 256, 100, torch.bfloat16),
     ],
 )
 def test_product(rows: int, count: int, block: int, tokens: int, dtype: torch.dtype) -> None:
@@ -146,8 +162,12 @@ def test_experts(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(got, expected)
 
 
-@pytest.mark.parametrize("tokens", [20, 60, 150] if HAS_GPU else [20])
-def test_experts_of_many_rows(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "decodes"),
+    [(20, False), (20, True), *([(60, False), (150, False), (150, True)] if HAS_GPU else [])],
+)
+def test_experts_of_many_rows(tokens: int, decodes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quant_trellis, "_MANY_EACH", 4 if decodes else 1000)
     hidden, inner, count = 256, 192, 3
     gate_up, first = trellis(2 * inner, hidden, 128, count)
     down, second = trellis(hidden, inner, 64, count)

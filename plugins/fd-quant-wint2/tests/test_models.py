@@ -36,6 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setitem(tiny.CONFIG, key, 128)
     patch.setitem(tiny.CONFIG, "num_hidden_layers", 3)
     patch.setitem(tiny.CONFIG, "moe_layer_end_index", 2)
+    patch.setitem(tiny.CONFIG, "moe_num_experts", 3)  # encoding takes its time
     folder = tiny.write_tiny_model(tmp_path_factory.mktemp("wide") / "model")
     patch.undo()
     return folder

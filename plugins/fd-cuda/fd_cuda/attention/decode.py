@@ -174,35 +174,73 @@ def decode_attention(
             queries, keys, values, seen[None, :], scores_max, total, acc, scale, EXACT
         )
 
-    if num_splits == 1:
-        out_rows = ((first_token + token).to(tl.int64) * num_kv_heads * GROUP + q_head) * V_WIDTH
-        tl.store(
-            out + out_rows[:, None] + v_dims[None, :],
-            (acc / total[:, None]).to(out.dtype.element_ty),
-            mask=of_row[:, None] & v_wide,
-        )
-        return
-    part = tl.program_id(0).to(tl.int64) * num_kv_heads + head
-    counter = counters + row * num_kv_heads + head
-    is_last = leave_part(
-        acc, scores_max, total, part_acc, part_max, part_total, part, counter, num_splits,
-        M, ROWS, V_WIDTH_PAD,
+    store_rows(
+        out, acc, scores_max, total, part_acc, part_max, part_total, counters, row, split, num_splits,
+        first_token, fed, num_kv_heads * GROUP, GROUP, M, ROWS, V_WIDTH, V_WIDTH_PAD,
     )  # fmt: skip
-    if is_last:
-        r = tl.arange(0, ROWS)
-        r_token = r // GROUP
-        result = add_parts(
-            part_acc, part_max, part_total, part - split * num_kv_heads, num_kv_heads, num_splits,
-            ROWS, V_WIDTH_PAD,
+
+
+@triton.jit
+def store_rows(
+    out,
+    acc,
+    scores_max,
+    total,
+    part_acc,
+    part_max,
+    part_total,
+    counters,
+    row,
+    split,
+    num_splits,
+    first_token,
+    fed,
+    num_heads,
+    HEADS: tl.constexpr,
+    M: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAD: tl.constexpr,
+):
+    """The end of every program that attends for HEADS heads of `fed` tokens: its results, or its part of a
+    row, and the whole row's if it is the last to come. Rows of the matrix are tokens times HEADS."""
+    group, groups = tl.program_id(1), tl.num_programs(1)
+    dims = tl.arange(0, PAD)
+    if num_splits == 1:
+        m = tl.arange(0, M)
+        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        _store_tokens(
+            out, result, m, dims, first_token, fed, group * HEADS, num_heads, HEADS, WIDTH
+        )
+    else:
+        part = tl.program_id(0).to(tl.int64) * groups + group
+        is_last = leave_part(
+            acc, scores_max, total, part_acc, part_max, part_total, part,
+            counters + row * groups + group, num_splits, M, ROWS, PAD,
         )  # fmt: skip
-        r_at = (
-            (first_token + r_token).to(tl.int64) * num_kv_heads * GROUP + head * GROUP + r % GROUP
-        )
-        tl.store(
-            out + r_at[:, None] * V_WIDTH + v_dims[None, :],
-            result.to(out.dtype.element_ty),
-            mask=(r_token < fed)[:, None] & v_wide,
-        )
+        if is_last:
+            r = tl.arange(0, ROWS)
+            result = add_parts(
+                part_acc, part_max, part_total, part - split * groups, groups, num_splits, ROWS, PAD
+            )
+            _store_tokens(
+                out, result, r, dims, first_token, fed, group * HEADS, num_heads, HEADS, WIDTH
+            )
+
+
+@triton.jit
+def _store_tokens(
+    out, result, m, dims, first_token, fed, first_head, num_heads,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    token, head = m // HEADS, first_head + m % HEADS
+    mine = (token < fed) & (head < num_heads)
+    at = (first_token + token).to(tl.int64) * num_heads + head
+    tl.store(
+        out + at[:, None] * WIDTH + dims[None, :],
+        result.to(out.dtype.element_ty),
+        mask=mine[:, None] & (dims < WIDTH)[None, :],
+    )
 
 
 @triton.jit

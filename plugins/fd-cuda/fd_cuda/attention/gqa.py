@@ -7,9 +7,8 @@ be captured. Longer rows (prompts) are computed tile by tile.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 from fastdeploy_core.errors import CapabilityError
@@ -20,16 +19,19 @@ from fd_cuda.kernels.common import cdiv, pad2
 from fd_cuda.kernels.common import options as launch_options
 from fd_cuda.settings import is_batch_invariant
 
+from .cached import LOG2E, SHORT
 from .decode import decode_attention
 from .native_decode import NativeDecode, NativeShape
 from .plan import (
     ITEM,
     TILE_WORDS,
     DecodeShape,
+    StreamShape,
     decode_items,
     prefill_tiles,
     prompt_tiles,
     split_parts,
+    stream_items,
 )
 from .prefill import clear_padding, prefill_attention
 from .question import MAX_ROWS
@@ -37,27 +39,23 @@ from .rope import rotate_and_write
 from .tuning import Gpu, PrefillShape, Sizes
 
 if TYPE_CHECKING:
-    from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
+    from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec, KVScales
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from torch import Tensor
 
-# Rows of a mixed batch that feed at most so many tokens are split by keys, not tiled by tokens.
-SHORT = 8
 _ROPE_ROWS, _CLEARED_ROWS = 16, 16
 # Keys per tile of the cached prefix: no more than a common block holds.
 _MAX_CACHE_KEYS = 64
-_LOG2E = math.log2(math.e)
 
 
 @dataclass(slots=True)
 class _Decodes:
     """Rows that are split by keys."""
 
-    shape: DecodeShape
+    shape: DecodeShape | NativeShape | StreamShape  # of the Triton kernel, and of those in CUDA C++
     max_tokens: int
     rows: int  # of the matrix: tokens times heads of a group
-    native: NativeShape | None
     items: Tensor
     counters: Tensor
     parts: tuple[Tensor, Tensor, Tensor]
@@ -96,7 +94,7 @@ class PagedAttention:
         self._itemsize = 4 if spec.dtype == "float32" else 2
         self._exact = spec.dtype == "float32"
         self._invariant = is_batch_invariant()
-        self._scale = spec.scale * _LOG2E
+        self._scale = spec.scale * LOG2E
         self._v_pad = max(16, pad2(spec.v_head_dim))
         self._pad = max(16, pad2(spec.head_dim))
         self._most_tokens = MAX_ROWS // self._group
@@ -139,31 +137,37 @@ class PagedAttention:
         tiles = self._tiles(batch) if fed.max() > self._short else None
         return _Metadata(batch, decodes, tiles)
 
-    def _decodes(self, batch: AttentionBatch, max_tokens: int) -> _Decodes:
+    def _decodes(
+        self, batch: AttentionBatch, max_tokens: int, *, may_be_native: bool = True
+    ) -> _Decodes:
         spec, num_seqs = self.spec, batch.num_seqs
         heads = spec.num_kv_heads
         rows = pad2(max_tokens * self._group)
         native, columns = None, self._native.columns(max_tokens)
-        if columns:
+        if columns and may_be_native:
             native = self.sizes.native(
                 num_seqs, heads, columns, self._native.has_clusters, self._invariant
             )
+        lengths = (batch.seq_lens_dev, batch.cu_seqlens_q_dev, num_seqs)
+        if isinstance(native, StreamShape):
+            items, counters = stream_items(*lengths, heads, max_tokens, native)
+            parts = split_parts(items, 2 * columns, self._v_pad)
+            return _Decodes(native, max_tokens, columns, items, counters, parts)
         if native is not None:
-            rows, shape = columns, native.plan
+            rows, shape, clusters = columns, native.plan, native.cluster
         else:
             shape = self.sizes.decode(num_seqs, heads, rows, self._pad, self._itemsize)
+            clusters = 1
         items, counters = decode_items(
-            batch.seq_lens_dev,
-            batch.cu_seqlens_q_dev,
-            num_seqs,
-            num_seqs * heads * (native.cluster if native else 1),
+            *lengths,
+            num_seqs * heads * clusters,
             max_tokens,
             shape,
             invariant=self._invariant,
             new_in_cache=False,
         )
         parts = split_parts(items, heads * rows, self._v_pad)
-        return _Decodes(shape, max_tokens, rows, native, items, counters, parts)
+        return _Decodes(native or shape, max_tokens, rows, items, counters, parts)
 
     def _tiles(self, batch: AttentionBatch) -> _Tiles:
         chosen = self.sizes.prefill(self._group, self._pad, self._itemsize)
@@ -188,6 +192,7 @@ class PagedAttention:
         cache: tuple[Tensor, ...],
         metadata: _Metadata,
         rotary: Tensor | None = None,
+        scales: KVScales | None = None,
     ) -> Tensor:
         """[num_tokens, num_heads * v_head_dim]; k is rotated, k and v are written here."""
         batch, spec = metadata.batch, self.spec
@@ -243,15 +248,17 @@ class PagedAttention:
         *,
         writes: bool,
     ) -> None:
-        shape, native = decodes.shape, decodes.native
-        if native is not None and self._native.can_run(q, k, v, rotary):
-            parts = (*decodes.parts, decodes.counters)
-            self._native.run(
-                *(q, k, v, out, cache, batch, native, decodes.items, parts, decodes.rows),
-                *(rotary, self._scale),
-                writes=writes,
-            )
-            return
+        if not isinstance(decodes.shape, DecodeShape):
+            if self._native.can_run(q, k, v, rotary):
+                parts = (*decodes.parts, decodes.counters)
+                self._native.run(
+                    *(q, k, v, out, cache, batch, decodes.shape, decodes.items, parts),
+                    *(decodes.rows, rotary, self._scale),
+                    writes=writes,
+                )
+                return
+            decodes = self._decodes(batch, decodes.max_tokens, may_be_native=False)
+        shape = cast("DecodeShape", decodes.shape)
         decode_attention[(decodes.items.shape[0], self.spec.num_kv_heads)](
             q,
             k,

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .common import LOWEST, look_up, product, slots_of
-from .decode import add_parts, leave_part
+from .decode import store_rows
 
 
 @triton.jit
@@ -29,7 +29,6 @@ def latent_attention(
     stride_q,
     stride_q_head,
     stride_table,
-    num_head_blocks,
     HEADS: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     RANK: tl.constexpr,
@@ -99,30 +98,7 @@ def latent_attention(
         acc = product(weights.to(latent.dtype), latent, acc * fade[:, None], EXACT)
         scores_max = new_max
 
-    if num_splits == 1:
-        total = tl.where(total == 0.0, 1.0, total)
-        tl.store(
-            out + (at * HEADS + head)[:, None] * RANK + dims[None, :],
-            (acc / total[:, None]).to(out.dtype.element_ty),
-            mask=mine[:, None] & wide,
-        )
-        return
-    part = tl.program_id(0).to(tl.int64) * num_head_blocks + tl.program_id(1)
-    counter = counters + row * num_head_blocks + tl.program_id(1)
-    is_last = leave_part(
-        acc, scores_max, total, part_acc, part_max, part_total, part, counter, num_splits,
-        M, ROWS, RANK_PAD,
+    store_rows(
+        out, acc, scores_max, total, part_acc, part_max, part_total, counters, row, split, num_splits,
+        first_token, fed, HEADS, HEAD_BLOCK, M, ROWS, RANK, RANK_PAD,
     )  # fmt: skip
-    if is_last:
-        r = tl.arange(0, ROWS)
-        r_token, r_head = r // HEAD_BLOCK, tl.program_id(1) * HEAD_BLOCK + r % HEAD_BLOCK
-        result = add_parts(
-            part_acc, part_max, part_total, part - split * num_head_blocks, num_head_blocks,
-            num_splits, ROWS, RANK_PAD,
-        )  # fmt: skip
-        r_at = (first_token + r_token).to(tl.int64) * HEADS + r_head
-        tl.store(
-            out + r_at[:, None] * RANK + dims[None, :],
-            result.to(out.dtype.element_ty),
-            mask=((r_token < fed) & (r_head < HEADS))[:, None] & wide,
-        )

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .common import LOWEST, look_up, product, slots_of
-from .decode import add_parts, leave_part
+from .decode import store_rows
 
 
 @triton.jit
@@ -128,30 +128,7 @@ def quantized_attention(
             acc += total[:, None] * v_low[None, :]
     elif HAS_LOW:
         acc += lift[:, None]
-    if num_splits == 1:
-        total = tl.where(total == 0.0, 1.0, total)
-        tl.store(
-            out + (at * num_kv_heads * GROUP + q_head)[:, None] * V_WIDTH + v_dims[None, :],
-            (acc / total[:, None]).to(out.dtype.element_ty),
-            mask=mine[:, None] & v_wide[None, :],
-        )
-        return
-    part = tl.program_id(0).to(tl.int64) * num_kv_heads + head
-    counter = counters + row * num_kv_heads + head
-    is_last = leave_part(
-        acc, scores_max, total, part_acc, part_max, part_total, part, counter, num_splits,
-        M, ROWS, V_WIDTH_PAD,
+    store_rows(
+        out, acc, scores_max, total, part_acc, part_max, part_total, counters, row, split, num_splits,
+        first_token, fed, num_kv_heads * GROUP, GROUP, M, ROWS, V_WIDTH, V_WIDTH_PAD,
     )  # fmt: skip
-    if is_last:
-        r = tl.arange(0, ROWS)
-        r_token, r_head = r // GROUP, head * GROUP + r % GROUP
-        result = add_parts(
-            part_acc, part_max, part_total, part - split * num_kv_heads, num_kv_heads, num_splits,
-            ROWS, V_WIDTH_PAD,
-        )  # fmt: skip
-        r_at = (first_token + r_token).to(tl.int64) * num_kv_heads * GROUP + r_head
-        tl.store(
-            out + r_at[:, None] * V_WIDTH + v_dims[None, :],
-            result.to(out.dtype.element_ty),
-            mask=(r_token < fed)[:, None] & v_wide[None, :],
-        )

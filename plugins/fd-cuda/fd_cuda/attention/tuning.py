@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .native_decode import NativeShape
-from .plan import DecodeShape
+from .plan import DecodeShape, StreamShape
 
 _HOPPER = (9, 0)
 
@@ -67,9 +67,9 @@ class Sizes:
 
     def native(
         self, num_seqs: int, num_kv_heads: int, columns: int, has_clusters: bool, invariant: bool
-    ) -> NativeShape | None:
-        """For the CUDA C++ kernel; None where the Triton kernel is faster: batches that fill the GPU
-        without cutting any row.
+    ) -> NativeShape | StreamShape | None:
+        """For the CUDA C++ kernels; None where the Triton kernel is faster: many columns, and so many rows
+        that the GPU is full without cutting any.
 
         The sizes are those that were fastest on an H200, over 1 to 256 rows of 1k to 32k tokens.
         Clusters share a group of multiprocessors, and two of 8 blocks need one to themselves.
@@ -78,6 +78,8 @@ class Sizes:
         occupancy = 2 if columns <= 16 else 1
         if invariant:  # nothing may depend on the batch
             cluster, min_tiles, max_splits, target = 4, 16, 8, 1
+        elif units * 2 >= processors and columns <= 16 and has_clusters:
+            return self._stream(units, columns)
         elif units >= 8 * processors or (units >= 4 * processors - 16 and num_seqs >= processors):
             return None
         else:
@@ -93,7 +95,24 @@ class Sizes:
             cluster, min_tiles = 1, 4
             target = max(1, processors * occupancy // num_kv_heads)
         plan = DecodeShape(64, min_tiles, max_splits, target, 4, 3)
-        return NativeShape(plan, cluster, 2 if columns == 8 else 1, occupancy)
+        is_alone = cluster == 8 and units * 16 <= processors
+        if is_alone:  # eight warps in each of eight blocks take all that most rows have at one go
+            occupancy = 1
+        warps = 8 if is_alone else 4
+        return NativeShape(plan, cluster, 2 if columns == 8 else 1, occupancy, warps)
+
+    def _stream(self, units: int, columns: int) -> StreamShape:
+        """So many blocks a multiprocessor that each has one row and head, or a whole number of them: blocks
+        that share none add up nothing. What fits beside each other decides the warps of one."""
+        processors = self.gpu.num_multiprocessors
+        if units <= processors:
+            warps, chunks, occupancy = 8, 1, 1
+        elif units <= 2 * processors:
+            warps, chunks, occupancy = 2, 2, 2
+        else:
+            warps, chunks, occupancy = 2, 1, 4 if columns == 8 else 3
+        num_blocks = stream_blocks(units, occupancy * processors)
+        return StreamShape(32, warps, chunks, 3, occupancy, num_blocks)
 
     def prefill(self, group: int, width: int, itemsize: int) -> PrefillShape:
         """For prompts."""
@@ -114,6 +133,12 @@ class Sizes:
             num_warps=8,
             num_stages=2 if itemsize == 2 else 1,
         )
+
+
+def stream_blocks(units: int, places: int) -> int:
+    """So many blocks of stream_attention.cu that shares are whole rows, or whole fractions of rows, where
+    all are of one length. `units`: rows times kv heads; `places`: blocks that run at a time."""
+    return units * (places // units) if units <= places else units // -(-units // places)
 
 
 def _power_of_2(n: int) -> int:

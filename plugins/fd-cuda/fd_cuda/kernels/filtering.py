@@ -19,7 +19,7 @@ from .sampling import ordered, unordered
 
 _FEW = 4096  # logits that are handled in registers
 _BLOCK = 4096
-# native/filter.cu: a row in the registers of a cluster of blocks.
+# native/filter.cu: a row in the shared memory of a cluster of blocks.
 _CLUSTER, _THREADS, _MOST_ITEMS = 8, 512, 51
 
 
@@ -175,7 +175,10 @@ def filter_logits(
         sizes = {"ITEMS": items, "THREADS": _THREADS, "CLUSTER": _CLUSTER}
         arguments = [logits, top_k, top_p, min_p, width]
         kernel = native.function("filter", sizes)
-        native.launch(kernel, (rows, 1, _CLUSTER), _THREADS, arguments, cluster=_CLUSTER)
+        shared = 4 * items * _THREADS
+        native.launch(
+            kernel, (rows, 1, _CLUSTER), _THREADS, arguments, shared=shared, cluster=_CLUSTER
+        )
     elif rows:
         aside = torch.empty((rows, _FEW), dtype=torch.float32, device=logits.device)
         _filter[(rows,)](

@@ -51,7 +51,6 @@ def _product(
         nth = tl.arange(0, BM)
         ks = tl.arange(0, BK)
         columns = tile * BN + tl.arange(0, BN)
-        first = expert * (width * 2 if GATED else width) + tile * BN
         GATHERS: tl.constexpr = GATED and not DENSE
         rows = (block * BM + nth).to(tl.int64)
         slots = rows
@@ -62,20 +61,21 @@ def _product(
             # Rows that nobody has repeat the first; nobody reads what becomes of them.
             token = tl.where(valid, slots // DIVISOR, 0)
             x = x_p + token[:, None] * x_stride + ks[None, :]
-        total = tl.zeros((BM, BN), tl.float32)
-        other = tl.zeros((BM, BN), tl.float32)
+        total = tl.zeros((BM, BN * 2 if GATED else BN), tl.float32)
         for k in tl.range(0, depth, BK, num_stages=STAGES):
             if GATHERS:
                 a = tl.load(x + k)
             else:
                 a = x_tiles.load([block * BM, k])
-            b = w_tiles.load([first, k])
-            total = tl.dot(a, b.T, total)
             if GATED:
-                c = w_tiles.load([first + width, k])
-                other = tl.dot(a, c.T, other)
+                # Gate and up side by side: as two products they would read a twice.
+                b = w_tiles.load([expert * 2, tile * BN, k]).reshape(BN * 2, BK)
+            else:
+                b = w_tiles.load([expert * width + tile * BN, k])
+            total = tl.dot(a, b.T, total)
         if GATED:
-            total = total / (1.0 + tl.exp(-total)) * other
+            gate, up = total.reshape(BM, 2, BN).permute(0, 2, 1).split()
+            total = gate / (1.0 + tl.exp(-gate)) * up
         place = rows if GATED else slots
         mask = (valid if DENSE or not GATED else nth < BM)[:, None] & (columns < width)[None, :]
         y = y_p + place[:, None] * width + columns[None, :]
@@ -109,6 +109,12 @@ def _tiles(x: torch.Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, _DEPTH])
 
 
+def _gates(weight: torch.Tensor, columns: int) -> TensorDescriptor:
+    """Tiles of so many rows of a gate and as many of its up, for weight [..., 2I, K]."""
+    halves = weight.view(-1, weight.shape[-2] // 2, weight.shape[-1])
+    return TensorDescriptor(halves, list(halves.shape), list(halves.stride()), [2, columns, _DEPTH])
+
+
 def gated(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -122,7 +128,7 @@ def gated(
     width, depth = weight.shape[1] // 2, weight.shape[2]
     blocks, across = len(order.experts), cdiv(width, shape.columns)
     y = torch.empty((blocks * ROWS, width), dtype=x.dtype, device=x.device)
-    w_tiles = _tiles(weight.view(-1, depth), shape.columns)
+    w_tiles = _gates(weight, shape.columns)
     _product[(blocks * across,)](
         x, w_tiles, w_tiles, y, order.slots, order.experts, num_slots, width, depth, x.stride(0),
         across, DIVISOR=divisor, BM=ROWS, BN=shape.columns, BK=_DEPTH, GATED=True, DENSE=False,
@@ -153,7 +159,7 @@ def dense_gated(x: torch.Tensor, weight: torch.Tensor, shape: Shape = _DENSE) ->
     width //= 2
     blocks, across = cdiv(num_rows, ROWS), cdiv(width, shape.columns)
     y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
-    x_tiles, w_tiles = _tiles(x, ROWS), _tiles(weight, shape.columns)
+    x_tiles, w_tiles = _tiles(x, ROWS), _gates(weight, shape.columns)
     _product[(blocks * across,)](
         x, x_tiles, w_tiles, y, x, x, num_rows, width, depth, 0, across,
         DIVISOR=1, BM=ROWS, BN=shape.columns, BK=_DEPTH, GATED=True, DENSE=True,

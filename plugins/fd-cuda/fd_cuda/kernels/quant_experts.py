@@ -1,12 +1,13 @@
 """Experts with packed weights, `moe_experts_<format>`: two grouped products and the weighted sum.
 
-Few rows an expert: the native kernels of quant_native.py, which pair gate and up. Many: for slabs
-the same with larger tiles, for int8 and fp8 row by row a Triton kernel that multiplies what is
-stored. Elsewhere (no Hopper GPU, float32) all experts are dequantized for the call.
+The native kernels of quant_native.py pair gate and up. Many rows of fp8 by token, and sizes that
+native kernels do not have, are a Triton kernel's. Elsewhere (no Hopper GPU, float32) all experts are dequantized for
+the call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -15,15 +16,18 @@ from .common import INTERPRETED, batch_invariant
 from .experts import combined, grouped
 from .experts import tiles_for as tiles_of_experts
 from .norm import silu_and_mul
-from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, Slabs
+from .quant_layout import CCQ, FP8_ROWS, INT8_ROWS, Slabs
 from .quant_linear import native_runs
-from .quant_native import Gemm, Gemv, Grouping, Shape, product
+from .quant_native import Gemm, Gemv, Grouping, RowGemm, Shape, product, rows_product, unpack
 from .quant_rows import multiply_rows, tiles_for
 from .quant_weights import Weights
 from .routing import order_by_expert
 
 # Up to so many tokens every assignment is a block of its own.
 _ALONE: Final = 2
+# Rows an expert from which CCQ is unpacked for the call, and numbers that are unpacked at most.
+_MANY_CODES: Final = 28
+_MOST_UNPACKED: Final = 1 << 30
 
 
 def moe_experts(
@@ -42,46 +46,69 @@ def moe_experts(
     first, second = gate_up.slabs, down.slabs
     if first is None or second is None or not (native_runs(x) or INTERPRETED):
         return _dequantized(x, topk_ids, topk_weights, gate_up, down)
-    shape = choose(first, tokens * top_k / first.num_experts) if native_runs(x) else None
-    whole = first.out_features % 32 == 0
+    each, whole = tokens * top_k / first.num_experts, first.out_features % 32 == 0
+    shape = choose(first, each) if native_runs(x) else None
+    if first.kind == CCQ and each > _MANY_CODES and shape is not None and not batch_invariant():
+        shapes = [(s.num_experts, s.out_features, s.in_features) for s in (first, second)]
+        if may_unpack(*shapes):
+            wide = [unpack(slabs, x.dtype) for slabs in (first, second)]
+            return by_halves(x, topk_ids, topk_weights, wide, (gate_up.seen, down.seen))
     if shape is None or not whole:
-        if first.kind not in (INT8_ROWS, FP8_ROWS) or (
-            x.dtype == torch.float32 and not INTERPRETED
-        ):
+        if first.kind not in (INT8_ROWS, FP8_ROWS):
             return _dequantized(x, topk_ids, topk_weights, gate_up, down)
         y = _by_triton(x, topk_ids, gate_up, down, first, second)
         return combined(y, topk_weights)
     slots = tokens * top_k
     if tokens <= _ALONE and isinstance(shape, Gemv):
-        rows = [Grouping(slots, divisor, ids=topk_ids) for divisor in (top_k, 1)]
+        groups = [Grouping(slots, divisor, ids=topk_ids) for divisor in (top_k, 1)]
     else:
         order = order_by_expert(topk_ids, first.num_experts, shape.rows)
-        rows = [Grouping(slots, divisor, order) for divisor in (top_k, 1)]
-    seen, scales = gate_up.round(x)
-    hidden = product(
-        shape, seen, first, None, dtype=x.dtype, x_scales=scales, grouping=rows[0], paired=True
+        groups = [Grouping(slots, divisor, order) for divisor in (top_k, 1)]
+    hidden = _product(shape, x, gate_up, first, groups[0], paired=True)
+    return combined(_product(shape, hidden, down, second, groups[1], paired=False), topk_weights)
+
+
+def _product(
+    shape: Shape | RowGemm,
+    x: torch.Tensor,
+    weight: Weights,
+    slabs: Slabs,
+    grouping: Grouping,
+    *,
+    paired: bool,
+) -> torch.Tensor:
+    if isinstance(shape, RowGemm):
+        numbers, of_rows = weight.numbers(x)
+        by_block = weight.rounding == "block"
+        return rows_product(
+            shape, numbers, of_rows, slabs, None, x.dtype,
+            by_block=by_block, grouping=grouping, paired=paired,
+        )  # fmt: skip
+    seen, scales = weight.round(x)
+    return product(
+        shape, seen, slabs, None, dtype=x.dtype, x_scales=scales, grouping=grouping, paired=paired
     )
-    seen, scales = down.round(hidden)
-    y = product(shape, seen, second, None, dtype=x.dtype, x_scales=scales, grouping=rows[1])
-    return combined(y, topk_weights)
 
 
-def choose(slabs: Slabs, each: float) -> Shape | None:
+def choose(slabs: Slabs, each: float) -> Shape | RowGemm | None:
     """The kernel for so many rows an expert, as measured on an H200 with 64 experts of 2560 x 1536; None
-    for Triton's on rows."""
+    for Triton's."""
+    by_rows = slabs.kind in (INT8_ROWS, FP8_ROWS)
     if batch_invariant():
-        return None if slabs.kind >= INT8_ROWS else Gemm(64, 2, 1, 4, 4)
+        if slabs.kind == CCQ:
+            return Gemv(4, 2, 8, 4, 1)
+        return RowGemm(64, 2, 1, 5) if by_rows else Gemm(64, 2, 1, 5, 4)
     if each <= 16:
         return Gemv(1 if each <= 8 else 2, 2, 4, 4, 4)
     if slabs.kind == CCQ:
         return Gemv(4, 2, 8, 4, 1)
-    if slabs.kind >= INT8_ROWS:
+    if by_rows and each > 28 and slabs.kind == FP8_ROWS and slabs.block_scales is None:
         return None
-    if each <= 28:
-        return Gemm(32, 1, 1, 4, 4, 2)
-    if each <= 64:
-        return Gemm(64, 1, 1, 4, 4, 2)
-    return Gemm(128, 1, 1, 4, 4, 2) if slabs.kind == INT4 else Gemm(128, 2, 1, 4, 2)
+    if slabs.kind == INT8_ROWS and each > 192:
+        return RowGemm(128, 2, 1, 3)
+    if by_rows:
+        return RowGemm(32 if each <= 28 else 64, 2, 1, 4)
+    return Gemm(32 if each <= 28 else 64 if each <= 64 else 128, 1, 1, 5, 4, 2)
 
 
 def _by_triton(
@@ -99,6 +126,13 @@ def _by_triton(
     return multiply_rows(silu_and_mul(y), down, second, order, tiles, slots, 1)
 
 
+def may_unpack(*shapes: tuple[int, int, int]) -> bool:
+    """Whether all experts (their number, outputs, inputs) in half floats, for one call, fit beside what else is
+    in memory."""
+    numbers = sum(count * rows * width for count, rows, width in shapes)
+    return numbers <= _MOST_UNPACKED and all(rows % 16 == 0 for _, rows, _ in shapes)
+
+
 def _dequantized(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -106,11 +140,23 @@ def _dequantized(
     gate_up: Weights,
     down: Weights,
 ) -> torch.Tensor:
-    """All experts dequantized for the call, then the products of experts.py: nothing waits for the host."""
-    slots, top_k = topk_ids.numel(), topk_ids.shape[1]
+    """All experts dequantized for the call by plain tensor code."""
     wide = [weight.dequantized(x.dtype) for weight in (gate_up, down)]
+    return by_halves(x, topk_ids, topk_weights, wide, (gate_up.seen, down.seen))
+
+
+def by_halves(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    wide: list[torch.Tensor],
+    seen: tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]],
+) -> torch.Tensor:
+    """The products of experts.py with dequantized experts [E, 2I, H] and [E, H, I], and what they see of their
+    inputs. Nothing waits for the host."""
+    slots, top_k = topk_ids.numel(), topk_ids.shape[1]
     tiles = tiles_of_experts(topk_ids.shape[0], top_k, wide[0].shape[0], x.dtype)
     order = order_by_expert(topk_ids, wide[0].shape[0], tiles.rows)
-    hidden = grouped(gate_up.seen(x), wide[0], order, tiles, slots, top_k, gated=True)
-    y = grouped(down.seen(hidden), wide[1], order, tiles, slots, 1, gated=False)
+    hidden = grouped(seen[0](x), wide[0], order, tiles, slots, top_k, gated=True)
+    y = grouped(seen[1](hidden), wide[1], order, tiles, slots, 1, gated=False)
     return combined(y, topk_weights)

@@ -1,13 +1,14 @@
 """Products with packed weights, `linear_<format>` of contracts/quant_formats.py.
 
-Few rows: the native kernels, which read packed weights as they are. Many rows: cuBLAS on int8 or
-fp8 where the format rounds activations, else on weights unpacked for the call. Where native kernels
+The native kernels read packed weights as they are. Many rows: int8 by a native kernel too, fp8 by
+cuBLAS; where activations are not rounded, cuBLAS on weights unpacked for the call. Where native kernels
 cannot run (no Hopper GPU, float32) plain tensor code dequantizes at every call; so it does for what
 they cannot read.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -17,14 +18,12 @@ from . import native
 from .common import batch_invariant, num_processors
 from .matmul import matmul
 from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, Slabs
-from .quant_native import Gemm, Gemv, Shape, product, unpack
-from .quant_round import fp8_blocks, round_rows, scale_product
+from .quant_native import Gemm, Gemv, RowGemm, Shape, product, rows_product, unpack
+from .quant_round import FP8_BLOCK, fp8_blocks, round_rows
 from .quant_weights import Weights, dequantized
 
 _FEW_ROWS: Final = 16
 _SOME_ROWS: Final = 256
-# cuBLAS multiplies int8 from so many rows on, in whole sixteens of K and N.
-_LEAST_INT8_ROWS: Final = 17
 
 
 def linear(x: torch.Tensor, weight: Weights, bias: torch.Tensor | None) -> torch.Tensor:
@@ -38,6 +37,10 @@ def linear(x: torch.Tensor, weight: Weights, bias: torch.Tensor | None) -> torch
     if not native_runs(x):
         return _multiply(weight.seen(x), dequantized(slabs, x.dtype), bias)
     shape = choose(slabs, rows)
+    if isinstance(shape, RowGemm):
+        numbers, of_rows = weight.numbers(x)
+        by_block = weight.rounding == "block"
+        return rows_product(shape, numbers, of_rows, slabs, bias, x.dtype, by_block=by_block)
     if shape is not None:
         seen, scales = weight.round(x)
         return product(shape, seen, slabs, bias, dtype=x.dtype, x_scales=scales)
@@ -49,17 +52,24 @@ def native_runs(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and native.has_wgmma()
 
 
-def choose(slabs: Slabs, rows: int) -> Shape | None:
+def choose(slabs: Slabs, rows: int) -> Shape | RowGemm | None:
     """The kernel for so many rows, as measured on an H200; None for the library."""
     if batch_invariant():
         # One order of sums for all numbers of rows.
-        return None if slabs.kind >= INT8_ROWS else Gemm(128, 2, 1, 4, 8)
+        if slabs.kind in (INT8_ROWS, FP8_ROWS):
+            return RowGemm(64, 2, 1, 5)
+        return None if slabs.kind == CCQ else Gemm(128, 2, 1, 4, 8)
+    if slabs.kind in (INT8_ROWS, FP8_ROWS):
+        # Eight rows of x are read as float16 with the weights; more are worth the matrix units' own int8 and fp8.
+        if rows <= 8:
+            return _gemv_shape(slabs, rows)
+        return None if _library_wins(slabs, rows) else _rows_shape(slabs, rows)
     few = slabs.kind == CCQ or (slabs.kind == INT4 and slabs.num_slabs >= 256)
     if rows <= _FEW_ROWS or (rows <= 32 and few):
         return _gemv_shape(slabs, rows)
-    if slabs.kind >= INT8_ROWS or rows > _SOME_ROWS:
+    if slabs.kind == CCQ or rows > _SOME_ROWS:
         return None
-    return _gemm_shape(slabs.num_slabs, rows)
+    return _gemm_shape(slabs, rows)
 
 
 def _gemv_shape(slabs: Slabs, rows: int) -> Gemv:
@@ -68,38 +78,78 @@ def _gemv_shape(slabs: Slabs, rows: int) -> Gemv:
     count, processors = slabs.num_slabs, num_processors()
     if tiles > 1 and slabs.kind == INT4 and count >= 2 * processors:
         return Gemv(tiles, 4, 8, 4, 1)
+    if tiles < 4 and slabs.kind == CCQ and count >= 2 * processors:
+        return Gemv(tiles, 4, 16, 2, 1)
     if count >= 2 * processors:
         return Gemv(tiles, 2, 8, 4, 2)
-    return Gemv(tiles, 1, 8, 4, 2) if count >= processors else Gemv(tiles, 1, 16, 4, 1)
+    is_small = count < processors and tiles < 4
+    return Gemv(tiles, 1, 16, 4, 1) if is_small else Gemv(tiles, 1, 8, 4, 2)
 
 
-def _gemm_shape(num_slabs: int, rows: int) -> Gemm:
-    """So many parts of K that the blocks fill the card once."""
-    block = 32 if rows <= 32 else 64 if rows <= 64 else 128
-    groups = 2 if num_slabs >= 128 else 1
-    tiles, split = -(-num_slabs // (4 * groups)) * -(-rows // block), 1
-    while split < 8 and tiles * split * 2 <= num_processors() * 1.1:
+def _parts(blocks: int, each: float, most: int) -> int:
+    """How many blocks divide K, so that a multiprocessor has `each` blocks."""
+    split = 1
+    while split < most and blocks * split * 2 <= num_processors() * each:
         split *= 2
-    return Gemm(block, groups, split, 4 if block == 128 else 6, 8, 1)
+    return split
+
+
+def _gemm_shape(slabs: Slabs, rows: int) -> Gemm:
+    count = slabs.num_slabs
+    if rows > 128 and count >= 512:
+        return Gemm(128, 4, _parts(-(-count // 16) * -(-rows // 128), 1.1, 4), 5, 0)
+    if rows > 128:
+        return Gemm(64, 1, _parts(-(-count // 4) * -(-rows // 64), 2.2, 4), 6, 0)
+    if rows > 64 and count >= 128:
+        return Gemm(128, 2, _parts(-(-count // 8), 1.1, 8), 6, 8)
+    block = 32 if rows <= 32 else 64
+    narrow = count < 128 or (block == 64 and slabs.kind == INT4 and not slabs.scaled)
+    groups = 1 if narrow else 2
+    tiles = -(-count // (4 * groups)) * -(-rows // block)
+    most = 4 if 32 < rows <= 64 else 8
+    return Gemm(block, groups, _parts(tiles, 2.2 if narrow else 1.1, most), 6, 8)
+
+
+def _rows_shape(slabs: Slabs, rows: int) -> RowGemm:
+    count, is_wide = slabs.num_slabs, slabs.num_slabs >= 512
+    if rows <= 32 or (rows <= 64 and not is_wide):
+        block = 16 if rows <= 16 else 32
+        tiles = -(-count // 4) * -(-rows // block)
+        return RowGemm(block, 1, _parts(tiles, 2.2 if rows <= 32 else 1.1, 8), 8)
+    wide = -(-count // 8)
+    if rows <= 64 or (rows <= 128 and not is_wide):
+        return RowGemm(64, 2, _parts(wide * -(-rows // 64), 1.1, 4), 6)
+    if rows <= 128:
+        return RowGemm(128, 2, _parts(wide, 1.1, 4), 4)
+    # Two blocks a multiprocessor: one's matrix units work while the other one waits.
+    if slabs.kind == INT8_ROWS and rows > 256 and wide * -(-rows // 128) >= 192:
+        return RowGemm(128, 2, 1, 3)
+    return RowGemm(64, 2, _parts(wide * -(-rows // 64), 1.1, 2), 4)
+
+
+def _library_wins(slabs: Slabs, rows: int) -> bool:
+    """Whether cuBLAS multiplies such fp8 numbers, and faster: whole sixteens, or whole blocks."""
+    if slabs.kind != FP8_ROWS:
+        return False
+    of_outputs, of_inputs = (16, 16) if slabs.block_scales is None else (FP8_BLOCK, FP8_BLOCK)
+    if slabs.out_features % of_outputs or slabs.in_features % of_inputs:
+        return False
+    is_large = slabs.num_slabs * slabs.num_turns >= 1 << 14
+    return (rows > 64 and is_large) or (rows > 128 and slabs.num_slabs >= 256) or rows > 512
 
 
 def _by_library(
     x: torch.Tensor, weight: Weights, slabs: Slabs, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    rows, width, depth = x.shape[0], slabs.out_features, slabs.in_features
-    whole = width % 16 == 0 and depth % 16 == 0
-    if weight.rounding == "int8" and whole and rows >= _LEAST_INT8_ROWS:
-        numbers, scales = round_rows(x, torch.int8, weight.input_scale, is_fp8=False)
-        stored = (
-            slabs.data.view(torch.int8) if slabs.kind == INT8_ROWS else unpack(slabs, torch.int8)
-        )
-        return scale_product(
-            torch._int_mm(numbers, stored.t()), scales, slabs.scales, bias, x.dtype
-        )
-    if slabs.kind == FP8_ROWS and whole:
+    if weight.rounding == "int8" and slabs.in_features % 16 == 0:
+        # int4 weights with rounded activations: as int8 they have a faster kernel.
+        numbers, of_rows = weight.numbers(x)
+        plain = replace(slabs, kind=INT8_ROWS, data=unpack(slabs, torch.int8))
+        shape = _rows_shape(plain, x.shape[0])
+        return rows_product(shape, numbers, of_rows, plain, bias, x.dtype, by_block=False)
+    if slabs.kind == FP8_ROWS:
         return _fp8_by_library(x, weight, slabs, bias)
-    seen, by_rows = weight.seen(x), slabs.kind >= INT8_ROWS
-    return _multiply(seen, dequantized(slabs, x.dtype) if by_rows else unpack(slabs, x.dtype), bias)
+    return _multiply(weight.seen(x), unpack(slabs, x.dtype), bias)
 
 
 def _fp8_by_library(
@@ -107,13 +157,11 @@ def _fp8_by_library(
 ) -> torch.Tensor:
     stored = slabs.data.view(torch.float8_e4m3fn).t()
     if weight.rounding == "block":
-        if slabs.out_features % 128 or slabs.in_features % 128:
-            return _multiply(weight.seen(x), dequantized(slabs, x.dtype), bias)
-        numbers, scales = fp8_blocks(x)
+        numbers, scales = fp8_blocks(x, whole=4)  # cuBLAS takes no others
         y = torch._scaled_mm(
             numbers, stored, scales, slabs.block_scales.t(), out_dtype=torch.bfloat16
         )
-        y = y.to(x.dtype)
+        y = y[: x.shape[0]].to(x.dtype)
         return y if bias is None else y.add_(bias)
     numbers, scales = round_rows(x, torch.float8_e4m3fn, weight.input_scale, is_fp8=True)
     outputs = slabs.scales[: slabs.out_features].unsqueeze(0)

@@ -1,4 +1,5 @@
-"""Launches of native/quant_gemv.cu and native/quant_gemm.cu: products of activations and slabs."""
+"""Launches of native/quant_gemv.cu, quant_gemm.cu and quant_rows.cu: products of activations and packed
+weights."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import native
-from .quant_layout import TURN, Slabs
+from .quant_layout import INT4, TURN, Slabs
 
 if TYPE_CHECKING:
     from .routing import Order
@@ -41,12 +42,25 @@ class Gemm:
     groups: int  # of four warps
     split: int  # blocks that divide K
     stages: int
-    ahead: int
+    ahead: int  # turns that weights are asked for ahead, in registers; 0 for through shared memory
     resident: int = 1  # blocks a multiprocessor should hold
 
     def __str__(self) -> str:
         tile = f"{self.rows}x{self.groups * 64}"
         return f"gemm {tile} /{self.split} {self.stages}st {self.ahead}a {self.resident}r"
+
+
+@dataclass(frozen=True, slots=True)
+class RowGemm:
+    """How quant_rows.cu is specialized."""
+
+    rows: int  # of x, of a block
+    groups: int  # of four warps, 64 outputs each
+    split: int  # blocks that divide K
+    stages: int
+
+    def __str__(self) -> str:
+        return f"rows {self.rows}x{self.groups * 64} /{self.split} {self.stages}st"
 
 
 Shape = Gemv | Gemm
@@ -135,9 +149,13 @@ def _gemv(
         "RESIDENT": shape.resident,
     }
     kernel = native.function("quant_gemv", {**defines, **sizes})
-    shared = shape.warps * max(shape.ahead * shape.rows * 128, held * 16 * (shape.rows + 1) * 4)
     grid = (-(-slabs // per_block), blocks, 1)
-    native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared)
+    native.launch(kernel, grid, shape.warps * 32, arguments, shared=gemv_shared(shape, held))
+
+
+def gemv_shared(shape: Gemv, held: int) -> int:
+    """Bytes of shared memory of a block: inputs of its warps, or their parts of the sums of `held` slabs."""
+    return shape.warps * max(shape.ahead * shape.rows * 128, held * 16 * (shape.rows + 1) * 4)
 
 
 def _gemm(
@@ -150,25 +168,102 @@ def _gemm(
         "STAGES": shape.stages,
         "AHEAD": shape.ahead,
         "RESIDENT": shape.resident,
+        "MT": 1 + defines["PAIRED"],
     }
     kernel = native.function("quant_gemm", {**defines, **sizes})
     grid = (-(-slabs // (4 * shape.groups)), blocks, shape.split)
-    shared = gemm_shared(shape, paired=bool(defines["PAIRED"]))
+    shared = gemm_shared(shape, defines["FORMAT"], paired=bool(defines["PAIRED"]))
     native.launch(kernel, grid, shape.groups * 128, arguments, shared=shared, cluster=shape.split)
 
 
-def gemm_shared(shape: Gemm, *, paired: bool) -> int:
-    """Bytes of shared memory of a block: tiles of x, parts of the sums, what aligning takes."""
-    tiles = shape.stages * shape.rows * 128
-    parts = shape.rows * (shape.groups * 64 * (2 if paired else 1) + 4) * 4
-    return 1024 + (tiles + parts if shape.split > 1 else max(tiles, parts))
+def gemm_shared(shape: Gemm, kind: int, *, paired: bool) -> int:
+    """Bytes of shared memory of a block: tiles of x, and of weights where they take that way, parts of the sums,
+    what aligning takes."""
+    held = shape.groups * (1 + paired)
+    weights = 0 if shape.ahead else held * (2048 if kind == INT4 else 4096)
+    tiles = shape.stages * (shape.rows * 128 + weights)
+    parts = shape.rows * (held * 64 + 4) * 4
+    is_apart = shape.split > 1 and shape.ahead > 0
+    return 1024 + (tiles + parts if is_apart else max(tiles, parts))
+
+
+def rows_product(
+    shape: RowGemm,
+    numbers: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: Slabs,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    *,
+    by_block: bool,
+    grouping: Grouping | None = None,
+    paired: bool = False,
+) -> torch.Tensor:
+    """int8 or fp8 numbers [T, K] times weights that lie row by row, in dtype. `x_scales`: [T], or `by_block`
+    [T, K / 128] with tokens fastest, as the weight's are of blocks then. `paired`: shape.groups is 2."""
+    num_rows = numbers.shape[0] if grouping is None else grouping.num_slots
+    width = weight.out_features // 2 if paired else weight.out_features
+    y = torch.empty((num_rows, width), dtype=dtype, device=numbers.device)
+    defines = {
+        "HALF": 0,
+        "Y_HALF": int(dtype == torch.float16),
+        "FORMAT": weight.kind,
+        "SCALED": 0,
+        "BY_BLOCK": int(by_block),
+        "PAIRED": int(paired),
+        "GROUPED": int(grouping is not None),
+        "BN": shape.rows,
+        "GROUPS": shape.groups,
+        "SPLIT": shape.split,
+        "STAGES": shape.stages,
+    }
+    scales = weight.block_scales if by_block else weight.scales
+    if scales is None:
+        raise TypeError("a weight without scales of blocks was asked for a product by blocks")
+    order = None if grouping is None else grouping.order
+    arguments = [
+        numbers,
+        weight.data,
+        x_scales,
+        scales,
+        bias,
+        y,
+        None if order is None else order.slots,
+        None if order is None else order.experts,
+        num_rows,
+        weight.out_features,
+        weight.in_features,
+        scales[0].numel() if weight.num_experts else 0,
+        numbers.shape[0],
+        1 if grouping is None else grouping.divisor,
+    ]
+    outputs = shape.groups * (32 if paired else 64)
+    blocks = -(-num_rows // shape.rows) if grouping is None else grouping.blocks
+    kernel = native.function("quant_rows", defines)
+    tiles = -(-width // outputs)
+    grid = (blocks, tiles, shape.split) if grouping is None else (tiles, blocks, shape.split)
+    native.launch(
+        kernel, grid, shape.groups * 128, arguments,
+        shared=rows_shared(shape, by_block=by_block), cluster=shape.split,
+    )  # fmt: skip
+    return y
+
+
+def rows_shared(shape: RowGemm, *, by_block: bool) -> int:
+    """Bytes of shared memory of a block of quant_rows.cu: tiles, parts of the sums, scales of turns, what
+    aligning takes."""
+    tiles = shape.stages * (shape.groups * 64 + shape.rows) * 128
+    parts = shape.rows * (shape.groups * 64 + 4) * 4
+    factors = shape.stages * shape.rows * 4 if by_block else 0
+    return 1024 + (tiles + parts if shape.split > 1 else max(tiles, parts)) + factors
 
 
 def unpack(weight: Slabs, dtype: torch.dtype) -> torch.Tensor:
-    """[N, K] of slabs in the dtype of activations, or as int8 without scales; K in whole eights."""
-    y = torch.empty(
-        (weight.out_features, weight.in_features), dtype=dtype, device=weight.data.device
-    )
+    """[(E,) N, K] of slabs in the dtype of activations, or as int8 without scales; K in whole eights, and N in
+    whole slabs where there are experts."""
+    lead = (weight.num_experts,) if weight.num_experts else ()
+    shape = (*lead, weight.out_features, weight.in_features)
+    y = torch.empty(shape, dtype=dtype, device=weight.data.device)
     is_int8 = dtype == torch.int8
     defines = {
         "HALF": int(dtype == torch.float16),
@@ -176,20 +271,20 @@ def unpack(weight: Slabs, dtype: torch.dtype) -> torch.Tensor:
         "SCALED": weight.scaled,
         "NUMBERS": int(is_int8),
         "Y_HALF": 0,
+        "WARPS": 8,
     }
-    turns, slabs = weight.num_turns, weight.num_slabs
-    table = weight.table(torch.bfloat16 if is_int8 else dtype)
-    per_group = weight.group_size // TURN if weight.group_size else turns
+    turns, slabs = weight.num_turns, weight.num_slabs * max(1, weight.num_experts)
     arguments = [
         weight.data,
-        table,
+        weight.table(torch.bfloat16 if is_int8 else dtype),
         weight.scales,
         y,
-        weight.out_features,
+        weight.out_features * max(1, weight.num_experts),
         weight.in_features,
         slabs,
         turns,
-        per_group,
+        weight.group_size // TURN if weight.group_size else turns,
+        weight.codes,
     ]
     kernel = native.function("quant_unpack", defines)
     native.launch(kernel, (-(-turns // 8), slabs, 1), 256, arguments)

@@ -7,19 +7,21 @@ them.
 
 from __future__ import annotations
 
+import functools
 from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 
-from .common import INTERPRETED, join_chain, options, pad2
+from .common import INTERPRETED, join_chain, num_processors, options, pad2
 
 INT8_BOUND: Final = 127.0
 FP8_BOUND: Final = 448.0
 FP8_BLOCK: Final = 128
 _TINY: Final = tl.constexpr(1e-12)
 _MOST_AT_ONCE: Final = 8192
+_INTERPRETED: Final = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
@@ -40,41 +42,57 @@ def round_fp8(x):
 
 
 @triton.jit
-def _rounded(x, scale, BOUND: tl.constexpr, IS_FP8: tl.constexpr):
-    value = tl.minimum(tl.maximum(tl.div_rn(x, scale), -BOUND), BOUND)
-    return round_fp8(value) if IS_FP8 else round_even(value)
+def _rounded(
+    x, scale, TO: tl.constexpr, BOUND: tl.constexpr, IS_FP8: tl.constexpr, CONVERTS: tl.constexpr
+):
+    """x / scale, correctly rounded, to what the format holds, as dtype TO. CONVERTS: the card has an
+    instruction for fp8."""
+    if _INTERPRETED:
+        value = tl.div_rn(x, scale)
+    else:
+        # By Markstein: with a correctly rounded reciprocal one correction is enough.
+        inverse = tl.div_rn(scale * 0.0 + 1.0, scale)
+        near = x * inverse
+        value = tl.fma(tl.fma(-near, scale, x), inverse, near)
+    if IS_FP8 and CONVERTS:
+        return value.to(tl.float8e4nv).to(TO)  # saturates
+    value = tl.minimum(tl.maximum(value, -BOUND), BOUND)
+    return (round_fp8(value) if IS_FP8 else round_even(value)).to(TO)
 
 
 @triton.jit
 def _round_rows(
     x_p, y_p, scales_p, given_p, width, stride,
     BLOCK: tl.constexpr, TURNS: tl.constexpr, BOUND: tl.constexpr, IS_FP8: tl.constexpr,
-    IS_STATIC: tl.constexpr, PDL: tl.constexpr,
+    IS_STATIC: tl.constexpr, CONVERTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     join_chain(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
+    x = tl.load(x_p + row * stride + columns, mask=columns < width, other=0.0).to(tl.float32)
     if IS_STATIC:
         scale = tl.load(given_p)
     else:
-        peak = tl.zeros((BLOCK,), tl.float32)
-        for turn in tl.static_range(TURNS):
+        peak = tl.abs(x)
+        for turn in tl.static_range(1, TURNS):
             at = columns + turn * BLOCK
-            x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
-            peak = tl.maximum(peak, tl.abs(x))
+            more = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
+            peak = tl.maximum(peak, tl.abs(more))
         scale = tl.maximum(tl.div_rn(tl.max(peak, 0), BOUND), _TINY)
     tl.store(scales_p + row, scale)
     for turn in tl.static_range(TURNS):
         at = columns + turn * BLOCK
-        x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
-        number = _rounded(x, scale, BOUND, IS_FP8)
-        tl.store(y_p + row * width + at, number.to(y_p.dtype.element_ty), mask=at < width)
+        if turn:
+            x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
+        number = _rounded(x, scale, y_p.dtype.element_ty, BOUND, IS_FP8, CONVERTS)
+        tl.store(y_p + row * width + at, number, mask=at < width)
 
 
 @triton.jit
 def _round_blocks(
     x_p, y_p, scales_p, width, stride, num_blocks, scale_stride,
-    BLOCKS: tl.constexpr, SIZE: tl.constexpr, BOUND: tl.constexpr, PDL: tl.constexpr,
+    BLOCKS: tl.constexpr, SIZE: tl.constexpr, BOUND: tl.constexpr, CONVERTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """scales_p: [blocks, T], blocks apart by scale_stride."""
     join_chain(PDL)
@@ -83,16 +101,16 @@ def _round_blocks(
     at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), BOUND), _TINY)
-    number = _rounded(x, scale[:, None], BOUND, True)
+    number = _rounded(x, scale[:, None], y_p.dtype.element_ty, BOUND, True, CONVERTS)
     tl.store(scales_p + block * scale_stride + row, scale, mask=block < num_blocks)
-    tl.store(y_p + row * width + at, number.to(y_p.dtype.element_ty), mask=at < width)
+    tl.store(y_p + row * width + at, number, mask=at < width)
 
 
 @triton.jit
 def _round_relative(
     x_p, y_p, scales_p, width, stride,
     BLOCKS: tl.constexpr, TURNS: tl.constexpr, SIZE: tl.constexpr, BOUND: tl.constexpr,
-    PDL: tl.constexpr,
+    CONVERTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     join_chain(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -108,8 +126,19 @@ def _round_relative(
         at = within + turn * BLOCKS * SIZE
         x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
         scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), BOUND), _TINY)
-        number = _rounded(x, scale[:, None], BOUND, True) * (scale / largest)[:, None]
+        number = (
+            _rounded(x, scale[:, None], tl.float32, BOUND, True, CONVERTS)
+            * (scale / largest)[:, None]
+        )
         tl.store(y_p + row * width + at, number.to(y_p.dtype.element_ty), mask=at < width)
+
+
+@functools.cache
+def _converts_fp8() -> bool:
+    """Whether the card converts to fp8 (compute capability 8.9 and above)."""
+    if INTERPRETED or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability() >= (8, 9)
 
 
 def round_rows(
@@ -124,22 +153,25 @@ def round_rows(
         _round_rows[(rows,)](
             x, y, scales, scales if scale is None else scale, width, x.stride(0), BLOCK=block,
             TURNS=triton.cdiv(width, block), BOUND=FP8_BOUND if is_fp8 else INT8_BOUND,
-            IS_FP8=is_fp8, IS_STATIC=scale is not None, **options(num_warps=8 if block > 1024 else 4),
+            IS_FP8=is_fp8, IS_STATIC=scale is not None, CONVERTS=_converts_fp8(),
+            **options(num_warps=8 if block > 1024 else 4),
         )  # fmt: skip
     return y, scales
 
 
-def fp8_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(fp8 [T, K], scales [T, blocks of 128 inputs], tokens fastest)."""
+def fp8_blocks(x: torch.Tensor, whole: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """(fp8 [T, K], scales [T, blocks of 128 inputs], tokens fastest), T up to whole fours or such: what is
+    filled up with means nothing."""
     rows, width = x.shape
-    y = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
+    held = -(-rows // whole) * whole
+    y = torch.empty((held, width), dtype=torch.float8_e4m3fn, device=x.device)
     blocks = triton.cdiv(width, FP8_BLOCK)
-    scales = torch.empty((blocks, rows), dtype=torch.float32, device=x.device)
+    scales = torch.empty((blocks, held), dtype=torch.float32, device=x.device)
     if rows:
-        each = min(pad2(blocks), 4 if INTERPRETED else 8)
+        each = min(pad2(blocks), 4 if INTERPRETED else 8 if rows < num_processors() else 32)
         _round_blocks[(rows, triton.cdiv(blocks, each))](
             x, y, scales, width, x.stride(0), blocks, scales.stride(0), BLOCKS=each,
-            SIZE=FP8_BLOCK, BOUND=FP8_BOUND, **options(num_warps=4),
+            SIZE=FP8_BLOCK, BOUND=FP8_BOUND, CONVERTS=_converts_fp8(), **options(num_warps=4),
         )  # fmt: skip
     return y, scales.t()
 
@@ -155,40 +187,7 @@ def round_blocks(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, tor
         each = min(pad2(blocks), _MOST_AT_ONCE // FP8_BLOCK)
         _round_relative[(rows,)](
             x, y, scales, width, x.stride(0), BLOCKS=each, TURNS=triton.cdiv(blocks, each),
-            SIZE=FP8_BLOCK, BOUND=FP8_BOUND, **options(num_warps=8 if each > 8 else 4),
+            SIZE=FP8_BLOCK, BOUND=FP8_BOUND, CONVERTS=_converts_fp8(),
+            **options(num_warps=8 if each > 8 else 4),
         )  # fmt: skip
     return y, scales
-
-
-@triton.jit
-def _scale_product(
-    y_p, x_scales_p, scales_p, bias_p, out_p, width,
-    BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    join_chain(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < width
-    y = tl.load(y_p + row * width + at, mask=inside, other=0).to(tl.float32)
-    y *= tl.load(x_scales_p + row) * tl.load(scales_p + at, mask=inside, other=0.0)
-    if HAS_BIAS:
-        y += tl.load(bias_p + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_p + row * width + at, y.to(out_p.dtype.element_ty), mask=inside)
-
-
-def scale_product(
-    y: torch.Tensor,
-    x_scales: torch.Tensor,
-    scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Sums [T, N] of whole numbers times the scales of rows and columns, plus bias."""
-    rows, width = y.shape
-    out = torch.empty((rows, width), dtype=dtype, device=y.device)
-    block = min(2048, pad2(width))
-    _scale_product[(rows, triton.cdiv(width, block))](
-        y, x_scales, scales, scales if bias is None else bias, out, width, BLOCK=block,
-        HAS_BIAS=bias is not None, **options(num_warps=4),
-    )  # fmt: skip
-    return out

@@ -1,11 +1,9 @@
 """Products with int8 and fp8 weights that lie row by row, in Triton: what is stored is multiplied
-with rounded activations. Rows are grouped by expert; a plain product is one expert that has them
-all.
+with rounded activations, rows grouped by expert.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -15,7 +13,7 @@ import triton.language as tl
 
 from .common import INTERPRETED, join_chain, options
 from .quant_layout import INT8_ROWS, Slabs
-from .quant_round import FP8_BLOCK, fp8_blocks, round_rows
+from .quant_round import FP8_BLOCK
 from .routing import Order
 
 if TYPE_CHECKING:
@@ -43,14 +41,6 @@ def tiles_for(each: float) -> Tiles:
     if INTERPRETED:
         return _SMALL
     return _MANY if each > 64 else _SOME
-
-
-@functools.cache
-def whole_order(rows: int, tile: int, device: torch.device) -> Order:
-    """All rows belong to expert 0."""
-    blocks = triton.cdiv(rows, tile)
-    slots = torch.arange(blocks * tile, dtype=torch.int32, device=device).clamp(max=rows)
-    return Order(slots, torch.zeros(blocks, dtype=torch.int32, device=device))
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -111,10 +101,7 @@ def multiply_rows(
     """[num_slots, N]: row x[slot // divisor], rounded, times the weight of the slot's expert."""
     is_int, by_block = slabs.kind == INT8_ROWS, weight.rounding == "block"
     stored = slabs.data.view(torch.int8 if is_int else torch.float8_e4m3fn)
-    if by_block:
-        numbers, scales = fp8_blocks(x)
-    else:
-        numbers, scales = round_rows(x, stored.dtype, weight.input_scale, is_fp8=not is_int)
+    numbers, scales = weight.numbers(x)
     width, depth = slabs.out_features, slabs.in_features
     blocks = slabs.scales if slabs.block_scales is None else slabs.block_scales
     y = torch.empty((num_slots, width), dtype=x.dtype, device=x.device)

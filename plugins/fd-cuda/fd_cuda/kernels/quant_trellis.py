@@ -3,14 +3,15 @@ format).
 
 Inputs are rotated and rounded to int8 by one kernel, then multiplied with the code as it is stored
 by another (native/tet_rotate.cu; native/tet_gemv.cu for few rows, tet_gemm.cu for more rows an
-expert). Experts of one layer share a rotation. Many rows: weights are decoded once and cuBLAS
-multiplies, expert by expert. Elsewhere (no Hopper GPU, float32) the format's own definition serves.
+expert). Experts of one layer share a rotation. Many rows: weights are decoded for the call and
+multiplied as half floats. Elsewhere (no Hopper GPU, float32) the format's own definition serves.
 """
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from . import native
 from .common import batch_invariant
 from .experts import combined
+from .quant_experts import by_halves, may_unpack
 from .quant_linear import native_runs
 from .quant_native import Grouping
 from .routing import order_by_expert
@@ -33,7 +35,8 @@ _TURN: Final = 32  # inputs of four strands
 _ALONE: Final = 2
 _FEW: Final = 12  # rows an expert up to which tet_gemv.cu is faster, eight at a time
 _STAGES: Final = 5  # tiles of x in shared memory, tet_gemm.cu
-_MANY: Final = 64  # rows from which decoding pays for dense layers
+_MANY_EACH: Final = 192  # rows an expert from which decoding all of them pays
+_MANY: Final = 96  # rows from which decoding pays for dense layers
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +86,7 @@ def linear(x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None) -> torch
         return (y if bias is None else y + bias.float()).to(x.dtype)
     x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
     if rows > _MANY and not batch_invariant():
-        return F.linear(rotated(x, weight), decoded(weight.packed, x.dtype), bias)
+        return F.linear(rotated(x, weight), decoded(weight, x.dtype), bias)
     return _product(rotate(x, weight), x.dtype, weight, bias, rows, rows, None, paired=False)
 
 
@@ -121,17 +124,18 @@ def _rotate(
     by_pairs: bool = False,
 ) -> None:
     rows, width = x.shape
-    threads = 1024 if width >= 4096 else 512 if width >= 2048 else 256
+    threads = 512 if width >= 4096 else 256
     defines = {
         "HALF": int(x.dtype == torch.float16),
         "THREADS": threads,
+        "LEVELS": weight.block.bit_length() - 1,
         "ORDER": int(by_pairs),
     }
     kernel = native.function("tet_rotate", defines)
     stride = ctypes.c_longlong(x.stride(0))
     norm = float(weight.block**-0.5)
-    arguments = [x, stride, weight.signs, *outputs, width, weight.block, norm, _UNIT]
-    shared = (width + width // 8 + 8) * 4
+    arguments = [x, stride, weight.signs, *outputs, width, norm, _UNIT]
+    shared = (width + width // 8 + width // 32 + 16) * 4
     native.launch(kernel, (rows, 1, 1), threads, arguments, shared=shared)
 
 
@@ -197,9 +201,18 @@ def _product(
     return y
 
 
-def decoded(packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """[N, K] in dtype, in the rotated space."""
-    return packed.dequantize().to(dtype)
+def decoded(weight: Trellis, dtype: torch.dtype) -> torch.Tensor:
+    """[(E,) N, K] in dtype, in the rotated space."""
+    packed = weight.packed
+    lead = (packed.num_experts,) if packed.num_experts else ()
+    shape = (*lead, packed.out_features, packed.in_features)
+    y = torch.empty(shape, dtype=dtype, device=weight.words.device)
+    kernel = native.function("tet_unpack", {"HALF": int(dtype == torch.float16), "WARPS": 8})
+    width = packed.in_features
+    turns, tiles = width // _TURN, weight.tiles * max(1, packed.num_experts)
+    arguments = [weight.words, weight.scales, y, width, turns, _UNIT]
+    native.launch(kernel, (-(-turns // 8), tiles, 1), 256, arguments)
+    return y
 
 
 def moe_experts(
@@ -220,6 +233,11 @@ def moe_experts(
         return _one_by_one(x, topk_ids, topk_weights, gate_up, down)
     slots, experts = tokens * top_k, gate_up.packed.num_experts
     each = slots / experts
+    shapes = [(experts, w.packed.out_features, w.packed.in_features) for w in (gate_up, down)]
+    if each > _MANY_EACH and may_unpack(*shapes) and not batch_invariant():
+        halves = [decoded(weight, x.dtype) for weight in (gate_up, down)]
+        seen = (partial(rotated, weight=gate_up), partial(rotated, weight=down))
+        return by_halves(x, topk_ids, topk_weights, halves, seen)
     if tokens <= _ALONE and not batch_invariant():
         rows, wide = 8, 0
         groups = [Grouping(slots, divisor, ids=topk_ids) for divisor in (top_k, 1)]

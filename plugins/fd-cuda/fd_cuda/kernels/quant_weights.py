@@ -29,7 +29,7 @@ from .quant_layout import (
     unpack_codes,
     unpack_slabs,
 )
-from .quant_round import FP8_BLOCK, round_blocks, round_rows
+from .quant_round import FP8_BLOCK, fp8_blocks, round_blocks, round_rows
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.quant_formats import PackedWeight
@@ -94,6 +94,14 @@ class Weights:
         if self.rounding == "block":
             return round_blocks(x, dtype)
         return round_rows(x, dtype, self.input_scale, is_fp8=self.rounding == "fp8")
+
+    def numbers(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x as int8 or fp8 numbers, with scales [T], or [T, blocks of 128 inputs] with tokens fastest."""
+        if self.rounding == "block":
+            return fp8_blocks(x)
+        is_fp8 = self.rounding == "fp8"
+        dtype = torch.float8_e4m3fn if is_fp8 else torch.int8
+        return round_rows(x, dtype, self.input_scale, is_fp8=is_fp8)
 
 
 def prepare(weight: PackedWeight) -> Weights:

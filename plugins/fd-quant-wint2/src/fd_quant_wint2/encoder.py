@@ -195,11 +195,12 @@ def _search(
         total = -total.view([count, branches, num_edges])
         winner = xp.argmax(total, 1)
         cost = -xp.amax(total, 1)
-        back.append(xp.to_numpy(winner.to(xp.uint8)))
+        back.append(winner.to(xp.uint8))
+    winners = xp.to_numpy(xp.stack(back))  # only now: an accelerator shall not wait at every step
     edge = np.asarray(edges) if edges is not None else np.argmin(np.array(xp.to_numpy(cost)), 1)
     rows, states = np.arange(count), np.empty((count, steps), np.uint16)
     for step in range(steps - 1, -1, -1):
-        branch = back[step][rows, edge].astype(np.int64)
+        branch = winners[step][rows, edge].astype(np.int64)
         state = branch * num_edges + edge
         states[:, step] = state
         edge = state >> width

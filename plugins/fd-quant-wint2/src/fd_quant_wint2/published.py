@@ -23,10 +23,11 @@ from fastdeploy_core.contracts.quantizer import (
     Quantizer,
     find_quantizer,
 )
-from fastdeploy_core.errors import ConfigError, UnsupportedModel, WeightError
+from fastdeploy_core.errors import ConfigError, UnsupportedModel
 
 from .ccq import GROUP, TOGETHER, encode
 from .formats import CCQ
+from .scales import check_scale
 from .trellis import Tet2
 
 if TYPE_CHECKING:
@@ -80,15 +81,8 @@ class CcqQuantizer:
     def pack(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight:
         """The published layout is the internal one."""
         for suffix in ("super_scales", "code_scale", "code_zp"):
-            wide = tensors[suffix].float()
-            wrong = ~self.xp.isfinite(wide)
-            if suffix != "code_zp":
-                wrong = wrong | (wide == 0)
-            if bool(wrong.any()):
-                raise WeightError(
-                    f"tensor {layer.name}.{suffix} holds a scale that is zero or not a finite number; "
-                    "the quantized checkpoint is damaged; download it again"
-                )
+            name, may_be_zero = f"{layer.name}.{suffix}", suffix == "code_zp"
+            check_scale(self.xp, name, tensors[suffix], may_be_zero=may_be_zero)
         held = {
             "weight": tensors["quant_weight"],
             "scale": tensors["weight_scale"],

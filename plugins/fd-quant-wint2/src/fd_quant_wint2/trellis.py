@@ -22,6 +22,7 @@ from .code import TILE_COLUMNS, TILE_ROWS, words_per_strand
 from .formats import TET
 from .hadamard import MIN_BLOCK, block_size, random_signs, rotate, rotate_back, rotated_moments
 from .ldlq import quantize_rows
+from .scales import check_scale
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
@@ -148,13 +149,7 @@ class TrellisQuantizer:
     def pack(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight:
         """Checked, the signs as numbers."""
         xp, count = self.xp, layer.in_features
-        scale = tensors["weight_scale"]
-        bad = ~xp.isfinite(scale.float()) | (scale.float() == 0)
-        if bool(bad.any()):
-            raise WeightError(
-                f"tensor {layer.name}.weight_scale holds a scale that is zero or not a finite number; "
-                "the quantized checkpoint is damaged; download it or quantize the model again"
-            )
+        check_scale(xp, f"{layer.name}.weight_scale", tensors["weight_scale"])
         lead = [layer.num_experts] if layer.num_experts else []
         block = self._block(layer, tensors["weight_block"])
         bits = tensors["weight_signs"].reshape([*lead, -1, count // 8])
@@ -169,7 +164,12 @@ class TrellisQuantizer:
         spread = xp.bitwise_and(xp.right_shift(first.unsqueeze(-1), shifts), 1)
         signs = (1 - 2 * spread.to(xp.int32)).to(xp.int8).reshape([*lead, count])
         blocks = xp.full([*lead, 1], block, dtype=xp.int32, device=first.device)
-        held = {"weight": tensors["weight"], "scale": scale, "signs": signs, "block": blocks}
+        held = {
+            "weight": tensors["weight"],
+            "scale": tensors["weight_scale"],
+            "signs": signs,
+            "block": blocks,
+        }
         return PackedWeight(TET[self.bits], layer.out_features, count, held, layer.num_experts)
 
     def _block(self, layer: LayerSpec, stored: Tensor) -> int:

@@ -1,4 +1,5 @@
-// min_p, top_k and top_p without sorting: one cluster per row, which holds the row in registers.
+// min_p, top_k and top_p without sorting: one cluster per row, which holds the row in shared memory: two rows
+// share its multiprocessors, and one counts while the other waits for sums.
 //
 // What is kept are the largest logits down to some value. Passes narrow the range it lies in: three values
 // divide it, and what lies at or above each is counted. Once few logits are left in the range they move to
@@ -8,6 +9,7 @@
 #include "common.cuh"
 
 #define WARPS (THREADS / 32)
+#define MINE(x, i) (x)[(i) * THREADS]  // of ITEMS, what a thread has of the row
 #define FEW (4 * THREADS)
 #define PIVOTS 3
 
@@ -179,8 +181,8 @@ __device__ __forceinline__ float smallest_kept(const float* x, float low, float 
   while (!is_found(range) && range.num_low - range.num_high > FEW) {
     pivots.divide(range);
     Amounts amounts = {};
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++) look<BY_MASS>(amounts, pivots, x[i], peak);
+#pragma unroll 2
+    for (int i = 0; i < ITEMS; i++) look<BY_MASS>(amounts, pivots, MINE(x, i), peak);
     amounts = summed<BY_MASS, true>(amounts, s, turn, rank);
     narrow_range<BY_MASS>(range, pivots, amounts, wanted);
   }
@@ -189,14 +191,15 @@ __device__ __forceinline__ float smallest_kept(const float* x, float low, float 
   if (rank == 0 && threadIdx.x == 0) s.listed = 0;
   meet();
   const float lowest = value_of(range.low), end = value_of(range.high);
-#pragma unroll
-  for (int i = 0; i < ITEMS; i++)
-    if (x[i] >= lowest && x[i] < end) {
+  for (int i = 0; i < ITEMS; i++) {
+    const float value = MINE(x, i);
+    if (value >= lowest && value < end) {
       u32 place;
       asm volatile("atom.shared::cluster.add.u32 %0, [%1], 1;"
                    : "=r"(place) : "r"(at_rank(shared_address(&s.listed), 0)) : "memory");
-      store_remote(at_rank(shared_address(s.list + place), 0), x[i]);
+      store_remote(at_rank(shared_address(s.list + place), 0), value);
     }
+  }
   meet();
   if (rank == 0) {
     const u32 count = s.listed, num_beyond = range.num_high;  // what lies beyond did not move
@@ -254,11 +257,12 @@ __device__ __forceinline__ Extent extent_of(const float* x, Shared& s, int& turn
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   float highest = LOWEST, lowest = -LOWEST;
   u32 count = 0;
-#pragma unroll
+#pragma unroll 4
   for (int i = 0; i < ITEMS; i++) {
-    highest = fmaxf(highest, x[i]);
-    lowest = x[i] > LOWEST ? fminf(lowest, x[i]) : lowest;
-    count += x[i] > LOWEST;
+    const float value = MINE(x, i);
+    highest = fmaxf(highest, value);
+    lowest = value > LOWEST ? fminf(lowest, value) : lowest;
+    count += value > LOWEST;
   }
   for (int d = 16; d > 0; d >>= 1) {
     highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, d));
@@ -286,10 +290,12 @@ __device__ __forceinline__ Extent extent_of(const float* x, Shared& s, int& turn
   return extent;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
 filter(float* logits, const long long* __restrict__ top_k, const float* __restrict__ top_p,
        const float* __restrict__ min_p, int width) {
   __shared__ Shared s;
+  extern __shared__ float held[];  // [ITEMS][THREADS]
+  float* x = held + threadIdx.x;
   const int rank = blockIdx.z;
   float* row = logits + (u64)blockIdx.x * width;
   let_next_start();
@@ -299,11 +305,10 @@ filter(float* logits, const long long* __restrict__ top_k, const float* __restri
   const bool uses_k = k > 0 && k < width, uses_p = p < 1.f;
   if (!uses_k && !uses_p && least <= 0.f) return;  // all blocks of the cluster alike
 
-  float x[ITEMS];
-#pragma unroll
+#pragma unroll 8
   for (int i = 0; i < ITEMS; i++) {
     const int column = (i * CLUSTER + rank) * THREADS + threadIdx.x;
-    x[i] = column < width ? row[column] : LOWEST;
+    MINE(x, i) = column < width ? row[column] : LOWEST;
   }
   int turn = 0;
   meet();  // all have started: their memory may be written to
@@ -318,20 +323,20 @@ filter(float* logits, const long long* __restrict__ top_k, const float* __restri
     if (uses_p) {
       u64 mass = 0;
       u32 count = 0;
-#pragma unroll
+#pragma unroll 4
       for (int i = 0; i < ITEMS; i++) {
-        mass += x[i] >= kept ? mass_of(x[i], peak) : 0;
-        count += x[i] >= kept;
+        const float value = MINE(x, i);
+        mass += value >= kept ? mass_of(value, peak) : 0;
+        count += value >= kept;
       }
       const u64 total = total_of(mass, s, turn, rank);
       const u64 wanted = (u64)ceil((double)p * (double)total);
       const u32 num_kept = (u32)total_of(count, s, turn, rank);
       kept = fmaxf(kept, smallest_kept<true>(x, kept, peak, num_kept, wanted, s, turn, rank));
     }
-#pragma unroll
     for (int i = 0; i < ITEMS; i++) {
       const int column = (i * CLUSTER + rank) * THREADS + threadIdx.x;
-      if (column < width && x[i] < kept) row[column] = LOWEST;
+      if (column < width && MINE(x, i) < kept) row[column] = LOWEST;
     }
   }
   meet();  // nobody leaves while others may still write to its memory

@@ -2,6 +2,8 @@
 // the rows l / 4 and l / 4 + 8 of it, in the places that mma.m16n8k16 and wgmma want, four registers for
 // each 16 inputs: (row, 2 q), (row + 8, 2 q), (row, 8 + 2 q), (row + 8, 8 + 2 q) with q = l % 4, each
 // with the input behind it. quant_layout.py packs them. FORMAT: what a slab's 16-byte pieces hold.
+#include "copies.cuh"
+
 #define INT4 0  // one piece: word s is inputs 16 s; pair i of it has its nibbles at bits 4 i and 16 + 4 i
 #define INT8 1  // two pieces: words 2 s and 2 s + 1; pair i of a word has bytes i and 2 + i
 #define FP8 2   // as INT8
@@ -79,13 +81,6 @@ __device__ __forceinline__ u32 masked_xor(u32 v, u32 mask, u32 bits) {
   return d;
 }
 
-__device__ __forceinline__ uint4 load_once(const uint4* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3},[%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-
 __device__ __forceinline__ uint2 load_once(const uint2* p) {
   uint2 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
@@ -126,9 +121,12 @@ __device__ __forceinline__ void unpack(const Slab& slab, int step, const Code& m
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const float2 map = i ? maps.lower : maps.upper;
-    const float byte = (float)((i ? slab.piece.y : slab.piece.x) >> (8 * step) & 255u);
+    // (2^23 + byte) x - 2^23 x is byte x rounded once; below, the floor is the last bits of 1.5 * 2^23 + it: conversions
+    // are slow.
+    const float byte = __uint_as_float(__byte_perm(i ? slab.piece.y : slab.piece.x, 0x4b000000u, 0x7440u | step));
     // Rounded after every operation, as the definition is.
-    const int code = __float2int_rd(__fadd_rn(__fadd_rn(__fmul_rn(byte, map.x), map.y), 0.5f));
+    const float value = __fadd_rn(__fadd_rn(__fmaf_rn(byte, map.x, -8388608.f * map.x), map.y), 0.5f);
+    const int code = __float_as_int(__fadd_rd(value, 12582912.f));
     a[i] = windows(code, 9);
     a[2 + i] = windows(code, 3);
   }
@@ -215,14 +213,20 @@ __device__ __forceinline__ Group load_group(const Entry* table, int group) {
   return g;
 }
 
+// The offsets of groups. What remains is to multiply with their scales.
+__device__ __forceinline__ void add_offsets(u32* a, const Group& g) {
+#if SCALED == 2
+  const u32 upper = __byte_perm(g.offsets, 0, 0x1010), lower = __byte_perm(g.offsets, 0, 0x3232);
+#pragma unroll
+  for (int i = 0; i < 4; i++) a[i] = fma2(a[i], ONES, i % 2 ? lower : upper);
+#endif
+}
+
 __device__ __forceinline__ void apply_group(u32* a, const Group& g) {
 #if SCALED
+  add_offsets(a, g);
   const u32 upper = __byte_perm(g.scales, 0, 0x1010), lower = __byte_perm(g.scales, 0, 0x3232);
-  const u32 more = __byte_perm(g.offsets, 0, 0x1010), less = __byte_perm(g.offsets, 0, 0x3232);
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    if (SCALED == 2) a[i] = fma2(a[i], ONES, i % 2 ? less : more);
-    a[i] = fma2(a[i], i % 2 ? lower : upper, 0x80008000u);
-  }
+  for (int i = 0; i < 4; i++) a[i] = fma2(a[i], i % 2 ? lower : upper, 0x80008000u);
 #endif
 }

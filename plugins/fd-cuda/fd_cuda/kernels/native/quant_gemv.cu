@@ -11,21 +11,14 @@
 #include "quant.cuh"
 
 #define COLUMNS (8 * TILES)
+#include "rows.cuh"
+
 #define STAGE (COLUMNS * 128)  // bytes of x of one turn
 #define RING (AHEAD * STAGE)
 #define PITCH (COLUMNS + 1)
 #define OUT (PAIRED ? 16 : 16 * MT)
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void copy_async(u32 to, const void* from, bool inside) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0)
-               : "memory");
-}
-
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 __device__ __forceinline__ void await_turns() {
   asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD / 2 - 1) : "memory");
@@ -132,11 +125,7 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
 #pragma unroll
   for (int i = 0; i < 2 * TILES; i++) {
     const int row = (lane >> 3) + 4 * i;
-    int at = row;
-#if GROUPED
-    if (ids != nullptr) at = row == 0 ? (int)blockIdx.y : M;
-    else at = slots[blockIdx.y * COLUMNS + row];
-#endif
+    const int at = slot_of(row, slots, ids, M);
     const bool is_there = at < M;
     rows.from[i] = x + (is_there ? (u64)(GROUPED ? at / divisor : at) * x_stride : 0) + (lane & 7);
     rows.present |= (u32)is_there << i;
@@ -178,6 +167,13 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
 #pragma unroll
       for (int i = two; i < two + 2; i++) {
         if (begin + i * WARPS >= turns) break;
+#if SCALED
+        // Sums of the turn, to be multiplied with its scales: fewer numbers than its weights.
+        float own_sum[MT][TILES][4] = {};
+        float(*to)[TILES][4] = own_sum;
+#else
+        float(*to)[TILES][4] = sum;
+#endif
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           u32 b[TILES][4];
@@ -193,11 +189,20 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
             for (int s = 0; s < 2; s++) {
               u32 a[4];
               unpack(held[i][m], half * 2 + s, maps[m], a);
-              apply_group(a, held_groups[i][m]);
+              add_offsets(a, held_groups[i][m]);
 #pragma unroll
-              for (int t = 0; t < TILES; t++) multiply(sum[m][t], a, b[t] + 2 * s);
+              for (int t = 0; t < TILES; t++) multiply(to[m][t], a, b[t] + 2 * s);
             }
         }
+#if SCALED
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+          for (int e = 0; e < TILES * 4; e++) {
+            const u32 both = held_groups[i][m].scales;
+            sum[m][e / 4][e % 4] = fmaf(own_sum[m][e / 4][e % 4], e % 4 < 2 ? low(both) : high(both), sum[m][e / 4][e % 4]);
+          }
+#endif
         if (begin + (i + AHEAD) * WARPS < turns) ask_w(i, begin + (i + AHEAD) * WARPS);
       }
       __syncwarp();
@@ -223,19 +228,11 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
   const int width = PAIRED ? N / 2 : N;
   for (int e = thread; e < COLUMNS * OUT; e += WARPS * 32) {
     const int c = e % OUT, n = e / OUT, column = tile * OUT + c;
-    int at = n;
-#if GROUPED
-    if (ids != nullptr) at = n == 0 ? (int)blockIdx.y : M;
-    else at = slots[blockIdx.y * COLUMNS + n];
-#endif
+    const int at = slot_of(n, slots, ids, M);
     if (at >= M || column >= width) continue;
-    float value = 0.f, other = 0.f;
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) {
-      const float* line = (const float*)memory + (i * MT * 16 + c) * PITCH + n;
-      value += line[0];
-      if (PAIRED) other += line[16 * PITCH];
-    }
+    const float* line = (const float*)memory + c * PITCH + n;
+    float value = of_all_warps(line, MT * 16 * PITCH);
+    float other = PAIRED ? of_all_warps(line + 16 * PITCH, MT * 16 * PITCH) : 0.f;
     const float x_scale = x_scales == nullptr ? 1.f : x_scales[GROUPED ? at / divisor : at];
     value *= scales[column] * x_scale;
     if (PAIRED) {

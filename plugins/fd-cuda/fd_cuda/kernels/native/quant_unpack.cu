@@ -5,35 +5,42 @@
 #include "common.cuh"
 #include "quant.cuh"
 
-#define WARPS 8
 #define PITCH 72
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 quant_unpack(const uint4* __restrict__ w, const u32* __restrict__ groups, const float* __restrict__ scales,
-             u16* y, int N, int K, int slabs, int turns, int per_group) {
-  __shared__ __align__(16) u16 memory[WARPS][16 * PITCH];
+             u16* y, int N, int K, int slabs, int turns, int per_group, const float2* __restrict__ codes) {
+  __shared__ __align__(16) u16 turned[WARPS][16 * PITCH];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2, q = lane & 3;
   const int slab = blockIdx.y, turn = blockIdx.x * WARPS + warp;
   const int num_groups = (turns + per_group - 1) / per_group;
   let_next_start();
   wait_for_previous();  // y is the allocator's: what is queued before may still read what was there
   if (turn >= turns) return;
-  u16* own = memory[warp];
+  u16* own = turned[warp];
   Slab held;
+  Code maps;
+  const u64 at = (u64)slab * turns + turn;
+#if FORMAT == CCQ
+  held.piece = load_once((const uint2*)w + at * 32 + lane);
+  maps.upper = codes[slab * 16 + r];
+  maps.lower = codes[slab * 16 + r + 8];
+#else
 #pragma unroll
-  for (int p = 0; p < PIECES; p++)
-    held.piece[p] = load_once(w + (((u64)slab * turns + turn) * PIECES + p) * 32 + lane);
-  const Group group = load_group(groups + (u64)slab * num_groups * 8 * SCALED + r, turn / per_group);
+  for (int p = 0; p < PIECES; p++) held.piece[p] = load_once(w + (at * PIECES + p) * 32 + lane);
+#endif
+  const Group group = load_group((const Entry*)groups + (u64)slab * num_groups * 8 * SCALED + r, turn / per_group);
   const float upper = scales[slab * 16 + r], lower = scales[slab * 16 + r + 8];
 #pragma unroll
   for (int s = 0; s < 4; s++) {
     u32 a[4];
-    unpack(held, s, Code{}, a);
+    unpack(held, s, maps, a);
     if (!NUMBERS) apply_group(a, group);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const float scale = NUMBERS ? 1.f : i % 2 ? lower : upper;
-      *(u32*)(own + (r + i % 2 * 8) * PITCH + s * 16 + i / 2 * 8 + q * 2) = pack(low(a[i]) * scale, high(a[i]) * scale);
+      const int column = INPUTS_BY_ROWS ? q * 16 + s * 4 + i / 2 * 2 : s * 16 + i / 2 * 8 + q * 2;
+      *(u32*)(own + (r + i % 2 * 8) * PITCH + column) = pack(low(a[i]) * scale, high(a[i]) * scale);
     }
   }
   __syncwarp();

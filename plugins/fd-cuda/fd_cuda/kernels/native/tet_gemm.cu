@@ -8,6 +8,7 @@
 
 #include "common.cuh"
 #include "trellis.cuh"
+#include "wide.cuh"
 
 #define THREADS (GROUPS * 128)
 #define OUT (GROUPS * (PAIRED ? 128 : 256))
@@ -17,57 +18,9 @@
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void copy_async(u32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// The copies of all but the last `left` turns are there for the matrix units to read.
-template <int left>
-__device__ __forceinline__ void await_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory");
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-template <int left>
-__device__ __forceinline__ void await_products() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(left) : "memory");
-}
-
-__device__ __forceinline__ u64 descriptor(u32 address) {
-  // K-major, 128-byte swizzle, 1024 bytes between groups of eight rows.
-  return (u64)((address & 0x3ffff) >> 4) | ((u64)1 << 16) | ((u64)(1024 >> 4) << 32) | ((u64)1 << 62);
-}
-
-#define R4(d, i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3])
-#define R8(d, i) R4(d, i), R4(d, i + 4)
-#if BN == 32
-#define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}"
-#define D_REGS(d) R8(d, 0), R8(d, 8)
-#define SHAPE "m64n32k32"
-#define TAIL "{%16,%17,%18,%19}, %20, 1;"
-#elif BN == 64
-#define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
-  "%24,%25,%26,%27,%28,%29,%30,%31}"
-#define D_REGS(d) R8(d, 0), R8(d, 8), R8(d, 16), R8(d, 24)
-#define SHAPE "m64n64k32"
-#define TAIL "{%32,%33,%34,%35}, %36, 1;"
-#endif
-
 __device__ __forceinline__ void multiply(int* d, u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned." SHAPE ".s32.u8.s8 " D_LIST ", " TAIL
-               : D_REGS(d) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
-}
-
-__device__ __forceinline__ void fence_registers(int* d) {
-#pragma unroll
-  for (int i = 0; i < BN / 2; i++) asm volatile("" : "+r"(d[i])::"memory");
+  asm volatile("wgmma.mma_async.sync.aligned." SIZE "k32.s32.u8.s8 " D_LIST ", " ONE_SHARED ", 1;"
+               : D_REGS("+r", d) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
 }
 
 // END OF INSTRUCTIONS
@@ -112,7 +65,8 @@ tet_gemm(const uint4* x, const float* x_scales, const int* x_sums, const uint4* 
   const auto ask_x = [&](int t) {
 #pragma unroll
     for (int i = 0; i < PIECES; i++)
-      if (present >> i & 1) copy_async(base + t % STAGES * STAGE + place + i * (THREADS / 8) * 128, x_from[i] + t * 8);
+      if (present >> i & 1)
+        copy_async(base + t % STAGES * STAGE + place + i * (THREADS / 8) * 128, x_from[i] + t * 8, true);
   };
 #pragma unroll
   for (int t = 0; t < STAGES - 2; t++) {

@@ -11,17 +11,12 @@
 #include "trellis.cuh"
 
 #define COLUMNS (8 * TILES)
+#include "rows.cuh"
+
 #define PITCH (COLUMNS + 1)
 #define OUT (PAIRED ? 64 : 64 * MT)
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
-
-__device__ __forceinline__ void copy_async(uint4* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from)
-               : "memory");
-}
-
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 __device__ __forceinline__ void await_turn() {
   asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
@@ -73,11 +68,7 @@ tet_gemv(const uint4* x, const float* x_scales, const int* x_sums, const uint4* 
   u32 present = 0;
 #pragma unroll
   for (int t = 0; t < TILES; t++) {
-    int at = t * 8 + g;
-#if GROUPED
-    if (ids != nullptr) at = at == 0 ? (int)blockIdx.y : M;
-    else at = slots[blockIdx.y * COLUMNS + at];
-#endif
+    const int at = slot_of(t * 8 + g, slots, ids, M);
     const bool is_there = at < M;
     offset[t] = is_there ? (u32)(GROUPED ? at / divisor : at) * turns * 4 + j : 0;
     present |= (u32)is_there << t;
@@ -86,7 +77,7 @@ tet_gemv(const uint4* x, const float* x_scales, const int* x_sums, const uint4* 
   const auto ask_x = [&](int i, int turn) {
 #pragma unroll
     for (int t = 0; t < TILES; t++)
-      if (present >> t & 1) copy_async(ring + (i * TILES + t) * 32, x + offset[t] + turn * 4);
+      if (present >> t & 1) copy_async(shared_address(ring + (i * TILES + t) * 32), x + offset[t] + turn * 4, true);
   };
 #pragma unroll
   for (int i = 0; i < AHEAD; i++) {
@@ -150,19 +141,11 @@ tet_gemv(const uint4* x, const float* x_scales, const int* x_sums, const uint4* 
   const int width = PAIRED ? N / 2 : N;
   for (int e = thread; e < COLUMNS * OUT; e += WARPS * 32) {
     const int c = e % OUT, n = e / OUT, column = tile * OUT + c;
-    int at = n;
-#if GROUPED
-    if (ids != nullptr) at = n == 0 ? (int)blockIdx.y : M;
-    else at = slots[blockIdx.y * COLUMNS + n];
-#endif
+    const int at = slot_of(n, slots, ids, M);
     if (at >= M || column >= width) continue;
-    int total = 0, other = 0;
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) {
-      const int* line = (const int*)memory + (i * MT * 64 + c) * PITCH + n;
-      total += line[0];
-      if (PAIRED) other += line[64 * PITCH];
-    }
+    const int* line = (const int*)memory + c * PITCH + n;
+    const int total = of_all_warps(line, MT * 64 * PITCH);
+    const int other = PAIRED ? of_all_warps(line + 64 * PITCH, MT * 64 * PITCH) : 0;
     const int row = GROUPED ? at / divisor : at;
     const float offset_of_bytes = 127.5f * x_sums[row], x_scale = x_scales[row];
     float value = (total - offset_of_bytes) * (scales[column] * x_scale);

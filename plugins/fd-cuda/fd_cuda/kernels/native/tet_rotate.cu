@@ -1,22 +1,27 @@
-// What tet_gemv.cu multiplies with: x times signs, Hadamard transforms of `block` inputs, then int8 by the largest
+// What tet_gemv.cu multiplies with: x times signs, Hadamard transforms of 2^LEVELS inputs, then int8 by the largest
 // magnitude of the row. Two inputs become four numbers (x0, x0 + x1, x1, x1 - x0). One block of threads a row.
 // ORDER 0: pairs of inputs follow each other. 1: of every 32 inputs, the first pair of each eight, then the second ...
 
 #include "common.cuh"
 
+// Three levels are done where inputs come in, the rest in as few passes over shared memory as 32 registers allow:
+// what one multiprocessor's shared memory delivers is what a single row waits for.
+#define EARLY (LEVELS < 3 ? LEVELS : 3)
+#define LATE (LEVELS - EARLY)
+#define PASSES ((LATE + 4) / 5)
 
-// Banks: elements that a warp touches together lie 1, 8, 64, ... apart.
-__device__ __forceinline__ int at(int i) { return i + (i >> 3); }
+// Banks: elements that a warp touches together lie 1, 8, 128 or 256 apart.
+__device__ __forceinline__ constexpr int at(int i) { return i + (i >> 3) + (i >> 8) * 8; }
 
-// Elements h = 2^shift apart.
-template <int RADIX>
-__device__ __forceinline__ void pass(float* row, int K, int shift, int thread) {
-  const int h = 1 << shift;
+// The levels from SHIFT on, of elements 2^SHIFT apart.
+template <int SHIFT, int BITS>
+__device__ __forceinline__ void pass(float* row, int K, int thread) {
+  constexpr int RADIX = 1 << BITS;
   for (int i = thread; i < K / RADIX; i += THREADS) {
-    const int first = (i >> shift << shift) * RADIX + (i & (h - 1));
+    float* own = row + at((i >> SHIFT << SHIFT) * RADIX + (i & ((1 << SHIFT) - 1)));
     float v[RADIX];
 #pragma unroll
-    for (int e = 0; e < RADIX; e++) v[e] = row[at(first + e * h)];
+    for (int e = 0; e < RADIX; e++) v[e] = own[at(e << SHIFT)];
 #pragma unroll
     for (int s = 1; s < RADIX; s *= 2)
 #pragma unroll
@@ -27,14 +32,14 @@ __device__ __forceinline__ void pass(float* row, int K, int shift, int thread) {
           v[e + s] = a - b;
         }
 #pragma unroll
-    for (int e = 0; e < RADIX; e++) row[at(first + e * h)] = v[e];
+    for (int e = 0; e < RADIX; e++) own[at(e << SHIFT)] = v[e];
   }
   __syncthreads();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 tet_rotate(const u16* x, long long x_stride, const signed char* __restrict__ signs, signed char* rotated,
-           u16* rounded, float* x_scales, int* x_sums, int K, int block, float norm, float spread) {
+           u16* rounded, float* x_scales, int* x_sums, int K, float norm, float spread) {
   extern __shared__ __align__(128) float row[];
   __shared__ float peaks[THREADS / 32];
   __shared__ int sums[THREADS / 32];
@@ -46,18 +51,36 @@ tet_rotate(const u16* x, long long x_stride, const signed char* __restrict__ sig
     const uint4 v = *(const uint4*)(from + i);
     const uint2 s = *(const uint2*)(signs + i);
     const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+    float v8[8];
 #pragma unroll
     for (int e = 0; e < 8; e++) {
       const float value = e % 2 ? high(pairs[e / 2]) : low(pairs[e / 2]);
       const u32 sign = (e < 4 ? s.x : s.y) >> (e % 4 * 8) & 0x80u;
-      row[at(i + e)] = sign ? -value : value;
+      v8[e] = sign ? -value : value;
     }
+#pragma unroll
+    for (int h = 1; h < 1 << EARLY; h *= 2)
+#pragma unroll
+      for (int e = 0; e < 8; e++)
+        if ((e & h) == 0) {
+          const float a = v8[e], b = v8[e + h];
+          v8[e] = a + b;
+          v8[e + h] = a - b;
+        }
+#pragma unroll
+    for (int e = 0; e < 8; e++) row[at(i) + e] = v8[e];
   }
   __syncthreads();
-  int shift = 0;
-  for (; 8 << shift <= block; shift += 3) pass<8>(row, K, shift, thread);
-  if (4 << shift == block) pass<4>(row, K, shift, thread);
-  if (2 << shift == block) pass<2>(row, K, shift, thread);
+#if PASSES == 1
+  pass<3, LATE>(row, K, thread);
+#elif PASSES == 2
+  pass<3, (LATE + 1) / 2>(row, K, thread);
+  pass<3 + (LATE + 1) / 2, LATE / 2>(row, K, thread);
+#elif PASSES == 3
+  pass<3, 4>(row, K, thread);
+  pass<7, 4>(row, K, thread);
+  pass<11, LATE - 8>(row, K, thread);
+#endif
   if (rounded != nullptr) {  // for products in the dtype of x
     for (int i = thread; i < K; i += THREADS) rounded[(u64)blockIdx.x * K + i] = narrow(row[at(i)] * norm);
     return;

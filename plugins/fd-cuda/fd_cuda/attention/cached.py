@@ -1,0 +1,129 @@
+"""What the drivers share whose kernels find the step's own rows in the cache already: a step is cut into
+launches of one kernel, for rows split by keys and for rows tiled by tokens."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from fastdeploy_core.errors import CapabilityError
+
+from fd_cuda.device import CONTRACT
+from fd_cuda.settings import is_batch_invariant
+
+from .plan import DecodeShape, decode_items, latent_items, prefill_tiles, split_parts
+from .tuning import Gpu, Sizes
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
+    from fastdeploy_core.contracts.device import DeviceBackend
+    from torch import Tensor
+
+# Rows of a batch that feed at most so many tokens are split by keys, not tiled by tokens.
+SHORT = 8
+LOG2E = math.log2(math.e)
+
+
+@dataclass(slots=True)
+class Launch:
+    """One call of the kernel. A program computes `heads` of a token, of which there are `columns` groups."""
+
+    shape: DecodeShape
+    rows: int  # of the matrix: tokens times heads
+    heads: int
+    columns: int
+    items: Tensor
+    parts: tuple[Tensor, ...]  # of split rows
+
+
+@dataclass(slots=True)
+class Metadata:
+    batch: AttentionBatch
+    launches: list[Launch]
+
+
+class CachedAttention(ABC):
+    """prepare() of AttentionBackend."""
+
+    name: str
+    contract = CONTRACT
+    unit: Literal["core", "rope_kv"] = "core"
+    can_capture_decode = True
+    can_capture_mixed = False
+
+    def __init__(
+        self, spec: AttentionSpec, block_size: int, device: DeviceBackend, most_tokens: int
+    ) -> None:
+        self.spec, self.block_size, self._device = spec, block_size, device
+        self._exact = spec.dtype == "float32"
+        self._itemsize = 4 if self._exact else 2
+        self._invariant = is_batch_invariant()
+        # Rows must not notice that others of their batch feed more tokens than they do.
+        self._short = 1 if self._invariant else min(SHORT, most_tokens)
+        self._most_tokens = most_tokens
+        self._scale = spec.scale * LOG2E
+        self.use(Sizes(Gpu.of(device.device)))
+
+    def use(self, sizes: Sizes) -> None:
+        """Cut work for another GPU than the device's own."""
+        self.sizes = sizes
+
+    @abstractmethod
+    def _short_rows(self, num_seqs: int, max_tokens: int) -> tuple[DecodeShape, int, int, int, int]:
+        """For rows that are split by keys: the shape; rows, heads and columns of a Launch; the width of its
+        results, padded."""
+
+    @abstractmethod
+    def _long_rows(self) -> tuple[DecodeShape, int, int, int, int]:
+        """For rows that are tiled: the same, but tokens of a tile for the width."""
+
+    def prepare(self, batch: AttentionBatch) -> Metadata:
+        """Cut the step's work: one small kernel for decodes, one small copy for prompts."""
+        if batch.num_tokens == 0 or batch.num_seqs == 0:
+            return Metadata(batch, [])
+        if 0 < batch.tokens_per_row <= self._most_tokens:
+            return Metadata(batch, [self._decodes(batch, batch.tokens_per_row)])
+        if not batch.is_exact:
+            raise CapabilityError(
+                f"attention driver {self.name!r} cannot capture {batch.tokens_per_row} tokens per row; "
+                f"at most {self._most_tokens} of these heads: use fewer speculative tokens"
+            )
+        fed = np.diff(batch.cu_seqlens_q)
+        short = fed[(fed > 0) & (fed <= self._short)]
+        launches = [self._decodes(batch, int(short.max()))] if short.size else []
+        if fed.max() > self._short:
+            launches.append(self._tiles(batch))
+        return Metadata(batch, launches)
+
+    def _decodes(self, batch: AttentionBatch, max_tokens: int) -> Launch:
+        shape, rows, heads, columns, pad = self._short_rows(batch.num_seqs, max_tokens)
+        items, counters = decode_items(
+            batch.seq_lens_dev,
+            batch.cu_seqlens_q_dev,
+            batch.num_seqs,
+            batch.num_seqs * columns,
+            max_tokens,
+            shape,
+            invariant=self._invariant,
+            new_in_cache=True,
+        )
+        parts = split_parts(items, columns * rows, pad)
+        return Launch(shape, rows, heads, columns, items, (*parts, counters))
+
+    def _tiles(self, batch: AttentionBatch) -> Launch:
+        shape, rows, heads, columns, tokens = self._long_rows()
+        tiles = prefill_tiles(batch.cu_seqlens_q, batch.seq_lens, self._short, tokens)
+        host = latent_items(tiles, batch.cu_seqlens_q, batch.seq_lens, tokens, shape.tile)
+        items = self._device.to_device(host)
+        return Launch(shape, rows, heads, columns, items, (items,) * 4)  # no row is split
+
+    @staticmethod
+    def _out(q: Tensor, batch: AttentionBatch, width: int) -> Tensor:
+        """[num_tokens, width]; zeros for tokens of no row, which nobody reads."""
+        out = q.new_empty((q.shape[0], width))
+        if q.shape[0] > batch.cu_seqlens_q[-1]:
+            out.zero_()
+        return out

@@ -1,0 +1,26 @@
+// How weights and activations are fetched: weights once, past the first-level cache, into registers; activations
+// asynchronously into shared memory.
+#ifndef COPIES
+#define COPIES
+
+// INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
+
+__device__ __forceinline__ uint4 load_once(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3},[%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// 16 bytes; zeros where they are not inside.
+__device__ __forceinline__ void copy_async(u32 to, const void* from, bool inside) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// END OF INSTRUCTIONS
+#endif
