@@ -35,6 +35,8 @@ TEST_TOOLS = (
 )
 PLUGINS = sorted(str(path.parent) for path in Path("plugins").glob("fd-*/pyproject.toml"))
 LONG = ("engine", "speculative")
+# Their suites need neither a compiler nor hardware, so `tests` has them, too.
+LIGHT = ("plugins/fd-cuda", "plugins/fd-quant-wint2", "plugins/fd-spec-mtp")
 # Tested by session `vendors`, on simulated devices.
 SIMULATED = ("simdevice", "gcu", "iluvatar", "metax", "gaudi", "xpu", "dcu")
 
@@ -68,7 +70,8 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The whole CPU suite, on each tensor library: `nox -s tests -- --tensor paddle|torch`."""
+    """The whole CPU suite, on each tensor library: `nox -s tests -- --tensor paddle|torch`; and on torch
+    the suites of plugins, with Triton's interpreter for fd-cuda's kernels."""
     _install_tests(session)
     libraries, arguments = _libraries(session)
     for number, library in enumerate(libraries):
@@ -91,6 +94,12 @@ def tests(session: nox.Session) -> None:
             *arguments,
             env={"OMP_NUM_THREADS": "1"},
         )
+    for folder in LIGHT if "torch" in libraries else ():
+        with session.chdir(folder):
+            session.run(
+                *("pytest", "-q", "--numprocesses=2", "--dist=loadfile", "--fd-tensor", "torch"),
+                env={"OMP_NUM_THREADS": "1"},
+            )
 
 
 @nox.session

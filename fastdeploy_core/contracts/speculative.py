@@ -165,8 +165,9 @@ class HostDrafter(Drafter, Protocol):
 
 
 class DeviceDrafter(Drafter, Protocol):
-    """`runs_on = "device"`. Where the builder's attention drivers can be captured, propose() of a step
-    in which every row decodes may be captured in a graph: it reads nothing on the host but shapes."""
+    """`runs_on = "device"`. Where the builder's attention drivers can be captured, propose() may be
+    captured in a graph, of a step in which every row decodes, or with max_drafts 0 of any: it reads
+    nothing on the host but shapes."""
 
     def propose(self, batch: DraftBatch) -> Tensor:
         """[B, max_drafts] int64, NO_DRAFT from where a row has none. Rows that do not draw may hold

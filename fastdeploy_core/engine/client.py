@@ -250,10 +250,10 @@ class AsyncEngine:
         stalled, streams = [], self._streams
         for output in message.deltas:
             if isinstance(output, TokenDeltas):
-                columns = zip(output.request_ids, output.positions, output.token_ids, strict=True)
-                for request_id, position, token_id in columns:
+                columns = zip(output.request_ids, output.positions, output.pieces(), strict=True)
+                for request_id, position, token_ids in columns:
                     stream = streams.get(request_id)
-                    if stream is not None and not stream.put_token(position, token_id):
+                    if stream is not None and not stream.put_tokens(position, token_ids):
                         stalled.append(request_id)
                 continue
             stream = streams.get(output.request_id)

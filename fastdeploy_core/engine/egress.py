@@ -80,12 +80,19 @@ class Routes:
 
 def _take(tokens: TokenDeltas, places: list[int]) -> TokenDeltas:
     request_ids, positions = tokens.request_ids, tokens.positions
-    attempts, token_ids = tokens.attempts, tokens.token_ids
+    attempts, token_ids, counts = tokens.attempts, tokens.token_ids, tokens.counts
+    if counts is None:
+        chosen = [token_ids[place] for place in places]
+    else:
+        pieces = list(tokens.pieces())
+        chosen = [token for place in places for token in pieces[place]]
+        counts = [counts[place] for place in places]
     return TokenDeltas(
         [request_ids[place] for place in places],
         [positions[place] for place in places],
         [attempts[place] for place in places],
-        [token_ids[place] for place in places],
+        chosen,
+        counts,
     )
 
 

@@ -295,13 +295,13 @@ class OutputProcessor:
     def collect(self, tokens: TokenDeltas) -> list[RequestOutputDelta]:
         """Take the tokens that only have to be kept; returns deltas for `process` of the others."""
         now, states, others = time.time(), self._states, []
-        columns = zip(tokens.request_ids, tokens.positions, tokens.token_ids, strict=True)
-        for number, (request_id, position, token_id) in enumerate(columns):
+        columns = zip(tokens.request_ids, tokens.positions, tokens.pieces(), strict=True)
+        for number, (request_id, position, piece) in enumerate(columns):
             state = states.get(request_id)
             if state is None or state.late is None or state.next_position != position:
-                others.append(tokens.delta(number))
+                others.append(tokens.delta(number, piece))
                 continue
-            state.late.append(token_id)
+            state.late += piece
             state.next_position += 1
             state.metrics.last_token_time = now
         return others

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 from fastdeploy_core import errors
 from fastdeploy_core.errors import FastDeployError, RequestTimeout, WorkerError
@@ -47,11 +48,11 @@ class OutputStream:
         self._finished_indices: set[int] = set()
         self.is_ended = False  # the engine owes nothing more
 
-    def put_token(self, position: int, token_id: int) -> bool:
-        """Take a delta that is one token of the only sequence."""
+    def put_tokens(self, position: int, token_ids: Sequence[int]) -> bool:
+        """Take a delta that is tokens of the only sequence."""
         waiting = self._waiting
         if waiting is None or self.is_ended or position != self._position:
-            sequences = [SequenceDelta(token_ids=[token_id])]
+            sequences = [SequenceDelta(token_ids=list(token_ids))]
             return self.put(
                 RequestOutputDelta(
                     request_id=self._request.request_id, position=position, sequences=sequences
@@ -59,10 +60,10 @@ class OutputStream:
             )
         self._position += 1
         if waiting.sequences:
-            waiting.sequences[0].token_ids.append(token_id)
+            waiting.sequences[0].token_ids.extend(token_ids)
         else:
-            waiting.sequences.append(SequenceDelta(token_ids=[token_id]))
-        self._num_bytes += TOKEN_BYTES
+            waiting.sequences.append(SequenceDelta(token_ids=list(token_ids)))
+        self._num_bytes += TOKEN_BYTES * len(token_ids)
         return self._num_bytes <= MAX_BUFFERED_BYTES or not self._has_stalled()
 
     def put(self, delta: RequestOutputDelta) -> bool:

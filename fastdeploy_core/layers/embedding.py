@@ -117,11 +117,14 @@ class VocabMatrix:
         """In `_format`, a few rows at a time: in float32 they would take several times their memory."""
         build, spec = self._build, self._head_spec()
         quantizer = find_quantizer(self._format)({}, build.device, build.kernels)
-        parts = [
-            quantizer.quantize(spec, whole[first : first + ROWS_AT_ONCE])
-            for first in range(0, int(whole.shape[0]), ROWS_AT_ONCE)
-        ]
-        tensors = {name: build.xp.cat([part[name] for part in parts], 0) for name in parts[0]}
+        tensors: dict[str, Tensor] = {}
+        for first in range(0, int(whole.shape[0]), ROWS_AT_ONCE):
+            part = quantizer.quantize(spec, whole[first : first + ROWS_AT_ONCE])
+            for name, rows in part.items():
+                if name not in tensors:
+                    shape = (int(whole.shape[0]), *map(int, rows.shape[1:]))
+                    tensors[name] = build.xp.empty(shape, dtype=rows.dtype, device=rows.device)
+                tensors[name][first : first + ROWS_AT_ONCE] = rows
         build.hold(tensors)
         packed = (
             quantizer.packed(spec, tensors) if isinstance(quantizer, PackingQuantizer) else None

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
 # Where to cut a group's range before rounding it to 16 levels: fractions of its largest magnitude.
+NUMBERS_AT_ONCE = 1 << 20  # of weights whose best clip is looked for
 CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
 INT4_BOUND = 7.0
 
@@ -48,9 +49,22 @@ def quantize_int8(weight: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
 
 def quantize_int4(weight: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
     """([N, ceil(K/2)] uint8, scales [N, G] float32), symmetric; the clip with the least error wins."""
-    groups = _groups(weight.float(), group_size)
-    scale = int4_scale(groups)
-    return pack_with_scale(weight, scale.squeeze(-1), group_size), scale.squeeze(-1)
+    # A few rows at a time: every clip reads them again, from a processor's cache if they are few.
+    rows = max(1, NUMBERS_AT_ONCE // int(weight.shape[1]))
+    parts = [
+        _quantize_rows(weight[first : first + rows], group_size)
+        for first in range(0, int(weight.shape[0]), rows)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    xp = namespace(weight)
+    packed, scales = zip(*parts, strict=True)
+    return xp.cat(list(packed), 0), xp.cat(list(scales), 0)
+
+
+def _quantize_rows(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    scale = int4_scale(_groups(weight.float(), group_size)).squeeze(-1)
+    return pack_with_scale(weight, scale, group_size), scale
 
 
 def int4_scale(groups: Tensor) -> Tensor:
@@ -62,7 +76,8 @@ def int4_scale(groups: Tensor) -> Tensor:
     for clip in CLIPS:
         scale = peak * (clip / INT4_BOUND)
         rounded = (groups / scale).round().clamp(-INT4_OFFSET, INT4_BOUND) * scale
-        error = (rounded - groups).mul_(rounded - groups).sum(dim=-1, keepdim=True)
+        off = rounded - groups
+        error = (off * off).sum(dim=-1, keepdim=True)
         if best_error is None:
             best_error, best = error, scale
             continue

@@ -132,13 +132,19 @@ class SamplingPlan:
         self.flags = int(np.bitwise_or.reduce(self.row_flags)) if slots.size else 0
         self.num_rows = int(slots.size)
         self.is_plain = not self.flags & ~PROMPT_LOGPROBS  # the likeliest token and nothing else
-        self.slots_dev = device.to_device(slots)
         self._depths: np.ndarray | None = None
         self.min_tokens = columns.min_tokens[slots]
         self.num_logprobs = columns.num_logprobs[slots]
         self._columns = columns
         self._device = device
         self._parts: dict[str, Any] = {}
+
+    @property
+    def slots_dev(self) -> Tensor:
+        """[rows] int64; recorded steps do without."""
+        if "slots" not in self._parts:
+            self._parts["slots"] = self._to_device(self.slots)
+        return self._parts["slots"]
 
     def matches(self, columns: SamplingColumns, slots: np.ndarray) -> bool:
         """Whether this plan still describes these rows."""

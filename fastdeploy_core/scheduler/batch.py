@@ -58,6 +58,7 @@ class BatchScheduler:
                 settings.num_speculative_tokens,
                 adaptive=settings.adaptive_length,
                 disable_above=settings.disable_by_batch_size,
+                numbers=settings.draft_numbers,
             )
         self._busy_since: float | None = None  # results came then, and there was more to do
         self._planner = StepPlanner(
@@ -163,16 +164,14 @@ class BatchScheduler:
         from the results before to its own, everything in between included."""
         now, began = self._clock(), self._busy_since
         self._busy_since = now if self._roster.running else None
-        right_at: list[int] = []
-        num_rows = len(step.cohort.seqs)
-        if output.counts is not None:
-            counts = output.counts[:num_rows]
-            right_at = [int((counts > n + 1).sum()) for n in range(step.asked)]
-        if step.is_decode:
-            seconds = 0.0 if began is None else now - began
-            length.observe(num_rows, step.asked, right_at, seconds)
-        elif step.asked:  # prompts take their own time
-            length.acceptance.observe(num_rows, step.asked, right_at)
+        num_rows, counts = len(step.cohort.seqs), output.counts
+        if step.asked:
+            one_each = step.cohort.decodes(0).counts
+            length.acceptance.note(step.asked, one_each if counts is None else counts[:num_rows])
+        if step.is_decode:  # prompts take their own time
+            length.observe(num_rows, step.asked, 0.0 if began is None else now - began)
+        else:
+            length.disturb()
 
     def fail(self, steps: list[ScheduledStep], message: str) -> None:
         """The first of these steps failed, and the later ones, submitted before that was known, are
@@ -223,10 +222,11 @@ class BatchScheduler:
         stats.prefix_query_tokens_total = counters.num_prefix_query_tokens
         stats.prefix_hit_tokens_total = counters.num_prefix_hit_tokens
         stats.host_hit_tokens_total = counters.num_host_hit_tokens
-        stats.drafts_total = counters.num_drafts
-        stats.accepted_drafts_at_total = counters.num_accepted_at.tolist()
-        stats.draft_tokens_total = counters.num_draft_tokens
-        stats.accepted_draft_tokens_total = counters.num_accepted_draft_tokens
+        tally = self._roster.columns.tally
+        stats.drafts_total = tally.num_steps
+        stats.accepted_drafts_at_total = tally.accepted_at.tolist()
+        stats.draft_tokens_total = tally.num_drafted
+        stats.accepted_draft_tokens_total = int(tally.accepted_at.sum())
 
     def check_idle(self) -> None:
         """Raise AssertionError unless the pool is as it began; call without unfinished requests."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from .draft_tally import DraftTally
+
 NEVER = 2**62
 _FIRST_SIZE = 64
 
@@ -32,16 +34,14 @@ class Columns:
             0, dtype=np.int64
         )  # deltas given to its request, if it is the only one
         self.step = np.zeros(0, dtype=np.int64)  # the newest step that it is part of
-        # Drafts for the next step, and how those of all steps fared (types.DraftStats).
+        # Drafts for the next step, and how those of all steps fared (draft_tally.py).
         self.drafts = np.zeros((0, num_drafts), dtype=np.int64)
         self.num_drafts = np.zeros(0, dtype=np.int64)
+        self.has_drafts = False  # whether any of these may be above 0
         self.draft_steps = np.zeros(0, dtype=np.int64)
         self.drafted = np.zeros(0, dtype=np.int64)
         self.accepted_at = np.zeros((0, num_drafts), dtype=np.int64)
-        self.rested = np.zeros(0, dtype=np.int64)  # steps that a drafter's cache has missed
-        self.awaits = np.zeros(0, dtype=np.int64)  # step in flight that makes or judges its drafts
-        # Steps are planned and arrive in order: nothing is awaited while the second is not behind.
-        self.newest_awaited = self.newest_arrived = -1
+        self.tally = DraftTally(self, num_drafts)
         self.is_running = np.zeros(0, dtype=bool)
         self.is_plain = np.zeros(0, dtype=bool)  # a result is a token, and nothing else
         # Plain, and what it draws depends on nothing that the host would have to know before.
@@ -55,32 +55,19 @@ class Columns:
         for column in self._all():
             column[place] = 0
         self.seq_id[place] = seq_id
-        self.step[place] = self.awaits[place] = -1
+        self.step[place] = -1
         self.commit_at[place] = NEVER
         return place
-
-    def arrived(self, places: np.ndarray | list[int], step: int) -> None:
-        """The step's results are there: nothing of it is awaited any more."""
-        self.newest_arrived = step
-        awaits = self.awaits[places]
-        self.awaits[places] = np.where(awaits == step, -1, awaits)
 
     def take_drafts(self, places: np.ndarray, proposals: np.ndarray) -> None:
         """[places, k] drafts for the next step, -1 behind the last one."""
         self.drafts[places, : proposals.shape[1]] = proposals
         self.num_drafts[places] = (proposals >= 0).sum(1)
-
-    def count_drafts(self, places: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
-        """How the drafts of a step fared; places without any are left out."""
-        had = drafted > 0
-        if not had.all():
-            places, drafted, accepted = places[had], drafted[had], accepted[had]
-        self.draft_steps[places] += 1
-        self.drafted[places] += drafted
-        self.accepted_at[places] += np.arange(self.accepted_at.shape[1]) < accepted[:, None]
+        self.has_drafts = True
 
     def release(self, place: int) -> None:
         """Nobody is there any more."""
+        self.tally.fold()
         self.seq_id[place] = -1
         self._free.append(place)
 

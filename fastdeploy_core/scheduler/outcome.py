@@ -7,7 +7,8 @@ an ended one is dropped, that of a preempted one is kept, since it is as good as
 from __future__ import annotations
 
 from collections import Counter, deque
-from itertools import compress
+from collections.abc import Mapping
+from itertools import compress, repeat
 
 import numpy as np
 
@@ -72,8 +73,7 @@ class Outcome:
         self._given += self._deltas.values()
         self._deltas.clear()
         results = StepResults(output)
-        if step.awaited.size:
-            self._roster.columns.arrived(step.awaited, output.step_id)
+        self._arrived(output.step_id)
         if step.cohort.seqs:
             self._apply_cohort(step, results)
         for number, row in enumerate(step.rows, len(step.cohort.seqs)):
@@ -91,120 +91,134 @@ class Outcome:
     def _apply_cohort(self, step: ScheduledStep, results: StepResults) -> None:
         """Rows that decoded. Nearly all of them only get longer; the others are taken one by one."""
         columns, cohort = self._roster.columns, step.cohort
-        places = cohort.places
-        starts = columns.known[places] - 1  # whatever was fed began with the newest token
-        drafted = step.drafts if results.num_drafts is None else results.num_drafts[: places.size]
-        columns.in_flight[places] -= 1
-        columns.pending[places] -= 1
-        was_running = columns.is_running[places]
-        counts = results.leading_counts(places.size)
+        places, num_rows = cohort.places, len(cohort.seqs)
+        known, counts = columns.known[places], results.leading_counts(num_rows)
+        columns.in_flight[places] = columns.in_flight[places] - 1
+        columns.pending[places] = columns.pending[places] - 1
+        was_running, grown = columns.is_running[places], known + counts
         only_grows = columns.is_plain[places] & was_running & (counts > 0)
-        only_grows &= columns.known[places] + counts < columns.limit[places]
-        only_grows &= starts + counts < columns.commit_at[places]
+        only_grows &= (grown < columns.limit[places]) & (grown <= columns.commit_at[places])
         results.clear_others(only_grows)
-        tokens = results.leading_tokens(int(counts.sum()))
+        tokens = results.leading_tokens(num_rows)
         if not cohort.stop_ids.isdisjoint(tokens):
             stops = [token in cohort.stop_ids for token in tokens]
-            only_grows[np.repeat(np.arange(places.size), counts)[stops]] = False
-        if step.drafts.any() or results.next_drafts is not None:
-            self._take_drafts(step, results, counts, drafted, only_grows)
-        self._grow_all(cohort, places, tokens, counts, only_grows)
-        is_newest = step.is_newest_of(columns)
-        for number in np.flatnonzero(~only_grows).tolist():
+            only_grows[np.repeat(np.arange(num_rows), counts)[stops]] = False
+        chosen = None if np.count_nonzero(only_grows) == num_rows else only_grows
+        if step.is_ahead or np.count_nonzero(step.drafts):
+            self._count_cohort(step, results.fed_drafts(step), counts - 1, chosen)
+        if results.next_drafts is not None:
+            self._take_drafts(step, results.next_drafts, chosen)
+        self._grow(cohort, tokens, counts if results.has_counts else None, grown, chosen)
+        if chosen is not None:
+            others = np.flatnonzero(~chosen).tolist()
+            self._take_others(step, results, (known - 1).tolist(), was_running, others)
+
+    def _take_others(
+        self,
+        step: ScheduledStep,
+        results: StepResults,
+        starts: list[int],
+        was_running: np.ndarray,
+        numbers: list[int],
+    ) -> None:
+        """Rows of the cohort with more to them. starts: where what they were fed began."""
+        cohort, fed = step.cohort, results.fed_drafts(step)
+        is_newest = step.is_newest_of(self._roster.columns)
+        for number in numbers:
             seq = cohort.seqs[number]
             if seq.status is not RequestStatus.FINISHED:
-                most, fed = int(step.drafts[number]), int(drafted[number])
+                most, drafted = int(step.drafts[number]), int(fed[number])
                 if seq.status is RequestStatus.RUNNING:
-                    seq.num_computed += fed - most
-                row = Row(seq, int(starts[number]), 1 + fed, fed, True)
+                    seq.num_computed += drafted - most
+                row = Row(seq, starts[number], 1 + drafted, drafted, True)
                 self._take(row, results.of_row(number), takes_drafts=bool(is_newest[number]))
             # One that ran until this very step has left already if it ended with it.
             if not was_running[number] and not seq.num_in_flight:
                 self._roster.settle(seq)
 
-    def _take_drafts(
+    def _count_cohort(
         self,
         step: ScheduledStep,
-        results: StepResults,
-        counts: np.ndarray,
-        drafted: np.ndarray,
-        chosen: np.ndarray,
+        fed: np.ndarray,
+        accepted: np.ndarray,
+        chosen: np.ndarray | None,
     ) -> None:
-        """Of the cohort's chosen rows: how the drafts that were fed fared, and those for the next step."""
-        columns, places, drafted = (
-            self._roster.columns,
-            step.cohort.places[chosen],
-            drafted[chosen],
-        )
-        accepted = np.minimum(counts[chosen] - 1, drafted)
-        columns.computed[places] += accepted - step.drafts[chosen]
-        columns.count_drafts(places, drafted, accepted)
-        self._counters.count_drafts(drafted, accepted)
-        if results.next_drafts is not None:
-            chosen = chosen & step.is_newest_of(columns)
-            columns.take_drafts(
-                step.cohort.places[chosen], results.next_drafts[: chosen.size][chosen]
-            )
+        """How the drafts fared that were fed to the cohort's chosen rows, None: all of them."""
+        columns, places, most = self._roster.columns, step.cohort.places, step.drafts
+        if chosen is not None:
+            places, most, fed, accepted = (x[chosen] for x in (places, most, fed, accepted))
+        columns.computed[places] = columns.computed[places] + (accepted - most)
+        columns.tally.note(places, fed, accepted)
 
-    def _grow_all(
-        self,
-        cohort: Cohort,
-        places: np.ndarray,
-        tokens: list[int],
-        counts: np.ndarray,
-        chosen: np.ndarray,
+    def _take_drafts(
+        self, step: ScheduledStep, proposals: np.ndarray, chosen: np.ndarray | None
     ) -> None:
-        """The tokens of these of a cohort's rows, one per row at a time."""
-        first = (np.cumsum(counts) - counts).tolist()
-        for nth in range(int(counts[chosen].max(initial=0))):
-            has_more = chosen & (counts > nth)
-            if nth == 0 and has_more.all():
-                newest = tokens if len(tokens) == len(first) else [tokens[n] for n in first]
-                self._grow(cohort, cohort.histories, cohort.request_ids, places, newest)
-                continue
-            self._grow(
-                cohort,
-                list(compress(cohort.histories, has_more)),
-                list(compress(cohort.request_ids, has_more)),
-                places[has_more],
-                [tokens[n + nth] for n in compress(first, has_more)],
-                has_more,
-            )
+        """What chosen rows of the cohort are fed next, but for those whose next step is planned."""
+        columns = self._roster.columns
+        takes = step.is_newest_of(columns)
+        if chosen is not None:
+            takes &= chosen
+        columns.take_drafts(step.cohort.places[takes], proposals[: takes.size][takes])
 
     def _grow(
         self,
         cohort: Cohort,
-        histories: list[list[int]],
-        request_ids: list[str],
-        places: np.ndarray,
         tokens: list[int],
-        chosen: np.ndarray | None = None,
+        counts: np.ndarray | None,
+        grown: np.ndarray,
+        chosen: np.ndarray | None,
     ) -> None:
-        """One more token for these of a cohort's sequences, all of them without `chosen`."""
+        """The tokens of chosen rows of a cohort, one each without `counts`. grown: how many tokens of
+        each sequence are known with them."""
+        columns, places = self._roster.columns, cohort.places
+        histories, request_ids, attempts = cohort.histories, cohort.request_ids, cohort.attempts
+        numbers = None if counts is None else counts.tolist()
+        if chosen is not None:
+            by_token = chosen if counts is None else np.repeat(chosen, counts)
+            tokens, places, grown = list(compress(tokens, by_token)), places[chosen], grown[chosen]
+            numbers = None if numbers is None else list(compress(numbers, chosen))
+            histories = list(compress(histories, chosen))
+            request_ids = list(compress(request_ids, chosen))
+            attempts = list(compress(attempts, chosen))
         if not tokens:
             return
-        columns = self._roster.columns
-        deque(map(list.append, histories, tokens), maxlen=0)
-        columns.known[places] += 1
-        positions = columns.deltas[places].tolist()
-        columns.deltas[places] += 1
-        attempts, tenants = cohort.attempts, cohort.tenants
-        if chosen is not None:
-            attempts = list(compress(attempts, chosen))
-            if len(tenants) > 1:
-                tenants = Counter(seq.tenant for seq in compress(cohort.seqs, chosen))
-            else:
-                tenants = Counter(dict.fromkeys(tenants, len(tokens)))
+        deltas = columns.deltas[places]
+        given = TokenDeltas(request_ids, deltas.tolist(), attempts, tokens, numbers)
+        columns.deltas[places] = deltas + 1
+        columns.known[places] = grown
+        if numbers is None:
+            deque(map(list.append, histories, tokens), maxlen=0)
+        else:
+            deque(map(list.extend, histories, given.pieces()), maxlen=0)
+        self._charge(cohort, len(tokens), numbers, chosen)
+        self._counters.num_generated_tokens += len(tokens)
+        self._given.append(given)
+
+    def _charge(
+        self, cohort: Cohort, total: int, numbers: list[int] | None, chosen: np.ndarray | None
+    ) -> None:
+        """`total` tokens came for the chosen rows, so many for each."""
+        tenants: Mapping[str, int] = cohort.tenants
+        if len(tenants) == 1:
+            tenants = dict.fromkeys(tenants, total)
+        elif numbers is not None or chosen is not None:
+            seqs = cohort.seqs if chosen is None else compress(cohort.seqs, chosen)
+            tenants = shares = Counter[str]()
+            for seq, number in zip(seqs, numbers or repeat(1), strict=False):
+                shares[seq.tenant] += number
         for tenant, number in tenants.items():
             self._roster.arrived.charge(tenant, number)
-        self._counters.num_generated_tokens += len(tokens)
-        self._given.append(TokenDeltas(request_ids, positions, attempts, tokens))
+
+    def _arrived(self, step_id: int) -> None:
+        """The results of the step are there."""
+        if self._roster.awaited_step == step_id:
+            self._roster.awaited_step = -1
 
     def undo(self, step: ScheduledStep) -> None:
         """The step failed or is void: its sequences start again from what they know, and workers
         are told once more whom to forget."""
         self._roster.forget(step.output.finished_seq_ids)
-        self._roster.columns.arrived([s.place for s in step.seqs()], step.output.step_id)
+        self._arrived(step.output.step_id)
         samples = [True] * len(step.cohort.seqs) + [row.sample for row in step.rows]
         for seq, sample in zip(step.seqs(), samples, strict=True):
             seq.num_in_flight -= 1
@@ -286,9 +300,7 @@ class Outcome:
         """num_kept: tokens of a sequence that ended; drafts behind its end were neither right nor wrong."""
         if num_kept is not None:
             drafted, accepted = min(drafted, num_kept), min(accepted, num_kept)
-        numbers = np.array([drafted]), np.array([accepted])
-        self._counters.count_drafts(*numbers)
-        seq.columns.count_drafts(np.array([seq.place]), *numbers)
+        seq.columns.tally.add(seq.place, drafted, accepted)
 
     def _commit(self, seq: Sequence, num_tokens: int) -> None:
         self._kv.commit(seq.table, seq.token_ids, num_tokens)

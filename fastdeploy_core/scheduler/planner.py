@@ -22,9 +22,6 @@ from .sequence import Sequence
 from .settings import SchedulerSettings
 from .step import ScheduledStep, StepBuilder
 
-# Tokens that a drafter's cache may have missed of a sequence it still drafts for.
-MAX_RESTED = 32
-
 
 class StepPlanner:
     """Plans one step after the other over a roster."""
@@ -55,8 +52,8 @@ class StepPlanner:
         num_drafts = 0
         is_ahead = False
         if self._length is not None:
-            is_ahead = self._awaits_drafts()
-            num_drafts = self._num_drafts(self._length)
+            is_ahead = self._roster.awaited_step >= 0
+            num_drafts = self._length.choose(self._num_rows())
         self._lookahead = self._settings.lookahead_tokens if num_drafts else 0
         if is_ahead:
             self._plan_ahead()
@@ -79,7 +76,7 @@ class StepPlanner:
             # Prompts are computed by steps that are not recorded, where drafting would cost more than
             # a draft saves, and the next step would have to wait for the drafts.
             num_drafts = 0
-        return step.finish(
+        planned = step.finish(
             self._roster.take_forgotten(),
             self._kv.take_copies(),
             num_drafts,
@@ -88,37 +85,21 @@ class StepPlanner:
             and self._length is not None
             and not self._length.is_off(self._num_rows()),
         )
-
-    def _awaits_drafts(self) -> bool:
-        """Whether tokens are on their way whose number depends on drafts."""
-        columns = self._roster.columns
-        if columns.newest_awaited <= columns.newest_arrived:
-            return False
-        return bool((self._roster.columns.awaits[self._roster.running_places()] >= 0).any())
-
-    def _num_drafts(self, length: DraftLength) -> int:
-        """Drafts to ask for behind this step."""
-        number = length.choose(self._num_rows())
-        if number and self._settings.drafts_with_cache and not self._can_draft().any():
-            return 0
-        return number
+        if planned.is_awaited:
+            self._roster.awaited_step = planned.output.step_id
+        return planned
 
     def _num_rows(self) -> int:
         """Rows that the step, or the next one, will have."""
         roster = self._roster
         return max(1, min(self._settings.max_num_seqs, len(roster.running) + roster.num_waiting))
 
-    def _can_draft(self) -> np.ndarray:
-        """Of the running sequences; those of which a drafter's cache has missed too much cannot."""
-        rested = self._roster.columns.rested[self._roster.running_places()]
-        return rested <= MAX_RESTED if rested.size else np.ones(1, dtype=bool)
-
     def _plan_ahead(self) -> None:
         """Have the rows of the step before go on before it is known how many of its drafts are right:
         the device knows. Otherwise the whole batch waits for that step: what could run meanwhile would
         only take the device from it."""
         roster, step, settings = self._roster, self._step, self._settings
-        columns, places = roster.columns, roster.running_places()
+        columns, places, asked = roster.columns, roster.running_places(), step.asked
         if (
             not 0 < step.num_drawn <= settings.max_rows_ahead
             or roster.num_suspects
@@ -130,22 +111,26 @@ class StepPlanner:
         limit, seqs = columns.limit[places], roster.running
         # One token of the step before is certain; where that is the last one, nothing is left to do.
         is_due = columns.known[places] + columns.pending[places] < limit
-        if not is_due.all():
+        if np.count_nonzero(is_due) < places.size:
             places, seqs, limit = places[is_due], list(compress(seqs, is_due)), limit[is_due]
-        if not seqs or (columns.step[places] != step.step_id).any():
+        if not seqs or np.count_nonzero(columns.step[places] != step.step_id):
             return
-        end = columns.computed[places] + (1 + step.asked + self._lookahead)
-        if len(seqs) * (1 + step.asked) > step.budget or not self._grow_all(
-            seqs, places, np.minimum(end, limit)
-        ):
-            return
-        step.put_decodes(seqs, places, np.full(places.size, step.asked), is_ahead=True)
+        end = np.minimum(columns.computed[places] + (1 + asked + self._lookahead), limit)
+        has_budget = len(seqs) * (1 + asked) <= step.budget
+        if has_budget and self._grow_all(seqs, places, end):
+            step.put_ahead(seqs, places, asked)
+
+    def _has_prompts(self) -> bool:
+        """Whether prompts are to be computed, and not all of them wait for somebody's end."""
+        roster = self._roster
+        has_place = len(roster.running) < self._settings.max_num_seqs
+        return bool(roster.num_waiting and has_place) or bool(roster.prefilling())
 
     def _grow_all(self, seqs: list[Sequence], places: np.ndarray, wanted: np.ndarray) -> bool:
         """Blocks for so many tokens of each sequence; none at all if there are too few for all."""
         kv = self._kv
         is_short = wanted > self._roster.columns.room[places]
-        if not is_short.any():
+        if not np.count_nonzero(is_short):
             return True
         rows = np.flatnonzero(is_short).tolist()
         seqs = [seqs[row] for row in rows]
@@ -175,7 +160,7 @@ class StepPlanner:
                 )
             is_due &= columns.is_running[places]  # juniors may have been preempted for seniors
         drafts = None
-        if self._length is not None:
+        if columns.has_drafts or self._lookahead:
             drafts = self._plan_drafts(seqs, places, is_due)
         if not is_due.all():
             places, seqs = places[is_due], list(compress(seqs, is_due))
@@ -185,17 +170,18 @@ class StepPlanner:
 
     def _plan_drafts(
         self, seqs: list[Sequence], places: np.ndarray, is_due: np.ndarray
-    ) -> np.ndarray | None:
+    ) -> np.ndarray:
         """How many drafts each row is fed. Every due row keeps a token of the budget; drafts get the
         rest, and blocks if some are free."""
         columns = self._roster.columns
         drafts: np.ndarray = columns.num_drafts[places]
-        if not (self._lookahead or drafts.any()):
-            return None
+        columns.has_drafts = bool(drafts.any())
+        # A step with prompts is recorded where decode steps are, but only without drafts.
+        if self._settings.max_rows_ahead and self._has_prompts():
+            drafts = np.zeros_like(drafts)
         drafts = np.where(is_due, drafts, 0)
         computed, limit = columns.computed[places], columns.limit[places]
         drafts = np.minimum(drafts, np.maximum(limit - columns.known[places] - 1, 0))
-        drafts[columns.rested[places] > MAX_RESTED] = 0
         left = self._step.budget - int(is_due.sum())
         drafts = np.clip(left - (np.cumsum(drafts) - drafts), 0, drafts)
         wanted = computed + 1 + drafts

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
 from fastdeploy_core.types import ModelRunnerOutput, TokenLogprobs
+
+from .step import ScheduledStep
 
 
 class RowResult(NamedTuple):
@@ -27,12 +30,17 @@ class StepResults:
         self._tokens: list[int] = output.token_ids.tolist()
         self._ends: list[int] | None = None
         if output.counts is not None:
-            self._ends = np.cumsum(output.counts).tolist()
+            self._ends = list(accumulate(output.counts.tolist()))
 
     @property
-    def num_drafts(self) -> np.ndarray | None:
-        """[rows] drafts that were fed, where only the device knew them."""
-        return self._output.num_drafts
+    def has_counts(self) -> bool:
+        """Whether rows may have another number of tokens than one."""
+        return self._output.counts is not None
+
+    def fed_drafts(self, step: ScheduledStep) -> np.ndarray:
+        """[cohort] drafts that were fed to the step's cohort; it may be that only the device knew."""
+        found = self._output.num_drafts
+        return step.drafts if found is None else found[: step.drafts.size]
 
     @property
     def next_drafts(self) -> np.ndarray | None:
@@ -45,9 +53,10 @@ class StepResults:
             return np.ones(num_rows, dtype=np.int64)
         return self._output.counts[:num_rows]
 
-    def leading_tokens(self, number: int) -> list[int]:
-        """The first so many of all tokens."""
-        return self._tokens[:number] if number < len(self._tokens) else self._tokens
+    def leading_tokens(self, num_rows: int) -> list[int]:
+        """Those of the leading rows."""
+        number = num_rows if self._ends is None else self._ends[num_rows - 1]
+        return self._tokens if number == len(self._tokens) else self._tokens[:number]
 
     def clear_others(self, only_tokens: np.ndarray) -> None:
         """Clear leading rows that have more to say than tokens."""

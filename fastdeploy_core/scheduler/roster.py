@@ -44,6 +44,9 @@ class Roster:
             Sequence
         ] = []  # preempted, or forked: go before new ones; senior first
         self.arrived: FairQueue[Sequence] = FairQueue()
+        # The newest step in flight that makes or judges drafts, -1 without one: how many tokens its rows
+        # will have is not known.
+        self.awaited_step = -1
         self.num_leaving = 0  # sequences whose blocks come back with a step in flight
         self.num_suspects = 0
         self.num_preemptions_total = 0
@@ -101,7 +104,6 @@ class Roster:
         seq.room = len(seq.table.blocks) * self.kv.block_size
         seq.commit_at = self.kv.next_commit(seq.table, seq.num_prompt_tokens)
         self.columns.is_running[seq.place] = True
-        self.columns.rested[seq.place] = 0
         bisect.insort(self.running, seq, key=_seniority)
         if seq not in self._begun:
             bisect.insort(self._begun, seq, key=_seniority)

@@ -129,6 +129,7 @@ class Sequence:
     def draft_stats(self) -> DraftStats | None:
         """How its drafts fared; None: there were none."""
         columns, place = self.columns, self.place
+        columns.tally.fold()
         if not columns.draft_steps[place]:
             return None
         found = columns.accepted_at[place].tolist()

@@ -40,6 +40,11 @@ class SchedulerSettings:
     max_rows_ahead: int = 0
     seed: int = 0
 
+    @property
+    def draft_numbers(self) -> tuple[int, ...]:
+        """Numbers of drafts to choose from; empty: any. Recorded steps are padded to one of these."""
+        return tuple({1, self.num_speculative_tokens}) if self.max_rows_ahead else ()
+
 
 def make_settings(
     config: EngineConfig, info: WorkerInfo, needs: Requirements | None = None

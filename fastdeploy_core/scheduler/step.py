@@ -10,7 +10,7 @@ import numpy as np
 
 from fastdeploy_core.types import BatchRows, BlockCopies, NewSequence, SchedulerOutput
 
-from .columns import NEVER, Columns
+from .columns import Columns
 from .sequence import Sequence
 
 _TOKEN_IDS, _STOP_IDS, _REQUEST_ID, _ATTEMPT, _TENANT = map(
@@ -40,12 +40,31 @@ class Cohort:
         self.request_ids: list[str] = list(map(_REQUEST_ID, seqs))
         self.attempts: list[int] = list(map(_ATTEMPT, seqs))
         self.tenants: Counter[str] = Counter(map(_TENANT, seqs))
+        self._decodes: dict[int, _Decodes] = {}
+
+    def decodes(self, number: int) -> _Decodes:
+        """Of a step in which every one has so many drafts."""
+        found = self._decodes.get(number)
+        if found is None:
+            drafts = np.full(len(self.seqs), number, dtype=np.int64)
+            found = self._decodes[number] = _Decodes.of(drafts)
+        return found
+
+
+class _Decodes(NamedTuple):
+    """Columns of rows that decode; see BatchRows."""
+
+    num_drafts: np.ndarray
+    counts: np.ndarray
+    samples: np.ndarray
+
+    @classmethod
+    def of(cls, num_drafts: np.ndarray) -> _Decodes:
+        """With so many drafts."""
+        return cls(num_drafts, 1 + num_drafts, num_drafts >= 0)
 
 
 NO_COHORT = Cohort([], np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
-
-
-NOBODY = np.zeros(0, dtype=np.int64)
 
 
 class ScheduledStep(NamedTuple):
@@ -58,7 +77,7 @@ class ScheduledStep(NamedTuple):
     num_tokens: int
     asked: int = 0  # drafts that each of its rows could have had
     is_decode: bool = False  # no row computes a prompt
-    awaited: np.ndarray = NOBODY  # places of sequences that wait for drafts of this step
+    is_awaited: bool = False  # it makes or judges drafts, which tell what its rows do next
     is_ahead: bool = False  # see BatchRows
 
     @property
@@ -96,8 +115,8 @@ class StepBuilder:
         self.num_prefills = 0
         self.is_stalled = False  # a running sequence got no room: nobody new may start
         self._has_cohort = self._is_ahead = False
-        self._starts = self._num_drafts = NO_COHORT.places
-        self._draft_ids = NO_COHORT.places
+        self._decodes = NO_COHORT.decodes(0)
+        self._starts = self._draft_ids = NO_COHORT.places
         self._rows: list[Row] = []
         self._new: list[NewSequence] = []
         self._new_blocks: dict[int, list[int]] = {}  # by seq_id
@@ -117,35 +136,41 @@ class StepBuilder:
         seqs: list[Sequence],
         places: np.ndarray,
         num_drafts: np.ndarray | None = None,
-        *,
-        is_ahead: bool = False,
     ) -> None:
         """Rows for sequences that decode, of their newest token and so many of their drafts; once per
-        step. They are its first rows. is_ahead: see BatchRows."""
+        step. They are its first rows."""
+        columns = self._columns
+        self._put_cohort(seqs, places, 1)
+        if num_drafts is None:
+            return
+        self._decodes = _Decodes.of(num_drafts)
+        columns.computed[places] += num_drafts
+        columns.num_drafts[places] = 0
+        fed = np.arange(columns.drafts.shape[1]) < num_drafts[:, None]
+        self._draft_ids = columns.drafts[places][fed]
+        self.budget -= self._draft_ids.size
+
+    def put_ahead(self, seqs: list[Sequence], places: np.ndarray, num_drafts: int) -> None:
+        """The same for rows that go ahead of results, each with so many drafts: see BatchRows."""
+        self._is_ahead = True
+        self._put_cohort(seqs, places, 1 + num_drafts)
+        self._columns.num_drafts[places] = 0
+
+    def _put_cohort(self, seqs: list[Sequence], places: np.ndarray, num_tokens: int) -> None:
         columns = self._columns
         if places is not self._cohort.places:
             seq_ids = columns.seq_id[places]
             if not np.array_equal(seq_ids, self._cohort.seq_ids):
                 self._cohort = Cohort(seqs.copy(), places, seq_ids)
         self._has_cohort = True
-        self._starts = columns.computed[places]
-        columns.computed[places] += 1
-        columns.pending[places] += 1
-        columns.in_flight[places] += 1
+        # In short, since it is done in every step: `x[places] += 1` takes numpy twice as long.
+        self._starts = starts = columns.computed[places]
+        columns.computed[places] = starts + num_tokens
+        columns.pending[places] = columns.pending[places] + 1
+        columns.in_flight[places] = columns.in_flight[places] + 1
         columns.step[places] = self._number
-        self.budget -= places.size
-        self._num_drafts = np.zeros(places.size, dtype=np.int64)
-        if num_drafts is not None:
-            self._num_drafts = num_drafts
-            columns.computed[places] += num_drafts
-            columns.num_drafts[places] = 0
-            self._is_ahead = is_ahead
-            if is_ahead:
-                self.budget -= int(num_drafts.sum())
-                return
-            fed = np.arange(columns.drafts.shape[1]) < num_drafts[:, None]
-            self._draft_ids = columns.drafts[places][fed]
-            self.budget -= self._draft_ids.size
+        self._decodes = self._cohort.decodes(num_tokens - 1)
+        self.budget -= places.size * num_tokens
 
     def put(self, seq: Sequence, num_tokens: int) -> None:
         """A row of its own."""
@@ -196,25 +221,26 @@ class StepBuilder:
         """The step. max_drafts, rests, fills: see `_ask`."""
         cohort = self._cohort if self._has_cohort else NO_COHORT
         has_drafts = self._is_ahead or bool(self._draft_ids.size)
+        draws = bool(cohort.seqs) or any(row.sample for row in self._rows)
         message = SchedulerOutput(
             step_id=self._number,
             finished_seq_ids=forgotten,
             new_sequences=self._new,
             copies=copies,
         )
-        if self._rows or has_drafts or not np.array_equal(cohort.seq_ids, self._last_seq_ids):
+        if self._rows or has_drafts or not self._is_last(cohort):
             message.rows = self._columns_of(cohort)
             goes_on = not has_drafts and bool(message.rows.samples.all())
             self._last_seq_ids = message.rows.seq_ids if goes_on else NO_COHORT.seq_ids
         step = ScheduledStep(
             message,
             cohort,
-            self._num_drafts,
+            self._decodes.num_drafts,
             self._rows,
             self._max_num_tokens - self.budget,
             self.asked,
             not self.num_prefills,
-            self._awaited(cohort) if max_drafts or self._num_drafts.any() else NOBODY,
+            (max_drafts > 0 and draws) or has_drafts,
             self._is_ahead,
         )
         if self._new_blocks:
@@ -230,40 +256,32 @@ class StepBuilder:
         self._ask(step, max_drafts, rests=rests, fills=fills)
         return step
 
-    def _awaited(self, cohort: Cohort) -> np.ndarray:
-        if not self._rows:
-            return cohort.places
-        places = [row.seq.place for row in self._rows if row.sample]
-        return np.concatenate((cohort.places, np.array(places, dtype=np.int64)))
+    def _is_last(self, cohort: Cohort) -> bool:
+        """Whether the cohort is all that the step before had."""
+        seq_ids, last = cohort.seq_ids, self._last_seq_ids
+        return seq_ids is last or np.array_equal(seq_ids, last)
 
     def _ask(self, step: ScheduledStep, max_drafts: int, *, rests: bool, fills: bool) -> None:
         """Say in the message how many drafts are wanted behind the step. `rests`: a drafter with a
         cache of its own is asked for none, and misses what decodes here; prompts, too, unless it
-        `fills` its cache with them for later."""
+        `fills` its cache with them for later. What it has missed costs it some right drafts, and its
+        output nothing."""
         self.asked = max_drafts
-        columns = self._columns
-        if step.awaited.size:
-            columns.newest_awaited = self._number
-            columns.awaits[step.awaited] = self._number
         if max_drafts or not rests:
             step.output.max_drafts = max_drafts
         elif self.num_prefills and fills:
             step.output.max_drafts = 0
-        else:
-            columns.rested[step.cohort.places] += 1
-            if self._rows:
-                columns.rested[[row.seq.place for row in self._rows]] = NEVER
 
     def _columns_of(self, cohort: Cohort) -> BatchRows:
         """Explicit rows for a message: the cohort's, then the others."""
-        rows, drafts = self._rows, self._num_drafts
-        if not rows:  # the same array as long as the sequences are the same
+        rows, (num_drafts, counts, samples) = self._rows, self._decodes
+        if not rows:  # the same arrays as long as the sequences are the same
             return BatchRows(
                 seq_ids=cohort.seq_ids,
                 starts=self._starts,
-                counts=1 + drafts,
-                samples=np.ones(drafts.size, dtype=bool),
-                num_drafts=drafts,
+                counts=counts,
+                samples=samples,
+                num_drafts=num_drafts,
                 draft_token_ids=self._draft_ids,
                 is_ahead=self._is_ahead,
             )
@@ -278,8 +296,8 @@ class StepBuilder:
         return BatchRows(
             seq_ids=np.concatenate((cohort.seq_ids, single.seq_ids)),
             starts=np.concatenate((self._starts, single.starts)),
-            counts=np.concatenate((1 + drafts, single.counts)),
-            samples=np.concatenate((np.ones(drafts.size, dtype=bool), single.samples)),
-            num_drafts=np.concatenate((drafts, single.num_drafts)),
+            counts=np.concatenate((counts, single.counts)),
+            samples=np.concatenate((samples, single.samples)),
+            num_drafts=np.concatenate((num_drafts, single.num_drafts)),
             draft_token_ids=self._draft_ids,
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
-from itertools import zip_longest
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, islice, zip_longest
 
 import msgspec
 
@@ -73,17 +73,6 @@ class DraftStats(msgspec.Struct, omit_defaults=True):
     num_drafts: int = 0
     accepted_at: list[int] = []  # by place: steps whose first so many drafts were right
 
-    def count(self, drafted: int, accepted: int) -> None:
-        """One more step."""
-        self.num_steps += 1
-        self.num_drafts += drafted
-        self.accepted_at = [
-            *self.accepted_at,
-            *[0] * (drafted - len(self.accepted_at)),
-        ]
-        for place in range(accepted):
-            self.accepted_at[place] += 1
-
     def add(self, other: DraftStats) -> None:
         """Another sequence of the same request."""
         self.num_steps += other.num_steps
@@ -128,25 +117,33 @@ class RequestOutputDelta(msgspec.Struct, kw_only=True, omit_defaults=True, tag="
 
 
 class TokenDeltas(msgspec.Struct, tag="tokens"):
-    """One more token, and nothing else, for each of many requests that have one sequence: what a
-    step adds to nearly all requests, in columns. Entry i is a RequestOutputDelta in short."""
+    """More tokens, and nothing else, for each of many requests that have one sequence: what a step
+    adds to nearly all requests, in columns. Entry i is a RequestOutputDelta in short."""
 
     request_ids: list[str]
     positions: list[int]
     attempts: list[int]
-    token_ids: list[int]
+    token_ids: list[int]  # of all entries, one entry after the other
+    counts: list[int] | None = None  # how many of them each entry has; None: one
 
-    def delta(self, index: int) -> RequestOutputDelta:
-        """One entry on its own."""
+    def pieces(self) -> Iterable[Sequence[int]]:
+        """The tokens of each entry."""
+        if self.counts is None:
+            return zip(self.token_ids, strict=True)
+        tokens = iter(self.token_ids)
+        return [list(islice(tokens, count)) for count in self.counts]
+
+    def delta(self, index: int, token_ids: Iterable[int]) -> RequestOutputDelta:
+        """One entry, which has these tokens, on its own."""
         return RequestOutputDelta(
             request_id=self.request_ids[index],
             position=self.positions[index],
             attempt=self.attempts[index],
-            sequences=[SequenceDelta(token_ids=[self.token_ids[index]])],
+            sequences=[SequenceDelta(token_ids=list(token_ids))],
         )
 
     def __iter__(self) -> Iterator[RequestOutputDelta]:
-        return map(self.delta, range(len(self.request_ids)))
+        return map(self.delta, count(), self.pieces())
 
 
 def each_delta(outputs: Iterable[RequestOutputDelta | TokenDeltas]) -> Iterator[RequestOutputDelta]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .device_slots import DeviceSlots
     from .input_batch import InputBatch
     from .loader import LoadedModel
+    from .prompt_graphs import RecordedPrompt
     from .step_graphs import RecordedStep
     from .step_rows import StepRows
 
@@ -32,9 +33,10 @@ class TargetStep:
     """The target's forward pass as it was run, for T tokens."""
 
     attention: AttentionBatch
-    context: ForwardContext
+    context: ForwardContext  # of a recorded pass: that of the recording
     input_ids: Tensor  # [T]
     hidden: Tensor  # [T, hidden]
+    recorded: RecordedPrompt | None = None  # which a drafter's part was recorded with, too
 
 
 class DraftBatches:
@@ -60,18 +62,20 @@ class DraftBatches:
         draw: Callable[[Tensor, int], Tensor],
     ) -> DraftBatch:
         """drawn: [R] int64; accepted: [S] int64 of the rows that sample, None: there were no drafts."""
-        slots = rows.slots
+        slots, context = rows.slots, step.context
+        if context.batch is not step.attention:  # what a recording was made with, padding included
+            context = self.context(step.attention, context.caches)
         return DraftBatch(
             seq_ids=self._batch.seq_ids[slots],
             slots=slots,
             draws=rows.samples,
             max_drafts=max_drafts,
             attention=step.attention,
-            context=step.context,
+            context=context,
             input_ids=step.input_ids,
-            next_token_ids=self._next_ids(rows, step, drawn),
+            next_token_ids=self.next_ids(rows, step, drawn),
             hidden_states=step.hidden,
-            last=self._last(rows, accepted),
+            last=self.last(rows, accepted),
             draw=draw,
             decode=_Decoder(self, rows, step, max_drafts).step,
         )
@@ -118,7 +122,32 @@ class DraftBatches:
             num_known=xp.index_select(slots.num_computed, 0, slots.rows[:size]) + 1,
         )
 
-    def _next_ids(self, rows: StepRows, step: TargetStep, drawn: Tensor | None) -> Tensor:
+    def make_prompt(
+        self, recorded: RecordedPrompt, draw: Callable[[Tensor, int], Tensor]
+    ) -> DraftBatch:
+        """Behind a recorded step with prompts, for a drafter that is to keep its cache complete."""
+        attention = recorded.attention
+        assert recorded.context is not None
+
+        def decode(positions: Tensor) -> tuple[AttentionBatch, ForwardContext]:
+            raise RuntimeError("no drafts are wanted behind this step (DraftBatch.max_drafts is 0)")
+
+        return DraftBatch(
+            seq_ids=np.full(attention.num_seqs, -1, dtype=np.int64),
+            slots=np.full(attention.num_seqs, -1, dtype=np.int64),
+            draws=np.ones(attention.num_seqs, dtype=bool),
+            max_drafts=0,
+            attention=attention,
+            context=recorded.context,
+            input_ids=recorded.input_ids,
+            next_token_ids=recorded.next_ids,
+            hidden_states=recorded.hidden,
+            last=recorded.last,
+            draw=draw,
+            decode=decode,
+        )
+
+    def next_ids(self, rows: StepRows, step: TargetStep, drawn: Tensor | None) -> Tensor:
         """[T] the token behind each one fed: of prompts as the host knows them, else what was drawn."""
         num_tokens = int(step.input_ids.shape[0])
         if drawn is not None and drawn.shape[0] == num_tokens:
@@ -134,7 +163,7 @@ class DraftBatches:
             self._xp.index_copy_(ids, 0, self._device.to_device(rows.sample_tokens), drawn)
         return ids
 
-    def _last(self, rows: StepRows, accepted: Tensor | None) -> Tensor:
+    def last(self, rows: StepRows, accepted: Tensor | None) -> Tensor:
         """[B] index of each row's last verified token."""
         ends = np.cumsum(rows.counts) - 1
         if accepted is None:

@@ -63,7 +63,9 @@ class InputBatch:
         self._block_size = np.int64(block_size)  # so that int32 block numbers do not overflow
         max_blocks = -(-(max_model_len + max_drafts) // block_size) + 1
         # Host buffers, one row per slot. Zeroed pages cost nothing until they are written.
-        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
+        longest = max_model_len + 1
+        self.token_ids = np.zeros((max_num_seqs, longest + 1 + max_drafts), dtype=np.int32)
+        self._nth = np.arange(1 + max_drafts)
         self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.room = np.zeros(max_num_seqs, dtype=np.int64)  # tokens that its blocks hold
@@ -212,7 +214,7 @@ class InputBatch:
 
     def _rows_ahead(self, message: BatchRows, slots: np.ndarray) -> StepRows:
         """Rows of which the device knows more; those without room write nothing there."""
-        width = int(message.counts.max(initial=1))
+        width = int(message.counts[0])  # the same for all of them
         key = (slots.size, width)
         if key not in self._even:
             self._even[key] = (
@@ -362,6 +364,15 @@ class InputBatch:
         """The host learns the token at each slot's position."""
         self.token_ids[slots, positions] = token_ids
         self.num_known[slots] = positions + 1
+
+    def learn_several(self, slots: np.ndarray, token_ids: np.ndarray, counts: np.ndarray) -> None:
+        """The host learns the next tokens of each slot. token_ids: [slots, n], of which a row's first
+        `counts` count."""
+        known = self.num_known[slots]
+        where = known[:, None] + self._nth[: token_ids.shape[1]]
+        self.token_ids[slots[:, None], where] = token_ids
+        # What has come to its end goes on until the scheduler knows.
+        self.num_known[slots] = np.minimum(known + counts, self.max_model_len + 1)
 
     def _decode_offsets(self, num_seqs: int) -> tuple[np.ndarray, Tensor]:
         """0, 1, ... num_seqs: the same for every decode step of this size."""

@@ -29,11 +29,15 @@ def probe(device: DeviceBackend) -> Callable[[], MemoryInfo]:
     programs come and go meanwhile."""
     if not (device.limits.shares_host_memory and _RESIDENT.exists()):
         return device.memory
-    # What was freed but kept would be used again unseen.
+    give_back_freed()  # or it would be used again unseen
+    return _own_memory
+
+
+def give_back_freed() -> None:
+    """The allocator returns to the system what it keeps of freed memory, where it can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-    return _own_memory
 
 
 def _own_memory() -> MemoryInfo:

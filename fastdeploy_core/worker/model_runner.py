@@ -23,7 +23,6 @@ from fastdeploy_core.types import NewSequence, SchedulerOutput
 
 from .caches import Caches
 from .device_slots import DeviceSlots
-from .draft_batch import TargetStep
 from .drawing import TokenDrawer, is_simple
 from .input_batch import InputBatch
 from .judging import DraftJudge
@@ -99,10 +98,8 @@ class ModelRunner:
         )
         self._speculation: Speculation | None = None
         if drafters is not None and speculative is not None:
-            rank_of = (self._columns, self._state, communicator)
-            self._speculation = Speculation(
-                *(device, loaded, batch, *rank_of, drafters, kernels, speculative)
-            )
+            parts = [self._columns, self._state, communicator, drafters, kernels, speculative]
+            self._speculation = Speculation(device, loaded, batch, *parts)
         self._reader = StepReader(device, batch, self._state, self._lock, self._speculation)
         self._slots: DeviceSlots | None = None
         self._graphs: StepGraphs | None = None
@@ -140,6 +137,7 @@ class ModelRunner:
             # A drafter that reads histories draws nothing.
             draft_draws=(False,) if slots.history is not None else (False, True),
             propose=None if speculation is None else partial(speculation.propose_recorded, slots),
+            fill=None if speculation is None else speculation.recorded_fill,
             prompt_sizes=prompt_sizes(
                 self._loaded.attention.values(), config, self._loaded.builder.expert_ranks
             ),
@@ -276,7 +274,8 @@ class ModelRunner:
         rows, graphs, slots = launched.rows, self._graphs, self._slots
         if graphs is None or slots is None:
             return None
-        width = 1 if rows.is_decode else 1 + int(rows.num_drafts.max())
+        most = rows.num_drafts[0] if rows.is_ahead else rows.num_drafts.max(initial=0)
+        width = 1 + int(most)
         if width == 1 and not rows.is_decode:
             return None
         recorded = graphs.find(rows.slots.size, width)
@@ -296,10 +295,9 @@ class ModelRunner:
         with self._lock:
             attention, token_slots, positions = self.batch.attention_batch(rows)
             input_ids = self.batch.input_ids(rows, token_slots, positions)
-        context, hidden = forward(
-            self._graphs, self._loaded, self.caches.tensors, rows, attention, input_ids
-        )
-        launched.target = TargetStep(attention, context, input_ids, hidden)
+        step = rows, attention, input_ids
+        launched.target = forward(self._graphs, self._loaded, self.caches.tensors, *step)
+        hidden = launched.target.hidden
         launched.prompt_logprobs = self._drawer.prompt_logprobs(hidden, rows)
         if not rows.sample_tokens.size:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +27,6 @@ def attention_batch(
     positions: np.ndarray,
 ) -> AttentionBatch:
     """What attention drivers see; token_slots and positions are of the tokens that count."""
-    put = device.to_device
     block, offset = np.divmod(positions, batch.block_size)
     slot_mapping = batch.block_tables[token_slots, block].astype(np.int64) * batch.block_size
     tables = np.zeros((shape.rows, shape.blocks), dtype=np.int32)
@@ -37,20 +37,11 @@ def attention_batch(
     where = np.repeat(shape.pad(rows.starts), shape.tokens)  # padding: where its row begins
     real = shape.spread(rows, np.ones(positions.size, dtype=bool))
     where[real] = positions
-    return AttentionBatch(
-        num_seqs=shape.rows,
-        num_tokens=shape.rows * shape.tokens,
-        cu_seqlens_q=offsets,
-        seq_lens=seq_lens,
-        block_tables=tables,
-        cu_seqlens_q_dev=put(offsets),
-        seq_lens_dev=put(seq_lens),
-        block_tables_dev=put(tables),
-        slot_mapping=put(shape.spread(rows, slot_mapping + offset, -1)),
-        positions=put(where),
-        tokens_per_row=shape.tokens,
-        is_padded=True,
+    slot_mapping = shape.spread(rows, slot_mapping + offset, -1)
+    made = AttentionBatch.upload(
+        device.to_device, offsets, seq_lens, tables, slot_mapping, where, shape.tokens
     )
+    return replace(made, is_padded=True)
 
 
 def input_ids(

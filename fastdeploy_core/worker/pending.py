@@ -57,6 +57,7 @@ class Launched:
     # Filled when the tokens are read.
     is_read: bool = False
     token_ids: np.ndarray | None = None  # [R]
+    counts: np.ndarray | None = None  # ModelRunnerOutput.counts, where nothing else is to be told
     num_accepted: np.ndarray | None = None  # [B] drafts that were right; None: there were none
     next_drafts: np.ndarray | None = None  # ModelRunnerOutput.next_drafts
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by sampled position
@@ -113,6 +114,9 @@ def build_output(launched: Launched) -> ModelRunnerOutput:
         draft_s=launched.draft_s,
         draft_failures=launched.draft_failures,
     )
+    if launched.counts is not None:
+        output.counts = launched.counts
+        return output
     if rows.is_decode and not launched.errors and launched.token_ids is not None:
         output.logprobs = {row: [entry] for row, entry in launched.logprobs.items()}
         return output

@@ -7,17 +7,19 @@ Logits and the draw stay outside; step_graphs.py owns the recordings of decode s
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from fastdeploy_core.contracts.attention import AttentionBatch
 from fastdeploy_core.errors import ResourceError, WorkerError
 from fastdeploy_core.layers.context import ForwardContext
+
+from .draft_batch import TargetStep
+from .step_buffers import PromptBuffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fastdeploy_core.contracts.attention import AttentionBatch
     from fastdeploy_core.contracts.device import CapturedGraph, DeviceBackend
     from fastdeploy_core.contracts.small import CausalLM
     from fastdeploy_core.tensor import Tensor
@@ -30,96 +32,54 @@ if TYPE_CHECKING:
 LEAST_SHARE, FEW_TOKENS = 0.75, 2048
 
 
-class PromptBuffers:
-    """Memory that all recorded steps read; smaller ones use its beginning."""
-
-    def __init__(
-        self, device: DeviceBackend, num_tokens: int, num_rows: int, max_blocks: int, longest: int
-    ) -> None:
-        xp = device.xp
-        self._max_blocks, self._longest, self.num_rows = max_blocks, longest, num_rows
-
-        def zeros(*shape: int, dtype: object = xp.int64) -> Tensor:
-            return xp.zeros(shape, dtype=dtype, device=device.device)
-
-        self.input_ids, self.positions = zeros(num_tokens), zeros(num_tokens)
-        self.slot_mapping = zeros(num_tokens) - 1
-        self.starts = zeros(num_rows + 1, dtype=xp.int32)
-        self.seq_lens = zeros(num_rows, dtype=xp.int32)
-        self.tables = zeros(num_rows, max_blocks, dtype=xp.int32)
-
-    def batch(self, size: int) -> AttentionBatch:
-        """The attention batch of up to `size` tokens; the host's arrays are upper bounds."""
-        rows = min(self.num_rows, size)
-        starts = np.full(rows + 1, size, dtype=np.int32)
-        starts[0] = 0
-        return AttentionBatch(
-            num_seqs=rows,
-            num_tokens=size,
-            cu_seqlens_q=starts,
-            seq_lens=np.full(rows, self._longest, dtype=np.int32),
-            block_tables=np.zeros((rows, self._max_blocks), dtype=np.int32),
-            cu_seqlens_q_dev=self.starts[: rows + 1],
-            seq_lens_dev=self.seq_lens[:rows],
-            block_tables_dev=self.tables[:rows],
-            slot_mapping=self.slot_mapping[:size],
-            positions=self.positions[:size],
-            is_exact=False,
-        )
-
-    def take(self, batch: AttentionBatch, input_ids: Tensor, size: int) -> None:
-        """Queue the copies of a step's batch; what is behind it becomes padding."""
-        tokens, rows = batch.num_tokens, batch.num_seqs
-        last = min(self.num_rows, size)
-        self.input_ids[:tokens] = input_ids
-        self.positions[:tokens] = batch.positions
-        self.slot_mapping[:tokens] = batch.slot_mapping
-        if tokens < size:
-            self.input_ids[tokens:size] = 0
-            self.positions[tokens:size] = 0
-            self.slot_mapping[tokens:size] = -1
-        self.starts[: rows + 1] = batch.cu_seqlens_q_dev
-        self.seq_lens[:rows] = batch.seq_lens_dev
-        if rows < last:
-            self.starts[rows + 1 : last + 1] = tokens
-            self.seq_lens[rows:last] = 0
-        width = int(batch.block_tables_dev.shape[1])
-        self.tables[:rows, :width] = batch.block_tables_dev
-
-
 class RecordedPrompt:
     """The forward pass of up to `size` tokens."""
 
     def __init__(self, graphs: PromptGraphs, size: int) -> None:
         self.size, self._graphs = size, graphs
-        self._batch = graphs.buffers.batch(size)
+        self.attention = graphs.buffers.batch(size)
+        self.input_ids = graphs.buffers.input_ids[:size]
+        self.next_ids = graphs.buffers.next_ids[:size]
+        self.last = graphs.buffers.last[: self.attention.num_seqs]
+        self.context: ForwardContext | None = None
+        self.hidden: Tensor = None  # [size, hidden]; stays until the next replay of any step
         self._forward: CapturedGraph | None = None
-        self._context: ForwardContext | None = None
-        self._hidden: Tensor = None  # [size, hidden]; stays until the next replay of any step
+        self._fill: CapturedGraph | None = None
 
     def record(self, beside: CapturedGraph | None) -> CapturedGraph:
         """Run once to get ready, then record; the memory of `beside` is used again."""
+        capture, fill = self._graphs.device.capture, self._graphs.fill
         self.run_once()
-        self._forward = self._graphs.device.capture(self.run_once, beside)
+        self._forward = capture(self.run_once, beside)
+        if fill is not None:
+            fill(self)
+            self._fill = capture(partial(fill, self), beside or self._forward)
         return self._forward
 
-    def run(self, batch: AttentionBatch, input_ids: Tensor) -> tuple[ForwardContext, Tensor]:
-        """Queue a step: what its layers were given, and the hidden states of its tokens."""
-        assert self._forward is not None and self._context is not None
+    def run(self, batch: AttentionBatch, input_ids: Tensor) -> TargetStep:
+        """Queue a step."""
+        assert self._forward is not None and self.context is not None
         self._graphs.buffers.take(batch, input_ids, self.size)
         self._forward.replay()
-        return self._context, self._hidden[: batch.num_tokens]
+        hidden = self.hidden[: batch.num_tokens]
+        return TargetStep(batch, self.context, input_ids, hidden, self if self._fill else None)
+
+    def fill(self, next_ids: Tensor, last: Tensor) -> None:
+        """Queue what keeps a drafter's cache complete, behind `run`. See DraftBatch."""
+        assert self._fill is not None
+        self._graphs.buffers.take_drawn(next_ids, last)
+        self._fill.replay()
 
     def run_once(self) -> None:
         """What is recorded."""
-        graphs, batch, buffers = self._graphs, self._batch, self._graphs.buffers
-        self._context = graphs.context(batch)
-        input_ids = buffers.input_ids[: self.size]
-        self._hidden = graphs.model.forward(input_ids, batch.positions, self._context)
+        graphs, batch = self._graphs, self.attention
+        self.context = graphs.context(batch)
+        self.hidden = graphs.model.forward(self.input_ids, batch.positions, self.context)
 
 
 class PromptGraphs:
-    """All recorded steps of prompts of one rank; `context` makes what layers need of a batch."""
+    """All recorded steps of prompts of one rank; `context` makes what layers need of a batch, `fill` has
+    a drafter fill its own cache."""
 
     def __init__(
         self,
@@ -131,7 +91,9 @@ class PromptGraphs:
         max_num_seqs: int,
         max_blocks: int,
         max_model_len: int,
+        fill: Callable[[RecordedPrompt], None] | None = None,
     ) -> None:
+        self.fill = fill
         self.device, self.model, self.context, self.sizes = device, model, context, sizes
         most = max(sizes)
         rows = min(max_num_seqs, most)
@@ -188,6 +150,7 @@ class PromptGraphs:
     def drop(self) -> None:
         """Forget all recordings."""
         self._steps.clear()
+        self.buffers.clear()
 
 
 def forward(
@@ -197,12 +160,12 @@ def forward(
     rows: StepRows,
     batch: AttentionBatch,
     input_ids: Tensor,
-) -> tuple[ForwardContext, Tensor]:
-    """Queue a step that is built on the host, recorded or operation by operation: what its layers were
-    given, and the hidden states of its tokens."""
+) -> TargetStep:
+    """Queue a step that is built on the host, recorded or operation by operation."""
     recorded = None if graphs is None else graphs.find_prompt(rows)
     if recorded is not None:
         return recorded.run(batch, input_ids)
     metadata = {spec: driver.prepare(batch) for spec, driver in loaded.attention.items()}
     context = ForwardContext(batch, metadata, caches)
-    return context, loaded.model.forward(input_ids, batch.positions, context)
+    hidden = loaded.model.forward(input_ids, batch.positions, context)
+    return TargetStep(batch, context, input_ids, hidden)

@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -98,7 +99,37 @@ class StepReader:
         wait_for(launched.event)
         download = launched.download
         assert download is not None
-        arrays = iter(download.arrays)
+        if not self._take_ahead(launched, download.arrays):
+            self._take_any(launched, iter(download.arrays))
+        if self._speculation is not None:
+            launched.draft_failures = self._speculation.num_failures
+        download.release()
+        launched.is_read = True  # last: another thread may be looking at it without the lock
+
+    def _take_ahead(self, launched: Launched, arrays: list[np.ndarray]) -> bool:
+        """In short what `_take_any` does, for a step that went ahead of results and behind which another
+        one has: nobody asks for its drafts. False, and nothing is taken, where more is to be done."""
+        rows, together, batch = launched.rows, launched.together, self._batch
+        is_steady = self._unread and self._unread[0].rows.is_ahead and not launched.sample_errors
+        if not rows.is_ahead or together is None or not is_steady:
+            return False
+        slots, width = rows.slots, together.width
+        values = arrays[0][: slots.size]
+        if values.min() < NOT_KEPT:
+            return False
+        tokens, is_token = values[:, :width], values >= 0
+        launched.counts = counts = np.add.reduce(is_token[:, :width], 1)
+        launched.token_ids = tokens[is_token[:, :width]]
+        launched.fed_ahead = np.minimum(rows.num_drafts, self._num_kept[slots])
+        drafts = is_token[:, width : width + launched.max_drafts]
+        self._num_kept[slots] = np.add.reduce(drafts, 1)
+        stays = batch.owner[slots] == launched.owners
+        if np.count_nonzero(stays) < slots.size:
+            slots, tokens, counts = slots[stays], tokens[stays], counts[stays]
+        batch.learn_several(slots, tokens, counts)
+        return True
+
+    def _take_any(self, launched: Launched, arrays: Iterator[np.ndarray]) -> None:
         rows, batch = launched.rows, self._batch
         if rows.is_ahead:
             most, kept = rows.num_drafts, self._num_kept[rows.slots]
@@ -106,9 +137,9 @@ class StepReader:
             launched.fed_ahead = rows.num_drafts
         drafts: np.ndarray | None = None
         if launched.together is not None:
-            marked, drafts = launched.together.split(next(arrays), rows.slots.size)
-            drafts = drafts[:, : launched.max_drafts]
-            self._take_tokens(launched, marked.copy())
+            width, values = launched.together.width, next(arrays)[: rows.slots.size]
+            drafts = values[:, width : width + launched.max_drafts]
+            self._take_tokens(launched, values[:, :width].copy())
         else:
             if launched.has_results:
                 self._take_tokens(launched, next(arrays).copy())
@@ -120,7 +151,6 @@ class StepReader:
             began = time.perf_counter()
             launched.next_drafts = self._speculation.collect(launched, drafts)
             launched.draft_s += time.perf_counter() - began
-            launched.draft_failures = self._speculation.num_failures
         for row, records in launched.logprob_parts():
             found = read(records, arrays)
             if row is None:
@@ -129,8 +159,6 @@ class StepReader:
             if not all(math.isfinite(value) for record in found for value in record.logprobs):
                 launched.errors[row] = NAN
             launched.prompt_rows.setdefault(row, []).extend(found)
-        download.release()
-        launched.is_read = True  # last: another thread may be looking at it without the lock
 
     def _take_tokens(self, launched: Launched, marked: np.ndarray) -> None:
         rows, plan, batch = launched.rows, launched.plan, self._batch

@@ -78,10 +78,8 @@ def prompt_ladder(max_step_tokens: int) -> tuple[int, ...]:
 def prompt_sizes(
     drivers: Iterable[AttentionBackend], config: EngineConfig, ranks: ExpertRanks | None = None
 ) -> tuple[int, ...]:
-    """The ladder if every attention driver can be recorded in such steps, as far as divided experts can.
-    Drafters read what layers were given of a step as it is on the host, so beside them nothing is
-    recorded."""
-    if config.speculative is not None or not all(driver.can_capture_mixed for driver in drivers):
+    """The ladder if every attention driver can be recorded in such steps, as far as divided experts can."""
+    if not all(driver.can_capture_mixed for driver in drivers):
         return ()
     sizes = prompt_ladder(config.batch.max_num_batched_tokens)
     most = None if ranks is None else ranks.most_recorded

@@ -19,6 +19,8 @@ from .recorded_draws import RecordedDraws
 from .step_graphs import DraftsWithResults
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fastdeploy_core.config import SpeculativeConfig
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from .input_batch import InputBatch
     from .loader import LoadedModel
     from .pending import Launched
+    from .prompt_graphs import RecordedPrompt
     from .sequence_state import SequenceState
     from .step_graphs import RecordedStep
 
@@ -117,10 +120,28 @@ class Speculation:
             if is_random:
                 self._draws.fill(launched.rows.slots)
             drafts = recorded.replay_proposal(max_drafts, is_random)
+        elif step is not None and step.recorded is not None and not max_drafts:
+            rows, batches = launched.rows, self._batches
+            next_ids = batches.next_ids(rows, step, launched.drawn)
+            step.recorded.fill(next_ids, batches.last(rows, launched.accepted))
         elif step is not None:
             drafts = self._propose(drafter, launched, step, max_drafts, slots)
         launched.draft_s = time.perf_counter() - began
         return drafts
+
+    @property
+    def recorded_fill(self) -> Callable[[RecordedPrompt], None] | None:
+        """What is recorded behind prompts: a drafter on the device with layers of its own fills their
+        cache. None: there is no such drafter."""
+        drafter = self._drafter
+        if drafter is None or not self.on_device or self.reads_history:
+            return None
+
+        def fill(recorded: RecordedPrompt) -> None:
+            batch = self._batches.make_prompt(recorded, lambda logits, step: self._greedy(logits))
+            drafter.propose(batch)
+
+        return fill
 
     def propose_recorded(
         self, slots: DeviceSlots, recorded: RecordedStep, max_drafts: int, is_random: bool

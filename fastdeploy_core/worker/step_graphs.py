@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from tqdm import tqdm
 
 from fastdeploy_core.contracts.attention import AttentionBatch
@@ -25,9 +24,11 @@ from fastdeploy_core.layers.context import ForwardContext
 from .prompt_graphs import PromptGraphs
 from .recorded_draws import RecordedDraws
 from .recorded_sizes import unlike
-from .step_buffers import StepBuffers
+from .step_buffers import DecodeBuffers
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from fastdeploy_core.contracts.device import (
         CapturedGraph,
         Communicator,
@@ -48,16 +49,8 @@ logger = logging.getLogger(__name__)
 class DraftsWithResults(NamedTuple):
     """What the host is told of a recorded step that drafts: its results, then drafts for the next one."""
 
-    values: Tensor  # [size * (width + number)] int64
-    size: int
+    values: Tensor  # [size, width + number] int64
     width: int
-    number: int
-
-    def split(self, values: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """The values on the host as [rows, width] and [rows, number]."""
-        end = self.size * self.width
-        results = values[:end].reshape(self.size, self.width)
-        return results[:num_rows], values[end:].reshape(self.size, self.number)[:num_rows]
 
 
 class RecordedStep:
@@ -118,10 +111,8 @@ class RecordedStep:
             proposals = make(self, number, is_random)
             kept = self.keep_drafts(self.size, proposals)
             # One copy to the host for both: it costs the host more than this costs the device.
-            parts = (self._buffers.results[: self.size].reshape([-1]), kept.reshape([-1]))
-            self._drafts[number, is_random] = DraftsWithResults(
-                self._graphs.xp.cat(parts), self.size, self.width, number
-            )
+            values = self._graphs.xp.cat((self._buffers.results[: self.size], kept), 1)
+            self._drafts[number, is_random] = DraftsWithResults(values, self.width)
 
         propose()
         self._proposals[number, is_random] = self._graphs.device.capture(propose, beside)
@@ -259,6 +250,7 @@ class StepGraphs:
         draft_numbers: tuple[int, ...] = (),
         draft_draws: tuple[bool, ...] = (False,),
         propose: Callable[[RecordedStep, int, bool], Tensor] | None = None,
+        fill: Callable[[RecordedPrompt], None] | None = None,
         prompt_sizes: tuple[int, ...] = (),
         columns: SamplingColumns | None = None,
     ) -> None:
@@ -273,7 +265,7 @@ class StepGraphs:
         self.sizes, self.widths = tuple(sorted(sizes)), tuple(sorted(widths))
         max_blocks = slots.tables.shape[1]
         self.buffers = {
-            width: StepBuffers(device, max(sizes), width, max_blocks, max_model_len + width - 1)
+            width: DecodeBuffers(device, max(sizes), width, max_blocks, max_model_len + width - 1)
             for width in widths
         }
         self._steps: dict[tuple[int, int], RecordedStep] = {}
@@ -288,6 +280,7 @@ class StepGraphs:
                 max_num_seqs=int(slots.tables.shape[0]) - 1,
                 max_blocks=max_blocks,
                 max_model_len=max_model_len,
+                fill=fill,
             )
 
     def find_prompt(self, rows: StepRows) -> RecordedPrompt | None:

@@ -25,7 +25,7 @@ from fastdeploy_core.types.worker import WorkerInfo
 
 from .drafters import DrafterMaker
 from .loader import LoadedModel, load_model
-from .memory import LowWater, MemoryProfile, probe
+from .memory import LowWater, MemoryProfile, give_back_freed, probe
 from .model_runner import ModelRunner
 from .pending import PendingOutput
 from .recorded_sizes import graph_sizes
@@ -103,6 +103,7 @@ class Worker:
                 self.config, self.config.speculative, device, kernels, loaded, self.resolved
             ).make(self.rank, records=bool(sizes))
         gc.collect()
+        give_back_freed()
         weight_bytes = max(0, free_before - device.memory().free_bytes)
         clock.lap("weights")
         self._runner = ModelRunner(

@@ -20,7 +20,6 @@ from fastdeploy_core.contracts.speculative import DraftBatch, HostDraftInput
 from fastdeploy_core.engine.core import EngineCore
 from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.grammar.llguidance_backend import LLGuidanceBackend
-from fastdeploy_core.testing.capturing import OnCapturingDevice
 from fastdeploy_core.types import (
     Request,
     RequestOutputDelta,
@@ -30,6 +29,7 @@ from fastdeploy_core.types import (
     each_delta,
 )
 from tests.cpu.engine_mixes import MAX_MODEL_LEN, Bench, Settings, SharedExecutor, play
+from tests.cpu.recordable_prompts import WithPrompts
 from tests.null_engine import Collector, make_request
 from tests.worker_steps import EOS, engine_config, sharpen
 
@@ -142,7 +142,7 @@ class SpeculativeBench(Bench):
         self.config = config
         self._resolved: Any = resolve_plugins(self.config)
         if captures:
-            self._resolved = OnCapturingDevice(self._resolved)
+            self._resolved = WithPrompts(self._resolved)
         self._executor = SharedExecutor(self.config, self._resolved)
         self.block_bytes = self._executor._info.bytes_per_block
         self._num_seq_ids = 0

@@ -14,52 +14,13 @@ import pytest
 
 from fastdeploy_core.config import GraphConfig, SpeculativeConfig
 from fastdeploy_core.models.decoder import DecoderLM
-from fastdeploy_core.testing.capturing import (
-    CapturingDevice,
-    OnCapturingDevice,
-    RecordableAttention,
-    _Metadata,
-)
+from fastdeploy_core.testing.capturing import CapturingDevice, RecordableAttention
 from fastdeploy_core.worker import recorded_sizes
+from tests.cpu.recordable_prompts import RecordablePrompts, WithPrompts
 from tests.cpu.test_model_runner import Life
 from tests.worker_steps import VOCAB, Steps, engine_config, make_worker, sharpen, write_model
 
 SIZES = (8, 24, 48)
-
-
-class RecordablePrompts(RecordableAttention):
-    """Steps of any rows, of which the host knows nothing."""
-
-    can_capture_mixed = True
-
-    def prepare(self, batch: Any) -> _Metadata:
-        if batch.is_exact or batch.tokens_per_row:
-            return super().prepare(batch)
-        xp, device = self._xp, self._device.device
-        token = xp.arange(batch.num_tokens, dtype=xp.int64, device=device)
-        starts = batch.cu_seqlens_q_dev.to(xp.int64)
-        behind = starts[1:].unsqueeze(0) <= token.unsqueeze(1)
-        row = behind.to(xp.int64).sum(-1)
-        row = xp.where(row < batch.num_seqs, row, xp.zeros_like(row))
-        nth_last = xp.index_select(starts, 0, row + 1) - token
-        width = batch.block_tables.shape[1] * self.block_size
-        where = xp.arange(width, dtype=xp.int64, device=device)
-        tables = batch.block_tables_dev.to(xp.int64)
-        block = xp.index_select(tables, 1, where // self.block_size)
-        lengths = batch.seq_lens_dev.to(xp.int64)
-        own = xp.index_select(lengths, 0, row) - nth_last
-        return _Metadata(
-            num_tokens=batch.num_tokens,
-            slots=block * self.block_size + where % self.block_size,
-            rows=row,
-            hidden=where.unsqueeze(0) > own.unsqueeze(1),
-            unwritten=where.unsqueeze(0) >= lengths.unsqueeze(1),
-        )
-
-
-class WithPrompts(OnCapturingDevice):
-    def load(self, kind: str, name: str = "") -> Any:
-        return RecordablePrompts if kind == "attention" else super().load(kind, name)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +98,7 @@ def test_what_is_recorded(folder: Path) -> None:
     assert recorded_sizes.prompt_sizes(able, config) == recorded_sizes.prompt_ladder(tokens)
     assert recorded_sizes.prompt_sizes([*able, RecordableAttention], config) == ()
     drafts = dataclasses.replace(config, speculative=SpeculativeConfig("ngram", 2))
-    assert recorded_sizes.prompt_sizes(able, drafts) == ()
+    assert recorded_sizes.prompt_sizes(able, drafts) == recorded_sizes.prompt_ladder(tokens)
 
 
 class Compiling(CapturingDevice):

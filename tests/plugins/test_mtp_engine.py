@@ -152,7 +152,7 @@ def run_mix(benches: Any, name: str, seed: int) -> None:
     core, answers = drafting.run(settings, arrivals)
     assert answers.tokens == expected.tokens, (name, seed, settings)
     assert answers.reasons == expected.reasons and not answers.errors
-    assert core.scheduler.counters.num_draft_tokens > 0
+    assert core.stats().draft_tokens_total > 0
 
 
 @pytest.mark.parametrize("seed", range(3))

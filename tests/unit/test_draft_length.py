@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
+import numpy as np
 import pytest
 
 from fastdeploy_core.scheduler.draft_length import DraftLength, StepTimes
@@ -33,8 +34,9 @@ class World:
         seconds = (1.0 + self.cost * asked) * self.random.uniform(0.97, 1.03)
         self.seconds += seconds
         self.tokens += sum(right) + self.rows
-        at = [sum(count > place for count in right) for place in range(asked)]
-        self.length.observe(self.rows, asked, at, seconds)
+        if asked:
+            self.length.acceptance.note(asked, 1 + np.array(right))
+        self.length.observe(self.rows, asked, seconds)
 
     def run(self, num_steps: int) -> Counter[int]:
         self.chosen.clear()
@@ -108,7 +110,7 @@ def test_limits_hold_without_adapting() -> None:
     fixed = DraftLength(3, adaptive=False, disable_above=4)
     assert [fixed.choose(rows) for rows in (0, 1, 4, 5, 100)] == [0, 3, 3, 0, 0]
     for _ in range(50):
-        fixed.observe(2, 3, [0, 0, 0], 9.0)
+        fixed.observe(2, 3, 9.0)
     assert fixed.choose(2) == 3
     assert DraftLength(3, disable_above=4).choose(5) == 0
 

@@ -59,3 +59,6 @@ def test_what_a_dead_front_end_asked_for_is_found_and_forgotten() -> None:
     columns = TokenDeltas(["a", "b"], [0, 0], [1, 1], [5, 6])
     ((owner, (part,)),) = routes.sort([columns, single("b", 1)])
     assert owner == 0 and part == TokenDeltas(["a"], [0], [1], [5])
+    several = TokenDeltas(["b", "a"], [0, 0], [1, 1], [5, 6, 7, 8], [1, 3])
+    ((owner, (part,)),) = routes.sort([several])
+    assert owner == 0 and part == TokenDeltas(["a"], [0], [1], [6, 7, 8], [3])

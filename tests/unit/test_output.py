@@ -316,8 +316,9 @@ def test_a_branch_that_a_stop_string_ends_is_named_while_others_go_on(
     assert aborts == [] and split_branch_id("r") == ("r", None)
 
 
+@pytest.mark.parametrize("has_counts", [False, True])
 def test_tokens_in_columns_are_kept_for_who_waits_for_the_end_and_shown_to_others(
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer, has_counts: bool
 ) -> None:
     processor = OutputProcessor(tokenizer)
     ids = tokenizer.encode("hello world")
@@ -328,8 +329,10 @@ def test_tokens_in_columns_are_kept_for_who_waits_for_the_end_and_shown_to_other
         request.request_id = name
         processor.add(request, kind=kind)
     shown: dict[str, str] = {}
-    for position, token in enumerate(ids):
-        tokens = TokenDeltas(list(kinds), [position] * 3, [1] * 3, [token] * 3)
+    pieces = [ids[:1], ids[1:4], ids[4:]] if has_counts else [[token] for token in ids]
+    for position, piece in enumerate(pieces):
+        counts = [len(piece)] * 3 if has_counts else None
+        tokens = TokenDeltas(list(kinds), [position] * 3, [1] * 3, piece * 3, counts)
         others = processor.collect(tokens)
         assert [delta.request_id for delta in others] == ["b", "c"]
         for delta in others:
@@ -338,7 +341,7 @@ def test_tokens_in_columns_are_kept_for_who_waits_for_the_end_and_shown_to_other
                 text = output.outputs[0].text
                 shown[delta.request_id] = shown.get(delta.request_id, "") + text
     end = SequenceDelta(token_ids=[EOS], finish_reason=FinishReason.STOP)
-    last = RequestOutputDelta(request_id="a", position=len(ids), sequences=[end], finished=True)
+    last = RequestOutputDelta(request_id="a", position=len(pieces), sequences=[end], finished=True)
     output, _ = processor.process(last)
     assert output is not None and output.outputs[0].text == "hello world" == shown["b"]
     assert output.outputs[0].token_ids == [*ids, EOS] and output.metrics.last_token_time

@@ -120,7 +120,9 @@ def test_drafters_with_a_cache_rest_and_miss_what_decodes() -> None:
     assert asked[0] == 0, "prompts fill the drafter's cache"
     assert set(asked[1:]) == {-1}
     scheduler._length.choose = lambda num_rows: 3
-    assert scheduler.schedule().output.max_drafts == -1, "it has missed too much of this sequence"
+    assert scheduler.schedule().output.max_drafts == 3, (
+        "what it has missed may cost it right drafts"
+    )
     fresh = Script(drafts_with_cache=True, lookahead_tokens=3)
     fresh.scheduler.add(make_request("b", [1, 2, 3, 4], max_tokens=60))
     fresh.step([[9]], [[5, 6, 7]])

@@ -12,12 +12,16 @@ import numpy as np
 import pytest
 
 from fastdeploy_core.plugins import lookup
-from tests.checkpoints import NUM_GREEDY, VARIANTS, build, reference
+from tests.checkpoints import VARIANTS, build, reference
 from tests.paged import PagedModel, load_driver, with_quantizer
+from tests.parity import (
+    TOLERANCE,
+    check_chunks_beside_a_decode,
+    check_prompts_and_greedy,
+    relative_error,
+)
 
 native = pytest.importorskip("fd_cpu._native", reason="fd-cpu is not installed")
-
-TOLERANCE = 1e-4  # of the largest logit
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +46,6 @@ def model_of(folder: Path, library: str, **options: Any) -> Iterator[PagedModel]
     made.close()
 
 
-def error(ours: np.ndarray, theirs: np.ndarray) -> float:
-    assert ours.shape == theirs.shape
-    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
-
-
 def similarity(ours: np.ndarray, theirs: np.ndarray) -> float:
     """The smallest cosine between rows."""
     lengths = np.linalg.norm(ours, axis=-1) * np.linalg.norm(theirs, axis=-1)
@@ -57,30 +56,16 @@ def similarity(ours: np.ndarray, theirs: np.ndarray) -> float:
 def test_prompt_logits_and_64_greedy_tokens_equal_transformers(
     checkpoints: Path, variant: str, tensor_library: str
 ) -> None:
-    answers = reference(checkpoints / variant)
     with model_of(checkpoints / variant, tensor_library) as model:
-        prompts = {str(i): answer["prompt"].tolist() for i, answer in enumerate(answers)}
-        logits = model.step([(f"logits{n}", p) for n, p in prompts.items()])
-        errors = [error(x, a["logits"]) for x, a in zip(logits, answers, strict=True)]
-        assert max(errors) < TOLERANCE
-        tokens = model.greedy(prompts, NUM_GREEDY)
-    assert [tokens[n] for n in prompts] == [a["greedy"].tolist() for a in answers]
+        check_prompts_and_greedy(model, reference(checkpoints / variant))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_prompt_in_chunks_beside_a_decode_gives_the_same_logits(
     checkpoints: Path, variant: str, tensor_library: str
 ) -> None:
-    short, long = reference(checkpoints / variant)
-    prompt, greedy = long["prompt"].tolist(), short["greedy"].tolist()
     with model_of(checkpoints / variant, tensor_library, num_threads=2) as model:
-        model.step([("decode", short["prompt"].tolist())])
-        seen = []
-        for start, stop, token in ((0, 1, greedy[0]), (1, 12, greedy[1]), (12, 23, greedy[2])):
-            chunk, decoded = model.step([("chunked", prompt[start:stop]), ("decode", [token])])
-            seen.append(chunk)
-    assert error(np.concatenate(seen), long["logits"]) < TOLERANCE
-    assert int(decoded[-1].argmax()) == greedy[3]
+        check_chunks_beside_a_decode(model, reference(checkpoints / variant))
 
 
 # Cosine to float32's logits. These models have few, random weights, which rounds badly: what is wrong
@@ -119,7 +104,7 @@ def test_formats_that_round_activations_equal_the_reference_device(
     other.close()
 
 
-@pytest.mark.parametrize("isa", native.available_isas())
+@pytest.mark.parametrize("isa", [*native.available_isas(), "emulated"])
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_levels_and_thread_counts_agree(
     checkpoints: Path,
@@ -134,4 +119,4 @@ def test_levels_and_thread_counts_agree(
     with model_of(folder, tensor_library, num_threads=num_threads) as model:
         assert model.device.report()[0] == f"native kernels: {isa}, {num_threads} threads"
         logits = model.step([("a", answer["prompt"].tolist())])[0]
-    assert error(logits, answer["logits"]) < TOLERANCE
+    assert relative_error(logits, answer["logits"]) < TOLERANCE

@@ -178,13 +178,13 @@ class RequestSchedulerConformance(Conformance):
             [TokenDeltas(names, [0, 0], [first.attempt - 1, attempts[1]], [9, 1])]
         )
         scheduler.put_results([TokenDeltas(names, [0, 0], attempts, [2, 9])])
-        scheduler.put_results([TokenDeltas(names, [1, 1], attempts, [3, 4])])
+        scheduler.put_results([TokenDeltas(names, [1, 1], attempts, [3, 4, 5, 6], [1, 3])])
         scheduler.put_results([delta(first, 2, finished=True), delta(second, 2, finished=True)])
         got = self.collect(scheduler, 6)
-        for taken, expected in ((first, [2, 3]), (second, [1, 4])):
+        for taken, expected in ((first, [[2], [3]]), (second, [[1], [4, 5, 6]])):
             mine = [d for d in got if d.request_id == taken.request_id]
             assert [d.position for d in mine] == [0, 1, 2]
-            assert [d.sequences[0].token_ids[0] for d in mine[:2]] == expected
+            assert [d.sequences[0].token_ids for d in mine[:2]] == expected
         self.assert_quiet(scheduler)
 
     def test_repeated_deltas_are_shown_once(self, make: Maker) -> None:

@@ -80,6 +80,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
     parser.add_argument("--points", nargs="+", default=list(POINTS), choices=list(POINTS))
     parser.add_argument("--devices", nargs="+", default=["x86", "cpu"], help="of ours")
+    modes = sorted({mode for modes in OURS.values() for mode in modes})
+    parser.add_argument("--modes", nargs="+", default=modes, choices=modes, help="of ours")
     parser.add_argument(
         "--engines",
         nargs="+",
@@ -112,6 +114,8 @@ def engines(options: argparse.Namespace, model: str, bits: str, programs: Path) 
     if "fastdeploy" in options.engines:
         for device in options.devices:
             for name, quantization in OURS[bits].items():
+                if name not in options.modes:
+                    continue
                 path = file if name == "file" else folder
                 label = f"fastdeploy {device} {FORMATS[bits] + ' file' if name == 'file' else name}"
                 settings = {"device": device, "quantization": quantization, "kv_bytes": KV_BYTES}

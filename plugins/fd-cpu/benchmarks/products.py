@@ -23,7 +23,7 @@ FORMATS = {
     "int4, groups of 128": (3, 128),
     "int4, groups of 32": (3, 32),
 }
-ROWS = (1, 8, 32, 512)
+ROWS = (1, 4, 8, 16, 32, 512)
 
 
 def seconds(runtime: object, matrix: object, rows: int, asked: argparse.Namespace) -> float:

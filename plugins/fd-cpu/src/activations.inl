@@ -2,78 +2,87 @@
 
 namespace fdcpu::FDCPU_NAMESPACE {
 
+// Groups smaller than this cost tiles of integers more than they gain: with more rows than a tile has their
+// weights become bfloat16 on the way to the tiles.
+constexpr int64_t kLeastTiledGroup = 128;
+
 // Activations of one product in the scratch: values in the format's form, then scales and sums.
 struct Activations {
     uint8_t *values;
     float *scales;   // [rows][groups]
     int32_t *sums;   // [rows][groups], int4 only
     int64_t row_bytes, groups;
+    bool is_int, is_wide;  // wide: bfloat16 for weights of integers
+    // Byte k of row m: rows as they are, or sixteen rows' 64 bytes side by side as tiles read them.
+    int64_t row_step, block_step, line_step;
 
-    Activations(const PackedMatrix &w, int64_t num_rows, uint8_t *scratch) {
-        const bool is_int = w.kind == WeightKind::int8 || w.kind == WeightKind::int4;
-        row_bytes = (w.padded_inputs * (is_int ? 1 : w.kind == WeightKind::bf16 ? 2 : 4) + 63) / 64 * 64;
+    Activations(const PackedMatrix &w, int64_t num_rows, uint8_t *scratch, bool in_tiles = false, bool wide = false)
+        : is_int(!wide && (w.kind == WeightKind::int8 || w.kind == WeightKind::int4)), is_wide(wide) {
+        row_bytes = (w.padded_inputs * (is_int ? 1 : w.kind == WeightKind::f32 ? 4 : 2) + 63) / 64 * 64;
         groups = w.num_groups();
         values = scratch;
-        scales = reinterpret_cast<float *>(values + num_rows * row_bytes);
+        scales = reinterpret_cast<float *>(values + (num_rows + 15) / 16 * 16 * row_bytes);
         sums = reinterpret_cast<int32_t *>(scales + num_rows * groups);
+        row_step = in_tiles ? 64 : row_bytes;
+        block_step = 16 * row_bytes;
+        line_step = in_tiles ? 1024 : 64;
     }
-    // Tiles read whole sixteens of rows.
+    // Tiles read whole sixteens of rows, from any row.
     size_t num_bytes(int64_t num_rows) const { return size_t((num_rows + 16) * (row_bytes + groups * 8)); }
-    const uint8_t *row(int64_t m) const { return values + m * row_bytes; }
+    uint8_t *row(int64_t m) const { return values + m / 16 * block_step + m % 16 * row_step; }
+    int64_t at(int64_t byte) const { return byte / 64 * line_step + byte % 64; }
 };
 
-size_t linear_scratch(const LinearOp &op, int num_threads) {
-    const Activations form(*op.weight, op.num_rows, nullptr);
-    const size_t rows = size_t(op.weight->padded_inputs + kLanes) * sizeof(float) * size_t(num_threads);
-    return form.num_bytes(op.num_rows) + rows + 128;
-}
-
 // Per group: int8 by absmax / 127. int8 weights are multiplied with x + 128, which is unsigned.
-FDCPU_INLINE void quantize_row(const PackedMatrix &w, const float *row, const Activations &out, int64_t m) {
-    uint8_t *bytes = out.values + m * out.row_bytes;
+// What loops read is copied first: a store of bytes might change anything, for all that the compiler knows.
+FDCPU_INLINE void quantize_row(const PackedMatrix &w, const float *row, const Activations &form, int64_t m) {
+    const Activations out = form;
+    const int64_t group = w.group, groups = out.groups;
+    uint8_t *bytes = out.row(m);
     const int offset = w.kind == WeightKind::int8 ? 128 : 0;
-    for (int64_t g = 0; g < out.groups; ++g) {
-        const float *x = row + g * w.group;
-        F peaks = splat(0);
-        for (int64_t k = 0; k < w.group; k += kLanes) peaks = maximum(peaks, absolute(load(x + k)));
+    for (int64_t g = 0; g < groups; ++g) {
+        const float *x = row + g * group;
+        F peaks = splat(0), squares = splat(0);
+        for (int64_t k = 0; k < group; k += kLanes) {
+            const F value = load(x + k);
+            peaks = maximum(peaks, absolute(value));
+            squares = value * value + squares;
+        }
         const float peak = max_of(peaks);
         const float scale = peak / 127.f, inverse = peak > 0 ? 127.f / peak : 0.f;
         I total = splat_int(0);
-        for (int64_t k = 0; k < w.group; k += kLanes) {
+        for (int64_t k = 0; k < group; k += kLanes) {
             const I q = round_to_int(load(x + k) * inverse);
             total += q;
-            using Narrow = uint8_t __attribute__((vector_size(16)));
-            store_as(bytes + g * w.group + k, __builtin_convertvector(U(q + offset), Narrow));
+            store_bytes(bytes + out.at(g * group + k), q + offset);
         }
-        uint32_t lanes[kLanes], sum = 0;
-        store_as(lanes, total);
-        for (uint32_t lane : lanes) sum += lane;
         // A value that is no number must reach the result, not vanish in an integer.
-        const bool is_finite = std::isfinite(sum_of_squares(x, w.group));
-        out.scales[m * out.groups + g] = is_finite ? scale : std::nanf("");
-        out.sums[m * out.groups + g] = is_finite ? int32_t(sum) : 0;
+        const bool is_finite = std::isfinite(sum_of(squares));
+        out.scales[m * groups + g] = is_finite ? scale : std::nanf("");
+        out.sums[m * groups + g] = is_finite ? sum_of_ints(total) : 0;
     }
 }
 
 // Row `from` of x in the format's form becomes row m.
 template <class T>
-FDCPU_INLINE void prepare_row(const LinearOp &op, const Activations &out, int64_t m, int64_t from, float *row) {
+FDCPU_INLINE void prepare_row(const LinearOp &op, const Activations &form, int64_t m, int64_t from, float *row) {
     const PackedMatrix &w = *op.weight;
-    widen_row(static_cast<const T *>(op.x) + from * op.x_stride, row, w.inputs);
-    for (int64_t k = w.inputs; k < w.padded_inputs; ++k) row[k] = 0;
-    if (op.norm_weight) normalize(row, static_cast<const T *>(op.norm_weight), op.eps, w.inputs);
+    const int64_t inputs = w.inputs, padded = w.padded_inputs;
+    widen_row(static_cast<const T *>(op.x) + from * op.x_stride, row, inputs);
+    const int64_t whole = (padded + kLanes - 1) / kLanes * kLanes;
+    for (int64_t k = inputs; k < whole; ++k) row[k] = 0;
+    if (op.norm_weight) normalize(row, static_cast<const T *>(op.norm_weight), op.eps, inputs);
     if (op.norm_weight && sizeof(T) == 2)  // the norm's result has the model's dtype
-        for (int64_t k = 0; k < w.inputs; ++k) {
-            uint16_t rounded;
-            store_one(&rounded, row[k]);
-            row[k] = load_one(&rounded);
-        }
-    uint8_t *values = out.values + m * out.row_bytes;
-    switch (w.kind) {
-        case WeightKind::f32: std::memcpy(values, row, size_t(w.padded_inputs) * sizeof(float)); break;
-        case WeightKind::bf16: narrow_row(row, reinterpret_cast<uint16_t *>(values), w.padded_inputs); break;
-        default: quantize_row(w, row, out, m);
+        for (int64_t k = 0; k < inputs; k += kLanes) store(row + k, round_to_bf16(load(row + k)));
+    if (form.is_int) return quantize_row(w, row, form, m);
+    const Activations out = form;
+    uint8_t *bytes = out.row(m);
+    if (w.kind == WeightKind::f32) {
+        std::memcpy(bytes, row, size_t(padded) * sizeof(float));
+        return;
     }
+    for (int64_t k = 0; k < padded; k += kLanes)
+        store(reinterpret_cast<uint16_t *>(bytes + out.at(2 * k)), load(row + k));
 }
 
 }  // namespace fdcpu::FDCPU_NAMESPACE

@@ -8,6 +8,7 @@ namespace fdcpu::FDCPU_NAMESPACE {
 
 constexpr int64_t kMostItemRows = 96;  // rows of an item, unless one token already has more
 constexpr int kTileRows = 8;           // rows of a register tile
+constexpr int64_t kSpanRows = 32, kSpan = 256;  // rows and tokens that tiles take at once
 
 FDCPU_INLINE int64_t tokens_per_item(const AttentionOp &op) {
     return std::max<int64_t>(1, kMostItemRows / (op.num_heads / op.num_kv_heads));
@@ -23,23 +24,30 @@ FDCPU_INLINE bool is_paired(const AttentionOp &op) {
 struct AttentionScratch {
     float *q, *scores, *out, *peak, *sum;
     int64_t *limit;
-    uint16_t *q_pairs, *weights;  // of bfloat16 in pairs
+    uint16_t *q_pairs, *weights, *tail;  // of bfloat16 in pairs
 
+    // Register tiles and tiles read a few rows more.
+    static int64_t num_rows(const AttentionOp &op) {
+        return (tokens_per_item(op) * (op.num_heads / op.num_kv_heads) + kTileRows + 15) / 16 * 16;
+    }
+    static int64_t num_scores(const AttentionOp &op) {
+        return std::max(num_rows(op) * op.block_size, kSpanRows * kSpan);
+    }
     AttentionScratch(const AttentionOp &op, uint8_t *at) {
-        const int64_t rows = tokens_per_item(op) * (op.num_heads / op.num_kv_heads) + kTileRows;
+        const int64_t rows = num_rows(op);
         q = reinterpret_cast<float *>(at);
         scores = q + rows * op.head_dim;
-        out = scores + rows * op.block_size;
+        out = scores + num_scores(op);
         peak = out + rows * op.v_head_dim;
         sum = peak + rows;
-        limit = reinterpret_cast<int64_t *>(sum + rows + rows % 2);
+        limit = reinterpret_cast<int64_t *>(sum + rows);
         q_pairs = reinterpret_cast<uint16_t *>(limit + rows);
         weights = q_pairs + rows * op.head_dim;
+        tail = weights + num_scores(op);
     }
     static size_t num_bytes(const AttentionOp &op) {
-        const int64_t rows = tokens_per_item(op) * (op.num_heads / op.num_kv_heads) + kTileRows;
-        return size_t(rows * (op.head_dim + op.block_size + op.v_head_dim + 2) + 1) * 4 + size_t(rows) * 8 + 64 +
-               size_t(rows * (op.head_dim + op.block_size)) * 2;
+        const size_t per_row = size_t(op.head_dim) * 6 + size_t(op.v_head_dim + 2) * 4 + 8;
+        return size_t(num_rows(op)) * per_row + size_t(num_scores(op)) * 6 + size_t(op.v_head_dim) * 64;
     }
 };
 
@@ -49,6 +57,25 @@ size_t attention_scratch(const AttentionOp &op, int num_threads) {
     return kCounterBytes + (AttentionScratch::num_bytes(op) + 63) / 64 * 64 * size_t(num_threads);
 }
 
+// Sixteen pairs (x, y), rotated: each half a register, or alternating in two.
+FDCPU_INLINE void rotate_pairs(float *x, float *y, bool interleaved, const float *cosine, const float *sine) {
+    F a = load(x), b = load(y);
+    const F c = load(cosine), s = load(sine);
+    if (interleaved) {
+        const F low = a, high = b;
+        a = __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        b = __builtin_shufflevector(low, high, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    }
+    const F first = a * c - b * s, second = b * c + a * s;
+    if (!interleaved) {
+        store(x, first);
+        store(y, second);
+        return;
+    }
+    store(x, __builtin_shufflevector(first, second, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+    store(y, __builtin_shufflevector(first, second, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+}
+
 // One head's vector, rotated by its position and rounded to T as the reference does.
 template <class T>
 FDCPU_INLINE void rotate(const AttentionOp &op, const T *from, int64_t position, int64_t size, float *to) {
@@ -56,23 +83,36 @@ FDCPU_INLINE void rotate(const AttentionOp &op, const T *from, int64_t position,
     if (!op.cos_sin) return;
     const int64_t half = op.rotary / 2;
     const float *cosine = op.cos_sin + position * op.rotary, *sine = cosine + half;
-    for (int64_t i = 0; i < half; ++i) {
-        const int64_t a = op.rotary_begin + (op.interleaved ? 2 * i : i);
-        const int64_t b = op.rotary_begin + (op.interleaved ? 2 * i + 1 : i + half);
-        const float x = to[a], y = to[b];
-        to[a] = x * cosine[i] - y * sine[i];
-        to[b] = y * cosine[i] + x * sine[i];
+    float *head = to + op.rotary_begin;
+    int64_t i = 0;
+    for (; i + kLanes <= half; i += kLanes) {
+        float *x = head + (op.interleaved ? 2 * i : i), *y = op.interleaved ? x + kLanes : x + half;
+        rotate_pairs(x, y, op.interleaved, cosine + i, sine + i);
     }
-    if (sizeof(T) == 2)
-        for (int64_t i = op.rotary_begin; i < op.rotary_begin + op.rotary; ++i) {
-            uint16_t rounded;
-            store_one(&rounded, to[i]);
-            to[i] = load_one(&rounded);
-        }
+    for (; i < half; ++i) {
+        const int64_t a = op.interleaved ? 2 * i : i, b = op.interleaved ? 2 * i + 1 : i + half;
+        const float x = head[a], y = head[b];
+        head[a] = x * cosine[i] - y * sine[i];
+        head[b] = y * cosine[i] + x * sine[i];
+    }
+    if (sizeof(T) == 4) return;
+    for (i = 0; i + kLanes <= op.rotary; i += kLanes) store(head + i, round_to_bf16(load(head + i)));
+    for (; i < op.rotary; ++i) {
+        uint16_t rounded;
+        store_one(&rounded, head[i]);
+        head[i] = load_one(&rounded);
+    }
+}
+
+// `bits` is room for a head.
+FDCPU_INLINE void write_paired(const AttentionOp &op, int64_t offset, const float *key, uint16_t *keys, uint16_t *bits) {
+    narrow_row(key, bits, op.head_dim);
+    for (int64_t d = 0; d < op.head_dim; d += 2) std::memcpy(keys + (d / 2 * op.block_size + offset) * 2, bits + d, 4);
 }
 
 template <class T, class C>
-void write_cache(const AttentionOp &op, const Worker &worker, float *row) {
+void write_cache(const AttentionOp &op, const Worker &worker, const AttentionScratch &s) {
+    float *row = s.q;
     int64_t first, last;
     worker.share(op.num_tokens, first, last);
     for (int64_t t = first; t < last; ++t) {
@@ -85,19 +125,20 @@ void write_cache(const AttentionOp &op, const Worker &worker, float *row) {
                 narrow_row(row, static_cast<C *>(op.keys) + slot * op.head_dim, op.head_dim);
                 continue;
             }
-            const bool paired = is_paired<C>(op);
             C *keys = static_cast<C *>(op.keys) + (block * op.num_kv_heads + h) * op.head_dim * op.block_size;
-            for (int64_t d = 0; d < op.head_dim; ++d)
-                store_one(paired ? keys + (d / 2 * op.block_size + offset) * 2 + d % 2 : keys + d * op.block_size + offset,
-                          row[d]);
-            widen_row(static_cast<const T *>(op.v) + t * op.v_stride + h * op.v_head_dim, row, op.v_head_dim);
             C *values = static_cast<C *>(op.values) + (block * op.num_kv_heads + h) * op.block_size * op.v_head_dim;
-            if (!paired) {
+            const T *v = static_cast<const T *>(op.v) + t * op.v_stride + h * op.v_head_dim;
+            if (!is_paired<C>(op)) {
+                for (int64_t d = 0; d < op.head_dim; ++d) store_one(keys + d * op.block_size + offset, row[d]);
+                widen_row(v, row, op.v_head_dim);
                 narrow_row(row, values + offset * op.v_head_dim, op.v_head_dim);
                 continue;
             }
-            values += offset / 2 * op.v_head_dim * 2 + offset % 2;
-            for (int64_t d = 0; d < op.v_head_dim; ++d) store_one(values + 2 * d, row[d]);
+            write_paired(op, offset, row, reinterpret_cast<uint16_t *>(keys), s.weights);
+            widen_row(v, row, op.v_head_dim);
+            narrow_row(row, s.weights, op.v_head_dim);
+            auto *pairs = reinterpret_cast<uint16_t *>(values) + offset / 2 * op.v_head_dim * 2 + offset % 2;
+            for (int64_t d = 0; d < op.v_head_dim; ++d) pairs[2 * d] = s.weights[d];
         }
     }
 }
@@ -247,36 +288,32 @@ FDCPU_INLINE void score_block(const AttentionOp &op, const C *keys, int64_t toke
         score_rows<R>(op, keys, tokens, q, scores);
 }
 
-// One row's scores of a block become weights; what was summed before is scaled to the new maximum.
-FDCPU_INLINE void soften(const AttentionOp &op, const AttentionScratch &s, int64_t r, int64_t first_token) {
-    float *scores = s.scores + r * op.block_size;
-    uint16_t *pairs = s.weights + r * op.block_size;
-    const int64_t valid = std::min(op.block_size, s.limit[r] - first_token);
-    if (valid <= 0) {
-        std::memset(scores, 0, size_t(op.block_size) * sizeof(float));
-        std::memset(pairs, 0, size_t(op.block_size) * sizeof(uint16_t));
-        return;
-    }
-    for (int64_t t = valid; t < op.block_size; ++t) scores[t] = -INFINITY;
+// Scores of row r for `width` tokens from `first_token` on become weights, in `pairs` as bfloat16 unless that
+// is null; what was summed before is scaled to the new maximum.
+FDCPU_INLINE void soften(const AttentionOp &op, const AttentionScratch &s, int64_t r, int64_t first_token, int64_t width,
+                         float *scores, uint16_t *pairs) {
+    const int64_t valid = std::max<int64_t>(0, std::min(width, s.limit[r] - first_token));
+    const int64_t whole = (valid + kLanes - 1) / kLanes * kLanes;
+    if (pairs)
+        std::memset(pairs + whole, 0, size_t(width - whole) * sizeof(uint16_t));
+    else
+        std::memset(scores + whole, 0, size_t(width - whole) * sizeof(float));
+    if (valid == 0) return;
+    for (int64_t t = valid; t < whole; ++t) scores[t] = -INFINITY;
     F peaks = splat(-INFINITY);
-    I odd = splat_int(0);
-    for (int64_t t = 0; t < op.block_size; t += kLanes) {
-        const F score = load(scores + t) * op.scale;
-        store(scores + t, score);
-        peaks = maximum(score, peaks);
-        odd |= I(score != score);
-    }
-    const bool has_nan = sum_of(__builtin_convertvector(odd, F)) != 0;
-    const float peak = std::max(s.peak[r], max_of(peaks));
-    const float factor = std::exp(s.peak[r] - peak);
-    F total = splat(0);
-    for (int64_t t = 0; t < op.block_size; t += kLanes) {
-        const F weight = exponential(load(scores + t) - peak);
-        store(scores + t, weight);
-        store(pairs + t, weight);
+    for (int64_t t = 0; t < whole; t += kLanes) peaks = maximum(load(scores + t), peaks);
+    const float peak = std::max(s.peak[r], max_of(peaks)), scale = op.scale;
+    const float factor = peak == s.peak[r] ? 1.f : std::exp((s.peak[r] - peak) * scale);
+    F total = splat(0);  // of which a score that is no number makes none, too
+    for (int64_t t = 0; t < whole; t += kLanes) {
+        const F weight = exponential((load(scores + t) - peak) * scale);
+        if (pairs)
+            store(pairs + t, weight);
+        else
+            store(scores + t, weight);
         total += weight;
     }
-    s.sum[r] = has_nan ? std::nanf("") : s.sum[r] * factor + sum_of(total);
+    s.sum[r] = s.sum[r] * factor + sum_of(total);
     s.peak[r] = peak;
     if (factor != 1.f)
         for (int64_t d = 0; d < op.v_head_dim; ++d) s.out[r * op.v_head_dim + d] *= factor;
@@ -287,95 +324,11 @@ FDCPU_INLINE void attend_pairs(const AttentionOp &op, const AttentionScratch &s,
     in_tiles_of_rows(rows, 0, [&](auto count, int64_t r) {
         paired_scores<count>(op, keys, s.q_pairs + r * op.head_dim, s.scores + r * op.block_size);
     });
-    for (int64_t r = 0; r < rows; ++r) soften(op, s, r, first);
+    for (int64_t r = 0; r < rows; ++r)
+        soften(op, s, r, first, op.block_size, s.scores + r * op.block_size, s.weights + r * op.block_size);
     in_tiles_of_rows(rows, 0, [&](auto count, int64_t r) {
         paired_values<count>(op, values, tokens, s.weights + r * op.block_size, s.out + r * op.v_head_dim);
     });
-}
-
-template <class C>
-void attend(const AttentionOp &op, const AttentionScratch &s, int64_t seq, int64_t head, int64_t rows, int64_t top) {
-    for (int64_t first = 0; first < top; first += op.block_size) {
-        const int64_t block = op.block_tables[seq * op.max_blocks + first / op.block_size];
-        const C *keys = static_cast<const C *>(op.keys) + (block * op.num_kv_heads + head) * op.head_dim * op.block_size;
-        const int64_t in_values = (block * op.num_kv_heads + head) * op.block_size * op.v_head_dim;
-        const C *values = op.values ? static_cast<const C *>(op.values) + in_values : keys;
-        const int64_t tokens = std::min(op.block_size, top - first);
-        if (is_paired<C>(op)) {
-            attend_pairs(op, s, reinterpret_cast<const uint16_t *>(keys), reinterpret_cast<const uint16_t *>(values), rows,
-                         first, tokens);
-            continue;
-        }
-        int64_t r = 0;
-        for (; r + kTileRows <= rows; r += kTileRows)
-            score_block<kTileRows>(op, keys, tokens, s.q + r * op.head_dim, s.scores + r * op.block_size);
-        for (; r < rows; ++r)
-            score_block<1>(op, keys, tokens, s.q + r * op.head_dim, s.scores + r * op.block_size);
-        for (r = 0; r < rows; ++r) soften(op, s, r, first);
-        for (r = 0; r + kTileRows <= rows; r += kTileRows)
-            value_tile<kTileRows>(op, values, tokens, s.scores + r * op.block_size, s.out + r * op.v_head_dim);
-        for (; r < rows; ++r)
-            value_tile<1>(op, values, tokens, s.scores + r * op.block_size, s.out + r * op.v_head_dim);
-    }
-}
-
-template <class T, class C>
-void attend_item(const AttentionOp &op, const AttentionScratch &s, int64_t seq, int64_t head, int64_t begin, int64_t end) {
-    const int64_t first_token = op.cu_seqlens_q[seq], num_new = op.cu_seqlens_q[seq + 1] - first_token;
-    const int64_t seq_len = op.seq_lens[seq], shared = op.num_heads / op.num_kv_heads;
-    int64_t top = 0;  // keys that any token of the item may see, all of them written
-    for (int64_t t = begin; t < end; ++t)
-        if (op.slot_mapping[first_token + t] >= 0) top = std::max(top, seq_len - num_new + t + 1);
-    const int64_t rows = (end - begin) * shared;
-    for (int64_t r = 0; r < rows; ++r) {
-        const int64_t t = begin + r / shared, token = first_token + t, query = head * shared + r % shared;
-        s.limit[r] = std::min(top, seq_len - num_new + t + 1);
-        s.peak[r] = -INFINITY;
-        s.sum[r] = 0;
-        float *q = s.q + r * op.head_dim;
-        rotate(op, static_cast<const T *>(op.q) + token * op.q_stride + query * op.head_dim, op.positions[token],
-               op.head_dim, q);
-        if (is_paired<C>(op)) narrow_row(q, s.q_pairs + r * op.head_dim, op.head_dim);
-    }
-    std::memset(s.out, 0, size_t(rows * op.v_head_dim) * sizeof(float));
-    attend<C>(op, s, seq, head, rows, top);
-    for (int64_t r = 0; r < rows; ++r) {
-        const int64_t token = first_token + begin + r / shared, query = head * shared + r % shared;
-        float *out = s.out + r * op.v_head_dim;
-        const float factor = s.sum[r] == 0 ? 0.f : 1.f / s.sum[r];
-        for (int64_t d = 0; d < op.v_head_dim; ++d) out[d] *= factor;
-        narrow_row(out, static_cast<T *>(op.y) + (token * op.num_heads + query) * op.v_head_dim, op.v_head_dim);
-    }
-}
-
-template <class T, class C>
-void attention_of(const AttentionOp &op, const Worker &worker) {
-    auto &next = *reinterpret_cast<std::atomic<int64_t> *>(worker.scratch);
-    const size_t part = (AttentionScratch::num_bytes(op) + 63) / 64 * 64;
-    const AttentionScratch scratch(op, worker.scratch + kCounterBytes + part * size_t(worker.thread));
-    if (worker.thread == 0) next.store(0);
-    write_cache<T, C>(op, worker, scratch.q);
-    worker.barrier();
-    const int64_t step = tokens_per_item(op);
-    int64_t item = 0, mine = next.fetch_add(1);
-    for (int64_t seq = op.num_seqs; seq-- > 0;) {
-        const int64_t num_new = op.cu_seqlens_q[seq + 1] - op.cu_seqlens_q[seq];
-        // The last tokens see most keys: first, so that no thread is left alone with them.
-        for (int64_t end = num_new; end > 0; end -= step)
-            for (int64_t head = 0; head < op.num_kv_heads; ++head, ++item) {
-                if (item != mine) continue;
-                attend_item<T, C>(op, scratch, seq, head, std::max<int64_t>(0, end - step), end);
-                mine = next.fetch_add(1);
-            }
-    }
-}
-
-void attention(const AttentionOp &op, const Worker &worker) {
-    const bool c32 = op.cache_type == DType::f32;
-    if (op.type == DType::f32)
-        c32 ? attention_of<float, float>(op, worker) : attention_of<float, uint16_t>(op, worker);
-    else
-        c32 ? attention_of<uint16_t, float>(op, worker) : attention_of<uint16_t, uint16_t>(op, worker);
 }
 
 }  // namespace fdcpu::FDCPU_NAMESPACE

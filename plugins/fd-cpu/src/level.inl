@@ -18,14 +18,17 @@
 #include "tiled.inl"
 #endif
 #include "linear.inl"
+#include "greedy.inl"
 #include "attention.inl"
+#include "attention_tiled.inl"
+#include "attention_items.inl"
 #include "moe.inl"
 #include "sampling.inl"
 
 namespace fdcpu::FDCPU_NAMESPACE {
 
 const Kernels kernels = {linear,  linear_scratch,  norm,   gate,     embedding, attention, attention_scratch,
-                         experts, experts_scratch, greedy, head_norm,
+                         experts, experts_scratch, greedy, greedy_scratch, greedy_linear, greedy_linear_scratch, head_norm,
                          sample,  filter,          filter_scratch, penalize, mask, log_softmax};
 
 }  // namespace fdcpu::FDCPU_NAMESPACE

@@ -4,22 +4,44 @@
 namespace fdcpu::FDCPU_NAMESPACE {
 
 constexpr int kVectors = kPanel / kLanes;   // registers across a panel
-constexpr int64_t kRowBlock = 128;          // rows whose activations stay in the second-level cache
 constexpr int kMostRows = FDCPU_LEVEL >= 2 ? 6 : 2;  // rows of a register tile
 
-// ---- register tiles: R rows by one panel into out[R][64]
+#if !FDCPU_TILES
+struct TileUse {};
+FDCPU_INLINE bool is_tiled(const PackedMatrix &, int64_t) { return false; }
+FDCPU_INLINE bool is_widened(const PackedMatrix &, int64_t) { return false; }
+FDCPU_INLINE size_t unpacked_bytes(const PackedMatrix &) { return 0; }
+#endif
+
+// ---- register tiles: R rows by one panel into out[R][64]. Few rows have two chains of sums, or the
+// processor would wait for one.
+
+template <int R>
+constexpr int kChains = R <= 2 ? 2 : 1;
+
+template <int R>
+struct Rows {
+    const uint8_t *at[R];
+    Rows(const Activations &a, int64_t m) {
+        for (int r = 0; r < R; ++r) at[r] = a.row(m + r);
+    }
+};
+
+FDCPU_INLINE void prefetch_line(const uint8_t *line) {
+    for (int s = 0; s < kVectors; ++s) __builtin_prefetch(line + 4096 + s * 64, 0, 2);
+}
 
 template <int R>
 void tile_f32(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, float *out) {
     const float *line = reinterpret_cast<const float *>(w.panel(p));
+    const Rows<R> x(a, m);
     F acc[R][kVectors] = {};
     for (int64_t k = 0; k < w.padded_inputs; ++k, line += kPanel) {
         F weights[kVectors];
         for (int s = 0; s < kVectors; ++s) weights[s] = load(line + s * kLanes);
-        for (int r = 0; r < R; ++r) {
-            const F x = splat(reinterpret_cast<const float *>(a.row(m + r))[k]);
-            for (int s = 0; s < kVectors; ++s) acc[r][s] = weights[s] * x + acc[r][s];
-        }
+        for (int r = 0; r < R; ++r)
+            for (int s = 0; s < kVectors; ++s)
+                acc[r][s] = weights[s] * splat(reinterpret_cast<const float *>(x.at[r])[k]) + acc[r][s];
     }
     for (int r = 0; r < R; ++r)
         for (int s = 0; s < kVectors; ++s) store(out + r * kPanel + s * kLanes, acc[r][s]);
@@ -28,33 +50,32 @@ void tile_f32(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m,
 template <int R>
 void tile_bf16(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, float *out) {
     const uint8_t *line = w.panel(p);
-    F acc[R][kVectors] = {};
-    for (int64_t k = 0; k < w.padded_inputs / 2; ++k, line += 4 * kPanel) {
-        I weights[kVectors];
-        for (int s = 0; s < kVectors; ++s) weights[s] = load_as<I>(line + s * 64);
-        __builtin_prefetch(line + 4096, 0, 2);
-        __builtin_prefetch(line + 4096 + 64, 0, 2);
-        __builtin_prefetch(line + 4096 + 128, 0, 2);
-        __builtin_prefetch(line + 4096 + 192, 0, 2);
-        for (int r = 0; r < R; ++r) {
-            const I x = I(splat_bytes(a.row(m + r) + 4 * k));
-            for (int s = 0; s < kVectors; ++s) acc[r][s] = dot_pairs(acc[r][s], weights[s], x);
+    const Rows<R> x(a, m);
+    F acc[kChains<R>][R][kVectors] = {};
+    for (int64_t k = 0; k < 2 * w.padded_inputs;)
+        for (int c = 0; c < kChains<R>; ++c, k += 4, line += 4 * kPanel) {
+            prefetch_line(line);
+            for (int s = 0; s < kVectors; ++s) {
+                const I weights = load_as<I>(line + s * 64);
+                for (int r = 0; r < R; ++r) acc[c][r][s] = dot_pairs(acc[c][r][s], weights, I(splat_bytes(x.at[r] + k)));
+            }
         }
-    }
     for (int r = 0; r < R; ++r)
-        for (int s = 0; s < kVectors; ++s) store(out + r * kPanel + s * kLanes, acc[r][s]);
+        for (int s = 0; s < kVectors; ++s)
+            store(out + r * kPanel + s * kLanes, kChains<R> > 1 ? acc[0][r][s] + acc[kChains<R> - 1][r][s] : acc[0][r][s]);
 }
 
 // Shared by int8 and int4: what a group's integer sums add to the result.
 template <int R>
 FDCPU_INLINE void add_group(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, int64_t g,
-                            const I (&sums)[R][kVectors], float *out) {
+                            const I (&sums)[kChains<R>][R][kVectors], float *out) {
     const float *scales = w.panel_scales(p) + g * kPanel;
     for (int r = 0; r < R; ++r) {
         const float x_scale = a.scales[(m + r) * a.groups + g];
         for (int s = 0; s < kVectors; ++s) {
             float *to = out + r * kPanel + s * kLanes;
-            const F value = __builtin_convertvector(sums[r][s], F) * (load(scales + s * kLanes) * x_scale);
+            const I both = kChains<R> > 1 ? sums[0][r][s] + sums[kChains<R> - 1][r][s] : sums[0][r][s];
+            const F value = __builtin_convertvector(both, F) * (load(scales + s * kLanes) * x_scale);
             store(to, g ? load(to) + value : value);
         }
     }
@@ -63,23 +84,20 @@ FDCPU_INLINE void add_group(const PackedMatrix &w, int64_t p, const Activations 
 template <int R>
 void tile_int8(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, float *out) {
     const uint8_t *line = w.panel(p);
+    const Rows<R> x(a, m);
     for (int64_t g = 0; g < a.groups; ++g) {
-        I acc[R][kVectors];
+        I acc[kChains<R>][R][kVectors] = {};
         const int32_t *sums = w.panel_sums(p) + g * kPanel;
         for (int s = 0; s < kVectors; ++s)
-            for (int r = 0; r < R; ++r) acc[r][s] = load_as<I>(sums + s * kLanes) * -128;
-        const int64_t first = g * w.group;
-        for (int64_t k = 0; k < w.group; k += 4, line += 4 * kPanel) {
-            B weights[kVectors];
-            for (int s = 0; s < kVectors; ++s) {
-                weights[s] = load_as<B>(line + s * 64);
-                __builtin_prefetch(line + 4096 + s * 64, 0, 2);
+            for (int r = 0; r < R; ++r) acc[0][r][s] = load_as<I>(sums + s * kLanes) * -128;
+        for (int64_t k = g * w.group; k < (g + 1) * w.group;)
+            for (int c = 0; c < kChains<R>; ++c, k += 4, line += 4 * kPanel) {
+                prefetch_line(line);
+                for (int s = 0; s < kVectors; ++s) {
+                    const B weights = load_as<B>(line + s * 64);
+                    for (int r = 0; r < R; ++r) acc[c][r][s] = dot_bytes(acc[c][r][s], splat_bytes(x.at[r] + k), weights);
+                }
             }
-            for (int r = 0; r < R; ++r) {
-                const B x = splat_bytes(a.row(m + r) + first + k);
-                for (int s = 0; s < kVectors; ++s) acc[r][s] = dot_bytes(acc[r][s], x, weights[s]);
-            }
-        }
         add_group<R>(w, p, a, m, g, acc, out);
     }
 }
@@ -87,24 +105,20 @@ void tile_int8(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m
 template <int R>
 void tile_int4(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, float *out) {
     const uint8_t *line = w.panel(p);
+    const Rows<R> x(a, m);
     for (int64_t g = 0; g < a.groups; ++g) {
-        I acc[R][kVectors];
+        I acc[kChains<R>][R][kVectors] = {};
         for (int r = 0; r < R; ++r)
-            for (int s = 0; s < kVectors; ++s) acc[r][s] = splat_int(-8 * a.sums[(m + r) * a.groups + g]);
-        const int64_t first = g * w.group;
-        for (int64_t k = 0; k < w.group; k += 8, line += 4 * kPanel) {
-            B low[kVectors], high[kVectors];
+            for (int s = 0; s < kVectors; ++s) acc[0][r][s] = splat_int(-8 * a.sums[(m + r) * a.groups + g]);
+        for (int64_t k = g * w.group; k < (g + 1) * w.group; k += 8, line += 4 * kPanel) {
+            prefetch_line(line);
             for (int s = 0; s < kVectors; ++s) {
-                const B packed = load_as<B>(line + s * 64);
-                __builtin_prefetch(line + 4096 + s * 64, 0, 2);
-                low[s] = packed & 15;
-                high[s] = B(U(packed) >> 4) & 15;
-            }
-            for (int r = 0; r < R; ++r) {
-                const B x0 = splat_bytes(a.row(m + r) + first + k);
-                for (int s = 0; s < kVectors; ++s) acc[r][s] = dot_bytes(acc[r][s], low[s], x0);
-                const B x1 = splat_bytes(a.row(m + r) + first + k + 4);
-                for (int s = 0; s < kVectors; ++s) acc[r][s] = dot_bytes(acc[r][s], high[s], x1);
+                const B packed = load_as<B>(line + s * 64), low = packed & 15, high = B(U(packed) >> 4) & 15;
+                for (int r = 0; r < R; ++r) {
+                    I &even = acc[0][r][s], &odd = acc[kChains<R> - 1][r][s];
+                    even = dot_bytes(even, low, splat_bytes(x.at[r] + k));
+                    odd = dot_bytes(odd, high, splat_bytes(x.at[r] + k + 4));
+                }
             }
         }
         add_group<R>(w, p, a, m, g, acc, out);
@@ -121,14 +135,6 @@ void tile(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, flo
     }
 }
 
-// Rows of one call of rows_of_panel().
-FDCPU_INLINE int64_t rows_at_once(const PackedMatrix &w, int64_t num_rows) {
-#if FDCPU_TILES
-    if (is_tiled(w, num_rows)) return kTiledRows;
-#endif
-    return kMostRows;
-}
-
 template <int R = kMostRows>
 void tile_of(int rows, const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, float *out) {
     if constexpr (R > 1) {
@@ -137,86 +143,147 @@ void tile_of(int rows, const PackedMatrix &w, int64_t p, const Activations &a, i
     tile<R>(w, p, a, m, out);
 }
 
-constexpr int64_t kMostAtOnce = 32;
-
-// out[rows][64], rows being at most rows_at_once().
-FDCPU_INLINE void rows_of_panel(bool in_tiles, int rows, const PackedMatrix &w, int64_t p, const Activations &a, int64_t m,
-                                float *out) {
+// finish(row, half, sums, sums) for rows [begin, end) of a panel, in tiles or in registers.
+template <class Finish>
+FDCPU_INLINE void panel_rows(TileUse &use, bool in_tiles, const PackedMatrix &w, int64_t p, const Activations &a,
+                             int64_t begin, int64_t end, uint8_t *unpacked, const Finish &finish) {
 #if FDCPU_TILES
-    if (in_tiles) return tiled(rows, w, p, a, m, out);
+    if (in_tiles) return panel_in_tiles(use, w, p, a, begin, end, unpacked, finish);
 #endif
-    tile_of(rows, w, p, a, m, out);
-}
-
-// ---- epilogue: one row of a panel from its 64 sums
-
-template <class T>
-FDCPU_INLINE void finish_row(const LinearOp &op, int64_t p, int64_t m, const float *sums) {
-    const PackedMatrix &w = *op.weight;
-    const int64_t width = w.gated ? kHalf : kPanel, outputs = w.gated ? w.half() : w.outputs;
-    const int64_t first = p * width, count = std::min(width, outputs - first);
-    alignas(64) float row[kPanel];
-    const T *bias = static_cast<const T *>(op.bias);
-    if (w.gated) {
-        alignas(64) float both[kPanel];
-        std::memcpy(both, sums, sizeof both);
-        if (bias)
-            for (int64_t i = 0; i < count; ++i) {
-                both[i] += load_one(bias + first + i);
-                both[kHalf + i] += load_one(bias + w.half() + first + i);
+    alignas(64) float sums[kMostRows * kPanel];
+    for (int64_t m = begin; m < end; m += kMostRows) {
+        const int rows = int(std::min<int64_t>(kMostRows, end - m));
+        tile_of(rows, w, p, a, m, sums);
+        for (int r = 0; r < rows; ++r)
+            for (int half = 0; half < 2; ++half) {
+                const float *from = sums + r * kPanel + half * kHalf;
+                finish(m + r, half, load(from), load(from + kLanes));
             }
-        for (int64_t i = 0; i < kHalf; i += kLanes) store(row + i, silu(load(both + i)) * load(both + kHalf + i));
-    } else {
-        std::memcpy(row, sums, sizeof row);
-        if (bias)
-            for (int64_t i = 0; i < count; ++i) row[i] += load_one(bias + first + i);
     }
-    const int64_t offset = m * op.y_stride + first;
-    if (op.residual) {
-        const T *residual = static_cast<const T *>(op.residual) + offset;
-        for (int64_t i = 0; i < count; ++i) row[i] += load_one(residual + i);
-    }
-    narrow_row(row, static_cast<T *>(op.y) + offset, count);
 }
 
-template <class X, class Y>
-void product(const LinearOp &op, const Worker &worker) {
+// ---- epilogue: 32 sums of one row
+
+// Where results go, copied from the operation: a store might change it, for all that the compiler knows.
+template <class T>
+struct Outputs {
+    const T *bias, *residual;
+    T *y;
+    int64_t stride, rows, width;  // rows of the matrix; outputs of the operation
+    bool gated;
+
+    explicit Outputs(const LinearOp &op)
+        : bias(static_cast<const T *>(op.bias)), residual(static_cast<const T *>(op.residual)), y(static_cast<T *>(op.y)),
+          stride(op.y_stride), rows(op.weight->outputs), width(op.weight->gated ? op.weight->half() : rows),
+          gated(op.weight->gated) {}
+
+    // Sixteen outputs from `column` on, as many as there are.
+    FDCPU_INLINE void put(int64_t m, int64_t column, F value) const {
+        const int64_t at = m * stride + column, count = width - column;
+        if (count >= kLanes) return store(y + at, residual ? value + load(residual + at) : value);
+        float lanes[kLanes];
+        store(lanes, value);
+        for (int64_t i = 0; i < count; ++i)
+            store_one(y + at + i, residual ? lanes[i] + load_one(residual + at + i) : lanes[i]);
+    }
+
+    FDCPU_INLINE F biased(int64_t row, F value) const {
+        if (!bias) return value;
+        if (row + kLanes <= rows) return value + load(bias + row);
+        float lanes[kLanes] = {};
+        for (int64_t i = 0; i < rows - row; ++i) lanes[i] = load_one(bias + row + i);
+        return value + load(lanes);
+    }
+
+    FDCPU_INLINE void finish(int64_t p, int64_t m, int half, F low, F high) const {
+        if (gated) {
+            const int64_t column = p * kHalf + half * kLanes;
+            low = biased(column, low);
+            high = biased(width + column, high);
+            return put(m, column, silu(low) * high);
+        }
+        const int64_t column = p * kPanel + half * kHalf;
+        put(m, column, biased(column, low));
+        put(m, column + kLanes, biased(column + kLanes, high));
+    }
+};
+
+// ---- the whole operation
+
+FDCPU_INLINE Activations form_of(const LinearOp &op, uint8_t *scratch) {
+    const PackedMatrix &w = *op.weight;
+    return Activations(w, op.num_rows, scratch, is_tiled(w, op.num_rows), is_widened(w, op.num_rows));
+}
+
+// Rows whose activations stay in the second-level cache while a panel meets them.
+FDCPU_INLINE int64_t rows_of_block(const Activations &a, int64_t num_rows, bool in_tiles) {
+    constexpr int64_t kBlockBytes = 1 << 19, kStep = 32;
+    const int64_t most = in_tiles ? std::min<int64_t>(512, std::max<int64_t>(kStep, kBlockBytes / a.row_bytes)) : 128;
+    const int64_t blocks = (num_rows + most - 1) / most;
+    return ((num_rows + blocks - 1) / blocks + kStep - 1) / kStep * kStep;
+}
+
+// Every thread's part of the scratch: a row of floats, room for unpacked weights, and when there is but one
+// row of activations its own copy of that.
+struct ThreadScratch {
+    size_t row, unpacked, own;
+    ThreadScratch(const PackedMatrix &w, const Activations &a)
+        : row((size_t(w.padded_inputs + kLanes) * sizeof(float) + 63) / 64 * 64), unpacked(unpacked_bytes(w)),
+          own((a.num_bytes(1) + 63) / 64 * 64) {}
+    size_t num_bytes() const { return row + unpacked + own; }
+};
+
+size_t linear_scratch(const LinearOp &op, int num_threads) {
+    size_t most = 0;
+    LinearOp fewer = op;  // a plan for many rows also runs with few, in other forms
+    for (int64_t rows : {op.num_rows, std::min<int64_t>(op.num_rows, 16)}) {
+        fewer.num_rows = rows;
+        const Activations a = form_of(fewer, nullptr);
+        most = std::max(most, a.num_bytes(rows) + 128 + ThreadScratch(*op.weight, a).num_bytes() * size_t(num_threads));
+    }
+    return most;
+}
+
+// finish(panel, row, half, sums, sums) for all rows of this thread's panels.
+template <class X, class Finish>
+void product(const LinearOp &op, const Worker &worker, const Finish &finish) {
+    if (op.num_rows == 0) return;  // of a plan, when nobody is there
     const PackedMatrix &w = *op.weight;
     auto *aligned = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(worker.scratch) + 63) & ~uintptr_t(63));
-    const Activations a(w, op.num_rows, aligned);
-    float *row = reinterpret_cast<float *>(aligned + (a.num_bytes(op.num_rows) + 63) / 64 * 64) +
-                 worker.thread * w.padded_inputs;
+    Activations a = form_of(op, aligned);
+    const ThreadScratch parts(w, a);
+    uint8_t *mine = aligned + (a.num_bytes(op.num_rows) + 63) / 64 * 64 + parts.num_bytes() * size_t(worker.thread);
+    float *row = reinterpret_cast<float *>(mine);
+    const bool in_tiles = is_tiled(w, op.num_rows);
     int64_t first, last;
-    worker.share(op.num_rows, first, last);
-    for (int64_t m = first; m < last; ++m) prepare_row<X>(op, a, m, m, row);
-    worker.barrier();
-    worker.share(w.num_panels, first, last);
-    alignas(64) float sums[kMostAtOnce * kPanel];
-    const int64_t step = rows_at_once(w, op.num_rows);
-    const bool in_tiles = step > kMostRows;
-#if FDCPU_TILES
-    if (in_tiles) tiles_begin(tile_inputs(w));
-#endif
-    for (int64_t block = 0; block < op.num_rows; block += kRowBlock) {
-        const int64_t end = std::min(op.num_rows, block + kRowBlock);
-        for (int64_t p = first; p < last; ++p)
-            for (int64_t m = block; m < end; m += step) {
-                const int rows = int(std::min(step, end - m));
-                rows_of_panel(in_tiles, rows, w, p, a, m, sums);
-                for (int r = 0; r < rows; ++r) finish_row<Y>(op, p, m + r, sums + r * kPanel);
-            }
+    if (op.num_rows == 1) {  // cheaper than to wait for another thread
+        a = form_of(op, mine + parts.row + parts.unpacked);
+        prepare_row<X>(op, a, 0, 0, row);
+    } else {
+        worker.share(op.num_rows, first, last);
+        for (int64_t m = first; m < last; ++m) prepare_row<X>(op, a, m, m, row);
+        worker.barrier();
     }
-#if FDCPU_TILES
-    if (in_tiles) tiles_end();
-#endif
+    worker.share(w.num_panels, first, last);
+    TileUse use;
+    const int64_t block = rows_of_block(a, op.num_rows, in_tiles);
+    for (int64_t begin = 0; begin < op.num_rows; begin += block)
+        for (int64_t p = first; p < last; ++p)
+            panel_rows(use, in_tiles, w, p, a, begin, std::min(op.num_rows, begin + block), mine + parts.row,
+                       [p, finish](int64_t m, int half, F low, F high) { finish(p, m, half, low, high); });
+}
+
+template <class Finish>
+FDCPU_INLINE void product_of_any(const LinearOp &op, const Worker &worker, const Finish &finish) {
+    op.x_type == DType::f32 ? product<float>(op, worker, finish) : product<uint16_t>(op, worker, finish);
 }
 
 void linear(const LinearOp &op, const Worker &worker) {
-    const bool x32 = op.x_type == DType::f32, y32 = op.y_type == DType::f32;
-    if (x32)
-        y32 ? product<float, float>(op, worker) : product<float, uint16_t>(op, worker);
-    else
-        y32 ? product<uint16_t, float>(op, worker) : product<uint16_t, uint16_t>(op, worker);
+    const auto run = [&](auto y) {
+        const Outputs<decltype(y)> out(op);
+        product_of_any(op, worker, [out](int64_t p, int64_t m, int half, F low, F high) { out.finish(p, m, half, low, high); });
+    };
+    op.y_type == DType::f32 ? run(float()) : run(uint16_t());
 }
 
 }  // namespace fdcpu::FDCPU_NAMESPACE

@@ -1,34 +1,27 @@
-// Large aligned memory: weights in huge pages where the system has them, scratch that only grows.
+// Large aligned memory: weights side by side in huge pages where the system has them, scratch of its own.
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <utility>
+#include <memory>
 
 namespace fdcpu {
 
-// Anonymous memory, zeroed, aligned to 2 MiB when it is that large; given back by the destructor.
+class Mapping;
+
+// Anonymous memory, zeroed, aligned to a cache line.
+//
+// What is made with `beside` lies in one mapping with others: most matrices are smaller than a huge page, and
+// without one the processor looks addresses up more often than it reads. A mapping goes with its last part.
 class Pages {
 public:
     Pages() = default;
-    explicit Pages(size_t num_bytes);
-    ~Pages();
-    Pages(Pages &&other) noexcept { *this = std::move(other); }
-    Pages &operator=(Pages &&other) noexcept {
-        std::swap(base_, other.base_);
-        std::swap(mapped_, other.mapped_);
-        std::swap(data_, other.data_);
-        std::swap(size_, other.size_);
-        return *this;
-    }
-    Pages(const Pages &) = delete;
-    Pages &operator=(const Pages &) = delete;
+    explicit Pages(size_t num_bytes, bool beside = false);
 
     uint8_t *data() const { return data_; }
     size_t size() const { return size_; }
 
 private:
-    void *base_ = nullptr;
-    size_t mapped_ = 0;
+    std::shared_ptr<Mapping> mapping_;
     uint8_t *data_ = nullptr;
     size_t size_ = 0;
 };

@@ -20,12 +20,12 @@ T *at(uintptr_t address) {
 
 // A step that leaves rows of nobody alone.
 template <class Op>
-Step clipped(const Op &op, int64_t Op::*rows, void (*run)(const Op &, const Worker &)) {
-    return [op, rows, run](const Worker &w) {
-        Op mine = op;
-        mine.*rows = w.clip(op.*rows);
-        run(mine, w);
-    };
+Step clipped(const char *name, const Op &op, int64_t Op::*rows, void (*run)(const Op &, const Worker &)) {
+    return {name, [op, rows, run](const Worker &w) {
+                Op mine = op;
+                mine.*rows = w.clip(op.*rows);
+                run(mine, w);
+            }};
 }
 
 void set_rows(Runtime &runtime, PackedMatrix &matrix, int64_t count, uintptr_t values, int dtype, int64_t stride) {
@@ -61,7 +61,9 @@ void submit_linear(Runtime &runtime, const PackedMatrix &weight, uintptr_t x, in
     const LinearOp op{&weight, at(x), DType(x_type), num_rows, x_stride, at(norm_weight), eps, at(bias),
                       at(residual), at(y), DType(y_type), y_stride};
     const auto &kernels = runtime.kernels();
-    runtime.submit(clipped(op, &LinearOp::num_rows, kernels.linear),
+    const char *name = weight.gated ? "gated linear" : y_type != x_type ? "logits" : residual ? "linear + residual"
+                       : norm_weight ? "norm + linear" : "linear";
+    runtime.submit(clipped(name, op, &LinearOp::num_rows, kernels.linear),
                    kernels.linear_scratch(op, runtime.num_threads()));
 }
 
@@ -69,21 +71,21 @@ void submit_add_norm(Runtime &runtime, uintptr_t x, uintptr_t update, uintptr_t 
                      uintptr_t y, int type, int64_t num_rows, int64_t width) {
     nb::gil_scoped_release release;
     const NormOp op{at(x), at(update), at(total), at(weight), eps, at(y), DType(type), num_rows, width};
-    runtime.submit(clipped(op, &NormOp::num_rows, runtime.kernels().norm),
+    runtime.submit(clipped("norm", op, &NormOp::num_rows, runtime.kernels().norm),
                    size_t(width * runtime.num_threads()) * sizeof(float));
 }
 
 void submit_gate(Runtime &runtime, uintptr_t x, uintptr_t y, int type, int64_t num_rows, int64_t width) {
     nb::gil_scoped_release release;
     const GateOp op{at(x), at(y), DType(type), num_rows, width};
-    runtime.submit(clipped(op, &GateOp::num_rows, runtime.kernels().gate), 0);
+    runtime.submit(clipped("gate", op, &GateOp::num_rows, runtime.kernels().gate), 0);
 }
 
 void submit_embedding(Runtime &runtime, uintptr_t ids, uintptr_t table, const PackedMatrix *packed, uintptr_t y,
                       int type, int64_t num_ids, int64_t num_rows, int64_t width) {
     nb::gil_scoped_release release;
     const EmbeddingOp op{at<const int64_t>(ids), at(table), packed, at(y), DType(type), num_ids, num_rows, width};
-    runtime.submit(clipped(op, &EmbeddingOp::num_ids, runtime.kernels().embedding),
+    runtime.submit(clipped("embedding", op, &EmbeddingOp::num_ids, runtime.kernels().embedding),
                    size_t(width * runtime.num_threads()) * sizeof(float));
 }
 
@@ -119,14 +121,13 @@ void submit_attention(Runtime &runtime, const AttentionShape &shape, std::vector
     op.rotary = sizes.at(i++);
     op.rotary_begin = sizes.at(i++);
     const auto &kernels = runtime.kernels();
-    runtime.submit(
-        [op, run = kernels.attention](const Worker &w) {
-            AttentionOp mine = op;
-            mine.num_tokens = w.clip(op.num_tokens);
-            while (mine.num_seqs > 0 && mine.cu_seqlens_q[mine.num_seqs] > mine.num_tokens) --mine.num_seqs;
-            run(mine, w);
-        },
-                   kernels.attention_scratch(op, runtime.num_threads()));
+    const auto run = [op, attend = kernels.attention](const Worker &w) {
+        AttentionOp mine = op;
+        mine.num_tokens = w.clip(op.num_tokens);
+        while (mine.num_seqs > 0 && mine.cu_seqlens_q[mine.num_seqs] > mine.num_tokens) --mine.num_seqs;
+        attend(mine, w);
+    };
+    runtime.submit({"attention", run}, kernels.attention_scratch(op, runtime.num_threads()));
 }
 
 // A layer's experts: the matrices belong to Python objects that the caller keeps.
@@ -140,7 +141,7 @@ void submit_experts(Runtime &runtime, const Experts &experts, uintptr_t x, uintp
     const ExpertsOp op{experts.gate_up.data(), experts.down.data(), int64_t(experts.down.size()), at(x), at(y),
                        DType(type), num_tokens, width, top_k, at<const int64_t>(ids), at<const float>(weights)};
     const auto &kernels = runtime.kernels();
-    runtime.submit(clipped(op, &ExpertsOp::num_tokens, kernels.experts),
+    runtime.submit(clipped("experts", op, &ExpertsOp::num_tokens, kernels.experts),
                    kernels.experts_scratch(op, runtime.num_threads()));
 }
 
@@ -148,8 +149,24 @@ void submit_greedy(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t
                    uintptr_t peaks) {
     nb::gil_scoped_release release;
     const GreedyOp op{at<const float>(logits), num_rows, width, at<int64_t>(ids), at<float>(peaks)};
-    runtime.submit(clipped(op, &GreedyOp::num_rows, runtime.kernels().greedy),
-                   size_t(num_rows * runtime.num_threads() + 2) * 12);
+    const auto &kernels = runtime.kernels();
+    runtime.submit(clipped("greedy", op, &GreedyOp::num_rows, kernels.greedy),
+                   kernels.greedy_scratch(op, runtime.num_threads()));
+}
+
+void submit_greedy_linear(Runtime &runtime, const PackedMatrix &weight, uintptr_t x, int x_type, int64_t num_rows,
+                          int64_t x_stride, uintptr_t bias, uintptr_t ids, uintptr_t peaks) {
+    nb::gil_scoped_release release;
+    const LinearOp product{&weight, at(x), DType(x_type), num_rows, x_stride, nullptr, 0.f, at(bias),
+                           nullptr, nullptr, DType::f32, 0};
+    const GreedyLinearOp op{product, at<int64_t>(ids), at<float>(peaks)};
+    const auto &kernels = runtime.kernels();
+    const auto run = [op, search = kernels.greedy_linear](const Worker &w) {
+        GreedyLinearOp mine = op;
+        mine.product.num_rows = w.clip(op.product.num_rows);
+        search(mine, w);
+    };
+    runtime.submit({"greedy logits", run}, kernels.greedy_linear_scratch(op, runtime.num_threads()));
 }
 
 void submit_head_norm(Runtime &runtime, uintptr_t q, uintptr_t k, uintptr_t q_weight, uintptr_t k_weight, float eps,
@@ -158,7 +175,7 @@ void submit_head_norm(Runtime &runtime, uintptr_t q, uintptr_t k, uintptr_t q_we
     nb::gil_scoped_release release;
     const HeadNormOp op{at(q), at(k), at(q_weight), at(k_weight), eps, DType(type), num_tokens,
                         num_heads, num_kv_heads, head_dim, q_stride, k_stride};
-    runtime.submit(clipped(op, &HeadNormOp::num_tokens, runtime.kernels().head_norm),
+    runtime.submit(clipped("head norm", op, &HeadNormOp::num_tokens, runtime.kernels().head_norm),
                    size_t(head_dim * runtime.num_threads()) * sizeof(float));
 }
 
@@ -168,7 +185,8 @@ void submit_prepare_decode(Runtime &runtime, std::vector<uintptr_t> a, std::vect
                              at<const int64_t>(a[3]), at<const int64_t>(a[4]), at<const int64_t>(a[5]),
                              at<const int64_t>(a.at(6)), at<int64_t>(a.at(7)), at<int64_t>(a.at(8)),
                              at<int64_t>(a.at(9)), at<int32_t>(a.at(10)), at<int32_t>(a.at(11)), n[0], n[1], n[2], n[3], n[4], n[5]};
-    runtime.submit_first([op](const Worker &w) { prepare_decode(op, w); }, [op] { return count_tokens(op); });
+    runtime.submit_first({"prepare decode", [op](const Worker &w) { prepare_decode(op, w); }},
+                         [op] { return count_tokens(op); });
 }
 
 void submit_finish_decode(Runtime &runtime, std::vector<uintptr_t> a, std::vector<int64_t> n) {
@@ -176,13 +194,12 @@ void submit_finish_decode(Runtime &runtime, std::vector<uintptr_t> a, std::vecto
     const FinishDecodeOp op{at<const int64_t>(a[0]), at<const int64_t>(a[1]), at<const int64_t>(a[2]),
                             at<const int64_t>(a[3]), at<int64_t>(a[4]), at<int64_t>(a[5]), at<int64_t>(a[6]),
                             n[0], n[1], n[2]};
-    runtime.submit(
-        [op](const Worker &w) {
-            FinishDecodeOp mine = op;
-            mine.num_rows = w.clip(op.num_rows * op.width) / op.width;
-            finish_decode(mine, w);
-        },
-        0);
+    const auto run = [op](const Worker &w) {
+        FinishDecodeOp mine = op;
+        mine.num_rows = w.clip(op.num_rows * op.width) / op.width;
+        finish_decode(mine, w);
+    };
+    runtime.submit({"finish decode", run}, 0);
 }
 
 void submit_mark_broken(Runtime &runtime, uintptr_t drawn, uintptr_t peaks, uintptr_t possible, uintptr_t marked,
@@ -190,7 +207,7 @@ void submit_mark_broken(Runtime &runtime, uintptr_t drawn, uintptr_t peaks, uint
     nb::gil_scoped_release release;
     const MarkBrokenOp op{at<const int64_t>(drawn), at<const float>(peaks), at<const float>(possible),
                           at<int64_t>(marked), num_rows};
-    runtime.submit(clipped(op, &MarkBrokenOp::num_rows, mark_broken), 0);
+    runtime.submit(clipped("mark broken", op, &MarkBrokenOp::num_rows, mark_broken), 0);
 }
 
 void submit_sample(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width, uintptr_t seeds,
@@ -198,7 +215,7 @@ void submit_sample(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t
     nb::gil_scoped_release release;
     const SampleOp op{at<const float>(logits), num_rows, width, at<const int64_t>(seeds),
                       at<const int64_t>(positions), at<int64_t>(ids)};
-    runtime.submit(clipped(op, &SampleOp::num_rows, runtime.kernels().sample),
+    runtime.submit(clipped("sample", op, &SampleOp::num_rows, runtime.kernels().sample),
                    size_t(num_rows * runtime.num_threads() + 2) * 12);
 }
 
@@ -208,7 +225,7 @@ void submit_filter(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t
     const FilterOp op{at<float>(logits), num_rows, width, at<const int64_t>(top_k), at<const float>(top_p),
                       at<const float>(min_p)};
     const auto &kernels = runtime.kernels();
-    runtime.submit(clipped(op, &FilterOp::num_rows, kernels.filter),
+    runtime.submit(clipped("filter", op, &FilterOp::num_rows, kernels.filter),
                    kernels.filter_scratch(op, runtime.num_threads()));
 }
 
@@ -217,19 +234,19 @@ void submit_penalize(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64
     nb::gil_scoped_release release;
     const PenaltyOp op{at<float>(logits), num_rows, width, at<const float>(factors[0]), at<const float>(factors[1]),
                        at<const float>(factors[2]), at(counts), count_bytes, at<const bool>(prompt_seen)};
-    runtime.submit(clipped(op, &PenaltyOp::num_rows, runtime.kernels().penalize), 0);
+    runtime.submit(clipped("penalize", op, &PenaltyOp::num_rows, runtime.kernels().penalize), 0);
 }
 
 void submit_mask(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width, uintptr_t bits) {
     nb::gil_scoped_release release;
     const MaskOp op{at<float>(logits), num_rows, width, at<const int32_t>(bits)};
-    runtime.submit(clipped(op, &MaskOp::num_rows, runtime.kernels().mask), 0);
+    runtime.submit(clipped("mask", op, &MaskOp::num_rows, runtime.kernels().mask), 0);
 }
 
 void submit_log_softmax(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width, uintptr_t y) {
     nb::gil_scoped_release release;
     const LogSoftmaxOp op{at<const float>(logits), num_rows, width, at<float>(y)};
-    runtime.submit(clipped(op, &LogSoftmaxOp::num_rows, runtime.kernels().log_softmax), 0);
+    runtime.submit(clipped("log softmax", op, &LogSoftmaxOp::num_rows, runtime.kernels().log_softmax), 0);
 }
 
 void submit_route(Runtime &runtime, uintptr_t logits, uintptr_t bias, uintptr_t ids, uintptr_t weights,
@@ -238,12 +255,13 @@ void submit_route(Runtime &runtime, uintptr_t logits, uintptr_t bias, uintptr_t 
     nb::gil_scoped_release release;
     const RoutingOp op{at<const float>(logits), at<const float>(bias), at<int64_t>(ids), at<float>(weights), num_tokens,
                        num_experts, top_k, num_groups, top_k_groups, is_sigmoid, renormalize, scaling_factor};
-    runtime.submit(clipped(op, &RoutingOp::num_tokens, route), routing_scratch(op, runtime.num_threads()));
+    runtime.submit(clipped("route", op, &RoutingOp::num_tokens, route), routing_scratch(op, runtime.num_threads()));
 }
 
 }  // namespace
 
 NB_MODULE(_native, m) {
+    nb::set_leak_warnings(false);  // whoever never closes an engine ends with one
     m.doc() = "Kernels of fd-cpu; see fd_cpu/kernels.py for the checked interface.";
     m.def("available_isas", [] {
         std::vector<std::string> names;
@@ -289,6 +307,13 @@ NB_MODULE(_native, m) {
         .def("begin", &Runtime::begin, nb::keep_alive<1, 2>())
         .def("end", &Runtime::end)
         .def("replay", &Runtime::replay, nb::call_guard<nb::gil_scoped_release>())
+        .def("begin_profile", &Runtime::begin_profile)
+        .def("times", [](Runtime &runtime) {
+            nb::dict found;
+            for (const auto &[name, time] : runtime.times())
+                found[name.c_str()] = nb::make_tuple(time.calls, time.seconds);
+            return found;
+        })
         .def("set_rows", &set_rows)
         .def("set_quantized_rows", &set_quantized_rows)
         .def("linear", &submit_linear)
@@ -299,6 +324,7 @@ NB_MODULE(_native, m) {
         .def("attention", &submit_attention)
         .def("experts", &submit_experts)
         .def("greedy", &submit_greedy)
+        .def("greedy_linear", &submit_greedy_linear)
         .def("head_norm", &submit_head_norm)
         .def("prepare_decode", &submit_prepare_decode)
         .def("finish_decode", &submit_finish_decode)

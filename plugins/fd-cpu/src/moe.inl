@@ -10,7 +10,9 @@ struct ExpertScratch {
     int64_t *token, *place;  // [rows]: the token of an ordered row; the row of (token, choice)
     float *hidden, *out;
     uint8_t *activations;
-    float *rows;  // one for each thread
+    uint8_t *unpacked;  // weights, and
+    float *rows;        // inputs: one for each thread
+    size_t unpacked_step;
     size_t num_bytes;
 
     ExpertScratch(const ExpertsOp &op, uint8_t *at, int num_threads) {
@@ -30,6 +32,8 @@ struct ExpertScratch {
         const size_t widest = std::max(Activations(up, most, nullptr).num_bytes(most),
                                        Activations(down, most, nullptr).num_bytes(most));
         take(activations, widest);
+        unpacked_step = std::max(unpacked_bytes(up), unpacked_bytes(down));
+        take(unpacked, unpacked_step * size_t(num_threads));
         take(rows, size_t(std::max(up.padded_inputs, down.padded_inputs) + kLanes) * 4 * size_t(num_threads));
         num_bytes = size_t(at - begin) + 64;
     }
@@ -58,15 +62,13 @@ FDCPU_INLINE void order_by_expert(const ExpertsOp &op, const ExpertScratch &s, i
 }
 
 // One pass over (expert, panel) pairs of experts that have rows.
-FDCPU_INLINE void expert_products(const ExpertsOp &op, const ExpertScratch &s, const PackedMatrix *const *matrices,
-                                  const Activations &a, float *y, int64_t y_stride) {
+FDCPU_INLINE void expert_products(const ExpertsOp &op, const ExpertScratch &s, const Worker &worker,
+                                  const PackedMatrix *const *matrices, const Activations &a, float *y, int64_t y_stride) {
     LinearOp linear{};
     linear.y = y;
     linear.y_stride = y_stride;
-    alignas(64) float sums[kMostAtOnce * kPanel];
-#if FDCPU_TILES
-    tiles_begin(tile_inputs(*matrices[0]));
-#endif
+    TileUse use;
+    uint8_t *unpacked = s.unpacked + s.unpacked_step * size_t(worker.thread);
     int64_t item = 0, mine = s.next->fetch_add(1);
     for (int64_t e = 0; e < op.num_experts; ++e) {
         const int64_t begin = s.starts[e], end = s.starts[e + 1];
@@ -79,18 +81,12 @@ FDCPU_INLINE void expert_products(const ExpertsOp &op, const ExpertScratch &s, c
         }
         for (int64_t p = 0; p < w.num_panels; ++p, ++item) {
             if (item != mine) continue;
-            const int64_t step = rows_at_once(w, end - begin);
-            for (int64_t m = begin; m < end; m += step) {
-                const int rows = int(std::min(step, end - m));
-                rows_of_panel(step > kMostRows, rows, w, p, a, m, sums);
-                for (int r = 0; r < rows; ++r) finish_row<float>(linear, p, m + r, sums + r * kPanel);
-            }
+            const Outputs<float> out(linear);
+            panel_rows(use, is_tiled(w, end - begin), w, p, a, begin, end, unpacked,
+                       [out, p](int64_t m, int half, F low, F high) { out.finish(p, m, half, low, high); });
             mine = s.next->fetch_add(1);
         }
     }
-#if FDCPU_TILES
-    tiles_end();
-#endif
 }
 
 template <class T>
@@ -109,24 +105,24 @@ void experts_of(const ExpertsOp &op, const Worker &worker) {
         const int64_t num_rows = s.starts[op.num_experts];
         int64_t begin, end;
         worker.share(num_rows, begin, end);
-        const Activations a(up, num_rows, s.activations);
+        Activations a(up, num_rows, s.activations);
         LinearOp input{};
         input.weight = &up;
         input.x = op.x;
         input.x_stride = op.width;
         for (int64_t m = begin; m < end; ++m) prepare_row<T>(input, a, m, s.token[m], row);
         worker.barrier();
-        expert_products(op, s, op.gate_up, a, s.hidden, up.half());
+        expert_products(op, s, worker, op.gate_up, a, s.hidden, up.half());
         worker.barrier();
         if (worker.thread == 0) s.next->store(0);
-        const Activations b(down, num_rows, s.activations);
+        Activations b(down, num_rows, s.activations);
         LinearOp between{};
         between.weight = &down;
         between.x = s.hidden;
         between.x_stride = up.half();
         for (int64_t m = begin; m < end; ++m) prepare_row<float>(between, b, m, m, row);
         worker.barrier();
-        expert_products(op, s, op.down, b, s.out, op.width);
+        expert_products(op, s, worker, op.down, b, s.out, op.width);
         worker.barrier();
         worker.share(count, begin, end);
         for (int64_t t = begin; t < end; ++t) {

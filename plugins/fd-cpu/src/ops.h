@@ -116,6 +116,13 @@ struct GreedyOp {
     float *peaks;
 };
 
+// The same of a product with a head; its y is not written.
+struct GreedyLinearOp {
+    LinearOp product;
+    int64_t *ids;
+    float *peaks;
+};
+
 // Each head of q and of k normalised in place.
 struct HeadNormOp {
     void *q, *k;
@@ -172,6 +179,9 @@ struct Kernels {
     void (*experts)(const ExpertsOp &, const Worker &);
     size_t (*experts_scratch)(const ExpertsOp &, int num_threads);
     void (*greedy)(const GreedyOp &, const Worker &);
+    size_t (*greedy_scratch)(const GreedyOp &, int num_threads);
+    void (*greedy_linear)(const GreedyLinearOp &, const Worker &);
+    size_t (*greedy_linear_scratch)(const GreedyLinearOp &, int num_threads);
     void (*head_norm)(const HeadNormOp &, const Worker &);
     void (*sample)(const SampleOp &, const Worker &);
     void (*filter)(const FilterOp &, const Worker &);

@@ -78,12 +78,12 @@ std::unique_ptr<PackedMatrix> make_packed(WeightKind kind, int64_t outputs, int6
     matrix->group = grouped ? group : matrix->padded_inputs;
     matrix->gated = gated;
     matrix->num_panels = gated ? (outputs / 2 + kHalf - 1) / kHalf : (outputs + kPanel - 1) / kPanel;
-    matrix->weights = Pages(size_t(matrix->num_panels * matrix->panel_bytes()) + kSlack);
+    matrix->weights = Pages(size_t(matrix->num_panels * matrix->panel_bytes()) + kSlack, true);
     if (kind == WeightKind::int4)  // a nibble of 8 is a weight of zero
         std::memset(matrix->weights.data(), 0x88, size_t(matrix->num_panels * matrix->panel_bytes()));
     const size_t num_scales = size_t(matrix->num_panels * matrix->num_groups() * kPanel);
-    if (is_int) matrix->scales = Pages(num_scales * sizeof(float));
-    if (kind == WeightKind::int8) matrix->sums = Pages(num_scales * sizeof(int32_t));
+    if (is_int) matrix->scales = Pages(num_scales * sizeof(float), true);
+    if (kind == WeightKind::int8) matrix->sums = Pages(num_scales * sizeof(int32_t), true);
     return matrix;
 }
 

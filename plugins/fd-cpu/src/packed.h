@@ -16,7 +16,7 @@ enum class DType { f32 = 0, bf16 = 1 };
 enum class WeightKind { f32 = 0, bf16 = 1, int8 = 2, int4 = 3 };
 
 constexpr int kPanel = 64;      // outputs of a panel
-constexpr int kHalf = 32;       // a gated panel: 32 gate outputs, then the 32 up outputs they belong to
+constexpr int kHalf = 32;       // a panel's half; of a gated matrix 16 gate outputs, then their 16 up outputs
 constexpr int kGroupStep = 32;  // groups that share a scale are multiples of so many inputs
 
 struct PackedMatrix {
@@ -41,7 +41,11 @@ struct PackedMatrix {
     }
     // Where the n-th output stands.
     int64_t panel_of(int64_t n) const { return gated ? (n % half()) / kHalf : n / kPanel; }
-    int64_t column_of(int64_t n) const { return gated ? (n % half()) % kHalf + (n / half()) * kHalf : n % kPanel; }
+    int64_t column_of(int64_t n) const {
+        if (!gated) return n % kPanel;
+        const int64_t pair = (n % half()) % kHalf, quarter = kHalf / 2;
+        return pair / quarter * kHalf + n / half() * quarter + pair % quarter;
+    }
     int64_t half() const { return outputs / 2; }
     size_t num_bytes() const { return weights.size() + scales.size() + sums.size(); }
 };

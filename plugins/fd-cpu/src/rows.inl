@@ -29,7 +29,9 @@ FDCPU_INLINE float sum_of_squares(const float *row, int64_t size) {
 template <class T>
 FDCPU_INLINE void normalize(float *row, const T *weight, float eps, int64_t size) {
     const float factor = 1.f / std::sqrt(sum_of_squares(row, size) / float(size) + eps);
-    for (int64_t i = 0; i < size; ++i) row[i] = row[i] * factor * load_one(weight + i);
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) store(row + i, load(row + i) * factor * load(weight + i));
+    for (; i < size; ++i) row[i] = row[i] * factor * load_one(weight + i);
 }
 
 template <class T>
@@ -73,50 +75,6 @@ void norm_heads(const HeadNormOp &op, const Worker &worker) {
 
 void head_norm(const HeadNormOp &op, const Worker &worker) {
     op.type == DType::f32 ? norm_heads<float>(op, worker) : norm_heads<uint16_t>(op, worker);
-}
-
-// Every thread searches its part of all rows; the first then compares the parts.
-void greedy(const GreedyOp &op, const Worker &worker) {
-    auto *peaks = reinterpret_cast<float *>(worker.scratch);
-    auto *ids = reinterpret_cast<int64_t *>(peaks + (op.num_rows * worker.size() + 1) / 2 * 2);
-    int64_t first, last;
-    worker.share(op.width, first, last);
-    for (int64_t m = 0; m < op.num_rows; ++m) {
-        const float *row = op.logits + m * op.width;
-        float peak = -INFINITY;
-        int64_t best = first;
-        for (int64_t begin = first; begin < last; begin += 1024) {
-            const int64_t end = std::min(last, begin + 1024);
-            F most = splat(-INFINITY);
-            bool has_nan = false;
-            int64_t i = begin;
-            for (; i + kLanes <= end; i += kLanes) most = maximum(load(row + i), most);
-            float local = max_of(most);
-            for (int64_t j = begin; j < end; ++j) has_nan |= row[j] != row[j];
-            for (; i < end; ++i) local = std::max(local, row[i]);
-            if (!has_nan && !(local > peak)) continue;
-            for (i = begin; i < end; ++i)
-                if (row[i] != row[i] || (!has_nan && row[i] == local)) break;
-            peak = row[i];
-            best = i;
-            if (has_nan) break;
-        }
-        peaks[m * worker.size() + worker.thread] = first < last ? peak : -INFINITY;
-        ids[m * worker.size() + worker.thread] = first < last ? best : -1;
-    }
-    worker.barrier();
-    if (worker.thread) return;
-    for (int64_t m = 0; m < op.num_rows; ++m) {
-        const float *part = peaks + m * worker.size();
-        int64_t best = -1;
-        for (int t = 0; t < worker.size(); ++t) {
-            if (ids[m * worker.size() + t] < 0) continue;
-            if (best >= 0 && part[best] != part[best]) break;
-            if (best < 0 || part[t] != part[t] || part[t] > part[best]) best = t;
-        }
-        op.ids[m] = ids[m * worker.size() + best];
-        op.peaks[m] = part[best];
-    }
 }
 
 template <class T>

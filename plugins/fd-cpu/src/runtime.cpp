@@ -1,6 +1,8 @@
 #include "runtime.h"
 
+#include <chrono>
 #include <stdexcept>
+#include <utility>
 
 namespace fdcpu {
 
@@ -29,7 +31,7 @@ void Runtime::submit(Step step, size_t scratch_bytes) {
         std::lock_guard<std::mutex> lock(mutex_);
         if (scratch_bytes > scratch_.size()) scratch_ = Pages(scratch_bytes * 5 / 4);
         const int64_t most_rows = recording ? *recording->most_rows : INT64_MAX;
-        team_.run([&](int thread) { step(Worker{team_, thread, scratch_.data(), most_rows}); });
+        team_.run([&](int thread) { run(step, Worker{team_, thread, scratch_.data(), most_rows}); });
     }
     if (recording) recording->steps.push_back(std::move(step));
 }
@@ -63,11 +65,26 @@ void Runtime::replay(const Plan &plan) {
     if (plan.count_rows) *plan.most_rows = plan.count_rows();
     team_.run([&](int thread) {
         const Worker mine{team_, thread, scratch_.data(), *plan.most_rows};
-        for (const Step &step : plan.steps) {
-            step(mine);
-            mine.barrier();
-        }
+        for (const Step &step : plan.steps) run(step, mine);
     });
+}
+
+// One operation; the barrier behind it parts it from the next one.
+void Runtime::run(const Step &step, const Worker &worker) {
+    const bool is_timed = worker.thread == 0 && is_profiling_.load(std::memory_order_relaxed);
+    const auto began = is_timed ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point();
+    step.run(worker);
+    worker.barrier();
+    if (!is_timed) return;
+    Time &time = times_[step.name];
+    ++time.calls;
+    time.seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+}
+
+std::map<std::string, Runtime::Time> Runtime::times() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    is_profiling_ = false;
+    return std::move(times_);
 }
 
 }  // namespace fdcpu

@@ -1,6 +1,8 @@
 // The team, the chosen kernels and their scratch; plans of recorded operations.
 #pragma once
+#include <atomic>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -12,7 +14,11 @@
 
 namespace fdcpu {
 
-using Step = std::function<void(const Worker &)>;
+// What one operation does, and what it is called in a profile.
+struct Step {
+    const char *name;
+    std::function<void(const Worker &)> run;
+};
 
 // Operations that ran once while recording; replayed by one call, all threads walking through them.
 //
@@ -43,13 +49,24 @@ public:
     void end();
     void replay(const Plan &plan);
 
+    // From now on every operation is timed, until times() is called.
+    void begin_profile() { is_profiling_ = true; }
+    struct Time {
+        int64_t calls = 0;
+        double seconds = 0;
+    };
+    std::map<std::string, Time> times();
+
 private:
+    void run(const Step &step, const Worker &worker);
 
     Isa isa_;
     const Kernels &kernels_;
     Team team_;
     std::mutex mutex_;
     Pages scratch_;
+    std::atomic<bool> is_profiling_{false};
+    std::map<std::string, Time> times_;
 };
 
 }  // namespace fdcpu

@@ -39,12 +39,24 @@ FDCPU_INLINE F load(const uint16_t *from) {  // bfloat16
 }
 FDCPU_INLINE void store(float *to, F x) { store_as(to, x); }
 FDCPU_INLINE void store(uint16_t *to, F x) {
+#if FDCPU_LEVEL >= 2
+    store_as(to, _mm512_cvtneps_pbh(__m512(x)));
+#else
     const U bits = U(x);
     const U rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     const U quiet = bits >> 16 | 0x40;
     const U is_nan = U((bits & 0x7fffffff) > 0x7f800000);
     store_as(to, __builtin_convertvector((rounded & ~is_nan) | (quiet & is_nan), H));
+#endif
 }
+FDCPU_INLINE F round_to_bf16(F x) {
+    H bits;
+    store(reinterpret_cast<uint16_t *>(&bits), x);
+    return F(__builtin_convertvector(bits, U) << 16);
+}
+
+// a in the low halves, b in the high ones.
+FDCPU_INLINE U pairs_of_bf16(F a, F b) { return U(round_to_bf16(a)) >> 16 | U(round_to_bf16(b)); }
 
 FDCPU_INLINE float load_one(const float *from) { return *from; }
 FDCPU_INLINE float load_one(const uint16_t *from) {
@@ -65,34 +77,71 @@ FDCPU_INLINE F maximum(F a, F b) { return a > b ? a : b; }
 FDCPU_INLINE F absolute(F x) { return F(U(x) & 0x7fffffff); }
 
 FDCPU_INLINE float sum_of(F x) {
+#if FDCPU_LEVEL >= 2
+    return _mm512_reduce_add_ps(__m512(x));
+#else
     float lanes[kLanes], total = 0;
     store_as(lanes, x);
     for (int width = kLanes / 2; width; width /= 2)
         for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
     total = lanes[0];
     return total;
+#endif
 }
 FDCPU_INLINE float max_of(F x) {
+#if FDCPU_LEVEL >= 2
+    return _mm512_reduce_max_ps(__m512(x));
+#else
     float lanes[kLanes];
     store_as(lanes, x);
     float most = lanes[0];
     for (int i = 1; i < kLanes; ++i) most = lanes[i] > most ? lanes[i] : most;
     return most;
+#endif
+}
+FDCPU_INLINE int32_t sum_of_ints(I x) {
+#if FDCPU_LEVEL >= 2
+    return _mm512_reduce_add_epi32(__m512i(x));
+#else
+    uint32_t lanes[kLanes], total = 0;
+    store_as(lanes, x);
+    for (uint32_t lane : lanes) total += lane;
+    return int32_t(total);
+#endif
 }
 
+// To the nearest, ties to even; |x| below 2^22.
 FDCPU_INLINE I round_to_int(F x) {
-    // Adding 1.5 * 2^23 leaves the nearest integer, ties to even, in the low bits; |x| below 2^22.
+#if FDCPU_LEVEL >= 2
+    return I(_mm512_cvtps_epi32(__m512(x)));
+#else
+    // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
     const F magic = splat(12582912.f);
     return I(x + magic) - splat_int(0x4b400000);
+#endif
+}
+// The low bytes.
+FDCPU_INLINE void store_bytes(uint8_t *to, I x) {
+#if FDCPU_LEVEL >= 2
+    store_as(to, _mm512_cvtepi32_epi8(__m512i(x)));
+#else
+    using Narrow = uint8_t __attribute__((vector_size(16)));
+    store_as(to, __builtin_convertvector(U(x), Narrow));
+#endif
 }
 
-// e^x to within two units in the last place; below -87 it is 0, above 88 it stays at e^88.
+// e^x to within two units in the last place; far below -87 it is 0.
 FDCPU_INLINE F exponential(F x) {
+#if FDCPU_LEVEL >= 2
+    x = F(_mm512_max_ps(_mm512_set1_ps(-110.f), __m512(x)));  // in this order NaN stays
+    const F whole = F(_mm512_roundscale_ps(__m512(x * 1.44269504088896341f), 0));
+#else
     const F low = splat(-87.33654f), high = splat(88.37626f);
     const I is_low = x < low;
     x = x > high ? high : (x < low ? low : x);
     const I n = round_to_int(x * 1.44269504088896341f);
     const F whole = __builtin_convertvector(n, F);
+#endif
     const F r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
     F p = r * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
@@ -100,8 +149,12 @@ FDCPU_INLINE F exponential(F x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.f;
+#if FDCPU_LEVEL >= 2
+    return F(_mm512_scalef_ps(__m512(p), __m512(whole)));
+#else
     const F scaled = p * F((n + 127) << 23);
     return F(U(scaled) & ~U(is_low));
+#endif
 }
 
 FDCPU_INLINE F silu(F x) { return x / (exponential(-x) + 1.f); }

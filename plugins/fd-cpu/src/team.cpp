@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <chrono>
 
 namespace fdcpu {
@@ -18,7 +19,14 @@ inline void relax() {
 constexpr int kSpinsBeforeYield = 4000;
 // How long a thread without work keeps looking before it sleeps: longer than the host's part of a
 // decode step, so that a running engine does not pay for waking up.
-constexpr auto kLinger = std::chrono::microseconds(800);
+constexpr auto kLinger = std::chrono::milliseconds(2);
+
+void pin(pthread_t thread, int cpu) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(cpu, &set);
+    pthread_setaffinity_np(thread, sizeof set, &set);
+}
 
 }  // namespace
 
@@ -38,15 +46,10 @@ void Barrier::wait() {
     }
 }
 
-Team::Team(int size, const std::vector<int> &cpus) : size_(size), barrier_(size) {
+Team::Team(int size, const std::vector<int> &cpus) : size_(size), cpus_(cpus), barrier_(size) {
     for (int thread = 1; thread < size; ++thread) {
         threads_.emplace_back([this, thread] { loop(thread); });
-        if (size_t(thread) < cpus.size()) {
-            cpu_set_t set;
-            CPU_ZERO(&set);
-            CPU_SET(cpus[thread], &set);
-            pthread_setaffinity_np(threads_.back().native_handle(), sizeof set, &set);
-        }
+        if (size_t(thread) < cpus.size()) pin(threads_.back().native_handle(), cpus[thread]);
     }
 }
 
@@ -66,6 +69,7 @@ void Team::run(const std::function<void(int)> &work) {
         work(0);
         return;
     }
+    make_way();
     work_ = &work;
     round_.fetch_add(1, std::memory_order_seq_cst);
     if (sleeping_.load(std::memory_order_seq_cst)) {
@@ -74,6 +78,16 @@ void Team::run(const std::function<void(int)> &work) {
     }
     work(0);
     barrier_.wait();
+}
+
+void Team::make_way() const {
+    if (cpus_.empty()) return;
+    const auto last = cpus_.begin() + std::min<size_t>(size_, cpus_.size());
+    if (std::find(cpus_.begin() + 1, last, sched_getcpu()) == last) return;
+    cpu_set_t before;
+    if (pthread_getaffinity_np(pthread_self(), sizeof before, &before)) return;
+    pin(pthread_self(), cpus_[0]);
+    pthread_setaffinity_np(pthread_self(), sizeof before, &before);
 }
 
 void Team::loop(int thread) {

@@ -36,8 +36,11 @@ public:
 
 private:
     void loop(int thread);
+    // Moves the caller off a processor where one of the threads is pinned.
+    void make_way() const;
 
     const int size_;
+    const std::vector<int> cpus_;
     Barrier barrier_;
     std::mutex turn_;
     std::mutex mutex_;

@@ -1,117 +1,221 @@
-// Products with tiles: up to 32 rows by one panel, two tiles of rows by two of outputs at a time. Lines of
-// a packed panel are rows of weight tiles as they are; four-bit ones are unpacked a step ahead of use.
+// Products with tiles, panel by panel. Up to sixteen rows meet a whole panel, more of them half a panel at a
+// time, two tiles of rows by two of outputs. Lines of a packed panel are rows of weight tiles as they are;
+// four-bit ones are unpacked a step ahead of their first use, and once for all rows.
 
 namespace fdcpu::FDCPU_NAMESPACE {
 
-constexpr int kTiledRows = 2 * kTileSide;
-constexpr int kLine = 4 * kPanel;  // bytes of a panel's line: 64 outputs times four bytes
-
-// Bytes of a row of activations that one multiplication takes.
-FDCPU_INLINE int tile_inputs(const PackedMatrix &w) {
-    return w.kind == WeightKind::bf16 || w.group % 64 == 0 ? 64 : 32;
-}
+constexpr int kTall = 2 * kTileSide;
+constexpr int kLine = 4 * kPanel;        // bytes of a panel's line: 64 outputs times four bytes
+constexpr int64_t kFarAhead = 4096;      // bytes that short products prefetch ahead
 
 FDCPU_INLINE bool is_tiled(const PackedMatrix &w, int64_t num_rows) {
-    return w.kind != WeightKind::f32 && num_rows > 4;
+    return w.kind != WeightKind::f32 && num_rows > (w.kind == WeightKind::bf16 ? 1 : 4);
 }
 
-// Lines of four inputs from lines of eight, low nibbles first.
-FDCPU_INLINE void unpack_lines(const uint8_t *from, int lines, uint8_t *to) {
-    for (int i = 0; i < lines / 2; ++i)
-        for (int s = 0; s < kLine; s += 64) {
-            const B packed = load_as<B>(from + i * kLine + s);
-            store_as(to + 2 * i * kLine + s, B(packed & 15));
-            store_as(to + (2 * i + 1) * kLine + s, B(B(U(packed) >> 4) & 15));
-        }
+// Whether integers become bfloat16 on the way: see kLeastTiledGroup.
+FDCPU_INLINE bool is_widened(const PackedMatrix &w, int64_t num_rows) {
+    return (w.kind == WeightKind::int8 || w.kind == WeightKind::int4) && w.group < kLeastTiledGroup &&
+           w.num_groups() > 1 && num_rows > kTileSide;
 }
 
-// One group of inputs, one half of the panel (32 outputs): sums[rows][32] in `out`, row by row.
-template <WeightKind kind>
-FDCPU_INLINE void tile_group(const PackedMatrix &w, const uint8_t *panel, const Activations &a, int64_t m, bool is_tall,
-                             int64_t g, int half, uint8_t *out) {
-    const int inputs = tile_inputs(w), lines = inputs / 4;
-    const int64_t bytes = kind == WeightKind::bf16 ? w.group * 2 : w.group;  // of a row of activations
-    alignas(64) uint8_t unpacked[kind == WeightKind::int4 ? 16 * kLine : 64];
-    FDCPU_TILE_ZERO(0);
-    FDCPU_TILE_ZERO(1);
-    FDCPU_TILE_ZERO(2);
-    FDCPU_TILE_ZERO(3);
-    for (int64_t k = 0; k < bytes; k += inputs) {
-        const int64_t at = g * bytes + k;
-        const uint8_t *weights;
-        if constexpr (kind == WeightKind::int4) {
-            unpack_lines(panel + at / 8 * kLine, lines, unpacked);
-            weights = unpacked;
-        } else {
-            weights = panel + at / 4 * kLine;
-        }
-        FDCPU_TILE_LOAD(4, a.row(m) + at, a.row_bytes);
-        FDCPU_TILE_LOAD(6, weights + half * 128, kLine);
-        FDCPU_TILE_LOAD(7, weights + half * 128 + 64, kLine);
-        if constexpr (kind == WeightKind::bf16) {
-            FDCPU_TILE_BF16(0, 4, 6);
-            FDCPU_TILE_BF16(1, 4, 7);
-        } else if constexpr (kind == WeightKind::int8) {
-            FDCPU_TILE_UNSIGNED_SIGNED(0, 4, 6);
-            FDCPU_TILE_UNSIGNED_SIGNED(1, 4, 7);
-        } else {
-            FDCPU_TILE_SIGNED_UNSIGNED(0, 4, 6);
-            FDCPU_TILE_SIGNED_UNSIGNED(1, 4, 7);
-        }
-        if (!is_tall) continue;
-        FDCPU_TILE_LOAD(5, a.row(m + kTileSide) + at, a.row_bytes);
-        if constexpr (kind == WeightKind::bf16) {
-            FDCPU_TILE_BF16(2, 5, 6);
-            FDCPU_TILE_BF16(3, 5, 7);
-        } else if constexpr (kind == WeightKind::int8) {
-            FDCPU_TILE_UNSIGNED_SIGNED(2, 5, 6);
-            FDCPU_TILE_UNSIGNED_SIGNED(3, 5, 7);
-        } else {
-            FDCPU_TILE_SIGNED_UNSIGNED(2, 5, 6);
-            FDCPU_TILE_SIGNED_UNSIGNED(3, 5, 7);
-        }
-    }
-    FDCPU_TILE_STORE(0, out, 128);
-    FDCPU_TILE_STORE(1, out + 64, 128);
-    if (!is_tall) return;
-    FDCPU_TILE_STORE(2, out + kTileSide * 128, 128);
-    FDCPU_TILE_STORE(3, out + kTileSide * 128 + 64, 128);
+FDCPU_INLINE size_t unpacked_bytes(const PackedMatrix &w) {
+    return size_t(std::max<int64_t>(w.padded_inputs * kHalf * 2, 8 * kTileSide * 64));
 }
 
-// out[rows][64] of up to 32 rows. Rows of activations up to a multiple of 16 are read, not used.
-template <WeightKind kind>
-void tiled_of(int rows, const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, float *out) {
-    alignas(64) uint8_t raw[kTiledRows * 128];
-    for (int64_t g = 0; g < a.groups; ++g)
-        for (int half = 0; half < 2; ++half) {
-            tile_group<kind>(w, w.panel(p), a, m, rows > kTileSide, g, half, raw);
-            for (int r = 0; r < rows; ++r)
-                for (int s = 0; s < 2; ++s) {
-                    float *to = out + r * kPanel + half * 32 + s * kLanes;
-                    const uint8_t *from = raw + r * 128 + s * 64;
-                    if constexpr (kind == WeightKind::bf16) {
-                        store(to, load_as<F>(from));
-                        continue;
-                    }
-                    I sums = load_as<I>(from);
-                    const int64_t column = half * 32 + s * kLanes;
-                    if constexpr (kind == WeightKind::int8)
-                        sums -= load_as<I>(w.panel_sums(p) + g * kPanel + column) * 128;
-                    else
-                        sums -= 8 * a.sums[(m + r) * a.groups + g];
-                    const F scale = load(w.panel_scales(p) + g * kPanel + column) * a.scales[(m + r) * a.groups + g];
-                    const F value = __builtin_convertvector(sums, F) * scale;
-                    store(to, g ? load(to) + value : value);
+#define FDCPU_TILE_PRODUCT(c, a, b)                      \
+    if constexpr (kind == WeightKind::bf16 || is_wide)   \
+        FDCPU_TILE_BF16(c, a, b);                        \
+    else if constexpr (kind == WeightKind::int8)         \
+        FDCPU_TILE_UNSIGNED_SIGNED(c, a, b);             \
+    else                                                 \
+        FDCPU_TILE_SIGNED_UNSIGNED(c, a, b)
+
+// One panel of weights and the rows that meet it. A step is what one multiplication takes of a row.
+template <WeightKind kind, bool is_wide>
+struct TiledPanel {
+    static constexpr bool kUnpacks = is_wide || kind == WeightKind::int4;
+    static constexpr bool kIsInt = !is_wide && kind != WeightKind::bf16;
+
+    // Copies: a store of bytes might change anything else, for all that the compiler knows.
+    const Activations a;
+    uint8_t *const unpacked;  // [step][output tile][row of a weight tile][64]
+    const uint8_t *const panel;
+    const float *const scales;  // of the panel, and
+    const int32_t *const weight_sums;
+    const int64_t group, panel_bytes;
+    const int inputs;  // bytes of a step, of activations
+    const int64_t packed_step;  // and of weights
+    const int64_t num_steps, groups;
+
+    TiledPanel(const PackedMatrix &w, const Activations &a, int64_t p, uint8_t *unpacked)
+        : a(a), unpacked(unpacked), panel(w.panel(p)), scales(w.panel_scales(p)), weight_sums(w.panel_sums(p)),
+          group(w.group), panel_bytes(w.panel_bytes()), inputs(kIsInt && w.group % 64 ? 32 : 64),
+          packed_step(int64_t(inputs) / (kIsInt ? 1 : 2) * (kind == WeightKind::bf16 ? 2 * kPanel
+                                                           : kind == WeightKind::int8 ? kPanel : kPanel / 2)),
+          num_steps(w.padded_inputs * (kIsInt ? 1 : 2) / inputs), groups(kIsInt ? w.num_groups() : 1) {}
+
+    // Outputs [16 first, 16 (first + count)) of a step as rows of weight tiles.
+    FDCPU_INLINE void unpack(int64_t step, int first, int count, uint8_t *to) const {
+        const uint8_t *line = panel + step * packed_step + first * 64;
+        const int lines = int(packed_step / kLine);
+        for (int s = 0; s < count; ++s, to += inputs * kTileSide)
+            for (int i = 0; i < lines; ++i) {
+                const B packed = load_as<B>(line + i * kLine + s * 64);
+                if constexpr (!is_wide) {
+                    store_as(to + 2 * i * 64, B(packed & 15));
+                    store_as(to + (2 * i + 1) * 64, B(B(U(packed) >> 4) & 15));
+                } else {
+                    const F scale = load(scales + step * 32 / group * kPanel + (first + s) * kLanes);
+                    constexpr int kPairs = kind == WeightKind::int4 ? 4 : 2;  // of inputs in a line
+                    for (int j = 0; j < kPairs; ++j)
+                        store_as(to + (kPairs * i + j) * 64,
+                                 pairs_of_bf16(integer(packed, 2 * j) * scale, integer(packed, 2 * j + 1) * scale));
                 }
-        }
-}
-
-FDCPU_INLINE void tiled(int rows, const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, float *out) {
-    switch (w.kind) {
-        case WeightKind::bf16: return tiled_of<WeightKind::bf16>(rows, w, p, a, m, out);
-        case WeightKind::int8: return tiled_of<WeightKind::int8>(rows, w, p, a, m, out);
-        default: return tiled_of<WeightKind::int4>(rows, w, p, a, m, out);
+            }
     }
+    // The j-th input of each output in a line.
+    static FDCPU_INLINE F integer(B line, int j) {
+        if constexpr (kind == WeightKind::int4)
+            return __builtin_convertvector(I(U(line) >> (j % 4 * 8 + j / 4 * 4) & 15) - 8, F);
+        else
+            return __builtin_convertvector(I(U(line) << (24 - 8 * j)) >> 24, F);
+    }
+
+    // Sums of a group: [output tile][16][16] of up to sixteen rows.
+    FDCPU_INLINE void sum_short(int64_t m, int64_t first, int64_t last, uint8_t *sums) const {
+        const int64_t tile = kUnpacks ? inputs * kTileSide : 64, stride = kUnpacks ? 64 : kLine;
+        if (kUnpacks && first == 0) unpack(0, 0, 4, unpacked);
+        FDCPU_TILE_ZERO(0);
+        FDCPU_TILE_ZERO(1);
+        FDCPU_TILE_ZERO(2);
+        FDCPU_TILE_ZERO(3);
+        for (int64_t step = first; step < last; ++step) {
+            const uint8_t *ahead = panel + step * packed_step + kFarAhead;
+            for (int64_t i = 0; i < packed_step; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+            const uint8_t *weights = kUnpacks ? unpacked + step % 2 * 4 * tile : panel + step * packed_step;
+            FDCPU_TILE_LOAD(4, a.row(m) + a.at(step * inputs), a.row_step);
+            FDCPU_TILE_LOAD(5, weights, stride);
+            FDCPU_TILE_PRODUCT(0, 4, 5);
+            FDCPU_TILE_LOAD(6, weights + tile, stride);
+            FDCPU_TILE_PRODUCT(1, 4, 6);
+            if (kUnpacks && step + 1 < num_steps) unpack(step + 1, 0, 4, unpacked + (step + 1) % 2 * 4 * tile);
+            FDCPU_TILE_LOAD(7, weights + 2 * tile, stride);
+            FDCPU_TILE_PRODUCT(2, 4, 7);
+            FDCPU_TILE_LOAD(5, weights + 3 * tile, stride);
+            FDCPU_TILE_PRODUCT(3, 4, 5);
+        }
+        FDCPU_TILE_STORE(0, sums, 64);
+        FDCPU_TILE_STORE(1, sums + 1024, 64);
+        FDCPU_TILE_STORE(2, sums + 2048, 64);
+        FDCPU_TILE_STORE(3, sums + 3072, 64);
+    }
+
+    // Sums of a group and half a panel: [tile of rows][output tile][16][16]. Meanwhile `lines` of what
+    // comes next are fetched for every step.
+    FDCPU_INLINE void sum_tall(int half, int64_t m, bool has_second, bool is_first, int64_t first, int64_t last,
+                               const uint8_t *next, int64_t lines, uint8_t *sums) const {
+        const int64_t tile = kUnpacks ? inputs * kTileSide : 64, stride = kUnpacks ? 64 : kLine;
+        const bool unpacks = kUnpacks && is_first;
+        if (unpacks && first == 0) unpack(0, 2 * half, 2, unpacked);
+        FDCPU_TILE_ZERO(0);
+        FDCPU_TILE_ZERO(1);
+        FDCPU_TILE_ZERO(2);
+        FDCPU_TILE_ZERO(3);
+        const uint8_t *low = a.row(m), *high = a.row(m + kTileSide);
+        for (int64_t step = first; step < last; ++step) {
+            const uint8_t *weights = kUnpacks ? unpacked + step * 2 * tile : panel + step * packed_step + half * 128;
+            const int64_t at = a.at(step * inputs);
+            FDCPU_TILE_LOAD(4, low + at, a.row_step);
+            FDCPU_TILE_LOAD(6, weights, stride);
+            FDCPU_TILE_PRODUCT(0, 4, 6);
+            FDCPU_TILE_LOAD(7, weights + tile, stride);
+            FDCPU_TILE_PRODUCT(1, 4, 7);
+            for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(next + (step * lines + i) * 64, 0, 2);
+            if (unpacks && step + 1 < num_steps) unpack(step + 1, 2 * half, 2, unpacked + (step + 1) * 2 * tile);
+            if (!has_second) continue;
+            FDCPU_TILE_LOAD(5, high + at, a.row_step);
+            FDCPU_TILE_PRODUCT(2, 5, 6);
+            FDCPU_TILE_PRODUCT(3, 5, 7);
+        }
+        FDCPU_TILE_STORE(0, sums, 64);
+        FDCPU_TILE_STORE(1, sums + 1024, 64);
+        if (!has_second) return;
+        FDCPU_TILE_STORE(2, sums + 2048, 64);
+        FDCPU_TILE_STORE(3, sums + 3072, 64);
+    }
+
+    // A group's sums of two output tiles, side by side: the last group finishes the rows.
+    template <class Finish>
+    FDCPU_INLINE void add(const uint8_t *sums, int64_t rows, int64_t m, int64_t g, int half, float *totals,
+                          const Finish &finish) const {
+        const int64_t at = g * kPanel + half * kHalf;
+        F scale[2] = {};
+        I offset[2] = {};
+        for (int s = 0; s < 2 && kIsInt; ++s) {
+            scale[s] = load(scales + at + s * kLanes);
+            if (kind == WeightKind::int8) offset[s] = load_as<I>(weight_sums + at + s * kLanes) * 128;
+        }
+        for (int64_t r = 0; r < rows; ++r) {
+            F found[2];
+            const float x_scale = kIsInt ? a.scales[(m + r) * groups + g] : 0.f;
+            const int32_t x_offset = kIsInt && kind == WeightKind::int4 ? 8 * a.sums[(m + r) * groups + g] : 0;
+            for (int s = 0; s < 2; ++s) {
+                const uint8_t *from = sums + s * 1024 + r * 64;
+                float *total = totals + r * kHalf + s * kLanes;
+                if constexpr (kIsInt)
+                    found[s] = __builtin_convertvector(load_as<I>(from) - offset[s] - x_offset, F) * (scale[s] * x_scale);
+                else
+                    found[s] = load_as<F>(from);
+                if (g) found[s] += load(total);
+                if (g < groups - 1) store(total, found[s]);
+            }
+            if (g == groups - 1) finish(m + r, half, found[0], found[1]);
+        }
+    }
+
+    template <class Finish>
+    void run(TileUse &use, int64_t begin, int64_t end, const Finish &finish) const {
+        alignas(64) uint8_t sums[4 * kTileSide * 64];
+        alignas(64) float totals[kTall * kHalf];
+        const int64_t per_group = num_steps / groups;
+        if (end - begin <= kTileSide) {
+            use.shape(inputs, int(end - begin), false);
+            for (int64_t g = 0; g < groups; ++g) {
+                sum_short(begin, g * per_group, (g + 1) * per_group, sums);
+                for (int half = 0; half < 2; ++half)
+                    add(sums + half * 2048, end - begin, begin, g, half, totals + half * kTileSide * kHalf, finish);
+            }
+            return;
+        }
+        use.shape(inputs, kTileSide, true);
+        const int64_t passes = 2 * ((end - begin + kTall - 1) / kTall);
+        const int64_t lines = (panel_bytes / 64 + num_steps * passes - 1) / (num_steps * passes);
+        const uint8_t *next = panel + panel_bytes;
+        for (int half = 0; half < 2; ++half)
+            for (int64_t m = begin; m < end; m += kTall, next += num_steps * lines * 64) {
+                const int64_t low = std::min<int64_t>(kTileSide, end - m), high = std::min<int64_t>(kTall, end - m) - low;
+                for (int64_t g = 0; g < groups; ++g) {
+                    sum_tall(half, m, high > 0, m == begin, g * per_group, (g + 1) * per_group, next, lines, sums);
+                    add(sums, low, m, g, half, totals, finish);
+                    add(sums + 2048, high, m + kTileSide, g, half, totals + kTileSide * kHalf, finish);
+                }
+            }
+    }
+};
+
+// finish(row, half, sums, sums) for rows [begin, end) of a panel.
+template <class Finish>
+FDCPU_INLINE void panel_in_tiles(TileUse &use, const PackedMatrix &w, int64_t p, const Activations &a, int64_t begin,
+                                 int64_t end, uint8_t *unpacked, const Finish &finish) {
+    const bool is_int4 = w.kind == WeightKind::int4;
+    if (w.kind == WeightKind::bf16)
+        TiledPanel<WeightKind::bf16, false>(w, a, p, unpacked).run(use, begin, end, finish);
+    else if (a.is_wide)
+        is_int4 ? TiledPanel<WeightKind::int4, true>(w, a, p, unpacked).run(use, begin, end, finish)
+                : TiledPanel<WeightKind::int8, true>(w, a, p, unpacked).run(use, begin, end, finish);
+    else
+        is_int4 ? TiledPanel<WeightKind::int4, false>(w, a, p, unpacked).run(use, begin, end, finish)
+                : TiledPanel<WeightKind::int8, false>(w, a, p, unpacked).run(use, begin, end, finish);
 }
 
 }  // namespace fdcpu::FDCPU_NAMESPACE

@@ -11,29 +11,36 @@
 namespace fdcpu::FDCPU_NAMESPACE {
 
 constexpr int kTileSide = 16;
-// Tiles 0 to 3 are sums, 4 and 5 activations, 6 and 7 weights.
 
-#if FDCPU_TILES == 1
-
+// Rows and bytes of a row of each tile.
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t colsb[16] = {};
     uint8_t rows[16] = {};
 };
 
-// `inputs` bytes of a row of activations take part in one multiplication: 32 or 64.
-inline void tiles_begin(int inputs) {
+// Tiles 0 to 3 are sums and 4 holds activations, `inputs` bytes of each row. A tall shape has a second tile
+// of activations, 5, and 6 and 7 for weights; a short one has up to sixteen rows and three tiles for weights.
+inline TileConfig tile_config(int inputs, int rows, bool is_tall) {
     TileConfig config;
     for (int t = 0; t < 8; ++t) {
-        config.colsb[t] = uint16_t(t == 4 || t == 5 ? inputs : 64);
-        config.rows[t] = uint8_t(t >= 6 ? inputs / 4 : kTileSide);
+        const bool is_input = t == 4 || (is_tall && t == 5);
+        config.colsb[t] = uint16_t(is_input ? inputs : 64);
+        config.rows[t] = uint8_t(t < 4 || is_input ? rows : inputs / 4);
     }
-    _tile_loadconfig(&config);
+    return config;
 }
-inline void tiles_end() { _tile_release(); }
+
+#if FDCPU_TILES == 1
+
+inline void tiles_configure(const TileConfig &config) { _tile_loadconfig(&config); }
+inline void tiles_release() { _tile_release(); }
 
 #define FDCPU_TILE_ZERO(t) _tile_zero(t)
-#define FDCPU_TILE_LOAD(t, from, stride) _tile_loadd(t, from, stride)
+// Unlike _tile_loadd this says that it reads memory, or stores before it might be moved behind it.
+#define FDCPU_TILE_LOAD(t, from, stride)                                                                 \
+    asm volatile("tileloadd (%0,%1,1), %%tmm" #t : : "r"(from), "r"(int64_t(stride)),                     \
+                 "m"(*reinterpret_cast<const uint8_t(*)[]>(reinterpret_cast<const uint8_t *>(from))))
 #define FDCPU_TILE_STORE(t, to, stride) _tile_stored(t, to, stride)
 #define FDCPU_TILE_UNSIGNED_SIGNED(c, a, b) _tile_dpbusd(c, a, b)
 #define FDCPU_TILE_SIGNED_UNSIGNED(c, a, b) _tile_dpbsud(c, a, b)
@@ -42,40 +49,39 @@ inline void tiles_end() { _tile_release(); }
 #else
 
 struct EmulatedTiles {
-    int inputs;
+    TileConfig config;
     uint8_t bytes[8][kTileSide][64];
 };
 inline thread_local EmulatedTiles tiles;
 
-inline void tiles_begin(int inputs) { tiles.inputs = inputs; }
-inline void tiles_end() {}
+inline void tiles_configure(const TileConfig &config) { tiles.config = config; }
+inline void tiles_release() {}
 
 inline void emulated_load(int t, const void *from, int64_t stride) {
-    const int rows = t >= 6 ? tiles.inputs / 4 : kTileSide, width = t == 4 || t == 5 ? tiles.inputs : 64;
-    for (int r = 0; r < rows; ++r)
-        std::memcpy(tiles.bytes[t][r], static_cast<const uint8_t *>(from) + r * stride, size_t(width));
+    for (int r = 0; r < tiles.config.rows[t]; ++r)
+        std::memcpy(tiles.bytes[t][r], static_cast<const uint8_t *>(from) + r * stride, tiles.config.colsb[t]);
 }
 inline void emulated_store(int t, void *to, int64_t stride) {
-    for (int r = 0; r < kTileSide; ++r)
-        std::memcpy(static_cast<uint8_t *>(to) + r * stride, tiles.bytes[t][r], 64);
+    for (int r = 0; r < tiles.config.rows[t]; ++r)
+        std::memcpy(static_cast<uint8_t *>(to) + r * stride, tiles.bytes[t][r], tiles.config.colsb[t]);
 }
 template <class A, class B>
 inline void emulated_bytes(int c, int a, int b) {
-    for (int m = 0; m < kTileSide; ++m)
+    for (int m = 0; m < tiles.config.rows[c]; ++m)
         for (int n = 0; n < kTileSide; ++n) {
             int32_t sum;
             std::memcpy(&sum, tiles.bytes[c][m] + 4 * n, 4);
-            for (int k = 0; k < tiles.inputs; ++k)
+            for (int k = 0; k < tiles.config.colsb[a]; ++k)
                 sum += int32_t(A(tiles.bytes[a][m][k])) * int32_t(B(tiles.bytes[b][k / 4][4 * n + k % 4]));
             std::memcpy(tiles.bytes[c][m] + 4 * n, &sum, 4);
         }
 }
 inline void emulated_bf16(int c, int a, int b) {
-    for (int m = 0; m < kTileSide; ++m)
+    for (int m = 0; m < tiles.config.rows[c]; ++m)
         for (int n = 0; n < kTileSide; ++n) {
             float sum;
             std::memcpy(&sum, tiles.bytes[c][m] + 4 * n, 4);
-            for (int k = 0; k < tiles.inputs / 2; ++k) {
+            for (int k = 0; k < tiles.config.colsb[a] / 2; ++k) {
                 uint16_t x, w;
                 std::memcpy(&x, tiles.bytes[a][m] + 2 * k, 2);
                 std::memcpy(&w, tiles.bytes[b][k / 2] + 4 * n + 2 * (k % 2), 2);
@@ -93,5 +99,22 @@ inline void emulated_bf16(int c, int a, int b) {
 #define FDCPU_TILE_BF16(c, a, b) emulated_bf16(c, a, b)
 
 #endif
+
+// A thread's use of the tiles during one operation.
+class TileUse {
+public:
+    ~TileUse() {
+        if (key_) tiles_release();
+    }
+    void shape(int inputs, int rows, bool is_tall) {
+        const int key = 1 + inputs * 64 + rows * 2 + is_tall;
+        if (key == key_) return;
+        key_ = key;
+        tiles_configure(tile_config(inputs, rows, is_tall));
+    }
+
+private:
+    int key_ = 0;
+};
 
 }  // namespace fdcpu::FDCPU_NAMESPACE

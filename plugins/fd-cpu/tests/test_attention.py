@@ -7,7 +7,7 @@ import pytest
 from conftest import BF16, F32, address, from_bf16, to_bf16
 from fd_cpu import _native
 
-BLOCK, HEADS, KV_HEADS, DIM = 16, 6, 2, 40
+KV_HEADS = 2
 
 
 def softmax(x):
@@ -15,11 +15,15 @@ def softmax(x):
     return e / e.sum(-1, keepdims=True)
 
 
-def rotated(x, positions, table):
-    half = table.shape[1] // 2
+def rotated(x, positions, table, interleaved):
+    width, half = table.shape[1], table.shape[1] // 2
     cos, sin = table[positions, :half][:, None], table[positions, half:][:, None]
-    a, b = x[..., :half], x[..., half : 2 * half]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], -1)
+    first = slice(0, width, 2) if interleaved else slice(half)
+    second = slice(1, width, 2) if interleaved else slice(half, width)
+    y = x.copy()
+    y[..., first] = x[..., first] * cos - x[..., second] * sin
+    y[..., second] = x[..., second] * cos + x[..., first] * sin
+    return y
 
 
 def stored(values, kind):
@@ -28,24 +32,32 @@ def stored(values, kind):
 
 @pytest.mark.parametrize("kind", [F32, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("lengths", [[(0, 1)], [(33, 1), (0, 50), (15, 3), (16, 16)]])
-def test_rotation_cache_and_attention(runtime, lengths, kind):
+@pytest.mark.parametrize(
+    ("block", "num_heads", "dim", "rotary", "interleaved"),
+    [(16, 6, 40, 24, False), (32, 16, 64, 48, True), (16, 4, 64, 40, False)],
+)
+def test_rotation_cache_and_attention(
+    runtime, lengths, kind, block, num_heads, dim, rotary, interleaved
+):
     """Rows of (tokens in the cache before, new tokens), in blocks scattered over the pool; slots that
     nobody has written hold NaN."""
     rng = np.random.default_rng(5)
-    table = rng.standard_normal((80, 24)).astype(np.float32)
+    table = rng.standard_normal((80, rotary)).astype(np.float32)
     pool = rng.permutation(24).astype(np.int32)
-    keys = stored(np.full((24, KV_HEADS, DIM, BLOCK), np.nan, np.float32), kind)
-    values = stored(np.full((24, KV_HEADS, BLOCK, DIM), np.nan, np.float32), kind)
-    shape = _native.AttentionShape(HEADS, KV_HEADS, DIM, DIM, BLOCK, 0.3, False, kind, kind)
+    keys = stored(np.full((24, KV_HEADS, dim, block), np.nan, np.float32), kind)
+    values = stored(np.full((24, KV_HEADS, block, dim), np.nan, np.float32), kind)
+    shape = _native.AttentionShape(
+        num_heads, KV_HEADS, dim, dim, block, 0.3, interleaved, kind, kind
+    )
     tables = np.zeros((len(lengths), 6), np.int32)
     taken, wanted, history = 0, [], []
     for row, (before, new) in enumerate(lengths):
-        count = -(-(before + new) // BLOCK)
+        count = -(-(before + new) // block)
         tables[row, :count] = pool[taken : taken + count]
         taken += count
         made = [
-            rng.standard_normal((before + new, heads, DIM)).astype(np.float32)
-            for heads in (HEADS, KV_HEADS, KV_HEADS)
+            rng.standard_normal((before + new, heads, dim)).astype(np.float32)
+            for heads in (num_heads, KV_HEADS, KV_HEADS)
         ]
         history.append(made if kind == F32 else [from_bf16(to_bf16(x)) for x in made])
 
@@ -59,12 +71,12 @@ def test_rotation_cache_and_attention(runtime, lengths, kind):
         )
         positions = np.concatenate([np.arange(b, e) for b, e in pieces]).astype(np.int64)
         owners = np.repeat(np.arange(len(pieces)), [e - b for b, e in pieces])
-        slots = (tables[owners, positions // BLOCK] * BLOCK + positions % BLOCK).astype(np.int64)
+        slots = (tables[owners, positions // block] * block + positions % block).astype(np.int64)
         cu = np.cumsum([0, *(e - b for b, e in pieces)]).astype(np.int32)
         lens = np.array([e for _, e in pieces], np.int32)
-        y = np.empty((len(q), HEADS * DIM), q.dtype)
+        y = np.empty((len(q), num_heads * dim), q.dtype)
         arrays = (q, k, v, table, positions, slots, cu, lens, tables, keys, values, y)
-        sizes = (HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM, len(q), len(pieces), 6, 24, 0)
+        sizes = (num_heads * dim, KV_HEADS * dim, KV_HEADS * dim, len(q), len(pieces), 6, rotary, 0)
         runtime.attention(shape, [address(a) for a in arrays], sizes)
         return y if kind == F32 else from_bf16(y)
 
@@ -72,12 +84,12 @@ def test_rotation_cache_and_attention(runtime, lengths, kind):
     got = step([(before, before + new) for before, new in lengths])
     for (before, new), (q, k, v) in zip(lengths, history, strict=True):
         at = np.arange(before + new)
-        q, k = rotated(q, at, table), rotated(k, at, table)
+        q, k = rotated(q, at, table, interleaved), rotated(k, at, table, interleaved)
         for t in range(before, before + new):
-            for h in range(HEADS):
-                g = h // (HEADS // KV_HEADS)
+            for h in range(num_heads):
+                g = h // (num_heads // KV_HEADS)
                 wanted.append(softmax(0.3 * k[: t + 1, g] @ q[t, h]) @ v[: t + 1, g])
-    off = np.abs(got.reshape(-1, DIM) - np.array(wanted))
+    off = np.abs(got.reshape(-1, dim) - np.array(wanted))
     # Scores of up to ten are rounded with the heads they come from.
     assert off.max() < (2e-5 if kind == F32 else 0.15) and off.mean() < 0.01
 

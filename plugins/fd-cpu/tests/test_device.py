@@ -13,7 +13,7 @@ from fd_cpu import hooks, kernels
 from fd_cpu.device import X86Device
 from fd_cpu.formats import prepare
 from fd_cpu.recording import NativeGraph, RepeatedCall
-from fd_cpu.team import team
+from fd_cpu.team import spread, team
 
 
 @pytest.fixture
@@ -158,13 +158,24 @@ def test_an_unknown_instruction_set_is_refused(fd_tensor, monkeypatch):
 
 def test_the_probe_says_which_level_it_found(fd_tensor):
     answer = hooks.fd_device_probe(DeviceQuestion(fd_tensor))
-    assert answer.verdict.score > 1 and answer.details["tensor_library"] == fd_tensor
+    assert answer.verdict.score > 1 and answer.details["tensor_library"] == (
+        fd_tensor or available()[0]
+    )
     assert answer.details["instructions"] in ("scalar", "avx2", "avx512", "amx")
     other = next((name for name in ("jax", *available()) if name not in available()), "jax")
     assert "not installed" in hooks.fd_device_probe(DeviceQuestion(other)).verdict.reason
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hooks.platform, "machine", lambda: "aarch64")
         assert "aarch64" in hooks.fd_device_probe(DeviceQuestion()).verdict.reason
+
+
+def test_threads_take_a_core_each_before_they_share_one(tmp_path):
+    for cpu in range(6):
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}")
+    assert spread([1, 2, 3, 4], tmp_path) == [1, 2, 4, 3]
+    assert spread([0, 1, 9], tmp_path / "absent") == [0, 1, 9]
 
 
 def test_groups_that_the_layout_cannot_hold_are_named(device):

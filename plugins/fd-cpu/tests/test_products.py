@@ -15,6 +15,7 @@ FORMATS = [
     pytest.param(2, 64, 1.5e-2, id="int8-64"),
     pytest.param(3, 0, 1.5e-2, id="int4"),
     pytest.param(3, 32, 1.5e-2, id="int4-32"),
+    pytest.param(3, 128, 1.5e-2, id="int4-128"),
 ]
 
 
@@ -45,16 +46,23 @@ def error(got, wanted):
 
 
 @pytest.mark.parametrize(("kind", "group", "limit"), FORMATS)
-@pytest.mark.parametrize("num_rows", [1, 2, 5, 7, 16, 33, 130])
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 7, 16, 20, 33, 130])
 def test_product_of_odd_sizes(runtime, kind, group, limit, num_rows):
     rng = np.random.default_rng(num_rows)
-    weight = rng.standard_normal((90, 128 if group else 101)).astype(np.float32) * 0.05
+    weight = rng.standard_normal((90, 3 * group or 101)).astype(np.float32) * 0.05
     x = rng.standard_normal((num_rows, weight.shape[1])).astype(np.float32)
     bias, residual = rng.standard_normal(90).astype(np.float32), rng.standard_normal((num_rows, 90))
     residual = residual.astype(np.float32)
     matrix, meant = packed(kind, group, weight)
     got = product(runtime, matrix, x, 90, bias, residual=residual)
     assert error(got, x @ meant.T + bias + residual) < limit
+
+
+def test_product_of_no_rows_writes_nothing(runtime):
+    matrix, _ = packed(2, 0, np.ones((64, 64), np.float32))
+    y = np.full((1, 64), 7, np.float32)
+    runtime.linear(matrix, address(y), F32, 0, 64, 0, 0.0, 0, 0, address(y), F32, 64)
+    assert (y == 7).all()
 
 
 @pytest.mark.parametrize(("kind", "group", "limit"), FORMATS)
@@ -69,6 +77,26 @@ def test_gate_and_norm_around_the_product(runtime, kind, group, limit):
     gate, up = both[:, :45], both[:, 45:]
     wanted = gate / (1 + np.exp(-gate)) * up
     assert error(product(runtime, matrix, x, 45, norm=norm), wanted) < 2 * limit
+
+
+@pytest.mark.parametrize("num_rows", [1, 6, 40])
+@pytest.mark.parametrize("kind", [0, 1, 2, 3])
+def test_the_likeliest_output_of_a_product(runtime, kind, num_rows):
+    """All logits are negative, so that outputs that only pad a panel would win; the first of equals does."""
+    rng = np.random.default_rng(num_rows)
+    weight = -rng.random((150, 64)).astype(np.float32) - 0.1
+    weight[[20, 77, 149]] = weight[20] * 0.3
+    x = rng.random((num_rows, 64)).astype(np.float32)
+    x[num_rows // 2, 3] = np.nan
+    matrix, meant = packed(kind, 0, weight)
+    ids, peaks = np.empty(num_rows, np.int64), np.empty(num_rows, np.float32)
+    runtime.greedy_linear(
+        *(matrix, address(x), F32, num_rows, 64, 0, address(ids), address(peaks)),
+    )
+    broken = np.arange(num_rows) == num_rows // 2
+    assert (ids == np.where(broken, 0, 20)).all() and (np.isnan(peaks) == broken).all()
+    wanted = (np.nan_to_num(x) @ meant.T).max(-1)
+    assert np.abs(peaks - wanted)[~broken].max(initial=0) < 1.5e-2 * np.abs(wanted).max()
 
 
 @pytest.mark.parametrize(("kind", "bits"), [(2, 8), (3, 4)])

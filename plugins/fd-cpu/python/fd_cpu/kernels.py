@@ -119,8 +119,19 @@ def linear_logits(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
 
 
 def greedy_linear(x: Tensor, weight: Packed, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Logits of all rows, then the search."""
-    return _search(linear_logits(x, weight, bias))
+    """The search looks at sums while they are in registers: logits are not written."""
+    t, x = team(), rows_of(x)
+    num_rows = int(x.shape[0])
+    ids, peaks = t.new((num_rows,), t.xp.int64), t.new((num_rows,), t.xp.float32)
+    bias = None if bias is None else bias.float()
+    if num_rows:
+        t.reads(x)
+        t.keep(x, weight, bias, ids, peaks)
+        t.native.greedy_linear(
+            *(weight.native, address(x), t.code(x), num_rows, int(x.stride()[0])),
+            *(address(bias), address(ids), address(peaks)),
+        )
+    return ids, peaks
 
 
 def embedding(input_ids: Tensor, weight: Tensor | Packed) -> Tensor:

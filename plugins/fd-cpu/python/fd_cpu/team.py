@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,20 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor, TensorLibrary
 
 FLOAT32, BFLOAT16 = 0, 1
+TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+def spread(cpus: list[int], topology: Path = TOPOLOGY) -> list[int]:
+    """One processor of every core first, then the others that share a core with one of these."""
+    first: list[int] = []
+    others: list[int] = []
+    seen: set[str] = set()
+    for cpu in cpus:
+        file = topology / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+        core = file.read_text() if file.is_file() else str(cpu)
+        (others if core in seen else first).append(cpu)
+        seen.add(core)
+    return first + others
 
 
 class Team:
@@ -27,12 +42,15 @@ class Team:
     def __init__(self, xp: TensorLibrary, num_threads: int, isa: str = "") -> None:
         from . import _native
 
-        cpus = sorted(os.sched_getaffinity(0))
+        cpus = spread(sorted(os.sched_getaffinity(0)))
         pinned = cpus if len(cpus) >= num_threads else []
         try:
             self.native = _native.Runtime(num_threads, pinned, isa)
         except ValueError as error:
             raise ConfigError(f"FD_CPU_ISA={isa}: {error}") from None
+        self._profile = os.environ.get("FD_CPU_PROFILE", "")  # a file
+        if self._profile:
+            self.native.begin_profile()
         self.xp, self.num_threads, self.isa = xp, num_threads, isa
         self.users = 0
         self._codes = {xp.float32: FLOAT32, xp.bfloat16: BFLOAT16}
@@ -84,6 +102,15 @@ class Team:
             for tensor in tensors:
                 recording.made(tensor)
 
+    def write_profile(self) -> None:
+        """Calls and time of every operation, for the file that FD_CPU_PROFILE names."""
+        if not self._profile:
+            return
+        times = sorted(self.native.times().items(), key=lambda item: -item[1][1])
+        lines = [f"{s * 1e3:10.1f} ms {n:8d} calls of {name}\n" for name, (n, s) in times]
+        with Path(self._profile).open("a") as file:
+            file.writelines([*lines, "\n"])
+
 
 _team: Team | None = None
 _lock = threading.Lock()
@@ -106,8 +133,10 @@ def close_team(closed: Team) -> None:
     global _team
     with _lock:
         closed.users -= 1
-        if not closed.users and _team is closed:
-            _team = None
+        if not closed.users:
+            closed.write_profile()
+            if _team is closed:
+                _team = None
 
 
 def team() -> Team:

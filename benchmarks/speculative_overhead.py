@@ -1,0 +1,179 @@
+"""What a decode step costs the host with speculation and without: all of an engine but the device's work.
+
+    python benchmarks/speculative_overhead.py --methods mtp:1,3 ngram_match:5 --batch 1 8 32 128
+
+The engine runs over recorded steps whose replay does nothing: every row always has the first half of its
+drafts right. So what is measured is this project's own code, with the copies that a processor does at once.
+Microseconds of the engine's thread per step, medians over rounds; beside them the share of a step without
+speculation, which an engine costs that has it and has turned it off (`off`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fastdeploy_core.config.arguments import build_engine_config
+from fastdeploy_core.contracts.device import DeviceOptions
+from fastdeploy_core.engine.client import LocalEngine
+from fastdeploy_core.engine.selection import resolve_plugins
+from fastdeploy_core.testing.capturing import CapturingDevice, OnCapturingDevice
+from fastdeploy_core.types import Request, SamplingParams
+
+ROOT = Path(__file__).resolve().parents[1]
+PROMPT, WARM_STEPS = 16, 12
+LONGEST = 512
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--methods", nargs="+", default=["mtp:1,3", "ngram_match:5"])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--steps", type=int, default=100, help="steps of a round")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--model", default=str(ROOT / "models" / "ernie-tiny"))
+    parser.add_argument("--tensor-library", default="torch")
+    parser.add_argument("--profile", action="store_true", help="print where the time goes")
+    parser.add_argument("--json", action="store_true", help="print one JSON line as well")
+    return parser.parse_args()
+
+
+class QueuingDevice(CapturingDevice):
+    """Says that it only queues work, as an accelerator does."""
+
+    def __init__(self, options: DeviceOptions) -> None:
+        super().__init__(options)
+        self.limits = replace(self.limits, asynchronous=True)
+
+
+class OnQueuingDevice(OnCapturingDevice):
+    """Plugins as resolved, but on that device."""
+
+    def load(self, kind: str, name: str = "") -> Any:
+        """The driver class."""
+        return QueuingDevice if kind == "device" else super().load(kind, name)
+
+
+def make_engine(options: argparse.Namespace, speculative: dict[str, Any] | None) -> LocalEngine:
+    """An engine whose recordings do nothing any more."""
+    largest = max(options.batch)
+    config = build_engine_config(
+        {
+            "model": options.model,
+            "device": "cpu",
+            "tensor_library": options.tensor_library,
+            "dtype": "float32",
+            "max_num_seqs": largest,
+            "max_model_len": LONGEST,
+            "max_num_batched_tokens": max(1024, PROMPT * largest),
+            "block_size": 64,
+            "num_gpu_blocks_override": (LONGEST // 64 + 2) * largest,
+            "enable_prefix_caching": False,
+            "graph_capture_sizes": options.batch,
+            "num_threads": 1,
+            "speculative_config": speculative,
+        }
+    )
+    resolved: Any = OnQueuingDevice(resolve_plugins(config))
+    engine = LocalEngine(config, resolved)
+    worker = engine._core._executor._worker
+    for work in worker.device.recorded:
+        work.replay = lambda: None
+    with worker.device.xp.no_grad():
+        for recorded in worker._runner._graphs._steps.values():
+            fill(recorded)
+    return engine
+
+
+def fill(recorded: Any) -> None:
+    """What a replay will seem to have left: the first half of the tokens, and as many drafts as fit."""
+    results = recorded._buffers.results
+    results[:] = 7
+    results[:, (recorded.width + 1) // 2 :] = -1
+    for together in recorded._drafts.values():
+        together.values[:, : together.width] = results[: together.values.shape[0]]
+        together.values[:, together.width :] = 7
+
+
+def turn_off(engine: LocalEngine, sizes: list[int]) -> None:
+    """As if drafts had been found not to pay."""
+    length = engine._core.scheduler._length
+    for size in map(length._size, sizes):
+        size.turn_off()
+        size.pause = 10**9
+
+
+def measure(
+    engine: LocalEngine, batch: int, steps: int, tag: str, profiler: cProfile.Profile | None = None
+) -> float:
+    """Microseconds per step of sequences that all go on."""
+    params = SamplingParams(temperature=0.0, max_tokens=LONGEST - PROMPT, ignore_eos=True)
+    for number in range(batch):
+        prompt = [(7 * number + i) % 400 + 10 for i in range(PROMPT)]
+        name = f"{tag}-{number}"
+        engine.add(
+            Request(request_id=name, prompt_token_ids=prompt, sampling=params, eos_token_ids=[2])
+        )
+    for _ in range(WARM_STEPS):
+        engine.step()
+    if profiler is not None:
+        profiler.enable()
+    began = time.thread_time()
+    for _ in range(steps):
+        engine.step()
+    if profiler is not None:
+        profiler.disable()
+    seconds = time.thread_time() - began
+    assert engine.has_work(), "the sequences ended within the round"
+    engine.abort([f"{tag}-{number}" for number in range(batch)])
+    while engine.has_work():
+        engine.step()
+    return seconds / steps * 1e6
+
+
+def main() -> None:
+    """Measure and print."""
+    options = parse_arguments()
+    wanted: list[tuple[str, dict[str, Any] | None]] = [("none", None)]
+    for named in options.methods:
+        method, _, numbers = named.partition(":")
+        for k in map(int, numbers.split(",")):
+            section = {"method": method, "num_speculative_tokens": k}
+            wanted.append((f"{method} k={k}", {**section, "adaptive_length": False}))
+    wanted.append(("off", {"method": "ngram_match", "num_speculative_tokens": 3}))
+    rows: dict[str, dict[int, float]] = {}
+    print(f"{'':16}" + "".join(f"{batch:>16}" for batch in options.batch))
+    for name, section in wanted:
+        engine = make_engine(options, section)
+        if name == "off":
+            turn_off(engine, options.batch)
+        profiler = cProfile.Profile()
+        rows[name] = {}
+        for batch in options.batch:
+            found = [
+                measure(engine, batch, options.steps, f"{batch}-{n}") for n in range(options.rounds)
+            ]
+            rows[name][batch] = statistics.median(found)
+            if options.profile and batch == options.batch[-1]:
+                measure(engine, batch, options.steps, "profile", profiler)
+        engine.close()
+        cells = (f"{us:8.0f} {us / rows['none'][batch]:6.2f}" for batch, us in rows[name].items())
+        print(f"{name:16}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
+        if options.profile:
+            pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
+    if options.json:
+        print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

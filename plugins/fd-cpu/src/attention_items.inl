@@ -1,0 +1,94 @@
+// Paged attention item by item: one kv head and a few tokens of one sequence.
+
+namespace fdcpu::FDCPU_NAMESPACE {
+
+template <class C>
+void attend(const AttentionOp &op, const AttentionScratch &s, TileUse &use, int64_t seq, int64_t head, int64_t rows,
+            int64_t top) {
+    if (is_paired<C>(op) && fits_tiles(op, rows)) return attend_tiles(op, s, use, seq, head, rows);
+    for (int64_t first = 0; first < top; first += op.block_size) {
+        const int64_t block = op.block_tables[seq * op.max_blocks + first / op.block_size];
+        const C *keys = static_cast<const C *>(op.keys) + (block * op.num_kv_heads + head) * op.head_dim * op.block_size;
+        const int64_t in_values = (block * op.num_kv_heads + head) * op.block_size * op.v_head_dim;
+        const C *values = op.values ? static_cast<const C *>(op.values) + in_values : keys;
+        const int64_t tokens = std::min(op.block_size, top - first);
+        if (is_paired<C>(op)) {
+            attend_pairs(op, s, reinterpret_cast<const uint16_t *>(keys), reinterpret_cast<const uint16_t *>(values), rows,
+                         first, tokens);
+            continue;
+        }
+        int64_t r = 0;
+        for (; r + kTileRows <= rows; r += kTileRows)
+            score_block<kTileRows>(op, keys, tokens, s.q + r * op.head_dim, s.scores + r * op.block_size);
+        for (; r < rows; ++r)
+            score_block<1>(op, keys, tokens, s.q + r * op.head_dim, s.scores + r * op.block_size);
+        for (r = 0; r < rows; ++r) soften(op, s, r, first, op.block_size, s.scores + r * op.block_size, nullptr);
+        for (r = 0; r + kTileRows <= rows; r += kTileRows)
+            value_tile<kTileRows>(op, values, tokens, s.scores + r * op.block_size, s.out + r * op.v_head_dim);
+        for (; r < rows; ++r)
+            value_tile<1>(op, values, tokens, s.scores + r * op.block_size, s.out + r * op.v_head_dim);
+    }
+}
+
+template <class T, class C>
+void attend_item(const AttentionOp &op, const AttentionScratch &s, TileUse &use, int64_t seq, int64_t head,
+                 int64_t begin, int64_t end) {
+    const int64_t first_token = op.cu_seqlens_q[seq], num_new = op.cu_seqlens_q[seq + 1] - first_token;
+    const int64_t seq_len = op.seq_lens[seq], shared = op.num_heads / op.num_kv_heads;
+    int64_t top = 0;  // keys that any token of the item may see, all of them written
+    for (int64_t t = begin; t < end; ++t)
+        if (op.slot_mapping[first_token + t] >= 0) top = std::max(top, seq_len - num_new + t + 1);
+    const int64_t rows = (end - begin) * shared;
+    for (int64_t r = 0; r < rows; ++r) {
+        const int64_t t = begin + r / shared, token = first_token + t, query = head * shared + r % shared;
+        s.limit[r] = std::min(top, seq_len - num_new + t + 1);
+        s.peak[r] = -INFINITY;
+        s.sum[r] = 0;
+        float *q = s.q + r * op.head_dim;
+        rotate(op, static_cast<const T *>(op.q) + token * op.q_stride + query * op.head_dim, op.positions[token],
+               op.head_dim, q);
+        if (is_paired<C>(op)) narrow_row(q, s.q_pairs + r * op.head_dim, op.head_dim);
+    }
+    std::memset(s.out, 0, size_t(rows * op.v_head_dim) * sizeof(float));
+    attend<C>(op, s, use, seq, head, rows, top);
+    for (int64_t r = 0; r < rows; ++r) {
+        const int64_t token = first_token + begin + r / shared, query = head * shared + r % shared;
+        float *out = s.out + r * op.v_head_dim;
+        const float factor = s.sum[r] == 0 ? 0.f : 1.f / s.sum[r];
+        for (int64_t d = 0; d < op.v_head_dim; ++d) out[d] *= factor;
+        narrow_row(out, static_cast<T *>(op.y) + (token * op.num_heads + query) * op.v_head_dim, op.v_head_dim);
+    }
+}
+
+template <class T, class C>
+void attention_of(const AttentionOp &op, const Worker &worker) {
+    auto &next = *reinterpret_cast<std::atomic<int64_t> *>(worker.scratch);
+    const size_t part = (AttentionScratch::num_bytes(op) + 63) / 64 * 64;
+    const AttentionScratch scratch(op, worker.scratch + kCounterBytes + part * size_t(worker.thread));
+    if (worker.thread == 0) next.store(0);
+    write_cache<T, C>(op, worker, scratch);
+    worker.barrier();
+    const int64_t step = tokens_per_item(op);
+    TileUse use;
+    int64_t item = 0, mine = next.fetch_add(1);
+    for (int64_t seq = op.num_seqs; seq-- > 0;) {
+        const int64_t num_new = op.cu_seqlens_q[seq + 1] - op.cu_seqlens_q[seq];
+        // The last tokens see most keys: first, so that no thread is left alone with them.
+        for (int64_t end = num_new; end > 0; end -= step)
+            for (int64_t head = 0; head < op.num_kv_heads; ++head, ++item) {
+                if (item != mine) continue;
+                attend_item<T, C>(op, scratch, use, seq, head, std::max<int64_t>(0, end - step), end);
+                mine = next.fetch_add(1);
+            }
+    }
+}
+
+void attention(const AttentionOp &op, const Worker &worker) {
+    const bool c32 = op.cache_type == DType::f32;
+    if (op.type == DType::f32)
+        c32 ? attention_of<float, float>(op, worker) : attention_of<float, uint16_t>(op, worker);
+    else
+        c32 ? attention_of<uint16_t, float>(op, worker) : attention_of<uint16_t, uint16_t>(op, worker);
+}
+
+}  // namespace fdcpu::FDCPU_NAMESPACE
