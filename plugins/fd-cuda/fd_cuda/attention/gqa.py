@@ -124,7 +124,8 @@ class PagedAttention:
         if 0 < batch.tokens_per_row <= self._most_tokens:
             return _Metadata(batch, self._decodes(batch, batch.tokens_per_row), None)
         if not batch.is_exact and not batch.tokens_per_row:
-            return _Metadata(batch, self._decodes(batch, 1), self._tiles_found_there(batch))
+            decodes = self._decodes(batch, 1, is_alone=False)
+            return _Metadata(batch, decodes, self._tiles_found_there(batch))
         if not batch.is_exact:
             raise CapabilityError(
                 f"attention driver {self.name!r} cannot capture {batch.tokens_per_row} tokens per row "
@@ -133,12 +134,18 @@ class PagedAttention:
             )
         fed = np.diff(batch.cu_seqlens_q)
         short = fed[(fed > 0) & (fed <= self._short)]
-        decodes = self._decodes(batch, int(short.max())) if short.size else None
-        tiles = self._tiles(batch) if fed.max() > self._short else None
+        tiles, decodes = self._tiles(batch) if fed.max() > self._short else None, None
+        if short.size:
+            decodes = self._decodes(batch, int(short.max()), is_alone=tiles is None)
         return _Metadata(batch, decodes, tiles)
 
     def _decodes(
-        self, batch: AttentionBatch, max_tokens: int, *, may_be_native: bool = True
+        self,
+        batch: AttentionBatch,
+        max_tokens: int,
+        *,
+        is_alone: bool = True,
+        may_be_native: bool = True,
     ) -> _Decodes:
         spec, num_seqs = self.spec, batch.num_seqs
         heads = spec.num_kv_heads
@@ -146,7 +153,7 @@ class PagedAttention:
         native, columns = None, self._native.columns(max_tokens)
         if columns and may_be_native:
             native = self.sizes.native(
-                num_seqs, heads, columns, self._native.has_clusters, self._invariant
+                num_seqs, heads, columns, self._native.has_clusters, self._invariant, is_alone
             )
         lengths = (batch.seq_lens_dev, batch.cu_seqlens_q_dev, num_seqs)
         if isinstance(native, StreamShape):

@@ -66,10 +66,16 @@ class Sizes:
         )
 
     def native(
-        self, num_seqs: int, num_kv_heads: int, columns: int, has_clusters: bool, invariant: bool
+        self,
+        num_seqs: int,
+        num_kv_heads: int,
+        columns: int,
+        has_clusters: bool,
+        invariant: bool,
+        is_alone: bool,
     ) -> NativeShape | StreamShape | None:
-        """For the CUDA C++ kernels; None where the Triton kernel is faster: many columns, and so many rows
-        that the GPU is full without cutting any.
+        """For the CUDA C++ kernels; None where the Triton kernel is faster: so many rows that the GPU is full
+        without cutting any. `is_alone`: no prompts are in the step, so that most rows are decodes.
 
         The sizes are those that were fastest on an H200, over 1 to 256 rows of 1k to 32k tokens.
         Clusters share a group of multiprocessors, and two of 8 blocks need one to themselves.
@@ -78,8 +84,12 @@ class Sizes:
         occupancy = 2 if columns <= 16 else 1
         if invariant:  # nothing may depend on the batch
             cluster, min_tiles, max_splits, target = 4, 16, 8, 1
-        elif units * 2 >= processors and columns <= 16 and has_clusters:
-            return self._stream(units, columns)
+        elif (
+            is_alone and has_clusters and columns == 8 and 2 * processors < units <= 4 * processors
+        ):
+            # A block for every row and head, all at a time. Fewer rows are cut, which costs these blocks more
+            # than a cluster's; more leave the last ones to a second round.
+            return StreamShape(32, 2, 1, 3, 4, stream_blocks(units, 4 * processors))
         elif units >= 8 * processors or (units >= 4 * processors - 16 and num_seqs >= processors):
             return None
         else:
@@ -95,24 +105,11 @@ class Sizes:
             cluster, min_tiles = 1, 4
             target = max(1, processors * occupancy // num_kv_heads)
         plan = DecodeShape(64, min_tiles, max_splits, target, 4, 3)
-        is_alone = cluster == 8 and units * 16 <= processors
-        if is_alone:  # eight warps in each of eight blocks take all that most rows have at one go
+        is_wide = cluster == 8 and units * 16 <= processors
+        if is_wide:  # eight warps in each of eight blocks take all that most rows have at one go
             occupancy = 1
-        warps = 8 if is_alone else 4
+        warps = 8 if is_wide else 4
         return NativeShape(plan, cluster, 2 if columns == 8 else 1, occupancy, warps)
-
-    def _stream(self, units: int, columns: int) -> StreamShape:
-        """So many blocks a multiprocessor that each has one row and head, or a whole number of them: blocks
-        that share none add up nothing. What fits beside each other decides the warps of one."""
-        processors = self.gpu.num_multiprocessors
-        if units <= processors:
-            warps, chunks, occupancy = 8, 1, 1
-        elif units <= 2 * processors:
-            warps, chunks, occupancy = 2, 2, 2
-        else:
-            warps, chunks, occupancy = 2, 1, 4 if columns == 8 else 3
-        num_blocks = stream_blocks(units, occupancy * processors)
-        return StreamShape(32, warps, chunks, 3, occupancy, num_blocks)
 
     def prefill(self, group: int, width: int, itemsize: int) -> PrefillShape:
         """For prompts."""

@@ -27,7 +27,7 @@ _EPILOGUES = {
     "add": native.ADD,
     "gated": native.GATED,
 }
-_MANY, _SHALLOW = 1024, 2560  # of _is_fused: rows, and values a row
+_MANY, _SHALLOW = 1024, 1536  # of _is_fused: rows, and values a row
 _AHEAD = 6  # 16-byte loads of each weight row that a gemv thread has under way
 
 

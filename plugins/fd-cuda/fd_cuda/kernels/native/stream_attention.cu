@@ -13,6 +13,7 @@
 
 #define CHUNK (16 * UNITS)
 #define STAGE (CHUNK * 2 * WIDTH)
+#define EACH (SIZE / (WARPS * 64))  // pairs of results that a thread has
 static_assert(CHUNK * 2 * 2 >= COLUMNS * 4, "sums of a warp take the place of one stage");
 
 // INSTRUCTIONS
@@ -240,18 +241,28 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
       __syncthreads();
       if (arrived == ends_in - begins_in) {
         __threadfence();
-        for (int e = threadIdx.x * 2; e < used; e += WARPS * 64) {
-          const int at = e / WIDTH;
-          float best = FLOOR, total = 0.f, first = 0.f, second = 0.f;
-          for (int b = begins_in; b <= ends_in; ++b)
-            best = fmaxf(best, __ldcg(part_best + (b * 2 + (b == begins_in)) * COLUMNS + at));
-          for (int b = begins_in; b <= ends_in; ++b) {
-            const int of = b * 2 + (b == begins_in);
-            const float weight = power(__ldcg(part_best + of * COLUMNS + at) - best);
-            total += weight * __ldcg(part_total + of * COLUMNS + at);
-            first += weight * __ldcg(part_acc + of * SIZE + e), second += weight * __ldcg(part_acc + of * SIZE + e + 1);
+        // Of one block after the other all elements of a thread at once: their loads wait for memory together.
+        float best[EACH], total[EACH], first[EACH], second[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) best[i] = FLOOR, total[i] = first[i] = second[i] = 0.f;
+#pragma unroll 2
+        for (int b = begins_in; b <= ends_in; ++b) {
+          const int of = b * 2 + (b == begins_in);
+#pragma unroll
+          for (int i = 0; i < EACH; ++i) {
+            const int e = (threadIdx.x + i * WARPS * 32) * 2, at = e / WIDTH;
+            if (e >= used) continue;
+            const float its = __ldcg(part_best + of * COLUMNS + at), larger = fmaxf(best[i], its);
+            const float fade = power(best[i] - larger), weight = power(its - larger);
+            best[i] = larger, total[i] = total[i] * fade + weight * __ldcg(part_total + of * COLUMNS + at);
+            first[i] = first[i] * fade + weight * __ldcg(part_acc + of * SIZE + e);
+            second[i] = second[i] * fade + weight * __ldcg(part_acc + of * SIZE + e + 1);
           }
-          store_result(e, first / total, second / total);
+        }
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+          const int e = (threadIdx.x + i * WARPS * 32) * 2;
+          if (e < used) store_result(e, first[i] / total[i], second[i] / total[i]);
         }
       }
     }
