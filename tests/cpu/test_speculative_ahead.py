@@ -25,6 +25,8 @@ from fastdeploy_core.engine.worker_process import make_worker
 from fastdeploy_core.testing.capturing import OnCapturingDevice
 from fastdeploy_core.types import SchedulerOutput
 from fastdeploy_core.worker import recorded_sizes
+from fastdeploy_core.worker.draft_batch import DraftBatches
+from fastdeploy_core.worker.prompt_graphs import RecordedPrompt
 from tests.cpu.engine_mixes import LateResult, Settings, play
 from tests.cpu.speculative_mixes import (
     DetailCollector,
@@ -235,7 +237,13 @@ def test_recorded_prompts_fill_a_drafters_cache_as_others_do(
 ) -> None:
     """What was not written there, or wrongly, would show in drafts that the target refuses."""
     requests, _ = world
-    found = []
+    found, replays, make = [], [], DraftBatches.make_prompt
+
+    def noting(self: DraftBatches, recorded: RecordedPrompt, draw: Any) -> Any:
+        replays.append(recorded._forward.num_replays)
+        return make(self, recorded, draw)
+
+    monkeypatch.setattr(DraftBatches, "make_prompt", noting)
     for sizes in ((), PROMPT_SIZES):
         monkeypatch.setattr(recorded_sizes, "prompt_ladder", lambda most, sizes=sizes: sizes)
         options = {"model": str(folder)}
@@ -250,3 +258,4 @@ def test_recorded_prompts_fill_a_drafters_cache_as_others_do(
     prompts = bench.worker._runner._graphs._prompts
     assert sum(step._fill.num_replays for step in prompts._steps.values()) > 2
     assert found[0] == found[1] and found[0][1] > 20
+    assert min(replays) > 0, "a device that only records has computed nothing for the drafter yet"
