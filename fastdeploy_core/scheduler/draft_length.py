@@ -19,7 +19,7 @@ import numpy as np
 # Steps measured at a number of drafts before it is believed. Not counted are the first one after a change,
 # since its drafts were asked for under the number before, and the first ones behind a prompt, in whose time
 # the device still worked at that.
-WARM_UP, AFTER_PROMPT = 3, 2
+WARM_UP, WARM_UP_WITHOUT, AFTER_PROMPT = 3, 6, 2
 # A number of drafts is tried again after so many steps, then twice as many, as long as nothing changes.
 TRY_AGAIN = 128
 TRY_AGAIN_AT_MOST = 2048
@@ -110,7 +110,9 @@ class StepTimes:
 
     def expected(self, number: int) -> float:
         """Seconds of a step with so many drafts; between and beyond what was measured, along lines."""
-        known = {n: median(s) for n, s in self._seconds.items()}
+        # Without drafts the better ones count: the first steps behind a change are slower than later ones,
+        # and a wrong verdict for drafts costs more than one against them.
+        known = {n: median(s) if n else sorted(s)[len(s) // 4] for n, s in self._seconds.items()}
         if number in known:
             return known[number]
         below = sorted((n for n in known if n < number), reverse=True)
@@ -231,8 +233,8 @@ class DraftLength:
 
     def _judge(self, size: _Size) -> None:
         """Compare what every number promises; not before doing without drafts has been measured."""
-        if size.is_trial and size.times.count(0) < WARM_UP:
-            size.current, size.left = 0, WARM_UP
+        if size.is_trial and size.times.count(0) < WARM_UP_WITHOUT:
+            size.current, size.left = 0, WARM_UP_WITHOUT
             return
         speed = {
             number: self.acceptance.expected_tokens(number) / size.times.expected(number)
@@ -264,7 +266,7 @@ class DraftLength:
 
     def _begin_trial(self, size: _Size) -> None:
         """Measure once more what is not in use: drafts where there are none, and the other way round."""
-        size.is_trial, size.left = True, WARM_UP
+        size.is_trial, size.left = True, WARM_UP if not size.best else WARM_UP_WITHOUT
         size.current = 0 if size.best else next(n for n in self._numbers if n >= min(self._most, 2))
         size.tried = size.current
         if size.current:

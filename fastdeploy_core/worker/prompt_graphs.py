@@ -52,6 +52,8 @@ class RecordedPrompt:
         self.run_once()
         self._forward = capture(self.run_once, beside)
         if fill is not None:
+            # Recording computes nothing, and what the drafter's layers are given has to be numbers.
+            self._forward.replay()
             fill(self)
             self._fill = capture(partial(fill, self), beside or self._forward)
         return self._forward

@@ -207,11 +207,16 @@ class RecordedStep:
 
     def write_back(self, num_rows: int, drawn: Tensor, marked: Tensor) -> Tensor:
         """What a sampler drew that is not recorded, as if `draw_greedily` had: marked tokens of the
-        rows."""
-        accepted = self._finish(num_rows, drawn, marked)
-        self.drawn[: num_rows * self.width].copy_(drawn)
+        rows. Drafts are made for rows of nobody, too: what other steps have left in their places may
+        be no token."""
+        accepted, num_tokens = self._finish(num_rows, drawn, marked), num_rows * self.width
+        self.drawn[:num_tokens].copy_(drawn)
         if accepted is not None and self.accepted is not None:
             self.accepted[:num_rows].copy_(accepted)
+        if num_rows < self.size:
+            self.drawn[num_tokens:] = 0
+            if self.accepted is not None:
+                self.accepted[num_rows:] = 0
         return self._buffers.results[:num_rows]
 
     def _finish(self, num_rows: int, drawn: Tensor, marked: Tensor) -> Tensor | None:

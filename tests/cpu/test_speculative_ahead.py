@@ -25,6 +25,9 @@ from fastdeploy_core.engine.worker_process import make_worker
 from fastdeploy_core.testing.capturing import OnCapturingDevice
 from fastdeploy_core.types import SchedulerOutput
 from fastdeploy_core.worker import recorded_sizes
+from fastdeploy_core.worker.draft_batch import DraftBatches
+from fastdeploy_core.worker.prompt_graphs import RecordedPrompt
+from fastdeploy_core.worker.step_graphs import RecordedStep
 from tests.cpu.engine_mixes import LateResult, Settings, play
 from tests.cpu.speculative_mixes import (
     DetailCollector,
@@ -68,10 +71,22 @@ def bench(
         made = SpeculativeBench(
             folder, tensor_library, method, options, captures=True, processors=()
         )
+        made.worker.device.before_replay = lambda: lose_what_was_left(made)
         if method != "ngram_match":
             drafter, xp = made.speculation._drafter, made.worker.device.xp
             made.speculation._drafter = SpoilsDevice(drafter, xp, made.vocab_size)
         yield made
+
+
+def lose_what_was_left(bench: SpeculativeBench) -> None:
+    """Recordings share memory: what one has left is gone when another step is replayed."""
+    graphs = bench.worker._runner._graphs
+    for step in [] if graphs is None else graphs._steps.values():
+        if step._forward is bench.worker.device.current:
+            for other in graphs._steps.values():
+                for left in (other.drawn, other.accepted):
+                    if left is not None:
+                        left[:] = 2**40
 
 
 def run_mix(bench: SpeculativeBench, world: Any, seed: int, seen: Counter[str]) -> None:
@@ -164,6 +179,27 @@ def test_a_row_with_nan_fails_alone_while_steps_are_ahead(
     check(collector, [r for r in chosen if r.request_id != name], truth)
 
 
+def test_rows_of_nobody_beside_sampled_ones_are_drafted_for_from_numbers_of_their_own(
+    bench: SpeculativeBench, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rows in a step recorded for four, whose tokens a sampler draws that is not recorded."""
+    requests, truth = world
+    padded, write_back = [], RecordedStep.write_back
+
+    def noting(self: RecordedStep, num_rows: int, drawn: Any, marked: Any) -> Any:
+        padded.append(num_rows < self.size and self.width > 1)
+        return write_back(self, num_rows, drawn, marked)
+
+    monkeypatch.setattr(RecordedStep, "write_back", noting)
+    sampled = [r for r in requests if not r.sampling.is_greedy and r.sampling.is_unconstrained]
+    sampled.sort(key=lambda r: -len(truth.answers(r.request_id)[0]))
+    arrivals = [(0, request) for request in sampled[:3]]
+    settings = Settings(overlap=True, max_num_seqs=8)
+    core, collector = bench.run_varied(settings, arrivals, None)
+    check(collector, sampled[:3], truth)
+    assert sum(padded) > 2 and not core.stats().draft_failures_total
+
+
 class TwoRanks:
     """An executor whose second rank runs in a thread."""
 
@@ -235,7 +271,13 @@ def test_recorded_prompts_fill_a_drafters_cache_as_others_do(
 ) -> None:
     """What was not written there, or wrongly, would show in drafts that the target refuses."""
     requests, _ = world
-    found = []
+    found, replays, make = [], [], DraftBatches.make_prompt
+
+    def noting(self: DraftBatches, recorded: RecordedPrompt, draw: Any) -> Any:
+        replays.append(recorded._forward.num_replays)
+        return make(self, recorded, draw)
+
+    monkeypatch.setattr(DraftBatches, "make_prompt", noting)
     for sizes in ((), PROMPT_SIZES):
         monkeypatch.setattr(recorded_sizes, "prompt_ladder", lambda most, sizes=sizes: sizes)
         options = {"model": str(folder)}
@@ -250,3 +292,4 @@ def test_recorded_prompts_fill_a_drafters_cache_as_others_do(
     prompts = bench.worker._runner._graphs._prompts
     assert sum(step._fill.num_replays for step in prompts._steps.values()) > 2
     assert found[0] == found[1] and found[0][1] > 20
+    assert min(replays) > 0, "a device that only records has computed nothing for the drafter yet"
