@@ -153,6 +153,30 @@ def test_product_of_rows(case: tuple[str, int, int, torch.dtype, int, RowGemm]) 
     check(got, x @ weight.T + bias.double(), dtype)
 
 
+def test_weights_that_the_kernel_before_unpacks_are_awaited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels overlap: a product asks for its weights before the kernel in front has ended, unless that one
+    writes them."""
+    rows, count, tokens = (1024, 3072, 4096) if HAS_GPU else (48, 64, 300)
+    weight, told = quant_weights.prepare(packed("w4a8", rows, count)), []
+
+    def watched(*arguments: Any, **options: Any) -> torch.Tensor:
+        told.append(options["is_fresh"])
+        return rows_product(*arguments, **options)
+
+    monkeypatch.setattr(quant_linear, "rows_product", watched)
+    monkeypatch.setattr(quant_linear, "native_runs", lambda x: True)
+    x = torch.randn(tokens, count, device=DEVICE).to(torch.bfloat16)
+    assert weight.slabs is not None
+    expected = (
+        weight.seen(x).double() @ quant_weights.dequantized(weight.slabs, torch.float32).double().T
+    )
+    for _ in range(20 if HAS_GPU else 1):
+        check(quant_linear.linear(x, weight, None), expected, torch.bfloat16)
+    assert set(told) == {True}
+
+
 def rounded(name: str, tokens: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Numbers as a format rounds activations, their scales, and what they mean."""
     x = torch.randn(tokens, count, device=DEVICE) * 20

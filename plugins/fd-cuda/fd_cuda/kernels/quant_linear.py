@@ -146,7 +146,9 @@ def _by_library(
         numbers, of_rows = weight.numbers(x)
         plain = replace(slabs, kind=INT8_ROWS, data=unpack(slabs, torch.int8))
         shape = _rows_shape(plain, x.shape[0])
-        return rows_product(shape, numbers, of_rows, plain, bias, x.dtype, by_block=False)
+        return rows_product(
+            shape, numbers, of_rows, plain, bias, x.dtype, by_block=False, is_fresh=True
+        )
     if slabs.kind == FP8_ROWS:
         return _fp8_by_library(x, weight, slabs, bias)
     return _multiply(weight.seen(x), unpack(slabs, x.dtype), bias)

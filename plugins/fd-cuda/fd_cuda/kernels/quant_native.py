@@ -198,9 +198,11 @@ def rows_product(
     by_block: bool,
     grouping: Grouping | None = None,
     paired: bool = False,
+    is_fresh: bool = False,
 ) -> torch.Tensor:
     """int8 or fp8 numbers [T, K] times weights that lie row by row, in dtype. `x_scales`: [T], or `by_block`
-    [T, K / 128] with tokens fastest, as the weight's are of blocks then. `paired`: shape.groups is 2."""
+    [T, K / 128] with tokens fastest, as the weight's are of blocks then. `paired`: shape.groups is 2.
+    `is_fresh`: kernels queued just now write the weights, so none is read before these have ended."""
     num_rows = numbers.shape[0] if grouping is None else grouping.num_slots
     width = weight.out_features // 2 if paired else weight.out_features
     y = torch.empty((num_rows, width), dtype=dtype, device=numbers.device)
@@ -212,6 +214,7 @@ def rows_product(
         "BY_BLOCK": int(by_block),
         "PAIRED": int(paired),
         "GROUPED": int(grouping is not None),
+        "FRESH": int(is_fresh),
         "BN": shape.rows,
         "GROUPS": shape.groups,
         "SPLIT": shape.split,

@@ -63,9 +63,11 @@ quant_rows(const uint4* x, const uint4* __restrict__ w, const float* x_scales, c
   // Parts stand behind the tiles where the cluster's other blocks may still read theirs.
   float* parts = (float*)(tiles + (SPLIT > 1 ? STAGES * STAGE : 0));
   [[maybe_unused]] float* factors = (float*)(tiles + STAGES * STAGE + (SPLIT > 1 ? BN * PITCH * 4 : 0));
-#if GROUPED
+#if GROUPED || FRESH
   let_next_start();
   wait_for_previous();
+#endif
+#if GROUPED
   const int expert = experts[block];
   if (expert < 0) return;  // the whole cluster: it has one
   w += (u64)expert * N * pieces;
@@ -95,7 +97,7 @@ quant_rows(const uint4* x, const uint4* __restrict__ w, const float* x_scales, c
 #pragma unroll
   for (int t = 0; t < ASKED; t++)
     if (t < count) ask_w(t);
-#if !GROUPED
+#if !GROUPED && !FRESH
   let_next_start();
   wait_for_previous();
 #endif
