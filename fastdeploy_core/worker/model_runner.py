@@ -29,7 +29,7 @@ from .judging import DraftJudge
 from .pending import Launched, PendingOutput
 from .prompt_graphs import forward
 from .reading import NOT_KEPT, StepReader
-from .recorded_draws import RECORDED
+from .recorded_draws import RECORDED, can_record_draws
 from .recorded_sizes import prompt_sizes
 from .sequence_state import SequenceState
 from .speculation import Speculation, recorded_widths
@@ -123,6 +123,7 @@ class ModelRunner:
             keeps_history=speculation is not None and speculation.reads_history,
         )
         self.batch.watch(slots)
+        can_draw = can_record_draws(self._device, self._kernels)
         return StepGraphs(
             self._device,
             self._kernels,
@@ -142,7 +143,7 @@ class ModelRunner:
                 self._loaded.attention.values(), config, self._loaded.builder.expert_ranks
             ),
             # One rank knows what all rows need, and without drafts each draws once.
-            columns=None if communicator or speculation else self._columns,
+            columns=self._columns if not (communicator or speculation) and can_draw else None,
         )
 
     @property

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fastdeploy_core.reference import ops_sampling
 from fastdeploy_core.sampling import columns as bits
 from fastdeploy_core.sampling.columns import SamplingColumns
 
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
 FLOATS = ("temperature", "top_p", "min_p")
 # What rows may need so that their draws can be recorded.
 RECORDED = bits.RANDOM | bits.TEMPERATURE | bits.FILTER | bits.PROMPT_LOGPROBS
+
+
+def can_record_draws(device: DeviceBackend, kernels: KernelTable) -> bool:
+    """The reference's draws ask the host how many tokens are left, which cannot be recorded where the
+    host does not know it."""
+    if not device.limits.asynchronous:
+        return True
+    own = kernels["sample"], kernels["filter_logits"]
+    return ops_sampling.sample not in own and ops_sampling.filter_logits not in own
 
 
 class RecordedDraws:

@@ -33,8 +33,11 @@ def graph_sizes(
     limits: DeviceLimits,
     drivers: Iterable[AttentionBackend],
     num_ranks: int,
+    *,
+    can_draw: bool = True,
 ) -> tuple[tuple[int, ...], str]:
-    """Batch sizes to record, none if the device cannot or shall not, and a line for the report."""
+    """Batch sizes to record, none if the device cannot or shall not, and a line for the report.
+    `can_draw`: whether draws at random can be recorded."""
     unable, long = [], False
     for driver in drivers:
         if not driver.can_capture_decode:
@@ -46,6 +49,10 @@ def graph_sizes(
         (bool(unable), f"attention driver {unable[0] if unable else ''} cannot be recorded"),
         (long, f"sequences of {config.model.max_model_len} tokens are too long for it here"),
         (num_ranks > 1 and not limits.graph_collectives, "the device's collectives cannot"),
+        (
+            config.speculative and not can_draw,
+            "the reference draws drafts and waits for the device",
+        ),
     )
     for applies, why in obstacles:
         if applies:

@@ -28,6 +28,7 @@ from .loader import LoadedModel, load_model
 from .memory import LowWater, MemoryProfile, give_back_freed, probe
 from .model_runner import ModelRunner
 from .pending import PendingOutput
+from .recorded_draws import can_record_draws
 from .recorded_sizes import graph_sizes
 from .start_up import (
     Stopwatch,
@@ -95,7 +96,8 @@ class Worker:
         free_before = device.memory().free_bytes
         loaded = self._load_model(device, kernels, free_before)
         sizes, about_graphs = graph_sizes(
-            self.config, device.limits, loaded.attention.values(), self.world_size
+            *(self.config, device.limits, loaded.attention.values(), self.world_size),
+            can_draw=can_record_draws(device, kernels),
         )
         drafters = None
         if self.config.speculative is not None:

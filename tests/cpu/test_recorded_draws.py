@@ -1,0 +1,79 @@
+"""The reference's draws look at numbers on the host; where the host only queues work they stay outside of
+recordings, and tokens are the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdeploy_core.config import SpeculativeConfig
+from fastdeploy_core.contracts.device import DeviceOptions
+from fastdeploy_core.reference import ops_sampling
+from fastdeploy_core.testing.capturing import CapturingDevice, OnCapturingDevice
+from fastdeploy_core.types import SamplingParams
+from fastdeploy_core.worker.recorded_draws import can_record_draws
+from fastdeploy_core.worker.worker import Worker
+from tests.worker_steps import Steps, engine_config, make_worker, sharpen, write_model
+
+
+class Queueing(CapturingDevice):
+    """Says of itself that its calls only queue work."""
+
+    def __init__(self, options: DeviceOptions) -> None:
+        super().__init__(options)
+        self.limits = dataclasses.replace(self.limits, asynchronous=True)
+
+
+class OnQueueing(OnCapturingDevice):
+    def load(self, kind: str, name: str = "") -> Any:
+        return Queueing if kind == "device" else super().load(kind, name)
+
+
+def loaded(folder: Path, library: str, on: type[OnCapturingDevice], **changes: Any) -> Worker:
+    worker = make_worker(dataclasses.replace(engine_config(folder, library), **changes))
+    worker.resolved = on(worker.resolved)  # type: ignore[assignment]
+    worker.load()
+    return worker
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("llama"))
+
+
+def test_only_draws_that_ask_nothing_of_the_host_are_recorded(tensor_library: str) -> None:
+    device = Queueing(DeviceOptions(tensor_library=tensor_library, num_threads=1))
+    waiting: Any = {"sample": ops_sampling.sample, "filter_logits": ops_sampling.filter_logits}
+    own: Any = {"sample": lambda: None, "filter_logits": lambda: None}
+    assert not can_record_draws(device, waiting)
+    assert not can_record_draws(device, {**own, "filter_logits": waiting["filter_logits"]})
+    assert can_record_draws(device, own)
+    at_once = CapturingDevice(DeviceOptions(tensor_library=tensor_library, num_threads=1))
+    assert can_record_draws(at_once, waiting)
+
+
+def test_tokens_are_drawn_behind_the_recording(folder: Path, tensor_library: str) -> None:
+    found, recordings = [], []
+    for on in (OnCapturingDevice, OnQueueing):
+        worker = loaded(folder, tensor_library, on)
+        sharpen(worker)
+        steps = Steps(worker, 64, 0)
+        sampling = SamplingParams(temperature=1.0, top_k=7, top_p=0.9, seed=5)
+        steps.add(1, [5, 6, 7], sampling=sampling)
+        for _ in range(8):
+            steps.step([steps.row(1)])
+        found.append(steps.finish(1))
+        recordings.append(worker._runner._graphs.draws is not None)
+        worker.close()
+    assert recordings == [True, False]
+    assert found[0] == found[1] and len(set(found[0])) > 1
+
+
+def test_steps_with_drafts_are_not_recorded(folder: Path, tensor_library: str) -> None:
+    drafts = SpeculativeConfig("ngram_match", 2)
+    worker = loaded(folder, tensor_library, OnQueueing, speculative=drafts)
+    assert worker._runner._graphs is None
+    worker.close()
