@@ -221,6 +221,23 @@ def test_long_row_among_short_ones_is_split(device: Any) -> None:
     assert sizes.max() <= max(-(-total // shape.target), -(-512 * 64 // shape.tile // 32)) + 1
 
 
+@pytest.mark.parametrize(
+    ("num_seqs", "heads", "is_alone", "streams"),
+    [(256, 2, True, True), (64, 8, True, True), (256, 2, False, False), (64, 2, True, False),
+     (256, 8, True, False)],
+)  # fmt: skip
+def test_streams_serve_as_many_rows_as_there_are_places(
+    num_seqs: int, heads: int, is_alone: bool, streams: bool
+) -> None:
+    from fd_cuda.attention.plan import StreamShape
+    from fd_cuda.attention.tuning import Gpu, Sizes
+
+    chosen = Sizes(Gpu(132, True)).native(num_seqs, heads, 8, True, False, is_alone)
+    assert isinstance(chosen, StreamShape) == streams
+    if isinstance(chosen, StreamShape):
+        assert chosen.num_blocks == num_seqs * heads
+
+
 @pytest.mark.parametrize(("num_seqs", "heads", "most"), [(64, 2, 1), (256, 2, 2), (100, 4, 2)])
 def test_streams_share_all_tiles_equally(device: Any, num_seqs: int, heads: int, most: int) -> None:
     """Rows of one length: shares are whole rows and heads, or the same fraction of each."""
