@@ -17,6 +17,8 @@ nox.options.sessions = ["lint", "tests", "plugins", "vendors"]
 # The CPU build of torch where an index serves one; parity tests compare with transformers on it.
 TORCH = "torch==2.13.0"
 PADDLE = "paddlepaddle==3.3.1"
+# The release that fd-cuda's kernels are measured with; its interpreter runs them here.
+TRITON = "triton==3.6.0"
 TEST_TOOLS = (
     "pytest>=8.3",
     "pytest-timeout>=2.3",
@@ -31,7 +33,6 @@ TEST_TOOLS = (
     "openai>=2",
     "scipy>=1.14",
     "transformers>=5,<6",
-    "triton>=3.4",  # its interpreter runs fd-cuda's kernels
 )
 PLUGINS = sorted(str(path.parent) for path in Path("plugins").glob("fd-*/pyproject.toml"))
 LONG = ("engine", "speculative")
@@ -43,7 +44,7 @@ SIMULATED = ("simdevice", "gcu", "iluvatar", "metax", "gaudi", "xpu", "dcu")
 
 def _install_tests(session: nox.Session) -> None:
     session.install(TORCH)  # first and pinned, so that nothing below pulls another build
-    session.install(PADDLE, *TEST_TOOLS, "-e", ".")
+    session.install(PADDLE, TRITON, *TEST_TOOLS, "-e", ".")
     # fd-cpu needs a compiler; only its own tests and tests/x86 use it.
     pure = (folder for folder in PLUGINS if folder != "plugins/fd-cpu")
     session.install("--no-deps", *(word for folder in pure for word in ("-e", folder)))
