@@ -27,7 +27,7 @@ RECORDED = bits.RANDOM | bits.TEMPERATURE | bits.FILTER | bits.PROMPT_LOGPROBS
 def can_record_draws(device: DeviceBackend, kernels: KernelTable) -> bool:
     """The reference's draws ask the host how many tokens are left, which cannot be recorded where the
     host does not know it."""
-    if not device.limits.asynchronous:
+    if device.limits.shares_host_memory and not device.limits.asynchronous:
         return True
     own = kernels["sample"], kernels["filter_logits"]
     return ops_sampling.sample not in own and ops_sampling.filter_logits not in own
