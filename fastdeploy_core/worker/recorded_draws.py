@@ -26,7 +26,7 @@ RECORDED = bits.RANDOM | bits.TEMPERATURE | bits.FILTER | bits.PROMPT_LOGPROBS
 
 def can_record_draws(device: DeviceBackend, kernels: KernelTable) -> bool:
     """The reference's draws ask the host how many tokens are left, which cannot be recorded where the
-    host does not know it."""
+    host does not know it: reading a device's own memory waits for it, which ends a recording."""
     if device.limits.shares_host_memory and not device.limits.asynchronous:
         return True
     own = kernels["sample"], kernels["filter_logits"]

@@ -27,6 +27,14 @@ class Queueing(CapturingDevice):
         self.limits = dataclasses.replace(self.limits, asynchronous=True)
 
 
+class Apart(CapturingDevice):
+    """Says of itself that its memory is its own, so that reading it ends a recording."""
+
+    def __init__(self, options: DeviceOptions) -> None:
+        super().__init__(options)
+        self.limits = dataclasses.replace(self.limits, shares_host_memory=False)
+
+
 class OnQueueing(OnCapturingDevice):
     def load(self, kind: str, name: str = "") -> Any:
         return Queueing if kind == "device" else super().load(kind, name)
@@ -45,14 +53,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_only_draws_that_ask_nothing_of_the_host_are_recorded(tensor_library: str) -> None:
-    device = Queueing(DeviceOptions(tensor_library=tensor_library, num_threads=1))
+    options = DeviceOptions(tensor_library=tensor_library, num_threads=1)
     waiting: Any = {"sample": ops_sampling.sample, "filter_logits": ops_sampling.filter_logits}
     own: Any = {"sample": lambda: None, "filter_logits": lambda: None}
-    assert not can_record_draws(device, waiting)
-    assert not can_record_draws(device, {**own, "filter_logits": waiting["filter_logits"]})
-    assert can_record_draws(device, own)
-    at_once = CapturingDevice(DeviceOptions(tensor_library=tensor_library, num_threads=1))
-    assert can_record_draws(at_once, waiting)
+    for device in (Queueing(options), Apart(options)):
+        assert not can_record_draws(device, waiting)
+        assert not can_record_draws(device, {**own, "filter_logits": waiting["filter_logits"]})
+        assert can_record_draws(device, own)
+    assert can_record_draws(CapturingDevice(options), waiting)
 
 
 def test_tokens_are_drawn_behind_the_recording(folder: Path, tensor_library: str) -> None:
