@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,6 +26,7 @@ from fastdeploy_core.layers.cache_scales import CACHE_SCALE_NAMES
 from fastdeploy_core.layers.expert_parallel import ExpertRanks
 
 from .read_ahead import ReadAhead
+from .weight_cache import weight_cache
 from .weights import SafetensorsFile, dummy_tensors, find_files
 
 if TYPE_CHECKING:
@@ -76,7 +78,15 @@ def load_model(
     if settings.method:
         quantizer = load_driver("quantizer", "")(settings.config, device, kernels)
     kind = kv_format(settings.kv_format)
-    build = ModelBuilder(
+    depends_on = {
+        "config": hf_config,
+        "dtype": model_config.dtype,
+        "quantization": [settings.method, settings.config],
+        "tensor_parallel": [tp_rank, tp_size, config.parallel.divides_experts],
+        "layout": checkpoint_layout(hf_config, force_torch=envs.FD_FOR_TORCH_MODEL_FORMAT),
+    }
+    make_builder = partial(
+        ModelBuilder,
         device,
         kernels,
         model_config.dtype,
@@ -92,12 +102,18 @@ def load_model(
         kv_static=settings.kv_static,
         expert_ranks=_expert_ranks(config, device, communicator, load_driver),
     )
-    if settings.kv_unused:
-        for text in CACHE_SCALE_NAMES:
-            build.weights.ignore(text)
-    with device.xp.no_grad():
+    with device.xp.no_grad(), weight_cache(model_config, device, depends_on, tp_rank) as cache:
+        build = make_builder(kept_weights=cache)
+        if settings.kv_unused:
+            for text in CACHE_SCALE_NAMES:
+                build.weights.ignore(text)
         model = family(hf_config, build)
         fill_from_folder(model, build, model_config.path, hf_config, model_config)
+        if cache is not None:
+            report.append(cache.finish())
+            build.weight_bytes += cache.num_bytes
+        elif model_config.weight_cache:
+            report.append(f"turned off: the weight cache; device {device.name} keeps no weights")
     report += [*_unquantized_lines(build), *_expert_lines(build)]
     return LoadedModel(
         model=model,
