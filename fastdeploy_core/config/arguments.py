@@ -116,14 +116,11 @@ def _model_config(v: Mapping[str, Any]) -> ModelConfig:
             "generation_config": v["generation_config"],
             "hf_overrides": _mapping(v, "hf_overrides"),
             "chat_template": _chat_template(v["chat_template"]),
+            "weight_cache": v["weight_cache"],
         },
     )
-    if v["weight_cache"] and model.load_format == "dummy":
-        raise ConfigError(
-            "--weight-cache keeps the weights of a checkpoint; --load-format dummy has none; drop one"
-        )
-    changed = {**model.generation_config, **_mapping(v, "override_generation_config")}
-    return replace(model, generation_config=changed, weight_cache=v["weight_cache"] or "")
+    changed = _mapping(v, "override_generation_config")
+    return replace(model, generation_config={**model.generation_config, **changed})
 
 
 def _tokenizer_folder(value: str | None) -> Path | None:

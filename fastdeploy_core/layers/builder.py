@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
 
+
 class KeptWeights(Protocol):
     """Laid-out weights that are kept between starts."""
 

@@ -11,7 +11,14 @@ import numpy as np
 
 from fastdeploy_core.errors import ConfigError
 
-from ._bits import BIT_CARRIERS, as_carrier, choose_blas_code, hidden_module, kept_variable, tune_malloc
+from ._bits import (
+    BIT_CARRIERS,
+    as_carrier,
+    choose_blas_code,
+    hidden_module,
+    kept_variable,
+    tune_malloc,
+)
 from .library import DTYPE_BYTES
 
 choose_blas_code()  # must run before the library looks at the processor
