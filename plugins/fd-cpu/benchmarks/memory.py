@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--quantization", default="")
     parser.add_argument("--weight-cache", default="")
-    parser.add_argument("--kv-mib", type=int, default=256)
+    parser.add_argument("--kv-mib", type=int, default=64, help="few enough to be filled")
     parser.add_argument("--threads", type=int, default=2)
     asked = parser.parse_args()
 
@@ -74,7 +74,7 @@ def main() -> None:
     with llm:
         loaded = anonymous_bytes()
         llm.generate(
-            [{"prompt_token_ids": [5] * 100}] * 8,
+            [{"prompt_token_ids": [5 + number] * 480} for number in range(8)],
             SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False),
             use_tqdm=False,
         )
