@@ -28,6 +28,8 @@ def dump(prepared: Any) -> tuple[dict[str, Any], list[np.ndarray]] | None:
         matrices = [*prepared.matrices[0], *prepared.matrices[1]]
     else:
         return None
+    if any(sum(x for _, x in m.native.memory) != m.native.num_bytes for m in matrices):
+        return None  # of a kind with more to it
     facts = {"experts": isinstance(prepared, PackedExperts), "matrices": [*map(_facts, matrices)]}
     return facts, [part for matrix in matrices for part in _memory(matrix)]
 
