@@ -69,6 +69,7 @@ class PaddleLibrary:
     stack = staticmethod(paddle.stack)
     split = staticmethod(paddle.compat.split)  # paddle.split counts pieces instead of sizes
     nonzero = staticmethod(paddle.nonzero)
+    matmul = staticmethod(paddle.matmul)
     addmm = staticmethod(paddle.addmm)
     outer = staticmethod(paddle.outer)
     exp = staticmethod(paddle.exp)
@@ -209,11 +210,6 @@ class PaddleLibrary:
 
     def repeat_interleave(self, x: Any, repeats: Any, dim: int = 0) -> Any:
         return paddle.repeat_interleave(x, repeats, dim)
-
-    def matmul(self, a: Any, b: Any) -> Any:
-        if a.dtype == paddle.bfloat16 and a.place.is_cpu_place():  # for which there is no kernel
-            return paddle.matmul(a.astype("float32"), b.astype("float32")).astype(a.dtype)
-        return paddle.matmul(a, b)
 
     def matmul_nt(self, a: Any, b: Any) -> Any:
         return paddle.matmul(a, b, transpose_y=True)

@@ -77,6 +77,8 @@ MODES = {"wint8": 0.98, "wint4": 0.85}
 def test_bfloat16_is_as_near_as_its_rounding(
     checkpoints: Path, variant: str, tensor_library: str
 ) -> None:
+    if tensor_library != "torch":
+        pytest.skip("PaddlePaddle has no bfloat16 arithmetic on a processor")
     answer = reference(checkpoints / variant)[0]
     with model_of(checkpoints / variant, tensor_library, dtype="bfloat16") as model:
         logits = model.step([("a", answer["prompt"].tolist())])[0]
@@ -89,7 +91,8 @@ def test_other_modes_stay_near_float32(
     checkpoints: Path, variant: str, mode: str, tensor_library: str
 ) -> None:
     answer = reference(checkpoints / variant)[0]
-    options = {"dtype": "bfloat16", "quantization": mode}
+    options = {"dtype": "bfloat16"} if tensor_library == "torch" else {}
+    options["quantization"] = mode
     with model_of(checkpoints / variant, tensor_library, **options) as model:
         logits = model.step([("a", answer["prompt"].tolist())])[0]
     assert similarity(logits, answer["logits"]) > MODES[mode]

@@ -23,7 +23,8 @@ class X86Device(HostDevice):
     def __init__(self, options: DeviceOptions) -> None:
         super().__init__(options)
         self.limits = DeviceLimits(
-            dtypes=("float32", "bfloat16"),
+            # What stands around our kernels is the library's: paddle cannot even add bfloat16 here.
+            dtypes=("float32", "bfloat16") if self.xp.name == "torch" else ("float32",),
             block_sizes=(16, 32, 64, 128, 256),
             default_block_size=64,
             kv_layout="HND",
