@@ -4,7 +4,7 @@
     python benchmarks/serving_load.py MODEL --streams 32 --cpus 0,2 --client-cpus 4,6 -- --device x86
 
 First the engine alone generates for `--num-prompts` prompts, `--streams` at once; then a server does,
-for as many clients; then requests arrive at random (Poisson) for `--seconds` at each rate. Prompts are
+for as many clients, and then the engine alone again, because machines change their pace; then requests arrive at random (Poisson) for `--seconds` at each rate. Prompts are
 random ids, answers have a fixed length, the prefix cache is off. What follows -- goes to both. With
 `--cpus` engine and server run on those processors only, clients too or on `--client-cpus`.
 """
@@ -113,14 +113,14 @@ def main() -> None:
     """Run and print."""
     options = parse_arguments()
     move_to(options.cpus)
-    alone = offline(options)
+    before = offline(options)
     print(
         f"{options.model}: {options.input_len} tokens in, {options.output_len} out; "
         f"{options.api_server_count} API servers, {options.clients} clients, {os.cpu_count()} cores "
         f"(server on {options.cpus or 'all'}, clients on {options.client_cpus or 'the same'}), chunks of "
         f"{options.stream_interval} tokens, Python {platform.python_version()}, "
         f"{time.strftime('%Y-%m-%d')}\n"
-        f"offline, {options.streams} at once: {alone:.0f} output tokens/s",
+        f"offline, {options.streams} at once: {before:.0f} output tokens/s",
         flush=True,
     )
     start = argparse.Namespace(
@@ -147,13 +147,18 @@ def main() -> None:
             result = load(options, server, "inf", options.num_prompts, options.output_len)
             speeds.append(result["output_tokens_per_s"])
             show(f"{options.streams} at once", result)
-        served = statistics.median(speeds)
-        print(f"server {served:.0f} tokens/s, {100 * served / alone:.1f} % of offline (median)")
         for rate in options.rates.split(",") if options.rates else ():
             count = max(8, round(float(rate) * options.seconds))
             show(rate, load(options, server, rate, count, options.rate_output_len))
     finally:
         server.stop()
+    move_to(options.cpus)
+    after = offline(options)
+    served, alone = statistics.median(speeds), (before + after) / 2
+    print(
+        f"offline again: {after:.0f}; server {served:.0f} tokens/s (median), "
+        f"{100 * served / alone:.1f} % of offline (mean)"
+    )
 
 
 if __name__ == "__main__":
