@@ -303,6 +303,7 @@ def build_server_config(
         default_sampling=engine.model.generation_config,
         response_role=v["response_role"],
         return_tokens_as_token_ids=v["return_tokens_as_token_ids"],
+        stream_interval=v["stream_interval"],
         force_include_usage=v["enable_force_include_usage"],
         log_requests=v["enable_log_requests"],
         log_stats=v["log_stats"],

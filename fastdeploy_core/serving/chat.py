@@ -190,7 +190,8 @@ class ChatJob:
     def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
         state = self._state
         visible = shown_tokens(state.reasoning_parser, state.tool_parser)
-        size = self._body.chunk_tokens() if self.stream else 1
+        default = self._state.config.stream_interval
+        size = self._body.chunk_tokens(default) if self.stream else 1
         return run(state, self._engine_request(), visible, size)
 
     def _engine_request(self) -> Request:

@@ -143,7 +143,8 @@ class CompletionJob:
             yield final
 
     def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        size = self._body.chunk_tokens() if self.stream else 1
+        default = self._state.config.stream_interval
+        size = self._body.chunk_tokens(default) if self.stream else 1
         return merge([run(self._state, r, chunk_tokens=size) for r in self._requests])
 
     def _usage(self) -> Usage:
