@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -78,43 +77,31 @@ def load_model(
     if settings.method:
         quantizer = load_driver("quantizer", "")(settings.config, device, kernels)
     kind = kv_format(settings.kv_format)
-    depends_on = {
-        "config": hf_config,
-        "dtype": model_config.dtype,
-        "quantization": [settings.method, settings.config],
-        "tensor_parallel": [tp_rank, tp_size, config.parallel.divides_experts],
-        "layout": checkpoint_layout(hf_config, force_torch=envs.FD_FOR_TORCH_MODEL_FORMAT),
-    }
-    make_builder = partial(
-        ModelBuilder,
-        device,
-        kernels,
-        model_config.dtype,
-        max_positions=model_config.max_model_len,
-        attention_factory=lambda spec: attention_class(spec, block_size, device, kernels),
-        moe_factory=lambda spec: load_driver("moe", "")(spec, device, kernels),
-        tp_rank=tp_rank,
-        tp_size=tp_size,
-        communicator=communicator,
-        quantizer=quantizer,
-        is_dummy=model_config.load_format == "dummy",
-        kv_format="" if kind is None else kind.name,
-        kv_static=settings.kv_static,
-        expert_ranks=_expert_ranks(config, device, communicator, load_driver),
-    )
-    with device.xp.no_grad(), weight_cache(model_config, device, depends_on, tp_rank) as cache:
-        build = make_builder(kept_weights=cache)
+    keeping = weight_cache(config.parallel, model_config, settings, device, tp_rank)
+    with device.xp.no_grad(), keeping as cache:
+        build = ModelBuilder(
+            device,
+            kernels,
+            model_config.dtype,
+            max_positions=model_config.max_model_len,
+            attention_factory=lambda spec: attention_class(spec, block_size, device, kernels),
+            moe_factory=lambda spec: load_driver("moe", "")(spec, device, kernels),
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            communicator=communicator,
+            quantizer=quantizer,
+            is_dummy=model_config.load_format == "dummy",
+            kv_format="" if kind is None else kind.name,
+            kv_static=settings.kv_static,
+            expert_ranks=_expert_ranks(config, device, communicator, load_driver),
+            kept_weights=cache,
+        )
         if settings.kv_unused:
             for text in CACHE_SCALE_NAMES:
                 build.weights.ignore(text)
         model = family(hf_config, build)
         fill_from_folder(model, build, model_config.path, hf_config, model_config)
-        if cache is not None:
-            report.append(cache.finish())
-            build.weight_bytes += cache.num_bytes
-        elif model_config.weight_cache:
-            report.append(f"turned off: the weight cache; device {device.name} keeps no weights")
-    report += [*_unquantized_lines(build), *_expert_lines(build)]
+    report += [*cache.report, *_unquantized_lines(build), *_expert_lines(build)]
     return LoadedModel(
         model=model,
         shapes=shapes,
@@ -122,7 +109,7 @@ def load_model(
         kv_layers=build.kv_layers,
         attention=build.attention_drivers,
         builder=build,
-        weight_bytes=build.weight_bytes,
+        weight_bytes=build.weight_bytes + cache.num_bytes,
         report=report,
     )
 
