@@ -13,6 +13,7 @@
 #endif
 
 #include "rows.inl"
+#include "tet.inl"
 #include "activations.inl"
 #if FDCPU_TILES
 #include "tiled.inl"

@@ -49,6 +49,11 @@ void set_quantized_rows(Runtime &runtime, PackedMatrix &matrix, int64_t count, u
     });
 }
 
+void set_tet_at(PackedMatrix &matrix, uintptr_t strands, uintptr_t scales, uintptr_t signs, int64_t rotation) {
+    nb::gil_scoped_release release;
+    set_tet(matrix, at<uint16_t>(strands), at<float>(scales), at<int8_t>(signs), rotation);
+}
+
 void get_rows(const PackedMatrix &matrix, int64_t first, int64_t count, uintptr_t values) {
     nb::gil_scoped_release release;
     for (int64_t i = 0; i < count; ++i) get_row(matrix, first + i, at<float>(values) + i * matrix.inputs);
@@ -280,6 +285,7 @@ NB_MODULE(_native, m) {
           [](int kind, int64_t outputs, int64_t inputs, int64_t group, bool gated) {
               return make_packed(WeightKind(kind), outputs, inputs, group, gated);
           });
+    m.def("set_tet", &set_tet_at);
     nb::class_<Plan>(m, "Plan")
         .def(nb::init<>())
         .def("__len__", [](const Plan &plan) { return plan.steps.size(); })
