@@ -20,6 +20,7 @@
 #endif
 #include "linear.inl"
 #include "greedy.inl"
+#include "attention_int8.inl"
 #include "attention.inl"
 #include "attention_tiled.inl"
 #include "attention_items.inl"

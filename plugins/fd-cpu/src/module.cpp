@@ -116,6 +116,10 @@ void submit_attention(Runtime &runtime, const AttentionShape &shape, std::vector
     op.keys = at(addresses.at(i++));
     op.values = at(addresses.at(i++));
     op.y = at(addresses.at(i++));
+    op.key_scales = at<uint16_t>(addresses.at(i++));
+    op.value_scales = at<uint16_t>(addresses.at(i++));
+    op.key_factors = at<const float>(addresses.at(i++));
+    op.value_factors = at<const float>(addresses.at(i++));
     i = 0;
     op.q_stride = sizes.at(i++);
     op.k_stride = sizes.at(i++);
@@ -293,7 +297,7 @@ NB_MODULE(_native, m) {
     nb::class_<AttentionShape>(m, "AttentionShape")
         .def("__init__",
              [](AttentionShape *self, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim,
-                int64_t block_size, float scale, bool interleaved, int type, int cache_type) {
+                int64_t block_size, float scale, bool interleaved, int type, bool is_int8) {
                  AttentionOp op{};
                  op.num_heads = num_heads;
                  op.num_kv_heads = num_kv_heads;
@@ -303,7 +307,7 @@ NB_MODULE(_native, m) {
                  op.scale = scale;
                  op.interleaved = interleaved;
                  op.type = DType(type);
-                 op.cache_type = DType(cache_type);
+                 op.is_int8 = is_int8;
                  new (self) AttentionShape{op};
              });
     nb::class_<Runtime>(m, "Runtime")
