@@ -326,7 +326,8 @@ FDCPU_INLINE void soften(const AttentionOp &op, const AttentionScratch &s, int64
     const float factor = peak == s.peak[r] ? 1.f : std::exp((s.peak[r] - peak) * scale);
     F total = splat(0);  // of which a score that is no number makes none, too
     for (int64_t t = 0; t < whole; t += kLanes) {
-        F weight = exponential((load(scores + t) - peak) * scale);
+        const F below = load(scores + t) - peak;
+        F weight = pairs ? rough_power_of_two(below * (scale * 1.44269504f)) : exponential(below * scale);
         total += weight;
         // Scales behind the last token may be anything.
         if (op.value_scales) weight = weight == splat(0) ? weight : weight * load(s.value_scale + t);

@@ -6,7 +6,7 @@ namespace fdcpu::FDCPU_NAMESPACE {
 
 constexpr int kTall = 2 * kTileSide;
 constexpr int kLine = 4 * kPanel;        // bytes of a panel's line: 64 outputs times four bytes
-constexpr int64_t kFarAhead = 4096;      // bytes that short products prefetch ahead
+constexpr int64_t kFarAhead = 8192;      // bytes that short products prefetch ahead
 
 FDCPU_INLINE bool is_tiled(const PackedMatrix &w, int64_t num_rows) {
     return w.kind != WeightKind::f32 && num_rows > (w.kind == WeightKind::bf16 ? 1 : 4);
@@ -99,17 +99,25 @@ struct TiledPanel {
         FDCPU_TILE_ZERO(2);
         FDCPU_TILE_ZERO(3);
         for (int64_t step = first; step < last; ++step) {
+            // A quarter at a time: many at once would wait for one another.
             const uint8_t *ahead = panel + step * packed_step + kFarAhead;
-            for (int64_t i = 0; i < packed_step; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+            const auto fetch = [ahead, this](int part) {
+                const int64_t quarter = packed_step / 4;
+                for (int64_t i = part * quarter; i < (part + 1) * quarter; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+            };
+            fetch(0);
             const uint8_t *weights = kUnpacks ? unpacked + step % 2 * 4 * tile : panel + step * packed_step;
             FDCPU_TILE_LOAD(4, a.row(m) + a.at(step * inputs), a.row_step);
             FDCPU_TILE_LOAD(5, weights, stride);
             FDCPU_TILE_PRODUCT(0, 4, 5);
+            fetch(1);
             FDCPU_TILE_LOAD(6, weights + tile, stride);
             FDCPU_TILE_PRODUCT(1, 4, 6);
+            fetch(2);
             if (kUnpacks && step + 1 < num_steps) unpack(step + 1, 0, 4, unpacked + (step + 1) % 2 * 4 * tile);
             FDCPU_TILE_LOAD(7, weights + 2 * tile, stride);
             FDCPU_TILE_PRODUCT(2, 4, 7);
+            fetch(3);
             FDCPU_TILE_LOAD(5, weights + 3 * tile, stride);
             FDCPU_TILE_PRODUCT(3, 4, 5);
         }

@@ -48,7 +48,7 @@ def trellis(rows, count, rotation, gated=False):
     return matrix, rotated @ np.kron(np.eye(count // rotation), hadamard(rotation)) * signs
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 6, 17, 40])
+@pytest.mark.parametrize("num_rows", [1, 3, 17, 40])
 @pytest.mark.parametrize(("rows", "count", "rotation"), [(90, 128, 128), (64, 96, 32), (70, 64, 8)])
 def test_product(runtime, rows, count, rotation, num_rows):
     matrix, dense = trellis(rows, count, rotation)

@@ -78,7 +78,15 @@ class X86Attention:
         of_channels = (None, None) if scales is None else scales.scale
         tensors = (
             *(q, k, v, rotary, batch.positions, batch.slot_mapping, batch.cu_seqlens_q_dev),
-            *(batch.seq_lens_dev, batch.block_tables_dev, keys, values, y, *of_tokens, *of_channels),
+            *(
+                batch.seq_lens_dev,
+                batch.block_tables_dev,
+                keys,
+                values,
+                y,
+                *of_tokens,
+                *of_channels,
+            ),
         )
         t.keep(*tensors)
         sizes = (
