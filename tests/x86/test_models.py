@@ -4,7 +4,7 @@ fails in the other modes, at every instruction level and with every number of th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,25 @@ def test_formats_that_round_activations_equal_the_reference_device(
     # Both round the same numbers, but for the few that lie between two levels.
     assert similarity(logits, other.step([("a", prompt)])[0]) > 0.998
     other.close()
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen3"])
+def test_a_cache_of_int8_equals_the_reference_devices(
+    checkpoints: Path, variant: str, tensor_library: str
+) -> None:
+    prompt = reference(checkpoints / variant)[0]["prompt"].tolist()
+    found = []
+    for options in ({"device": "x86", "block_size": 16, "drivers": drivers}, {}):
+        with closing(
+            PagedModel(checkpoints / variant, tensor_library, kv_dtype="int8", **options)
+        ) as model:
+            model.step([("a", prompt[:-1])])
+            found.append(model.step([("a", prompt[-1:])])[0])
+    plain = PagedModel(checkpoints / variant, tensor_library)
+    wanted = plain.step([("a", prompt)])[0][-1:]
+    plain.close()
+    # Both round the same numbers, but for the few that lie between two levels.
+    assert similarity(*found) > 0.9999 and similarity(found[0], wanted) > 0.999
 
 
 @pytest.mark.parametrize("isa", [*native.available_isas(), "emulated"])

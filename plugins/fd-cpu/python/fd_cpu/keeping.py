@@ -28,8 +28,6 @@ def dump(prepared: Any) -> tuple[dict[str, Any], list[np.ndarray]] | None:
         matrices = [*prepared.matrices[0], *prepared.matrices[1]]
     else:
         return None
-    if any(sum(x for _, x in m.native.memory) != m.native.num_bytes for m in matrices):
-        return None  # of a kind with more to it
     facts = {"experts": isinstance(prepared, PackedExperts), "matrices": [*map(_facts, matrices)]}
     return facts, [part for matrix in matrices for part in _memory(matrix)]
 
@@ -52,13 +50,15 @@ def _facts(matrix: Packed) -> dict[str, Any]:
     group = native.group if native.num_groups > 1 else 0
     dtype = "" if matrix.dtype is None else team().xp.dtype_name(matrix.dtype)
     sizes = [int(native.kind), int(native.outputs), int(native.inputs), int(group)]
-    return {"sizes": sizes, "gated": bool(native.gated), "dtype": dtype}
+    rotation = int(native.rotation)
+    return {"sizes": sizes, "gated": bool(native.gated), "rotation": rotation, "dtype": dtype}
 
 
 def _restored(facts: dict[str, Any], left: list[np.ndarray]) -> Packed:
     from . import _native
 
     native = _native.make_packed(*facts["sizes"], facts["gated"])
+    native.rotation = facts["rotation"]
     dtype = team().xp.dtype(facts["dtype"]) if facts["dtype"] else None
     matrix = Packed(native, dtype)
     for part in _memory(matrix):
