@@ -30,6 +30,7 @@ from fd_cuda.kernels.quant_native import (
     Gemm,
     Gemv,
     Grouping,
+    Pipe,
     RowGemm,
     Shape,
     gemm_shared,
@@ -254,7 +255,10 @@ def test_published_two_bits(dtype: torch.dtype) -> None:
     own = quant_weights.dequantized(slabs, torch.float32).double().cpu().numpy()
     assert np.allclose(own, dense, rtol=1e-6)
     check(unpack(slabs, dtype), torch.from_numpy(dense).to(DEVICE), dtype)
-    for shape, tokens in ((Gemv(1, 2, 2, 2, 1), 3), (Gemv(2, 1, 2, 2, 1), 11)):
+    shapes: list[tuple[Shape, int]] = [
+        (Gemv(1, 2, 2, 2, 1), 3), (Gemv(2, 1, 2, 2, 1), 11), (Pipe(32, 1, 1, 1, 3), 35)
+    ]  # fmt: skip
+    for shape, tokens in shapes:
         x = torch.randn(tokens, count, device=DEVICE).to(dtype)
         expected = x.double() @ torch.from_numpy(dense).to(DEVICE).T
         check(product(shape, x, slabs, None), expected, dtype)
