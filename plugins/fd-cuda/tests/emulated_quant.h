@@ -84,6 +84,7 @@ inline u16 narrow_y(float x) {
   return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 #endif
+inline u16 load_scale(const u16* at) { return *at; }
 // volatile: nothing may be contracted
 inline float __fmaf_rn(float a, float b, float c) { return (float)((double)a * b + c); }
 inline float __fadd_rn(float a, float b) { volatile float r = a + b; return r; }

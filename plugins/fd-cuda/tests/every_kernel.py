@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 os.environ.setdefault("FD_CUDA_TUNE", "0")
@@ -21,6 +22,7 @@ os.environ.setdefault("FD_CUDA_TUNE", "0")
 import torch
 from attention_steps import MIXED, Step, gqa, mla
 from fastdeploy_core.contracts.device import DeviceOptions
+from fastdeploy_core.contracts.kv_formats import KV_FORMATS
 from fastdeploy_core.contracts.moe import RoutingSpec
 from fastdeploy_core.contracts.quant_formats import FORMATS
 from fastdeploy_core.plugins.drivers import lookup
@@ -30,12 +32,14 @@ from packed_weights import packed
 from fd_cuda.attention.gqa import PagedAttention
 from fd_cuda.attention.mla import LatentAttention
 from fd_cuda.attention.plan import StreamShape
+from fd_cuda.attention.quantized import QuantizedAttention
 from fd_cuda.attention.tuning import Sizes
 from fd_cuda.kernels import (
     filtering,
     linear,
     matmul,
     native,
+    quant_cache,
     quant_experts,
     quant_linear,
     quant_native,
@@ -258,11 +262,35 @@ def trellis() -> None:
     chosen_experts(quant_trellis, 128, gate_up, down)
 
 
+def quantized_caches() -> None:
+    """Written, and read by decodes in CUDA C++ and in Triton and by prompts."""
+    device = lookup("device", DEVICE)(DeviceOptions(tensor_library="torch", num_threads=1))
+    for name, kind in KV_FORMATS.items():
+        for rows, same in (
+            ([(1, n) for n in (1, 40, 700, 0)], 1),
+            ([(3, 9), (3, 200)], 3),
+            (MIXED, 0),
+        ):
+            spec = replace(gqa("bfloat16", 10, 2, 128), kv_format=name)
+            step = Step(device, spec, rows, block_size=16)
+            driver = QuantizedAttention(spec, 16, device, None)
+            shapes = driver.cache_shapes(len(step.old_k) // 16)
+            dtypes = [getattr(torch, kind.dtype)] * 2 + [torch.float16] * 2
+            cache = tuple(
+                torch.zeros(shape, device=DEVICE).to(dtype)
+                for shape, dtype in zip(shapes, dtypes, strict=True)
+            )
+            q, k, v = (x.to(DEVICE) for x in (step.q, step.k, step.v))
+            batch = step.batch(tokens_per_row=same)
+            getattr(quant_cache, kind.write)((k, v), cache, batch.slot_mapping, None)
+            driver.forward(q, k, v, cache, driver.prepare(batch))
+
+
 PARTS: dict[str, Callable[[], None]] = {
     part.__name__: part
     for part in (
         native_products, native_filter, triton_filter, body, steps, sampling, experts, attention,
-        streams, packed_products, trellis,
+        streams, packed_products, trellis, quantized_caches,
     )
 }  # fmt: skip
 

@@ -9,48 +9,9 @@
 //
 // What is read before wait_for_previous was written by the plan's kernel or earlier, see attention/plan.py;
 // those loads go past the L1 cache.
-#include "attention.cuh"
+#include "meeting.cuh"
 
 #define TURN (16 * UNITS)
-
-// INSTRUCTIONS
-
-__device__ __forceinline__ u32 cluster_rank() {
-  u32 rank = 0;
-#if CLUSTER > 1
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
-  return rank;
-}
-
-__device__ __forceinline__ void arrive() {
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void await() {
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-#endif
-}
-
-// A float in the shared memory of block `rank` of the cluster, at the address it has here.
-__device__ __forceinline__ float of_block(const float* here, u32 rank) {
-#if CLUSTER > 1
-  u32 at = (u32)__cvta_generic_to_shared(here);
-  float value;
-  asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %1, %2; ld.shared::cluster.f32 %0, [there];}"
-               : "=f"(value)
-               : "r"(at), "r"(rank)
-               : "memory");
-  return value;
-#else
-  return *here;
-#endif
-}
-
-// END OF INSTRUCTIONS
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_attention(
     const u16* q, const u16* k, const u16* v, u16* out,
@@ -60,11 +21,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
     int stride_k_head, int stride_v_head, int stride_table, int num_kv_heads, int writes) {
   extern __shared__ __align__(16) float shared[];
   Word4* queries = (Word4*)shared;
-  float* sums = shared + NT * 4 * 32 * 4;  // [WARPS][SIZE]
-  float* block_sums = sums + WARPS * SIZE;
-  __shared__ float bests[WARPS][COLUMNS], totals[WARPS][COLUMNS];
-  __shared__ float block_best[COLUMNS], block_total[COLUMNS];
-  __shared__ int arrived;
+  float* sums = shared + NT * 4 * 32 * 4;  // [WARPS + 1][SIZE]
   let_next_start();
   const int* item = items + blockIdx.x * 8;
   const Word4 place_in_row = load_past_l1((const u16*)item), of_tokens = load_past_l1((const u16*)(item + 4));
@@ -177,82 +134,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
     if (works) load_values(next_place);
   }
 
-  // Warps of the block.
-  leave(state, sums + warp * SIZE, bests[warp], totals[warp], lane);
-  __syncthreads();
-  const int used = GROUP * fed * WIDTH;  // of SIZE
-  for (int e = threadIdx.x; e < used; e += WARPS * 32) {
-    const int at = e / WIDTH;
-    float best = bests[0][at], total = 0.f, sum = 0.f;
-#pragma unroll
-    for (int w = 1; w < WARPS; ++w) best = fmaxf(best, bests[w][at]);
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-      const float weight = power(bests[w][at] - best);
-      total += weight * totals[w][at], sum += weight * sums[w * SIZE + e];
-    }
-    block_sums[e] = sum;
-    if (e % WIDTH == 0) block_best[at] = best, block_total[at] = total;
-  }
-
-  // Blocks of the cluster: each adds up its share of the elements.
-  __syncthreads();
-  arrive(), await();
-  const int share = (used + CLUSTER - 1) / CLUSTER, last = min(used, (int)(rank + 1) * share);
-  const long long item_part = ((long long)blockIdx.x * num_kv_heads + head) * COLUMNS;
-  auto store_result = [&](int e, float result) {
+  const Item own = {row, split, num_splits, first_token, fed, head, num_kv_heads, part_acc, part_best, part_total, counters};
+  bring_together(state, sums, own, rank, [&](int e, float result) {
     const int at = e / WIDTH;
     const long long token = first_token + at / GROUP;
     out[((token * num_kv_heads + head) * GROUP + at % GROUP) * WIDTH + e % WIDTH] = narrow(result);
-  };
-  for (int e = rank * share + threadIdx.x; e < last; e += WARPS * 32) {
-    const int at = e / WIDTH;
-    float bests_of[CLUSTER], best = FLOOR, total = 0.f, sum = 0.f;
-#pragma unroll
-    for (int b = 0; b < CLUSTER; ++b) best = fmaxf(best, bests_of[b] = of_block(block_best + at, b));
-#pragma unroll
-    for (int b = 0; b < CLUSTER; ++b) {
-      const float weight = power(bests_of[b] - best);
-      total += weight * of_block(block_total + at, b), sum += weight * of_block(block_sums + e, b);
-    }
-    if (num_splits == 1) {
-      store_result(e, sum / total);
-    } else {
-      part_acc[item_part * WIDTH + e] = sum;
-      // Every share may begin within a column: whoever has its first element here says the same.
-      if (e % WIDTH == 0 || e == (int)rank * share) part_best[item_part + at] = best, part_total[item_part + at] = total;
-    }
-  }
-  arrive();  // what is in this block's own shared memory is of no more use to it
-
-  // Splits of the row: the last block to come with this share adds up.
-  if (num_splits > 1) {
-    __threadfence();
-    __syncthreads();
-    int* counter = counters + (row * num_kv_heads + head) * CLUSTER + rank;
-    if (threadIdx.x == 0) {
-      arrived = atomicAdd(counter, 1);
-      if (arrived == num_splits - 1) *counter = 0;  // for the next layer
-    }
-    __syncthreads();
-    if (arrived == num_splits - 1) {
-      __threadfence();
-      const long long stride = (long long)num_kv_heads * COLUMNS;
-      const long long first = item_part - split * stride;
-      for (int e = rank * share + threadIdx.x; e < last; e += WARPS * 32) {
-        const int at = e / WIDTH;
-        float best = FLOOR, total = 0.f, sum = 0.f;
-#pragma unroll 8
-        for (int s = 0; s < num_splits; ++s) best = fmaxf(best, __ldcg(part_best + first + s * stride + at));
-#pragma unroll 8
-        for (int s = 0; s < num_splits; ++s) {
-          const float weight = power(__ldcg(part_best + first + s * stride + at) - best);
-          total += weight * __ldcg(part_total + first + s * stride + at);
-          sum += weight * __ldcg(part_acc + (first + s * stride) * WIDTH + e);
-        }
-        store_result(e, sum / total);
-      }
-    }
-  }
-  await();  // nor to the others: it may go
+  });
 }

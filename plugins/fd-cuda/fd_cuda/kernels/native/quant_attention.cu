@@ -1,0 +1,183 @@
+// Decode attention over a paged cache of int8 or fp8 numbers, which has the step's own rows already. Work is cut and
+// brought together as in decode_attention.cu; FORMAT: INT8_ROWS or FP8_ROWS of quant.cuh.
+//
+// A thread's 16 bytes of a key or a value become two Word4 of activations' dtype, which holds them exactly. Scales of
+// a key (not IS_STATIC: float16 [slots, heads]) multiply its scores, and its weights before values are summed; those of
+// a channel (IS_STATIC: float32 [heads, WIDTH]) multiply queries before, and results behind.
+// Shared memory: NT * (512 + 1024 * (WARPS + 1)) floats, of launch().
+#include "meeting.cuh"
+#include "quant.cuh"
+
+#define TURN (16 * UNITS)
+
+// INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
+
+__device__ __forceinline__ float low_half(u32 pair) {
+  float value;
+  asm("{.reg .f16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a;}" : "=f"(value) : "r"(pair));
+  return value;
+}
+
+__device__ __forceinline__ u16 load_scale(const u16* at) {
+  u16 value;
+  asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(value) : "l"(at));
+  return value;
+}
+
+// END OF INSTRUCTIONS
+
+__device__ __forceinline__ void widen(Word4 (&wide)[2], const Word4& bytes) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const u32 v = bytes.x[i];
+    u32* to = wide[i / 2].x + i % 2 * 2;
+#if FORMAT == FP8_ROWS && HALF
+    to[0] = widen_fp8(v), to[1] = widen_fp8(v >> 16);
+#else
+    to[0] = widen_pair(__byte_perm(v, 0, FORMAT == INT8_ROWS ? 0x4140 : 0x1404));
+    to[1] = widen_pair(__byte_perm(v, 0, FORMAT == INT8_ROWS ? 0x4342 : 0x3424));
+#endif
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) quant_attention(
+    const u16* q, u16* out, const unsigned char* k_cache, const unsigned char* v_cache, const void* k_scales,
+    const void* v_scales, const int* items, const int* tables, float* part_acc, float* part_best, float* part_total,
+    int* counters, float scale, int stride_q, int stride_q_head, int stride_table, int num_kv_heads) {
+  extern __shared__ __align__(16) float shared[];
+  Word4* queries = (Word4*)shared;
+  float* sums = shared + NT * 4 * 32 * 4;  // [WARPS + 1][SIZE]
+  let_next_start();
+  const int* item = items + blockIdx.x * 8;
+  const Word4 place_in_row = load_past_l1((const u16*)item), of_tokens = load_past_l1((const u16*)(item + 4));
+  const int row = place_in_row.x[0], tile_begin = place_in_row.x[1], tile_end = place_in_row.x[2];
+  if (row < 0) return;
+  const int context = of_tokens.x[1], first_token = of_tokens.x[2], fed = of_tokens.x[3];
+  const int head = blockIdx.y;
+  const u32 rank = cluster_rank(), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const u32 group = lane / 4, part = lane % 4;
+  const int worker = rank * WARPS + warp, num_workers = CLUSTER * WARPS;
+  const int begin = tile_begin * TILE, end = min(tile_end * TILE, context);
+  const int* table = tables + (long long)row * stride_table;
+
+  // Lane l looks up where token l of a turn lies; past the end it is the last one once more.
+  auto place_of = [&](int turn) {
+    const int token = min(begin + turn * TURN + (int)(lane % TURN), end - 1);
+    const int block = load_past_l1(table + token / BLOCK_SIZE);
+    return ((long long)block * BLOCK_SIZE + token % BLOCK_SIZE) * num_kv_heads + head;
+  };
+  Word4 key[UNITS][2][2], value[UNITS][4];
+  u16 key_scale[UNITS][2], value_scale[UNITS][2];
+  auto load_keys = [&](long long place) {
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const long long at = __shfl_sync(~0u, place, u * 16 + h * 8 + group);
+#pragma unroll
+        for (int c = 0; c < 2; ++c) key[u][h][c] = load_past_l1((const u16*)(k_cache + at * WIDTH + c * 64 + part * 16));
+        if (!IS_STATIC) key_scale[u][h] = load_scale((const u16*)k_scales + at);
+      }
+  };
+  auto load_values = [&](long long place) {
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) {
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        const int token = u * 16 + 2 * part + t % 2 + t / 2 * 8;
+        value[u][t] = load_past_l1((const u16*)(v_cache + __shfl_sync(~0u, place, token) * WIDTH + group * 16));
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const long long at = __shfl_sync(~0u, place, u * 16 + h * 8 + group);
+        if (!IS_STATIC) value_scale[u][h] = load_scale((const u16*)v_scales + at);
+      }
+    }
+  };
+  int turn = worker;
+  bool works = begin + turn * TURN < end;
+  const long long first_place = works ? place_of(turn) : 0;
+  wait_for_previous();  // it may have written what is newest
+  if (works) {
+    load_keys(first_place);
+    load_values(first_place);
+  }
+
+  // Warp n makes the queries of columns 8 n to 8 n + 8.
+  if (warp < NT) {
+    const int column = warp * 8 + group;
+    Word4 query[4] = {};
+    if (column < GROUP * fed) {
+      const u16* at = q + (long long)(first_token + column / GROUP) * stride_q +
+                      (head * GROUP + column % GROUP) * stride_q_head;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int element = c / 2 * 64 + part * 16 + c % 2 * 8;
+        query[c] = load4(at + element);
+        if (!IS_STATIC) continue;
+        const float* scales = (const float*)k_scales + head * WIDTH + element;
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          query[c].x[j] = pack(low(query[c].x[j]) * scales[2 * j], high(query[c].x[j]) * scales[2 * j + 1]);
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) queries[(warp * 4 + c) * 32 + lane] = query[c];
+  }
+  __syncthreads();
+
+  State state;
+  clear(state);
+  while (works) {
+    // The table's answer for the next turn takes as long as a load of keys: ask early.
+    const bool goes_on = begin + (turn + num_workers) * TURN < end;
+    const long long next_place = goes_on ? place_of(turn + num_workers) : 0;
+    float s[UNITS][NT][4], of_value[UNITS][2];
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) {
+      Word4 wide[2][4];
+      float factor[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        widen(*(Word4(*)[2])wide[h], key[u][h][0]);
+        widen(*(Word4(*)[2])(wide[h] + 2), key[u][h][1]);
+        factor[h] = IS_STATIC ? scale : scale * low_half(key_scale[u][h]);
+        of_value[u][h] = IS_STATIC ? 1.f : low_half(value_scale[u][h]);
+      }
+      score(s[u], wide, queries, lane);
+      const int token = begin + turn * TURN + u * 16 + group;
+#pragma unroll
+      for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int last = min(end - 1, context - fed + (8 * n + 2 * (int)part + i % 2) / GROUP);
+          s[u][n][i] = token + i / 2 * 8 <= last ? s[u][n][i] * factor[i / 2] : FLOOR * 2.f;
+        }
+    }
+    turn += num_workers, works = goes_on;
+    if (works) load_keys(next_place);
+    weigh<UNITS>(state, s);
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) {
+      Word4 wide[4][2];
+#pragma unroll
+      for (int t = 0; t < 4; ++t) widen(wide[t], value[u][t]);
+#pragma unroll
+      for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[u][n][i] *= of_value[u][i / 2];
+      add_values(state, s[u], wide);
+    }
+    if (works) load_values(next_place);
+  }
+
+  const Item own = {row, (int)place_in_row.x[3], (int)of_tokens.x[0], first_token, fed, head, num_kv_heads,
+                    part_acc, part_best, part_total, counters};
+  bring_together(state, sums, own, rank, [&](int e, float result) {
+    const int at = e / WIDTH;
+    const long long token = first_token + at / GROUP;
+    if (IS_STATIC) result *= ((const float*)v_scales)[head * WIDTH + e % WIDTH];
+    if (context == 0) result = 0.f;  // a row that stands in
+    out[((token * num_kv_heads + head) * GROUP + at % GROUP) * WIDTH + e % WIDTH] = narrow(result);
+  });
+}
