@@ -84,6 +84,7 @@ inline u16 narrow_y(float x) {
   return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 #endif
+inline uint2 load_pair(const unsigned char* at) { uint2 v; std::memcpy(&v, at, 8); return v; }
 inline u16 load_scale(const u16* at) { return *at; }
 // volatile: nothing may be contracted
 inline float __fmaf_rn(float a, float b, float c) { return (float)((double)a * b + c); }

@@ -12,6 +12,7 @@ import torch
 from attention_steps import TOLERANCE, Step, gqa
 from fastdeploy_core.contracts.attention import KVScales
 from fastdeploy_core.contracts.device import DeviceOptions
+from fastdeploy_core.contracts.kv_formats import KV_FORMATS
 from fastdeploy_core.plugins.drivers import lookup
 from quant_emulation import use_kernels
 
@@ -44,17 +45,29 @@ def kernels(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
 
 
-def quantize(
-    x: torch.Tensor, name: str, scale: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows [slots, heads, dim] as numbers, scales of rows, and what they mean."""
-    bound = 127.0 if name == "int8" else 448.0
-    own = (x.float().abs().amax(-1, keepdim=True) / bound).half() if scale is None else scale
-    numbers = x.float() / own.float()
-    numbers = numbers.clamp(-bound, bound)
-    numbers = numbers.round() if name == "int8" else numbers
-    numbers = torch.nan_to_num(numbers).to(getattr(torch, name))
-    return numbers, own, numbers.double() * own.double()
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def quantize(x: torch.Tensor, name: str, given: tuple[torch.Tensor, torch.Tensor] | None) -> Parts:
+    """Rows [slots, heads, dim] as numbers, scales of rows (and what they are shifted by), and what they mean."""
+    x, kind = x.float(), KV_FORMATS[name]
+    if given is not None:
+        scale, low = given
+    elif kind.has_minimum:
+        low = x.amin(-1, keepdim=True).half()
+        scale = ((x.amax(-1, keepdim=True) - low.float()) / kind.bound).half()
+    else:
+        scale, low = (x.abs().amax(-1, keepdim=True) / kind.bound).half(), torch.zeros(1).half()
+    shift = low.float() if kind.has_minimum else 0.0
+    numbers = ((x - shift) / scale.float()).clamp(
+        0 if kind.has_minimum else -kind.bound, kind.bound
+    )
+    numbers = torch.nan_to_num(numbers if name == "float8_e4m3fn" else numbers.round())
+    stored = numbers.to(getattr(torch, kind.dtype))
+    means = stored.double() * scale.double() + (low.double() if kind.has_minimum else 0)
+    if kind.per_byte == 2:
+        stored = stored[..., ::2] | stored[..., 1::2] << 4
+    return stored, torch.cat((scale, low), -1) if kind.has_minimum else scale, means
 
 
 def check(
@@ -66,13 +79,17 @@ def check(
     driver, sizes = QuantizedAttention(spec, 16, device, None), Given(Gpu(4, True))
     sizes.shape = shape
     driver.use(sizes)
+    heads = spec.num_kv_heads
     # The step's own rows are in the cache.
     mapping = torch.from_numpy(step.slot_mapping())
     kept, news = mapping >= 0, (step.k, step.v)
     numbers, scales, means = [], [], []
     for old, new in zip((step.old_k, step.old_v), news, strict=True):
         old[mapping[kept]] = new[kept]
-        given = torch.rand(spec.num_kv_heads, 128) * 0.02 + 0.02 if is_static else None
+        given = None
+        if is_static:
+            low = torch.rand(heads, 128) - (2.5 if name == "int4_zp" else 0)
+            given = torch.rand(heads, 128) * 0.02 + (0.3 if name == "int4_zp" else 0.02), low
         parts = quantize(old, name, given)
         for into, part in zip((numbers, scales, means), parts, strict=True):
             into.append(part)
@@ -85,9 +102,13 @@ def check(
     ]
     static = None
     if is_static:
-        static = KVScales(tuple(s.to(DEVICE) for s in scales))
+        # int4: scales, then what channels are shifted by.
+        tables = [s.to(DEVICE).split(128, -1) for s in scales]
+        static = KVScales(
+            *(tuple(t.contiguous() for t in own) for own in zip(*tables, strict=True))
+        )
     else:
-        held += [s.reshape(blocks, 16, spec.num_kv_heads, 1).to(DEVICE) for s in scales]
+        held += [s.reshape(blocks, 16, heads, -1).to(DEVICE) for s in scales]
     metadata = driver.prepare(step.batch(tokens_per_row=rows[0][0]))
     assert metadata.launches[0].shape is shape, "another kernel ran"
     q = step.q.to(DEVICE)
@@ -107,14 +128,14 @@ def sizes(cluster: int, units: int, target: int, warps: int = 4) -> NativeShape:
 
 
 @pytest.mark.parametrize("is_static", [False, True], ids=["dynamic", "static"])
-@pytest.mark.parametrize("name", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("name", KV_FORMATS)
 def test_splits_and_clusters(name: str, is_static: bool) -> None:
     shape = sizes(2, 1, 4, 2) if is_static else sizes(4, 2, 1)
     check(name, gqa("bfloat16", 8, 1, 128), ROWS, shape, is_static)
 
 
 @pytest.mark.parametrize("case", [(2, (5, 1), "float16"), (3, (8, 1), "bfloat16")], ids=str)
-@pytest.mark.parametrize("name", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("name", KV_FORMATS)
 def test_tokens_see_those_before_them(name: str, case: tuple[int, Any, str]) -> None:
     tokens, heads, dtype = case
     rows = [(tokens, 100), (tokens, tokens), (tokens, 0)]

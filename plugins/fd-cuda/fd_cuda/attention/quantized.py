@@ -86,7 +86,7 @@ class QuantizedAttention(CachedAttention):
         for launch in metadata.launches:
             if isinstance(launch, Splits):
                 self._native.run(
-                    q, out, cache[:2], tables[:2], batch, launch, self._scale,
+                    q, out, cache[:2], tables, batch, launch, self._scale,
                     is_static=scales is not None,
                 )  # fmt: skip
                 continue

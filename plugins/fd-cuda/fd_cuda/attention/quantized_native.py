@@ -1,5 +1,5 @@
-"""Decode attention over int8 and fp8 caches in CUDA C++ (kernels/native/quant_attention.cu), where the GPU and the
-shape suit it; int4 and everything else take the Triton kernel over the same plan."""
+"""Decode attention over quantized caches in CUDA C++ (kernels/native/quant_attention.cu), where the GPU and the
+shape suit it; everything else takes the Triton kernel over the same plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from fd_cuda.kernels import native
-from fd_cuda.kernels.quant_layout import FP8_ROWS, INT8_ROWS
+from fd_cuda.kernels.quant_layout import FP8_ROWS, INT4, INT8_ROWS
 
 from .native_decode import NativeDecode, NativeShape
 from .plan import decode_items, split_parts
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from .tuning import Sizes
 
-_FORMATS: Final = {"int8": INT8_ROWS, "float8_e4m3fn": FP8_ROWS}
+_FORMATS: Final = {"int8": INT8_ROWS, "float8_e4m3fn": FP8_ROWS, "int4_zp": INT4}
 
 
 @dataclass(slots=True)
@@ -66,7 +66,8 @@ class QuantizedDecode:
         *,
         is_static: bool,
     ) -> None:
-        """Queue it. `scales`: of keys and values, by slot and head in float16, or by channel in float32."""
+        """Queue it. `scales`: of keys and values, by slot and head in float16, or by channel in float32; and by
+        how much channels of values are shifted."""
         spec, shape, tiles = self._spec, splits.shape, splits.columns // 8
         q = (
             q
