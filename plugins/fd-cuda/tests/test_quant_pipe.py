@@ -9,7 +9,7 @@ import pytest
 import torch
 from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
 from quant_emulation import use_kernels
-from test_quant_native import DEVICE, HAS_GPU, check, packed
+from test_quant_native import DEVICE, HAS_GPU, Case, check, check_product, packed
 
 from fd_cuda.kernels import quant_experts, quant_weights
 from fd_cuda.kernels.quant_native import Grouping, Pipe, product
@@ -23,15 +23,14 @@ def kernels(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use_kernels(tmp_path_factory.getbasetemp(), monkeypatch)
 
 
-# Format, outputs, inputs, group, dtype, rows of x: parts of K and of teams that are empty or behind the end, fewer turns
-# than tiles and more.
-CASES = [
+# Parts of K and of teams that are empty or behind the end, fewer turns than tiles and more.
+CASES: list[Case] = [
     ("wint4", 80, 136, 0, torch.bfloat16, 33, Pipe(32, 1, 1, 1, 4)),
     ("wint8", 144, 712, 0, torch.bfloat16, 40, Pipe(32, 2, 1, 2, 3)),
     ("wint4_zp", 80, 384, 128, torch.float16, 15, Pipe(32, 1, 2, 2, 4)),
     ("wint8_zp", 144, 448, 64, torch.bfloat16, 70, Pipe(64, 1, 4, 1, 3)),
 ]
-LARGE = [
+LARGE: list[Case] = [
     ("wint4", 264, 520, 0, torch.bfloat16, 300, Pipe(256, 2, 1, 2, 4)),
     ("wint4", 1032, 1024, 128, torch.bfloat16, 130, Pipe(128, 2, 2, 4, 5)),
     ("wint8", 520, 1088, 64, torch.float16, 130, Pipe(128, 2, 8, 1, 5)),
@@ -41,16 +40,9 @@ LARGE = [
 
 
 @pytest.mark.parametrize("case", [*CASES, *(LARGE if HAS_GPU else [])], ids=str)
-def test_product(case: tuple[str, int, int, int, torch.dtype, int, Pipe]) -> None:
-    name, rows, count, group, dtype, tokens, shape = case
-    weight = packed(name, rows, count, group)
-    slabs = quant_weights.prepare(weight).slabs
-    assert slabs is not None
-    x = torch.randn(tokens, count + 8, device=DEVICE).to(dtype)[:, :count]
-    bias = torch.randn(rows, device=DEVICE).to(dtype)
-    expected = x.double() @ weight.dequantize().double().T + bias.double()
+def test_product(case: Case) -> None:
     for _ in range(20 if HAS_GPU else 1):
-        check(product(shape, x, slabs, bias), expected, dtype)
+        check_product(case)
 
 
 @pytest.mark.parametrize("name", ["wint4", "wint8"])

@@ -182,12 +182,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) quant_attent
 
   State state;
   clear(state);
-  float lift[NT][2] = {};  // what results are shifted by, of the keys of this thread
+  [[maybe_unused]] float lift[NT][2] = {};  // what results are shifted by, of the keys of this thread
   while (works) {
     // The table's answer for the next turn takes as long as a load of keys: ask early.
     const bool goes_on = begin + (turn + num_workers) * TURN < end;
     const long long next_place = goes_on ? place_of(turn + num_workers) : 0;
-    float s[UNITS][NT][4], of_value[UNITS][2], shift[UNITS][2], best[NT][2];
+    float s[UNITS][NT][4], of_value[UNITS][2];
+    [[maybe_unused]] float shift[UNITS][2], best[NT][2];
 #pragma unroll
     for (int u = 0; u < UNITS; ++u) {
       Word4 wide[2][4];
