@@ -11,8 +11,6 @@
 // those loads go past the L1 cache.
 #include "meeting.cuh"
 
-#define TURN (16 * UNITS)
-
 extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_attention(
     const u16* q, const u16* k, const u16* v, u16* out,
     u16* k_cache, u16* v_cache, const int* items, const int* tables, const long long* slot_mapping,
@@ -23,25 +21,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
   Word4* queries = (Word4*)shared;
   float* sums = shared + NT * 4 * 32 * 4;  // [WARPS + 1][SIZE]
   let_next_start();
-  const int* item = items + blockIdx.x * 8;
-  const Word4 place_in_row = load_past_l1((const u16*)item), of_tokens = load_past_l1((const u16*)(item + 4));
-  const int row = place_in_row.x[0], tile_begin = place_in_row.x[1], tile_end = place_in_row.x[2];
-  if (row < 0) return;
-  const int split = place_in_row.x[3], num_splits = of_tokens.x[0];
-  const int context = of_tokens.x[1], first_token = of_tokens.x[2], fed = of_tokens.x[3];
-  const int head = blockIdx.y;
+  Item own = {(int)blockIdx.y, num_kv_heads, part_acc, part_best, part_total, counters};
+  if (!read_item(own, items, tables, stride_table)) return;
+  const int head = own.head, begin = own.begin, end = own.end, first_token = own.first_token, fed = own.fed;
   const u32 rank = cluster_rank(), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const u32 group = lane / 4, part = lane % 4;
   const int worker = rank * WARPS + warp, num_workers = CLUSTER * WARPS;
-  const int begin = tile_begin * TILE, end = min(tile_end * TILE, context);
-  const int* table = tables + (long long)row * stride_table;
-
-  // Lane l looks up where token l of a turn lies; past the end it is the last one once more.
-  auto place_of = [&](int turn) {
-    const int token = min(begin + turn * TURN + (int)(lane % TURN), end - 1);
-    const int block = load_past_l1(table + token / BLOCK_SIZE);
-    return ((long long)block * BLOCK_SIZE + token % BLOCK_SIZE) * num_kv_heads + head;
-  };
   Word4 key[UNITS][2][4], value[UNITS][4][2];
   auto load_keys = [&](long long place) {
 #pragma unroll
@@ -67,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
   int turn = worker;
   bool works = begin + turn * TURN < end;
   if (works) {
-    const long long place = place_of(turn);
+    const long long place = place_of(own, turn, lane);
     load_keys(place);
     load_values(place);
   }
@@ -77,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
   const bool has_query = warp < NT && column < GROUP * fed;
   Turn query_turn;
   if (has_query) load_turn(query_turn, cos_sin, load_past_l1(positions + first_token + column / GROUP), part);
-  const bool owns = split == 0 && worker == num_workers - 1;
+  const bool owns = own.split == 0 && worker == num_workers - 1;
   if (owns && warp >= NT && group < fed)  // of its own key, then
     load_turn(query_turn, cos_sin, load_past_l1(positions + first_token + group), part);
   wait_for_previous();
@@ -115,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
   while (works) {
     // The table's answer for the next turn takes as long as a load of keys: ask early.
     const bool goes_on = begin + (turn + num_workers) * TURN < end;
-    const long long next_place = goes_on ? place_of(turn + num_workers) : 0;
+    const long long next_place = goes_on ? place_of(own, turn + num_workers, lane) : 0;
     float s[UNITS][NT][4];
 #pragma unroll
     for (int u = 0; u < UNITS; ++u) {
@@ -134,7 +119,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
     if (works) load_values(next_place);
   }
 
-  const Item own = {row, split, num_splits, first_token, fed, head, num_kv_heads, part_acc, part_best, part_total, counters};
   bring_together(state, sums, own, rank, [&](int e, float result) {
     const int at = e / WIDTH;
     const long long token = first_token + at / GROUP;

@@ -41,12 +41,34 @@ __device__ __forceinline__ float of_block(const float* here, u32 rank) {
 
 // END OF INSTRUCTIONS
 
-// A work item of attention/plan.py, and where its splits leave their sums.
+#define TURN (16 * UNITS)  // tokens that a warp reads at once
+
+// A work item of attention/plan.py for one kv head, and where its splits leave their sums.
 struct Item {
-  int row, split, num_splits, first_token, fed, head, num_kv_heads;
+  int head, num_kv_heads;
   float *part_acc, *part_best, *part_total;
   int* counters;
+  int row, begin, end, split, num_splits, context, first_token, fed;
+  const int* table;  // of the row's blocks
 };
+
+// False where there is none.
+__device__ __forceinline__ bool read_item(Item& item, const int* items, const int* tables, int stride_table) {
+  const int* from = items + blockIdx.x * 8;
+  const Word4 place = load_past_l1((const u16*)from), of_tokens = load_past_l1((const u16*)(from + 4));
+  item.row = place.x[0], item.begin = place.x[1] * TILE, item.split = place.x[3], item.num_splits = of_tokens.x[0];
+  item.context = of_tokens.x[1], item.first_token = of_tokens.x[2], item.fed = of_tokens.x[3];
+  item.end = min((int)place.x[2] * TILE, item.context);
+  item.table = tables + (long long)item.row * stride_table;
+  return item.row >= 0;
+}
+
+// Lane l: where token l of a turn lies; past the end it is the last one once more.
+__device__ __forceinline__ long long place_of(const Item& item, int turn, u32 lane) {
+  const int token = min(item.begin + turn * TURN + (int)(lane % TURN), item.end - 1);
+  const int block = load_past_l1(item.table + token / BLOCK_SIZE);
+  return ((long long)block * BLOCK_SIZE + token % BLOCK_SIZE) * item.num_kv_heads + item.head;
+}
 
 // sums: [WARPS + 1][SIZE] of shared memory. store(e, result): element e % WIDTH of column e / WIDTH.
 template <class Store>

@@ -9,7 +9,6 @@
 #include "meeting.cuh"
 #include "quant.cuh"
 
-#define TURN (16 * UNITS)
 #define HAS_LOW (FORMAT == INT4)
 #define ROW_BYTES (HAS_LOW ? WIDTH / 2 : WIDTH)
 #define SHIFTED (HAS_LOW && !IS_STATIC)
@@ -87,24 +86,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) quant_attent
   Word4* queries = (Word4*)shared;
   float* sums = shared + NT * 4 * 32 * 4;  // [WARPS + 1][SIZE]
   let_next_start();
-  const int* item = items + blockIdx.x * 8;
-  const Word4 place_in_row = load_past_l1((const u16*)item), of_tokens = load_past_l1((const u16*)(item + 4));
-  const int row = place_in_row.x[0], tile_begin = place_in_row.x[1], tile_end = place_in_row.x[2];
-  if (row < 0) return;
-  const int context = of_tokens.x[1], first_token = of_tokens.x[2], fed = of_tokens.x[3];
-  const int head = blockIdx.y;
+  Item own = {(int)blockIdx.y, num_kv_heads, part_acc, part_best, part_total, counters};
+  if (!read_item(own, items, tables, stride_table)) return;
+  const int head = own.head, begin = own.begin, end = own.end, first_token = own.first_token, fed = own.fed;
   const u32 rank = cluster_rank(), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const u32 group = lane / 4, part = lane % 4;
   const int worker = rank * WARPS + warp, num_workers = CLUSTER * WARPS;
-  const int begin = tile_begin * TILE, end = min(tile_end * TILE, context);
-  const int* table = tables + (long long)row * stride_table;
-
-  // Lane l looks up where token l of a turn lies; past the end it is the last one once more.
-  auto place_of = [&](int turn) {
-    const int token = min(begin + turn * TURN + (int)(lane % TURN), end - 1);
-    const int block = load_past_l1(table + token / BLOCK_SIZE);
-    return ((long long)block * BLOCK_SIZE + token % BLOCK_SIZE) * num_kv_heads + head;
-  };
   Numbers key[UNITS][2][2], value[UNITS][4];
   u16 key_scale[UNITS][2][EACH], value_scale[UNITS][2][EACH];
   auto load_keys = [&](long long place) {
@@ -139,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) quant_attent
   };
   int turn = worker;
   bool works = begin + turn * TURN < end;
-  const long long first_place = works ? place_of(turn) : 0;
+  const long long first_place = works ? place_of(own, turn, lane) : 0;
   wait_for_previous();  // it may have written what is newest
   if (works) {
     load_keys(first_place);
@@ -186,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) quant_attent
   while (works) {
     // The table's answer for the next turn takes as long as a load of keys: ask early.
     const bool goes_on = begin + (turn + num_workers) * TURN < end;
-    const long long next_place = goes_on ? place_of(turn + num_workers) : 0;
+    const long long next_place = goes_on ? place_of(own, turn + num_workers, lane) : 0;
     float s[UNITS][NT][4], of_value[UNITS][2];
     [[maybe_unused]] float shift[UNITS][2], best[NT][2];
 #pragma unroll
@@ -207,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) quant_attent
       for (int n = 0; n < NT; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int last = min(end - 1, context - fed + (8 * n + 2 * (int)part + i % 2) / GROUP);
+          const int last = min(end - 1, own.context - fed + (8 * n + 2 * (int)part + i % 2) / GROUP);
           float one = s[u][n][i] * factor[i / 2];
           if (SHIFTED) one += query_sums[8 * n + 2 * part + i % 2] * scale * low_half(key_scale[u][i / 2][EACH - 1]);
           s[u][n][i] = token + i / 2 * 8 <= last ? one : FLOOR * 2.f;
@@ -254,15 +241,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) quant_attent
     }
 #endif
 
-  const Item own = {row, (int)place_in_row.x[3], (int)of_tokens.x[0], first_token, fed, head, num_kv_heads,
-                    part_acc, part_best, part_total, counters};
   bring_together(state, sums, own, rank, [&](int e, float result) {
     const int at = e / WIDTH;
     const long long token = first_token + at / GROUP;
     const int channel = head * WIDTH + e % WIDTH;
     if (IS_STATIC) result *= ((const float*)v_scales)[channel];
     if (IS_STATIC && HAS_LOW) result += v_lows[channel];
-    if (context == 0) result = 0.f;  // a row that stands in
+    if (own.context == 0) result = 0.f;  // a row that stands in
     out[((token * num_kv_heads + head) * GROUP + at % GROUP) * WIDTH + e % WIDTH] = narrow(result);
   });
 }
