@@ -117,13 +117,13 @@ class Sizes:
         """For quant_attention.cu."""
         if invariant:
             return NativeShape(DecodeShape(64, 16, 8, 1, 4, 1), 1, 1, 2)
-        processors = self.gpu.num_multiprocessors
-        occupancy = 3 if columns == 8 else 2 if columns == 16 else 1
-        units, cluster = num_seqs * num_kv_heads, 1
-        while has_clusters and cluster < 8 and units * cluster * 2 <= processors * occupancy:
+        processors, units, cluster = self.gpu.num_multiprocessors, num_seqs * num_kv_heads, 1
+        # As many blocks as registers allow; two where that many hold all rows and heads without cutting any.
+        occupancy = 1 if columns == 32 else 2 if columns == 16 or units > processors else 3
+        while has_clusters and cluster < 8 and units * 2 <= processors >= units * cluster // 2:
             cluster *= 2
         target = max(1, processors * occupancy // (cluster * num_kv_heads))
-        plan = DecodeShape(64, {1: 2, 2: 4, 4: 8, 8: 16}[cluster], 64, target, 4, 1)
+        plan = DecodeShape(64, {1: 4, 2: 4, 4: 8, 8: 16}[cluster], 64, target, 4, 1)
         return NativeShape(plan, cluster, 2 if columns == 8 else 1, occupancy)
 
     def prefill(self, group: int, width: int, itemsize: int) -> PrefillShape:

@@ -30,6 +30,7 @@ _ALONE: Final = 2
 # Rows an expert from which CCQ is unpacked for the call, and numbers that are unpacked at most.
 _MANY_CODES: Final = 28
 _MOST_UNPACKED: Final = 1 << 30
+_GATHERED: Final = 8  # rows of a program, of one block
 
 
 def moe_experts(
@@ -77,26 +78,30 @@ def moe_experts(
 
 @triton.jit(do_not_specialize=["num_slots"])
 def _gather(
-    x_p, y_p, slots_p, num_slots, width, x_stride,
-    DIVISOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    x_p, y_p, slots_p, experts_p, num_slots, width, x_stride,
+    DIVISOR: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     join_chain(PDL)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    slots = tl.load(slots_p + rows)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = (slots < num_slots)[:, None] & (columns < width)[None, :]
-    from_p = x_p + (slots // DIVISOR).to(tl.int64)[:, None] * x_stride + columns[None, :]
-    to_p = y_p + rows.to(tl.int64)[:, None] * width + columns[None, :]
-    tl.store(to_p, tl.load(from_p, mask=mask), mask=mask)
+    first = tl.program_id(0) * ROWS
+    if tl.load(experts_p + first // BLOCK) >= 0:
+        rows = first + tl.arange(0, ROWS)
+        slots = tl.load(slots_p + rows)
+        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        mask = (slots < num_slots)[:, None] & (columns < width)[None, :]
+        from_p = x_p + (slots // DIVISOR).to(tl.int64)[:, None] * x_stride + columns[None, :]
+        to_p = y_p + rows.to(tl.int64)[:, None] * width + columns[None, :]
+        tl.store(to_p, tl.load(from_p, mask=mask), mask=mask)
 
 
 def gathered(x: torch.Tensor, order: Order, num_slots: int, divisor: int) -> torch.Tensor:
     """Rows slot // divisor of x in the order of the blocks; rows that no slot has are left as they are."""
-    y = torch.empty((len(order.slots), x.shape[1]), dtype=x.dtype, device=x.device)
-    grid = (cdiv(len(order.slots), 8), cdiv(x.shape[1], 1024))
-    _gather[grid](
-        x, y, order.slots, num_slots, x.shape[1], x.stride(0),
-        DIVISOR=divisor, ROWS=8, COLUMNS=1024, **options(num_warps=4),
+    num_rows, width = len(order.slots), x.shape[1]
+    y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    _gather[(cdiv(num_rows, _GATHERED), cdiv(width, 1024))](
+        x, y, order.slots, order.experts, num_slots, width, x.stride(0),
+        DIVISOR=divisor, BLOCK=num_rows // len(order.experts), ROWS=_GATHERED, COLUMNS=1024,
+        **options(num_warps=4),
     )  # fmt: skip
     return y
 

@@ -61,18 +61,6 @@ class Slabs:
             block_scales=blocks, codes=codes, tables={},
         )  # fmt: skip
 
-    def outputs(self, first: int, count: int, dtype: torch.dtype) -> Slabs:
-        """So many outputs of one matrix, whole slabs, to be read in the dtype; shares memory."""
-        own = slice(first // SLAB_ROWS, -(-(first + count) // SLAB_ROWS))
-        rows = slice(own.start * SLAB_ROWS, own.stop * SLAB_ROWS)
-        table = self.table(dtype)
-        return replace(
-            self, out_features=min(count, self.out_features - first), data=self.data[own],
-            scales=self.scales[rows], groups=None if self.groups is None else self.groups[own],
-            codes=None if self.codes is None else self.codes[rows],
-            tables={} if table is None else {dtype: table[own]},
-        )  # fmt: skip
-
     def table(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Groups in the dtype of the activations."""
         if self.groups is None:

@@ -154,23 +154,6 @@ def _by_library(
     return _multiply(weight.seen(x), unpack(slabs, x.dtype), bias)
 
 
-def by_pieces(
-    x: torch.Tensor, slabs: Slabs, bias: torch.Tensor | None, outputs: int
-) -> torch.Tensor:
-    """Some outputs after others: what is unpacked stays in the card's cache until it has been multiplied, and the
-    next piece takes its place."""
-    y = torch.empty((x.shape[0], slabs.out_features), dtype=x.dtype, device=x.device)
-    memory = torch.empty((outputs, slabs.in_features), dtype=x.dtype, device=x.device)
-    for first in range(0, slabs.out_features, outputs):
-        own = slice(first, first + outputs)
-        wide = unpack(slabs.outputs(first, outputs, x.dtype), x.dtype, memory).t()
-        if bias is None:
-            torch.mm(x, wide, out=y[:, own])
-        else:
-            torch.addmm(bias[own], x, wide, out=y[:, own])
-    return y
-
-
 def _fp8_by_library(
     x: torch.Tensor, weight: Weights, slabs: Slabs, bias: torch.Tensor | None
 ) -> torch.Tensor:

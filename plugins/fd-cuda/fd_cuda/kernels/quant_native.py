@@ -248,7 +248,7 @@ def _by_codes(x: torch.Tensor) -> torch.Tensor:
 
 def pipe_shared(shape: Pipe, kind: int) -> int:
     """Bytes of shared memory of a block: barriers, tiles of x and of weights, or parts of the sums where these were."""
-    weights = shape.groups * 4 * (512 if kind in (INT4,) else 256 if kind == CCQ else 1024)
+    weights = shape.groups * 4 * (512 if kind == INT4 else 256 if kind == CCQ else 1024)
     tiles = shape.stages * (shape.rows * 128 + weights)
     parts = shape.rows * (shape.groups * 64 + 4) * 4
     return 16 * shape.stages + 1024 + max(tiles, parts)
@@ -339,15 +339,12 @@ def rows_shared(shape: RowGemm, *, by_block: bool) -> int:
     return 1024 + (tiles + parts if shape.split > 1 else max(tiles, parts)) + factors
 
 
-def unpack(weight: Slabs, dtype: torch.dtype, memory: torch.Tensor | None = None) -> torch.Tensor:
+def unpack(weight: Slabs, dtype: torch.dtype) -> torch.Tensor:
     """[(E,) N, K] of slabs in the dtype of activations, or as int8 without scales; K in whole eights, and N in
-    whole slabs where there are experts. `memory` [>= N, K]: where to."""
-    if memory is None:
-        lead = (weight.num_experts,) if weight.num_experts else ()
-        shape = (*lead, weight.out_features, weight.in_features)
-        y = torch.empty(shape, dtype=dtype, device=weight.data.device)
-    else:
-        y = memory[: weight.out_features]
+    whole slabs where there are experts."""
+    lead = (weight.num_experts,) if weight.num_experts else ()
+    shape = (*lead, weight.out_features, weight.in_features)
+    y = torch.empty(shape, dtype=dtype, device=weight.data.device)
     is_int8 = dtype == torch.int8
     defines = {
         "HALF": int(dtype == torch.float16),

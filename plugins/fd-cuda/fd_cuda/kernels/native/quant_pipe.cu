@@ -69,7 +69,7 @@ __device__ __forceinline__ Group group_of(const Source& from, int t) {
   return load_group(from.groups, (from.first + t) / from.per_group);
 }
 
-__device__ __forceinline__ void unpack_slab(u32 (*a)[4], const Source& from, int stage, const Group& group) {
+__device__ __forceinline__ Slab slab_in(const Source& from, int stage) {
   Slab slab;
 #if FORMAT == CCQ
   slab.piece = *(const uint2*)(from.slabs + stage * STAGE);
@@ -77,11 +77,22 @@ __device__ __forceinline__ void unpack_slab(u32 (*a)[4], const Source& from, int
 #pragma unroll
   for (int p = 0; p < PIECES; p++) slab.piece[p] = *(const uint4*)(from.slabs + stage * STAGE + p * 512);
 #endif
-#pragma unroll
-  for (int s = 0; s < 4; s++) {
-    unpack(slab, s, from.maps, a[s]);
-    apply_group(a[s], group);
-  }
+  return slab;
+}
+
+__device__ __forceinline__ void unpack_step(u32* a, const Source& from, const Slab& slab, int step, const Group& group) {
+  unpack(slab, step, from.maps, a);
+  apply_group(a, group);
+}
+
+// Shared memory of all blocks of the cluster is as its own block has left it.
+__device__ __forceinline__ void open_memory() {
+#if SPLIT * TEAM > 1
+  announce_start();
+  await_start();
+#else
+  __syncthreads();
+#endif
 }
 
 // What divides K has its parts together.
@@ -141,7 +152,7 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
     for (int t = 0; t < min(STAGES, count); t++) ask_w(t, t);
     __syncwarp();
   }
-  meet();
+  open_memory();
 #if !GROUPED
   let_next_start();
   wait_for_previous();
@@ -163,7 +174,7 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
       }
       __syncwarp();
     }
-    meet();
+    open_memory();
     meet_split();
     return;
   }
@@ -186,7 +197,10 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   int stage = 0, last = 0;
   if (count > 0) {
     await_phase(full, 0);
-    unpack_slab(a[0], from, 0, group_of(from, 0));
+    const Slab slab = slab_in(from, 0);
+    const Group own_group = group_of(from, 0);
+#pragma unroll
+    for (int s = 0; s < 4; s++) unpack_step(a[0][s], from, slab, s, own_group);
   }
   if (count > 1) group[1] = group_of(from, 1);
   if (count > 2) group[0] = group_of(from, 2);
@@ -196,22 +210,29 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
       const int t = begin + i;
       if (t >= count) break;
       const u64 tile_x = descriptor(base + stage * STAGE);
-      begin_products();
-#pragma unroll
-      for (int s = 0; s < 4; s++) multiply(sum, a[i][s], tile_x + s * 2);
-      end_products();
+      const bool goes_on = t + 1 < count;
       advance(next);
-      if (t + 1 < count) await_phase(full + 8 * next.stage, next.parity);
-      await_products<1>();  // of the slab before: its operands and its tile are free
-      if (t > 0 && lane < TEAM) arrive_at(at_rank(empty + 8 * last, lane * SPLIT + rank));
-      if (t + 1 < count) unpack_slab(a[i ^ 1], from, next.stage, group[i ^ 1]);
+      Slab slab;
+#pragma unroll
+      for (int s = 0; s < 4; s++) {
+        begin_products();
+        multiply(sum, a[i][s], tile_x + s * 2);
+        end_products();
+        if (s == 0 && goes_on) {
+          await_phase(full + 8 * next.stage, next.parity);
+          slab = slab_in(from, next.stage);
+        }
+        await_products<4>();  // the same step of the slab before: its operands are free
+        if (s == 3 && t > 0 && lane < TEAM) arrive_at(at_rank(empty + 8 * last, lane * SPLIT + rank));
+        if (goes_on) unpack_step(a[i ^ 1][s], from, slab, s, group[i ^ 1]);
+      }
       if (t + 3 < count) group[i ^ 1] = group_of(from, t + 3);
       last = stage, stage = next.stage;
     }
   }
   await_products<0>();
   fence_registers(sum);
-  meet();  // parts stand where tiles were
+  open_memory();  // parts stand where tiles were
   send_parts(parts, PITCH, rank, sum, warp * 16, lane, member * SPLIT);
   meet_split();
   finish(parts, PITCH, OUT, GROUPS * 128, tile * OUT, first_row, rank, scales, x_scales, bias, y, slots, divisor, M, N);

@@ -98,7 +98,7 @@ __device__ __forceinline__ void fence_registers(int* d) {
 }
 
 #ifdef SPLIT
-// All blocks of the cluster have started: their shared memory may be written.
+// All blocks of the cluster have come so far: their shared memory may be written.
 __device__ __forceinline__ void announce_start() {
 #if SPLIT * TEAM > 1
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
