@@ -11,8 +11,9 @@ from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
 from quant_emulation import use_kernels
 from test_quant_native import DEVICE, HAS_GPU, Case, check, check_product, packed
 
-from fd_cuda.kernels import quant_experts, quant_weights
+from fd_cuda.kernels import quant_weights
 from fd_cuda.kernels.quant_native import Grouping, Pipe, product
+from fd_cuda.kernels.quant_order import gathered
 from fd_cuda.kernels.routing import Order
 
 pytestmark = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, reason="needs g++")
@@ -67,9 +68,9 @@ def test_experts_pair_gate_and_up(name: str) -> None:
     rows[0, :1], rows[1], rows[3, : len(own[1]) - block] = own[0], own[1][:block], own[1][block:]
     order = Order(rows.view(-1), torch.tensor([0, 1, -1, 1], dtype=torch.int32, device=DEVICE))
     shape, grouping = Pipe(16, 2, 1, 2, 3), Grouping(slots, 1, order)
-    gathered = quant_experts.gathered(x, order, slots, 2)
-    got = product(shape, gathered, slabs, None, grouping=grouping, paired=True)
-    plain = product(shape, gathered, slabs, None, grouping=grouping)
+    ordered = gathered(x, order, slots, 2)
+    got = product(shape, ordered, slabs, None, grouping=grouping, paired=True)
+    plain = product(shape, ordered, slabs, None, grouping=grouping)
     wide = quant_weights.dequantized(slabs, torch.float32).double()
     for place, slot in enumerate(rows.view(-1).tolist()):
         if slot == slots:

@@ -11,6 +11,7 @@ import torch
 from . import native
 from .native import tensor_map
 from .quant_layout import CCQ, INT4, TURN, Slabs
+from .quant_order import by_codes
 
 if TYPE_CHECKING:
     from .routing import Order
@@ -229,7 +230,7 @@ def _pipe(
         "THREADS": shape.threads,
     }
     if defines["FORMAT"] == CCQ:
-        x = _by_codes(x)
+        x = by_codes(x)
     kernel = native.function("quant_pipe", {**defines, **sizes})
     cluster = shape.split * shape.team
     outputs = 4 if defines["PAIRED"] else 4 * shape.groups
@@ -238,12 +239,6 @@ def _pipe(
         kernel, grid, shape.threads, [tensor_map.boxes(x, shape.rows // shape.team), *arguments],
         shared=pipe_shared(shape, defines["FORMAT"]), cluster=cluster,
     )  # fmt: skip
-
-
-def _by_codes(x: torch.Tensor) -> torch.Tensor:
-    """Inputs of a turn in the order in which CCQ's bytes meet the matrix units."""
-    turns = x.reshape(x.shape[0], -1, 4, 4, 2, 2)  # lane, step, half, odd
-    return turns.permute(0, 1, 3, 4, 2, 5).reshape(x.shape)
 
 
 def pipe_shared(shape: Pipe, kind: int) -> int:
