@@ -38,9 +38,10 @@ __device__ __forceinline__ void await_phase(u32 barrier, u32 parity) {
       "@!done bra again;}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-__device__ __forceinline__ void copy_bytes(u32 to, const void* from, int bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier) : "memory");
+// All but the last `left` groups of what this thread has copied are there for itself to read.
+template <int left>
+__device__ __forceinline__ void await_own_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory");
 }
 
 // The box of the map at this input and row, in the blocks of the cluster that `mask` names.

@@ -1,7 +1,8 @@
 // y[M, N] = x[M, K] W[N, K]^T with packed W, for tens to thousands of rows, or of rows an expert.
 //
-// One warp feeds: it asks the copy engine for tiles of 64 inputs, STAGES of them ahead, of x and of the slabs of
-// quant.cuh. The others unpack a slab each into registers while wgmma multiplies the slab before with BN rows of x.
+// One warp feeds: it asks the copy engine for tiles of x, 64 inputs each, STAGES of them ahead. The others bring the
+// slabs of quant.cuh, each lane what it will read, and unpack a slab each into registers while wgmma multiplies the slab
+// before with BN rows of x.
 // A block computes 64 * GROUPS outputs. A cluster is TEAM blocks with other outputs of the same rows, each of which
 // fetches a part of every tile of x for all, by SPLIT blocks that divide K (wide.cuh).
 // PAIRED: GROUPS is 2, the first computes gate rows, the second the up rows that belong to them. GROUPED: x and y have
@@ -14,6 +15,7 @@
 #include "feed.cuh"
 
 #define SLAB_BYTES (FORMAT == CCQ ? 256 : PIECES * 512)
+#define WORDS (FORMAT == CCQ ? 1 : PIECES)  // that a lane reads of a slab, 512 bytes apart
 #define TILE_X (BN * 128)
 #define TILE_W (GROUPS * 4 * SLAB_BYTES)
 #define STAGE (TILE_X + TILE_W)
@@ -59,7 +61,8 @@ __device__ __forceinline__ int slab_of(int tile, int warp, int slabs) {
 
 // What a warp that multiplies knows.
 struct Source {
-  const unsigned char* slabs;  // this lane's part of its warp's slab in the first tile
+  const unsigned char* w;      // this lane's part of its first slab
+  unsigned char* slabs;        // and where it stands in the first tile
   const Entry* groups;
   Code maps;
   int first, per_group;
@@ -69,10 +72,27 @@ __device__ __forceinline__ Group group_of(const Source& from, int t) {
   return load_group(from.groups, (from.first + t) / from.per_group);
 }
 
-__device__ __forceinline__ Slab slab_in(const Source& from, int stage) {
+// A lane brings 16 bytes at a time, CCQ's lanes for two.
+__device__ __forceinline__ void ask_slab(const Source& from, int t, int count, int stage) {
+  if (t < count) {
+#if FORMAT == CCQ
+    if (threadIdx.x % 2 == 0) copy_async(shared_address(from.slabs + stage * STAGE), from.w + t * SLAB_BYTES, true);
+#else
+#pragma unroll
+    for (int p = 0; p < PIECES; p++)
+      copy_async(shared_address(from.slabs + stage * STAGE + p * 512), from.w + t * SLAB_BYTES + p * 512, true);
+#endif
+  }
+  commit();
+}
+
+__device__ __forceinline__ Slab await_slab(const Source& from, int stage) {
+  await_own_copies<STAGES - 1>();
   Slab slab;
 #if FORMAT == CCQ
+  __syncwarp();
   slab.piece = *(const uint2*)(from.slabs + stage * STAGE);
+  __syncwarp();
 #else
 #pragma unroll
   for (int p = 0; p < PIECES; p++) slab.piece[p] = *(const uint4*)(from.slabs + stage * STAGE + p * 512);
@@ -131,26 +151,20 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   codes += expert * slabs * 16;
 #endif
 
-  const int own = slab_of(tile, warp == FEEDER ? min(lane, FEEDER - 1) : warp, slabs);
-  const unsigned char* own_w = w + ((u64)own * turns + first) * SLAB_BYTES;
-  const auto ask_w = [&](int t, int stage) {
-    if (lane == 0) expect(full + 8 * stage, STAGE);
-    if (lane < FEEDER)
-      copy_bytes(base + stage * STAGE + TILE_X + lane * SLAB_BYTES, own_w + t * SLAB_BYTES, SLAB_BYTES,
-                 full + 8 * stage);
-  };
-  if (warp == FEEDER) {
-    if (lane == 0) {
+  const int own = slab_of(tile, warp, slabs);
+  Source from;
+  from.w = w + ((u64)own * turns + first) * SLAB_BYTES + lane * (SLAB_BYTES / 32 / WORDS);
+  from.slabs = tiles + TILE_X + warp * SLAB_BYTES + lane * (SLAB_BYTES / 32 / WORDS);
+  if (warp < FEEDER) {
 #pragma unroll
-      for (int s = 0; s < STAGES; s++) {
-        make_barrier(full + 8 * s, 1);
-        make_barrier(empty + 8 * s, TEAM * FEEDER);
-      }
-      publish_barriers();
+    for (int t = 0; t < STAGES; t++) ask_slab(from, t, count, t);
+  } else if (thread == FEEDER * 32) {
+#pragma unroll
+    for (int s = 0; s < STAGES; s++) {
+      make_barrier(full + 8 * s, 1);
+      make_barrier(empty + 8 * s, TEAM * FEEDER);
     }
-    __syncwarp();
-    for (int t = 0; t < min(STAGES, count); t++) ask_w(t, t);
-    __syncwarp();
+    publish_barriers();
   }
   open_memory();
 #if !GROUPED
@@ -167,10 +181,11 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
       Place at = {0, 1};  // the phase before the first one counts as ended
       for (int t = 0; t < count; t++, advance(at)) {
         await_phase(empty + 8 * at.stage, at.parity);
-        if (t >= STAGES) ask_w(t, at.stage);
-        if (lane == 0)
+        if (lane == 0) {
+          expect(full + 8 * at.stage, TILE_X);
           copy_box(base + at.stage * STAGE + member * PART * 128, x, (first + t) * 64, first_row + member * PART,
                    full + 8 * at.stage, mask);
+        }
       }
       __syncwarp();
     }
@@ -179,8 +194,6 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
     return;
   }
   TAKE_REGISTERS();
-  Source from;
-  from.slabs = tiles + TILE_X + warp * SLAB_BYTES + lane * (FORMAT == CCQ ? 8 : 16);
   from.groups = groups + (u64)own * num_groups * 8 * SCALED + (lane >> 2);
   from.first = first, from.per_group = per_group;
 #if FORMAT == CCQ
@@ -196,11 +209,12 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   Place next = {0, 0};
   int stage = 0, last = 0;
   if (count > 0) {
-    await_phase(full, 0);
-    const Slab slab = slab_in(from, 0);
+    const Slab slab = await_slab(from, 0);
     const Group own_group = group_of(from, 0);
 #pragma unroll
     for (int s = 0; s < 4; s++) unpack_step(a[0][s], from, slab, s, own_group);
+    ask_slab(from, STAGES, count, 0);
+    await_phase(full, 0);
   }
   if (count > 1) group[1] = group_of(from, 1);
   if (count > 2) group[0] = group_of(from, 2);
@@ -218,15 +232,16 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
         begin_products();
         multiply(sum, a[i][s], tile_x + s * 2);
         end_products();
-        if (s == 0 && goes_on) {
-          await_phase(full + 8 * next.stage, next.parity);
-          slab = slab_in(from, next.stage);
-        }
+        if (s == 0 && goes_on) slab = await_slab(from, next.stage);
         await_products<4>();  // the same step of the slab before: its operands are free
         if (s == 3 && t > 0 && lane < TEAM) arrive_at(at_rank(empty + 8 * last, lane * SPLIT + rank));
         if (goes_on) unpack_step(a[i ^ 1][s], from, slab, s, group[i ^ 1]);
       }
-      if (t + 3 < count) group[i ^ 1] = group_of(from, t + 3);
+      if (goes_on) {
+        if (t + 3 < count) group[i ^ 1] = group_of(from, t + 3);
+        ask_slab(from, t + 1 + STAGES, count, next.stage);
+        await_phase(full + 8 * next.stage, next.parity);
+      }
       last = stage, stage = next.stage;
     }
   }
