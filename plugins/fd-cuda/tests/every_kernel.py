@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,32 @@ os.environ.setdefault("FD_CUDA_TUNE", "0")
 import torch
 from attention_steps import MIXED, Step, gqa, mla
 from fastdeploy_core.contracts.device import DeviceOptions
+from fastdeploy_core.contracts.kv_formats import KV_FORMATS
 from fastdeploy_core.contracts.moe import RoutingSpec
+from fastdeploy_core.contracts.quant_formats import FORMATS
 from fastdeploy_core.plugins.drivers import lookup
 from fastdeploy_core.plugins.kernels import build_kernel_table
+from packed_weights import packed
 
 from fd_cuda.attention.gqa import PagedAttention
 from fd_cuda.attention.mla import LatentAttention
 from fd_cuda.attention.plan import StreamShape
+from fd_cuda.attention.quantized import QuantizedAttention
 from fd_cuda.attention.tuning import Sizes
-from fd_cuda.kernels import filtering, linear, matmul, native
+from fd_cuda.kernels import (
+    filtering,
+    linear,
+    matmul,
+    native,
+    quant_cache,
+    quant_experts,
+    quant_linear,
+    quant_native,
+    quant_trellis,
+    quant_weights,
+)
 from fd_cuda.kernels.plans import Plan
+from fd_cuda.kernels.quant_native import Pipe
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -238,11 +255,75 @@ def streams() -> None:
         step.run(driver, step.batch(tokens_per_row=same))
 
 
+def packed_products() -> None:
+    """Every format's dense product and experts, with numbers of rows that take each of the kernels."""
+    for name in (*FORMATS, "ccq2"):
+        for group in (0, 64) if name in ("wint4", "wint8_zp") else (0,):
+            weight = quant_weights.prepare(packed(name, 264, 384, group, 0, DEVICE))
+            bias = random(264, dtype=torch.bfloat16)
+            for rows in (1, 9, 20, 40, 130, 600):
+                x = random(rows, 384, dtype=torch.bfloat16)
+                quant_linear.linear(x, weight, bias)
+        gate_up, down = (
+            quant_weights.prepare(packed(name, *shape, 0, 4, DEVICE))
+            for shape in ((256, 128), (128, 128))
+        )
+        chosen_experts(quant_experts, 128, gate_up, down)
+    # Clusters that share x, parts of K, and both.
+    for name in ("wint4", "wint8", "wfp8", "ccq2"):
+        slabs = quant_weights.prepare(packed(name, 264, 1024, 0, 0, DEVICE)).slabs
+        for shape in (Pipe(64, 2, 1, 2, 4, 2), Pipe(128, 2, 4, 2, 4), Pipe(256, 2, 2, 2, 4)):
+            quant_native.product(shape, random(300, 1024, dtype=torch.float16), slabs, None)
+
+
+def chosen_experts(room: Any, hidden: int, gate_up: Any, down: Any) -> None:
+    for tokens in (1, 5, 60, 300):
+        ids, shares = integers(4, tokens, 2), torch.rand(tokens, 2, device=DEVICE)
+        x = random(tokens, hidden, dtype=torch.bfloat16)
+        room.moe_experts(x, ids, shares, gate_up, down)
+
+
+def trellis() -> None:
+    weight = quant_trellis.prepare(packed("tet2", 192, 384, 0, 0, DEVICE))
+    for rows in (1, 9, 20, 40, 130):
+        x = random(rows, 384, dtype=torch.bfloat16)
+        quant_trellis.linear(x, weight, random(192, dtype=torch.bfloat16))
+    gate_up, down = (
+        quant_trellis.prepare(packed("tet2", *shape, 0, 4, DEVICE))
+        for shape in ((256, 128), (128, 128))
+    )
+    chosen_experts(quant_trellis, 128, gate_up, down)
+
+
+def quantized_caches() -> None:
+    """Written, and read by decodes in CUDA C++ and in Triton and by prompts."""
+    device = lookup("device", DEVICE)(DeviceOptions(tensor_library="torch", num_threads=1))
+    for name, kind in KV_FORMATS.items():
+        for rows, same in (
+            ([(1, n) for n in (1, 40, 700, 0)], 1),
+            ([(3, 9), (3, 200)], 3),
+            (MIXED, 0),
+        ):
+            spec = replace(gqa("bfloat16", 10, 2, 128), kv_format=name)
+            step = Step(device, spec, rows, block_size=16)
+            driver = QuantizedAttention(spec, 16, device, None)
+            shapes = driver.cache_shapes(len(step.old_k) // 16)
+            dtypes = [getattr(torch, kind.dtype)] * 2 + [torch.float16] * 2
+            cache = tuple(
+                torch.zeros(shape, device=DEVICE).to(dtype)
+                for shape, dtype in zip(shapes, dtypes, strict=True)
+            )
+            q, k, v = (x.to(DEVICE) for x in (step.q, step.k, step.v))
+            batch = step.batch(tokens_per_row=same)
+            getattr(quant_cache, kind.write)((k, v), cache, batch.slot_mapping, None)
+            driver.forward(q, k, v, cache, driver.prepare(batch))
+
+
 PARTS: dict[str, Callable[[], None]] = {
     part.__name__: part
     for part in (
         native_products, native_filter, triton_filter, body, steps, sampling, experts, many_rows,
-        drafting, attention, streams,
+        drafting, attention, streams, packed_products, trellis, quantized_caches,
     )
 }  # fmt: skip
 

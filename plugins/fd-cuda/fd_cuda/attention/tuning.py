@@ -111,6 +111,21 @@ class Sizes:
         warps = 8 if is_wide else 4
         return NativeShape(plan, cluster, 2 if columns == 8 else 1, occupancy, warps)
 
+    def quantized(
+        self, num_seqs: int, num_kv_heads: int, columns: int, has_clusters: bool, invariant: bool
+    ) -> NativeShape:
+        """For quant_attention.cu."""
+        if invariant:
+            return NativeShape(DecodeShape(64, 16, 8, 1, 4, 1), 1, 1, 2)
+        processors, units, cluster = self.gpu.num_multiprocessors, num_seqs * num_kv_heads, 1
+        # As many blocks as registers allow; two where that many hold all rows and heads without cutting any.
+        occupancy = 1 if columns == 32 else 2 if columns == 16 or units > processors else 3
+        while has_clusters and cluster < 8 and units * 2 <= processors >= units * cluster // 2:
+            cluster *= 2
+        target = max(1, processors * occupancy // (cluster * num_kv_heads))
+        plan = DecodeShape(64, {1: 4, 2: 4, 4: 8, 8: 16}[cluster], 64, target, 4, 1)
+        return NativeShape(plan, cluster, 2 if columns == 8 else 1, occupancy)
+
     def prefill(self, group: int, width: int, itemsize: int) -> PrefillShape:
         """For prompts."""
         if itemsize == 4:

@@ -11,23 +11,26 @@ from collections.abc import Callable
 from typing import Final
 
 import torch
+import triton
+import triton.language as tl
 
-from .common import INTERPRETED, batch_invariant
+from .common import INTERPRETED, batch_invariant, cdiv, join_chain, options
 from .experts import combined, grouped
 from .experts import tiles_for as tiles_of_experts
 from .norm import silu_and_mul
 from .quant_layout import CCQ, FP8_ROWS, INT8_ROWS, Slabs
 from .quant_linear import native_runs
-from .quant_native import Gemm, Gemv, Grouping, RowGemm, Shape, product, rows_product, unpack
+from .quant_native import Gemm, Gemv, Grouping, Pipe, RowGemm, Shape, product, rows_product, unpack
 from .quant_rows import multiply_rows, tiles_for
 from .quant_weights import Weights
-from .routing import order_by_expert
+from .routing import Order, order_by_expert
 
 # Up to so many tokens every assignment is a block of its own.
 _ALONE: Final = 2
 # Rows an expert from which CCQ is unpacked for the call, and numbers that are unpacked at most.
 _MANY_CODES: Final = 28
 _MOST_UNPACKED: Final = 1 << 30
+_GATHERED: Final = 8  # rows of a program, of one block
 
 
 def moe_experts(
@@ -59,6 +62,11 @@ def moe_experts(
         y = _by_triton(x, topk_ids, gate_up, down, first, second)
         return combined(y, topk_weights)
     slots = tokens * top_k
+    if isinstance(shape, Pipe):
+        order = order_by_expert(topk_ids, first.num_experts, shape.rows)
+        grouping, rows = Grouping(slots, 1, order), gathered(x, order, slots, top_k)
+        hidden = product(shape, rows, first, None, grouping=grouping, paired=True)
+        return combined(product(shape, hidden, second, None, grouping=grouping), topk_weights)
     if tokens <= _ALONE and isinstance(shape, Gemv):
         groups = [Grouping(slots, divisor, ids=topk_ids) for divisor in (top_k, 1)]
     else:
@@ -66,6 +74,36 @@ def moe_experts(
         groups = [Grouping(slots, divisor, order) for divisor in (top_k, 1)]
     hidden = _product(shape, x, gate_up, first, groups[0], paired=True)
     return combined(_product(shape, hidden, down, second, groups[1], paired=False), topk_weights)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _gather(
+    x_p, y_p, slots_p, experts_p, num_slots, width, x_stride,
+    DIVISOR: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    join_chain(PDL)
+    first = tl.program_id(0) * ROWS
+    if tl.load(experts_p + first // BLOCK) >= 0:
+        rows = first + tl.arange(0, ROWS)
+        slots = tl.load(slots_p + rows)
+        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        mask = (slots < num_slots)[:, None] & (columns < width)[None, :]
+        from_p = x_p + (slots // DIVISOR).to(tl.int64)[:, None] * x_stride + columns[None, :]
+        to_p = y_p + rows.to(tl.int64)[:, None] * width + columns[None, :]
+        tl.store(to_p, tl.load(from_p, mask=mask), mask=mask)
+
+
+def gathered(x: torch.Tensor, order: Order, num_slots: int, divisor: int) -> torch.Tensor:
+    """Rows slot // divisor of x in the order of the blocks; rows that no slot has are left as they are."""
+    num_rows, width = len(order.slots), x.shape[1]
+    y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    _gather[(cdiv(num_rows, _GATHERED), cdiv(width, 1024))](
+        x, y, order.slots, order.experts, num_slots, width, x.stride(0),
+        DIVISOR=divisor, BLOCK=num_rows // len(order.experts), ROWS=_GATHERED, COLUMNS=1024,
+        **options(num_warps=4),
+    )  # fmt: skip
+    return y
 
 
 def _product(
