@@ -113,7 +113,6 @@ class Bench:
                     "block_size": 64,
                     "max_num_batched_tokens": min(options.tokens, length * max(options.batch)),
                     "enable_prefix_caching": False,
-                    "cudagraph_capture_sizes": [str(size) for size in options.batch],
                 }
             )
             shapes = read_shapes(config.model.hf_config, 1, config.model.dtype)
