@@ -42,6 +42,7 @@ class StepPlanner:
         self._lookahead = 0
         self._free: np.ndarray | None = None  # places of sequences that all go ahead
         self._prefills_first = True
+        self._keeps_back = False  # prompts have let drafts go before
         self._step = StepBuilder(roster.columns, settings.max_num_batched_tokens)
         self._admission = Admission(roster, settings, counters, self._step, on_stuck)
 
@@ -57,11 +58,14 @@ class StepPlanner:
         self._lookahead = self._settings.lookahead_tokens if num_drafts else 0
         if is_ahead:
             self._plan_ahead()
+            if step.is_empty and self._settings.max_rows_ahead and not self._roster.num_suspects:
+                self._plan_prompts_ahead()
         elif self._roster.num_suspects:
             self._plan_suspect()
         elif self._settings.mixed_batches:
             self._plan_decodes()
-            self._plan_prefills()
+            if not self._keeps_prompts_back():
+                self._plan_prefills()
         else:
             first, second = self._plan_prefills, self._plan_decodes
             if not self._prefills_first:
@@ -81,9 +85,7 @@ class StepPlanner:
             self._kv.take_copies(),
             num_drafts,
             rests=self._settings.drafts_with_cache,
-            fills=bool(step.num_prefills)
-            and self._length is not None
-            and not self._length.is_off(self._num_rows()),
+            fills=self._length is not None and not self._length.is_off(self._num_rows()),
         )
         if planned.is_awaited:
             self._roster.awaited_step = planned.output.step_id
@@ -119,6 +121,20 @@ class StepPlanner:
         has_budget = len(seqs) * (1 + asked) <= step.budget
         if has_budget and self._grow_all(seqs, places, end):
             step.put_ahead(seqs, places, asked)
+
+    def _plan_prompts_ahead(self) -> None:
+        """Rows that wait for their results are in nobody's way: prompts go in between, where they take
+        nothing from anybody."""
+        self._keeps_back = False
+        for seq in self._roster.prefilling():
+            if not self._continue_prefill(seq, self._try_grow):
+                return
+        self._admission.admit()
+
+    def _keeps_prompts_back(self) -> bool:
+        """Whether prompts wait for the next step, because this one is recorded with drafts and without
+        prompts only."""
+        return self._keeps_back and self._step.has_drafts
 
     def _has_prompts(self) -> bool:
         """Whether prompts are to be computed, and not all of them wait for somebody's end."""
@@ -176,9 +192,11 @@ class StepPlanner:
         columns = self._roster.columns
         drafts: np.ndarray = columns.num_drafts[places]
         columns.has_drafts = bool(drafts.any())
-        # A step with prompts is recorded where decode steps are, but only without drafts.
+        # A step with prompts is recorded where decode steps are, but only without drafts: they take turns.
         if self._settings.max_rows_ahead and self._has_prompts():
-            drafts = np.zeros_like(drafts)
+            self._keeps_back = not self._keeps_back and columns.has_drafts
+            if not self._keeps_back:
+                drafts = np.zeros_like(drafts)
         drafts = np.where(is_due, drafts, 0)
         computed, limit = columns.computed[places], columns.limit[places]
         drafts = np.minimum(drafts, np.maximum(limit - columns.known[places] - 1, 0))
@@ -196,7 +214,7 @@ class StepPlanner:
     def _plan_prefills(self) -> None:
         for seq in self._roster.prefilling():
             if seq.status is RequestStatus.RUNNING:
-                self._continue_prefill(seq)
+                self._continue_prefill(seq, self._grow)
         if not self._step.is_stalled:
             self._admission.admit()
 
@@ -219,20 +237,23 @@ class StepPlanner:
         if seq.num_in_flight:
             return
         if seq.is_prefill:
-            self._continue_prefill(seq)
+            self._continue_prefill(seq, self._grow)
         elif len(seq.token_ids) < seq.max_total_tokens and self._grow(
             seq, seq.num_computed + 1, may_yield=True
         ):
             self._step.put(seq, 1)
 
-    def _continue_prefill(self, seq: Sequence) -> None:
+    def _continue_prefill(self, seq: Sequence, grow: Callable[[Sequence, int], bool]) -> bool:
+        """False if it got no room."""
         chunk = self._admission.chunk(seq.num_known_at_start - seq.num_computed)
         if chunk < 1 or not self._admission.has_prefill_slot():
-            return
-        if self._grow(seq, seq.num_computed + chunk, may_yield=False):
+            return True
+        has_room = grow(seq, seq.num_computed + chunk)
+        if has_room:
             self._step.put(seq, chunk)
+        return has_room
 
-    def _grow(self, seq: Sequence, num_tokens: int, *, may_yield: bool) -> bool:
+    def _grow(self, seq: Sequence, num_tokens: int, *, may_yield: bool = False) -> bool:
         """Blocks so that num_tokens fit, preempting juniors; False if the sequence has to wait."""
         while (blocks := self._kv.grow(seq.table, num_tokens)) is None:
             if not self._make_room(seq, may_yield):

@@ -108,10 +108,10 @@ class DeviceSlots:
             self.reset(slot)
         self._batch.newest[:] = NOWHERE
 
-    def sync(self, rows: StepRows, size: int, limit: int = 0) -> None:
-        """Make the device's state that of the rows, which are padded to `size` and get up to `limit`
-        drafts behind the step."""
-        batch = self._batch
+    def sync(self, rows: StepRows, size: int, max_drafts: int = 0) -> None:
+        """Make the device's state that of the rows, which are padded to `size`. max_drafts: see
+        SchedulerOutput."""
+        batch, limit = self._batch, max(0, max_drafts)
         goes_on = self._last[0] is rows.slots and self._last[1] == size and limit == self._limit
         is_known = rows.is_ahead or rows.starts is self._ahead
         if goes_on and is_known and self._num_appends == batch.num_appends:
@@ -126,7 +126,8 @@ class DeviceSlots:
             updates += self._position_updates(rows)
             if not rows.is_decode:
                 updates += self._draft_updates(rows)
-            updates += self._history_updates(rows.slots)
+            if max_drafts >= 0:
+                updates += self._history_updates(rows.slots)
         self._num_appends = batch.num_appends
         self._send(updates)
 
@@ -187,10 +188,13 @@ class DeviceSlots:
         where, known = self._uploads.send(slots, ends)
         self._xp.index_copy_(self.num_computed, 0, where, known + accepted)
 
-    def take_drawn(self, rows: StepRows, drawn: Tensor) -> None:
+    def take_drawn(self, rows: StepRows, drawn: Tensor, max_drafts: int) -> None:
         """A step that the slots take no part in drew these: histories go on. drawn: [R] int64, of which
-        those behind a wrong draft are overwritten later."""
+        those behind a wrong draft are overwritten later. max_drafts: see SchedulerOutput."""
         if self.history is None:
+            return
+        if max_drafts < 0:
+            self._has_history[rows.slots] = False
             return
         self._send(self._history_updates(rows.slots))
         where = rows.slots[rows.sample_rows] * self.history.shape[1] + rows.sample_positions

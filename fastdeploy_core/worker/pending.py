@@ -40,6 +40,7 @@ class Launched:
     target: TargetStep | None = None  # for drafters; None once they have been asked
     draft_ids: np.ndarray | None = None  # [R] the drafts that were fed, -1: none at that position
     drawn: Tensor | None = None  # [R] on the device
+    is_random: bool = False  # a recorded step did not draw greedily
     accepted: Tensor | None = (
         None  # [S] on the device, of rows that sample; None: there were no drafts
     )

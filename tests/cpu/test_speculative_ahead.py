@@ -191,13 +191,44 @@ def test_rows_of_nobody_beside_sampled_ones_are_drafted_for_from_numbers_of_thei
         return write_back(self, num_rows, drawn, marked)
 
     monkeypatch.setattr(RecordedStep, "write_back", noting)
+    monkeypatch.setattr(RecordedStep, "draws_at_random", False)
+    core = play_sampled(bench, requests, truth)
+    assert sum(padded) > 2 and not core.stats().draft_failures_total
+
+
+def play_sampled(bench: SpeculativeBench, requests: list[Any], truth: DetailCollector) -> Any:
+    """The three longest answers that are drawn at random."""
     sampled = [r for r in requests if not r.sampling.is_greedy and r.sampling.is_unconstrained]
     sampled.sort(key=lambda r: -len(truth.answers(r.request_id)[0]))
     arrivals = [(0, request) for request in sampled[:3]]
-    settings = Settings(overlap=True, max_num_seqs=8)
-    core, collector = bench.run_varied(settings, arrivals, None)
+    core, collector = bench.run_varied(
+        Settings(overlap=True, max_num_seqs=8), arrivals, None
+    )
     check(collector, sampled[:3], truth)
-    assert sum(padded) > 2 and not core.stats().draft_failures_total
+    return core
+
+
+def test_draws_at_random_are_recorded_with_drafts(
+    bench: SpeculativeBench, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step is left to the sampler, and those with drafts accept some of them."""
+    requests, truth = world
+    widths, replay = Counter[int](), RecordedStep.replay_random
+
+    def noting(self: RecordedStep, slots: np.ndarray, *, filters: bool) -> Any:
+        widths[self.width] += 1
+        return replay(self, slots, filters=filters)
+
+    def refuse(self: RecordedStep, *others: Any) -> Any:
+        raise AssertionError("a sampler drew")
+
+    monkeypatch.setattr(RecordedStep, "replay_random", noting)
+    monkeypatch.setattr(RecordedStep, "write_back", refuse)
+    stats = play_sampled(bench, requests, truth).stats()
+    assert max(widths) > 1 and widths[max(widths)] > 5, widths
+    assert stats.draft_tokens_total > 10 and not stats.draft_failures_total
+    # Nobody's n-grams guess what a random model draws at random; its double, with the same numbers, does.
+    assert bench.speculation.reads_history or stats.accepted_draft_tokens_total > 10
 
 
 class TwoRanks:
