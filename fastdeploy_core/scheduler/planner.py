@@ -41,6 +41,7 @@ class StepPlanner:
         self._on_stuck = on_stuck  # called with a sequence that cannot get the blocks it needs
         self._lookahead = 0
         self._free: np.ndarray | None = None  # places of sequences that all go ahead
+        self._last_kind = (roster.running_places(), 0)
         self._prefills_first = True
         self._keeps_back = False  # prompts have let drafts go before
         self._step = StepBuilder(roster.columns, settings.max_num_batched_tokens)
@@ -54,7 +55,7 @@ class StepPlanner:
         is_ahead = False
         if self._length is not None:
             is_ahead = self._roster.awaited_step >= 0
-            num_drafts = self._length.choose(self._num_rows())
+            num_drafts = self._length.choose(self._num_rows(), self._kind())
         self._lookahead = self._settings.lookahead_tokens if num_drafts else 0
         if is_ahead:
             self._plan_ahead()
@@ -85,7 +86,8 @@ class StepPlanner:
             self._kv.take_copies(),
             num_drafts,
             rests=self._settings.drafts_with_cache,
-            fills=self._length is not None and not self._length.is_off(self._num_rows()),
+            fills=self._length is not None
+            and not self._length.is_off(self._num_rows(), self._kind()),
         )
         if planned.is_awaited:
             self._roster.awaited_step = planned.output.step_id
@@ -95,6 +97,13 @@ class StepPlanner:
         """Rows that the step, or the next one, will have."""
         roster = self._roster
         return max(1, min(self._settings.max_num_seqs, len(roster.running) + roster.num_waiting))
+
+    def _kind(self) -> int:
+        """Of the running rows: see sequence.py."""
+        places = self._roster.running_places()
+        if self._last_kind[0] is not places:
+            self._last_kind = (places, int(self._roster.columns.kind[places].max(initial=0)))
+        return self._last_kind[1]
 
     def _plan_ahead(self) -> None:
         """Have the rows of the step before go on before it is known how many of its drafts are right:

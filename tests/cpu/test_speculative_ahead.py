@@ -201,9 +201,7 @@ def play_sampled(bench: SpeculativeBench, requests: list[Any], truth: DetailColl
     sampled = [r for r in requests if not r.sampling.is_greedy and r.sampling.is_unconstrained]
     sampled.sort(key=lambda r: -len(truth.answers(r.request_id)[0]))
     arrivals = [(0, request) for request in sampled[:3]]
-    core, collector = bench.run_varied(
-        Settings(overlap=True, max_num_seqs=8), arrivals, None
-    )
+    core, collector = bench.run_varied(Settings(overlap=True, max_num_seqs=8), arrivals, None)
     check(collector, sampled[:3], truth)
     return core
 

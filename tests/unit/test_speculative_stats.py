@@ -98,7 +98,7 @@ def test_the_batch_waits_for_drafts_and_overlaps_without() -> None:
     first = script.scheduler.schedule()
     assert first is not None and script.scheduler.schedule() is None
     resting = Script(disable_by_batch_size=0)
-    resting.scheduler._length.choose = lambda num_rows: 0
+    resting.scheduler._length.choose = lambda num_rows, kind: 0
     resting.scheduler.add(make_request("a", [1, 2, 3], max_tokens=30))
     ahead = [resting.scheduler.schedule() for _ in range(3)]
     assert all(step is not None for step in ahead)
@@ -109,7 +109,7 @@ def test_drafters_with_a_cache_rest_and_miss_what_decodes() -> None:
     script = Script(drafts_with_cache=True, lookahead_tokens=3)
     scheduler = script.scheduler
     scheduler.add(make_request("a", [1, 2, 3], max_tokens=60))
-    scheduler._length.choose = lambda num_rows: 0
+    scheduler._length.choose = lambda num_rows, kind: 0
     asked = []
     for token in range(40):
         step = scheduler.schedule()
@@ -119,7 +119,7 @@ def test_drafters_with_a_cache_rest_and_miss_what_decodes() -> None:
         )
     assert asked[0] == 0, "prompts fill the drafter's cache"
     assert set(asked[1:]) == {-1}
-    scheduler._length.choose = lambda num_rows: 3
+    scheduler._length.choose = lambda num_rows, kind: 3
     assert scheduler.schedule().output.max_drafts == 3, (
         "what it has missed may cost it right drafts"
     )
