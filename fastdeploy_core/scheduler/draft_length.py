@@ -107,25 +107,29 @@ class DraftLength:
         self._acceptance: dict[int, Acceptance] = {}
         self._regimes: dict[tuple[int, int], _Regime] = {}
         self._now: _Regime | None = None  # of the step that was planned last
+        self._asked_for = (0, 0)  # its rows and kind
+        self._is_disabled = False
         self._last: _Regime | None = None  # of the step that was told of last
         self._num_behind_prompt = 0
 
     def choose(self, num_rows: int, kind: int = 0) -> int:
         """Drafts to ask for behind a step of so many rows. Kinds of sampling are learned apart."""
-        self._now = None
-        if not num_rows or (self._disable_above and num_rows > self._disable_above):
+        asked_for = (num_rows, kind)
+        if asked_for == self._asked_for and self._now is not None:
+            return self._now.current
+        self._now, self._asked_for = None, asked_for
+        self._is_disabled = 0 < self._disable_above < num_rows
+        if not num_rows or self._is_disabled:
             return 0
         if not self._adaptive:
             return self._most
         self._now = self._regime(num_rows, kind)
         return self._now.current
 
-    def is_off(self, num_rows: int, kind: int = 0) -> bool:
-        """Whether nothing is to be drafted for so many rows for long."""
-        if self._disable_above and num_rows > self._disable_above:
-            return True
-        regime = self._regimes.get((_bucket(num_rows), kind))
-        return self._adaptive and regime is not None and regime.is_off
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is to be drafted for long behind steps as the one that was chosen for last."""
+        return self._now.is_off if self._now is not None else self._is_disabled
 
     def note(self, asked: int, num_tokens: np.ndarray) -> None:
         """Of a step whose rows could have had so many drafts: the tokens that each row got."""

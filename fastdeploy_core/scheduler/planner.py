@@ -86,8 +86,7 @@ class StepPlanner:
             self._kv.take_copies(),
             num_drafts,
             rests=self._settings.drafts_with_cache,
-            fills=self._length is not None
-            and not self._length.is_off(self._num_rows(), self._kind()),
+            fills=self._length is not None and not self._length.is_off,
         )
         if planned.is_awaited:
             self._roster.awaited_step = planned.output.step_id
