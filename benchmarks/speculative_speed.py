@@ -35,7 +35,7 @@ from fastdeploy_core.types import TokenDeltas, each_delta
 
 REPETITIVE = ("copying", "reciting", "plain_copy")
 COUNTED = ("steps_total", "step_sequences_total", "draft_s", "draft_tokens_total")
-PLACES, FEWEST = 8, 48  # requests of a closed loop: for each place, and at least
+PLACES = 8  # requests of a closed loop for each place
 MEASURES = ("whole", "long", "decoding")
 
 
@@ -53,6 +53,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--measures", nargs="+", default=MEASURES, choices=MEASURES)
     parser.add_argument("--steady", type=int, default=256, help="tokens of an answer")
     parser.add_argument("--least", type=int, default=6, help="long answers of a round, at least")
+    parser.add_argument(
+        "--fewest", type=int, default=48, help="requests of a closed loop, at least"
+    )
     parser.add_argument("--long", type=int, default=256, help="tokens of a long answer")
     parser.add_argument("--temperature", type=float, default=0.0, help="above 0: with top_p 0.95")
     parser.add_argument("--fixed", action="store_true", help="adaptive length off")
@@ -78,7 +81,7 @@ class Comparison:
         self._most = max(options.batch)
         self.plain = self._runs.engine(batch=self._most)
         self._clock = time.process_time if options.processor_time else time.perf_counter
-        most = max(PLACES * self._most, FEWEST)
+        most = max(PLACES * self._most, options.fewest)
         each = -(-most // len(options.tasks))
         found = [questions(options.model, task, each) for task in options.tasks]
         self._prompts = [prompt for row in zip(*found, strict=True) for prompt in row]
@@ -99,7 +102,7 @@ class Comparison:
         """One of the three, once."""
         options = self.options
         if measure == "whole":
-            count = max(PLACES * batch, FEWEST)
+            count = max(PLACES * batch, options.fewest)
             return self._serve(llm, self._prompts[:count], batch, options.max_tokens)
         if measure == "long":
             prompts = self._prompts[: max(batch, options.least)]
