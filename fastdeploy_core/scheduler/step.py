@@ -245,7 +245,8 @@ class StepBuilder:
             self._max_num_tokens - self.budget,
             self.asked,
             not self.num_prefills,
-            (max_drafts > 0 and draws) or has_drafts,
+            # One that only goes ahead tells nothing that the step before it does not.
+            (max_drafts > 0 and draws) or (has_drafts and bool(self._decodes.num_drafts.any())),
             self._is_ahead,
         )
         if self._new_blocks:

@@ -107,6 +107,7 @@ class RecordedStep:
         assert make is not None
 
         def propose() -> None:
+            self._graphs.slots.append_history(self._buffers.results[: self.size])
             proposals = make(self, number, is_random)
             kept = self.keep_drafts(self.size, proposals)
             # One copy to the host for both: it costs the host more than this costs the device.
@@ -230,7 +231,6 @@ class RecordedStep:
             shape = [num_rows, self.width]
             accepted = slots.count_accepted(rows, drawn.view(shape), marked.view(shape))
         graphs.finish(rows, drawn, marked, accepted, slots.num_computed, slots.newest, results)
-        slots.append_history(rows, results)
         return accepted
 
 
