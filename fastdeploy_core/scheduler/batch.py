@@ -171,7 +171,6 @@ class BatchScheduler:
             one_each = step.cohort.decodes(0).counts
             length.note(step.asked, one_each if counts is None else counts[:num_rows])
         length.observe(
-            max(len(self._roster.running), step.num_rows),
             step.asked,
             output.token_ids.size,
             0.0 if began is None else now - began,

@@ -28,9 +28,9 @@ FIRST_TRY, TRY_AGAIN, TRY_AGAIN_AT_MOST = 32, 128, 2048
 TRIAL_SHARE = 0.01
 # What another number must promise before it is taken; what drafts must bring before they are used, and to
 # go on; below what share a trial has failed at once.
-GAIN, LEAST_GAIN, KEEP_GAIN, FAILED = 1.03, 1.06, 1.03, 0.8
+GAIN, LEAST_GAIN, KEEP_GAIN, FAILED = 1.03, 1.08, 1.04, 0.8
 # What a row whose drafts fare badly must keep of the speed that it has without.
-FAIR = 0.85
+FAIR = 0.95
 # What older results of acceptance keep when drafts are tried once more.
 KEPT_FOR_TRIAL = 0.05
 
@@ -136,11 +136,9 @@ class DraftLength:
         if self._now is not None:
             self._now.acceptance.note(asked, num_tokens)
 
-    def observe(
-        self, num_rows: int, asked: int, num_tokens: int, seconds: float, *, is_decode: bool
-    ) -> None:
-        """A step took so long and gave so many tokens, while so many rows ran. asked: the drafts that its
-        rows could have had. seconds 0: its time says nothing."""
+    def observe(self, asked: int, num_tokens: int, seconds: float, *, is_decode: bool) -> None:
+        """A step took so long and gave so many tokens. asked: the drafts that its rows could have had.
+        seconds 0: its time says nothing."""
         regime, is_behind = self._now, self._num_behind_prompt > 0
         self._num_behind_prompt = self._num_behind_prompt - is_behind if is_decode else AFTER_PROMPT
         if regime is None:
@@ -160,7 +158,7 @@ class DraftLength:
             self._watch.begin()
         if is_decode and not is_behind:
             regime.times.observe(asked, seconds)
-        is_full = pace.add(num_tokens / num_rows, seconds, is_decode=is_decode)
+        is_full = pace.add(num_tokens / self._asked_for[0], seconds, is_decode=is_decode)
         if is_full or (regime.is_trial and self._is_enough(regime)):
             self._close(regime, regime.current)
             self._decide(regime)
@@ -195,10 +193,11 @@ class DraftLength:
         if not number:
             pace.close()
         elif plain.is_known:  # else it is gone on with when that is known
+            slow_tokens = 0.0 if self._watch is None else self._watch.slow_tokens()
             if regime.is_trial:
-                steps = (pace.count + SETTLE) / pace.count
-                regime.lost_s += steps * (pace.seconds - pace.tokens / plain.speed)
-            pace.close(0.0 if self._watch is None else self._watch.slow_tokens())
+                steps, got = (pace.count + SETTLE) / pace.count, slow_tokens or pace.tokens
+                regime.lost_s += steps * (pace.seconds - got / plain.speed)
+            pace.close(slow_tokens)
 
     def _decide(self, regime: _Regime) -> None:
         """Behind a window."""

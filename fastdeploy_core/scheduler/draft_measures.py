@@ -25,7 +25,7 @@ MOST_NOTED = 32
 # A step that took longer than so many usual ones was held up by something else.
 HELD_UP = 4.0
 # Share of the rows that fare worse than the one that stands for those that fare badly.
-SLOW = 0.25
+SLOW = 0.1
 
 
 class Acceptance:
@@ -186,7 +186,7 @@ class RowWatch:
         self._seq_ids, self._known = columns.seq_id[self._places], columns.known[self._places]
 
     def slow_tokens(self) -> float:
-        """What a row got that a quarter of them did not reach; 0 where none has been there all the time."""
+        """What a row got of those that fared badly; 0 where none has been there all the time."""
         columns = self._roster.columns
         stays = columns.seq_id[self._places] == self._seq_ids
         got = (columns.known[self._places] - self._known)[stays]
