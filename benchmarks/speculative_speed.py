@@ -6,8 +6,8 @@
 
 Engines with a method and one without run in turns in one process; questions are held out of the model's
 training, answers are greedy unless --temperature says otherwise. Ratios of tokens per second are taken
-within a round; figures are medians over rounds, behind them half the distance of the quartiles. The method
-`none` is another engine without speculation, which shows what two engines differ by that are the same.
+within a round; figures are medians over rounds, behind them the standard error of that median, as the quartiles
+tell it. The method `none` is another engine without speculation: what two engines differ by that are the same.
 
 whole     a server under load: eight requests for each place of the batch, of which so many run at once as
           `batch` says; the next arrives when one ends. Prompts included; the model ends its answers.
@@ -49,7 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", default=REPETITIVE)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--warm-up", type=int, default=1, help="rounds that do not count")
+    parser.add_argument("--warm-up", type=int, default=2, help="rounds that do not count")
     parser.add_argument("--measures", nargs="+", default=MEASURES, choices=MEASURES)
     parser.add_argument("--steady", type=int, default=256, help="tokens of an answer")
     parser.add_argument("--least", type=int, default=6, help="long answers of a round, at least")
@@ -207,13 +207,14 @@ class Comparison:
 
 
 def ratio(row: dict[str, Any], measure: str) -> str:
-    """Median over rounds, and half the distance of the quartiles."""
+    """Median over rounds, and its standard error if rounds differ as by a normal distribution."""
     if f"{measure}_with" not in row:
         return "-"
     pairs = zip(row[f"{measure}_with"], row[f"{measure}_without"], strict=True)
     found = [a / b for a, b in pairs]
     low, _, high = statistics.quantiles(found, n=4) if len(found) > 1 else [0.0] * 3
-    return f"{statistics.median(found):.2f} ~{(high - low) / 2:.2f}"
+    error = 0.93 * (high - low) / len(found) ** 0.5
+    return f"{statistics.median(found):.2f} ~{error:.3f}"
 
 
 def print_row(method: str, k: int, row: dict[str, Any]) -> None:
@@ -236,7 +237,7 @@ def main() -> None:
     options = parse_arguments()
     print_conditions(options)
     comparison, rows = Comparison(options), list[dict[str, Any]]()
-    print(f"{', '.join(options.tasks)}\nratio, spread, tokens/s without; {options.rounds} rounds")
+    print(f"{', '.join(options.tasks)}\nratio, error, tokens/s without; {options.rounds} rounds")
     header = "".join(f"{measure:>12}{'tok/s':>8}" for measure in MEASURES)
     print(f"{'method':12}{'k':>3}{'batch':>6}{header}{'drafts/tok':>16}{'tok/step':>9}{'ms/step':>9}"
           f"{'without':>9}{'drafting':>9}")  # fmt: skip

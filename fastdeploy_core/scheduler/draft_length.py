@@ -28,7 +28,7 @@ FIRST_TRY, TRY_AGAIN, TRY_AGAIN_AT_MOST = 32, 128, 2048
 TRIAL_SHARE = 0.01
 # What another number must promise before it is taken; what drafts must bring before they are used, and to
 # go on; below what share a trial has failed at once.
-GAIN, LEAST_GAIN, KEEP_GAIN, FAILED = 1.03, 1.08, 1.04, 0.8
+GAIN, LEAST_GAIN, KEEP_GAIN, FAILED = 1.03, 1.1, 1.05, 0.8
 # What a row whose drafts fare badly must keep of the speed that it has without.
 FAIR = 0.95
 # What older results of acceptance keep when drafts are tried once more.

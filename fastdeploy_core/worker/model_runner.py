@@ -161,8 +161,6 @@ class ModelRunner:
             return 0
         return max(self._graphs.sizes)
 
-    # -- cache ------------------------------------------------------------------------------------
-
     def allocate_cache(
         self, num_blocks: int, num_host_blocks: int, *, is_touched: bool = True
     ) -> None:
@@ -202,8 +200,6 @@ class ModelRunner:
             return 0
         with self._xp.no_grad():
             return self._graphs.estimate(self.caches.tensors)
-
-    # -- a step -----------------------------------------------------------------------------------
 
     def launch(self, step: SchedulerOutput) -> PendingOutput:
         """Queue the step. WorkerError: this rank is lost or was told nonsense; ResourceError: the
