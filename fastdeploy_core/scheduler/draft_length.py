@@ -78,7 +78,7 @@ class _Regime:
     def has_failed(self, number: int) -> bool:
         """Whether the window that is open leaves no hope."""
         own = self.pace[number]
-        return own.tokens < FAILED * self.pace[0].speed * own.seconds
+        return own.count > 0 and own.open.speed < FAILED * self.pace[0].speed
 
     def is_fair(self, number: int) -> bool:
         """Whether rows whose drafts fare badly do not pay for the others'."""
@@ -158,7 +158,8 @@ class DraftLength:
             self._watch.begin()
         if is_decode and not is_behind:
             regime.times.observe(asked, seconds)
-        is_full = pace.add(num_tokens / self._asked_for[0], seconds, is_decode=is_decode)
+        kind = 2 * is_decode + (asked > 0)
+        is_full = pace.add(num_tokens / self._asked_for[0], seconds, kind)
         if is_full or (regime.is_trial and self._is_enough(regime)):
             self._close(regime, regime.current)
             self._decide(regime)
@@ -195,8 +196,9 @@ class DraftLength:
         elif plain.is_known:  # else it is gone on with when that is known
             slow_tokens = 0.0 if self._watch is None else self._watch.slow_tokens()
             if regime.is_trial:
-                steps, got = (pace.count + SETTLE) / pace.count, slow_tokens or pace.tokens
-                regime.lost_s += steps * (pace.seconds - got / plain.speed)
+                count, tokens, seconds = pace.open
+                lost_s = seconds - (slow_tokens or tokens) / plain.speed
+                regime.lost_s += lost_s * (count + SETTLE) / count
             pace.close(slow_tokens)
 
     def _decide(self, regime: _Regime) -> None:

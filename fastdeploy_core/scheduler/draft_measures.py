@@ -9,7 +9,7 @@ from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,8 @@ KEPT = 0.98
 PRIOR = 4.0
 LAST = 15
 MOST_NOTED = 32
-# A step that took longer than so many usual ones was held up by something else.
-HELD_UP = 4.0
+# Windows of steps that count.
+WINDOWS = 4
 # Share of the rows that fare worse than the one that stands for those that fare badly.
 SLOW = 0.1
 
@@ -116,60 +116,78 @@ class StepTimes:
         return max(known[low] + slope * (number - low), 0.2 * known[low])
 
 
+class Window(NamedTuple):
+    """Some steps: how many, the tokens that a row got in them, and what they usually take."""
+
+    count: int
+    tokens: float
+    seconds: float
+
+    @classmethod
+    def of(cls, steps: list[tuple[float, float, int]]) -> Window:
+        """steps: (tokens of a row, seconds, kind). A step counts as long as half of its kind took at most:
+        now and then one is held up by something else."""
+        seconds: defaultdict[int, list[float]] = defaultdict(list)
+        for _, taken, kind in steps:
+            seconds[kind].append(taken)
+        total = sum(len(taken) * median(taken) for taken in seconds.values())
+        return cls(len(steps), sum(step[0] for step in steps), total)
+
+    @property
+    def speed(self) -> float:
+        """Tokens of a row per second."""
+        return self.tokens / self.seconds
+
+
 class Pace:
     """Tokens of a row over the seconds of all steps, prompts and changes of the batch included; by windows
     of so many steps, the last few of which count."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
-        self._windows: deque[tuple[float, float, float]] = deque(maxlen=4)
-        self._usual = [
-            0.0,
-            0.0,
-        ]  # seconds of a step that does more than decode, and of one that does not
-        self._open()
+        self._steps: deque[tuple[float, float, int]] = deque(maxlen=WINDOWS * num_steps)
+        self._slow: deque[tuple[float, float]] = deque(maxlen=WINDOWS)
+        self.count = 0  # steps of the window that is open
 
-    def _open(self) -> None:
-        self.count, self.tokens, self.seconds = 0, 0.0, 0.0  # of the window that is open
-
-    def add(self, tokens: float, seconds: float, *, is_decode: bool) -> bool:
+    def add(self, tokens: float, seconds: float, kind: int) -> bool:
         """A step gave every row so many tokens; whether the window is full with it."""
-        usual = self._usual[is_decode]
-        if usual:
-            seconds = min(seconds, HELD_UP * usual)
-        self._usual[is_decode] = usual + (seconds - usual) / 8 if usual else seconds
+        self._steps.append((tokens, seconds, kind))
         self.count += 1
-        self.tokens += tokens
-        self.seconds += seconds
         return self.count >= self._num_steps
 
     def close(self, slow_tokens: float = 0.0) -> None:
         """The window ends. slow_tokens: what a row got in it that fared badly, 0 if nobody knows."""
         if self.count:
-            self._windows.append((self.tokens, slow_tokens or self.tokens, self.seconds))
-        self._open()
+            tokens = self.open.tokens
+            self._slow.append((slow_tokens or tokens, tokens))
+        self.count = 0
 
     def forget(self) -> None:
         """What was measured was on other work."""
-        self._windows.clear()
-        self._open()
+        self._steps.clear()
+        self._slow.clear()
+        self.count = 0
 
     @property
     def is_known(self) -> bool:
         """Whether a window has ended."""
-        return bool(self._windows)
+        return bool(self._slow)
+
+    @property
+    def open(self) -> Window:
+        """The window that is open."""
+        return Window.of(list(self._steps)[-self.count :])
 
     @property
     def speed(self) -> float:
         """Tokens of a row per second."""
-        tokens, _, seconds = map(sum, zip(*self._windows, strict=True))
-        return tokens / seconds
+        return Window.of(list(self._steps)).speed
 
     @property
     def slow_speed(self) -> float:
         """The same of a row that fares badly."""
-        _, tokens, seconds = map(sum, zip(*self._windows, strict=True))
-        return tokens / seconds
+        slow, tokens = map(sum, zip(*self._slow, strict=True))
+        return self.speed * slow / tokens
 
 
 class RowWatch:
