@@ -119,7 +119,7 @@ class StepTimes:
 class Window(NamedTuple):
     """Some steps: how many, the tokens that a row got in them, and what they usually take."""
 
-    count: int
+    num_steps: int
     tokens: float
     seconds: float
 
