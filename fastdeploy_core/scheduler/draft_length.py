@@ -104,6 +104,7 @@ class DraftLength:
         self._numbers = tuple(sorted(numbers or range(1, most + 1)))
         self._most, self._adaptive, self._disable_above = most, adaptive, disable_above
         self._watch = watch
+        self._watched: _Regime | None = None
         self._acceptance: dict[int, Acceptance] = {}
         self._regimes: dict[tuple[int, int], _Regime] = {}
         self._now: _Regime | None = None  # of the step that was planned last
@@ -150,12 +151,11 @@ class DraftLength:
         regime.since += 1
         if regime.num_unsettled:
             regime.num_unsettled -= 1
+            self._begin_window(regime)
             return
         if seconds <= 0:
             return
         pace = regime.pace[regime.current]
-        if not pace.count and regime.current and self._watch is not None:
-            self._watch.begin()
         if is_decode and not is_behind:
             regime.times.observe(asked, seconds)
         kind = 2 * is_decode + (asked > 0)
@@ -163,6 +163,14 @@ class DraftLength:
         if is_full or (regime.is_trial and self._is_enough(regime)):
             self._close(regime, regime.current)
             self._decide(regime)
+            self._begin_window(regime)
+
+    def _begin_window(self, regime: _Regime) -> None:
+        """The next step may be the first one of a window with drafts."""
+        is_first = not (regime.num_unsettled or regime.pace[regime.current].count)
+        if regime.current and is_first and self._watch is not None:
+            self._watch.begin()
+            self._watched = regime
 
     def _regime(self, num_rows: int, kind: int) -> _Regime:
         key = (_bucket(num_rows), kind)
@@ -194,7 +202,9 @@ class DraftLength:
         if not number:
             pace.close()
         elif plain.is_known:  # else it is gone on with when that is known
-            slow_tokens = 0.0 if self._watch is None else self._watch.slow_tokens()
+            slow_tokens = 0.0
+            if self._watch is not None and self._watched is regime:
+                slow_tokens = self._watch.slow_tokens()
             if regime.is_trial:
                 count, tokens, seconds = pace.open
                 lost_s = seconds - (slow_tokens or tokens) / plain.speed

@@ -23,7 +23,7 @@ PLAIN = (0.20, 0.225, 0.29, 0.46)
 WITH_DRAFTS = {1: (0.22, 0.26, 0.34, 0.6), 3: (0.255, 0.36, 0.5, 0.7), 5: (0.265, 0.365, 0.49, 1.0)}
 PROMPT, EACH_PROMPT, HOST = 0.33, 0.02, 0.11
 DEPTH = 2
-ROUNDS = 3
+ROUNDS = 5
 
 
 class Accelerator:
@@ -121,7 +121,7 @@ class Accelerator:
 
 LOADS = {
     "whole": lambda world, rows, random: world.serve(
-        [random.randrange(8, 36) for _ in range(max(48, 6 * rows))], rows
+        [random.randrange(8, 36) for _ in range(max(32, 3 * rows))], rows
     ),
     "long": lambda world, rows, random: world.serve([200] * max(4, rows), rows),
     "decoding": lambda world, rows, random: world.decode(rows, 200),
