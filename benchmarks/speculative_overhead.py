@@ -4,8 +4,8 @@
 
 The engine runs over recorded steps whose replay does nothing: every row always has the first half of its
 drafts right. So what is measured is this project's own code, with the copies that a processor does at once.
-Microseconds of the engine's thread, medians over rounds; beside them the share of what they are without
-speculation, which an engine costs that has it and has turned it off (`off`). `step`: per step of sequences that
+Microseconds of the engine's thread, medians over rounds; beside them the share of what they are in the same
+round without speculation, which an engine costs that has it and has turned it off (`off`). `step`: per step of sequences that
 all go on. `answer`: per answer of some ANSWER tokens in a closed loop, prompts and changes of the batch included.
 """
 
@@ -200,42 +200,57 @@ def measure(
     return seconds / steps * 1e6
 
 
-def main() -> None:
-    """Measure and print."""
-    options = parse_arguments()
-    wanted: list[tuple[str, dict[str, Any] | None]] = [("none", None)]
+def wanted_engines(options: argparse.Namespace) -> dict[str, dict[str, Any] | None]:
+    """Names and speculative sections."""
+    wanted: dict[str, dict[str, Any] | None] = {"none": None}
     for named in options.methods:
         method, _, numbers = named.partition(":")
         for k in map(int, numbers.split(",")):
-            section = {"method": method, "num_speculative_tokens": k}
-            wanted.append((f"{method} k={k}", {**section, "adaptive_length": False}))
-    wanted.append(("off", {"method": "ngram_match", "num_speculative_tokens": 3}))
-    rows: dict[str, dict[str, float]] = {}
+            section = {"method": method, "num_speculative_tokens": k, "adaptive_length": False}
+            wanted[f"{method} k={k}"] = section
+    wanted["off"] = {"method": "ngram_match", "num_speculative_tokens": 3}
+    return wanted
+
+
+def show_profile(engine: LocalEngine, options: argparse.Namespace, name: str) -> None:
+    """Where the time of the largest batch goes."""
+    profiler, batch = cProfile.Profile(), options.batch[-1]
+    if options.profile == "step":
+        measure(engine, batch, options.steps, "profile", profiler)
+    else:
+        serve(engine, batch, "profile", profiler)
+    print(name)
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
+
+
+def main() -> None:
+    """Measure, engines in turns, and print."""
+    options = parse_arguments()
+    wanted = wanted_engines(options)
+    engines = {name: make_engine(options, section) for name, section in wanted.items()}
+    turn_off(engines["off"], options.batch)
     columns = [f"{what} {batch}" for what in ("step", "answer") for batch in options.batch]
+    rows: dict[str, dict[str, list[float]]] = {
+        name: {column: [] for column in columns} for name in engines
+    }
+    for batch in options.batch:
+        for number in range(options.rounds):
+            for name, engine in engines.items():
+                tag = f"{batch}-{number}"
+                rows[name][f"step {batch}"].append(measure(engine, batch, options.steps, tag))
+                rows[name][f"answer {batch}"].append(serve(engine, batch, f"s{tag}"))
     print(f"{'':16}" + "".join(f"{column:>16}" for column in columns))
-    for name, section in wanted:
-        engine = make_engine(options, section)
-        if name == "off":
-            turn_off(engine, options.batch)
-        profiler = cProfile.Profile()
-        rows[name] = {}
-        for batch in options.batch:
-            tags = [f"{batch}-{n}" for n in range(options.rounds)]
-            steps = [measure(engine, batch, options.steps, tag) for tag in tags]
-            rows[name][f"step {batch}"] = statistics.median(steps)
-            answers = [serve(engine, batch, f"s{tag}") for tag in tags]
-            rows[name][f"answer {batch}"] = statistics.median(answers)
-            if options.profile and batch == options.batch[-1]:
-                if options.profile == "step":
-                    measure(engine, batch, options.steps, "profile", profiler)
-                else:
-                    serve(engine, batch, "profile", profiler)
-        engine.close()
-        found = [(rows[name][column], rows["none"][column]) for column in columns]
-        cells = (f"{us:8.0f} {us / plain:6.2f}" for us, plain in found)
-        print(f"{name:16}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
+    for name, found in rows.items():
+        line = f"{name:16}"
+        for column in columns:
+            pairs = zip(found[column], rows["none"][column], strict=True)
+            share = statistics.median(own / plain for own, plain in pairs)
+            line += f"{statistics.median(found[column]):9.0f} {share:6.2f}"
+        print(line)
+    for name, engine in engines.items():
         if options.profile:
-            pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
+            show_profile(engine, options, name)
+        engine.close()
     if options.json:
         print(json.dumps(rows))
 
