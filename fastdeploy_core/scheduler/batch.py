@@ -159,7 +159,10 @@ class BatchScheduler:
         """Take in a step's results; `take_deltas` has the answers."""
         self._outcome.apply(step, output)
         if self._length is not None:
-            self._measure(self._length, step, output)
+            if self._length.passes():
+                self._busy_since = None
+            else:
+                self._measure(self._length, step, output)
 
     def _measure(self, length: DraftLength, step: ScheduledStep, output: ModelRunnerOutput) -> None:
         """Tell how a step's drafts fared and how long the engine took over it: from the results before to

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from .draft_measures import Acceptance, Pace, RowWatch, StepTimes
+from .draft_measures import WINDOWS, Acceptance, Pace, RowWatch, StepTimes
 
 # Batch sizes up to this begin with drafts; larger ones have to show first that they gain by them.
 SMALL = 8
@@ -53,6 +53,7 @@ class _Regime:
         self.since, self.pause = 0, TRY_AGAIN  # steps since the last trial, and until the next
         self.num_tried, self.lost_s = 0, 0.0  # numbers in this trial, and what they cost
         self.num_unsettled = SETTLE
+        self.quiet_until = 0  # steps that are not looked at, since the last trial
 
     @property
     def is_off(self) -> bool:
@@ -63,6 +64,7 @@ class _Regime:
         """No drafts until the next trial."""
         self.best = self.current = 0
         self.is_trial, self.pause = False, pause
+        self.quiet_until = pause - WINDOWS * LEAST_STEPS
 
     def decoding(self, number: int) -> float:
         """Expected tokens of a row per second while nothing but decoding happens."""
@@ -108,29 +110,35 @@ class DraftLength:
         self._acceptance: dict[int, Acceptance] = {}
         self._regimes: dict[tuple[int, int], _Regime] = {}
         self._now: _Regime | None = None  # of the step that was planned last
-        self._asked_for = (0, 0)  # its rows and kind
-        self._is_disabled = False
+        self._num_rows, self._kind, self._is_disabled = -1, 0, False
         self._last: _Regime | None = None  # of the step that was told of last
         self._num_behind_prompt = 0
 
     def choose(self, num_rows: int, kind: int = 0) -> int:
         """Drafts to ask for behind a step of so many rows. Kinds of sampling are learned apart."""
-        asked_for = (num_rows, kind)
-        if asked_for == self._asked_for and self._now is not None:
+        if num_rows != self._num_rows or kind != self._kind:
+            self._num_rows, self._kind, self._now = num_rows, kind, None
+            self._is_disabled = not num_rows or 0 < self._disable_above < num_rows
+            if self._adaptive and not self._is_disabled:
+                self._now = self._regime(num_rows, kind)
+        if self._now is not None:
             return self._now.current
-        self._now, self._asked_for = None, asked_for
-        self._is_disabled = 0 < self._disable_above < num_rows
-        if not num_rows or self._is_disabled:
-            return 0
-        if not self._adaptive:
-            return self._most
-        self._now = self._regime(num_rows, kind)
-        return self._now.current
+        return 0 if self._is_disabled else self._most
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing is to be drafted for long behind steps as the one that was chosen for last."""
+        """Whether nothing is to be drafted for long."""
         return self._now.is_off if self._now is not None else self._is_disabled
+
+    def passes(self) -> bool:
+        """A step was done; whether nobody need be told more of it. Drafts that are off cost next to nothing,
+        and what steps take without is only measured again before they are tried."""
+        regime = self._now
+        if regime is not None and regime.since >= regime.quiet_until:
+            return False
+        if regime is not None:
+            regime.since += 1
+        return True
 
     def note(self, asked: int, num_tokens: np.ndarray) -> None:
         """Of a step whose rows could have had so many drafts: the tokens that each row got."""
@@ -159,7 +167,7 @@ class DraftLength:
         if is_decode and not is_behind:
             regime.times.observe(asked, seconds)
         kind = 2 * is_decode + (asked > 0)
-        is_full = pace.add(num_tokens / self._asked_for[0], seconds, kind)
+        is_full = pace.add(num_tokens / self._num_rows, seconds, kind)
         if is_full or (regime.is_trial and self._is_enough(regime)):
             self._close(regime, regime.current)
             self._decide(regime)
@@ -283,4 +291,7 @@ class DraftLength:
             lost_steps = regime.lost_s / regime.times.expected(0)
             regime.pause = max(regime.pause, int(lost_steps / TRIAL_SHARE))
         regime.best, regime.has_paid, regime.is_trial, regime.since = best, bool(best), False, 0
-        self._ask(regime, best)
+        if best:
+            self._ask(regime, best)
+        else:
+            regime.turn_off(regime.pause)

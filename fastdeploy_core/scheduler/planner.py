@@ -41,7 +41,11 @@ class StepPlanner:
         self._on_stuck = on_stuck  # called with a sequence that cannot get the blocks it needs
         self._lookahead = 0
         self._free: np.ndarray | None = None  # places of sequences that all go ahead
-        self._last_kind = (roster.running_places(), 0)
+        self._chosen_for: tuple[np.ndarray | None, int] = (
+            None,
+            0,
+        )  # running places, number waiting
+        self._num_rows = self._kind = 0  # of these
         self._prefills_first = True
         self._keeps_back = False  # prompts have let drafts go before
         self._step = StepBuilder(roster.columns, settings.max_num_batched_tokens)
@@ -55,7 +59,7 @@ class StepPlanner:
         is_ahead = False
         if self._length is not None:
             is_ahead = self._roster.awaited_step >= 0
-            num_drafts = self._length.choose(self._num_rows(), self._kind())
+            num_drafts = self._choose(self._length)
         self._lookahead = self._settings.lookahead_tokens if num_drafts else 0
         if is_ahead:
             self._plan_ahead()
@@ -92,17 +96,16 @@ class StepPlanner:
             self._roster.awaited_step = planned.output.step_id
         return planned
 
-    def _num_rows(self) -> int:
-        """Rows that the step, or the next one, will have."""
+    def _choose(self, length: DraftLength) -> int:
+        """Drafts to ask for. Batches are told apart by the rows that the step, or the next one, will have,
+        and by the kind of sampling (sequence.py)."""
         roster = self._roster
-        return max(1, min(self._settings.max_num_seqs, len(roster.running) + roster.num_waiting))
-
-    def _kind(self) -> int:
-        """Of the running rows: see sequence.py."""
-        places = self._roster.running_places()
-        if self._last_kind[0] is not places:
-            self._last_kind = (places, int(self._roster.columns.kind[places].max(initial=0)))
-        return self._last_kind[1]
+        places, num_waiting = roster.running_places(), roster.num_waiting
+        if places is not self._chosen_for[0] or num_waiting != self._chosen_for[1]:
+            self._chosen_for = (places, num_waiting)
+            self._num_rows = max(1, min(self._settings.max_num_seqs, places.size + num_waiting))
+            self._kind = int(roster.columns.kind[places].max(initial=0))
+        return length.choose(self._num_rows, self._kind)
 
     def _plan_ahead(self) -> None:
         """Have the rows of the step before go on before it is known how many of its drafts are right:

@@ -239,7 +239,7 @@ class ModelRunner:
             if recorded is not None or logits is not None:
                 results = self._draw(launched, logits, recorded)
         drafts = None
-        if self._speculation is not None:
+        if self._speculation is not None and launched.concerns_drafters:
             drafts = self._speculation.propose(launched, recorded, self._slots)
         with self._lock:
             if self._rank:  # rank 0 answers; this one only keeps the tokens on its device

@@ -64,6 +64,11 @@ class Launched:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by sampled position
     prompt_rows: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
+    @property
+    def concerns_drafters(self) -> bool:
+        """Whether drafts were fed or are wanted, or a drafter keeps something for later."""
+        return self.max_drafts >= 0 or not self.rows.is_decode
+
     def fed_drafts(self) -> dict[int, list[int]]:
         """By batch row."""
         found: dict[int, list[int]] = {}
