@@ -323,7 +323,7 @@ FDCPU_INLINE void soften(const AttentionOp &op, const AttentionScratch &s, int64
     F peaks = splat(-INFINITY);
     for (int64_t t = 0; t < whole; t += kLanes) peaks = maximum(load(scores + t), peaks);
     const float peak = std::max(s.peak[r], max_of(peaks)), scale = op.scale;
-    const float factor = peak == s.peak[r] ? 1.f : std::exp((s.peak[r] - peak) * scale);
+    const float factor = peak == s.peak[r] || s.sum[r] == 0 ? 1.f : std::exp((s.peak[r] - peak) * scale);
     F total = splat(0);  // of which a score that is no number makes none, too
     for (int64_t t = 0; t < whole; t += kLanes) {
         const F below = load(scores + t) - peak;
