@@ -69,3 +69,13 @@ def test_experts(device: Any, tokens: int) -> None:
     name = "moe_experts_tet2"
     got = ours[name](x, ids, shares, ours.prepare(name, gate_up), ours.prepare(name, down))
     check(device, got, theirs[name](x, ids, shares, gate_up, down))
+
+
+def test_kept_weights_multiply_as_before(device: Any) -> None:
+    ours = build_kernel_table("x86")
+    x = device.to_device(np.random.default_rng(3).standard_normal((3, 96)).astype("f4"))
+    prepared = ours.prepare("linear_tet2", trellis(device, 128, 96, 32))
+    facts, arrays = device.dump_weight(prepared)
+    again = device.restore_weight(facts, [array.copy() for array in arrays])
+    y, kept = (ours["linear_tet2"](x, w, None) for w in (prepared, again))
+    assert np.array_equal(device.to_host(y), device.to_host(kept))

@@ -49,6 +49,14 @@ void set_quantized_rows(Runtime &runtime, PackedMatrix &matrix, int64_t count, u
     });
 }
 
+// Address and bytes of everything a matrix consists of.
+std::vector<std::vector<uintptr_t>> memory_of(const PackedMatrix &matrix) {
+    std::vector<std::vector<uintptr_t>> found;
+    for (const Pages *pages : {&matrix.weights, &matrix.scales, &matrix.sums, &matrix.signs})
+        if (pages->size()) found.push_back({reinterpret_cast<uintptr_t>(pages->data()), pages->size()});
+    return found;
+}
+
 void set_tet_at(PackedMatrix &matrix, uintptr_t strands, uintptr_t scales, uintptr_t signs, int64_t rotation) {
     nb::gil_scoped_release release;
     set_tet(matrix, at<uint16_t>(strands), at<float>(scales), at<int8_t>(signs), rotation);
@@ -284,6 +292,9 @@ NB_MODULE(_native, m) {
         .def_ro("group", &PackedMatrix::group)
         .def_prop_ro("num_groups", &PackedMatrix::num_groups)
         .def_prop_ro("num_bytes", &PackedMatrix::num_bytes)
+        .def_prop_ro("kind", [](const PackedMatrix &matrix) { return int(matrix.kind); })
+        .def_rw("rotation", &PackedMatrix::rotation)
+        .def_prop_ro("memory", &memory_of)
         .def("get_rows", &get_rows);
     m.def("make_packed",
           [](int kind, int64_t outputs, int64_t inputs, int64_t group, bool gated) {

@@ -84,6 +84,8 @@ inline u16 narrow_y(float x) {
   return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 #endif
+inline uint2 load_pair(const unsigned char* at) { uint2 v; std::memcpy(&v, at, 8); return v; }
+inline u16 load_scale(const u16* at) { return *at; }
 // volatile: nothing may be contracted
 inline float __fmaf_rn(float a, float b, float c) { return (float)((double)a * b + c); }
 inline float __fadd_rn(float a, float b) { volatile float r = a + b; return r; }
@@ -102,11 +104,7 @@ inline void begin_products() {}
 inline void end_products() {}
 inline void fence_registers(int*) {}
 inline void fence_registers(float*) {}
-// One block a cluster.
-inline void announce_start() {}
-inline void meet() { __syncthreads(); }
-inline u32 at_rank(u32 address, int) { return address; }
-inline void send(u32 address, float value) { *(float*)((char*)shared + address) = value; }
+#include "emulated_feed.h"
 inline u64 descriptor(u32 address) { return address >> 4; }
 inline void copy_word(u32 to, const void* from, bool) { std::memcpy((char*)shared + to, from, 4); }
 #ifdef BN

@@ -33,7 +33,10 @@ class Emulation:
         source = re.sub(r"extern __shared__ .*?;", "", source)
         source += '\n#include "emulated_grid.h"\n'
         threads = 32 * defines.get("WARPS", 4 * defines.get("GROUPS", 1))
-        sizes = {**defines, "KERNEL": name, "FIBERS": defines.get("THREADS", threads)}
+        blocks = defines.get("SPLIT", 1) * defines.get("TEAM", 1)
+        sizes = {
+            "CLUSTER": blocks, **defines, "KERNEL": name, "FIBERS": defines.get("THREADS", threads)
+        }  # fmt: skip
         options = [f"-D{key}={value}" for key, value in sorted(sizes.items())]
         key = hashlib.sha256("\0".join([source, *options]).encode()).hexdigest()[:16]
         library = self._folder / f"{key}.so"
@@ -71,4 +74,6 @@ class Emulation:
 
 def _held(argument: Any) -> Any:
     """Memory with what a launch passes."""
+    if isinstance(argument, bytes):
+        return ctypes.create_string_buffer(argument, len(argument))
     return _TYPES[native._code(argument)](native._value(argument))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import emulation
@@ -9,10 +10,17 @@ import pytest
 import torch
 
 from fd_cuda.kernels import native
+from fd_cuda.kernels.native import tensor_map
 
 
 class Emulation(emulation.Emulation):
     header = "emulated_quant.h"
+
+
+def boxes(x: torch.Tensor, rows: int) -> bytes:
+    """What emulated_feed.h takes for a tensor map."""
+    record = struct.pack("@Pqiii", x.data_ptr(), x.stride(0) * 2, x.shape[1], x.shape[0], rows)
+    return record.ljust(128, b"\0")
 
 
 def use_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,5 +29,6 @@ def use_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         emulated = Emulation(folder)
         monkeypatch.setattr(native, "function", emulated.function)
         monkeypatch.setattr(native, "launch", emulated.launch)
+        monkeypatch.setattr(tensor_map, "boxes", boxes)
     elif not native.has_wgmma():
         pytest.skip("needs a Hopper GPU")

@@ -6,10 +6,10 @@ import shutil
 from typing import Any
 
 import numpy as np
+import packed_weights
 import pytest
 import torch
 from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight, QuantFormat
-from fastdeploy_core.testing.conformance.test_quantized_ops import make_packed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quant_emulation import use_kernels
@@ -30,6 +30,7 @@ from fd_cuda.kernels.quant_native import (
     Gemm,
     Gemv,
     Grouping,
+    Pipe,
     RowGemm,
     Shape,
     gemm_shared,
@@ -54,10 +55,7 @@ def kernels(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def packed(name: str, rows: int, count: int, group: int = 0) -> PackedWeight:
     torch.manual_seed(rows + count)
-    weight = torch.randn(rows, count, device=DEVICE)
-    from fastdeploy_core.tensor import namespace
-
-    return make_packed(namespace(weight), name, weight, group)
+    return packed_weights.packed(name, rows, count, group, 0, DEVICE)
 
 
 def check(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -89,7 +87,9 @@ def test_packing_codes_goes_both_ways(rows: int, quarters: int) -> None:
     assert torch.equal(back[:rows, :quarters], stored.t())
 
 
-CASES = [
+# Format, outputs, inputs, group, dtype, rows of x, kernel.
+Case = tuple[str, int, int, int, torch.dtype, int, Shape]
+CASES: list[Case] = [
     ("wint4", 40, 136, 0, torch.bfloat16, 5, Gemv(1, 1, 2, 2, 1)),
     ("wint4", 64, 256, 64, torch.bfloat16, 9, Gemv(2, 2, 4, 2, 1)),
     ("wint4_zp", 32, 256, 128, torch.float16, 3, Gemv(1, 2, 2, 4, 1)),
@@ -100,7 +100,7 @@ CASES = [
     ("wfp8afp8", 40, 144, 0, torch.float16, 3, Gemv(1, 2, 2, 2, 1)),
     ("block_fp8", 160, 320, 0, torch.bfloat16, 3, Gemv(1, 2, 4, 2, 1)),
 ]
-WIDE = [
+WIDE: list[Case] = [
     ("wint4", 80, 136, 0, torch.bfloat16, 33, Gemm(32, 1, 1, 4, 4)),
     ("wint8", 144, 200, 0, torch.bfloat16, 40, Gemm(32, 1, 1, 5, 2)),
     ("wint4_zp", 80, 256, 128, torch.float16, 15, Gemm(8, 2, 1, 4, 2)),
@@ -117,7 +117,11 @@ WIDE = [
 
 
 @pytest.mark.parametrize("case", [*CASES, *(WIDE if HAS_GPU else WIDE[:5])], ids=str)
-def test_product(case: tuple[str, int, int, int, torch.dtype, int, Shape]) -> None:
+def test_product(case: Case) -> None:
+    check_product(case)
+
+
+def check_product(case: Case) -> None:
     name, rows, count, group, dtype, tokens, shape = case
     weight = packed(name, rows, count, group)
     slabs = quant_weights.prepare(weight).slabs
@@ -254,7 +258,10 @@ def test_published_two_bits(dtype: torch.dtype) -> None:
     own = quant_weights.dequantized(slabs, torch.float32).double().cpu().numpy()
     assert np.allclose(own, dense, rtol=1e-6)
     check(unpack(slabs, dtype), torch.from_numpy(dense).to(DEVICE), dtype)
-    for shape, tokens in ((Gemv(1, 2, 2, 2, 1), 3), (Gemv(2, 1, 2, 2, 1), 11)):
+    shapes: list[tuple[Shape, int]] = [
+        (Gemv(1, 2, 2, 2, 1), 3), (Gemv(2, 1, 2, 2, 1), 11), (Pipe(32, 1, 1, 1, 3), 35)
+    ]  # fmt: skip
+    for shape, tokens in shapes:
         x = torch.randn(tokens, count, device=DEVICE).to(dtype)
         expected = x.double() @ torch.from_numpy(dense).to(DEVICE).T
         check(product(shape, x, slabs, None), expected, dtype)

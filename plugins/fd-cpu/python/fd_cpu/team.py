@@ -17,25 +17,12 @@ import numpy as np
 from fastdeploy_core.errors import ConfigError, WorkerError
 
 from .recording import Recording
+from .topology import processors_of
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor, TensorLibrary
 
 FLOAT32, BFLOAT16 = 0, 1
-TOPOLOGY = Path("/sys/devices/system/cpu")
-
-
-def spread(cpus: list[int], topology: Path = TOPOLOGY) -> list[int]:
-    """One processor of every core first, then the others that share a core with one of these."""
-    first: list[int] = []
-    others: list[int] = []
-    seen: set[str] = set()
-    for cpu in cpus:
-        file = topology / f"cpu{cpu}" / "topology" / "thread_siblings_list"
-        core = file.read_text() if file.is_file() else str(cpu)
-        (others if core in seen else first).append(cpu)
-        seen.add(core)
-    return first + others
 
 
 class _Lease:
@@ -72,11 +59,16 @@ class Results:
 class Team:
     """Native threads and kernels, and the tensor library whose memory they work on."""
 
-    def __init__(self, xp: TensorLibrary, num_threads: int, isa: str = "") -> None:
+    def __init__(
+        self, xp: TensorLibrary, num_threads: int, isa: str = "", rank: int = 0, num_ranks: int = 1
+    ) -> None:
         from . import _native
 
-        cpus = spread(sorted(os.sched_getaffinity(0)))
+        cpus = processors_of(rank, num_ranks, sorted(os.sched_getaffinity(0)))
         pinned = cpus if len(cpus) >= num_threads else []
+        if pinned and num_ranks > 1:
+            # The thread that loads the model, too, and whatever it starts: they allocate.
+            os.sched_setaffinity(0, cpus)
         try:
             self.native = _native.Runtime(num_threads, pinned, isa)
         except ValueError as error:
@@ -154,14 +146,14 @@ _team: Team | None = None
 _lock = threading.Lock()
 
 
-def open_team(xp: TensorLibrary, num_threads: int) -> Team:
-    """The process's team with so many threads, on that library."""
+def open_team(xp: TensorLibrary, num_threads: int, rank: int = 0, num_ranks: int = 1) -> Team:
+    """The process's team with so many threads, on that library, for one of the ranks of this host."""
     global _team
     isa = os.environ.get("FD_CPU_ISA", "")
     with _lock:
         found = _team
         if found is None or (found.xp, found.num_threads, found.isa) != (xp, num_threads, isa):
-            found = _team = Team(xp, num_threads, isa)
+            found = _team = Team(xp, num_threads, isa, rank, num_ranks)
         found.users += 1
         return found
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from fastdeploy_core.errors import CapabilityError
@@ -42,7 +42,7 @@ class Launch:
 @dataclass(slots=True)
 class Metadata:
     batch: AttentionBatch
-    launches: list[Launch]
+    launches: list[Any]  # Launch, or what a driver's own kernels take
 
 
 class CachedAttention(ABC):
@@ -98,7 +98,7 @@ class CachedAttention(ABC):
             launches.append(self._tiles(batch))
         return Metadata(batch, launches)
 
-    def _decodes(self, batch: AttentionBatch, max_tokens: int) -> Launch:
+    def _decodes(self, batch: AttentionBatch, max_tokens: int) -> Any:
         shape, rows, heads, columns, pad = self._short_rows(batch.num_seqs, max_tokens)
         items, counters = decode_items(
             batch.seq_lens_dev,

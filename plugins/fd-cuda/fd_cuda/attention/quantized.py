@@ -1,7 +1,7 @@
 """Attention driver `cuda_quantized`: grouped-query attention over an int8, fp8 or int4 cache.
 
 The core rotates and writes the cache (kernels/quant_cache.py); numbers stay packed until a tile of
-them is in the multiprocessor.
+them is in the multiprocessor. Rows that feed few tokens are quantized_native.py's where it can.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from fastdeploy_core.contracts.kv_formats import KV_FORMATS
 from fd_cuda.kernels.common import options as launch_options
 from fd_cuda.kernels.common import pad2
 
-from .cached import CachedAttention, Metadata
+from .cached import CachedAttention, Launch, Metadata
 from .plan import ITEM, DecodeShape
 from .quantized_kernel import quantized_attention
+from .quantized_native import QuantizedDecode, Splits
 from .question import MAX_ROWS
 
 if TYPE_CHECKING:
-    from fastdeploy_core.contracts.attention import AttentionSpec, KVScales
+    from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec, KVScales
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from torch import Tensor
@@ -39,6 +40,7 @@ class QuantizedAttention(CachedAttention):
         self._group = spec.num_heads // spec.num_kv_heads
         super().__init__(spec, block_size, device, MAX_ROWS // self._group)
         self._kind = KV_FORMATS[spec.kv_format]
+        self._native = QuantizedDecode(spec, block_size)
         self._pad, self._v_pad = max(16, pad2(spec.head_dim)), max(16, pad2(spec.v_head_dim))
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
@@ -47,6 +49,10 @@ class QuantizedAttention(CachedAttention):
         lead = (num_blocks, self.block_size, spec.num_kv_heads)
         numbers = tuple((*lead, kind.width(dim)) for dim in (spec.head_dim, spec.v_head_dim))
         return numbers if spec.kv_static else (*numbers, *[(*lead, kind.scale_width)] * 2)
+
+    def _decodes(self, batch: AttentionBatch, max_tokens: int) -> Launch | Splits:
+        cut = self._native.cut(batch, max_tokens, self.sizes, invariant=self._invariant)
+        return cut or super()._decodes(batch, max_tokens)
 
     def _short_rows(self, num_seqs: int, max_tokens: int) -> tuple[DecodeShape, int, int, int, int]:
         heads, rows = self.spec.num_kv_heads, pad2(max_tokens * self._group)
@@ -78,6 +84,12 @@ class QuantizedAttention(CachedAttention):
             lows = scales.minimum or scales.scale
             tables = (scales.scale[0], scales.scale[1], lows[1])
         for launch in metadata.launches:
+            if isinstance(launch, Splits):
+                self._native.run(
+                    q, out, cache[:2], tables, batch, launch, self._scale,
+                    is_static=scales is not None,
+                )  # fmt: skip
+                continue
             quantized_attention[(launch.items.shape[0], launch.columns)](
                 q,
                 out,

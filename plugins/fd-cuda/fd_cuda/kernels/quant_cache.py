@@ -32,12 +32,16 @@ def _number(x, scale, low, BOUND: tl.constexpr, HAS_LOW: tl.constexpr, IS_FP8: t
 @triton.jit
 def _write(
     x_p, cache_p, scales_p, lows_p, slots_p, stride0, stride1,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, HEADS_PAD: tl.constexpr, PAD: tl.constexpr,
+    v_p, v_cache_p, v_scales_p, v_lows_p, v_stride0, v_stride1, HEADS: tl.constexpr, WIDTH: tl.constexpr, HEADS_PAD: tl.constexpr, PAD: tl.constexpr,
     PER_BYTE: tl.constexpr, BOUND: tl.constexpr, IS_STATIC: tl.constexpr, HAS_LOW: tl.constexpr,
     IS_FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """PAD elements of the cache a row: with PER_BYTE 2 the even and the odd inputs of each are loaded."""
+    """A token's keys, or its values by the second program of a token, where there is one. PAD elements of the cache a
+    row: with PER_BYTE 2 the even and the odd inputs of each are loaded."""
     join_chain(PDL)
+    if tl.program_id(1) == 1:
+        x_p, cache_p, scales_p, lows_p = v_p, v_cache_p, v_scales_p, v_lows_p
+        stride0, stride1 = v_stride0, v_stride1
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_p + token)
     if slot >= 0:
@@ -109,19 +113,26 @@ def _write_all(
     kind: KVFormat, rows: Rows, cache: Rows, slots: torch.Tensor, scales: KVScales | None
 ) -> None:
     """Round rows [T, heads, dim] and store them in their slots; -1 is left out."""
+    parts = []
     for index, given in enumerate(rows):
         x = given if given.stride(-1) == 1 else given.contiguous()
-        tokens, heads, width = x.shape
-        if not tokens:
-            continue
         if scales is None:
             table = low = cache[len(rows) + index]
         else:
             table = low = scales.scale[index]
             low = scales.minimum[index] if scales.minimum else low
-        _write[(tokens,)](
-            x, cache[index], table, low, slots, x.stride(0), x.stride(1), HEADS=heads,
-            WIDTH=width, HEADS_PAD=pad2(heads), PAD=pad2(kind.width(width)),
+        parts.append((x, cache[index], table, low))
+    if not rows[0].shape[0]:
+        return
+    # Keys and values of one shape are one launch.
+    pairs = [parts] if len({x.shape for x, *_ in parts}) == 1 else [[part] for part in parts]
+    for pair in pairs:
+        x, numbers, table, low = pair[0]
+        v, *of_v = pair[-1]
+        tokens, heads, width = x.shape
+        _write[(tokens, len(pair))](
+            x, numbers, table, low, slots, x.stride(0), x.stride(1), v, *of_v, v.stride(0), v.stride(1),
+            HEADS=heads, WIDTH=width, HEADS_PAD=pad2(heads), PAD=pad2(kind.width(width)),
             PER_BYTE=kind.per_byte, BOUND=kind.bound, IS_STATIC=scales is not None,
             HAS_LOW=kind.has_minimum, IS_FP8=kind.dtype == "float8_e4m3fn",
             **options(num_warps=4),

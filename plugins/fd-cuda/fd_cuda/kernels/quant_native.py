@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import native
-from .quant_layout import INT4, TURN, Slabs
+from .native import tensor_map
+from .quant_layout import CCQ, INT4, TURN, Slabs
+from .quant_order import by_codes
 
 if TYPE_CHECKING:
     from .routing import Order
@@ -63,7 +65,28 @@ class RowGemm:
         return f"rows {self.rows}x{self.groups * 64} /{self.split} {self.stages}st"
 
 
-Shape = Gemv | Gemm
+@dataclass(frozen=True, slots=True)
+class Pipe:
+    """How quant_pipe.cu is specialized."""
+
+    rows: int  # of x, of a block
+    groups: int  # of four warps, 64 outputs each
+    split: int  # blocks that divide K
+    team: int  # blocks that fetch x together
+    stages: int
+    resident: int = 1  # blocks a multiprocessor should hold
+
+    @property
+    def threads(self) -> int:
+        """Those that multiply and those that feed."""
+        return self.groups * 128 + (128 if self.rows == 256 else 32)
+
+    def __str__(self) -> str:
+        tile = f"{self.rows}x{self.groups * 64}"
+        return f"pipe {tile} /{self.split} x{self.team} {self.stages}st {self.resident}r"
+
+
+Shape = Gemv | Gemm | Pipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +115,11 @@ def product(
     grouping: Grouping | None = None,
     paired: bool = False,
 ) -> torch.Tensor:
-    """x [T, K] times the weight, in dtype or in x's own; rows of x are whole 16 bytes."""
+    """x [T, K] times the weight, in dtype or in x's own; rows of x are whole 16 bytes. Pipe: rows of experts lie
+    in the order of the blocks, in x and, where it is `paired`, in what comes out."""
     dtype = dtype or x.dtype
-    num_rows = x.shape[0] if grouping is None else grouping.num_slots
+    is_ordered = isinstance(shape, Pipe) and paired
+    num_rows = x.shape[0] if grouping is None or is_ordered else grouping.num_slots
     width = weight.out_features // 2 if paired else weight.out_features
     y = torch.empty((num_rows, width), dtype=dtype, device=x.device)
     defines = {
@@ -107,21 +132,17 @@ def product(
         "EVEN": int(x.shape[1] % TURN == 0),
     }
     order = None if grouping is None else grouping.order
-    arguments = [
-        x,
-        x.stride(0) // 8,
+    operands = [
         weight.data,
         weight.table(x.dtype),
         weight.scales,
         x_scales,
         bias,
         y,
-        None if order is None else order.slots,
+        None if order is None or is_ordered else order.slots,
         None if order is None else order.experts,
-        None if grouping is None else grouping.ids,
-        num_rows,
-        weight.out_features,
-        x.shape[1],
+    ]
+    sizes = [
         weight.num_slabs,
         weight.num_turns,
         weight.group_size // TURN if weight.group_size else weight.num_turns,
@@ -129,6 +150,21 @@ def product(
     ]
     slabs = weight.num_slabs // 2 if paired else weight.num_slabs
     blocks = -(-num_rows // shape.rows) if grouping is None else grouping.blocks
+    if isinstance(shape, Pipe):
+        arguments = [*operands, num_rows, weight.out_features, *sizes, weight.codes]
+        _pipe(shape, defines, x, arguments, slabs, blocks)
+        return y
+    ids = None if grouping is None else grouping.ids
+    arguments = [
+        x,
+        x.stride(0) // 8,
+        *operands,
+        ids,
+        num_rows,
+        weight.out_features,
+        x.shape[1],
+        *sizes,
+    ]
     if isinstance(shape, Gemv):
         _gemv(shape, defines, [*arguments, weight.codes], slabs, blocks)
     else:
@@ -174,6 +210,43 @@ def _gemm(
     grid = (-(-slabs // (4 * shape.groups)), blocks, shape.split)
     shared = gemm_shared(shape, defines["FORMAT"], paired=bool(defines["PAIRED"]))
     native.launch(kernel, grid, shape.groups * 128, arguments, shared=shared, cluster=shape.split)
+
+
+def _pipe(
+    shape: Pipe,
+    defines: dict[str, int],
+    x: torch.Tensor,
+    arguments: list[Any],
+    slabs: int,
+    blocks: int,
+) -> None:
+    sizes = {
+        "BN": shape.rows,
+        "GROUPS": shape.groups,
+        "SPLIT": shape.split,
+        "TEAM": shape.team,
+        "STAGES": shape.stages,
+        "RESIDENT": shape.resident,
+        "THREADS": shape.threads,
+    }
+    if defines["FORMAT"] == CCQ:
+        x = by_codes(x)
+    kernel = native.function("quant_pipe", {**defines, **sizes})
+    cluster = shape.split * shape.team
+    outputs = 4 if defines["PAIRED"] else 4 * shape.groups
+    grid = (-(-slabs // (outputs * shape.team)), blocks, cluster)
+    native.launch(
+        kernel, grid, shape.threads, [tensor_map.boxes(x, shape.rows // shape.team), *arguments],
+        shared=pipe_shared(shape, defines["FORMAT"]), cluster=cluster,
+    )  # fmt: skip
+
+
+def pipe_shared(shape: Pipe, kind: int) -> int:
+    """Bytes of shared memory of a block: barriers, tiles of x and of weights, or parts of the sums where these were."""
+    weights = shape.groups * 4 * (512 if kind == INT4 else 256 if kind == CCQ else 1024)
+    tiles = shape.stages * (shape.rows * 128 + weights)
+    parts = shape.rows * (shape.groups * 64 + 4) * 4
+    return 16 * shape.stages + 1024 + max(tiles, parts)
 
 
 def gemm_shared(shape: Gemm, kind: int, *, paired: bool) -> int:

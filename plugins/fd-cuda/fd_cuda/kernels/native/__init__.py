@@ -92,7 +92,9 @@ class _Call:
 
 
 def _code(argument: Any) -> str:
-    """How `struct` spells the argument: pointers, 32-bit ints and floats, or what ctypes says."""
+    """How `struct` spells the argument: pointers, 32-bit ints and floats, records as they are, or what ctypes says."""
+    if isinstance(argument, bytes):
+        return f"{len(argument)}s"
     if argument is None or isinstance(argument, torch.Tensor):
         return "P"
     if isinstance(argument, float):
@@ -326,7 +328,7 @@ def launch(
     cluster: int = 1,
 ) -> None:
     """Queue it on the current stream. Arguments: tensors or None, ctypes values, ints as 32 bits,
-    floats as 32 bits. `cluster`: blocks of a cluster along z."""
+    floats as 32 bits, bytes as a record. `cluster`: blocks of a cluster along z."""
     if rehearsal.is_on():
         return
     if kernel.handle is None:

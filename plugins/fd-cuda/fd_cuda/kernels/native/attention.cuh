@@ -116,7 +116,13 @@ __device__ __forceinline__ void rotate(Word4 (&row)[4], const Turn& t) {
 
 // Of a value, a thread holds two runs of 8 elements, here the first of run h: the 8 groups of a warp
 // then read 128 bytes side by side with each instruction.
-__device__ __forceinline__ int of_run(u32 group, int h) { return h * (WIDTH / 2) + group * 8; }
+__device__ __forceinline__ int of_run(u32 group, int h) {
+#ifdef FORMAT  // an element is a byte
+  return group * 16 + h * 8;
+#else
+  return h * (WIDTH / 2) + group * 8;
+#endif
+}
 
 // The running softmax of one warp. Thread: columns 8 n + 2 part and + 1; of the result's rows, those of
 // of_run: acc[n][4 h + j] are elements 2 j and 2 j + 1 of run h.

@@ -1,7 +1,11 @@
 // What products of many rows share: wgmma with BN rows of x as its right operand, in shared memory in the 128-byte
-// swizzle, and the meeting of a cluster whose SPLIT blocks divide K.
+// swizzle, and the meeting of a cluster of TEAM times SPLIT blocks, of which SPLIT divide K.
 
 #include "copies.cuh"
+
+#ifndef TEAM
+#define TEAM 1
+#endif
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
@@ -32,7 +36,18 @@ __device__ __forceinline__ u64 descriptor(u32 address) {
 // The sums of a thread as wgmma takes them, and the names of the operands behind them.
 #define R4(c, d, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
 #define R16(c, d, i) R4(c, d, i), R4(c, d, i + 4), R4(c, d, i + 8), R4(c, d, i + 12)
-#if BN == 128
+#if BN == 256
+#define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
+  "%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
+  "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71," \
+  "%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95," \
+  "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119," \
+  "%120,%121,%122,%123,%124,%125,%126,%127}"
+#define D_REGS(c, d) R16(c, d, 0), R16(c, d, 16), R16(c, d, 32), R16(c, d, 48), R16(c, d, 64), R16(c, d, 80), \
+  R16(c, d, 96), R16(c, d, 112)
+#define SIZE "m64n256"
+#define ONE_SHARED "{%128,%129,%130,%131}, %132"
+#elif BN == 128
 #define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
   "%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
   "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
@@ -83,21 +98,21 @@ __device__ __forceinline__ void fence_registers(int* d) {
 }
 
 #ifdef SPLIT
-// All blocks of the cluster have started: their shared memory may be written.
+// All blocks of the cluster have come so far: their shared memory may be written.
 __device__ __forceinline__ void announce_start() {
-#if SPLIT > 1
+#if SPLIT * TEAM > 1
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 
 __device__ __forceinline__ void await_start() {
-#if SPLIT > 1
+#if SPLIT * TEAM > 1
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
 
 __device__ __forceinline__ void meet() {
-#if SPLIT > 1
+#if SPLIT * TEAM > 1
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 #else
   __syncthreads();
@@ -105,7 +120,7 @@ __device__ __forceinline__ void meet() {
 }
 
 __device__ __forceinline__ u32 at_rank(u32 address, int rank) {
-#if SPLIT > 1
+#if SPLIT * TEAM > 1
   u32 remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   return remote;
@@ -115,7 +130,7 @@ __device__ __forceinline__ u32 at_rank(u32 address, int rank) {
 }
 
 __device__ __forceinline__ void send(u32 address, float value) {
-#if SPLIT > 1
+#if SPLIT * TEAM > 1
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 #else
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
@@ -129,14 +144,20 @@ __device__ __forceinline__ void send(u32 address, float value) {
 #define SHARE (BN / SPLIT)  // rows that a block finishes
 
 // One wgmma's sums, of 64 outputs from `column` on. Row n of x goes to the block that finishes it: there it is
-// row (own rank, n % SHARE).
+// row (own rank, n % SHARE). `team`: the first of the SPLIT blocks in the cluster.
 template <class Sum>
-__device__ __forceinline__ void send_parts(float* parts, int pitch, int rank, const Sum* sum, int column, int lane) {
+__device__ __forceinline__ void send_parts(float* parts, int pitch, int rank, const Sum* sum, int column, int lane,
+                                           int team = 0) {
   const int r = lane >> 2, q = lane & 3;
 #pragma unroll
   for (int j = 0; j < BN / 2; j++) {
     const int n = j / 4 * 8 + q * 2 + (j & 1), c = column + r + (j >> 1 & 1) * 8;
-    send(at_rank(shared_address(parts + (rank * SHARE + n % SHARE) * pitch + c), n / SHARE), (float)sum[j]);
+    float* to = parts + (rank * SHARE + n % SHARE) * pitch + c;
+#if SPLIT > 1
+    send(at_rank(shared_address(to), team + n / SHARE), (float)sum[j]);
+#else
+    *to = (float)sum[j];
+#endif
   }
 }
 

@@ -1,0 +1,110 @@
+"""Decode attention over quantized caches in CUDA C++ (kernels/native/quant_attention.cu), where the GPU and the
+shape suit it; everything else takes the Triton kernel over the same plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from fd_cuda.kernels import native
+from fd_cuda.kernels.quant_layout import FP8_ROWS, INT4, INT8_ROWS
+
+from .native_decode import NativeDecode, NativeShape
+from .plan import decode_items, split_parts
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
+    from torch import Tensor
+
+    from .tuning import Sizes
+
+_FORMATS: Final = {"int8": INT8_ROWS, "float8_e4m3fn": FP8_ROWS, "int4_zp": INT4}
+
+
+@dataclass(slots=True)
+class Splits:
+    """A step's rows that feed few tokens, cut."""
+
+    shape: NativeShape
+    columns: int
+    items: Tensor
+    parts: tuple[Tensor, ...]
+
+
+class QuantizedDecode:
+    """The kernel for one spec and block size."""
+
+    def __init__(self, spec: AttentionSpec, block_size: int) -> None:
+        self._spec, self._block_size = spec, block_size
+        self._bf16 = NativeDecode(spec, block_size)  # knows which heads and GPUs such kernels serve
+
+    def cut(
+        self, batch: AttentionBatch, max_tokens: int, sizes: Sizes, *, invariant: bool
+    ) -> Splits | None:
+        """None where the kernel does not serve such rows."""
+        columns = self._bf16.columns(max_tokens) if self._spec.kv_format in _FORMATS else 0
+        if not columns:
+            return None
+        heads, num_seqs = self._spec.num_kv_heads, batch.num_seqs
+        shape = sizes.quantized(num_seqs, heads, columns, self._bf16.has_clusters, invariant)
+        items, counters = decode_items(
+            batch.seq_lens_dev, batch.cu_seqlens_q_dev, num_seqs, num_seqs * heads * shape.cluster,
+            max_tokens, shape.plan, invariant=invariant, new_in_cache=True,
+        )  # fmt: skip
+        parts = split_parts(items, heads * columns, self._spec.v_head_dim)
+        return Splits(shape, columns, items, (*parts, counters))
+
+    def run(
+        self,
+        q: Tensor,
+        out: Tensor,
+        numbers: tuple[Tensor, ...],
+        scales: tuple[Tensor, ...],
+        batch: AttentionBatch,
+        splits: Splits,
+        scale: float,
+        *,
+        is_static: bool,
+    ) -> None:
+        """Queue it. `scales`: of keys and values, by slot and head in float16, or by channel in float32; and by
+        how much channels of values are shifted."""
+        spec, shape, tiles = self._spec, splits.shape, splits.columns // 8
+        q = (
+            q
+            if q.stride(2) == 1 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0
+            else q.contiguous()
+        )
+        defines = {
+            "HALF": int(spec.dtype == "float16"),
+            "Y_HALF": 0,
+            "FORMAT": _FORMATS[spec.kv_format],
+            "SCALED": 0,
+            "IS_STATIC": int(is_static),
+            "GROUP": spec.num_heads // spec.num_kv_heads,
+            "NT": tiles,
+            "WARPS": shape.warps,
+            "UNITS": shape.units,
+            "OCCUPANCY": shape.occupancy,
+            "BLOCK_SIZE": self._block_size,
+            "TILE": shape.plan.tile,
+            "CLUSTER": shape.cluster,
+        }
+        arguments: list[Any] = [
+            *(
+                q,
+                out,
+                *numbers,
+                *scales,
+                splits.items,
+                batch.block_tables_dev,
+                *splits.parts,
+                scale,
+            ),
+            *(q.stride(0), q.stride(1), batch.block_tables_dev.stride(0), spec.num_kv_heads),
+        ]
+        kernel = native.function("quant_attention", defines)
+        grid = (splits.items.shape[0], spec.num_kv_heads, shape.cluster)
+        shared = 4 * tiles * (512 + 1024 * (shape.warps + 1))
+        native.launch(
+            kernel, grid, 32 * shape.warps, arguments, shared=shared, cluster=shape.cluster
+        )

@@ -1,0 +1,156 @@
+// How decode_attention.cu and quant_attention.cu bring together what the warps of a block, the blocks of a cluster and
+// the splits of a row have summed.
+#include "attention.cuh"
+
+// INSTRUCTIONS
+
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 rank = 0;
+#if CLUSTER > 1
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return rank;
+}
+
+__device__ __forceinline__ void arrive() {
+#if CLUSTER > 1
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void await() {
+#if CLUSTER > 1
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+
+// A float in the shared memory of block `rank` of the cluster, at the address it has here.
+__device__ __forceinline__ float of_block(const float* here, u32 rank) {
+#if CLUSTER > 1
+  u32 at = (u32)__cvta_generic_to_shared(here);
+  float value;
+  asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %1, %2; ld.shared::cluster.f32 %0, [there];}"
+               : "=f"(value)
+               : "r"(at), "r"(rank)
+               : "memory");
+  return value;
+#else
+  return *here;
+#endif
+}
+
+// END OF INSTRUCTIONS
+
+#define TURN (16 * UNITS)  // tokens that a warp reads at once
+
+// A work item of attention/plan.py for one kv head, and where its splits leave their sums.
+struct Item {
+  int head, num_kv_heads;
+  float *part_acc, *part_best, *part_total;
+  int* counters;
+  int row, begin, end, split, num_splits, context, first_token, fed;
+  const int* table;  // of the row's blocks
+};
+
+// False where there is none.
+__device__ __forceinline__ bool read_item(Item& item, const int* items, const int* tables, int stride_table) {
+  const int* from = items + blockIdx.x * 8;
+  const Word4 place = load_past_l1((const u16*)from), of_tokens = load_past_l1((const u16*)(from + 4));
+  item.row = place.x[0], item.begin = place.x[1] * TILE, item.split = place.x[3], item.num_splits = of_tokens.x[0];
+  item.context = of_tokens.x[1], item.first_token = of_tokens.x[2], item.fed = of_tokens.x[3];
+  item.end = min((int)place.x[2] * TILE, item.context);
+  item.table = tables + (long long)item.row * stride_table;
+  return item.row >= 0;
+}
+
+// Lane l: where token l of a turn lies; past the end it is the last one once more.
+__device__ __forceinline__ long long place_of(const Item& item, int turn, u32 lane) {
+  const int token = min(item.begin + turn * TURN + (int)(lane % TURN), item.end - 1);
+  const int block = load_past_l1(item.table + token / BLOCK_SIZE);
+  return ((long long)block * BLOCK_SIZE + token % BLOCK_SIZE) * item.num_kv_heads + item.head;
+}
+
+// sums: [WARPS + 1][SIZE] of shared memory. store(e, result): element e % WIDTH of column e / WIDTH.
+template <class Store>
+__device__ __forceinline__ void bring_together(const State& state, float* sums, const Item& item, u32 rank,
+                                               const Store& store) {
+  float* block_sums = sums + WARPS * SIZE;
+  __shared__ float bests[WARPS][COLUMNS], totals[WARPS][COLUMNS];
+  __shared__ float block_best[COLUMNS], block_total[COLUMNS];
+  __shared__ int arrived;
+  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+  // Warps of the block.
+  leave(state, sums + warp * SIZE, bests[warp], totals[warp], lane);
+  __syncthreads();
+  const int used = GROUP * item.fed * WIDTH;  // of SIZE
+  for (int e = threadIdx.x; e < used; e += WARPS * 32) {
+    const int at = e / WIDTH;
+    float best = bests[0][at], total = 0.f, sum = 0.f;
+#pragma unroll
+    for (int w = 1; w < WARPS; ++w) best = fmaxf(best, bests[w][at]);
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      const float weight = power(bests[w][at] - best);
+      total += weight * totals[w][at], sum += weight * sums[w * SIZE + e];
+    }
+    block_sums[e] = sum;
+    if (e % WIDTH == 0) block_best[at] = best, block_total[at] = total;
+  }
+
+  // Blocks of the cluster: each adds up its share of the elements.
+  __syncthreads();
+  arrive(), await();
+  const int share = (used + CLUSTER - 1) / CLUSTER, last = min(used, (int)(rank + 1) * share);
+  const long long item_part = ((long long)blockIdx.x * item.num_kv_heads + item.head) * COLUMNS;
+  for (int e = rank * share + threadIdx.x; e < last; e += WARPS * 32) {
+    const int at = e / WIDTH;
+    float bests_of[CLUSTER], best = FLOOR, total = 0.f, sum = 0.f;
+#pragma unroll
+    for (int b = 0; b < CLUSTER; ++b) best = fmaxf(best, bests_of[b] = of_block(block_best + at, b));
+#pragma unroll
+    for (int b = 0; b < CLUSTER; ++b) {
+      const float weight = power(bests_of[b] - best);
+      total += weight * of_block(block_total + at, b), sum += weight * of_block(block_sums + e, b);
+    }
+    if (item.num_splits == 1) {
+      store(e, sum / total);
+    } else {
+      item.part_acc[item_part * WIDTH + e] = sum;
+      // Every share may begin within a column: whoever has its first element here says the same.
+      if (e % WIDTH == 0 || e == (int)rank * share) item.part_best[item_part + at] = best, item.part_total[item_part + at] = total;
+    }
+  }
+  arrive();  // what is in this block's own shared memory is of no more use to it
+
+  // Splits of the row: the last block to come with this share adds up.
+  if (item.num_splits > 1) {
+    __threadfence();
+    __syncthreads();
+    int* counter = item.counters + (item.row * item.num_kv_heads + item.head) * CLUSTER + rank;
+    if (threadIdx.x == 0) {
+      arrived = atomicAdd(counter, 1);
+      if (arrived == item.num_splits - 1) *counter = 0;  // for the next layer
+    }
+    __syncthreads();
+    if (arrived == item.num_splits - 1) {
+      __threadfence();
+      const long long stride = (long long)item.num_kv_heads * COLUMNS;
+      const long long first = item_part - item.split * stride;
+      for (int e = rank * share + threadIdx.x; e < last; e += WARPS * 32) {
+        const int at = e / WIDTH;
+        float best = FLOOR, total = 0.f, sum = 0.f;
+#pragma unroll 8
+        for (int s = 0; s < item.num_splits; ++s) best = fmaxf(best, __ldcg(item.part_best + first + s * stride + at));
+#pragma unroll 8
+        for (int s = 0; s < item.num_splits; ++s) {
+          const float weight = power(__ldcg(item.part_best + first + s * stride + at) - best);
+          total += weight * __ldcg(item.part_total + first + s * stride + at);
+          sum += weight * __ldcg(item.part_acc + (first + s * stride) * WIDTH + e);
+        }
+        store(e, sum / total);
+      }
+    }
+  }
+  await();  // nor to the others: it may go
+}

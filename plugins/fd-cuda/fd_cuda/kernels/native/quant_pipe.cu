@@ -1,0 +1,254 @@
+// y[M, N] = x[M, K] W[N, K]^T with packed W, for tens to thousands of rows, or of rows an expert.
+//
+// One warp feeds: it asks the copy engine for tiles of x, 64 inputs each, STAGES of them ahead. The others bring the
+// slabs of quant.cuh, each lane what it will read, and unpack a slab each into registers while wgmma multiplies the slab
+// before with BN rows of x.
+// A block computes 64 * GROUPS outputs. A cluster is TEAM blocks with other outputs of the same rows, each of which
+// fetches a part of every tile of x for all, by SPLIT blocks that divide K (wide.cuh).
+// PAIRED: GROUPS is 2, the first computes gate rows, the second the up rows that belong to them. GROUPED: x and y have
+// their rows by expert, BN to a block, or where there are slots, y has the rows that these say.
+// A row of x comes out the same whatever M is.
+
+#include "common.cuh"
+#include "quant.cuh"
+#include "wide.cuh"
+#include "feed.cuh"
+
+#define SLAB_BYTES (FORMAT == CCQ ? 256 : PIECES * 512)
+#define WORDS (FORMAT == CCQ ? 1 : PIECES)  // that a lane reads of a slab, 512 bytes apart
+#define TILE_X (BN * 128)
+#define TILE_W (GROUPS * 4 * SLAB_BYTES)
+#define STAGE (TILE_X + TILE_W)
+#define FEEDER (GROUPS * 4)  // the warp; of 256 rows, three idle ones give their registers too
+#define OUT (PAIRED ? 64 : GROUPS * 64)
+#define PITCH (GROUPS * 64 + 4)
+#define PART (BN / TEAM)  // rows of x that a block fetches
+
+// INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
+
+__device__ __forceinline__ void multiply(float* d, const u32* a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned." SIZE "k16.f32." TYPE "." TYPE " " D_LIST ", " ONE_SHARED ", 1, 1, 1, 0;"
+               : D_REGS("+f", d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+#if BN == 256
+#define GIVE_REGISTERS() asm volatile("setmaxnreg.dec.sync.aligned.u32 40;")
+#define TAKE_REGISTERS() asm volatile("setmaxnreg.inc.sync.aligned.u32 232;")
+#endif
+
+// END OF INSTRUCTIONS
+
+#ifndef GIVE_REGISTERS
+#define GIVE_REGISTERS()
+#define TAKE_REGISTERS()
+#endif
+
+// Of a ring of STAGES tiles: which one, and in which round.
+struct Place {
+  int stage;
+  u32 parity;
+};
+
+__device__ __forceinline__ void advance(Place& place) {
+  if (++place.stage == STAGES) place = {0, place.parity ^ 1};
+}
+
+__device__ __forceinline__ int slab_of(int tile, int warp, int slabs) {
+  // Slabs behind the last repeat it; nothing of theirs is stored.
+  const int half = slabs / 2;
+  return PAIRED ? min(tile * 4 + warp % 4, half - 1) + warp / 4 * half : min(tile * GROUPS * 4 + warp, slabs - 1);
+}
+
+// What a warp that multiplies knows.
+struct Source {
+  const unsigned char* w;      // this lane's part of its first slab
+  unsigned char* slabs;        // and where it stands in the first tile
+  const Entry* groups;
+  Code maps;
+  int first, per_group;
+};
+
+__device__ __forceinline__ Group group_of(const Source& from, int t) {
+  return load_group(from.groups, (from.first + t) / from.per_group);
+}
+
+// A lane brings 16 bytes at a time, CCQ's lanes for two.
+__device__ __forceinline__ void ask_slab(const Source& from, int t, int count, int stage) {
+  if (t < count) {
+#if FORMAT == CCQ
+    if (threadIdx.x % 2 == 0) copy_async(shared_address(from.slabs + stage * STAGE), from.w + t * SLAB_BYTES, true);
+#else
+#pragma unroll
+    for (int p = 0; p < PIECES; p++)
+      copy_async(shared_address(from.slabs + stage * STAGE + p * 512), from.w + t * SLAB_BYTES + p * 512, true);
+#endif
+  }
+  commit();
+}
+
+__device__ __forceinline__ Slab await_slab(const Source& from, int stage) {
+  await_own_copies<STAGES - 1>();
+  Slab slab;
+#if FORMAT == CCQ
+  __syncwarp();
+  slab.piece = *(const uint2*)(from.slabs + stage * STAGE);
+  __syncwarp();
+#else
+#pragma unroll
+  for (int p = 0; p < PIECES; p++) slab.piece[p] = *(const uint4*)(from.slabs + stage * STAGE + p * 512);
+#endif
+  return slab;
+}
+
+__device__ __forceinline__ void unpack_step(u32* a, const Source& from, const Slab& slab, int step, const Group& group) {
+  unpack(slab, step, from.maps, a);
+  apply_group(a, group);
+}
+
+// Shared memory of all blocks of the cluster is as its own block has left it.
+__device__ __forceinline__ void open_memory() {
+#if SPLIT * TEAM > 1
+  announce_start();
+  await_start();
+#else
+  __syncthreads();
+#endif
+}
+
+// What divides K has its parts together.
+__device__ __forceinline__ void meet_split() {
+#if SPLIT > 1
+  meet();
+#else
+  __syncthreads();
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict__ w, const Entry* __restrict__ groups,
+           const float* __restrict__ scales, const float* x_scales, const u16* __restrict__ bias, u16* y,
+           const int* slots, const int* experts, int M, int N, int slabs, int turns, int per_group, int divisor,
+           const float2* __restrict__ codes) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+  const int rank = blockIdx.z % SPLIT, member = blockIdx.z / SPLIT;
+  const int tile = blockIdx.x * TEAM + member, first_row = blockIdx.y * BN;
+  const int share = (turns + SPLIT - 1) / SPLIT;
+  const int first = min(rank * share, turns), count = min(turns - first, share);
+  const int num_groups = (turns + per_group - 1) / per_group;
+  const u32 full = shared_address(memory), empty = full + 8 * STAGES;
+  const u32 base = (full + 16 * STAGES + 1023) & ~1023u;
+  unsigned char* tiles = memory + (base - full);
+  float* parts = (float*)tiles;
+#if GROUPED
+  let_next_start();
+  wait_for_previous();
+  const int expert = experts[blockIdx.y];
+  if (expert < 0) return;  // the whole cluster: it has one blockIdx.y
+  w += (u64)expert * slabs * turns * SLAB_BYTES;
+  groups += (u64)expert * slabs * num_groups * 8 * SCALED;
+  scales += (u64)expert * slabs * 16;
+  codes += expert * slabs * 16;
+#endif
+
+  const int own = slab_of(tile, warp, slabs);
+  Source from;
+  from.w = w + ((u64)own * turns + first) * SLAB_BYTES + lane * (SLAB_BYTES / 32 / WORDS);
+  from.slabs = tiles + TILE_X + warp * SLAB_BYTES + lane * (SLAB_BYTES / 32 / WORDS);
+  if (warp < FEEDER) {
+#pragma unroll
+    for (int t = 0; t < STAGES; t++) ask_slab(from, t, count, t);
+  } else if (thread == FEEDER * 32) {
+#pragma unroll
+    for (int s = 0; s < STAGES; s++) {
+      make_barrier(full + 8 * s, 1);
+      make_barrier(empty + 8 * s, TEAM * FEEDER);
+    }
+    publish_barriers();
+  }
+  open_memory();
+#if !GROUPED
+  let_next_start();
+  wait_for_previous();
+#endif
+
+  if (warp >= FEEDER) {
+    GIVE_REGISTERS();
+    if (warp == FEEDER) {
+      u32 mask = 0;
+#pragma unroll
+      for (int i = 0; i < TEAM; i++) mask |= 1u << (i * SPLIT + rank);
+      Place at = {0, 1};  // the phase before the first one counts as ended
+      for (int t = 0; t < count; t++, advance(at)) {
+        await_phase(empty + 8 * at.stage, at.parity);
+        if (lane == 0) {
+          expect(full + 8 * at.stage, TILE_X);
+          copy_box(base + at.stage * STAGE + member * PART * 128, x, (first + t) * 64, first_row + member * PART,
+                   full + 8 * at.stage, mask);
+        }
+      }
+      __syncwarp();
+    }
+    open_memory();
+    meet_split();
+    return;
+  }
+  TAKE_REGISTERS();
+  from.groups = groups + (u64)own * num_groups * 8 * SCALED + (lane >> 2);
+  from.first = first, from.per_group = per_group;
+#if FORMAT == CCQ
+  from.maps.upper = codes[own * 16 + (lane >> 2)];
+  from.maps.lower = codes[own * 16 + (lane >> 2) + 8];
+#endif
+  float sum[BN / 2];
+#pragma unroll
+  for (int i = 0; i < BN / 2; i++) sum[i] = 0.f;
+  fence_registers(sum);
+  u32 a[2][4][4];  // of the slab that is multiplied, and of the next one
+  Group group[2];  // of the next turn, and of the one behind it
+  Place next = {0, 0};
+  int stage = 0, last = 0;
+  if (count > 0) {
+    const Slab slab = await_slab(from, 0);
+    const Group own_group = group_of(from, 0);
+#pragma unroll
+    for (int s = 0; s < 4; s++) unpack_step(a[0][s], from, slab, s, own_group);
+    ask_slab(from, STAGES, count, 0);
+    await_phase(full, 0);
+  }
+  if (count > 1) group[1] = group_of(from, 1);
+  if (count > 2) group[0] = group_of(from, 2);
+  for (int begin = 0; begin < count; begin += 2) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int t = begin + i;
+      if (t >= count) break;
+      const u64 tile_x = descriptor(base + stage * STAGE);
+      const bool goes_on = t + 1 < count;
+      advance(next);
+      Slab slab;
+#pragma unroll
+      for (int s = 0; s < 4; s++) {
+        begin_products();
+        multiply(sum, a[i][s], tile_x + s * 2);
+        end_products();
+        if (s == 0 && goes_on) slab = await_slab(from, next.stage);
+        await_products<4>();  // the same step of the slab before: its operands are free
+        if (s == 3 && t > 0 && lane < TEAM) arrive_at(at_rank(empty + 8 * last, lane * SPLIT + rank));
+        if (goes_on) unpack_step(a[i ^ 1][s], from, slab, s, group[i ^ 1]);
+      }
+      if (goes_on) {
+        if (t + 3 < count) group[i ^ 1] = group_of(from, t + 3);
+        ask_slab(from, t + 1 + STAGES, count, next.stage);
+        await_phase(full + 8 * next.stage, next.parity);
+      }
+      last = stage, stage = next.stage;
+    }
+  }
+  await_products<0>();
+  fence_registers(sum);
+  open_memory();  // parts stand where tiles were
+  send_parts(parts, PITCH, rank, sum, warp * 16, lane, member * SPLIT);
+  meet_split();
+  finish(parts, PITCH, OUT, GROUPS * 128, tile * OUT, first_row, rank, scales, x_scales, bias, y, slots, divisor, M, N);
+}

@@ -1,0 +1,67 @@
+// Clusters and the copy engine of feed.cuh. An address in another block's shared memory carries the block's rank from bit
+// 20 on; a barrier counts what is missing.
+#include <mutex>
+
+struct TensorMap {  // test_quant_pipe.py makes it
+  const char* data;
+  long long row_bytes;
+  int inputs, rows, box_rows;
+  char rest[100];
+};
+struct Barrier {
+  unsigned char phase, arrivals;
+  short missing;
+  int bytes;
+};
+static std::mutex counting;
+
+inline char* in_cluster(u32 address) {
+  char* own = (char*)shared;
+  if (address >> 20) own = (*block->anchors)[(address >> 20) - 1] + (own - &anchor);
+  return own + (address & 0xfffff);
+}
+inline u32 at_rank(u32 address, int rank) { return address | (u32)(rank + 1) << 20; }
+inline void send(u32 address, float value) { std::memcpy(in_cluster(address), &value, 4); }
+inline void announce_start() { arrive(); }
+inline void await_start() { await(); }
+inline void meet() { arrive(), await(); }
+
+inline void count(u32 address, int arrivals, int bytes) {
+  const std::lock_guard<std::mutex> guard(counting);
+  Barrier& own = *(Barrier*)in_cluster(address);
+  own.missing -= arrivals, own.bytes += bytes;
+  if (!own.missing && !own.bytes) own.phase ^= 1, own.missing = own.arrivals;
+}
+inline void make_barrier(u32 address, int arrivals) {
+  *(Barrier*)in_cluster(address) = {0, (unsigned char)arrivals, (short)arrivals, 0};
+}
+inline void publish_barriers() {}
+inline void expect(u32 address, int bytes) { count(address, 1, bytes); }
+inline void arrive_at(u32 address) { count(address, 1, 0); }
+inline void await_phase(u32 address, u32 parity) {
+  for (;;) {
+    {
+      const std::lock_guard<std::mutex> guard(counting);
+      if (((Barrier*)in_cluster(address))->phase != parity) return;
+    }
+    std::this_thread::yield();
+    yield();
+  }
+}
+template <int left>
+inline void await_own_copies() {}
+inline void copy_box(u32 to, const TensorMap& map, int input, int row, u32 barrier, u32 mask) {
+  for (int rank = 0; rank < 8; ++rank) {
+    if (!(mask >> rank & 1)) continue;
+    for (int r = 0; r < map.box_rows; ++r)
+      for (int k = 0; k < 64; ++k) {
+        u16 x = 0;
+        if (row + r < map.rows && input + k < map.inputs)
+          std::memcpy(&x, map.data + (row + r) * map.row_bytes + (input + k) * 2, 2);
+        const u32 at = to + r * 128 + ((k / 8 ^ ((to >> 7) + r & 7)) << 4) + k % 8 * 2;
+        std::memcpy(in_cluster(at_rank(at, rank)), &x, 2);
+      }
+    count(at_rank(barrier, rank), 0, -map.box_rows * 128);
+  }
+}
+#define __grid_constant__

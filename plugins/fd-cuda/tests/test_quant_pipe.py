@@ -1,0 +1,80 @@
+"""quant_pipe.cu against dequantization in float64: emulated, clusters and copies included, or on the GPU."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
+from quant_emulation import use_kernels
+from test_quant_native import DEVICE, HAS_GPU, Case, check, check_product, packed
+
+from fd_cuda.kernels import quant_weights
+from fd_cuda.kernels.quant_native import Grouping, Pipe, product
+from fd_cuda.kernels.quant_order import gathered
+from fd_cuda.kernels.routing import Order
+
+pytestmark = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, reason="needs g++")
+
+
+@pytest.fixture(autouse=True)
+def kernels(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_kernels(tmp_path_factory.getbasetemp(), monkeypatch)
+
+
+# Parts of K and of teams that are empty or behind the end, fewer turns than tiles and more.
+CASES: list[Case] = [
+    ("wint4", 80, 136, 0, torch.bfloat16, 33, Pipe(32, 1, 1, 1, 4)),
+    ("wint8", 144, 712, 0, torch.bfloat16, 40, Pipe(32, 2, 1, 2, 3)),
+    ("wint4_zp", 80, 384, 128, torch.float16, 15, Pipe(32, 1, 2, 2, 4)),
+    ("wint8_zp", 144, 448, 64, torch.bfloat16, 70, Pipe(64, 1, 4, 1, 3)),
+]
+LARGE: list[Case] = [
+    ("wint4", 264, 520, 0, torch.bfloat16, 300, Pipe(256, 2, 1, 2, 4)),
+    ("wint4", 1032, 1024, 128, torch.bfloat16, 130, Pipe(128, 2, 2, 4, 5)),
+    ("wint8", 520, 1088, 64, torch.float16, 130, Pipe(128, 2, 8, 1, 5)),
+    ("wfp8", 512, 1024, 0, torch.bfloat16, 700, Pipe(256, 2, 2, 2, 5)),
+    ("wint8", 520, 1024, 0, torch.bfloat16, 64, Pipe(64, 2, 1, 2, 6, 2)),
+]
+
+
+@pytest.mark.parametrize("case", [*CASES, *(LARGE if HAS_GPU else [])], ids=str)
+def test_product(case: Case) -> None:
+    for _ in range(20 if HAS_GPU else 1):
+        check_product(case)
+
+
+@pytest.mark.parametrize("name", ["wint4", "wint8"])
+def test_experts_pair_gate_and_up(name: str) -> None:
+    """Rows gathered by expert, two blocks of one of them, and a block that nobody has."""
+    experts, inner, hidden, tokens = 2, 48, 136, 12
+    parts = [packed(name, 2 * inner, hidden + e) for e in range(experts)]
+    held = {
+        "weight": torch.stack(
+            [p.tensors["weight"][:, : parts[0].tensors["weight"].shape[1]] for p in parts]
+        ),
+        "scale": torch.stack([p.tensors["scale"] for p in parts]),
+    }
+    weight = PackedWeight(FORMATS[name], 2 * inner, hidden, held, experts)
+    slabs = quant_weights.prepare(weight).slabs
+    assert slabs is not None
+    x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
+    ids = torch.tensor([[0, 1]] + [[1, 1]] * (tokens - 1), device=DEVICE)
+    slots, block = 2 * tokens, 16
+    own = [torch.nonzero(ids.view(-1) == e)[:, 0] for e in range(experts)]
+    rows = torch.full((4, block), slots, dtype=torch.int32, device=DEVICE)
+    rows[0, :1], rows[1], rows[3, : len(own[1]) - block] = own[0], own[1][:block], own[1][block:]
+    order = Order(rows.view(-1), torch.tensor([0, 1, -1, 1], dtype=torch.int32, device=DEVICE))
+    shape, grouping = Pipe(16, 2, 1, 2, 3), Grouping(slots, 1, order)
+    ordered = gathered(x, order, slots, 2)
+    got = product(shape, ordered, slabs, None, grouping=grouping, paired=True)
+    plain = product(shape, ordered, slabs, None, grouping=grouping)
+    wide = quant_weights.dequantized(slabs, torch.float32).double()
+    for place, slot in enumerate(rows.view(-1).tolist()):
+        if slot == slots:
+            continue
+        y = x[slot // 2].double() @ wide[int(ids.view(-1)[slot])].T
+        check(got[place], torch.nn.functional.silu(y[:inner]) * y[inner:], torch.bfloat16)
+        check(plain[slot], y, torch.bfloat16)
