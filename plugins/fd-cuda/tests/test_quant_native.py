@@ -259,7 +259,7 @@ def test_published_two_bits(dtype: torch.dtype) -> None:
     assert np.allclose(own, dense, rtol=1e-6)
     check(unpack(slabs, dtype), torch.from_numpy(dense).to(DEVICE), dtype)
     shapes: list[tuple[Shape, int]] = [
-        (Gemv(1, 2, 2, 2, 1), 3), (Gemv(2, 1, 2, 2, 1), 11), (Pipe(32, 1, 1, 1, 3), 35)
+        (Gemv(1, 2, 2, 2, 1), 3), (Gemv(2, 1, 2, 2, 1), 11), (Pipe(32, 1, 1, 3), 35)
     ]  # fmt: skip
     for shape, tokens in shapes:
         x = torch.randn(tokens, count, device=DEVICE).to(dtype)
