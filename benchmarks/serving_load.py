@@ -1,10 +1,12 @@
 """A server under load: beside the same engine offline, and at rising rates of requests.
 
     python benchmarks/serving_load.py MODEL --streams 256 --rates 20,40,80 -- --load-format dummy
+    python benchmarks/serving_load.py MODEL --streams 32 --cpus 0,2 --client-cpus 4,6 -- --device x86
 
 First the engine alone generates for `--num-prompts` prompts, `--streams` at once; then a server does,
-for as many clients; then requests arrive at random (Poisson) for `--seconds` at each rate. Prompts are
-random ids, answers have a fixed length, the prefix cache is off. What follows -- goes to both.
+for as many clients, and then the engine alone again, because machines change their pace; then requests arrive at random (Poisson) for `--seconds` at each rate. Prompts are
+random ids, answers have a fixed length, the prefix cache is off. What follows -- goes to both. With
+`--cpus` engine and server run on those processors only, clients too or on `--client-cpus`.
 """
 
 from __future__ import annotations
@@ -43,6 +45,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rate-output-len", type=int, default=128, help="answers at the rates")
     parser.add_argument("--api-server-count", type=int, default=8)
     parser.add_argument("--clients", type=int, default=6, help="client processes")
+    parser.add_argument("--stream-interval", type=int, default=1, help="tokens in a chunk")
+    parser.add_argument("--cpus", default="", help="of engine and server; default: all")
+    parser.add_argument("--client-cpus", default="", help="default: those of the server")
     parser.add_argument("--vocab-size", type=int, default=256, help="ids of prompts stay below it")
     own, _, serve = " ".join(["", *sys.argv[1:]]).partition(" -- ")
     options = parser.parse_args(own.split())
@@ -51,6 +56,12 @@ def parse_arguments() -> argparse.Namespace:
     if options.tensor_library:
         options.engine += ["--tensor-library", options.tensor_library]
     return options
+
+
+def move_to(cpus: str) -> None:
+    """What this process starts from now on runs on these processors; empty: as before."""
+    if cpus:
+        os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
 
 
 def measure(command: list[str]) -> Any:
@@ -81,6 +92,7 @@ def load(
     command += ["--input-len", str(options.input_len), "--output-len", str(output_len)]
     command += ["--num-clients", str(min(options.clients, count)), "--num-warmup", "1"]
     command += ["--vocab-size", str(options.vocab_size)]
+    command += ["--stream-interval", str(options.stream_interval)]
     if rate == "inf":
         command += ["--max-concurrency", str(options.streams)]
     (result,) = measure(command)
@@ -100,12 +112,15 @@ def show(name: str, r: dict[str, Any]) -> None:
 def main() -> None:
     """Run and print."""
     options = parse_arguments()
-    alone = offline(options)
+    move_to(options.cpus)
+    before = offline(options)
     print(
         f"{options.model}: {options.input_len} tokens in, {options.output_len} out; "
-        f"{options.api_server_count} API servers, {options.clients} clients, {os.cpu_count()} cores, "
-        f"Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}\n"
-        f"offline, {options.streams} at once: {alone:.0f} output tokens/s",
+        f"{options.api_server_count} API servers, {options.clients} clients, {os.cpu_count()} cores "
+        f"(server on {options.cpus or 'all'}, clients on {options.client_cpus or 'the same'}), chunks of "
+        f"{options.stream_interval} tokens, Python {platform.python_version()}, "
+        f"{time.strftime('%Y-%m-%d')}\n"
+        f"offline, {options.streams} at once: {before:.0f} output tokens/s",
         flush=True,
     )
     start = argparse.Namespace(
@@ -121,6 +136,7 @@ def main() -> None:
     )
     server = Start(start)
     print(f"server ready after {server.wait_ready():.1f} s", flush=True)
+    move_to(options.client_cpus)
     try:
         print(
             f"{'requests/s asked':>16} {'done/s':>9} {'tokens/s':>10} {'TTFT p50':>9} {'p99, ms':>9} "
@@ -131,13 +147,18 @@ def main() -> None:
             result = load(options, server, "inf", options.num_prompts, options.output_len)
             speeds.append(result["output_tokens_per_s"])
             show(f"{options.streams} at once", result)
-        served = statistics.median(speeds)
-        print(f"server {served:.0f} tokens/s, {100 * served / alone:.1f} % of offline (median)")
         for rate in options.rates.split(",") if options.rates else ():
             count = max(8, round(float(rate) * options.seconds))
             show(rate, load(options, server, rate, count, options.rate_output_len))
     finally:
         server.stop()
+    move_to(options.cpus)
+    after = offline(options)
+    served, alone = statistics.median(speeds), (before + after) / 2
+    print(
+        f"offline again: {after:.0f}; server {served:.0f} tokens/s (median), "
+        f"{100 * served / alone:.1f} % of offline (mean)"
+    )
 
 
 if __name__ == "__main__":

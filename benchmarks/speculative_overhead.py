@@ -4,8 +4,9 @@
 
 The engine runs over recorded steps whose replay does nothing: every row always has the first half of its
 drafts right. So what is measured is this project's own code, with the copies that a processor does at once.
-Microseconds of the engine's thread per step, medians over rounds; beside them the share of a step without
-speculation, which an engine costs that has it and has turned it off (`off`).
+Microseconds of the engine's thread, medians over rounds; beside them the share of what they are in the same
+round without speculation, which an engine costs that has it and has turned it off (`off`). `step`: per step of sequences that
+all go on. `answer`: per answer of some ANSWER tokens in a closed loop, prompts and changes of the batch included.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.engine.client import LocalEngine
 from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.testing.capturing import CapturingDevice, OnCapturingDevice
-from fastdeploy_core.types import Request, SamplingParams
+from fastdeploy_core.types import Request, SamplingParams, TokenDeltas
+from fastdeploy_core.worker import model_runner
+from fastdeploy_core.worker import worker as worker_module
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT, WARM_STEPS = 16, 12
-LONGEST = 512
+LONGEST, ANSWER = 512, 48
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -37,13 +40,13 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--methods", nargs="+", default=["mtp:1,3", "ngram_match:5"])
+    parser.add_argument("--methods", nargs="*", default=["mtp:1,3", "ngram_match:5"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--steps", type=int, default=100, help="steps of a round")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--model", default=str(ROOT / "models" / "ernie-tiny"))
     parser.add_argument("--tensor-library", default="torch")
-    parser.add_argument("--profile", action="store_true", help="print where the time goes")
+    parser.add_argument("--profile", choices=("step", "answer"), help="print where the time goes")
     parser.add_argument("--json", action="store_true", help="print one JSON line as well")
     return parser.parse_args()
 
@@ -85,14 +88,33 @@ def make_engine(options: argparse.Namespace, speculative: dict[str, Any] | None)
         }
     )
     resolved: Any = OnQueuingDevice(resolve_plugins(config))
+    for module in (worker_module, model_runner):  # nothing is drawn, so nothing waits for anybody
+        module.can_record_draws = lambda *parts: True  # type: ignore[attr-defined]
     engine = LocalEngine(config, resolved)
     worker = engine._core._executor._worker
+    forget_the_model(worker)
     for work in worker.device.recorded:
         work.replay = lambda: None
     with worker.device.xp.no_grad():
         for recorded in worker._runner._graphs._steps.values():
             fill(recorded)
     return engine
+
+
+def forget_the_model(worker: Any) -> None:
+    """Steps with prompts, which are not recorded on a processor, compute nothing either."""
+    model, xp = worker._runner._model, worker.device.xp
+    config = worker.config.model.hf_config
+    sizes = {"forward": config["hidden_size"], "compute_logits": config["vocab_size"]}
+    for name, size in sizes.items():
+        nothing = xp.zeros((4096, size), dtype=xp.float32, device=worker.device.device)
+        setattr(model, name, lambda x, *others, nothing=nothing: nothing[: x.shape[0]])
+    speculation = worker._runner._speculation
+    if speculation is not None and not speculation.reads_history:
+        drafts = xp.zeros((4096, 32), dtype=xp.int64, device=worker.device.device)
+        speculation._drafter.propose = lambda batch: drafts[
+            : batch.attention.num_seqs, : batch.max_drafts
+        ]
 
 
 def fill(recorded: Any) -> None:
@@ -108,9 +130,46 @@ def fill(recorded: Any) -> None:
 def turn_off(engine: LocalEngine, sizes: list[int]) -> None:
     """As if drafts had been found not to pay."""
     length = engine._core.scheduler._length
-    for size in map(length._size, sizes):
-        size.turn_off()
-        size.pause = 10**9
+    for size in sizes:
+        length._regime(size, 0).turn_off(10**9)
+
+
+def serve(
+    engine: LocalEngine, batch: int, tag: str, profiler: cProfile.Profile | None = None
+) -> float:
+    """Microseconds per answer in a closed loop of answers of ANSWER tokens on average."""
+    count = max(48, 6 * batch)
+    requests = [
+        Request(
+            request_id=f"{tag}-{number}",
+            prompt_token_ids=[(7 * number + i) % 400 + 10 for i in range(PROMPT)],
+            sampling=SamplingParams(
+                temperature=0.0,
+                max_tokens=ANSWER // 2 + 7 * number % ANSWER,
+                ignore_eos=True,
+            ),
+            eos_token_ids=[2],
+        )
+        for number in range(count)
+    ]
+    waiting, running = iter(requests), 0
+    if profiler is not None:
+        profiler.enable()
+    began = time.thread_time()
+    while True:
+        while running < batch and (request := next(waiting, None)) is not None:
+            engine.add(request)
+            running += 1
+        if not running:
+            break
+        for output in engine.step():
+            running -= not isinstance(output, TokenDeltas) and output.finished
+    seconds = time.thread_time() - began
+    if profiler is not None:
+        profiler.disable()
+    while engine.has_work():
+        engine.step()
+    return seconds / count * 1e6
 
 
 def measure(
@@ -141,36 +200,57 @@ def measure(
     return seconds / steps * 1e6
 
 
-def main() -> None:
-    """Measure and print."""
-    options = parse_arguments()
-    wanted: list[tuple[str, dict[str, Any] | None]] = [("none", None)]
+def wanted_engines(options: argparse.Namespace) -> dict[str, dict[str, Any] | None]:
+    """Names and speculative sections."""
+    wanted: dict[str, dict[str, Any] | None] = {"none": None}
     for named in options.methods:
         method, _, numbers = named.partition(":")
         for k in map(int, numbers.split(",")):
-            section = {"method": method, "num_speculative_tokens": k}
-            wanted.append((f"{method} k={k}", {**section, "adaptive_length": False}))
-    wanted.append(("off", {"method": "ngram_match", "num_speculative_tokens": 3}))
-    rows: dict[str, dict[int, float]] = {}
-    print(f"{'':16}" + "".join(f"{batch:>16}" for batch in options.batch))
-    for name, section in wanted:
-        engine = make_engine(options, section)
-        if name == "off":
-            turn_off(engine, options.batch)
-        profiler = cProfile.Profile()
-        rows[name] = {}
-        for batch in options.batch:
-            found = [
-                measure(engine, batch, options.steps, f"{batch}-{n}") for n in range(options.rounds)
-            ]
-            rows[name][batch] = statistics.median(found)
-            if options.profile and batch == options.batch[-1]:
-                measure(engine, batch, options.steps, "profile", profiler)
-        engine.close()
-        cells = (f"{us:8.0f} {us / rows['none'][batch]:6.2f}" for batch, us in rows[name].items())
-        print(f"{name:16}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
+            section = {"method": method, "num_speculative_tokens": k, "adaptive_length": False}
+            wanted[f"{method} k={k}"] = section
+    wanted["off"] = {"method": "ngram_match", "num_speculative_tokens": 3}
+    return wanted
+
+
+def show_profile(engine: LocalEngine, options: argparse.Namespace, name: str) -> None:
+    """Where the time of the largest batch goes."""
+    profiler, batch = cProfile.Profile(), options.batch[-1]
+    if options.profile == "step":
+        measure(engine, batch, options.steps, "profile", profiler)
+    else:
+        serve(engine, batch, "profile", profiler)
+    print(name)
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
+
+
+def main() -> None:
+    """Measure, engines in turns, and print."""
+    options = parse_arguments()
+    wanted = wanted_engines(options)
+    engines = {name: make_engine(options, section) for name, section in wanted.items()}
+    turn_off(engines["off"], options.batch)
+    columns = [f"{what} {batch}" for what in ("step", "answer") for batch in options.batch]
+    rows: dict[str, dict[str, list[float]]] = {
+        name: {column: [] for column in columns} for name in engines
+    }
+    for batch in options.batch:
+        for number in range(options.rounds):
+            for name, engine in engines.items():
+                tag = f"{batch}-{number}"
+                rows[name][f"step {batch}"].append(measure(engine, batch, options.steps, tag))
+                rows[name][f"answer {batch}"].append(serve(engine, batch, f"s{tag}"))
+    print(f"{'':16}" + "".join(f"{column:>16}" for column in columns))
+    for name, found in rows.items():
+        line = f"{name:16}"
+        for column in columns:
+            pairs = zip(found[column], rows["none"][column], strict=True)
+            share = statistics.median(own / plain for own, plain in pairs)
+            line += f"{statistics.median(found[column]):9.0f} {share:6.2f}"
+        print(line)
+    for name, engine in engines.items():
         if options.profile:
-            pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
+            show_profile(engine, options, name)
+        engine.close()
     if options.json:
         print(json.dumps(rows))
 

@@ -1,21 +1,23 @@
 """Speculative methods on the demo model's tasks: speed beside none, and what drafting costs.
 
-    python benchmarks/speculative_speed.py --methods mtp:1,2,3 ngram_match:3,5 --batch 1 8 32 128
+    python benchmarks/speculative_speed.py --methods mtp:1,3 ngram_match:3,5 --batch 1 8 32 128
     python benchmarks/speculative_speed.py --overhead      # nothing accepted: a step's whole price
     python benchmarks/speculative_speed.py --equality      # the same tokens as without, or exit status 1
 
-An engine with the method and one without run in turns in one process, with so many requests at once;
-questions are held out of the model's training, answers are greedy. Ratios are taken within a round, figures
-are medians over rounds. Three things are measured:
+Engines with a method and one without run in turns in one process; questions are held out of the model's
+training, answers are greedy unless --temperature says otherwise. Ratios of tokens per second are taken
+within a round; figures are medians over rounds, behind them the standard error of that median, as the quartiles
+tell it. The method `none` is another engine without speculation: what two engines differ by that are the same.
 
-whole     requests from their arrival to their last token, prompts included; answers end where the model ends
-          them, or at --max-tokens. A batch lasts until its slowest answer is complete.
-long      the same with answers of --long tokens each, whatever the model would like to end.
-decoding  the engine alone while every answer grows: from where all have begun until they have --steady tokens
-          on average. As a server does whose batch is kept full.
+whole     a server under load: eight requests for each place of the batch, of which so many run at once as
+          `batch` says; the next arrives when one ends. Prompts included; the model ends its answers.
+long      one batch: all requests arrive together and all answers have --long tokens, whatever the model would
+          like to end. Lasts until the slowest answer is complete.
+decoding  while every answer grows: from where all have begun until they have --steady tokens on average.
 
-tok/step and ms/step are of decoding; drafting is the part of a step that the worker's host spends on
-drafters. On a device that only queues work, speculative_profile.py tells what drafting costs there.
+tok/step and ms/step are of decoding; drafts/tok are fed drafts per token of whole, long and decoding; drafting
+is the part of a step that the worker's host spends on drafters. On a device that only queues work,
+speculative_profile.py tells what drafting costs there.
 """
 
 from __future__ import annotations
@@ -24,16 +26,17 @@ import argparse
 import json
 import statistics
 import time
-from collections import Counter
 from typing import Any
 
-from speculative_acceptance import Runs, add_arguments, generate, print_conditions, questions
+from speculative_acceptance import Runs, add_arguments, print_conditions, questions
 
 from fastdeploy_core.api.inputs import normalise_prompts
 from fastdeploy_core.types import TokenDeltas, each_delta
 
 REPETITIVE = ("copying", "reciting", "plain_copy")
 COUNTED = ("steps_total", "step_sequences_total", "draft_s", "draft_tokens_total")
+PLACES = 8  # requests of a closed loop for each place
+MEASURES = ("whole", "long", "decoding")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -45,12 +48,20 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--k", nargs="+", type=int, default=[3], help="where no method:k,k says")
     parser.add_argument("--tasks", nargs="+", default=REPETITIVE)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warm-up", type=int, default=2, help="rounds that do not count")
+    parser.add_argument("--measures", nargs="+", default=MEASURES, choices=MEASURES)
     parser.add_argument("--steady", type=int, default=256, help="tokens of an answer")
-    parser.add_argument("--least", type=int, default=6, help="requests of a round, at least")
+    parser.add_argument("--least", type=int, default=6, help="long answers of a round, at least")
+    parser.add_argument(
+        "--fewest", type=int, default=48, help="requests of a closed loop, at least"
+    )
     parser.add_argument("--long", type=int, default=256, help="tokens of a long answer")
     parser.add_argument("--temperature", type=float, default=0.0, help="above 0: with top_p 0.95")
     parser.add_argument("--fixed", action="store_true", help="adaptive length off")
+    parser.add_argument(
+        "--disable-above", type=int, default=0, help="disable_by_batch_size: what being off costs"
+    )
     parser.add_argument(
         "--processor-time",
         action="store_true",
@@ -69,68 +80,91 @@ class Comparison:
         self.options, self._runs = options, Runs(options)
         self._most = max(options.batch)
         self.plain = self._runs.engine(batch=self._most)
+        self._clock = time.process_time if options.processor_time else time.perf_counter
+        most = max(PLACES * self._most, options.fewest)
+        each = -(-most // len(options.tasks))
+        found = [questions(options.model, task, each) for task in options.tasks]
+        self._prompts = [prompt for row in zip(*found, strict=True) for prompt in row]
 
     def drafting(self, method: str, k: int) -> Any:
         """An engine with the method."""
-        settings = {"adaptive_length": not self.options.fixed and not self.options.overhead}
-        if self.options.overhead:
-            settings["benchmark_mode"] = True
+        if method == "none":
+            return self._runs.engine(batch=self._most)
+        options = self.options
+        settings: dict[str, Any] = {
+            "adaptive_length": not options.fixed and not options.overhead,
+            "disable_by_batch_size": options.disable_above or None,
+            "benchmark_mode": options.overhead,
+        }
         return self._runs.engine(method, k, self._most, **settings)
 
-    def prompts(self, batch: int) -> list[str]:
-        """Questions for rounds of so many requests at once."""
+    def play(self, llm: Any, batch: int, measure: str) -> dict[str, Any]:
+        """One of the three, once."""
         options = self.options
-        count = batch * -(-options.least // batch)
-        each = -(-count // len(options.tasks))
-        found = [questions(options.model, task, each) for task in options.tasks]
-        return [prompt for row in zip(*found, strict=True) for prompt in row][:count]
-
-    def play(self, llm: Any, batch: int, *, is_long: bool = False) -> dict[str, Any]:
-        """All questions, so many at a time."""
-        max_tokens = self.options.long if is_long else self.options.max_tokens
-        prompts, total = self.prompts(batch), dict[str, Any]()
-        seconds = tokens = 0.0
-        answers: list[list[int]] = []
-        for first in range(0, len(prompts), batch):
-            part = prompts[first : first + batch]
-            took, made, change = generate(
-                llm,
-                part,
-                max_tokens,
-                ignore_eos=is_long,
-                temperature=self.options.temperature,
-                clock=time.process_time if self.options.processor_time else time.perf_counter,
-                answers=answers,
-            )
-            seconds, tokens = seconds + took, tokens + made
-            total = {name: total.get(name, 0) + value for name, value in change.items()}
-        return {**total, "seconds": seconds, "tokens": tokens, "answers": answers}
-
-    def decode(self, llm: Any, batch: int) -> dict[str, float]:
-        """Steps in which every answer grows, over a question of each task at least."""
-        count = batch * -(-len(self.options.tasks) // batch)
-        prompts, total = self.prompts(batch)[:count], Counter[str]()
-        for first in range(0, len(prompts), batch):
-            total.update(self._decode(llm, prompts[first : first + batch]))
+        if measure == "whole":
+            count = max(PLACES * batch, options.fewest)
+            return self._serve(llm, self._prompts[:count], batch, options.max_tokens)
+        if measure == "long":
+            prompts = self._prompts[: max(batch, options.least)]
+            return self._serve(llm, prompts, batch, options.long, ignore_eos=True)
+        count, total = batch * -(-len(options.tasks) // batch), dict[str, Any]()
+        for first in range(0, count, batch):
+            for name, value in self._decode(llm, self._prompts[first : first + batch]).items():
+                total[name] = total.get(name, 0) + value
         return total
 
-    def _decode(self, llm: Any, prompts: list[str]) -> dict[str, float]:
+    def _requests(self, llm: Any, prompts: list[str], **settings: Any) -> list[Any]:
         from fastdeploy import SamplingParams
 
-        options, engine, names = self.options, llm._live_engine(), list[str]()
-        clock = time.process_time if options.processor_time else time.perf_counter
         params = SamplingParams(
-            temperature=options.temperature, top_p=0.95, seed=1, max_tokens=900, ignore_eos=True
+            temperature=self.options.temperature, top_p=0.95, seed=1, **settings
         )
-        for prompt in normalise_prompts(prompts):
-            request = llm._build(prompt, params, 0, None)
-            names.append(request.request_id)
+        return [llm._build(prompt, params, 0, None) for prompt in normalise_prompts(prompts)]
+
+    def _serve(
+        self,
+        llm: Any,
+        prompts: list[str],
+        at_most: int,
+        max_tokens: int,
+        *,
+        ignore_eos: bool = False,
+    ) -> dict[str, Any]:
+        """A closed loop: requests one after the other, so many at once."""
+        engine = llm._live_engine()
+        requests = self._requests(llm, prompts, max_tokens=max_tokens, ignore_eos=ignore_eos)
+        waiting, running, outputs = iter(requests), 0, list[Any]()
+        before, began = llm.get_metrics(), self._clock()
+        while True:
+            while running < at_most and (request := next(waiting, None)) is not None:
+                engine.add(request)
+                running += 1
+            if not running:
+                break
+            for output in engine.step():
+                outputs.append(output)
+                running -= not isinstance(output, TokenDeltas) and output.finished
+        seconds, after = self._clock() - began, llm.get_metrics()
+        while engine.has_work():
+            engine.step()
+        answers: dict[str, list[int]] = {request.request_id: [] for request in requests}
+        for delta in each_delta(outputs):
+            for sequence in delta.sequences:
+                answers[delta.request_id] += sequence.token_ids
+        made = sum(map(len, answers.values()))
+        change = {name: after[name] - before[name] for name in COUNTED}
+        return {**change, "seconds": seconds, "made": made, "answers": list(answers.values())}
+
+    def _decode(self, llm: Any, prompts: list[str]) -> dict[str, Any]:
+        engine, clock = llm._live_engine(), self._clock
+        requests = self._requests(llm, prompts, max_tokens=900, ignore_eos=True)
+        for request in requests:
             engine.add(request)
         begun: set[str] = set()
         while len(begun) < len(prompts):
             begun.update(delta.request_id for delta in each_delta(engine.step()))
         before, began, made, is_over = llm.get_metrics(), clock(), 0, False
-        while made < options.steady * len(prompts) and not is_over:
+        while made < self.options.steady * len(prompts) and not is_over:
             for output in engine.step():
                 if isinstance(output, TokenDeltas):
                     made += len(output.token_ids)
@@ -138,48 +172,64 @@ class Comparison:
                     made += sum(len(sequence.token_ids) for sequence in output.sequences)
                     is_over |= output.finished
         seconds, after = clock() - began, llm.get_metrics()
-        engine.abort(names)
+        engine.abort([request.request_id for request in requests])
         while engine.has_work():
             engine.step()
         change = {name: after[name] - before[name] for name in COUNTED}
         return {**change, "seconds": seconds, "made": made}
 
     def compare(self, llm: Any, batch: int) -> dict[str, Any]:
-        """Both engines in turns."""
+        """Both engines in turns; who goes first changes from round to round."""
         engines = {"with": llm, "without": self.plain}
-        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
-        longs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
-        steady: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
-        for number in range(1 + self.options.rounds):
-            for name, engine in engines.items():
-                own = self.play(engine, batch)
-                long, decoded = self.play(engine, batch, is_long=True), self.decode(engine, batch)
-                if number:  # the first round warms up
-                    runs[name].append(own)
-                    longs[name].append(long)
-                    steady[name].append(decoded)
         row: dict[str, Any] = {"batch": batch}
-        for name, found in steady.items():
-            row |= {
-                f"whole_{name}": [r["tokens"] / r["seconds"] for r in runs[name]],
-                f"long_{name}": [r["tokens"] / r["seconds"] for r in longs[name]],
-                f"decode_{name}": [r["made"] / r["seconds"] for r in found],
-                f"step_ms_{name}": statistics.median(
-                    1000 * r["seconds"] / max(1, r["steps_total"]) for r in found
-                ),
-            }
-        last = steady["with"][-1]
-        row["tokens_per_step"] = last["made"] / max(1, last["step_sequences_total"])
-        row["draft_ms"] = 1000 * last["draft_s"] / max(1, last["steps_total"])
-        row["drafts_per_token"] = last["draft_tokens_total"] / max(1, last["made"])
-        row["same"] = runs["with"][-1]["answers"] == runs["without"][-1]["answers"]
+        for measure in self.options.measures:
+            runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
+            for number in range(self.options.warm_up + self.options.rounds):
+                order = list(engines)[:: -1 if number % 2 else 1]
+                for name in order:
+                    found = self.play(engines[name], batch, measure)
+                    if number >= self.options.warm_up:
+                        runs[name].append(found)
+            for name, rounds in runs.items():
+                row[f"{measure}_{name}"] = [run["made"] / run["seconds"] for run in rounds]
+            last = runs["with"][-1]
+            row[f"{measure}_drafts"] = last["draft_tokens_total"] / max(1, last["made"])
+            if measure == "whole":
+                row["same"] = last["answers"] == runs["without"][-1]["answers"]
+            if measure == "decoding":
+                row["tokens_per_step"] = last["made"] / max(1, last["step_sequences_total"])
+                row["draft_ms"] = 1000 * last["draft_s"] / max(1, last["steps_total"])
+                for name, rounds in runs.items():
+                    row[f"step_ms_{name}"] = statistics.median(
+                        1000 * run["seconds"] / max(1, run["steps_total"]) for run in rounds
+                    )
         return row
 
 
-def ratio(row: dict[str, Any], name: str) -> float:
-    """Median over rounds."""
-    pairs = zip(row[f"{name}_with"], row[f"{name}_without"], strict=True)
-    return statistics.median(a / b for a, b in pairs)
+def ratio(row: dict[str, Any], measure: str) -> str:
+    """Median over rounds, and its standard error if rounds differ as by a normal distribution."""
+    if f"{measure}_with" not in row:
+        return "-"
+    pairs = zip(row[f"{measure}_with"], row[f"{measure}_without"], strict=True)
+    found = [a / b for a, b in pairs]
+    low, _, high = statistics.quantiles(found, n=4) if len(found) > 1 else [0.0] * 3
+    error = 0.93 * (high - low) / len(found) ** 0.5
+    return f"{statistics.median(found):.2f} ~{error:.3f}"
+
+
+def print_row(method: str, k: int, row: dict[str, Any]) -> None:
+    """A line of the table."""
+    line = f"{method:12}{k:3d}{row['batch']:6d}"
+    for measure in MEASURES:
+        line += f"{ratio(row, measure):>12}"
+        tokens = statistics.median(row.get(f"{measure}_without", [0]))
+        line += f"{tokens:>8.0f}"
+    drafts = "/".join(f"{row.get(f'{measure}_drafts', 0):.2f}" for measure in MEASURES)
+    line += f"{drafts:>16}"
+    if "tokens_per_step" in row:
+        line += f"{row['tokens_per_step']:9.2f}{row['step_ms_with']:9.3f}"
+        line += f"{row['step_ms_without']:9.3f}{row['draft_ms']:9.3f}"
+    print(line + ("" if row.get("same", True) else "  other tokens than without"), flush=True)
 
 
 def main() -> None:
@@ -187,11 +237,10 @@ def main() -> None:
     options = parse_arguments()
     print_conditions(options)
     comparison, rows = Comparison(options), list[dict[str, Any]]()
-    print(
-        f"{', '.join(options.tasks)}\n"
-        f"\n{'method':14}{'k':>3}{'batch':>7}{'whole':>8}{'long':>7}{'decoding':>10}{'tokens/s':>10}"
-        f"{'without':>10}{'tok/step':>10}{'drafts/tok':>12}{'ms/step':>9}{'without':>9}{'drafting':>10}"
-    )
+    print(f"{', '.join(options.tasks)}\nratio, error, tokens/s without; {options.rounds} rounds")
+    header = "".join(f"{measure:>12}{'tok/s':>8}" for measure in MEASURES)
+    print(f"{'method':12}{'k':>3}{'batch':>6}{header}{'drafts/tok':>16}{'tok/step':>9}{'ms/step':>9}"
+          f"{'without':>9}{'drafting':>9}")  # fmt: skip
     for named in options.methods:
         method, _, numbers = named.partition(":")
         for k in map(int, numbers.split(",")) if numbers else options.k:
@@ -199,15 +248,7 @@ def main() -> None:
                 for batch in options.batch:
                     row = comparison.compare(llm, batch)
                     rows.append({"method": method, "k": k, **row})
-                    print(
-                        f"{method:14}{k:3d}{batch:7d}{ratio(row, 'whole'):8.2f}{ratio(row, 'long'):7.2f}"
-                        f"{ratio(row, 'decode'):10.2f}{statistics.median(row['decode_with']):10.0f}"
-                        f"{statistics.median(row['decode_without']):10.0f}{row['tokens_per_step']:10.2f}"
-                        f"{row['drafts_per_token']:12.2f}{row['step_ms_with']:9.3f}"
-                        f"{row['step_ms_without']:9.3f}{row['draft_ms']:10.3f}"
-                        + ("" if row["same"] else "  other tokens than without"),
-                        flush=True,
-                    )
+                    print_row(method, k, row)
     comparison.plain.close()
     if options.json:
         print(json.dumps(rows))

@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.input import RequestLimits
+from fastdeploy_core.engine.stream import OutputStream
 from fastdeploy_core.errors import FastDeployError, QueueFull
 from fastdeploy_core.serving.app import create_app
 from fastdeploy_core.serving.listening import bind_socket
@@ -115,14 +116,24 @@ class ScriptedEngine:
         if self.refuse is not None:
             raise self.refuse
 
-    async def generate(self, request: Request) -> AsyncIterator[RequestOutputDelta]:
+    async def generate(
+        self, request: Request, chunk_tokens: int = 1
+    ) -> AsyncIterator[RequestOutputDelta]:
         self.requests.append(request)
         self.running += 1
-        done = False
+        stream, done = OutputStream(request, chunk_tokens), False
         try:
-            async for delta in self._deltas(request):
-                done = delta.finished
-                yield delta
+            try:
+                async for made in self._deltas(request):
+                    stream.put(made)
+                    if stream.is_due():
+                        delta = await stream.get()
+                        done = delta.finished
+                        yield delta
+            except FastDeployError as error:
+                stream.fail(error)
+                while True:
+                    yield await stream.get()
         finally:
             self.running -= 1
             self.aborted += not done

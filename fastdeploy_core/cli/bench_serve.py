@@ -72,6 +72,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--percentiles", default="50,90,99", metavar="P[,P...]")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument(
+        "--stream-interval",
+        type=int,
+        metavar="N",
+        help="tokens that a chunk waits for; default: the server's",
+    )
     parser.add_argument("--respect-eos", action="store_true", help="let answers end by themselves")
     parser.add_argument("--vocab-size", type=int, default=256, help="random ids stay below it")
     parser.add_argument(
@@ -143,6 +149,8 @@ def _call(prompt: BenchPrompt, model: str, arguments: argparse.Namespace) -> Cal
         "ignore_eos": not arguments.respect_eos,
         "return_token_ids": True,  # also a token without text of its own counts when it comes
     }
+    if arguments.stream_interval is not None:
+        body["stream_interval"] = arguments.stream_interval
     if prompt.messages is not None:
         return Call(0.0, "/v1/chat/completions", {**body, "messages": prompt.messages})
     return Call(0.0, "/v1/completions", {**body, "prompt": prompt.text or prompt.token_ids})

@@ -20,6 +20,14 @@ def main(argv: Sequence[str]) -> int:
     from .logs import setup_logging
 
     setup_logging(values.get("log_level") or envs.read("FD_LOG_LEVEL"))
-    from fastdeploy_core.serving.launch import serve
+    from fastdeploy_core.config.argument_values import with_defaults
+    from fastdeploy_core.engine import early_engine
 
-    return serve(values)
+    # Before anything else is imported here: what the engine's process has to import takes longest.
+    early_engine.prepare(with_defaults(values)["tensor_library"])
+    try:
+        from fastdeploy_core.serving.launch import serve
+
+        return serve(values)
+    finally:
+        early_engine.discard()

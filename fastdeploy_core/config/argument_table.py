@@ -94,6 +94,12 @@ _MODEL = group(
     ),
     row("quantization", "str", None, "number format of the weights, by name", short=("-q",)),
     row(
+        "weight_cache",
+        "str",
+        None,
+        "folder where weights are kept as the device lays them out, for faster starts",
+    ),
+    row(
         "seed",
         "int",
         0,

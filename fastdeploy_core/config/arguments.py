@@ -116,6 +116,7 @@ def _model_config(v: Mapping[str, Any]) -> ModelConfig:
             "generation_config": v["generation_config"],
             "hf_overrides": _mapping(v, "hf_overrides"),
             "chat_template": _chat_template(v["chat_template"]),
+            "weight_cache": v["weight_cache"],
         },
     )
     changed = _mapping(v, "override_generation_config")
@@ -302,6 +303,7 @@ def build_server_config(
         default_sampling=engine.model.generation_config,
         response_role=v["response_role"],
         return_tokens_as_token_ids=v["return_tokens_as_token_ids"],
+        stream_interval=v["stream_interval"],
         force_include_usage=v["enable_force_include_usage"],
         log_requests=v["enable_log_requests"],
         log_stats=v["log_stats"],

@@ -27,6 +27,7 @@ class ModelConfig:
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     hf_config: Mapping[str, Any] = field(default_factory=dict)  # config.json as read
     chat_template: str | None = None
+    weight_cache: str = ""  # folder where laid-out weights are kept; empty: nowhere
 
     @property
     def architecture(self) -> str:

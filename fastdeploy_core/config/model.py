@@ -38,6 +38,7 @@ _OVERRIDES: Final = frozenset(
         "override_generation_config",
         "chat_template",
         "hf_overrides",
+        "weight_cache",
     )
 )
 _MAX_JSON_BYTES: Final = 16 * 1024 * 1024
@@ -65,6 +66,12 @@ def read_model_config(path: str | Path, overrides: Mapping[str, Any] | None = No
         raise ConfigError(
             f"unknown load format {load_format!r}; possible: {', '.join(_LOAD_FORMATS)}"
         )
+    weight_cache = str(asked.get("weight_cache", ""))
+    if weight_cache and load_format == "dummy":
+        raise ConfigError(
+            "--weight-cache keeps the weights of a checkpoint and --load-format dummy has none; drop "
+            "one of them"
+        )
     dtype_asked = str(asked.get("dtype", "auto"))
     return ModelConfig(
         path=found.path,
@@ -82,6 +89,7 @@ def read_model_config(path: str | Path, overrides: Mapping[str, Any] | None = No
         },
         hf_config=hf_config,
         chat_template=asked.get("chat_template"),
+        weight_cache=weight_cache,
     )
 
 

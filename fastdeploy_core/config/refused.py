@@ -101,7 +101,6 @@ REFUSED: dict[str, Refused] = {
     **_many("plugins have their own sections", "additional_config"),
     **_many("middleware cannot be injected; a plugin may add routes", "middleware"),
     **_many("text and tool parts are told apart by themselves", "chat_template_content_format", harmless=("auto", "string")),
-    **_many("every token is streamed when it exists; a request may ask for more: stream_interval", "stream_interval", harmless=("1",)),
     **_many("comments are not sent into streams", "sse_keep_alive_interval", harmless=("0",)),
     **_many("traces are not exported", "otlp_traces_endpoint"),
     **_many("the engine cannot sleep", "enable_sleep_mode", takes_value=False),

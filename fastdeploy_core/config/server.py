@@ -38,6 +38,7 @@ class ServerConfig:
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # from generation_config.json
     response_role: str = "assistant"
     return_tokens_as_token_ids: bool = False
+    stream_interval: int = 1  # tokens of a chunk, for requests that do not say
     force_include_usage: bool = False
     log_requests: bool = False
     log_stats: bool = True

@@ -98,6 +98,14 @@ _API = group(
     ),
     row("response_role", "str", "assistant", "role of answers"),
     row("return_tokens_as_token_ids", "bool", False, "write tokens of logprobs as token_id:N"),
+    row(
+        "stream_interval",
+        "int",
+        1,
+        "tokens that a chunk of a stream waits for, unless the request says how many",
+        low=1,
+        high=4096,
+    ),
     row("enable_force_include_usage", "bool", False, "put usage into every stream"),
     row("tokenizer_threads", "int", 2, "threads for tokenizing and templates", low=1, high=64),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -70,6 +70,7 @@ class DeviceOptions:
     tensor_library: str = ""  # empty: the driver's own choice
     num_threads: int = 0  # 0: the driver's own choice
     seed: int = 0
+    num_ranks: int = 1  # processes that work together; those of a host device divide its processors
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +163,32 @@ class CompilingDevice(Protocol):
     def compile_only(self) -> AbstractContextManager[None]:
         """Inside, kernels that the calling thread launches are compiled and do not run; what they would
         have written is zero. Afterwards all are compiled, and memory is as it was."""
+        ...
+
+
+@runtime_checkable
+class PackingDevice(Protocol):
+    """A device that lays weights out for its kernels and can keep the result in a file between starts
+    (`--weight-cache`). What is kept are flat uint8 arrays and a few facts that JSON can hold.
+
+    Added in contract 0.6.
+    """
+
+    name: str
+
+    @property
+    def weight_layout(self) -> str:
+        """Another text for another layout: files of a layout that is not this one are refused."""
+        ...
+
+    def dump_weight(self, prepared: Any) -> tuple[dict[str, Any], list[np.ndarray]] | None:
+        """Facts and arrays of what a kernel's or driver's `prepare` made; None for what is not this
+        device's own."""
+        ...
+
+    def restore_weight(self, facts: dict[str, Any], arrays: list[np.ndarray]) -> Any:
+        """The same weight again, in memory of its own: the arrays end with the call. ValueError, KeyError
+        or TypeError where facts and arrays do not fit."""
         ...
 
 

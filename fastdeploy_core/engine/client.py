@@ -142,8 +142,11 @@ class AsyncEngine:
                 f"{num_tokens} prompt tokens are more than the {limits.max_tokens} that may wait"
             )
 
-    async def generate(self, request: Request) -> AsyncGenerator[RequestOutputDelta, None]:
-        """Deltas until one has finished=True, each holding all that is new since the last one.
+    async def generate(
+        self, request: Request, chunk_tokens: int = 1
+    ) -> AsyncGenerator[RequestOutputDelta, None]:
+        """Deltas until one has finished=True, each holding all that is new since the last one, and at
+        least so many tokens of a sequence (OutputStream says when fewer).
 
         Raises QueueFull, RequestTimeout, InvalidRequest, OutOfBlocks, WorkerError or, if this
         request alone failed, FastDeployError. Leaving the iterator (aclose) aborts the request.
@@ -152,7 +155,7 @@ class AsyncEngine:
         request_id = request.request_id
         if request_id in self._streams:
             raise FastDeployError(f"request id {request_id!r:.80} is in use")
-        stream = OutputStream(request)
+        stream = OutputStream(request, chunk_tokens)
         self._streams[request_id] = stream
         self._all_ended.clear()
         try:

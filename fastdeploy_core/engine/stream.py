@@ -1,4 +1,4 @@
-"""One request's deltas on their way to its client, merged while the client is slow.
+"""One request's deltas on their way to its client, merged while the client is slow or wants more at once.
 
 What waits is one delta, never a list: a client that stops reading costs the tokens themselves and,
 once these are too many, its request.
@@ -24,6 +24,7 @@ class OutputStream:
     """Belongs to one event loop."""
 
     __slots__ = (
+        "_chunk_tokens",
         "_delivered",
         "_error",
         "_finished_indices",
@@ -36,8 +37,10 @@ class OutputStream:
         "is_ended",
     )
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
+    def __init__(self, request: Request, chunk_tokens: int = 1) -> None:
+        """chunk_tokens: new tokens of a sequence that a delta waits for; the first and the last come at
+        once, and so does the end of any sequence."""
+        self._request, self._chunk_tokens = request, chunk_tokens
         self._position = 0  # of the next delta from the engine
         self._delivered = 0  # deltas given to the client
         self._waiting: RequestOutputDelta | None = None
@@ -64,6 +67,8 @@ class OutputStream:
         else:
             waiting.sequences.append(SequenceDelta(token_ids=list(token_ids)))
         self._num_bytes += TOKEN_BYTES * len(token_ids)
+        if self._chunk_tokens > 1:
+            self._wake()
         return self._num_bytes <= MAX_BUFFERED_BYTES or not self._has_stalled()
 
     def put(self, delta: RequestOutputDelta) -> bool:
@@ -115,12 +120,12 @@ class OutputStream:
 
     async def get(self) -> RequestOutputDelta:
         """What is new, as one delta; raises the error that ended the stream."""
-        while self._waiting is None:
+        while (delta := self._waiting) is None or not self._is_due(delta):
             if self._error is not None:
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        delta, self._waiting = self._waiting, None
+        self._waiting = None
         self._num_bytes = 0
         self._stalled_s = None
         delta.position = self._delivered
@@ -134,12 +139,26 @@ class OutputStream:
         delta.error, delta.error_type, delta.finished = None, "", False
         return delta
 
+    def is_due(self) -> bool:
+        """Whether `get` has something now."""
+        return self._waiting is not None and self._is_due(self._waiting)
+
+    def _is_due(self, delta: RequestOutputDelta) -> bool:
+        size = self._chunk_tokens
+        if size == 1 or not self._delivered or self.is_ended or self._error is not None:
+            return True
+        return any(
+            len(seq.token_ids) >= size or seq.finish_reason is not None for seq in delta.sequences
+        )
+
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+        if self._waiter is None or self._waiter.done():
+            return
+        if self._error is not None or self.is_due():
             self._waiter.set_result(None)
 
     def _has_stalled(self) -> bool:
-        if self._num_bytes <= MAX_BUFFERED_BYTES or self.is_ended:
+        if self._num_bytes <= MAX_BUFFERED_BYTES or self.is_ended or not self.is_due():
             return False
         now = time.monotonic()
         if self._stalled_s is None:

@@ -23,10 +23,9 @@ from fastdeploy_core import errors
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.errors import FastDeployError, WorkerError
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
-from fastdeploy_core.tensor import early_import
 from fastdeploy_core.types.engine import EngineHealth, EngineInfo
 
-from . import child, wire
+from . import child, early_engine, wire
 from .egress import connect
 from .progress import Progress
 
@@ -68,11 +67,7 @@ class _Life:
     def __init__(
         self, config: EngineConfig, resolved: Future[ResolvedPlugins], front_ends: Sequence[str]
     ) -> None:
-        library = early_import(config.device.tensor_library)
-        modules = [library, "fastdeploy_core.worker.worker"] if library else []
-        self.process: subprocess.Popen[bytes] = child.spawn_early(
-            "fastdeploy_core.engine.process:main", "fastdeploy-engine", modules
-        )
+        self.process = early_engine.spawn(config.device.tensor_library)
         self.started_s = time.monotonic()
         try:
             plugins = resolved.result()

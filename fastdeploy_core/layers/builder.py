@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
 from fastdeploy_core.contracts.moe import MoEBackend, MoEBlockBackend, MoESpec
@@ -30,6 +30,19 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
+
+
+class KeptWeights(Protocol):
+    """Laid-out weights that are kept between starts."""
+
+    def get(self, name: str) -> Any:
+        """The one of that name; None if it is not kept."""
+        ...
+
+    def put(self, name: str, prepared: Any) -> None:
+        """Keep it."""
+        ...
+
 
 AttentionFactory = Callable[[AttentionSpec], AttentionBackend]
 MoEFactory = Callable[[MoESpec], MoEBackend]
@@ -55,6 +68,7 @@ class ModelBuilder:
         kv_format: str = "",
         kv_static: bool = False,
         expert_ranks: ExpertRanks | None = None,
+        kept_weights: KeptWeights | None = None,
     ) -> None:
         self.device, self.kernels, self.xp = device, kernels, device.xp
         self.dtype, self.max_positions = dtype, max_positions
@@ -63,6 +77,7 @@ class ModelBuilder:
         self.quantizer, self._is_dummy = quantizer, is_dummy
         self.kv_format, self.kv_static = kv_format, kv_static
         self.expert_ranks = expert_ranks  # ranks that hold whole experts; None: a share of each
+        self._kept_weights = kept_weights
         self.weights = WeightMap()
         self.kv_layers: list[AttentionSpec] = []
         self.attention_drivers: dict[AttentionSpec, AttentionBackend] = {}
@@ -77,7 +92,7 @@ class ModelBuilder:
         drivers, cache order and checkpoint dialect; weights and number format of its own."""
         other = copy.copy(self)
         other.weights = self.weights.same_dialect()
-        other.quantizer = quantizer
+        other.quantizer, other._kept_weights = quantizer, None
         other.unquantized, other.weight_bytes = [], 0
         return other
 
@@ -98,6 +113,22 @@ class ModelBuilder:
     def hold(self, tensors: Mapping[str, Tensor]) -> None:
         """Quantized tensors of a layer that stay."""
         self.weight_bytes += sum(self.xp.nbytes(tensor) for tensor in tensors.values())
+
+    def place(self, name: str, announce: Callable[[], None]) -> Any:
+        """Announce the tensors of a weight; returns it as it was laid out at an earlier start, if that is
+        kept, and then none of them is read."""
+        mark = self.weights.mark()
+        announce()
+        kept = None if self._kept_weights is None else self._kept_weights.get(name)
+        if kept is not None:
+            self.weights.hold(mark)
+        return kept
+
+    def keep(self, name: str, prepared: Any) -> Any:
+        """The same, once it was laid out: the next start may find it."""
+        if self._kept_weights is not None:
+            self._kept_weights.put(name, prepared)
+        return prepared
 
     def _count(self, weight: Tensor) -> Tensor:
         self.weight_bytes += self.xp.nbytes(weight)

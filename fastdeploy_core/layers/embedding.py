@@ -83,9 +83,16 @@ class VocabMatrix:
         self._name, self._hidden, self._value = name.removesuffix(".weight"), hidden, None
         self._format = ""  # that the weight is rounded to
         is_linear = operation == "linear"
-        share.announce(
-            build, name, (hidden,), self._accept, is_linear=is_linear, required=like is None
-        )
+
+        def announce() -> None:
+            share.announce(
+                build, name, (hidden,), self._accept, is_linear=is_linear, required=like is None
+            )
+
+        if like is None:
+            self._value = build.place(self._name, announce)
+        else:
+            announce()
 
     @property
     def value(self) -> Any:
@@ -129,7 +136,7 @@ class VocabMatrix:
         packed = (
             quantizer.packed(spec, tensors) if isinstance(quantizer, PackingQuantizer) else None
         )
-        return build.kernels.prepare(self.operation, packed)
+        return build.keep(self._name, build.kernels.prepare(self.operation, packed))
 
     def _accept(self, tensor: Tensor) -> None:
         build, xp = self._build, self._build.xp
@@ -149,7 +156,7 @@ class VocabMatrix:
         if prepared is whole and whole.data_ptr() == tensor.data_ptr():  # the checkpoint's own
             prepared = xp.empty(shape, dtype=rows.dtype, device=build.device.device)
             prepared[:] = rows
-        self._value = prepared
+        self._value = build.keep(self._name, prepared) if self._like is None else prepared
 
     def _is_likes(self, rows: Tensor) -> bool:
         """Whether these rows are the shared ones; what has been laid out anew cannot be compared."""

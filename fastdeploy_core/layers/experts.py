@@ -90,12 +90,15 @@ class DenseExperts:
         self._build, self._driver, self._spec = build, driver, spec
         self._gate_up: Tensor | None = None
         self._down: Tensor | None = None
-        self.prepared: Any = None
         self._count = spec.routing.num_experts + spec.num_shared_experts
-        self._outstanding = 3 * self._count
-        _place(build, prefix, spec, intermediate, share, self._accept)
-        if spec.num_shared_experts:
-            _place_shared(build, shared_prefix, spec, intermediate, self._accept)
+        self._outstanding, self._prefix = 3 * self._count, prefix
+
+        def announce() -> None:
+            _place(build, prefix, spec, intermediate, share, self._accept)
+            if spec.num_shared_experts:
+                _place_shared(build, shared_prefix, spec, intermediate, self._accept)
+
+        self.prepared = build.place(prefix, announce)
 
     def _accept(self, expert: int, start: int | None, tensor: Tensor) -> None:
         spec, dtype = self._spec, self._build.xp.dtype(self._spec.dtype)
@@ -109,7 +112,8 @@ class DenseExperts:
             self._gate_up[expert, start : start + tensor.shape[0]] = tensor.to(dtype)
         self._outstanding -= 1
         if self._outstanding == 0:
-            self.prepared = self._driver.prepare_weights(self._gate_up, self._down)
+            prepared = self._driver.prepare_weights(self._gate_up, self._down)
+            self.prepared = self._build.keep(self._prefix, prepared)
             self._gate_up = self._down = None
 
 
@@ -128,13 +132,16 @@ class PackedExperts:
     ) -> None:
         self._build, self._driver, self._quantizer = build, driver, quantizer
         self._prefix, self._spec, self._share = prefix, spec, share
-        self.prepared: Any = None
         self._count = spec.routing.num_experts
         self._outstanding = 2 * self._count  # quantized matrices
         self._buffers: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
         self._dtypes: dict[str, Any] = {}
         # Full-precision matrices on their way: (expert, which) -> (tensor, parts still to come)
         self._staged: dict[tuple[int, int], tuple[Tensor, int]] = {}
+        self.prepared = build.place(prefix, partial(self._announce, intermediate))
+
+    def _announce(self, intermediate: int) -> None:
+        build, prefix, spec, share = self._build, self._prefix, self._spec, self._share
         if not build.is_stored(self._specs(0)[0]):
             _place(build, prefix, spec, intermediate, share, self._accept)
             return
@@ -143,7 +150,7 @@ class PackedExperts:
                 parts = [StoredPart(p.name, p.out_features, share.piece) for p in own.parts]
                 done = partial(self._store, expert, which)
                 names = joined_names(f"{prefix}.{share.first + expert}.gate_up_proj")
-                StoredLayer(build, quantizer, own, parts, done, names)
+                StoredLayer(build, self._quantizer, own, parts, done, names)
 
     def _specs(self, expert: int) -> tuple[LayerSpec, LayerSpec]:
         """Of one of this rank's experts."""
@@ -192,7 +199,7 @@ class PackedExperts:
             buffers.clear()
             whole = replace(own, num_experts=self._count)
             packed.append(self._quantizer.prepare(whole, tensors))
-        self.prepared = self._driver.prepare_weights(*packed)
+        self.prepared = self._build.keep(self._prefix, self._driver.prepare_weights(*packed))
 
 
 def _place(

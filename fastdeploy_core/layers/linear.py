@@ -100,15 +100,9 @@ class Linear:
         # One quantized product, or one for each part where the format cannot join them.
         self._products: list[tuple[LayerSpec, Any]] = []
         self._outstanding = 0
-        if quantizer is None:
-            self._place_weight()
-        else:
-            self._joins = quantizer.joins(self.spec)
-            self._products = [(spec, None) for spec in self._product_specs()]
-            if build.is_stored(self.spec):
-                self._place_stored(quantizer)
-            else:
-                self._place_weight()
+        self.weight = build.place(name, self._place)
+        if self.weight is not None:
+            self._quantizer = None  # it was a weight for the plain kernels
         if bias:
             self._place_bias()
 
@@ -165,6 +159,18 @@ class Linear:
             starts.append(starts[-1] + part.rows)
         return starts[:-1]
 
+    def _place(self) -> None:
+        quantizer = self._quantizer
+        if quantizer is None:
+            self._place_weight()
+            return
+        self._joins = quantizer.joins(self.spec)
+        self._products = [(spec, None) for spec in self._product_specs()]
+        if self._build.is_stored(self.spec):
+            self._place_stored(quantizer)
+        else:
+            self._place_weight()
+
     def _place_weight(self) -> None:
         self._outstanding = len(self._parts)
         for part, start in zip(self._parts, self._offsets(), strict=True):
@@ -189,7 +195,8 @@ class Linear:
         if self._outstanding:
             return
         if self._quantizer is None:
-            self.weight = self._build.kernels.prepare(self._kernel, self.weight)
+            prepared = self._build.kernels.prepare(self._kernel, self.weight)
+            self.weight = self._build.keep(self.spec.name, prepared)
         else:
             whole, self.weight, first = self.weight, None, 0
             for number, (spec, _) in enumerate(self._products):
@@ -205,7 +212,8 @@ class Linear:
         if len(self._products) == 1 and isinstance(quantizer, PackingQuantizer):
             packed, kernels = quantizer.packed(spec, tensors), self._build.kernels
             if packed is not None and kernels.takes(self._kernel, packed.format.name):
-                self.weight = kernels.prepare(self._kernel, packed)
+                prepared = kernels.prepare(self._kernel, packed)
+                self.weight = self._build.keep(spec.name, prepared)
                 self._quantizer = None  # from here on like an unquantized layer
                 return
         self._products[number] = (spec, quantizer.prepare(spec, tensors))

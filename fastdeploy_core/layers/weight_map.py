@@ -38,6 +38,7 @@ class Placement:
     dtype: str = (
         ""  # what the checkpoint must hold; empty: the layer takes any; floats stand for each other
     )
+    is_held: bool = False  # the layer has what it holds: the tensor is checked, not read
     done: bool = False
 
     def take(self, stored: StoredTensor) -> None:
@@ -59,6 +60,9 @@ class Placement:
                 f"weight {self.name} is stored as {stored.dtype}; quantization_config of config.json "
                 f"asks for {self.dtype}; the checkpoint does not belong to this config.json"
             )
+        if self.is_held:
+            self.done = True
+            return
         if is_number:
             self.accept(stored.read().reshape(list(self.shape)))
         else:
@@ -184,6 +188,16 @@ class WeightMap:
             return False
         parts = name.split(".")
         return any(".".join(parts[:n]) in self._elsewhere for n in range(len(parts), 0, -1))
+
+    def mark(self) -> tuple[int, int]:
+        """For hold()."""
+        return len(self.placements), len(self._finishers)
+
+    def hold(self, mark: tuple[int, int]) -> None:
+        """What was announced since mark() is there already."""
+        for placement in list(self.placements.values())[mark[0] :]:
+            placement.is_held = True
+        del self._finishers[mark[1] :]
 
     def when_loaded(self, call: Callable[[], None]) -> None:
         """Called by finish(): for layers that cannot know whether an optional tensor still comes."""

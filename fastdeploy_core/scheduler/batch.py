@@ -24,6 +24,7 @@ from fastdeploy_core.types.engine import EngineStats
 
 from .counters import Counters
 from .draft_length import DraftLength
+from .draft_measures import RowWatch
 from .outcome import Outcome
 from .planner import StepPlanner
 from .roster import Roster
@@ -59,6 +60,7 @@ class BatchScheduler:
                 adaptive=settings.adaptive_length,
                 disable_above=settings.disable_by_batch_size,
                 numbers=settings.draft_numbers,
+                watch=RowWatch(self._roster),
             )
         self._busy_since: float | None = None  # results came then, and there was more to do
         self._planner = StepPlanner(
@@ -157,21 +159,26 @@ class BatchScheduler:
         """Take in a step's results; `take_deltas` has the answers."""
         self._outcome.apply(step, output)
         if self._length is not None:
-            self._measure(self._length, step, output)
+            if self._length.passes():
+                self._busy_since = None
+            else:
+                self._measure(self._length, step, output)
 
     def _measure(self, length: DraftLength, step: ScheduledStep, output: ModelRunnerOutput) -> None:
-        """Tell how a step's drafts fared and, where it only decoded, how long the engine took over it:
-        from the results before to its own, everything in between included."""
+        """Tell how a step's drafts fared and how long the engine took over it: from the results before to
+        its own, everything in between included."""
         now, began = self._clock(), self._busy_since
         self._busy_since = now if self._roster.running else None
         num_rows, counts = len(step.cohort.seqs), output.counts
         if step.asked:
             one_each = step.cohort.decodes(0).counts
-            length.acceptance.note(step.asked, one_each if counts is None else counts[:num_rows])
-        if step.is_decode:  # prompts take their own time
-            length.observe(num_rows, step.asked, 0.0 if began is None else now - began)
-        else:
-            length.disturb()
+            length.note(step.asked, one_each if counts is None else counts[:num_rows])
+        length.observe(
+            step.asked,
+            output.token_ids.size,
+            0.0 if began is None else now - began,
+            is_decode=step.is_decode,
+        )
 
     def fail(self, steps: list[ScheduledStep], message: str) -> None:
         """The first of these steps failed, and the later ones, submitted before that was known, are

@@ -46,6 +46,9 @@ class Columns:
         self.is_plain = np.zeros(0, dtype=bool)  # a result is a token, and nothing else
         # Plain, and what it draws depends on nothing that the host would have to know before.
         self.goes_ahead = np.zeros(0, dtype=bool)
+        self.kind = np.zeros(
+            0, dtype=np.int64
+        )  # what its steps cost differs by: Sequence.show_plain
 
     def take(self, seq_id: int) -> int:
         """A clean place."""

@@ -1,85 +1,38 @@
 """How many drafts a step asks for: as many as make the batch fastest by what was measured, none at all
 where speculation would slow it down. Output never depends on it.
 
-Two things are learned apart: how often the j-th draft is right (the same for every batch size), and how
-long a step of so many rows takes with k drafts per row. The speed of k is expected tokens over time.
+Which number is best follows from how often drafts are right and how long steps take; whether there are
+drafts at all, from the tokens per second that came out with them and without, everything included.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Iterable
-from functools import partial
-from itertools import groupby
-from operator import itemgetter
-from statistics import median
 
 import numpy as np
 
-# Steps measured at a number of drafts before it is believed. Not counted are the first one after a change,
-# since its drafts were asked for under the number before, and the first ones behind a prompt, in whose time
-# the device still worked at that.
-WARM_UP, WARM_UP_WITHOUT, AFTER_PROMPT = 3, 6, 2
-# A number of drafts is tried again after so many steps, then twice as many, as long as nothing changes.
-TRY_AGAIN = 128
-TRY_AGAIN_AT_MOST = 2048
+from .draft_measures import WINDOWS, Acceptance, Pace, RowWatch, StepTimes
+
+# Batch sizes up to this begin with drafts; larger ones have to show first that they gain by them.
+SMALL = 8
+# Steps that are not counted behind a change of the number, which were planned before it, and decode steps
+# behind a prompt whose time says nothing: the device still worked at that.
+SETTLE, AFTER_PROMPT = 3, 2
+# Steps of a window: enough for so many rows, within bounds. Of a trial that fails at once: no more than these.
+ROWS, LEAST_STEPS, MOST_STEPS, FEWEST = 96, 12, 40, 6
+# The very first steps with drafts, before it is known what steps are without.
+FIRST_STEPS = 4
+# What is not in use is tried after so many steps, then twice as many, while nothing changes.
+FIRST_TRY, TRY_AGAIN, TRY_AGAIN_AT_MOST = 32, 128, 2048
 # Share of the time that trials may cost where drafts turn out not to pay.
 TRIAL_SHARE = 0.01
-# What another number must promise before it is taken, and what drafts must promise at all: sequences whose
-# drafts fare worse than others' end later, which a step's speed does not show.
-GAIN, LEAST_GAIN = 1.03, 1.08
-# Share that an older step's result keeps with every new one, and when drafts are tried once more.
-KEPT, KEPT_FOR_TRIAL = 0.98, 0.05
-# Rows that what is expected of a place counts for, beside what was seen there.
-PRIOR = 4.0
-WINDOW = 15
-MOST_NOTED = 32
-
-
-class Acceptance:
-    """How often drafts are right, by place: of rows that could have had a draft there."""
-
-    def __init__(self, most: int) -> None:
-        self._right = np.zeros(most)
-        self._asked = np.zeros(most)
-        self._noted: list[tuple[int, np.ndarray]] = []
-
-    def note(self, asked: int, num_tokens: np.ndarray) -> None:
-        """Of a step whose rows could have had so many drafts: the tokens that each row got. Looked at
-        when somebody wants to know, many steps at once."""
-        self._noted.append((asked, num_tokens))
-        if len(self._noted) >= MOST_NOTED:
-            self._fold()
-
-    def fade(self, kept: float) -> None:
-        """Let older results count less."""
-        self._fold()
-        self._right *= kept
-        self._asked *= kept
-
-    def _fold(self) -> None:
-        """Take in what was noted. What is known of places behind fades, so that they are tried again."""
-        noted, self._noted = self._noted, []
-        places = np.arange(self._asked.size)
-        for asked, steps in groupby(noted, key=itemgetter(0)):
-            counts = [num_tokens for _, num_tokens in steps]
-            rows = np.concatenate(counts)
-            kept, is_asked = KEPT ** len(counts), places < asked
-            self._right = kept * self._right + (rows[:, None] > places + 1).sum(0) * is_asked
-            self._asked = kept * self._asked + rows.size * is_asked
-
-    def expected_tokens(self, number: int) -> float:
-        """Tokens of one row in one step with so many drafts. Places of which little is known are
-        expected to go on as those before."""
-        self._fold()
-        tokens, share, ratio = 1.0, 1.0, 0.5
-        for place in range(number):
-            right = float(self._right[place]) + PRIOR * share * ratio
-            found = min(share, right / (float(self._asked[place]) + PRIOR))
-            ratio = found / share if share > 0 else 0.0
-            share = found
-            tokens += share
-        return tokens
+# What another number must promise before it is taken; what drafts must bring before they are used, and to
+# go on; below what share a trial has failed at once.
+GAIN, LEAST_GAIN, KEEP_GAIN, FAILED = 1.03, 1.1, 1.05, 0.8
+# What a row whose drafts fare badly must keep of the speed that it has without.
+FAIR = 0.95
+# What older results of acceptance keep when drafts are tried once more.
+KEPT_FOR_TRIAL = 0.05
 
 
 def _bucket(num_rows: int) -> int:
@@ -87,75 +40,58 @@ def _bucket(num_rows: int) -> int:
     return (num_rows - 1).bit_length()
 
 
-class StepTimes:
-    """Measured seconds of steps of about one batch size, by number of drafts."""
+class _Regime:
+    """What is known of batches of about one size and one kind of sampling, and what they do now."""
 
-    def __init__(self) -> None:
-        self._seconds: defaultdict[int, deque[float]] = defaultdict(partial(deque, maxlen=WINDOW))
-
-    def observe(self, number: int, seconds: float) -> None:
-        """One step took so long."""
-        self._seconds[number].append(seconds)
-
-    def forget(self, number: int | None = None) -> None:
-        """What was measured was on other work; None: for every number."""
-        if number is None:
-            self._seconds.clear()
-        else:
-            self._seconds.pop(number, None)
-
-    def count(self, number: int) -> int:
-        """Steps remembered."""
-        return len(self._seconds.get(number, ()))
-
-    def expected(self, number: int) -> float:
-        """Seconds of a step with so many drafts; between and beyond what was measured, along lines."""
-        # Without drafts the better ones count: the first steps behind a change are slower than later ones,
-        # and a wrong verdict for drafts costs more than one against them.
-        known = {n: median(s) if n else sorted(s)[len(s) // 4] for n, s in self._seconds.items()}
-        if number in known:
-            return known[number]
-        below = sorted((n for n in known if n < number), reverse=True)
-        above = sorted(n for n in known if n > number)
-        if below and above:
-            low, high = below[0], above[0]
-        elif len(below) > 1:
-            low, high = below[1], below[0]
-        elif len(above) > 1:
-            low, high = above[0], above[1]
-        else:
-            return next(iter(known.values()))
-        slope = (known[high] - known[low]) / (high - low)
-        return max(known[low] + slope * (number - low), 0.2 * known[low])
-
-
-class _Size:
-    """What is known of one batch size, and what it does now."""
-
-    def __init__(self, most: int) -> None:
-        self.times = StepTimes()
-        self.best = most
-        self.current = most
-        self.left = WARM_UP  # steps until the current number is judged
-        self.pause = TRY_AGAIN  # steps between tries
-        self.spent: list[float] = []  # seconds of the trial's steps with drafts
-        self.tried = most  # drafts of the trial
-        self.since = 0
-        self.is_trial = True
+    def __init__(self, num_rows: int, most: int, acceptance: Acceptance) -> None:
+        self.acceptance, self.times = acceptance, StepTimes()
+        steps = min(MOST_STEPS, max(LEAST_STEPS, ROWS // num_rows))
+        # Without drafts every row has one token per step, which is soon known.
+        self.pace = [Pace(steps if number else LEAST_STEPS) for number in range(most + 1)]
+        self.best = self.current = most
+        self.is_trial, self.has_paid = True, False
+        self.since, self.pause = 0, TRY_AGAIN  # steps since the last trial, and until the next
+        self.num_tried, self.lost_s = 0, 0.0  # numbers in this trial, and what they cost
+        self.num_unsettled = SETTLE
+        self.quiet_until = 0  # steps that are not looked at, since the last trial
 
     @property
     def is_off(self) -> bool:
         """Whether there are no drafts until the next trial."""
         return not (self.best or self.is_trial)
 
-    def turn_off(self) -> None:
+    def turn_off(self, pause: int) -> None:
         """No drafts until the next trial."""
         self.best = self.current = 0
-        self.is_trial = False
+        self.is_trial, self.pause = False, pause
+        self.quiet_until = pause - WINDOWS * LEAST_STEPS
+
+    def decoding(self, number: int) -> float:
+        """Expected tokens of a row per second while nothing but decoding happens."""
+        return self.acceptance.expected_tokens(number) / self.times.expected(number)
+
+    def speed(self, number: int) -> float:
+        """The same with everything that happens; of a number that was not tried, as far as decoding tells."""
+        if self.pace[number].is_known:
+            return self.pace[number].speed
+        known = max(n for n, pace in enumerate(self.pace) if pace.is_known)
+        return self.pace[known].speed * self.decoding(number) / self.decoding(known)
+
+    def has_failed(self, number: int) -> bool:
+        """Whether the window that is open leaves no hope."""
+        own = self.pace[number]
+        return own.count > 0 and own.open.speed < FAILED * self.pace[0].speed
+
+    def is_fair(self, number: int) -> bool:
+        """Whether rows whose drafts fare badly do not pay for the others'."""
+        own, plain = self.pace[number], self.pace[0]
+        if not (own.is_known and plain.is_known):
+            return True
+        return own.slow_speed >= FAIR * plain.speed
 
 
 class DraftLength:
-    """Asked once per step, told of every step that only decoded. Deterministic given what it is told."""
+    """Asked once per step, told of every step. Deterministic given what it is told."""
 
     def __init__(
         self,
@@ -164,113 +100,198 @@ class DraftLength:
         adaptive: bool = True,
         disable_above: int = 0,
         numbers: Iterable[int] = (),
+        watch: RowWatch | None = None,
     ) -> None:
         """numbers: those to choose from, where others cost as much as the next one; empty: up to `most`."""
-        self._numbers = (0, *sorted(numbers or range(1, most + 1)))
+        self._numbers = tuple(sorted(numbers or range(1, most + 1)))
         self._most, self._adaptive, self._disable_above = most, adaptive, disable_above
-        self.acceptance = Acceptance(most)
-        self._sizes: dict[int, _Size] = {}
-        self._last: tuple[int, int] | None = None
-        self._num_unsettled = 0  # steps that are not counted
+        self._watch = watch
+        self._watched: _Regime | None = None
+        self._acceptance: dict[int, Acceptance] = {}
+        self._regimes: dict[tuple[int, int], _Regime] = {}
+        self._now: _Regime | None = None  # of the step that was planned last
+        self._num_rows, self._kind, self._is_disabled = -1, 0, False
+        self._last: _Regime | None = None  # of the step that was told of last
+        self._num_behind_prompt = 0
 
-    def choose(self, num_rows: int) -> int:
-        """Drafts to ask for behind a step of so many rows."""
-        if not num_rows or (self._disable_above and num_rows > self._disable_above):
-            return 0
-        if not self._adaptive:
-            return self._most
-        return self._size(num_rows).current
+    def choose(self, num_rows: int, kind: int = 0) -> int:
+        """Drafts to ask for behind a step of so many rows. Kinds of sampling are learned apart."""
+        if num_rows != self._num_rows or kind != self._kind:
+            self._num_rows, self._kind, self._now = num_rows, kind, None
+            self._is_disabled = not num_rows or 0 < self._disable_above < num_rows
+            if self._adaptive and not self._is_disabled:
+                self._now = self._regime(num_rows, kind)
+        if self._now is not None:
+            return self._now.current
+        return 0 if self._is_disabled else self._most
 
-    def is_off(self, num_rows: int) -> bool:
-        """Whether nothing is to be drafted for so many rows for long."""
-        if self._disable_above and num_rows > self._disable_above:
-            return True
-        size = self._sizes.get(_bucket(num_rows))
-        return self._adaptive and size is not None and size.is_off
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is to be drafted for long."""
+        return self._now.is_off if self._now is not None else self._is_disabled
 
-    def observe(self, num_rows: int, asked: int, seconds: float) -> None:
-        """A step that only decoded took so long, its drafts asked for with `asked`. seconds 0: its
-        time says nothing."""
-        if not self._adaptive or not num_rows:
+    def passes(self) -> bool:
+        """A step was done; whether nobody need be told more of it. Drafts that are off cost next to nothing,
+        and what steps take without is only measured again before they are tried."""
+        regime = self._now
+        if regime is not None and regime.since >= regime.quiet_until:
+            return False
+        if regime is not None:
+            regime.since += 1
+        return True
+
+    def note(self, asked: int, num_tokens: np.ndarray) -> None:
+        """Of a step whose rows could have had so many drafts: the tokens that each row got."""
+        if self._now is not None:
+            self._now.acceptance.note(asked, num_tokens)
+
+    def observe(self, asked: int, num_tokens: int, seconds: float, *, is_decode: bool) -> None:
+        """A step took so long and gave so many tokens. asked: the drafts that its rows could have had.
+        seconds 0: its time says nothing."""
+        regime, is_behind = self._now, self._num_behind_prompt > 0
+        self._num_behind_prompt = self._num_behind_prompt - is_behind if is_decode else AFTER_PROMPT
+        if regime is None:
             return
-        size, key = self._size(num_rows), (_bucket(num_rows), asked)
-        size.since += 1
-        if size.is_off:  # costs next to nothing
-            if size.since >= size.pause:
-                self._begin_trial(size)
+        if regime is not self._last:
+            if self._last is not None and self._last.current != regime.current:
+                regime.num_unsettled = SETTLE
+            self._last = regime
+        regime.since += 1
+        if regime.num_unsettled:
+            regime.num_unsettled -= 1
+            self._begin_window(regime)
             return
-        if size.is_trial and asked:
-            size.spent.append(seconds)
-        if self._last != key:
-            self._last, self._num_unsettled = key, max(1, self._num_unsettled)
-        settled = not self._num_unsettled
-        self._num_unsettled -= not settled
-        if settled and seconds > 0:
-            size.times.observe(asked, seconds)
-        if asked == size.current and (settled or not size.is_trial):
-            size.left -= 1
-        if size.is_trial:
-            if size.left <= 0:
-                self._judge(size)
-        elif size.since >= size.pause:
-            self._begin_trial(size)
-        elif size.left <= 0:
-            self._judge(size)
-
-    def disturb(self) -> None:
-        """A step did more than decode."""
-        self._num_unsettled = AFTER_PROMPT
-
-    def _size(self, num_rows: int) -> _Size:
-        key = _bucket(num_rows)
-        if key not in self._sizes:
-            self._sizes[key] = size = _Size(self._most)
-            settled = [k for k, other in self._sizes.items() if not other.is_trial]
-            nearest = min(settled, key=lambda k: (abs(k - key), k), default=None)
-            if nearest is not None and not self._sizes[nearest].best:
-                size.turn_off()  # to be tried, but not with the first prompts of such a batch
-        return self._sizes[key]
-
-    def _judge(self, size: _Size) -> None:
-        """Compare what every number promises; not before doing without drafts has been measured."""
-        if size.is_trial and size.times.count(0) < WARM_UP_WITHOUT:
-            size.current, size.left = 0, WARM_UP_WITHOUT
+        if seconds <= 0:
             return
-        speed = {
-            number: self.acceptance.expected_tokens(number) / size.times.expected(number)
-            for number in self._numbers
-        }
-        best = max(speed, key=lambda number: (speed[number], -number))
-        if speed[best] < LEAST_GAIN * speed[0]:
-            if (
-                not size.is_trial
-            ):  # steps without were measured some time ago, perhaps on other work
-                self._begin_trial(size)
-                return
-            if size.best:
-                size.pause = TRY_AGAIN
-            best = size.best = 0
-        if speed[best] > GAIN * speed[size.best]:
-            size.best, size.pause = best, TRY_AGAIN
-        elif size.is_trial:
-            size.pause = min(2 * size.pause, TRY_AGAIN_AT_MOST)
-        if size.is_trial:
-            plain = size.times.expected(0)
-            gained = len(size.spent) * self.acceptance.expected_tokens(size.tried)
-            extra = sum(size.spent) / plain - gained if plain > 0 else 0.0
-            if not size.best:
-                size.pause = max(size.pause, int(extra / TRIAL_SHARE))
-            size.since, size.spent = 0, []
-        size.current, size.is_trial = size.best, False
-        size.left = 4 * WARM_UP
+        pace = regime.pace[regime.current]
+        if is_decode and not is_behind:
+            regime.times.observe(asked, seconds)
+        kind = 2 * is_decode + (asked > 0)
+        is_full = pace.add(num_tokens / self._num_rows, seconds, kind)
+        if is_full or (regime.is_trial and self._is_enough(regime)):
+            self._close(regime, regime.current)
+            self._decide(regime)
+            self._begin_window(regime)
 
-    def _begin_trial(self, size: _Size) -> None:
-        """Measure once more what is not in use: drafts where there are none, and the other way round."""
-        size.is_trial, size.left = True, WARM_UP if not size.best else WARM_UP_WITHOUT
-        size.current = 0 if size.best else next(n for n in self._numbers if n >= min(self._most, 2))
-        size.tried = size.current
-        if size.current:
-            self.acceptance.fade(KEPT_FOR_TRIAL)
-            size.times.forget()
+    def _begin_window(self, regime: _Regime) -> None:
+        """The next step may be the first one of a window with drafts."""
+        is_first = not (regime.num_unsettled or regime.pace[regime.current].count)
+        if regime.current and is_first and self._watch is not None:
+            self._watch.begin()
+            self._watched = regime
+
+    def _regime(self, num_rows: int, kind: int) -> _Regime:
+        key = (_bucket(num_rows), kind)
+        found = self._regimes.get(key)
+        if found is None:
+            acceptance = self._acceptance.setdefault(kind, Acceptance(self._most))
+            found = _Regime(1 << key[0], self._most, acceptance)
+            known = [k for k, r in self._regimes.items() if k[1] == kind and not r.is_trial]
+            nearest = min(known, key=lambda k: (abs(k[0] - key[0]), k), default=None)
+            if nearest is not None and not self._regimes[nearest].best:
+                found.turn_off(TRY_AGAIN)  # not with the first prompts of such a batch
+            elif num_rows > SMALL:
+                found.turn_off(FIRST_TRY)
+            self._regimes[key] = found
+        return found
+
+    @staticmethod
+    def _is_enough(regime: _Regime) -> bool:
+        """Whether a trial need not go on with this number for now: nothing is known yet to compare with,
+        or it has failed."""
+        count = regime.pace[regime.current].count
+        if not regime.pace[0].is_known:
+            return bool(regime.current) and count >= FIRST_STEPS
+        return bool(regime.current) and count >= FEWEST and regime.has_failed(regime.current)
+
+    def _close(self, regime: _Regime, number: int) -> None:
+        """A window has ended."""
+        pace, plain = regime.pace[number], regime.pace[0]
+        if not number:
+            pace.close()
+        elif plain.is_known:  # else it is gone on with when that is known
+            slow_tokens = 0.0
+            if self._watch is not None and self._watched is regime:
+                slow_tokens = self._watch.slow_tokens()
+            if regime.is_trial:
+                count, tokens, seconds = pace.open
+                lost_s = seconds - (slow_tokens or tokens) / plain.speed
+                regime.lost_s += lost_s * (count + SETTLE) / count
+            pace.close(slow_tokens)
+
+    def _decide(self, regime: _Regime) -> None:
+        """Behind a window."""
+        if regime.is_trial:
+            self._judge(regime)
+        elif not regime.best:
+            if regime.since >= regime.pause:
+                self._try(regime, self._first(regime))
+        elif (
+            regime.since >= regime.pause
+            or not regime.is_fair(regime.best)
+            or regime.speed(regime.best) < KEEP_GAIN * regime.speed(0)
+        ):
+            self._try(regime, 0)
         else:
-            size.times.forget(0)
+            better = max(self._numbers, key=regime.decoding)
+            if regime.decoding(better) > GAIN * regime.decoding(regime.best):
+                regime.pace[better].forget()
+                regime.best = better
+                self._ask(regime, better)
+
+    def _first(self, regime: _Regime) -> int:
+        """The number that a trial begins with."""
+        return next(n for n in self._numbers if n >= min(self._most, 2))
+
+    def _ask(self, regime: _Regime, number: int) -> None:
+        if number != regime.current:
+            regime.current, regime.num_unsettled = number, SETTLE
+
+    def _try(self, regime: _Regime, number: int) -> None:
+        """Measure what is not in use: drafts where there are none, and the other way round."""
+        regime.is_trial, regime.num_tried, regime.lost_s = True, 0, 0.0
+        if number:
+            regime.acceptance.fade(KEPT_FOR_TRIAL)
+        for other in range(self._most + 1):
+            if other != regime.best:
+                regime.pace[other].forget()
+            if bool(other) == bool(number):
+                regime.times.forget(other)
+        self._ask(regime, number)
+
+    def _judge(self, regime: _Regime) -> None:
+        """Behind a window of a trial: another one with another number, or its end."""
+        if not regime.pace[0].is_known:
+            self._ask(regime, 0)
+            return
+        if not (regime.current or regime.pace[regime.best].is_known):  # it has just begun
+            if regime.has_failed(regime.best):
+                self._close(regime, regime.best)
+                self._conclude(regime, 0)
+            else:
+                self._ask(regime, regime.best)
+            return
+        plain, fair = regime.speed(0), [n for n in self._numbers if regime.is_fair(n)]
+        best = max(fair, key=regime.decoding, default=0)
+        needed = (KEEP_GAIN if regime.has_paid else LEAST_GAIN) * plain
+        if best and regime.speed(best) < needed:
+            best = max(fair, key=regime.speed)
+        if best and regime.speed(best) < needed:
+            best = 0
+        elif best and not regime.pace[best].is_known and regime.num_tried < len(self._numbers):
+            regime.num_tried += 1
+            self._ask(regime, best)
+            return
+        self._conclude(regime, best)
+
+    def _conclude(self, regime: _Regime, best: int) -> None:
+        is_same = bool(best) == regime.has_paid
+        regime.pause = min(2 * regime.pause, TRY_AGAIN_AT_MOST) if is_same else TRY_AGAIN
+        if not best and regime.times.count(0):
+            lost_steps = regime.lost_s / regime.times.expected(0)
+            regime.pause = max(regime.pause, int(lost_steps / TRIAL_SHARE))
+        regime.best, regime.has_paid, regime.is_trial, regime.since = best, bool(best), False, 0
+        if best:
+            self._ask(regime, best)
+        else:
+            regime.turn_off(regime.pause)

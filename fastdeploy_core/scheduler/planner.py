@@ -41,7 +41,13 @@ class StepPlanner:
         self._on_stuck = on_stuck  # called with a sequence that cannot get the blocks it needs
         self._lookahead = 0
         self._free: np.ndarray | None = None  # places of sequences that all go ahead
+        self._chosen_for: tuple[np.ndarray | None, int] = (
+            None,
+            0,
+        )  # running places, number waiting
+        self._num_rows = self._kind = 0  # of these
         self._prefills_first = True
+        self._keeps_back = False  # prompts have let drafts go before
         self._step = StepBuilder(roster.columns, settings.max_num_batched_tokens)
         self._admission = Admission(roster, settings, counters, self._step, on_stuck)
 
@@ -53,15 +59,18 @@ class StepPlanner:
         is_ahead = False
         if self._length is not None:
             is_ahead = self._roster.awaited_step >= 0
-            num_drafts = self._length.choose(self._num_rows())
+            num_drafts = self._choose(self._length)
         self._lookahead = self._settings.lookahead_tokens if num_drafts else 0
         if is_ahead:
             self._plan_ahead()
+            if step.is_empty and self._settings.max_rows_ahead and not self._roster.num_suspects:
+                self._plan_prompts_ahead()
         elif self._roster.num_suspects:
             self._plan_suspect()
         elif self._settings.mixed_batches:
             self._plan_decodes()
-            self._plan_prefills()
+            if not self._keeps_prompts_back():
+                self._plan_prefills()
         else:
             first, second = self._plan_prefills, self._plan_decodes
             if not self._prefills_first:
@@ -81,18 +90,22 @@ class StepPlanner:
             self._kv.take_copies(),
             num_drafts,
             rests=self._settings.drafts_with_cache,
-            fills=bool(step.num_prefills)
-            and self._length is not None
-            and not self._length.is_off(self._num_rows()),
+            fills=self._length is not None and not self._length.is_off,
         )
         if planned.is_awaited:
             self._roster.awaited_step = planned.output.step_id
         return planned
 
-    def _num_rows(self) -> int:
-        """Rows that the step, or the next one, will have."""
+    def _choose(self, length: DraftLength) -> int:
+        """Drafts to ask for. Batches are told apart by the rows that the step, or the next one, will have,
+        and by the kind of sampling (sequence.py)."""
         roster = self._roster
-        return max(1, min(self._settings.max_num_seqs, len(roster.running) + roster.num_waiting))
+        places, num_waiting = roster.running_places(), roster.num_waiting
+        if places is not self._chosen_for[0] or num_waiting != self._chosen_for[1]:
+            self._chosen_for = (places, num_waiting)
+            self._num_rows = max(1, min(self._settings.max_num_seqs, places.size + num_waiting))
+            self._kind = int(roster.columns.kind[places].max(initial=0))
+        return length.choose(self._num_rows, self._kind)
 
     def _plan_ahead(self) -> None:
         """Have the rows of the step before go on before it is known how many of its drafts are right:
@@ -119,6 +132,20 @@ class StepPlanner:
         has_budget = len(seqs) * (1 + asked) <= step.budget
         if has_budget and self._grow_all(seqs, places, end):
             step.put_ahead(seqs, places, asked)
+
+    def _plan_prompts_ahead(self) -> None:
+        """Rows that wait for their results are in nobody's way: prompts go in between, where they take
+        nothing from anybody."""
+        self._keeps_back = False
+        for seq in self._roster.prefilling():
+            if not self._continue_prefill(seq, self._try_grow):
+                return
+        self._admission.admit()
+
+    def _keeps_prompts_back(self) -> bool:
+        """Whether prompts wait for the next step, because this one is recorded with drafts and without
+        prompts only."""
+        return self._keeps_back and self._step.has_drafts
 
     def _has_prompts(self) -> bool:
         """Whether prompts are to be computed, and not all of them wait for somebody's end."""
@@ -176,9 +203,11 @@ class StepPlanner:
         columns = self._roster.columns
         drafts: np.ndarray = columns.num_drafts[places]
         columns.has_drafts = bool(drafts.any())
-        # A step with prompts is recorded where decode steps are, but only without drafts.
+        # A step with prompts is recorded where decode steps are, but only without drafts: they take turns.
         if self._settings.max_rows_ahead and self._has_prompts():
-            drafts = np.zeros_like(drafts)
+            self._keeps_back = not self._keeps_back and columns.has_drafts
+            if not self._keeps_back:
+                drafts = np.zeros_like(drafts)
         drafts = np.where(is_due, drafts, 0)
         computed, limit = columns.computed[places], columns.limit[places]
         drafts = np.minimum(drafts, np.maximum(limit - columns.known[places] - 1, 0))
@@ -196,7 +225,7 @@ class StepPlanner:
     def _plan_prefills(self) -> None:
         for seq in self._roster.prefilling():
             if seq.status is RequestStatus.RUNNING:
-                self._continue_prefill(seq)
+                self._continue_prefill(seq, self._grow)
         if not self._step.is_stalled:
             self._admission.admit()
 
@@ -219,20 +248,23 @@ class StepPlanner:
         if seq.num_in_flight:
             return
         if seq.is_prefill:
-            self._continue_prefill(seq)
+            self._continue_prefill(seq, self._grow)
         elif len(seq.token_ids) < seq.max_total_tokens and self._grow(
             seq, seq.num_computed + 1, may_yield=True
         ):
             self._step.put(seq, 1)
 
-    def _continue_prefill(self, seq: Sequence) -> None:
+    def _continue_prefill(self, seq: Sequence, grow: Callable[[Sequence, int], bool]) -> bool:
+        """False if it got no room."""
         chunk = self._admission.chunk(seq.num_known_at_start - seq.num_computed)
         if chunk < 1 or not self._admission.has_prefill_slot():
-            return
-        if self._grow(seq, seq.num_computed + chunk, may_yield=False):
+            return True
+        has_room = grow(seq, seq.num_computed + chunk)
+        if has_room:
             self._step.put(seq, chunk)
+        return has_room
 
-    def _grow(self, seq: Sequence, num_tokens: int, *, may_yield: bool) -> bool:
+    def _grow(self, seq: Sequence, num_tokens: int, *, may_yield: bool = False) -> bool:
         """Blocks so that num_tokens fit, preempting juniors; False if the sequence has to wait."""
         while (blocks := self._kv.grow(seq.table, num_tokens)) is None:
             if not self._make_room(seq, may_yield):

@@ -12,6 +12,8 @@ from .columns import Columns
 
 _MASK = 2**64 - 1
 MAX_SEED = 2**63 - 1
+# Kinds of sampling whose steps differ in what they cost; a batch is of the greatest of its rows' kinds.
+GREEDY, RANDOM, OTHER = 0, 1, 2
 
 
 def mix64(value: int) -> int:
@@ -122,8 +124,10 @@ class Sequence:
         sampling = request.sampling
         is_plain = sampling.n == 1 and sampling.logprobs is None and not self.is_suspect
         self.columns.is_plain[self.place] = is_plain
-        self.columns.goes_ahead[self.place] = (
-            is_plain and sampling.is_unconstrained and request.grammar is None
+        goes_ahead = is_plain and sampling.is_unconstrained and request.grammar is None
+        self.columns.goes_ahead[self.place] = goes_ahead
+        self.columns.kind[self.place] = (
+            (GREEDY if sampling.is_greedy else RANDOM) if goes_ahead else OTHER
         )
 
     def draft_stats(self) -> DraftStats | None:

@@ -127,6 +127,11 @@ class StepBuilder:
         """Whether nothing is in it yet."""
         return not self._rows and not self._has_cohort
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether rows are fed drafts."""
+        return self._is_ahead or bool(self._draft_ids.size)
+
     def holds(self, seq: Sequence) -> bool:
         """Whether the sequence is in the step."""
         return int(self._columns.step[seq.place]) == self._number
@@ -216,11 +221,11 @@ class StepBuilder:
         max_drafts: int = 0,
         *,
         rests: bool = False,
-        fills: bool = True,
+        fills: bool = False,
     ) -> ScheduledStep:
         """The step. max_drafts, rests, fills: see `_ask`."""
         cohort = self._cohort if self._has_cohort else NO_COHORT
-        has_drafts = self._is_ahead or bool(self._draft_ids.size)
+        has_drafts = self.has_drafts
         draws = bool(cohort.seqs) or any(row.sample for row in self._rows)
         message = SchedulerOutput(
             step_id=self._number,
@@ -240,7 +245,8 @@ class StepBuilder:
             self._max_num_tokens - self.budget,
             self.asked,
             not self.num_prefills,
-            (max_drafts > 0 and draws) or has_drafts,
+            # One that only goes ahead tells nothing that the step before it does not.
+            (max_drafts > 0 and draws) or (has_drafts and bool(self._decodes.num_drafts.any())),
             self._is_ahead,
         )
         if self._new_blocks:
@@ -262,15 +268,13 @@ class StepBuilder:
         return seq_ids is last or np.array_equal(seq_ids, last)
 
     def _ask(self, step: ScheduledStep, max_drafts: int, *, rests: bool, fills: bool) -> None:
-        """Say in the message how many drafts are wanted behind the step. `rests`: a drafter with a
-        cache of its own is asked for none, and misses what decodes here; prompts, too, unless it
-        `fills` its cache with them for later. What it has missed costs it some right drafts, and its
+        """Say in the message how many drafts are wanted behind the step. Where there are none, a drafter
+        that `rests` misses what decodes here, for it would cost it a pass through layers of its own; unless
+        it `fills` what it keeps for later, it misses everything. That costs it some right drafts, and its
         output nothing."""
         self.asked = max_drafts
-        if max_drafts or not rests:
+        if max_drafts or (fills and (self.num_prefills or not rests)):
             step.output.max_drafts = max_drafts
-        elif self.num_prefills and fills:
-            step.output.max_drafts = 0
 
     def _columns_of(self, cohort: Cohort) -> BatchRows:
         """Explicit rows for a message: the cohort's, then the others."""

@@ -20,7 +20,7 @@ from fastdeploy_core.types import (
 
 from . import forced_tools
 from .answer import Answer, tool_call_deltas
-from .generation import in_chunks, run
+from .generation import run
 from .logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from .protocol import ChatCompletionRequest
 from .state import ServerState
@@ -190,9 +190,9 @@ class ChatJob:
     def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
         state = self._state
         visible = shown_tokens(state.reasoning_parser, state.tool_parser)
-        outputs = run(state, self._engine_request(), visible)
-        size = self._body.chunk_tokens() if self.stream else 1
-        return in_chunks(outputs, size) if size > 1 else outputs
+        default = self._state.config.stream_interval
+        size = self._body.chunk_tokens(default) if self.stream else 1
+        return run(state, self._engine_request(), visible, size)
 
     def _engine_request(self) -> Request:
         if self._request is None:

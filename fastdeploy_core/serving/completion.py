@@ -15,7 +15,7 @@ from typing import Any
 
 from fastdeploy_core.types import CompletionOutput, Request, RequestOutput, StructuredOutputsParams
 
-from .generation import in_chunks, merge, run
+from .generation import merge, run
 from .logprobs import CompletionLogprobs, Position, TokenNames, prompt_logprobs
 from .protocol import CompletionRequest
 from .state import ServerState
@@ -143,10 +143,9 @@ class CompletionJob:
             yield final
 
     def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        streams = [run(self._state, request) for request in self._requests]
-        if self.stream and (size := self._body.chunk_tokens()) > 1:
-            streams = [in_chunks(stream, size) for stream in streams]
-        return merge(streams)
+        default = self._state.config.stream_interval
+        size = self._body.chunk_tokens(default) if self.stream else 1
+        return merge([run(self._state, r, chunk_tokens=size) for r in self._requests])
 
     def _usage(self) -> Usage:
         return Usage(sum(len(request.prompt_token_ids) for request in self._requests))

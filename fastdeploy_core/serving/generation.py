@@ -7,12 +7,11 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 from fastdeploy_core import errors
 from fastdeploy_core.errors import FastDeployError, RequestError, WorkerError
-from fastdeploy_core.types import CompletionOutput, Request, RequestOutput
+from fastdeploy_core.types import Request, RequestOutput
 
 from .metrics import RequestTimer
 from .state import ServerState
@@ -23,11 +22,14 @@ _MERGE_BUFFER = 4  # outputs per prompt that may wait for a reader
 
 
 async def run(
-    state: ServerState, request: Request, visible_tokens: Sequence[str] = ()
+    state: ServerState,
+    request: Request,
+    visible_tokens: Sequence[str] = (),
+    chunk_tokens: int = 1,
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Outputs of one request, each holding what is new. Close the generator to abort."""
+    """Outputs of one request, each holding what is new, as Engine.generate. Close the generator to abort."""
     state.outputs.add(request, visible_tokens=visible_tokens)
-    deltas: Any = state.engine.generate(request)
+    deltas: Any = state.engine.generate(request, chunk_tokens)
     timer = state.metrics.start(request)
     finished = False
     try:
@@ -58,47 +60,6 @@ async def run(
         if state.config.log_requests:
             _log(request, timer)
         await deltas.aclose()
-
-
-async def in_chunks(
-    outputs: AsyncGenerator[RequestOutput, None], num_tokens: int
-) -> AsyncGenerator[RequestOutput, None]:
-    """The same outputs with at least so many tokens of a choice in each, but for the first, which
-    comes at once, and the last."""
-    waiting: dict[int, CompletionOutput] = {}
-    begun: set[int] = set()
-    output: RequestOutput | None = None
-    async with aclosing(outputs):
-        try:
-            async for output in outputs:
-                ready = []
-                for part in output.outputs:
-                    held = waiting.pop(part.index, None)
-                    whole = part if held is None else _joined(held, part)
-                    due = part.index not in begun or len(whole.token_ids) >= num_tokens
-                    if due or part.finished:
-                        begun.add(part.index)
-                        ready.append(whole)
-                    else:
-                        waiting[part.index] = whole
-                if ready or output.prompt_logprobs is not None:
-                    yield replace(output, outputs=ready)
-        except FastDeployError:
-            if output is not None and waiting:  # what was generated is not lost with the rest
-                yield replace(output, outputs=list(waiting.values()))
-            raise
-
-
-def _joined(first: CompletionOutput, then: CompletionOutput) -> CompletionOutput:
-    logprobs = then.logprobs
-    if first.logprobs is not None:
-        logprobs = [*first.logprobs, *(then.logprobs or [])]
-    return replace(
-        then,
-        text=first.text + then.text,
-        token_ids=[*first.token_ids, *then.token_ids],
-        logprobs=logprobs,
-    )
 
 
 def _log(request: Request, timer: RequestTimer) -> None:

@@ -40,8 +40,10 @@ class Engine(Protocol):
         """Raise QueueFull or WorkerError at once if a request put now would be refused."""
         ...
 
-    def generate(self, request: Request) -> AsyncIterator[RequestOutputDelta]:
-        """Deltas of one request; leaving the iterator aborts it."""
+    def generate(
+        self, request: Request, chunk_tokens: int = 1
+    ) -> AsyncIterator[RequestOutputDelta]:
+        """Deltas of one request, with so many tokens each; leaving the iterator aborts it."""
         ...
 
     def end_branches(self, branch_ids: Sequence[str]) -> None:

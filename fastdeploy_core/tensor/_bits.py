@@ -62,6 +62,19 @@ def hidden_module(name: str) -> Iterator[None]:
         del sys.modules[name]
 
 
+@contextmanager
+def kept_variable(name: str) -> Iterator[None]:
+    """Afterwards the environment variable is what it was."""
+    before = os.environ.get(name)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+
+
 def choose_blas_code() -> None:
     """Tell an old MKL which instructions this processor has, unless the operator already did.
 

@@ -11,13 +11,21 @@ import numpy as np
 
 from fastdeploy_core.errors import ConfigError
 
-from ._bits import BIT_CARRIERS, as_carrier, choose_blas_code, hidden_module, tune_malloc
+from ._bits import (
+    BIT_CARRIERS,
+    as_carrier,
+    choose_blas_code,
+    hidden_module,
+    kept_variable,
+    tune_malloc,
+)
 from .library import DTYPE_BYTES
 
 choose_blas_code()  # must run before the library looks at the processor
 # On import, paddle asks tvm_ffi (a part of xgrammar) for its version, and that imports torch: a
-# second or two, half a gigabyte and a second thread pool, for nothing.
-with hidden_module("tvm_ffi"):
+# second or two, half a gigabyte and a second thread pool, for nothing. It also sets OMP_NUM_THREADS=1
+# where an operator set nothing, which is no answer to how many threads a device of this host may use.
+with hidden_module("tvm_ffi"), kept_variable("OMP_NUM_THREADS"):
     import paddle
     import paddle.nn.functional as F
 

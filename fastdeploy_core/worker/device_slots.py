@@ -108,10 +108,10 @@ class DeviceSlots:
             self.reset(slot)
         self._batch.newest[:] = NOWHERE
 
-    def sync(self, rows: StepRows, size: int, limit: int = 0) -> None:
-        """Make the device's state that of the rows, which are padded to `size` and get up to `limit`
-        drafts behind the step."""
-        batch = self._batch
+    def sync(self, rows: StepRows, size: int, max_drafts: int = 0) -> None:
+        """Make the device's state that of the rows, which are padded to `size`. max_drafts: see
+        SchedulerOutput."""
+        batch, limit = self._batch, max(0, max_drafts)
         goes_on = self._last[0] is rows.slots and self._last[1] == size and limit == self._limit
         is_known = rows.is_ahead or rows.starts is self._ahead
         if goes_on and is_known and self._num_appends == batch.num_appends:
@@ -126,9 +126,14 @@ class DeviceSlots:
             updates += self._position_updates(rows)
             if not rows.is_decode:
                 updates += self._draft_updates(rows)
-            updates += self._history_updates(rows.slots)
         self._num_appends = batch.num_appends
         self._send(updates)
+        if self.history is None:
+            return
+        if not limit:  # nobody reads them behind this step, and nobody goes on with them
+            self._has_history[rows.slots] = False
+        elif not rows.is_ahead:
+            self._catch_up(rows)
 
     def _send(self, updates: list[Update]) -> None:
         updates = [update for update in updates if update[2].size]
@@ -187,20 +192,24 @@ class DeviceSlots:
         where, known = self._uploads.send(slots, ends)
         self._xp.index_copy_(self.num_computed, 0, where, known + accepted)
 
-    def take_drawn(self, rows: StepRows, drawn: Tensor) -> None:
+    def take_drawn(self, rows: StepRows, drawn: Tensor, max_drafts: int) -> None:
         """A step that the slots take no part in drew these: histories go on. drawn: [R] int64, of which
-        those behind a wrong draft are overwritten later."""
+        those behind a wrong draft are overwritten later. max_drafts: see SchedulerOutput."""
         if self.history is None:
             return
-        self._send(self._history_updates(rows.slots))
+        if max_drafts < 0:
+            self._has_history[rows.slots] = False
+            return
+        self._catch_up(rows)
         where = rows.slots[rows.sample_rows] * self.history.shape[1] + rows.sample_positions
         index = self._uploads.send(where)[0]
         self._xp.index_copy_(self.history.view([-1]), 0, index, drawn.to(self._xp.int32))
 
-    def append_history(self, rows: Tensor, results: Tensor) -> None:
-        """What a recorded step has drawn and kept. results: see kernel finish_decode."""
+    def append_history(self, results: Tensor) -> None:
+        """Histories of the step's rows go on with what it has drawn and kept. results: see kernel
+        finish_decode."""
         if self.history is not None:
-            self._append(rows, results, self.num_computed, self.history)
+            self._append(self.rows[: results.shape[0]], results, self.num_computed, self.history)
 
     def count_accepted(self, rows: Tensor, drawn: Tensor, marked: Tensor) -> Tensor:
         """[B] int64: leading drafts of each row that equal what was drawn in their place. Behind a draft
@@ -279,17 +288,30 @@ class DeviceSlots:
             (self.newest, lost, batch.token_ids[lost, where]),
         ]
 
+    def _catch_up(self, rows: StepRows) -> None:
+        """Give the device the histories that it does not have. It goes on with them itself; a token that is
+        still on its way to the host it has, too."""
+        assert self.history is not None
+        is_new = ~self._has_history[rows.slots]
+        if not is_new.any():
+            return
+        self._send(self._history_updates(rows.slots))
+        is_new &= self._batch.num_known[rows.slots] <= rows.starts
+        if is_new.any():
+            slots = rows.slots[is_new]
+            where = slots * self.history.shape[1] + rows.starts[is_new]
+            index, slots_dev = self._uploads.send(where, slots)
+            newest = self._xp.index_select(self.newest, 0, slots_dev).to(self._xp.int32)
+            self._xp.index_copy_(self.history.view([-1]), 0, index, newest)
+
     def _history_updates(self, slots: np.ndarray) -> list[Update]:
-        """All tokens of sequences that are new here; the device adds to them itself."""
-        if self.history is None:
-            return []
+        """All known tokens of sequences whose history is not here."""
         batch, slots = self._batch, slots[~self._has_history[slots]]
-        if not slots.size:
-            return []
         self._has_history[slots] = True
         counts = batch.num_known[slots]
         nth = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         rows = np.repeat(slots, counts)
+        assert self.history is not None
         entries = rows * self.history.shape[1] + nth
         return [(self.history.view([-1]), entries, batch.token_ids[rows, nth])]
 

@@ -240,11 +240,10 @@ class InputBatch:
             )
         self._check(slots, seq_lens)
         if num_drafts.any():
-            taken = 0
-            for slot, end, number in zip(slots, seq_lens, num_drafts, strict=True):
-                drafts = message.draft_token_ids[taken : taken + number]
-                self.token_ids[slot, end - number : end] = drafts
-                taken += number
+            ends = np.cumsum(num_drafts)
+            nth = np.arange(int(ends[-1])) - np.repeat(ends - num_drafts, num_drafts)
+            where = np.repeat(seq_lens - num_drafts, num_drafts) + nth
+            self.token_ids[np.repeat(slots, num_drafts), where] = message.draft_token_ids
         num_samples = np.where(samples, num_drafts + 1, 0)
         rows = np.repeat(np.arange(slots.size), num_samples)
         # Within a row the sampled positions follow each other, the first behind the last token

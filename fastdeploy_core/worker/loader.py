@@ -25,6 +25,7 @@ from fastdeploy_core.layers.cache_scales import CACHE_SCALE_NAMES
 from fastdeploy_core.layers.expert_parallel import ExpertRanks
 
 from .read_ahead import ReadAhead
+from .weight_cache import weight_cache
 from .weights import SafetensorsFile, dummy_tensors, find_files
 
 if TYPE_CHECKING:
@@ -76,29 +77,31 @@ def load_model(
     if settings.method:
         quantizer = load_driver("quantizer", "")(settings.config, device, kernels)
     kind = kv_format(settings.kv_format)
-    build = ModelBuilder(
-        device,
-        kernels,
-        model_config.dtype,
-        max_positions=model_config.max_model_len,
-        attention_factory=lambda spec: attention_class(spec, block_size, device, kernels),
-        moe_factory=lambda spec: load_driver("moe", "")(spec, device, kernels),
-        tp_rank=tp_rank,
-        tp_size=tp_size,
-        communicator=communicator,
-        quantizer=quantizer,
-        is_dummy=model_config.load_format == "dummy",
-        kv_format="" if kind is None else kind.name,
-        kv_static=settings.kv_static,
-        expert_ranks=_expert_ranks(config, device, communicator, load_driver),
-    )
-    if settings.kv_unused:
-        for text in CACHE_SCALE_NAMES:
-            build.weights.ignore(text)
-    with device.xp.no_grad():
+    keeping = weight_cache(config.parallel, model_config, settings, device, tp_rank)
+    with device.xp.no_grad(), keeping as cache:
+        build = ModelBuilder(
+            device,
+            kernels,
+            model_config.dtype,
+            max_positions=model_config.max_model_len,
+            attention_factory=lambda spec: attention_class(spec, block_size, device, kernels),
+            moe_factory=lambda spec: load_driver("moe", "")(spec, device, kernels),
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            communicator=communicator,
+            quantizer=quantizer,
+            is_dummy=model_config.load_format == "dummy",
+            kv_format="" if kind is None else kind.name,
+            kv_static=settings.kv_static,
+            expert_ranks=_expert_ranks(config, device, communicator, load_driver),
+            kept_weights=cache,
+        )
+        if settings.kv_unused:
+            for text in CACHE_SCALE_NAMES:
+                build.weights.ignore(text)
         model = family(hf_config, build)
         fill_from_folder(model, build, model_config.path, hf_config, model_config)
-    report += [*_unquantized_lines(build), *_expert_lines(build)]
+    report += [*cache.report, *_unquantized_lines(build), *_expert_lines(build)]
     return LoadedModel(
         model=model,
         shapes=shapes,
@@ -106,7 +109,7 @@ def load_model(
         kv_layers=build.kv_layers,
         attention=build.attention_drivers,
         builder=build,
-        weight_bytes=build.weight_bytes,
+        weight_bytes=build.weight_bytes + cache.num_bytes,
         report=report,
     )
 

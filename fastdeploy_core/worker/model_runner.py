@@ -29,7 +29,7 @@ from .judging import DraftJudge
 from .pending import Launched, PendingOutput
 from .prompt_graphs import forward
 from .reading import NOT_KEPT, StepReader
-from .recorded_draws import RECORDED, can_record_draws
+from .recorded_draws import RECORDED, RecordedDraws, can_record_draws
 from .recorded_sizes import prompt_sizes
 from .sequence_state import SequenceState
 from .speculation import Speculation, recorded_widths
@@ -96,10 +96,11 @@ class ModelRunner:
         self._judge = DraftJudge(
             device, batch, refuses_all=speculative is not None and speculative.benchmark_mode
         )
+        self._draws = RecordedDraws(device, kernels, self._columns, config.batch.max_num_seqs)
         self._speculation: Speculation | None = None
         if drafters is not None and speculative is not None:
             parts = [self._columns, self._state, communicator, drafters, kernels, speculative]
-            self._speculation = Speculation(device, loaded, batch, *parts)
+            self._speculation = Speculation(device, loaded, batch, self._draws, *parts)
         self._reader = StepReader(device, batch, self._state, self._lock, self._speculation)
         self._slots: DeviceSlots | None = None
         self._graphs: StepGraphs | None = None
@@ -142,8 +143,8 @@ class ModelRunner:
             prompt_sizes=prompt_sizes(
                 self._loaded.attention.values(), config, self._loaded.builder.expert_ranks
             ),
-            # One rank knows what all rows need, and without drafts each draws once.
-            columns=self._columns if not (communicator or speculation) and can_draw else None,
+            # One rank knows what all rows need.
+            draws=self._draws if communicator is None and can_draw else None,
         )
 
     @property
@@ -159,8 +160,6 @@ class ModelRunner:
         ):
             return 0
         return max(self._graphs.sizes)
-
-    # -- cache ------------------------------------------------------------------------------------
 
     def allocate_cache(
         self, num_blocks: int, num_host_blocks: int, *, is_touched: bool = True
@@ -202,8 +201,6 @@ class ModelRunner:
         with self._xp.no_grad():
             return self._graphs.estimate(self.caches.tensors)
 
-    # -- a step -----------------------------------------------------------------------------------
-
     def launch(self, step: SchedulerOutput) -> PendingOutput:
         """Queue the step. WorkerError: this rank is lost or was told nonsense; ResourceError: the
         step did not fit into device memory, and smaller ones may; anything else: as it came."""
@@ -242,7 +239,7 @@ class ModelRunner:
             if recorded is not None or logits is not None:
                 results = self._draw(launched, logits, recorded)
         drafts = None
-        if self._speculation is not None:
+        if self._speculation is not None and launched.concerns_drafters:
             drafts = self._speculation.propose(launched, recorded, self._slots)
         with self._lock:
             if self._rank:  # rank 0 answers; this one only keeps the tokens on its device
@@ -285,7 +282,7 @@ class ModelRunner:
         fits = rows.is_decode or rows.is_ahead or rows.fits(self._max_drafts)
         if recorded is None or not fits:
             return None
-        slots.sync(rows, recorded.size, max(0, launched.max_drafts))
+        slots.sync(rows, recorded.size, launched.max_drafts)
         if not rows.is_decode and not (rows.is_ahead and width == recorded.width):
             launched.rows = rows.widen(recorded.width)
         return recorded
@@ -318,6 +315,7 @@ class ModelRunner:
             self._slots.advance(rows)
             if self._is_plain(plan, rows):
                 return recorded.replay_greedy(num_rows)
+            launched.is_random = True
             if recorded.draws_at_random and not plan.flags & ~RECORDED:
                 return recorded.replay_random(rows.slots, filters=bool(plan.flags & FILTER))
             logits = recorded.replay_head(num_rows)
@@ -343,14 +341,14 @@ class ModelRunner:
             return results
         if drafts is None:
             if self._slots is not None:
-                self._slots.take_drawn(rows, drawn.token_ids)
+                self._slots.take_drawn(rows, drawn.token_ids, launched.max_drafts)
             batch.sampled(plan.slots, plan.slots_dev, rows.sample_positions, drawn.token_ids)
             return drawn.marked
         verdict = self._judge.judge(drafts, drawn.token_ids)
         launched.accepted = verdict.num_accepted
         self._drawer.count_kept(plan, drawn.token_ids, verdict.kept)
         if self._slots is not None:
-            self._slots.take_drawn(rows, drawn.token_ids)
+            self._slots.take_drawn(rows, drawn.token_ids, launched.max_drafts)
         slots = plan.slots[drafts.layout.first]
         batch.drawn_behind_drafts(slots, self._device.to_device(slots), verdict.next_ids)
         return verdict.mark(drawn.marked)

@@ -40,6 +40,7 @@ class Launched:
     target: TargetStep | None = None  # for drafters; None once they have been asked
     draft_ids: np.ndarray | None = None  # [R] the drafts that were fed, -1: none at that position
     drawn: Tensor | None = None  # [R] on the device
+    is_random: bool = False  # a recorded step did not draw greedily
     accepted: Tensor | None = (
         None  # [S] on the device, of rows that sample; None: there were no drafts
     )
@@ -62,6 +63,11 @@ class Launched:
     next_drafts: np.ndarray | None = None  # ModelRunnerOutput.next_drafts
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by sampled position
     prompt_rows: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+    @property
+    def concerns_drafters(self) -> bool:
+        """Whether drafts were fed or are wanted, or a drafter keeps something for later."""
+        return self.max_drafts >= 0 or not self.rows.is_decode
 
     def fed_drafts(self) -> dict[int, list[int]]:
         """By batch row."""

@@ -122,7 +122,7 @@ class ReadAhead:
     def _region(self, name: str, stored: SafetensorsTensor) -> Region | None:
         """What will be read of a tensor, if that is known and worth it."""
         placement = self._weights.placements.get(self._weights.canonical(name))
-        if placement is None or len(stored.shape) < 2:
+        if placement is None or placement.is_held or len(stored.shape) < 2:
             return None
         is_swapped = self._weights.swap_linear and placement.is_linear
         region: Region = placement.region

@@ -147,7 +147,7 @@ class StepReader:
                 drafts = next(arrays)
         if drafts is not None or rows.is_ahead:
             self._num_kept[rows.slots] = 0 if drafts is None else (drafts >= 0).sum(1)
-        if self._speculation is not None:
+        if self._speculation is not None and launched.concerns_drafters:
             began = time.perf_counter()
             launched.next_drafts = self._speculation.collect(launched, drafts)
             launched.draft_s += time.perf_counter() - began

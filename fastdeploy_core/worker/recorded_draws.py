@@ -60,12 +60,20 @@ class RecordedDraws:
         self._numbers[:, : slots.size] = self._device.to_device(numbers)
         self._floats[:, : slots.size] = self._device.to_device(floats)
 
-    def draw(self, logits: Tensor, positions: Tensor, *, filters: bool = True) -> Tensor:
-        """[rows] int64 tokens at these positions; consumes the logits. Without `filters` top_k, top_p and
-        min_p are ones that keep everything."""
-        xp, size = self._xp, logits.shape[0]
-        is_random, top_k, seed = (self._numbers[n, :size] for n in range(3))
-        temperature, top_p, min_p = (self._floats[n, :size] for n in range(3))
+    def draw(
+        self, logits: Tensor, positions: Tensor, width: int = 1, *, filters: bool = True
+    ) -> Tensor:
+        """int64 tokens at these positions, `width` of each row; consumes the logits. Without `filters`
+        top_k, top_p and min_p are ones that keep everything."""
+        xp, size = self._xp, int(logits.shape[0])
+        numbers, floats = self._numbers[:, : size // width], self._floats[:, : size // width]
+        if width > 1:
+            numbers, floats = (
+                x.unsqueeze(2).expand([3, size // width, width]).reshape([3, size])
+                for x in (numbers, floats)
+            )
+        is_random, top_k, seed = (numbers[n] for n in range(3))
+        temperature, top_p, min_p = (floats[n] for n in range(3))
         likeliest = self._greedy(logits)
         logits = logits.div_(temperature.unsqueeze(1))
         if filters:

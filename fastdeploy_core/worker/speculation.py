@@ -15,7 +15,6 @@ from fastdeploy_core.contracts.speculative import NO_DRAFT, Drafter, HostDraftIn
 from fastdeploy_core.sampling.columns import SamplingColumns, SamplingPlan
 
 from .draft_batch import DraftBatches, TargetStep
-from .recorded_draws import RecordedDraws
 from .step_graphs import DraftsWithResults
 
 if TYPE_CHECKING:
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from .loader import LoadedModel
     from .pending import Launched
     from .prompt_graphs import RecordedPrompt
+    from .recorded_draws import RecordedDraws
     from .sequence_state import SequenceState
     from .step_graphs import RecordedStep
 
@@ -46,6 +46,7 @@ class Speculation:
         device: DeviceBackend,
         loaded: LoadedModel,
         batch: InputBatch,
+        draws: RecordedDraws,
         columns: SamplingColumns,
         state: SequenceState | None,
         communicator: Communicator | None,
@@ -55,7 +56,7 @@ class Speculation:
     ) -> None:
         self._config = config
         self._greedy = kernels["greedy"]
-        self._draws = RecordedDraws(device, kernels, columns, batch.max_num_seqs)
+        self._draws = draws
         self._device, self._xp, self._batch, self._columns = device, device.xp, batch, columns
         self._state, self._communicator = state, communicator
         self._drafter, self._follower = drafters.drafter, drafters.follower
@@ -86,7 +87,9 @@ class Speculation:
         drafts = self._make(launched, recorded, slots)
         self._is_kept = slots is not None and self.leaves_drafts
         if slots is not None and self.leaves_drafts:
-            if recorded is None and launched.drawn is not None:
+            # A step goes ahead of one that makes or judges drafts, and of no other.
+            is_awaited = launched.max_drafts > 0 or launched.accepted is not None
+            if recorded is None and launched.drawn is not None and is_awaited:
                 assert not isinstance(drafts, DraftsWithResults), "only recorded steps make these"
                 drafts = self._leave(launched, drafts, slots)
             if drafts is not None:
@@ -116,7 +119,7 @@ class Speculation:
         began = time.perf_counter()
         drafts: Tensor | DraftsWithResults | None = None
         if recorded is not None:
-            is_random = launched.drawn is not None and not self.reads_history
+            is_random = launched.is_random and not self.reads_history
             if is_random:
                 self._draws.fill(launched.rows.slots)
             drafts = recorded.replay_proposal(max_drafts, is_random)

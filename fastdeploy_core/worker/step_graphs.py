@@ -22,7 +22,6 @@ from fastdeploy_core.errors import ResourceError, WorkerError
 from fastdeploy_core.layers.context import ForwardContext
 
 from .prompt_graphs import PromptGraphs
-from .recorded_draws import RecordedDraws
 from .recorded_sizes import unlike
 from .step_buffers import DecodeBuffers
 
@@ -35,12 +34,12 @@ if TYPE_CHECKING:
         DeviceBackend,
     )
     from fastdeploy_core.contracts.ops import KernelTable
-    from fastdeploy_core.sampling.columns import SamplingColumns
     from fastdeploy_core.tensor import Tensor
 
     from .device_slots import DeviceSlots
     from .loader import LoadedModel
     from .prompt_graphs import RecordedPrompt
+    from .recorded_draws import RecordedDraws
     from .step_rows import StepRows
 
 logger = logging.getLogger(__name__)
@@ -83,7 +82,7 @@ class RecordedStep:
         beside = beside or self._forward
         self._head = capture(self.compute_logits, beside)
         self._greedy = capture(self.draw_greedily, beside)
-        if self._graphs.draws is not None and self.width == 1:
+        if self._graphs.draws is not None:
             for filters in (False, True):
                 draw = partial(self.draw_at_random, filters=filters)
                 draw()
@@ -108,6 +107,7 @@ class RecordedStep:
         assert make is not None
 
         def propose() -> None:
+            self._graphs.slots.append_history(self._buffers.results[: self.size])
             proposals = make(self, number, is_random)
             kept = self.keep_drafts(self.size, proposals)
             # One copy to the host for both: it costs the host more than this costs the device.
@@ -202,22 +202,25 @@ class RecordedStep:
         assert draws is not None
         logits = graphs.model.compute_logits(self.hidden)
         peaks = graphs.xp.amax(logits, -1)
-        drawn = draws.draw(logits, self.attention.positions + 1, filters=filters)
-        self._finish(self.size, drawn, graphs.mark(drawn, peaks, None))
+        drawn = draws.draw(logits, self.attention.positions + 1, self.width, filters=filters)
+        self._hand_on(self._finish(self.size, drawn, graphs.mark(drawn, peaks, None)), drawn)
 
     def write_back(self, num_rows: int, drawn: Tensor, marked: Tensor) -> Tensor:
         """What a sampler drew that is not recorded, as if `draw_greedily` had: marked tokens of the
         rows. Drafts are made for rows of nobody, too: what other steps have left in their places may
         be no token."""
-        accepted, num_tokens = self._finish(num_rows, drawn, marked), num_rows * self.width
-        self.drawn[:num_tokens].copy_(drawn)
-        if accepted is not None and self.accepted is not None:
-            self.accepted[:num_rows].copy_(accepted)
+        self._hand_on(self._finish(num_rows, drawn, marked), drawn)
         if num_rows < self.size:
-            self.drawn[num_tokens:] = 0
+            self.drawn[num_rows * self.width :] = 0
             if self.accepted is not None:
                 self.accepted[num_rows:] = 0
         return self._buffers.results[:num_rows]
+
+    def _hand_on(self, accepted: Tensor | None, drawn: Tensor) -> None:
+        """Put what was drawn where recorded proposals look for it: where `draw_greedily` does."""
+        self.drawn[: drawn.shape[0]].copy_(drawn)
+        if accepted is not None and self.accepted is not None:
+            self.accepted[: accepted.shape[0]].copy_(accepted)
 
     def _finish(self, num_rows: int, drawn: Tensor, marked: Tensor) -> Tensor | None:
         """The slots take what was drawn, as far as drafts are right, and the results are marked tokens
@@ -228,7 +231,6 @@ class RecordedStep:
             shape = [num_rows, self.width]
             accepted = slots.count_accepted(rows, drawn.view(shape), marked.view(shape))
         graphs.finish(rows, drawn, marked, accepted, slots.num_computed, slots.newest, results)
-        slots.append_history(rows, results)
         return accepted
 
 
@@ -236,8 +238,7 @@ class StepGraphs:
     """All recorded steps of one rank. `widths`: tokens per row, 1 and with speculation 1 + drafts.
 
     `propose` makes drafts behind a step; it is recorded for each of the `draft_numbers`, and for greedy
-    rows or ones that draw at random as `draft_draws` says. With `columns` steps of one token a row may end
-    in draws at random.
+    rows or ones that draw at random as `draft_draws` says. With `draws` steps may end in draws at random.
     """
 
     def __init__(
@@ -257,11 +258,9 @@ class StepGraphs:
         propose: Callable[[RecordedStep, int, bool], Tensor] | None = None,
         fill: Callable[[RecordedPrompt], None] | None = None,
         prompt_sizes: tuple[int, ...] = (),
-        columns: SamplingColumns | None = None,
+        draws: RecordedDraws | None = None,
     ) -> None:
-        self.draws = None
-        if columns is not None:
-            self.draws = RecordedDraws(device, kernels, columns, max(sizes))
+        self.draws = draws
         self.draft_numbers, self.draft_draws, self.propose = draft_numbers, draft_draws, propose
         self.device, self.xp, self.slots, self.block_size = device, device.xp, slots, block_size
         self.model, self.communicator, self._loaded = loaded.model, communicator, loaded

@@ -191,6 +191,7 @@ class Worker:
             tensor_library=self.resolved.tensor_library or config.tensor_library,
             num_threads=num_threads,
             seed=self.config.model.seed,
+            num_ranks=self.world_size,
         )
         device: DeviceBackend = self.resolved.load("device")(options)
         limits, block_size = device.limits, self.config.cache.block_size

@@ -167,7 +167,7 @@ class SpeculativeBench(Bench):
         core = self.engine(settings)
         length = core.scheduler._length
         if random is not None and length is not None:
-            length.choose = lambda num_rows: random.choice([0, 1, 2, NUM_DRAFTS, NUM_DRAFTS])
+            length.choose = lambda num_rows, kind: random.choice([0, 1, 2, NUM_DRAFTS, NUM_DRAFTS])
         collector = play(core, arrivals, DetailCollector())
         core.scheduler.check_idle()
         self._num_seq_ids = core.scheduler._next_seq_id

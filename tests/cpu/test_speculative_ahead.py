@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,6 +23,7 @@ from fastdeploy_core.config import ParallelConfig, SpeculativeConfig
 from fastdeploy_core.engine.core import EngineCore
 from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.engine.worker_process import make_worker
+from fastdeploy_core.speculative.ngram import DeviceNgramDrafter
 from fastdeploy_core.testing.capturing import OnCapturingDevice
 from fastdeploy_core.types import SchedulerOutput
 from fastdeploy_core.worker import recorded_sizes
@@ -191,13 +193,71 @@ def test_rows_of_nobody_beside_sampled_ones_are_drafted_for_from_numbers_of_thei
         return write_back(self, num_rows, drawn, marked)
 
     monkeypatch.setattr(RecordedStep, "write_back", noting)
+    monkeypatch.setattr(RecordedStep, "draws_at_random", False)
+    core = play_sampled(bench, requests, truth)
+    assert sum(padded) > 2 and not core.stats().draft_failures_total
+
+
+def play_sampled(bench: SpeculativeBench, requests: list[Any], truth: DetailCollector) -> Any:
+    """The three longest answers that are drawn at random."""
     sampled = [r for r in requests if not r.sampling.is_greedy and r.sampling.is_unconstrained]
     sampled.sort(key=lambda r: -len(truth.answers(r.request_id)[0]))
     arrivals = [(0, request) for request in sampled[:3]]
-    settings = Settings(overlap=True, max_num_seqs=8)
-    core, collector = bench.run_varied(settings, arrivals, None)
+    core, collector = bench.run_varied(Settings(overlap=True, max_num_seqs=8), arrivals, None)
     check(collector, sampled[:3], truth)
-    assert sum(padded) > 2 and not core.stats().draft_failures_total
+    return core
+
+
+def test_draws_at_random_are_recorded_with_drafts(
+    bench: SpeculativeBench, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step is left to the sampler, and those with drafts accept some of them."""
+    requests, truth = world
+    widths, replay = Counter[int](), RecordedStep.replay_random
+
+    def noting(self: RecordedStep, slots: np.ndarray, *, filters: bool) -> Any:
+        widths[self.width] += 1
+        return replay(self, slots, filters=filters)
+
+    def refuse(self: RecordedStep, *others: Any) -> Any:
+        raise AssertionError("a sampler drew")
+
+    monkeypatch.setattr(RecordedStep, "replay_random", noting)
+    monkeypatch.setattr(RecordedStep, "write_back", refuse)
+    stats = play_sampled(bench, requests, truth).stats()
+    assert max(widths) > 1 and widths[max(widths)] > 5, widths
+    assert stats.draft_tokens_total > 10 and not stats.draft_failures_total
+    # Nobody's n-grams guess what a random model draws at random; its double, with the same numbers, does.
+    assert bench.speculation.reads_history or stats.accepted_draft_tokens_total > 10
+
+
+def test_histories_on_the_device_are_complete_whenever_they_are_read(
+    folder: Path, tensor_library: str, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafting stops and begins again, prompts come in between, and nothing is missing."""
+    requests, truth = world
+    bench = SpeculativeBench(
+        folder, tensor_library, "ngram_match", {"min_ngram_size": 1}, captures=True, processors=()
+    )
+    seen = Counter[str]()
+    propose = DeviceNgramDrafter.propose
+
+    def comparing(self: DeviceNgramDrafter, batch: Any) -> Any:
+        held, host = batch.history.numpy(), bench.worker._runner.batch
+        for slot, known in zip(batch.history_rows.tolist(), batch.num_known.tolist(), strict=True):
+            if slot < host.max_num_seqs:
+                known = min(known, int(host.num_known[slot]))
+                assert held[slot, :known].tolist() == host.token_ids[slot, :known].tolist()
+                seen["rows"] += 1
+        return propose(self, batch)
+
+    core = bench.engine(Settings(overlap=True, max_num_seqs=4))
+    monkeypatch.setattr(DeviceNgramDrafter, "propose", comparing)
+    lengths = count()
+    core.scheduler._length.choose = lambda num_rows, kind: 3 * (next(lengths) // 6 % 2)
+    collector = play(core, [(6 * n, r) for n, r in enumerate(requests[:10])], DetailCollector())
+    check(collector, requests[:10], truth)
+    assert seen["rows"] > 60
 
 
 class TwoRanks:

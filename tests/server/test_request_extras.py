@@ -16,7 +16,7 @@ from fastdeploy_core.serving.protocol import (
 )
 from fastdeploy_core.serving.protocol.unsupported import NO_EFFECT, REFUSED
 from fastdeploy_core.tokenizer import Tokenizer
-from tests.server_support import LiveServer, ScriptedEngine, events_of
+from tests.server_support import LiveServer, ScriptedEngine, events_of, live
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 BODIES = {
@@ -174,6 +174,20 @@ def test_a_stream_can_be_sent_in_larger_chunks(
     assert sizes() == ([1] * num_tokens, "Hello, world!")
     assert sizes(**{field: 5}) == ([1, 5, 5, 3], "Hello, world!")
     assert sizes(**{field: 100}) == ([1, 13], "Hello, world!")
+
+
+def test_an_operator_sets_the_chunks_of_requests_that_do_not_say(
+    engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    with (
+        live(engine, tokenizer, stream_interval=5) as server,
+        httpx.Client(base_url=server.url) as own,
+    ):
+        for fields, sizes in (({}, [1, 5, 5, 3]), ({"stream_interval": 1}, [1] * 14)):
+            body = {**BODIES[TEXT], "stream": True, "return_token_ids": True, **fields}
+            with own.stream("POST", TEXT, json=body) as response:
+                chunks = [c["choices"][0]["token_ids"] for c in events_of(response)]
+            assert [len(ids) for ids in chunks] == sizes
 
 
 def test_each_choice_has_chunks_of_its_own(engine: ScriptedEngine, client: httpx.Client) -> None:

@@ -8,7 +8,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from fastdeploy_core.scheduler.draft_length import DraftLength, StepTimes
+from fastdeploy_core.scheduler.draft_length import DraftLength
+from fastdeploy_core.scheduler.draft_measures import StepTimes
 
 MOST = 5
 
@@ -35,8 +36,8 @@ class World:
         self.seconds += seconds
         self.tokens += sum(right) + self.rows
         if asked:
-            self.length.acceptance.note(asked, 1 + np.array(right))
-        self.length.observe(self.rows, asked, seconds)
+            self.length.note(asked, 1 + np.array(right))
+        self.length.observe(asked, sum(right) + self.rows, seconds, is_decode=True)
 
     def run(self, num_steps: int) -> Counter[int]:
         self.chosen.clear()
@@ -98,9 +99,11 @@ def test_each_batch_size_has_its_own_number() -> None:
 
 def test_a_batch_size_never_seen_begins_as_the_nearest_one_that_is_known() -> None:
     length = DraftLength(MOST)
-    assert not length.is_off(30) and length.choose(30) == MOST
-    World(length, rows=30, chance=0.0, cost=0.5).run(60)
-    assert length.is_off(30) and length.choose(100) == 0 and length.is_off(100)
+    assert length.choose(8) == MOST and not length.is_off
+    World(length, rows=8, chance=0.0, cost=0.5).run(60)
+    assert length.is_off
+    for rows in (3, 100):
+        assert length.choose(rows) == 0 and length.is_off
     hopeful = World(length, rows=100, chance=0.95, cost=0.01)
     hopeful.run(2000)
     assert hopeful.run(100).most_common(1)[0][0] >= 3, "it is tried all the same"
@@ -110,7 +113,7 @@ def test_limits_hold_without_adapting() -> None:
     fixed = DraftLength(3, adaptive=False, disable_above=4)
     assert [fixed.choose(rows) for rows in (0, 1, 4, 5, 100)] == [0, 3, 3, 0, 0]
     for _ in range(50):
-        fixed.observe(2, 3, 9.0)
+        fixed.observe(3, 2, 9.0, is_decode=True)
     assert fixed.choose(2) == 3
     assert DraftLength(3, disable_above=4).choose(5) == 0
 

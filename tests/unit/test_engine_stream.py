@@ -45,6 +45,53 @@ def collect(stream):
     return asyncio.run(main())
 
 
+def test_a_delta_waits_for_so_many_tokens_but_for_the_first_and_the_last():
+    stream = OutputStream(make_request("r", [5]), 3)
+    sizes = []
+    for position in range(9):
+        if position in (3, 4, 7):
+            assert stream.put_tokens(position, [position])
+        else:
+            assert stream.put(delta(position, [position], finished=position == 8))
+        if stream.is_due():
+            sizes.append(asyncio.run(stream.get()).sequences[0].token_ids)
+    assert sizes == [[0], [1, 2, 3], [4, 5, 6], [7, 8]]
+
+
+def test_what_waits_is_given_out_before_an_error_and_when_a_branch_ends():
+    stream = OutputStream(make_request("r", [5], n=2, temperature=1.0), 50)
+    stream.put(delta(0))
+    assert asyncio.run(stream.get()).position == 0
+    stream.put(delta(1, [4]))
+    assert not stream.is_due()
+    stream.put(delta(2, [6], index=1, finish=FinishReason.STOP))
+    ended = asyncio.run(stream.get())
+    assert {seq.index: seq.token_ids for seq in ended.sequences} == {0: [4], 1: [6]}
+    stream.put(delta(3, [8]))
+    assert not stream.is_due()
+    stream.fail(WorkerError("gone"))
+    assert asyncio.run(stream.get()).sequences[0].token_ids == [8]
+    with pytest.raises(WorkerError, match="gone"):
+        asyncio.run(stream.get())
+
+
+def test_a_reader_that_waits_for_a_chunk_wakes_when_it_is_whole():
+    async def main():
+        stream = OutputStream(make_request("r", [5]), 3)
+        stream.put(delta(0))
+        await stream.get()
+        reader = asyncio.create_task(stream.get())
+        for position in (1, 2):
+            await asyncio.sleep(0)
+            stream.put_tokens(position, [position])
+            await asyncio.sleep(0)
+            assert not reader.done()
+        stream.put_tokens(3, [3])
+        return (await asyncio.wait_for(reader, 5)).sequences[0].token_ids
+
+    assert asyncio.run(main()) == [1, 2, 3]
+
+
 def test_slow_reader_gets_everything_in_one_delta():
     stream = OutputStream(make_request("r", [5], n=2, temperature=1.0))
     logprobs = [TokenLogprobs([7], [-1.0], 1)]

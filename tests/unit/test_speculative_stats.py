@@ -98,7 +98,7 @@ def test_the_batch_waits_for_drafts_and_overlaps_without() -> None:
     first = script.scheduler.schedule()
     assert first is not None and script.scheduler.schedule() is None
     resting = Script(disable_by_batch_size=0)
-    resting.scheduler._length.choose = lambda num_rows: 0
+    resting.scheduler._length.choose = lambda num_rows, kind: 0
     resting.scheduler.add(make_request("a", [1, 2, 3], max_tokens=30))
     ahead = [resting.scheduler.schedule() for _ in range(3)]
     assert all(step is not None for step in ahead)
@@ -109,7 +109,7 @@ def test_drafters_with_a_cache_rest_and_miss_what_decodes() -> None:
     script = Script(drafts_with_cache=True, lookahead_tokens=3)
     scheduler = script.scheduler
     scheduler.add(make_request("a", [1, 2, 3], max_tokens=60))
-    scheduler._length.choose = lambda num_rows: 0
+    scheduler._length.choose = lambda num_rows, kind: 0
     asked = []
     for token in range(40):
         step = scheduler.schedule()
@@ -119,7 +119,7 @@ def test_drafters_with_a_cache_rest_and_miss_what_decodes() -> None:
         )
     assert asked[0] == 0, "prompts fill the drafter's cache"
     assert set(asked[1:]) == {-1}
-    scheduler._length.choose = lambda num_rows: 3
+    scheduler._length.choose = lambda num_rows, kind: 3
     assert scheduler.schedule().output.max_drafts == 3, (
         "what it has missed may cost it right drafts"
     )
@@ -130,6 +130,57 @@ def test_drafters_with_a_cache_rest_and_miss_what_decodes() -> None:
     # Tokens 4 to 7 are fed; the drafter writes three places more.
     assert step.output.rows.counts.tolist() == [4]
     assert sum(len(blocks) for blocks in step.output.new_block_ids.values()) == 2
+
+
+def answer(step, tokens: list[list[int]], drafts: list[list[int]]) -> ModelRunnerOutput:
+    return ModelRunnerOutput(
+        step_id=step.output.step_id,
+        token_ids=np.array([t for row in tokens for t in row], dtype=np.int64),
+        counts=np.array([len(row) for row in tokens], dtype=np.int64),
+        num_drafts=step.drafts if step.is_ahead else None,
+        next_drafts=np.array(drafts, dtype=np.int64) if drafts else None,
+    )
+
+
+def test_prompts_go_between_steps_whose_results_are_awaited() -> None:
+    """Rows that wait lose neither a step nor their drafts to a prompt."""
+    scheduler = Script(max_rows_ahead=4).scheduler
+    scheduler.add(make_request("a", [1, 2, 3], max_tokens=40))
+    first = scheduler.schedule()
+    scheduler.update(first, answer(first, [[10]], []))
+    second = scheduler.schedule()
+    ahead = scheduler.schedule()
+    assert ahead.is_ahead and ahead.drafts.tolist() == [3]
+    scheduler.update(second, answer(second, [[11]], [[12, 13, 14]]))
+    scheduler.add(make_request("b", [4, 5], max_tokens=40))
+    prompt = scheduler.schedule()
+    assert prompt.output.rows.counts.tolist() == [2], "the prompt, and nobody else"
+    assert prompt.output.max_drafts == 0
+    scheduler.update(ahead, answer(ahead, [[12, 13, 99]], [[20, 21, 22]]))
+    scheduler.add(make_request("c", [6, 7], max_tokens=40))
+    drafted = scheduler.schedule()
+    assert drafted.output.rows.num_drafts.tolist() == [3, 0], "the next prompt waits for its turn"
+    assert drafted.output.rows.draft_token_ids.tolist() == [20, 21, 22]
+    scheduler.update(prompt, answer(prompt, [[40]], []))
+    last = scheduler.schedule()
+    assert last.output.rows.counts.tolist() == [2] and not last.cohort.seqs
+
+
+def test_prompts_do_not_wait_where_steps_are_not_queued() -> None:
+    scheduler = Script(max_rows_ahead=4).scheduler
+    scheduler.add(make_request("a", [1, 2, 3], max_tokens=40))
+    for number in range(3):
+        step = scheduler.schedule()
+        scheduler.update(step, answer(step, [[10 + number]], [[20, 21, 22]] if number else []))
+    fed = []
+    for number in range(6):
+        scheduler.add(make_request(f"b{number}", [4, 5], max_tokens=1))
+        step = scheduler.schedule()
+        fed.append((int(step.drafts.sum()), step.num_rows))
+        rows = [[7]] * step.num_rows
+        scheduler.update(step, answer(step, rows, [[30, 31, 32]] * len(rows) if fed[-1][0] else []))
+    assert fed[0] == (3, 1) and fed[1][0] == 0 and fed[1][1] > 1, fed
+    assert scheduler.num_waiting <= 1
 
 
 def test_requests_and_usage_show_them() -> None:

@@ -42,6 +42,19 @@ def test_loading_one_library_is_silent_and_leaves_the_other_alone(name):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.parametrize("name", tensor.available())
+@pytest.mark.parametrize("asked", [None, "3"])
+def test_loading_a_library_leaves_the_asked_number_of_threads_alone(name, asked, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    program = (
+        f"import os; from fastdeploy_core import tensor; tensor.load({name!r}); "
+        "print(os.environ.get('OMP_NUM_THREADS'))"
+    )
+    assert run(program, "-W", "ignore").strip() == str(asked)
+
+
 def test_unknown_library_is_refused_with_the_possible_ones():
     with pytest.raises(ConfigError, match=r"'jax'.*torch, paddle"):
         tensor.load("jax")

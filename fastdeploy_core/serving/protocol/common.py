@@ -191,9 +191,10 @@ class SamplingFields(ApiModel):
             return None
         return Truncation(self.truncate_prompt_tokens, self.truncation_side or "left")
 
-    def chunk_tokens(self) -> int:
+    def chunk_tokens(self, default: int) -> int:
         """New tokens that a chunk of a stream waits for (vLLM's or the original's spelling)."""
-        return max(self.stream_interval or 1, self.max_streaming_response_tokens or 1)
+        asked = [n for n in (self.stream_interval, self.max_streaming_response_tokens) if n]
+        return max(asked, default=default)
 
     def include_usage(self, forced: bool) -> tuple[bool, bool]:
         """Whether the stream ends with a usage chunk, and whether each chunk carries usage."""

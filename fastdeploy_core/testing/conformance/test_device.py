@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastdeploy_core.contracts.device import DeviceLimits, DeviceOptions
+from fastdeploy_core.contracts.device import DeviceLimits, DeviceOptions, PackingDevice
 from fastdeploy_core.errors import CapabilityError
 
 from .base import MEBIBYTE, OnDevice, used_bytes, wait_until
@@ -204,6 +204,31 @@ class DeviceConformance(OnDevice):
             cycle()
         grown = used_bytes(device) - before
         assert grown <= 24 * MEBIBYTE, f"{grown / MEBIBYTE:.1f} MiB more after 100 cycles"
+
+    def test_kept_weights_multiply_as_before(self, device: Any, kernels: Any, dtype: str) -> None:
+        can_keep = isinstance(device, PackingDevice)
+        if not can_keep:
+            pytest.skip("the device keeps no weights (contracts.device.PackingDevice)")
+        assert isinstance(device.weight_layout, str) and device.weight_layout
+        draw, xp = np.random.default_rng(5), device.xp
+        weight = self.to_device(device, draw.standard_normal((40, 96)).astype("float32"))
+        x = self.to_device(device, draw.standard_normal((3, 96)).astype("float32"))
+        weight, x = weight.to(xp.dtype(dtype)), x.to(xp.dtype(dtype))
+        prepared = kernels.prepare("linear", weight)
+        dumped = device.dump_weight(prepared)
+        assert dumped is not None, "what the device's own kernel prepared is not kept"
+        facts, arrays = dumped
+        assert all(array.dtype == np.uint8 and array.ndim == 1 for array in arrays)
+        facts, arrays = json.loads(json.dumps(facts)), [array.copy() for array in arrays]
+        again = device.restore_weight(facts, arrays)
+        expected = device.to_host(kernels["linear"](x, prepared, None).float()).copy()
+        for array in arrays:
+            array[:] = 0  # a mapping that ended
+        got = device.to_host(kernels["linear"](x, again, None).float())
+        assert np.array_equal(got, expected)
+        with pytest.raises((ValueError, KeyError, TypeError)):
+            device.restore_weight(facts, [array[:-1] for array in arrays])
+        assert device.dump_weight(object()) is None
 
     def test_second_instance_works_beside_the_first(
         self, driver: Any, device: Any, device_library: str

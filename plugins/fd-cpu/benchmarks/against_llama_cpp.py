@@ -3,7 +3,7 @@
     python plugins/fd-cpu/benchmarks/against_llama_cpp.py --rounds 5
     python plugins/fd-cpu/benchmarks/against_llama_cpp.py --models qwen3-0.6b --formats int4 --tokens 32
 
-Random weights of real sizes. llama.cpp is built from source into --work-dir (needs cmake, a C++ compiler
+Random weights of real sizes, and the demo model. llama.cpp is built from source into --work-dir (needs cmake, a C++ compiler
 and the Python package gguf), where models are written too: 6 GB for both. Each round runs every engine
 once, one after another, in an order that rotates; figures are medians over rounds of tokens per second,
 ratios are of medians. The floor is the time to read the GGUF file's bytes once per token, at the rate at which
@@ -76,7 +76,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--tokens", type=int, default=128, help="tokens decoded per sequence")
-    parser.add_argument("--models", nargs="+", default=list(random_models.SHAPES), metavar="NAME")
+    parser.add_argument("--models", nargs="+", default=list(random_models.NAMES), metavar="NAME")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
     parser.add_argument("--points", nargs="+", default=list(POINTS), choices=list(POINTS))
     parser.add_argument("--devices", nargs="+", default=["x86", "cpu"], help="of ours")
@@ -254,7 +254,7 @@ def main() -> None:
     )
     kept: dict[str, Any] = {}
     for model in options.models:
-        vocab_size = random_models.SHAPES[model].config["vocab_size"]
+        vocab_size = random_models.vocab_size(model)
         for bits in options.formats:
             rows = engines(options, model, bits, programs)
             print(f"{model} {bits}", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
 """What a loaded model keeps resident, and the most it took on the way.
 
-    python plugins/fd-cpu/benchmarks/memory.py --model DIR [--quantization JSON] [--kv-mib 256]
+    python plugins/fd-cpu/benchmarks/memory.py --model DIR [--quantization JSON] [--weight-cache DIR]
 
 Bytes are anonymous memory of this process, which holds the whole engine: files that are mapped are the
 system's to take back. "interpreter" is what stands after the tensor library's import.
@@ -46,7 +46,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--quantization", default="")
-    parser.add_argument("--kv-mib", type=int, default=256)
+    parser.add_argument("--weight-cache", default="")
+    parser.add_argument("--kv-mib", type=int, default=64, help="few enough to be filled")
     parser.add_argument("--threads", type=int, default=2)
     asked = parser.parse_args()
 
@@ -62,6 +63,7 @@ def main() -> None:
             asked.model,
             device="x86",
             quantization=asked.quantization,
+            weight_cache=asked.weight_cache,
             num_threads=asked.threads,
             max_model_len=512,
             max_num_seqs=8,
@@ -72,7 +74,7 @@ def main() -> None:
     with llm:
         loaded = anonymous_bytes()
         llm.generate(
-            [{"prompt_token_ids": [5] * 100}] * 8,
+            [{"prompt_token_ids": [5 + number] * 480} for number in range(8)],
             SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False),
             use_tqdm=False,
         )

@@ -22,6 +22,7 @@ FORMATS = {
     "int4": (3, 0),
     "int4, groups of 128": (3, 128),
     "int4, groups of 32": (3, 32),
+    "tet2": (4, 0),
 }
 ROWS = (1, 4, 8, 16, 32, 512)
 
@@ -41,6 +42,21 @@ def seconds(runtime: object, matrix: object, rows: int, asked: argparse.Namespac
     return statistics.median(taken)
 
 
+def packed(runtime: object, kind: int, group: int, asked: argparse.Namespace) -> object:
+    """Random weights; of tet2 random words, which are a code of some weights."""
+    rng, shape = np.random.default_rng(0), (asked.outputs, asked.inputs)
+    matrix = _native.make_packed(kind, *shape, group, False)
+    if kind == FORMATS["tet2"][0]:
+        strands = rng.integers(0, 1 << 32, (-(-shape[0] // 64), shape[1] // 8, 32), np.uint32)
+        scales, signs = np.ones(shape[0], np.float32), np.ones(shape[1], np.int8)
+        addresses = (array.ctypes.data for array in (strands, scales, signs))
+        _native.set_tet(matrix, *addresses, shape[1] & -shape[1])
+        return matrix
+    weight = rng.standard_normal(shape).astype(np.float32)
+    runtime.set_rows(matrix, shape[0], weight.ctypes.data, 0, shape[1])
+    return matrix
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
@@ -54,12 +70,8 @@ def main() -> None:
         f"{runtime.isa}, {asked.threads} threads, [{asked.outputs}, {asked.inputs}], median of {asked.runs} runs"
     )
     print(f"{'format':>20} {'rows':>5} {'ms':>8} {'Gop/s':>8} {'GB/s':>8}")
-    weight = (
-        np.random.default_rng(0).standard_normal((asked.outputs, asked.inputs)).astype(np.float32)
-    )
     for name, (kind, group) in FORMATS.items():
-        matrix = _native.make_packed(kind, asked.outputs, asked.inputs, group, False)
-        runtime.set_rows(matrix, asked.outputs, weight.ctypes.data, 0, asked.inputs)
+        matrix = packed(runtime, kind, group, asked)
         for rows in ROWS:
             took = seconds(runtime, matrix, rows, asked)
             work = 2 * asked.outputs * asked.inputs * rows / took / 1e9

@@ -1,15 +1,19 @@
-"""Models of real sizes with random weights: a safetensors folder, and GGUF files of the same numbers."""
+"""Models of real sizes with random weights, and the demo model: a safetensors folder, and GGUF files of
+the same numbers."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+ROOT: Final = Path(__file__).resolve().parents[3]
+DEMO: Final = "ernie-tiny"
 _TOKENS: Final = ("<unk>", "<s>", "</s>", '!"')
 _COMMON: Final[dict[str, Any]] = {
     "hidden_size": 1024,
@@ -66,6 +70,16 @@ SHAPES: Final[dict[str, Shape]] = {
 }
 
 
+NAMES: Final = (*SHAPES, DEMO)
+
+
+def vocab_size(name: str) -> int:
+    """Of the model."""
+    if name == DEMO:
+        return int(json.loads((ROOT / "models" / DEMO / "config.json").read_text())["vocab_size"])
+    return int(SHAPES[name].config["vocab_size"])
+
+
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Checkpoint tensors by name."""
     hidden, width, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
@@ -104,7 +118,9 @@ def _bits(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def write_folder(name: str, folder: Path) -> Path:
-    """config.json, tokenizer.json and one safetensors file; kept if it is there."""
+    """config.json, tokenizer.json and one safetensors file; kept if it is there, as the demo model is."""
+    if name == DEMO:
+        return ROOT / "models" / DEMO
     if (folder / "tokenizer.json").is_file():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -160,6 +176,13 @@ def _tokenizer(vocab_size: int) -> dict[str, Any]:
 def write_gguf(name: str, target: Path) -> Path:
     """The same numbers as a bfloat16 GGUF file; kept if it is there."""
     if target.is_file():
+        return target
+    if name == DEMO:
+        sys.path.insert(0, str(ROOT))
+        from tests.gguf_files import write_gguf as convert
+
+        folder = write_folder(name, target)
+        convert(folder, target, "BF16", tokenizer=folder)
         return target
     import gguf
 

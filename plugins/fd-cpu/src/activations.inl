@@ -6,19 +6,28 @@ namespace fdcpu::FDCPU_NAMESPACE {
 // weights become bfloat16 on the way to the tiles.
 constexpr int64_t kLeastTiledGroup = 128;
 
+FDCPU_INLINE constexpr bool is_integer(WeightKind kind) {
+    return kind == WeightKind::int8 || kind == WeightKind::int4 || kind == WeightKind::tet2;
+}
+
+// Of one input, as weights of this kind meet it.
+FDCPU_INLINE constexpr int bytes_of_input(WeightKind kind, bool is_wide) {
+    return kind == WeightKind::f32 ? 4 : kind == WeightKind::bf16 || kind == WeightKind::tet2 || is_wide ? 2 : 1;
+}
+
 // Activations of one product in the scratch: values in the format's form, then scales and sums.
 struct Activations {
     uint8_t *values;
     float *scales;   // [rows][groups]
-    int32_t *sums;   // [rows][groups], int4 only
+    int32_t *sums;   // [rows][groups], of what integers with an offset meet
     int64_t row_bytes, groups;
     bool is_int, is_wide;  // wide: bfloat16 for weights of integers
     // Byte k of row m: rows as they are, or sixteen rows' 64 bytes side by side as tiles read them.
     int64_t row_step, block_step, line_step;
 
     Activations(const PackedMatrix &w, int64_t num_rows, uint8_t *scratch, bool in_tiles = false, bool wide = false)
-        : is_int(!wide && (w.kind == WeightKind::int8 || w.kind == WeightKind::int4)), is_wide(wide) {
-        row_bytes = (w.padded_inputs * (is_int ? 1 : w.kind == WeightKind::f32 ? 4 : 2) + 63) / 64 * 64;
+        : is_int(!wide && is_integer(w.kind)), is_wide(wide) {
+        row_bytes = (w.padded_inputs * bytes_of_input(w.kind, wide) + 63) / 64 * 64;
         groups = w.num_groups();
         values = scratch;
         scales = reinterpret_cast<float *>(values + (num_rows + 15) / 16 * 16 * row_bytes);
@@ -63,6 +72,40 @@ FDCPU_INLINE void quantize_row(const PackedMatrix &w, const float *row, const Ac
     }
 }
 
+// Two inputs become (x0, x0 + x1, x1, x1 - x0), each rounded by itself: what the bytes of tet2 meet.
+FDCPU_INLINE void quantize_pairs(const PackedMatrix &w, const float *row, const Activations &form, int64_t m) {
+    const Activations out = form;
+    uint8_t *bytes = out.row(m);
+    F peaks = splat(0), squares = splat(0);
+    const auto pairs = [row](int64_t k, F &first, F &second) {
+        const F low = load(row + k), high = load(row + k + kLanes);
+        first = __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        second = __builtin_shufflevector(low, high, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    };
+    F x, y;
+    for (int64_t k = 0; k < w.inputs; k += 2 * kLanes) {
+        pairs(k, x, y);
+        peaks = maximum(peaks, absolute(x) + absolute(y));
+        squares = x * x + y * y + squares;
+    }
+    const float peak = max_of(peaks), inverse = peak > 0 ? 127.f / peak : 0.f;
+    I total = splat_int(0);
+    for (int64_t k = 0; k < w.inputs; k += 2 * kLanes) {
+        pairs(k, x, y);
+        const I q[4] = {round_to_int(x * inverse), round_to_int((x + y) * inverse), round_to_int(y * inverse),
+                        round_to_int((y - x) * inverse)};
+        U packed = {};
+        for (int j = 0; j < 4; ++j) {
+            total += q[j];
+            packed |= (U(q[j]) & 255) << (8 * j);
+        }
+        store_as(bytes + out.at(2 * k), packed);
+    }
+    const bool is_finite = std::isfinite(sum_of(squares));
+    out.scales[m] = is_finite ? peak / 127.f : std::nanf("");
+    out.sums[m] = is_finite ? sum_of_ints(total) : 0;
+}
+
 // Row `from` of x in the format's form becomes row m.
 template <class T>
 FDCPU_INLINE void prepare_row(const LinearOp &op, const Activations &form, int64_t m, int64_t from, float *row) {
@@ -74,6 +117,10 @@ FDCPU_INLINE void prepare_row(const LinearOp &op, const Activations &form, int64
     if (op.norm_weight) normalize(row, static_cast<const T *>(op.norm_weight), op.eps, inputs);
     if (op.norm_weight && sizeof(T) == 2)  // the norm's result has the model's dtype
         for (int64_t k = 0; k < inputs; k += kLanes) store(row + k, round_to_bf16(load(row + k)));
+    if (w.kind == WeightKind::tet2) {
+        rotate_row(w, row);
+        return quantize_pairs(w, row, form, m);
+    }
     if (form.is_int) return quantize_row(w, row, form, m);
     const Activations out = form;
     uint8_t *bytes = out.row(m);

@@ -25,6 +25,8 @@ struct AttentionScratch {
     float *q, *scores, *out, *peak, *sum;
     int64_t *limit;
     uint16_t *q_pairs, *weights, *tail;  // of bfloat16 in pairs
+    float *key_scale, *value_scale;      // of int8: the tokens' at hand, and
+    uint8_t *wide_keys, *wide_values;    // their blocks
 
     // Register tiles and tiles read a few rows more.
     static int64_t num_rows(const AttentionOp &op) {
@@ -44,10 +46,18 @@ struct AttentionScratch {
         q_pairs = reinterpret_cast<uint16_t *>(limit + rows);
         weights = q_pairs + rows * op.head_dim;
         tail = weights + num_scores(op);
+        key_scale = reinterpret_cast<float *>(tail + 32 * op.v_head_dim);
+        value_scale = key_scale + num_wide(op);
+        wide_keys = reinterpret_cast<uint8_t *>(value_scale + num_wide(op));
+        wide_values = wide_keys + num_wide(op) * op.head_dim * wide_bytes(op);
     }
+    // Tokens that are widened at once, and bytes of a number then.
+    static int64_t num_wide(const AttentionOp &op) { return op.is_int8 ? std::max(kSpan, op.block_size) : 0; }
+    static int64_t wide_bytes(const AttentionOp &op) { return op.type == DType::f32 ? 4 : 2; }
     static size_t num_bytes(const AttentionOp &op) {
         const size_t per_row = size_t(op.head_dim) * 6 + size_t(op.v_head_dim + 2) * 4 + 8;
-        return size_t(num_rows(op)) * per_row + size_t(num_scores(op)) * 6 + size_t(op.v_head_dim) * 64;
+        const size_t wide = size_t(num_wide(op) * (8 + (op.head_dim + op.v_head_dim) * wide_bytes(op)));
+        return size_t(num_rows(op)) * per_row + size_t(num_scores(op)) * 6 + size_t(op.v_head_dim) * 64 + wide;
     }
 };
 
@@ -110,7 +120,7 @@ FDCPU_INLINE void write_paired(const AttentionOp &op, int64_t offset, const floa
     for (int64_t d = 0; d < op.head_dim; d += 2) std::memcpy(keys + (d / 2 * op.block_size + offset) * 2, bits + d, 4);
 }
 
-template <class T, class C>
+template <class T>
 void write_cache(const AttentionOp &op, const Worker &worker, const AttentionScratch &s) {
     float *row = s.q;
     int64_t first, last;
@@ -122,13 +132,21 @@ void write_cache(const AttentionOp &op, const Worker &worker, const AttentionScr
         for (int64_t h = 0; h < op.num_kv_heads; ++h) {
             rotate(op, static_cast<const T *>(op.k) + t * op.k_stride + h * op.head_dim, op.positions[t], op.head_dim, row);
             if (!op.values) {
-                narrow_row(row, static_cast<C *>(op.keys) + slot * op.head_dim, op.head_dim);
+                narrow_row(row, static_cast<T *>(op.keys) + slot * op.head_dim, op.head_dim);
                 continue;
             }
-            C *keys = static_cast<C *>(op.keys) + (block * op.num_kv_heads + h) * op.head_dim * op.block_size;
-            C *values = static_cast<C *>(op.values) + (block * op.num_kv_heads + h) * op.block_size * op.v_head_dim;
             const T *v = static_cast<const T *>(op.v) + t * op.v_stride + h * op.v_head_dim;
-            if (!is_paired<C>(op)) {
+            const int64_t place = block * op.num_kv_heads + h;
+            if (op.is_int8) {
+                auto *numbers = reinterpret_cast<int8_t *>(s.weights);
+                write_int8<T>(op, place, offset, h, row, true, numbers);
+                widen_row(v, row, op.v_head_dim);
+                write_int8<T>(op, place, offset, h, row, false, numbers);
+                continue;
+            }
+            T *keys = static_cast<T *>(op.keys) + place * op.head_dim * op.block_size;
+            T *values = static_cast<T *>(op.values) + place * op.block_size * op.v_head_dim;
+            if (!is_paired<T>(op)) {
                 for (int64_t d = 0; d < op.head_dim; ++d) store_one(keys + d * op.block_size + offset, row[d]);
                 widen_row(v, row, op.v_head_dim);
                 narrow_row(row, values + offset * op.v_head_dim, op.v_head_dim);
@@ -299,19 +317,24 @@ FDCPU_INLINE void soften(const AttentionOp &op, const AttentionScratch &s, int64
     else
         std::memset(scores + whole, 0, size_t(width - whole) * sizeof(float));
     if (valid == 0) return;
+    if (op.key_scales)
+        for (int64_t t = 0; t < whole; t += kLanes) store(scores + t, load(scores + t) * load(s.key_scale + t));
     for (int64_t t = valid; t < whole; ++t) scores[t] = -INFINITY;
     F peaks = splat(-INFINITY);
     for (int64_t t = 0; t < whole; t += kLanes) peaks = maximum(load(scores + t), peaks);
     const float peak = std::max(s.peak[r], max_of(peaks)), scale = op.scale;
-    const float factor = peak == s.peak[r] ? 1.f : std::exp((s.peak[r] - peak) * scale);
+    const float factor = peak == s.peak[r] || s.sum[r] == 0 ? 1.f : std::exp((s.peak[r] - peak) * scale);
     F total = splat(0);  // of which a score that is no number makes none, too
     for (int64_t t = 0; t < whole; t += kLanes) {
-        const F weight = exponential((load(scores + t) - peak) * scale);
+        const F below = load(scores + t) - peak;
+        F weight = pairs ? rough_power_of_two(below * (scale * 1.44269504f)) : exponential(below * scale);
+        total += weight;
+        // Scales behind the last token may be anything.
+        if (op.value_scales) weight = weight == splat(0) ? weight : weight * load(s.value_scale + t);
         if (pairs)
             store(pairs + t, weight);
         else
             store(scores + t, weight);
-        total += weight;
     }
     s.sum[r] = s.sum[r] * factor + sum_of(total);
     s.peak[r] = peak;

@@ -8,9 +8,15 @@ void attend(const AttentionOp &op, const AttentionScratch &s, TileUse &use, int6
     if (is_paired<C>(op) && fits_tiles(op, rows)) return attend_tiles(op, s, use, seq, head, rows);
     for (int64_t first = 0; first < top; first += op.block_size) {
         const int64_t block = op.block_tables[seq * op.max_blocks + first / op.block_size];
-        const C *keys = static_cast<const C *>(op.keys) + (block * op.num_kv_heads + head) * op.head_dim * op.block_size;
-        const int64_t in_values = (block * op.num_kv_heads + head) * op.block_size * op.v_head_dim;
-        const C *values = op.values ? static_cast<const C *>(op.values) + in_values : keys;
+        const int64_t place = block * op.num_kv_heads + head;
+        const C *keys = static_cast<const C *>(op.keys) + place * op.head_dim * op.block_size;
+        const C *values = op.values ? static_cast<const C *>(op.values) + place * op.block_size * op.v_head_dim : keys;
+        if (op.is_int8) {
+            auto *wide_keys = reinterpret_cast<C *>(s.wide_keys), *wide_values = reinterpret_cast<C *>(s.wide_values);
+            widen_block(op, place, 0, wide_keys, wide_values, s.key_scale, s.value_scale);
+            keys = wide_keys;
+            values = wide_values;
+        }
         const int64_t tokens = std::min(op.block_size, top - first);
         if (is_paired<C>(op)) {
             attend_pairs(op, s, reinterpret_cast<const uint16_t *>(keys), reinterpret_cast<const uint16_t *>(values), rows,
@@ -30,7 +36,7 @@ void attend(const AttentionOp &op, const AttentionScratch &s, TileUse &use, int6
     }
 }
 
-template <class T, class C>
+template <class T>
 void attend_item(const AttentionOp &op, const AttentionScratch &s, TileUse &use, int64_t seq, int64_t head,
                  int64_t begin, int64_t end) {
     const int64_t first_token = op.cu_seqlens_q[seq], num_new = op.cu_seqlens_q[seq + 1] - first_token;
@@ -47,26 +53,28 @@ void attend_item(const AttentionOp &op, const AttentionScratch &s, TileUse &use,
         float *q = s.q + r * op.head_dim;
         rotate(op, static_cast<const T *>(op.q) + token * op.q_stride + query * op.head_dim, op.positions[token],
                op.head_dim, q);
-        if (is_paired<C>(op)) narrow_row(q, s.q_pairs + r * op.head_dim, op.head_dim);
+        for (int64_t d = 0; d < op.head_dim && op.key_factors; ++d) q[d] *= op.key_factors[head * op.head_dim + d];
+        if (is_paired<T>(op)) narrow_row(q, s.q_pairs + r * op.head_dim, op.head_dim);
     }
     std::memset(s.out, 0, size_t(rows * op.v_head_dim) * sizeof(float));
-    attend<C>(op, s, use, seq, head, rows, top);
+    attend<T>(op, s, use, seq, head, rows, top);
     for (int64_t r = 0; r < rows; ++r) {
         const int64_t token = first_token + begin + r / shared, query = head * shared + r % shared;
         float *out = s.out + r * op.v_head_dim;
         const float factor = s.sum[r] == 0 ? 0.f : 1.f / s.sum[r];
         for (int64_t d = 0; d < op.v_head_dim; ++d) out[d] *= factor;
+        for (int64_t d = 0; d < op.v_head_dim && op.value_factors; ++d) out[d] *= op.value_factors[head * op.v_head_dim + d];
         narrow_row(out, static_cast<T *>(op.y) + (token * op.num_heads + query) * op.v_head_dim, op.v_head_dim);
     }
 }
 
-template <class T, class C>
+template <class T>
 void attention_of(const AttentionOp &op, const Worker &worker) {
     auto &next = *reinterpret_cast<std::atomic<int64_t> *>(worker.scratch);
     const size_t part = (AttentionScratch::num_bytes(op) + 63) / 64 * 64;
     const AttentionScratch scratch(op, worker.scratch + kCounterBytes + part * size_t(worker.thread));
     if (worker.thread == 0) next.store(0);
-    write_cache<T, C>(op, worker, scratch);
+    write_cache<T>(op, worker, scratch);
     worker.barrier();
     const int64_t step = tokens_per_item(op);
     TileUse use;
@@ -77,18 +85,14 @@ void attention_of(const AttentionOp &op, const Worker &worker) {
         for (int64_t end = num_new; end > 0; end -= step)
             for (int64_t head = 0; head < op.num_kv_heads; ++head, ++item) {
                 if (item != mine) continue;
-                attend_item<T, C>(op, scratch, use, seq, head, std::max<int64_t>(0, end - step), end);
+                attend_item<T>(op, scratch, use, seq, head, std::max<int64_t>(0, end - step), end);
                 mine = next.fetch_add(1);
             }
     }
 }
 
 void attention(const AttentionOp &op, const Worker &worker) {
-    const bool c32 = op.cache_type == DType::f32;
-    if (op.type == DType::f32)
-        c32 ? attention_of<float, float>(op, worker) : attention_of<float, uint16_t>(op, worker);
-    else
-        c32 ? attention_of<uint16_t, float>(op, worker) : attention_of<uint16_t, uint16_t>(op, worker);
+    op.type == DType::f32 ? attention_of<float>(op, worker) : attention_of<uint16_t>(op, worker);
 }
 
 }  // namespace fdcpu::FDCPU_NAMESPACE

@@ -12,21 +12,33 @@ FDCPU_INLINE bool fits_tiles(const AttentionOp &op, int64_t rows) {
     return rows >= kLeastRows && op.head_dim % 32 == 0 && op.v_head_dim % 32 == 0 && op.block_size % 32 == 0;
 }
 
-// The cache of one sequence and kv head.
+// The cache of one sequence and kv head; without `blocks` what was widened of it, from token `begin` on.
 struct CachedHead {
     const AttentionOp &op;
+    const void *all_keys, *all_values;
     const int32_t *blocks;
-    int64_t head;
+    int64_t head, begin;
 
     FDCPU_INLINE const uint16_t *keys(int64_t token) const {
-        return static_cast<const uint16_t *>(op.keys) + place(token) * op.head_dim * op.block_size + token % op.block_size * 2;
+        return static_cast<const uint16_t *>(all_keys) + place(token) * op.head_dim * op.block_size + token % op.block_size * 2;
     }
     FDCPU_INLINE const uint16_t *values(int64_t token) const {
-        return static_cast<const uint16_t *>(op.values) +
+        return static_cast<const uint16_t *>(all_values) +
                (place(token) * op.block_size + token % op.block_size) * op.v_head_dim;
     }
-    FDCPU_INLINE int64_t place(int64_t token) const { return blocks[token / op.block_size] * op.num_kv_heads + head; }
+    FDCPU_INLINE int64_t place(int64_t token) const {
+        return blocks ? blocks[token / op.block_size] * op.num_kv_heads + head : (token - begin) / op.block_size;
+    }
 };
+
+// The blocks of tokens [first, last).
+FDCPU_INLINE CachedHead widened(const CachedHead &cache, const AttentionScratch &s, int64_t first, int64_t last) {
+    const AttentionOp &op = cache.op;
+    for (int64_t t = first, n = 0; t < last; t += op.block_size, ++n)
+        widen_block(op, cache.place(t), n, reinterpret_cast<uint16_t *>(s.wide_keys),
+                    reinterpret_cast<uint16_t *>(s.wide_values), s.key_scale, s.value_scale);
+    return {op, s.wide_keys, s.wide_values, nullptr, cache.head, first};
+}
 
 // Scores of `rows` rows for tokens [first, last): [row][kSpan].
 FDCPU_INLINE void score_tiles(const AttentionOp &op, const CachedHead &cache, int64_t first, int64_t last, int64_t rows,
@@ -104,12 +116,15 @@ FDCPU_INLINE void value_tiles(const AttentionOp &op, const CachedHead &cache, in
 
 FDCPU_INLINE void attend_tiles(const AttentionOp &op, const AttentionScratch &s, TileUse &use, int64_t seq, int64_t head,
                                int64_t num_rows) {
-    const CachedHead cache{op, op.block_tables + seq * op.max_blocks, head};
+    const CachedHead stored{op, op.keys, op.values, op.block_tables + seq * op.max_blocks, head, 0};
+    const int64_t end = *std::max_element(s.limit, s.limit + num_rows);
     use.shape(64, int(std::min<int64_t>(num_rows, kTileSide)), true);
-    for (int64_t begin = 0; begin < num_rows; begin += kSpanRows) {
-        const int64_t rows = std::min(kSpanRows, num_rows - begin);
-        const int64_t top = *std::max_element(s.limit + begin, s.limit + begin + rows);
-        for (int64_t first = 0; first < top; first += kSpan) {
+    for (int64_t first = 0; first < end; first += kSpan) {
+        const CachedHead cache = op.is_int8 ? widened(stored, s, first, std::min(end, first + kSpan)) : stored;
+        for (int64_t begin = 0; begin < num_rows; begin += kSpanRows) {
+            const int64_t rows = std::min(kSpanRows, num_rows - begin);
+            const int64_t top = *std::max_element(s.limit + begin, s.limit + begin + rows);
+            if (top <= first) continue;
             const int64_t last = std::min(top, first + kSpan), rest = last % 32;
             if (rest) copy_tail(op, cache.values(last - rest), rest, s.tail);
             score_tiles(op, cache, first, last, rows, s.q_pairs + begin * op.head_dim, s.scores);

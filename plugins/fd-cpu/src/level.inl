@@ -13,12 +13,14 @@
 #endif
 
 #include "rows.inl"
+#include "tet.inl"
 #include "activations.inl"
 #if FDCPU_TILES
 #include "tiled.inl"
 #endif
 #include "linear.inl"
 #include "greedy.inl"
+#include "attention_int8.inl"
 #include "attention.inl"
 #include "attention_tiled.inl"
 #include "attention_items.inl"

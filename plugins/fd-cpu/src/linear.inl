@@ -126,12 +126,39 @@ void tile_int4(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m
 }
 
 template <int R>
+void tile_tet2(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, float *out) {
+    const uint8_t *tile = w.panel(p);
+    const Rows<R> x(a, m);
+    I acc[kChains<R>][R][kVectors] = {};
+    for (int64_t k = 0; k < 2 * w.padded_inputs; k += 16, tile += kTetTile) {
+        for (int line = 0; line < kTetTile; line += 64) __builtin_prefetch(tile + 4096 + line, 0, 2);
+        for (int s = 0; s < kVectors; ++s) {
+            const U words = tet_words(tile + s * kTetWords * sizeof(uint16_t));
+            for (int j = 0; j < 4; ++j) {
+                const B bytes = tet_bytes(words, j);
+                for (int r = 0; r < R; ++r) {
+                    I &sum = acc[j % kChains<R>][r][s];
+                    sum = dot_bytes(sum, bytes, splat_bytes(x.at[r] + k + 4 * j));
+                }
+            }
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int s = 0; s < kVectors; ++s) {
+            for (int c = 0; c < kChains<R>; ++c) acc[c][r][s] += acc[c][r][s];
+            acc[0][r][s] -= 255 * a.sums[m + r];  // bytes stand for themselves minus 127.5
+        }
+    add_group<R>(w, p, a, m, 0, acc, out);
+}
+
+template <int R>
 void tile(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, float *out) {
     switch (w.kind) {
         case WeightKind::f32: return tile_f32<R>(w, p, a, m, out);
         case WeightKind::bf16: return tile_bf16<R>(w, p, a, m, out);
         case WeightKind::int8: return tile_int8<R>(w, p, a, m, out);
         case WeightKind::int4: return tile_int4<R>(w, p, a, m, out);
+        case WeightKind::tet2: return tile_tet2<R>(w, p, a, m, out);
     }
 }
 

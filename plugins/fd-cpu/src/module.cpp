@@ -49,6 +49,19 @@ void set_quantized_rows(Runtime &runtime, PackedMatrix &matrix, int64_t count, u
     });
 }
 
+// Address and bytes of everything a matrix consists of.
+std::vector<std::vector<uintptr_t>> memory_of(const PackedMatrix &matrix) {
+    std::vector<std::vector<uintptr_t>> found;
+    for (const Pages *pages : {&matrix.weights, &matrix.scales, &matrix.sums, &matrix.signs})
+        if (pages->size()) found.push_back({reinterpret_cast<uintptr_t>(pages->data()), pages->size()});
+    return found;
+}
+
+void set_tet_at(PackedMatrix &matrix, uintptr_t strands, uintptr_t scales, uintptr_t signs, int64_t rotation) {
+    nb::gil_scoped_release release;
+    set_tet(matrix, at<uint16_t>(strands), at<float>(scales), at<int8_t>(signs), rotation);
+}
+
 void get_rows(const PackedMatrix &matrix, int64_t first, int64_t count, uintptr_t values) {
     nb::gil_scoped_release release;
     for (int64_t i = 0; i < count; ++i) get_row(matrix, first + i, at<float>(values) + i * matrix.inputs);
@@ -111,6 +124,10 @@ void submit_attention(Runtime &runtime, const AttentionShape &shape, std::vector
     op.keys = at(addresses.at(i++));
     op.values = at(addresses.at(i++));
     op.y = at(addresses.at(i++));
+    op.key_scales = at<uint16_t>(addresses.at(i++));
+    op.value_scales = at<uint16_t>(addresses.at(i++));
+    op.key_factors = at<const float>(addresses.at(i++));
+    op.value_factors = at<const float>(addresses.at(i++));
     i = 0;
     op.q_stride = sizes.at(i++);
     op.k_stride = sizes.at(i++);
@@ -275,11 +292,15 @@ NB_MODULE(_native, m) {
         .def_ro("group", &PackedMatrix::group)
         .def_prop_ro("num_groups", &PackedMatrix::num_groups)
         .def_prop_ro("num_bytes", &PackedMatrix::num_bytes)
+        .def_prop_ro("kind", [](const PackedMatrix &matrix) { return int(matrix.kind); })
+        .def_rw("rotation", &PackedMatrix::rotation)
+        .def_prop_ro("memory", &memory_of)
         .def("get_rows", &get_rows);
     m.def("make_packed",
           [](int kind, int64_t outputs, int64_t inputs, int64_t group, bool gated) {
               return make_packed(WeightKind(kind), outputs, inputs, group, gated);
           });
+    m.def("set_tet", &set_tet_at);
     nb::class_<Plan>(m, "Plan")
         .def(nb::init<>())
         .def("__len__", [](const Plan &plan) { return plan.steps.size(); })
@@ -287,7 +308,7 @@ NB_MODULE(_native, m) {
     nb::class_<AttentionShape>(m, "AttentionShape")
         .def("__init__",
              [](AttentionShape *self, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim,
-                int64_t block_size, float scale, bool interleaved, int type, int cache_type) {
+                int64_t block_size, float scale, bool interleaved, int type, bool is_int8) {
                  AttentionOp op{};
                  op.num_heads = num_heads;
                  op.num_kv_heads = num_kv_heads;
@@ -297,7 +318,7 @@ NB_MODULE(_native, m) {
                  op.scale = scale;
                  op.interleaved = interleaved;
                  op.type = DType(type);
-                 op.cache_type = DType(cache_type);
+                 op.is_int8 = is_int8;
                  new (self) AttentionShape{op};
              });
     nb::class_<Runtime>(m, "Runtime")

@@ -107,20 +107,26 @@ void experts_of(const ExpertsOp &op, const Worker &worker) {
         worker.share(num_rows, begin, end);
         Activations a(up, num_rows, s.activations);
         LinearOp input{};
-        input.weight = &up;
         input.x = op.x;
         input.x_stride = op.width;
-        for (int64_t m = begin; m < end; ++m) prepare_row<T>(input, a, m, s.token[m], row);
+        for (int64_t m = begin, e = 0; m < end; ++m) {
+            while (s.starts[e + 1] <= m) ++e;
+            input.weight = op.gate_up[e];  // experts may rotate their inputs differently
+            prepare_row<T>(input, a, m, s.token[m], row);
+        }
         worker.barrier();
         expert_products(op, s, worker, op.gate_up, a, s.hidden, up.half());
         worker.barrier();
         if (worker.thread == 0) s.next->store(0);
         Activations b(down, num_rows, s.activations);
         LinearOp between{};
-        between.weight = &down;
         between.x = s.hidden;
         between.x_stride = up.half();
-        for (int64_t m = begin; m < end; ++m) prepare_row<float>(between, b, m, m, row);
+        for (int64_t m = begin, e = 0; m < end; ++m) {
+            while (s.starts[e + 1] <= m) ++e;
+            between.weight = op.down[e];
+            prepare_row<float>(between, b, m, m, row);
+        }
         worker.barrier();
         expert_products(op, s, worker, op.down, b, s.out, op.width);
         worker.barrier();

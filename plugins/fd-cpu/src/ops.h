@@ -76,6 +76,9 @@ struct EmbeddingOp {
 // sixteen dimensions. Of
 // latent attention (one kv head) only rows [block, block_size, head_dim] are kept: `keys`, with `values`
 // null; the first v_head_dim of a row are its values.
+//
+// Numbers of int8 lie in the layout of what they are widened to, which is op.type. Their scales are float16
+// [block, kv head, block_size], of each token's key and value, or come for each channel, [kv head, dim].
 struct AttentionOp {
     const void *q, *k, *v;
     DType type;
@@ -91,7 +94,9 @@ struct AttentionOp {
     const int32_t *seq_lens;      // [num_seqs]
     const int32_t *block_tables;  // [num_seqs, max_blocks]
     void *keys, *values;
-    DType cache_type;
+    bool is_int8;  // the cache; else it holds op.type
+    uint16_t *key_scales, *value_scales;
+    const float *key_factors, *value_factors;
     void *y;  // [num_tokens, num_heads * v_head_dim]
 };
 

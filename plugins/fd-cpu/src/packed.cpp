@@ -13,6 +13,8 @@ namespace {
 
 // Kernels prefetch and load a little beyond the last panel.
 constexpr size_t kSlack = 8192;
+constexpr int64_t kMostTetInputs = 32768;
+constexpr float kTetScale = 1.03f / 128 / 2;  // of a code's doubled numbers, which are whole
 
 int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
@@ -58,6 +60,7 @@ int64_t PackedMatrix::panel_bytes() const {
         case WeightKind::f32: return padded_inputs * kPanel * 4;
         case WeightKind::bf16: return padded_inputs * kPanel * 2;
         case WeightKind::int8: return padded_inputs * kPanel;
+        case WeightKind::tet2: return padded_inputs / 8 * kTetTile;
         default: return padded_inputs * kPanel / 2;
     }
 }
@@ -67,6 +70,12 @@ std::unique_ptr<PackedMatrix> make_packed(WeightKind kind, int64_t outputs, int6
     if (gated && outputs % 2) throw std::invalid_argument("a gated matrix needs as many gate as up rows");
     auto matrix = std::make_unique<PackedMatrix>();
     const bool is_int = kind == WeightKind::int8 || kind == WeightKind::int4;
+    const bool is_tet = kind == WeightKind::tet2;
+    // Sums of products of bytes, doubled, have to fit 32 bits.
+    if (is_tet && (inputs % kGroupStep || inputs > kMostTetInputs))
+        throw std::invalid_argument("tet2 with " + std::to_string(inputs) + " inputs is not possible; multiples of " +
+                                    std::to_string(kGroupStep) + " up to " + std::to_string(kMostTetInputs) + " are");
+    if (is_tet && gated && outputs % 32) throw std::invalid_argument("tet2 of gate and up outputs takes sixteens of each");
     const bool grouped = is_int && group > 0 && group < inputs;
     if (grouped && group % kGroupStep)
         throw std::invalid_argument("groups of " + std::to_string(group) + " inputs are not possible; multiples of " +
@@ -74,7 +83,7 @@ std::unique_ptr<PackedMatrix> make_packed(WeightKind kind, int64_t outputs, int6
     matrix->kind = kind;
     matrix->outputs = outputs;
     matrix->inputs = inputs;
-    matrix->padded_inputs = round_up(inputs, grouped ? group : kind == WeightKind::f32 ? 1 : kind == WeightKind::bf16 ? 32 : 64);
+    matrix->padded_inputs = round_up(inputs, grouped ? group : kind == WeightKind::f32 ? 1 : is_int ? 64 : 32);
     matrix->group = grouped ? group : matrix->padded_inputs;
     matrix->gated = gated;
     matrix->num_panels = gated ? (outputs / 2 + kHalf - 1) / kHalf : (outputs + kPanel - 1) / kPanel;
@@ -82,8 +91,9 @@ std::unique_ptr<PackedMatrix> make_packed(WeightKind kind, int64_t outputs, int6
     if (kind == WeightKind::int4)  // a nibble of 8 is a weight of zero
         std::memset(matrix->weights.data(), 0x88, size_t(matrix->num_panels * matrix->panel_bytes()));
     const size_t num_scales = size_t(matrix->num_panels * matrix->num_groups() * kPanel);
-    if (is_int) matrix->scales = Pages(num_scales * sizeof(float), true);
+    if (is_int || is_tet) matrix->scales = Pages(num_scales * sizeof(float), true);
     if (kind == WeightKind::int8) matrix->sums = Pages(num_scales * sizeof(int32_t), true);
+    if (is_tet) matrix->signs = Pages(size_t(inputs) * sizeof(float), true);
     return matrix;
 }
 
@@ -170,6 +180,42 @@ void set_nibble_row(PackedMatrix &matrix, int64_t n, const uint8_t *pairs, const
     }
 }
 
+void set_tet(PackedMatrix &matrix, const uint16_t *strands, const float *scales, const int8_t *signs, int64_t rotation) {
+    const int64_t tiles = matrix.inputs / 8;
+    for (int64_t n = 0; n < matrix.outputs; ++n) {
+        const float scale = scales[n] * kTetScale;
+        set_scales(matrix, n, &scale);
+    }
+    // Sixteen outputs lie side by side wherever they are; the last ones may be padding.
+    for (int64_t n = 0; n < matrix.outputs; n += 16) {
+        uint8_t *to = matrix.weights.data() + matrix.panel_of(n) * matrix.panel_bytes() +
+                      matrix.column_of(n) / 16 * kTetWords * sizeof(uint16_t);
+        for (int64_t k = 0; k < tiles; ++k, to += kTetTile) {
+            const uint16_t *strand = strands + (n / kPanel * tiles + k) * kPanel;
+            std::memcpy(to, strand + (n + kPanel - 1) % kPanel, sizeof(uint16_t));
+            std::memcpy(to + sizeof(uint16_t), strand + n % kPanel, (kTetWords - 1) * sizeof(uint16_t));
+        }
+    }
+    auto *factors = reinterpret_cast<float *>(matrix.signs.data());
+    for (int64_t k = 0; k < matrix.inputs; ++k) factors[k] = float(signs[k]);
+    matrix.rotation = rotation;
+}
+
+namespace {
+
+// Doubled numbers of two inputs.
+void decode_tet(const uint8_t *panel, int64_t column, int64_t k, float *two) {
+    uint32_t words;
+    std::memcpy(&words, panel + k / 8 * kTetTile + (column / 16 * kTetWords + column % 16) * sizeof(uint16_t), sizeof words);
+    const uint32_t product = (words >> (k % 8 / 2 * 4 + 4) & 0xffff) * kTetMultiplier;
+    float b[4];
+    for (int j = 0; j < 4; ++j) b[j] = 2.f * float(product >> 8 * j & 255) - 255.f;
+    two[0] = b[0] + b[1] - b[3];
+    two[1] = b[1] + b[2] + b[3];
+}
+
+}  // namespace
+
 void get_row(const PackedMatrix &matrix, int64_t n, float *values) {
     const int64_t p = matrix.panel_of(n), column = matrix.column_of(n);
     const uint8_t *panel = matrix.panel(p);
@@ -183,6 +229,12 @@ void get_row(const PackedMatrix &matrix, int64_t n, float *values) {
                 values[k] = float(int8_t(panel[((k / 4) * kPanel + column) * 4 + k % 4])) *
                             matrix.panel_scales(p)[k / matrix.group * kPanel + column];
                 break;
+            case WeightKind::tet2: {
+                float two[2];
+                decode_tet(panel, column, k / 2 * 2, two);
+                values[k] = two[k % 2] * matrix.panel_scales(p)[column];
+                break;
+            }
             case WeightKind::int4: {
                 const uint8_t byte = panel[((k / 8) * kPanel + column) * 4 + k % 4];
                 const int q = (k % 8 < 4 ? byte & 15 : byte >> 4) - 8;

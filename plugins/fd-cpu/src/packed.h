@@ -4,6 +4,11 @@
 // fit: 1 (float32), 2 (bfloat16), 4 (int8); int4 lines hold 8 inputs, 0..3 in the low nibbles and 4..7
 // in the high ones, with 8 added. Such a line is one vector register, and it is what the dot product
 // instructions of AVX512-VNNI, AVX512-BF16 and the tiles of AMX take as it is.
+//
+// tet2 is the trellis code of two bits that fd-quant-wint2 defines: 16 bits for an output's eight inputs,
+// whose four states reach back into the 16 bits before them. So a tile of eight inputs holds, for each
+// sixteen outputs, the word before the first one and their sixteen. A state times kTetMultiplier is a line
+// of bytes, which meets (x0, x0 + x1, x1, x1 - x0) of two inputs.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -13,11 +18,13 @@
 namespace fdcpu {
 
 enum class DType { f32 = 0, bf16 = 1 };
-enum class WeightKind { f32 = 0, bf16 = 1, int8 = 2, int4 = 3 };
+enum class WeightKind { f32 = 0, bf16 = 1, int8 = 2, int4 = 3, tet2 = 4 };
 
 constexpr int kPanel = 64;      // outputs of a panel
 constexpr int kHalf = 32;       // a panel's half; of a gated matrix 16 gate outputs, then their 16 up outputs
 constexpr int kGroupStep = 32;  // groups that share a scale are multiples of so many inputs
+constexpr int kTetWords = 17, kTetTile = kPanel / 16 * kTetWords * 2;  // of sixteen outputs; bytes of a panel's tile
+constexpr uint32_t kTetMultiplier = 0x67edf2eb;
 
 struct PackedMatrix {
     WeightKind kind;
@@ -29,6 +36,8 @@ struct PackedMatrix {
     Pages weights;
     Pages scales;  // float [panel][group][64]
     Pages sums;    // int8 only: int32 [panel][group][64], the sum of a group's weights
+    Pages signs;   // tet2 only: float [inputs], what inputs are multiplied with before
+    int64_t rotation = 1;  // Hadamard transforms of so many of them
 
     int64_t num_groups() const { return padded_inputs / group; }
     int64_t panel_bytes() const;
@@ -47,7 +56,7 @@ struct PackedMatrix {
         return pair / quarter * kHalf + n / half() * quarter + pair % quarter;
     }
     int64_t half() const { return outputs / 2; }
-    size_t num_bytes() const { return weights.size() + scales.size() + sums.size(); }
+    size_t num_bytes() const { return weights.size() + scales.size() + sums.size() + signs.size(); }
 };
 
 // Makes room for the whole matrix; rows are written by set_*.
@@ -59,6 +68,8 @@ void set_row(PackedMatrix &matrix, int64_t n, const void *values, DType dtype);
 void set_quantized_row(PackedMatrix &matrix, int64_t n, const int8_t *values, const float *scales);
 // Row n of int4 from pairs, low nibble first, with 8 added: as checkpoints hold them.
 void set_nibble_row(PackedMatrix &matrix, int64_t n, const uint8_t *pairs, const float *scales);
+// tet2: all of it, as checkpoints hold it: strands [ceil(outputs / 64)][inputs / 8][64 words of 16 bits].
+void set_tet(PackedMatrix &matrix, const uint16_t *strands, const float *scales, const int8_t *signs, int64_t rotation);
 // Row n as the kernels see it, `inputs` floats.
 void get_row(const PackedMatrix &matrix, int64_t n, float *values);
 

@@ -157,6 +157,27 @@ FDCPU_INLINE F exponential(F x) {
 #endif
 }
 
+// 2^x to within 1e-4, for results that become bfloat16; x is not above 0, and far below -126 this is 0.
+FDCPU_INLINE F rough_power_of_two(F x) {
+#if FDCPU_LEVEL >= 2
+    x = F(_mm512_max_ps(_mm512_set1_ps(-160.f), __m512(x)));  // in this order NaN stays
+    const F whole = F(_mm512_roundscale_ps(__m512(x), 0));
+#else
+    const F low = splat(-126.f);
+    const I is_low = x < low;
+    x = x < low ? low : x;
+    const I n = round_to_int(x);
+    const F whole = __builtin_convertvector(n, F);
+#endif
+    const F r = x - whole;
+    const F p = ((r * 0.05516989f + 0.24260701f) * r + 0.69326091f) * r + 0.99992836f;
+#if FDCPU_LEVEL >= 2
+    return F(_mm512_scalef_ps(__m512(p), __m512(whole)));
+#else
+    return F(U(p * F((n + 127) << 23)) & ~U(is_low));
+#endif
+}
+
 FDCPU_INLINE F silu(F x) { return x / (exponential(-x) + 1.f); }
 
 // acc[lane] + sum over j < 4 of unsigned u[4 lane + j] times signed s[4 lane + j].

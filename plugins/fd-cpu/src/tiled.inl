@@ -6,7 +6,7 @@ namespace fdcpu::FDCPU_NAMESPACE {
 
 constexpr int kTall = 2 * kTileSide;
 constexpr int kLine = 4 * kPanel;        // bytes of a panel's line: 64 outputs times four bytes
-constexpr int64_t kFarAhead = 4096;      // bytes that short products prefetch ahead
+constexpr int64_t kFarAhead = 8192;      // bytes that short products prefetch ahead
 
 FDCPU_INLINE bool is_tiled(const PackedMatrix &w, int64_t num_rows) {
     return w.kind != WeightKind::f32 && num_rows > (w.kind == WeightKind::bf16 ? 1 : 4);
@@ -33,7 +33,7 @@ FDCPU_INLINE size_t unpacked_bytes(const PackedMatrix &w) {
 // One panel of weights and the rows that meet it. A step is what one multiplication takes of a row.
 template <WeightKind kind, bool is_wide>
 struct TiledPanel {
-    static constexpr bool kUnpacks = is_wide || kind == WeightKind::int4;
+    static constexpr bool kUnpacks = is_wide || kind == WeightKind::int4 || kind == WeightKind::tet2;
     static constexpr bool kIsInt = !is_wide && kind != WeightKind::bf16;
 
     // Copies: a store of bytes might change anything else, for all that the compiler knows.
@@ -49,13 +49,14 @@ struct TiledPanel {
 
     TiledPanel(const PackedMatrix &w, const Activations &a, int64_t p, uint8_t *unpacked)
         : a(a), unpacked(unpacked), panel(w.panel(p)), scales(w.panel_scales(p)), weight_sums(w.panel_sums(p)),
-          group(w.group), panel_bytes(w.panel_bytes()), inputs(kIsInt && w.group % 64 ? 32 : 64),
-          packed_step(int64_t(inputs) / (kIsInt ? 1 : 2) * (kind == WeightKind::bf16 ? 2 * kPanel
-                                                           : kind == WeightKind::int8 ? kPanel : kPanel / 2)),
-          num_steps(w.padded_inputs * (kIsInt ? 1 : 2) / inputs), groups(kIsInt ? w.num_groups() : 1) {}
+          group(w.group), panel_bytes(w.panel_bytes()),
+          inputs(kIsInt && kind != WeightKind::tet2 && w.group % 64 ? 32 : 64),
+          packed_step(panel_bytes * inputs / (w.padded_inputs * bytes_of_input(kind, is_wide))),
+          num_steps(w.padded_inputs * bytes_of_input(kind, is_wide) / inputs), groups(kIsInt ? w.num_groups() : 1) {}
 
     // Outputs [16 first, 16 (first + count)) of a step as rows of weight tiles.
     FDCPU_INLINE void unpack(int64_t step, int first, int count, uint8_t *to) const {
+        if constexpr (kind == WeightKind::tet2) return unpack_tet(step, first, count, to);
         const uint8_t *line = panel + step * packed_step + first * 64;
         const int lines = int(packed_step / kLine);
         for (int s = 0; s < count; ++s, to += inputs * kTileSide)
@@ -71,6 +72,14 @@ struct TiledPanel {
                         store_as(to + (kPairs * i + j) * 64,
                                  pairs_of_bf16(integer(packed, 2 * j) * scale, integer(packed, 2 * j + 1) * scale));
                 }
+            }
+    }
+    FDCPU_INLINE void unpack_tet(int64_t step, int first, int count, uint8_t *to) const {
+        const uint8_t *sixteen = panel + step * packed_step + first * kTetWords * sizeof(uint16_t);
+        for (int s = 0; s < count; ++s, sixteen += kTetWords * sizeof(uint16_t))
+            for (int t = 0; t < kTileSide / 4; ++t) {
+                const U words = tet_words(sixteen + t * kTetTile);
+                for (int j = 0; j < 4; ++j, to += 64) store_as(to, tet_bytes(words, j));
             }
     }
     // The j-th input of each output in a line.
@@ -90,17 +99,25 @@ struct TiledPanel {
         FDCPU_TILE_ZERO(2);
         FDCPU_TILE_ZERO(3);
         for (int64_t step = first; step < last; ++step) {
+            // A quarter at a time: many at once would wait for one another.
             const uint8_t *ahead = panel + step * packed_step + kFarAhead;
-            for (int64_t i = 0; i < packed_step; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+            const auto fetch = [ahead, this](int part) {
+                const int64_t quarter = packed_step / 4;
+                for (int64_t i = part * quarter; i < (part + 1) * quarter; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+            };
+            fetch(0);
             const uint8_t *weights = kUnpacks ? unpacked + step % 2 * 4 * tile : panel + step * packed_step;
             FDCPU_TILE_LOAD(4, a.row(m) + a.at(step * inputs), a.row_step);
             FDCPU_TILE_LOAD(5, weights, stride);
             FDCPU_TILE_PRODUCT(0, 4, 5);
+            fetch(1);
             FDCPU_TILE_LOAD(6, weights + tile, stride);
             FDCPU_TILE_PRODUCT(1, 4, 6);
+            fetch(2);
             if (kUnpacks && step + 1 < num_steps) unpack(step + 1, 0, 4, unpacked + (step + 1) % 2 * 4 * tile);
             FDCPU_TILE_LOAD(7, weights + 2 * tile, stride);
             FDCPU_TILE_PRODUCT(2, 4, 7);
+            fetch(3);
             FDCPU_TILE_LOAD(5, weights + 3 * tile, stride);
             FDCPU_TILE_PRODUCT(3, 4, 5);
         }
@@ -158,14 +175,18 @@ struct TiledPanel {
         for (int64_t r = 0; r < rows; ++r) {
             F found[2];
             const float x_scale = kIsInt ? a.scales[(m + r) * groups + g] : 0.f;
-            const int32_t x_offset = kIsInt && kind == WeightKind::int4 ? 8 * a.sums[(m + r) * groups + g] : 0;
+            constexpr int kOffset = !kIsInt ? 0 : kind == WeightKind::int4 ? 8 : kind == WeightKind::tet2 ? 255 : 0;
+            const int32_t x_offset = kOffset ? kOffset * a.sums[(m + r) * groups + g] : 0;
             for (int s = 0; s < 2; ++s) {
                 const uint8_t *from = sums + s * 1024 + r * 64;
                 float *total = totals + r * kHalf + s * kLanes;
-                if constexpr (kIsInt)
-                    found[s] = __builtin_convertvector(load_as<I>(from) - offset[s] - x_offset, F) * (scale[s] * x_scale);
-                else
+                if constexpr (kIsInt) {
+                    I sum = load_as<I>(from);
+                    if (kind == WeightKind::tet2) sum += sum;
+                    found[s] = __builtin_convertvector(sum - offset[s] - x_offset, F) * (scale[s] * x_scale);
+                } else {
                     found[s] = load_as<F>(from);
+                }
                 if (g) found[s] += load(total);
                 if (g < groups - 1) store(total, found[s]);
             }
@@ -208,7 +229,9 @@ template <class Finish>
 FDCPU_INLINE void panel_in_tiles(TileUse &use, const PackedMatrix &w, int64_t p, const Activations &a, int64_t begin,
                                  int64_t end, uint8_t *unpacked, const Finish &finish) {
     const bool is_int4 = w.kind == WeightKind::int4;
-    if (w.kind == WeightKind::bf16)
+    if (w.kind == WeightKind::tet2)
+        TiledPanel<WeightKind::tet2, false>(w, a, p, unpacked).run(use, begin, end, finish);
+    else if (w.kind == WeightKind::bf16)
         TiledPanel<WeightKind::bf16, false>(w, a, p, unpacked).run(use, begin, end, finish);
     else if (a.is_wide)
         is_int4 ? TiledPanel<WeightKind::int4, true>(w, a, p, unpacked).run(use, begin, end, finish)

@@ -30,6 +30,15 @@ def stored(values, kind):
     return np.ascontiguousarray(values) if kind == F32 else to_bf16(values)
 
 
+def rounded(x, factors):
+    """What an int8 cache holds of [tokens, heads, dim]: a scale for each head and token, or channel."""
+    if factors is None:
+        peak = np.abs(x).max(-1, keepdims=True) / 127
+        factors = np.maximum(peak, 1e-7).astype(np.float16).astype(np.float32)
+    return np.clip(np.round(x / factors), -127, 127) * factors
+
+
+@pytest.mark.parametrize("cache", ["own", "int8", "int8 static"])
 @pytest.mark.parametrize("kind", [F32, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("lengths", [[(0, 1)], [(33, 1), (0, 50), (15, 3), (16, 16)]])
 @pytest.mark.parametrize(
@@ -37,17 +46,25 @@ def stored(values, kind):
     [(16, 6, 40, 24, False), (32, 16, 64, 48, True), (16, 4, 64, 40, False)],
 )
 def test_rotation_cache_and_attention(
-    runtime, lengths, kind, block, num_heads, dim, rotary, interleaved
+    runtime, lengths, kind, block, num_heads, dim, rotary, interleaved, cache
 ):
     """Rows of (tokens in the cache before, new tokens), in blocks scattered over the pool; slots that
-    nobody has written hold NaN."""
+    nobody has written hold NaN, or have scales that are NaN."""
     rng = np.random.default_rng(5)
     table = rng.standard_normal((80, rotary)).astype(np.float32)
     pool = rng.permutation(24).astype(np.int32)
     keys = stored(np.full((24, KV_HEADS, dim, block), np.nan, np.float32), kind)
     values = stored(np.full((24, KV_HEADS, block, dim), np.nan, np.float32), kind)
+    own, of_channels, scales = cache == "own", [None, None], [0] * 4
+    if not own:
+        keys, values = (np.full(x.shape, 99, np.int8) for x in (keys, values))
+        kept = [np.full((24, KV_HEADS, block), np.nan, np.float16) for _ in range(2)]
+        if cache == "int8 static":
+            kept = of_channels = list(rng.uniform(0.02, 0.04, (2, KV_HEADS, dim)).astype("f4"))
+        at = 2 if cache == "int8 static" else 0
+        scales[at : at + 2] = [address(x) for x in kept]
     shape = _native.AttentionShape(
-        num_heads, KV_HEADS, dim, dim, block, 0.3, interleaved, kind, kind
+        num_heads, KV_HEADS, dim, dim, block, 0.3, interleaved, kind, not own
     )
     tables = np.zeros((len(lengths), 6), np.int32)
     taken, wanted, history = 0, [], []
@@ -77,7 +94,7 @@ def test_rotation_cache_and_attention(
         y = np.empty((len(q), num_heads * dim), q.dtype)
         arrays = (q, k, v, table, positions, slots, cu, lens, tables, keys, values, y)
         sizes = (num_heads * dim, KV_HEADS * dim, KV_HEADS * dim, len(q), len(pieces), 6, rotary, 0)
-        runtime.attention(shape, [address(a) for a in arrays], sizes)
+        runtime.attention(shape, [address(a) for a in arrays] + scales, sizes)
         return y if kind == F32 else from_bf16(y)
 
     step([(0, max(1, before)) if before else (0, 0) for before, _ in lengths])
@@ -85,13 +102,16 @@ def test_rotation_cache_and_attention(
     for (before, new), (q, k, v) in zip(lengths, history, strict=True):
         at = np.arange(before + new)
         q, k = rotated(q, at, table, interleaved), rotated(k, at, table, interleaved)
+        if not own:
+            k, v = rounded(k, of_channels[0]), rounded(v, of_channels[1])
         for t in range(before, before + new):
             for h in range(num_heads):
                 g = h // (num_heads // KV_HEADS)
                 wanted.append(softmax(0.3 * k[: t + 1, g] @ q[t, h]) @ v[: t + 1, g])
     off = np.abs(got.reshape(-1, dim) - np.array(wanted))
-    # Scores of up to ten are rounded with the heads they come from.
-    assert off.max() < (2e-5 if kind == F32 else 0.15) and off.mean() < 0.01
+    # Scores of up to ten are rounded with the heads they come from; numbers between two of int8 either way.
+    most = 0.15 if kind == BF16 else 2e-5 if own else 0.05
+    assert off.max() < most and off.mean() < (0.01 if kind == BF16 else 1e-3)
 
 
 def test_experts(runtime):

@@ -13,7 +13,8 @@ from fd_cpu import hooks, kernels
 from fd_cpu.device import X86Device
 from fd_cpu.formats import prepare
 from fd_cpu.recording import NativeGraph, RepeatedCall
-from fd_cpu.team import spread, team
+from fd_cpu.team import team
+from fd_cpu.topology import processors_of, spread
 
 
 @pytest.fixture
@@ -176,6 +177,46 @@ def test_threads_take_a_core_each_before_they_share_one(tmp_path):
         (folder / "thread_siblings_list").write_text(f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}")
     assert spread([1, 2, 3, 4], tmp_path) == [1, 2, 4, 3]
     assert spread([0, 1, 9], tmp_path / "absent") == [0, 1, 9]
+
+
+def machine(folder, nodes):
+    """A host in the form of Linux' files: for each node its cores, as processors that share one."""
+    for node, cores in enumerate(nodes):
+        for cpus in cores:
+            for cpu in cpus:
+                (folder / f"cpu{cpu}" / "topology").mkdir(parents=True)
+                (folder / f"cpu{cpu}" / f"node{node}").mkdir()
+                file = folder / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+                file.write_text(",".join(map(str, cpus)))
+    return folder
+
+
+def test_ranks_get_nodes_of_their_own(tmp_path):
+    # Siblings are far apart in number, as on most servers.
+    host = machine(tmp_path, [[(0, 8), (1, 9)], [(2, 10), (3, 11)], [(4, 12)], [(5, 13)]])
+    every = [*range(6), *range(8, 14)]
+    assert processors_of(0, 1, every, host)[:4] == [0, 1, 8, 9]
+    assert sorted(processors_of(0, 1, every, host)) == every
+    assert processors_of(0, 2, every, host) == [0, 1, 8, 9, 2, 3, 10, 11]
+    assert processors_of(1, 2, every, host) == [4, 12, 5, 13]
+    assert [processors_of(rank, 4, every, host) for rank in range(4)] == [
+        [0, 1, 8, 9],
+        [2, 3, 10, 11],
+        [4, 12],
+        [5, 13],
+    ]
+    # A container that may use one node only.
+    assert processors_of(1, 2, [0, 1, 8, 9], host) == [1, 9]
+
+
+def test_ranks_of_one_node_share_no_core(tmp_path):
+    host = machine(tmp_path, [[(0, 4), (1, 5), (2, 6), (3, 7)]])
+    assert processors_of(0, 2, list(range(8)), host) == [0, 1, 4, 5]
+    assert processors_of(1, 2, list(range(8)), host) == [2, 3, 6, 7]
+    parts = [processors_of(rank, 3, list(range(8)), host) for rank in range(3)]
+    assert [len(part) for part in parts] == [2, 2, 2]
+    assert len({cpu for part in parts for cpu in part}) == 6
+    assert processors_of(1, 2, [0, 1, 2, 3], tmp_path / "absent") == [2, 3]
 
 
 def test_groups_that_the_layout_cannot_hold_are_named(device):

@@ -36,89 +36,43 @@ from fastdeploy_core.plugins.resolve import resolve
 from fastdeploy_core.types import Request, SamplingParams
 from fastdeploy_core.worker import weights
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
+from random_model import SHAPES
+
 PROFILED = 24
 NAMES_SHOWN, KERNELS_SHOWN = 72, 24
 
 
 @dataclass(frozen=True)
-class Model:
-    config: dict[str, Any]
+class Peer:
+    """What a model of that shape cannot be faster than, and what vLLM measured."""
+
     floor_ms: dict[int, float] = field(default_factory=dict)
     vllm_ms: dict[int, float] = field(default_factory=dict)
     floor_prefill: float = 0.0  # tokens/s
     vllm_prefill: dict[int, float] = field(default_factory=dict)
 
 
-def _config(kind: str, **more: Any) -> dict[str, Any]:
-    architecture = {
-        "ernie4_5": "Ernie4_5ForCausalLM",
-        "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
-        "qwen3": "Qwen3ForCausalLM",
-        "qwen3_moe": "Qwen3MoeForCausalLM",
-    }[kind]
-    return {
-        "architectures": [architecture], "model_type": kind, "dtype": "bfloat16", "head_dim": 128,
-        "hidden_act": "silu", "max_position_embeddings": 40960, "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-        "tie_word_embeddings": True, "use_bias": False, **more,
-    }  # fmt: skip
-
-
-def _sizes(hidden: int, heads: int, kv: int, layers: int, ffn: int, vocab: int) -> dict[str, int]:
-    return {
-        "hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv,
-        "num_hidden_layers": layers, "intermediate_size": ffn, "vocab_size": vocab,
-    }  # fmt: skip
-
-
 MODELS = {
-    "ernie-0.3b": Model(
-        _config("ernie4_5", **_sizes(1024, 16, 2, 18, 3072, 103424)),
+    "ernie-0.3b": Peer(
         {1: 0.17, 8: 0.20, 64: 0.45, 256: 1.29},
         {1: 2.23, 8: 1.81, 64: 2.65, 256: 5.56},
         1.35e6,
         {1: 91e3, 8: 505e3, 64: 609e3, 256: 705e3},
     ),
-    "qwen3-0.6b": Model(
-        _config("qwen3", **_sizes(1024, 16, 8, 28, 3072, 151936)),
+    "qwen3-0.6b": Peer(
         {1: 0.30, 8: 0.50, 64: 2.02, 256: 7.27},
         {1: 2.22, 64: 3.87, 256: 10.4},
         0.79e6,
         {1: 45e3, 64: 404e3, 256: 418e3},
     ),
-    "ernie-21b-a3b": Model(
-        _config(
-            "ernie4_5_moe",
-            **_sizes(2560, 20, 4, 28, 12288, 103424),
-            moe_intermediate_size=1536,
-            moe_k=6,
-            moe_num_experts=64,
-            moe_num_shared_experts=2,
-            moe_layer_start_index=1,
-            moe_layer_end_index=27,
-            moe_layer_interval=1,
-        ),
+    "ernie-21b-a3b": Peer(
         {1: 1.58, 8: 5.95, 64: 11.0, 256: 13.6},
         {1: 3.18, 8: 7.88, 64: 13.4, 256: 19.1},
         125e3,
         {1: 24e3, 8: 60e3, 64: 68e3, 256: 68e3},
     ),
-    "qwen3-30b-a3b": Model(
-        _config(
-            "qwen3_moe",
-            **_sizes(2048, 32, 4, 48, 6144, 151936),
-            moe_intermediate_size=768,
-            num_experts=128,
-            num_experts_per_tok=8,
-            norm_topk_prob=True,
-            decoder_sparse_step=1,
-            mlp_only_layers=[],
-            rms_norm_eps=1e-6,
-            tie_word_embeddings=False,
-        ),
-        {1: 1.44, 8: 6.20, 64: 15.3, 256: 20.1},
-        floor_prefill=135e3,
-    ),
+    "qwen3-30b-a3b": Peer({1: 1.44, 8: 6.20, 64: 15.3, 256: 20.1}, floor_prefill=135e3),
 }
 
 
@@ -140,13 +94,14 @@ def noise_on_the_device(seed: int) -> None:
 class Bench:
     """One model in one engine."""
 
-    def __init__(self, name: str, model: Model, options: argparse.Namespace) -> None:
-        self._name, self._model, self._options = name, model, options
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self._name, self._options = name, options
+        self._config, self._peer = SHAPES[name], MODELS[name]
         self._number = 0
         self._step_s: dict[int, float] = {}  # by batch, as measured
         length = options.prompt + options.output + 64
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(model.config))
+            (Path(folder) / "config.json").write_text(json.dumps(self._config))
             config = build_engine_config(
                 {
                     "model": folder,
@@ -158,7 +113,6 @@ class Bench:
                     "block_size": 64,
                     "max_num_batched_tokens": min(options.tokens, length * max(options.batch)),
                     "enable_prefix_caching": False,
-                    "cudagraph_capture_sizes": [str(size) for size in options.batch],
                 }
             )
             shapes = read_shapes(config.model.hf_config, 1, config.model.dtype)
@@ -174,7 +128,7 @@ class Bench:
 
     def add(self, batch: int, num_tokens: int) -> None:
         """Fresh requests of random tokens."""
-        draw, vocab = random.Random(self._number), self._model.config["vocab_size"]
+        draw, vocab = random.Random(self._number), self._config["vocab_size"]
         for _ in range(batch):
             self._number += 1
             self._engine.add(
@@ -215,7 +169,7 @@ class Bench:
 
     def measure(self, batch: int) -> None:
         """One line."""
-        options, model = self._options, self._model
+        options, peer = self._options, self._peer
         self.run(batch, 8)  # compile what has to be, steps of prompts beside decodes among it
         prefill = [self.run(batch, 1)[0] for _ in range(options.rounds)]
         runs = [self.run(batch, options.output) for _ in range(options.rounds)]
@@ -227,9 +181,9 @@ class Bench:
         rate = batch * options.prompt / first
         print(
             f"{self._name} batch {batch}: prefill {rate / 1e3:.0f}k tokens/s (floor "
-            f"{model.floor_prefill / 1e3:.0f}k, vLLM {model.vllm_prefill.get(batch, 0) / 1e3:.0f}k), "
+            f"{peer.floor_prefill / 1e3:.0f}k, vLLM {peer.vllm_prefill.get(batch, 0) / 1e3:.0f}k), "
             f"{first * 1e3:.1f} ms (min {min(prefill) * 1e3:.1f}); decode {decode * 1e3:.3f} ms (floor "
-            f"{model.floor_ms.get(batch, 0)}, vLLM {model.vllm_ms.get(batch, '-')}), step "
+            f"{peer.floor_ms.get(batch, 0)}, vLLM {peer.vllm_ms.get(batch, '-')}), step "
             f"{step * 1e3:.3f} ms, host {host * 1e6:.0f} us",
             flush=True,
         )
@@ -308,7 +262,7 @@ def main() -> int:
     print(f"{name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, {options.rounds} runs, "
           f"{options.prompt} tokens in, {options.output} out, medians")  # fmt: skip
     for model in options.models or [name for name in MODELS if name != "qwen3-30b-a3b"]:
-        bench = Bench(model, MODELS[model], options)
+        bench = Bench(model, options)
         for batch in options.batch:
             bench.measure(batch)
             if options.profile:

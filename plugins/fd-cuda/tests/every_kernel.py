@@ -10,11 +10,13 @@ tool watches every access. The last lines name what was launched.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("FD_CUDA_TUNE", "0")
@@ -31,7 +33,8 @@ from packed_weights import packed
 
 from fd_cuda.attention.gqa import PagedAttention
 from fd_cuda.attention.mla import LatentAttention
-from fd_cuda.attention.plan import StreamShape
+from fd_cuda.attention.native_decode import NativeShape
+from fd_cuda.attention.plan import DecodeShape
 from fd_cuda.attention.quantized import QuantizedAttention
 from fd_cuda.attention.tuning import Sizes
 from fd_cuda.kernels import (
@@ -52,6 +55,7 @@ from fd_cuda.kernels.quant_native import Pipe
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EPS = 1e-5
+_OF_SEVERAL_GPUS = {"one_shot_sum"}
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -185,6 +189,33 @@ def experts() -> None:
                 table["moe_experts"](random(tokens, 136, dtype=dtype), ids, weights, gate_up, down)
 
 
+def many_rows() -> None:
+    """Experts of prompts, and a dense block of them, with rows behind the last tile."""
+    table = build_kernel_table("cuda", {"tensor_library": "torch"})
+    for dtype in DTYPES[:2]:
+        gate_up, down = random(4, 256, 256, dtype=dtype), random(4, 256, 128, dtype=dtype)
+        logits = random(300, 4)
+        ids, weights = table["moe_routing"](logits, None, RoutingSpec(4, 2))
+        table["moe_experts"](random(300, 256, dtype=dtype), ids, weights, gate_up, down)
+        table["gated_linear"](
+            random(1030, 264, dtype=dtype), None, 0.0, random(128, 264, dtype=dtype), None
+        )
+
+
+def drafting() -> None:
+    """Judging and keeping drafts, histories and what is found in them."""
+    table = build_kernel_table("cuda", {"tensor_library": "torch"})
+    slots = torch.tensor([2, 0, 3, 4], device=DEVICE)  # 4 is nobody's
+    results, drafts = integers(9, 4, 3), integers(9, 5, 2)
+    num_drafts, computed, limit = integers(3, 5), integers(9, 5), integers(20, 5)
+    table["judge_drafts"](slots, results, results, drafts, num_drafts)
+    rest = (integers(99, 4, 2), limit, 99, computed, limit, drafts, num_drafts)
+    table["keep_drafts"](slots, *rest)
+    history = integers(3, 5, 1100, dtype=torch.int32)
+    table["append_history"](slots, results, computed + 20, history)
+    table["match_ngrams"](history, slots, torch.tensor([1090, 1, 40, 0], device=DEVICE), 1, 4, 3)
+
+
 def attention() -> None:
     """Decode in CUDA C++ and in Triton, prompts and mixed steps, latent attention."""
     device = lookup("device", DEVICE)(DeviceOptions(tensor_library="torch", num_threads=1))
@@ -202,23 +233,26 @@ def attention() -> None:
     for spec, rows, same, rotary, block_size in cases:
         driver = LatentAttention if spec.kind == "mla" else PagedAttention
         step = Step(device, spec, rows, rotary_dim=rotary, block_size=block_size)
-        step.run(driver(spec, block_size, device, None), step.batch(tokens_per_row=same))
+        built = driver(spec, block_size, device, None)
+        step.run(built, step.batch(tokens_per_row=same))
+        if rows is MIXED and driver is PagedAttention:  # as such steps are recorded
+            step.run(built, step.batch(is_exact=False))
 
 
-class Streamed(Sizes):
+class Ringed(Sizes):
     """Attention of full batches, for few rows."""
 
-    def native(self, *args: Any) -> StreamShape:
-        return StreamShape(32, 4, 1, 3, 2, 9)
+    def native(self, *args: Any) -> NativeShape:
+        return NativeShape(DecodeShape(64, 1, 8, 9, 4, 1), 1, 1, 2, warps=4, stages=3)
 
 
-def streams() -> None:
+def rings() -> None:
     device = lookup("device", DEVICE)(DeviceOptions(tensor_library="torch", num_threads=1))
     rows = [0, 130, 3, 700, 64]
     for spec, same in ((gqa("bfloat16", 16, 2, 128), 1), (gqa("float16", 10, 2, 128), 3)):
         step = Step(device, spec, [(same, n) for n in rows], rotary_dim=128, block_size=16)
         driver = PagedAttention(spec, 16, device, None)
-        driver.use(Streamed(driver.sizes.gpu))
+        driver.use(Ringed(driver.sizes.gpu))
         step.run(driver, step.batch(tokens_per_row=same))
 
 
@@ -288,10 +322,22 @@ def quantized_caches() -> None:
 PARTS: dict[str, Callable[[], None]] = {
     part.__name__: part
     for part in (
-        native_products, native_filter, triton_filter, body, steps, sampling, experts, attention,
-        streams, packed_products, trellis, quantized_caches,
+        native_products, native_filter, triton_filter, body, steps, sampling, experts, many_rows,
+        drafting, attention, rings, packed_products, trellis, quantized_caches,
     )
 }  # fmt: skip
+
+
+def never_launched(counts: Counter[str]) -> list[str]:
+    """Kernels that a module of this plugin launches and nothing here has, by name."""
+    package = Path(native.__file__).parents[2]
+    wanted = {path.stem for path in Path(native.__file__).parent.glob("*.cu")}
+    for path in package.rglob("*.py"):
+        wanted |= set(
+            re.findall(r"^ +(?:return )?(\w+)\[\(", path.read_text("utf-8"), re.MULTILINE)
+        )
+    launched = {name.rpartition(".")[2] for name in counts} | {key[1] for key in native._functions}
+    return sorted(wanted - launched - _OF_SEVERAL_GPUS)
 
 
 def count_launches() -> Counter[str]:
@@ -328,6 +374,7 @@ def main() -> int:
     if DEVICE == "cuda":
         files = {key[1] for key in native._functions}
         print(f"CUDA C++: {', '.join(sorted(files))}")
+        print(f"never launched: {', '.join(never_launched(counts)) or 'none'}")
     return 0
 
 

@@ -161,6 +161,18 @@ def test_replay_of_a_graph_equals_the_eager_run() -> None:
         assert torch.equal(y, expected)
 
 
+def test_any_number_of_rows_takes_a_vocabulary_s_kernels() -> None:
+    """Rows are padded to those of recorded steps, and what is behind them is left out."""
+    torch.manual_seed(0)
+    weight, bias = torch.randn(70000, 64, device="cuda").bfloat16(), torch.randn(70000).cuda()
+    for rows in (0, 1, 2, 3, 9, 129, 147, 256, 300):
+        x = torch.randn(rows, 64, device="cuda").bfloat16()
+        y = linear.linear(x, weight, bias.bfloat16())
+        expected = reference("plain", x, None, weight, bias.bfloat16(), None)
+        assert y.shape == (rows, 70000) and y.is_contiguous()
+        assert torch.allclose(y.double(), expected, rtol=1e-2, atol=0.2)
+
+
 @pytest.mark.parametrize("width", [50, 5000, 103424])
 def test_kept_logits_equal_the_references(width: int) -> None:
     from fastdeploy_core.reference import ops_sampling

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 class X86Attention:
     """Keys [block, kv head, head_dim, block_size]: sixteen tokens a register; values [block, kv head,
-    block_size, head_dim]: sixteen dimensions of one token. Latent attention keeps rows of tokens."""
+    block_size, head_dim]: sixteen dimensions of one token. Latent attention keeps rows of tokens. In int8
+    both lie alike, with scales [block, kv head, block_size] behind them unless they are static."""
 
     name = "x86_paged"
     contract = CONTRACT
@@ -36,18 +37,18 @@ class X86Attention:
         code = FLOAT32 if spec.dtype == "float32" else BFLOAT16
         self._shape = _native.AttentionShape(
             *(spec.num_heads, spec.num_kv_heads, spec.head_dim, self._value_dim, block_size),
-            *(spec.scale, spec.rotary_interleaved, code, code),
+            *(spec.scale, spec.rotary_interleaved, code, bool(spec.kv_format)),
         )
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
-        """(keys, values), or (latent rows,)."""
+        """(keys, values), with scales behind them, or (latent rows,)."""
         spec, size = self._spec, self._block_size
         if self._is_latent:
             return ((num_blocks, size, 1, spec.head_dim),)
-        return (
-            (num_blocks, spec.num_kv_heads, spec.head_dim, size),
-            (num_blocks, spec.num_kv_heads, size, spec.v_head_dim),
-        )
+        lead = (num_blocks, spec.num_kv_heads)
+        numbers = ((*lead, spec.head_dim, size), (*lead, size, spec.v_head_dim))
+        has_scales = spec.kv_format and not spec.kv_static
+        return (*numbers, (*lead, size), (*lead, size)) if has_scales else numbers
 
     def prepare(self, batch: AttentionBatch) -> AttentionBatch:
         """Kernels read the batch's own tensors."""
@@ -73,9 +74,19 @@ class X86Attention:
         t.reads(q, k, v, batch.slot_mapping, batch.seq_lens_dev, batch.block_tables_dev)
         keys, values = cache[0], None if self._is_latent else cache[1]
         width = 0 if rotary is None else int(rotary.shape[1])
+        of_tokens = cache[2:] or (None, None)
+        of_channels = (None, None) if scales is None else scales.scale
         tensors = (
             *(q, k, v, rotary, batch.positions, batch.slot_mapping, batch.cu_seqlens_q_dev),
-            *(batch.seq_lens_dev, batch.block_tables_dev, keys, values, y),
+            *(
+                batch.seq_lens_dev,
+                batch.block_tables_dev,
+                keys,
+                values,
+                y,
+                *of_tokens,
+                *of_channels,
+            ),
         )
         t.keep(*tensors)
         sizes = (

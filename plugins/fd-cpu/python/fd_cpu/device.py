@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 from fastdeploy_core.contracts.device import CapturedGraph, DeviceLimits, DeviceOptions
 from fastdeploy_core.contracts.host_device import MAX_TENSOR_PARALLEL, HostDevice
 
+from . import keeping
 from .formats import FORMATS
 from .recording import Recorder
 from .team import close_team, open_team
@@ -33,7 +36,7 @@ class X86Device(HostDevice):
         # The library's own operations are rare and small: a second team of threads would only be in
         # the way of ours.
         self.xp.set_num_threads(1)
-        self._team = open_team(self.xp, self.num_threads)
+        self._team = open_team(self.xp, self.num_threads, options.index, options.num_ranks)
         self._recorder = Recorder(self._team)
 
     def capture(
@@ -41,6 +44,19 @@ class X86Device(HostDevice):
     ) -> CapturedGraph:
         """A native plan, or the call itself where the tensor library takes part in the work."""
         return self._recorder.capture(run)
+
+    @property
+    def weight_layout(self) -> str:
+        """Of weights that are kept in files."""
+        return keeping.layout(self._team.native.isa)
+
+    def dump_weight(self, prepared: Any) -> tuple[dict[str, Any], list[np.ndarray]] | None:
+        """Packed matrices as they lie in memory."""
+        return keeping.dump(prepared)
+
+    def restore_weight(self, facts: dict[str, Any], arrays: list[np.ndarray]) -> Any:
+        """Copied into memory of their own, in huge pages where there are some."""
+        return keeping.restore(facts, arrays)
 
     def report(self) -> list[str]:
         """Instructions and threads in use, and what quantized weights mean here."""

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from fastdeploy_core.contracts.quant_formats import PackedWeight
 
-from .packing import Packed, pack, pack_integers
+from .packing import Packed, pack, pack_integers, pack_trellis
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
 # Format -> bits of the native layout. Four bits with a zero point need eight without one.
-FORMATS: Final = {"wint8": 8, "wint4": 4, "wint4_zp": 8, "w8a8": 8, "w4a8": 4}
+FORMATS: Final = {"wint8": 8, "wint4": 4, "wint4_zp": 8, "w8a8": 8, "w4a8": 4, "tet2": 2}
 
 
 def pack_format(weight: PackedWeight, dtype: Any = None, *, gated: bool = False) -> Packed:
@@ -29,10 +29,17 @@ def pack_format(weight: PackedWeight, dtype: Any = None, *, gated: bool = False)
     stored = xp.to_numpy(weight.tensors["weight"])
     scales = xp.to_numpy(weight.tensors["scale"].float())
     bits, zero = FORMATS[weight.format.name], weight.tensors.get("zero")
-    if zero is not None:
-        stored = _without_zero(stored, xp.to_numpy(zero), weight)
     if dtype is None and weight.dtype:
         dtype = xp.dtype(weight.dtype)
+    if bits == 2:
+        return pack_trellis(
+            *(stored, scales, xp.to_numpy(weight.tensors["signs"]), dtype),
+            outputs=weight.out_features,
+            rotation=int(weight.tensors["block"].item()),
+            gated=gated,
+        )
+    if zero is not None:
+        stored = _without_zero(stored, xp.to_numpy(zero), weight)
     group = weight.group_size if scales.shape[-1] > 1 else 0
     return pack_integers(
         *(stored, scales, dtype),

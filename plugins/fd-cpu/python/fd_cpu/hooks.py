@@ -51,14 +51,15 @@ def fd_device_probe(question: DeviceQuestion) -> Candidate:
 
 @hookimpl
 def fd_attention_backends(question: AttentionQuestion) -> list[Candidate]:
-    """Grouped-query and latent attention over a cache in the model's dtype."""
+    """Grouped-query and latent attention over a cache in the model's dtype, the former in int8, too."""
     if question.device != NAME:
         return [Candidate(_ATTENTION, Decline(f"it runs on device {NAME} only"))]
     spec = question.spec
     if spec.kind not in ("gqa", "mla"):
         return [Candidate(_ATTENTION, Decline(f"kind {spec.kind!r}; possible: gqa, mla"))]
-    if question.kv_dtype not in ("auto", spec.dtype):
-        reason = f"cache format {question.kv_dtype!r}; possible: auto, {spec.dtype}"
+    formats = ("auto", spec.dtype, *(["int8"] if spec.kind == "gqa" else []))
+    if question.kv_dtype not in formats:
+        reason = f"cache format {question.kv_dtype!r}; possible: {', '.join(formats)}"
         return [Candidate(_ATTENTION, Decline(reason))]
     if spec.kind == "gqa" and spec.head_dim % 2 and spec.dtype != "float32":
         return [

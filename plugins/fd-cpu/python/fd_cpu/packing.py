@@ -12,7 +12,7 @@ from .team import address, team
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
-KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "tet2": 4}
 
 
 class Packed:
@@ -53,19 +53,44 @@ def pack_integers(
 ) -> Packed:
     """Integers [N, K] int8, or of 4 bits pairs [N, ceil(K/2)] uint8 with 8 added, low nibble first; their
     scales [N, groups]; group 0: one for a row."""
-    from . import _native
-
     num_rows = len(values)
-    try:
-        native = _native.make_packed(KINDS[f"int{bits}"], num_rows, width, group, gated)
-    except ValueError as error:
-        raise CapabilityError(
-            f"device x86 cannot hold a weight [{num_rows}, {width}] of {bits} bits: {error}; quantize "
-            "the model with another --group-size, or serve it with --device cpu"
-        ) from None
+    native = _room(f"int{bits}", num_rows, width, group, gated)
     values = np.ascontiguousarray(values)
     scales = np.ascontiguousarray(scales, dtype=np.float32)
     team().native.set_quantized_rows(
         *(native, num_rows, values.ctypes.data, scales.ctypes.data, values.dtype == np.uint8)
     )
     return Packed(native, dtype)
+
+
+def pack_trellis(
+    strands: np.ndarray,
+    scales: np.ndarray,
+    signs: np.ndarray,
+    dtype: Any,
+    *,
+    outputs: int,
+    rotation: int,
+    gated: bool = False,
+) -> Packed:
+    """The code of fd-quant-wint2's tet2: strands [ceil(N/64), K/8, 32] int32, scales [N], signs [K] int8;
+    `rotation`: inputs of one Hadamard transform."""
+    from . import _native
+
+    native = _room("tet2", outputs, len(signs), 0, gated)
+    strands, signs = np.ascontiguousarray(strands), np.ascontiguousarray(signs)
+    scales = np.ascontiguousarray(scales, dtype=np.float32)
+    _native.set_tet(native, *(x.ctypes.data for x in (strands, scales, signs)), rotation)
+    return Packed(native, dtype)
+
+
+def _room(kind: str, num_rows: int, width: int, group: int, gated: bool) -> Any:
+    from . import _native
+
+    try:
+        return _native.make_packed(KINDS[kind], num_rows, width, group, gated)
+    except ValueError as error:
+        raise CapabilityError(
+            f"device x86 cannot hold a weight [{num_rows}, {width}] in {kind}: {error}; quantize the "
+            "model in another way, or serve it with --device cpu"
+        ) from None

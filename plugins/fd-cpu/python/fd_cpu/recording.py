@@ -139,14 +139,20 @@ def _watch(xp: TensorLibrary, recording: Recording) -> AbstractContextManager[An
     # Of the library that is loaded; this plugin depends on neither.
     mode = import_module("torch.utils._python_dispatch").TorchDispatchMode
 
+    def note(
+        self: Any, call: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = str(call.overloadpacket.__name__)
+        if name not in _HARMLESS:
+            recording.foreign = recording.foreign or f"torch's {name}"
+        return call(*args, **(kwargs or {}))
+
     class Watch(mode):  # type: ignore[misc, valid-type]
-        def __torch_dispatch__(
-            self, call: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            name = str(call.overloadpacket.__name__)
-            if name not in _HARMLESS:
-                recording.foreign = recording.foreign or f"torch's {name}"
-            return call(*args, **(kwargs or {}))
+        pass
+
+    # Not in the class statement: torch would wrap it there in something that imports its compiler, which
+    # takes a second or more.
+    Watch.__torch_dispatch__ = note
 
     @contextmanager
     def watching() -> Iterator[None]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,35 +17,58 @@ import numpy as np
 from fastdeploy_core.errors import ConfigError, WorkerError
 
 from .recording import Recording
+from .topology import processors_of
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor, TensorLibrary
 
 FLOAT32, BFLOAT16 = 0, 1
-TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
-def spread(cpus: list[int], topology: Path = TOPOLOGY) -> list[int]:
-    """One processor of every core first, then the others that share a core with one of these."""
-    first: list[int] = []
-    others: list[int] = []
-    seen: set[str] = set()
-    for cpu in cpus:
-        file = topology / f"cpu{cpu}" / "topology" / "thread_siblings_list"
-        core = file.read_text() if file.is_file() else str(cpu)
-        (others if core in seen else first).append(cpu)
-        seen.add(core)
-    return first + others
+class _Lease:
+    """Memory as numpy sees it; every array and tensor over it refers to this object."""
+
+    def __init__(self, where: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.__array_interface__ = {
+            **{"version": 3, "data": (where, False), "shape": shape, "typestr": dtype.str}
+        }
+
+
+class Results:
+    """Memory of large results: what nobody refers to any more is used again. Fresh pages can cost as
+    much as the work whose result they take."""
+
+    LEAST = 1 << 17  # bytes; smaller ones are the library's business
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[np.ndarray]] = defaultdict(list)
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        """An array whose memory comes back with its last user."""
+        size = 1 << (int(np.prod(shape)) * dtype.itemsize - 1).bit_length()
+        free = self._free[size]
+        try:
+            memory = free.pop()
+        except IndexError:
+            memory = np.empty(size, np.uint8)
+        lease = _Lease(memory.ctypes.data, shape, dtype)
+        weakref.finalize(lease, free.append, memory).atexit = False
+        return np.asarray(lease)
 
 
 class Team:
     """Native threads and kernels, and the tensor library whose memory they work on."""
 
-    def __init__(self, xp: TensorLibrary, num_threads: int, isa: str = "") -> None:
+    def __init__(
+        self, xp: TensorLibrary, num_threads: int, isa: str = "", rank: int = 0, num_ranks: int = 1
+    ) -> None:
         from . import _native
 
-        cpus = spread(sorted(os.sched_getaffinity(0)))
+        cpus = processors_of(rank, num_ranks, sorted(os.sched_getaffinity(0)))
         pinned = cpus if len(cpus) >= num_threads else []
+        if pinned and num_ranks > 1:
+            # The thread that loads the model, too, and whatever it starts: they allocate.
+            os.sched_setaffinity(0, cpus)
         try:
             self.native = _native.Runtime(num_threads, pinned, isa)
         except ValueError as error:
@@ -53,6 +78,7 @@ class Team:
             self.native.begin_profile()
         self.xp, self.num_threads, self.isa = xp, num_threads, isa
         self.users = 0
+        self._results = Results()
         self._codes = {xp.float32: FLOAT32, xp.bfloat16: BFLOAT16}
         self._local = threading.local()
 
@@ -73,13 +99,17 @@ class Team:
         """Memory for a result. While recording it is fresh, because replays write to it: zero pages
         that cost nothing before they are written."""
         recording = self.recording
-        if recording is None:
-            return self.xp.empty(shape, dtype=dtype)
-        if dtype == self.xp.bfloat16:
-            made = self.xp.from_numpy(np.zeros(shape, dtype=np.uint16), dtype)
+        is_half = dtype == self.xp.bfloat16
+        carrier = np.dtype(np.uint16 if is_half else self.xp.dtype_name(dtype))
+        if recording is not None:
+            memory = np.zeros(shape, carrier)
+        elif int(np.prod(shape)) * carrier.itemsize >= Results.LEAST:
+            memory = self._results.take(shape, carrier)
         else:
-            made = self.xp.from_numpy(np.zeros(shape, dtype=self.xp.dtype_name(dtype)))
-        recording.made(made)
+            return self.xp.empty(shape, dtype=dtype)
+        made = self.xp.from_numpy(memory, dtype if is_half else None)
+        if recording is not None:
+            recording.made(made)
         return made
 
     def reads(self, *tensors: Tensor | None) -> None:
@@ -116,14 +146,14 @@ _team: Team | None = None
 _lock = threading.Lock()
 
 
-def open_team(xp: TensorLibrary, num_threads: int) -> Team:
-    """The process's team with so many threads, on that library."""
+def open_team(xp: TensorLibrary, num_threads: int, rank: int = 0, num_ranks: int = 1) -> Team:
+    """The process's team with so many threads, on that library, for one of the ranks of this host."""
     global _team
     isa = os.environ.get("FD_CPU_ISA", "")
     with _lock:
         found = _team
         if found is None or (found.xp, found.num_threads, found.isa) != (xp, num_threads, isa):
-            found = _team = Team(xp, num_threads, isa)
+            found = _team = Team(xp, num_threads, isa, rank, num_ranks)
         found.users += 1
         return found
 

@@ -19,7 +19,7 @@ from . import many_rows, native
 from .common import batch_invariant
 from .matmul import matmul
 from .norm import rms_norm, silu_and_mul
-from .plans import LIBRARY, ROWS, Plan, Product, choose, foreseen, shared_bytes
+from .plans import LIBRARY, ROWS, WIDEST, Plan, Product, choose, foreseen, shared_bytes
 from .sampling import greedy_of
 
 _EPILOGUES = {
@@ -33,7 +33,20 @@ _AHEAD = 6  # 16-byte loads of each weight row that a gemv thread has under way
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [T, K] times weight [N, K] transposed, plus bias."""
-    return compute(_plan("plain", x, weight), "plain", x, None, 0.0, weight, bias, None)
+    rows = x.shape[0]
+    if weight.shape[0] >= WIDEST:
+        x = _like_recorded(x)
+    return compute(_plan("plain", x, weight), "plain", x, None, 0.0, weight, bias, None)[:rows]
+
+
+def _like_recorded(x: torch.Tensor) -> torch.Tensor:
+    """As many rows as some decode step is recorded for. For a vocabulary cuBLAS has a kernel for each few
+    rows, and loading one that nobody has met stops a step for 20 ms."""
+    rows = x.shape[0]
+    more = -rows % (8 if rows <= 128 else 16)
+    if not more or rows in (1, 2, 4) or rows > ROWS[-1] or not x.is_cuda:
+        return x
+    return x if torch.cuda.is_current_stream_capturing() else F.pad(x, (0, 0, 0, more))
 
 
 def norm_linear(

@@ -31,7 +31,7 @@ ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _PATTERN: Final = re.compile(
     r"gemv (\d+)|gemm (\d+)x(\d+) (\d+) stages, (\d+) parts(, norm)?|library"
 )
-_WIDEST: Final = 1 << 16  # a vocabulary: cuBLAS reads so many rows at the memory's speed
+WIDEST: Final = 1 << 16  # a vocabulary: cuBLAS reads so many rows at the memory's speed
 _SHARED: Final = 227 * 1024  # bytes of shared memory a block may have
 _lock = threading.Lock()
 
@@ -244,7 +244,7 @@ def _choose(product: Product, size: int) -> tuple[Plan, bool]:
         plan = plan if fits(plan, product, size) else rule(product, size)
     elif product.dtype not in ("bfloat16", "float16") or product.depth % 64:
         plan = LIBRARY
-    elif product.width >= _WIDEST:
+    elif product.width >= WIDEST:
         plan = LIBRARY
     elif setting("FD_CUDA_TUNE") == "0":
         plan = rule(product, size)

@@ -1,0 +1,169 @@
+"""`--weight-cache DIR`: weights as a device has laid them out, kept in a file between starts.
+
+The first start reads the checkpoint, and what the device makes of each matrix goes into a file; the next
+one takes it from there and reads of the checkpoint only what is not laid out (norms, biases). A file
+belongs to one checkpoint, number format, dtype, device and rank: its name is made of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from fastdeploy_core import envs
+from fastdeploy_core.contracts.device import PackingDevice
+from fastdeploy_core.errors import ConfigError, WeightError
+
+from .packed_file import PackedFile, PackedWriter
+from .weights import find_files
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from fastdeploy_core.config import ModelConfig, ParallelConfig
+    from fastdeploy_core.config.quantization import QuantizationSettings
+    from fastdeploy_core.contracts.device import DeviceBackend
+
+logger = logging.getLogger(__name__)
+
+_NUM_SAMPLES: Final = 16  # places of a file that are looked at
+_SAMPLE_BYTES: Final = 4096
+
+
+class WeightCache:
+    """What layers ask before their weights are read (`get`) and tell when these are laid out (`put`).
+    As a context it is around loading: what was put is kept if that succeeds."""
+
+    def __init__(self, device: PackingDevice | None, path: Path | None) -> None:
+        """Without a path nothing is kept."""
+        self._device, self._path = device, path
+        self._file: PackedFile | None = None
+        self._writer: PackedWriter | None = None
+        self._num_weights = 0
+        self.num_bytes = 0  # of weights that came from the file
+        self.report: list[str] = []  # for the start-up table
+        if device is None or path is None:
+            return
+        if path.exists():
+            self._file = PackedFile(path, device.weight_layout)
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._writer = PackedWriter(path, device.weight_layout)
+        except OSError as error:
+            raise ConfigError(
+                f"--weight-cache {path.parent} cannot be written: {error}; pass a folder of yours"
+            ) from None
+
+    def __enter__(self) -> WeightCache:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._file is not None:
+            self._file = None  # the mapping goes with it
+            self._say(self.num_bytes, "from")
+        if self._writer is None:
+            return
+        try:
+            if error is None:
+                self._say(self._writer.finish(), "written to")
+                self._writer = None
+        except OSError as failure:
+            self._give_up(failure)
+        finally:
+            self._drop()
+
+    def get(self, name: str) -> Any:
+        """The laid-out weight of that name; None if it is not kept."""
+        found = None if self._file is None else self._file.get(name)
+        if found is None or self._device is None:
+            return None
+        try:
+            prepared = self._device.restore_weight(*found)
+        except (ValueError, KeyError, TypeError) as error:
+            raise WeightError(
+                f"{self._path} of --weight-cache holds a weight {name} that the device cannot take: "
+                f"{error}; delete this file, and the next start writes it anew"
+            ) from None
+        self._num_weights += 1
+        self.num_bytes += sum(array.nbytes for array in found[1])
+        return prepared
+
+    def put(self, name: str, prepared: Any) -> None:
+        """Keep it, if the device made it."""
+        if self._writer is None or self._device is None:
+            return
+        dumped = self._device.dump_weight(prepared)
+        if dumped is None:
+            return
+        try:
+            self._writer.add(name, *dumped)
+            self._num_weights += 1
+        except OSError as error:
+            self._give_up(error)
+
+    def _say(self, num_bytes: int, how: str) -> None:
+        size = f"{num_bytes / 1e6:.0f} MB"
+        self.report.append(f"weight cache: {self._num_weights} weights, {size}, {how} {self._path}")
+
+    def _give_up(self, error: OSError) -> None:
+        """The model can be served all the same."""
+        logger.warning("the weight cache %s is not written: %s", self._path, error)
+        self.report.append(f"weight cache: {self._path} could not be written")
+        self._drop()
+
+    def _drop(self) -> None:
+        """Leave no half of a file behind."""
+        if self._writer is not None:
+            self._writer.drop()
+            self._writer = None
+
+
+def weight_cache(
+    parallel: ParallelConfig,
+    model: ModelConfig,
+    quantization: QuantizationSettings,
+    device: DeviceBackend,
+    rank: int,
+) -> WeightCache:
+    """The cache of this rank, which keeps nothing if none is asked for or the device cannot."""
+    if not model.weight_cache:
+        return WeightCache(None, None)
+    if not isinstance(device, PackingDevice):
+        cache = WeightCache(None, None)
+        cache.report.append(f"turned off: the weight cache; device {device.name} keeps no weights")
+        return cache
+    depends_on = {
+        "config": model.hf_config,
+        "dtype": model.dtype,
+        "quantization": [quantization.method, quantization.config],
+        "ranks": [rank, parallel.tensor_parallel_size, parallel.divides_experts],
+        "layout": envs.FD_FOR_TORCH_MODEL_FORMAT,
+    }
+    own = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode())
+    own.update(_fingerprint(model.path))
+    name = f"{model.path.name}-{own.hexdigest()[:16]}-{device.name}-{rank}.packed"
+    return WeightCache(device, Path(model.weight_cache) / name)
+
+
+def _fingerprint(path: Path) -> bytes:
+    """Of a checkpoint: its files' names, sizes and times, and what stands at some places in them."""
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else find_files(path):
+        status = file.stat()
+        digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode())
+        with file.open("rb") as opened:
+            for place in np.linspace(0, max(0, status.st_size - _SAMPLE_BYTES), _NUM_SAMPLES):
+                opened.seek(int(place))
+                digest.update(opened.read(_SAMPLE_BYTES))
+    return digest.digest()

@@ -1,0 +1,76 @@
+"""Packed matrices to bytes and back, for `--weight-cache`."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Final
+
+import numpy as np
+
+from .moe import PackedExperts
+from .packing import Packed
+from .team import team
+
+# Goes up whenever packed.h lays anything out differently.
+LAYOUT: Final = 1
+
+
+def layout(isa: str) -> str:
+    """Instruction sets share the layout today; a file says all the same for which one it was made."""
+    return f"fd-cpu {LAYOUT} {isa}"
+
+
+def dump(prepared: Any) -> tuple[dict[str, Any], list[np.ndarray]] | None:
+    """One matrix, or all of a layer's experts; None for anything else."""
+    if isinstance(prepared, Packed):
+        matrices = [prepared]
+    elif isinstance(prepared, PackedExperts):
+        matrices = [*prepared.matrices[0], *prepared.matrices[1]]
+    else:
+        return None
+    facts = {"experts": isinstance(prepared, PackedExperts), "matrices": [*map(_facts, matrices)]}
+    return facts, [part for matrix in matrices for part in _memory(matrix)]
+
+
+def restore(facts: dict[str, Any], arrays: list[np.ndarray]) -> Packed | PackedExperts:
+    """ValueError where the arrays are not those of such matrices."""
+    left = list(arrays)
+    matrices = [_restored(one, left) for one in facts["matrices"]]
+    if left:
+        raise ValueError(f"{len(left)} arrays belong to no matrix")
+    if facts["experts"]:
+        half = len(matrices) // 2
+        return PackedExperts(matrices[:half], matrices[half:])
+    (matrix,) = matrices
+    return matrix
+
+
+def _facts(matrix: Packed) -> dict[str, Any]:
+    native = matrix.native
+    group = native.group if native.num_groups > 1 else 0
+    dtype = "" if matrix.dtype is None else team().xp.dtype_name(matrix.dtype)
+    sizes = [int(native.kind), int(native.outputs), int(native.inputs), int(group)]
+    rotation = int(native.rotation)
+    return {"sizes": sizes, "gated": bool(native.gated), "rotation": rotation, "dtype": dtype}
+
+
+def _restored(facts: dict[str, Any], left: list[np.ndarray]) -> Packed:
+    from . import _native
+
+    native = _native.make_packed(*facts["sizes"], facts["gated"])
+    native.rotation = facts["rotation"]
+    dtype = team().xp.dtype(facts["dtype"]) if facts["dtype"] else None
+    matrix = Packed(native, dtype)
+    for part in _memory(matrix):
+        if not left or left[0].nbytes != part.nbytes:
+            raise ValueError(f"an array of {part.nbytes} bytes is missing")
+        part[:] = left.pop(0)
+    return matrix
+
+
+def _memory(matrix: Packed) -> list[np.ndarray]:
+    """Views of what the matrix consists of, good for as long as it lives."""
+    return [
+        np.frombuffer((ctypes.c_uint8 * size).from_address(where), np.uint8)
+        for where, size in matrix.native.memory
+    ]

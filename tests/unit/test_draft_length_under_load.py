@@ -1,0 +1,143 @@
+"""Adaptive length where steps are queued ahead of their results, as on an accelerator, over a clock that only
+steps move: a server's load, one batch of equal answers, and steady decoding never take longer than without."""
+
+from __future__ import annotations
+
+from collections import deque
+from random import Random
+from statistics import median
+
+import numpy as np
+import pytest
+
+from fastdeploy_core.kvcache import KVCacheManager
+from fastdeploy_core.scheduler import BatchScheduler, ScheduledStep
+from fastdeploy_core.scheduler.settings import SchedulerSettings
+from fastdeploy_core.types import ModelRunnerOutput, SamplingParams
+from tests.null_engine import make_request
+
+# Milliseconds of a decode step by rows, without drafts and with so many, about what a small model takes on an
+# accelerator; of a step with prompts; of the host per step.
+ROWS = (1, 8, 32, 128)
+PLAIN = (0.20, 0.225, 0.29, 0.46)
+WITH_DRAFTS = {1: (0.22, 0.26, 0.34, 0.6), 3: (0.255, 0.36, 0.5, 0.7), 5: (0.265, 0.365, 0.49, 1.0)}
+PROMPT, EACH_PROMPT, HOST = 0.33, 0.02, 0.11
+DEPTH = 2
+ROUNDS = 5
+
+
+class Accelerator:
+    """Two steps in flight; a request's drafts are right with a chance of its own."""
+
+    def __init__(self, num_drafts: int, chance: float = 0.0) -> None:
+        self.now = self.free_at = 0.0
+        self.num_made = self._number = 0
+        self._random, self._chance = Random(3), chance
+        self._chances: dict[str, float] = {}
+        self._in_flight: deque[tuple[ScheduledStep, float]] = deque()
+        settings = SchedulerSettings(
+            max_num_seqs=ROWS[-1],
+            max_num_batched_tokens=4096,
+            max_model_len=1024,
+            num_speculative_tokens=num_drafts,
+            max_rows_ahead=ROWS[-1] if num_drafts else 0,
+        )
+        self.scheduler = BatchScheduler(settings, KVCacheManager(12000, 16), lambda: self.now)
+
+    def add(self, length: int) -> None:
+        """A request whose answer is so long."""
+        self._number += 1
+        request = make_request(f"r{self._number}", [1, 2, 3], max_tokens=length)
+        request.sampling = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+        chance = self._random.gauss(self._chance, 0.2)
+        self._chances[request.request_id] = min(0.98, max(0.05, chance))
+        self.scheduler.add(request)
+
+    def step(self) -> None:
+        """As EngineCore.step does it."""
+        while len(self._in_flight) < DEPTH and (step := self.scheduler.schedule()) is not None:
+            self.now += HOST / 2
+            self.free_at = max(self.now, self.free_at) + self._duration(step)
+            self._in_flight.append((step, self.free_at))
+        step, done_at = self._in_flight.popleft()
+        self.now = max(self.now, done_at) + HOST / 2
+        names = [seq.request_id for seq in step.cohort.seqs]
+        right = [self._right(self._chances[n], d) for n, d in zip(names, step.drafts, strict=True)]
+        counts = 1 + np.array(right + [0] * len(step.rows), dtype=np.int64)
+        fed = np.concatenate((step.drafts, np.zeros(len(step.rows), dtype=np.int64)))
+        most = max(0, step.output.max_drafts)
+        self.num_made += int(counts.sum())
+        self.scheduler.update(
+            step,
+            ModelRunnerOutput(
+                step_id=step.output.step_id,
+                token_ids=np.full(int(counts.sum()), 7, dtype=np.int64),
+                counts=counts,
+                num_drafts=fed if step.is_ahead else None,
+                next_drafts=np.full((counts.size, most), 9, dtype=np.int64) if most else None,
+            ),
+        )
+        self.scheduler.take_deltas()
+
+    def _duration(self, step: ScheduledStep) -> float:
+        decoding = len(step.cohort.seqs)
+        width = int(step.drafts.max(initial=0))
+        costs = WITH_DRAFTS[min(n for n in WITH_DRAFTS if n >= width)] if width else PLAIN
+        taken = float(np.interp(decoding, ROWS, costs))
+        if not step.is_decode:
+            taken = PROMPT + EACH_PROMPT * len(step.rows) + (taken - 0.15) * (decoding > 0)
+        return taken * self._random.uniform(0.97, 1.06)
+
+    def _right(self, chance: float, number: int) -> int:
+        count = 0
+        while count < number and self._random.random() < chance:
+            count += 1
+        return count
+
+    def serve(self, lengths: list[int], at_once: int) -> float:
+        """A closed loop; tokens per millisecond."""
+        began, waiting = self.now, deque(lengths)
+        while waiting or self.scheduler.has_work():
+            while waiting and self.scheduler.num_requests < at_once:
+                self.add(waiting.popleft())
+            self.step()
+        return sum(lengths) / (self.now - began)
+
+    def decode(self, num_rows: int, num_tokens: int) -> float:
+        """While all answers grow; tokens per millisecond."""
+        for _ in range(num_rows):
+            self.add(900)
+        while self.scheduler.num_waiting or self.now == 0.0:
+            self.step()
+        began, made = self.now, self.num_made
+        while self.num_made - made < num_rows * num_tokens:
+            self.step()
+        speed = (self.num_made - made) / (self.now - began)
+        self.scheduler.abort(list(self.scheduler._roster.requests))
+        while self.scheduler.has_work() or self._in_flight:
+            self.step()
+        return speed
+
+
+LOADS = {
+    "whole": lambda world, rows, random: world.serve(
+        [random.randrange(8, 36) for _ in range(max(32, 3 * rows))], rows
+    ),
+    "long": lambda world, rows, random: world.serve([200] * max(4, rows), rows),
+    "decoding": lambda world, rows, random: world.decode(rows, 200),
+}
+
+
+@pytest.mark.parametrize(("num_drafts", "chance"), [(5, 0.72), (5, 0.3), (3, 0.72), (1, 0.9)])
+@pytest.mark.parametrize("rows", [1, 8, 32])
+@pytest.mark.parametrize("load", LOADS)
+def test_no_load_is_slower_than_without(
+    load: str, rows: int, num_drafts: int, chance: float
+) -> None:
+    plain, drafting, ratios = Accelerator(0), Accelerator(num_drafts, chance), []
+    for number in range(1 + ROUNDS):
+        speeds = [LOADS[load](world, rows, Random(number)) for world in (drafting, plain)]
+        ratios.append(speeds[0] / speeds[1])
+    assert median(ratios[1:]) > 0.97, ratios
+    if chance > 0.7 and (load == "decoding" or rows == 1):
+        assert ratios[-1] > 1.2, "what pays is used"
