@@ -270,10 +270,9 @@ def packed_products() -> None:
             for shape in ((256, 128), (128, 128))
         )
         chosen_experts(quant_experts, 128, gate_up, down)
-    # Clusters that share x, parts of K, and both.
     for name in ("wint4", "wint8", "wfp8", "ccq2"):
         slabs = quant_weights.prepare(packed(name, 264, 1024, 0, 0, DEVICE)).slabs
-        for shape in (Pipe(64, 2, 1, 2, 4, 2), Pipe(128, 2, 4, 2, 4), Pipe(256, 2, 2, 2, 4)):
+        for shape in (Pipe(64, 2, 1, 4, 2), Pipe(128, 2, 4, 4), Pipe(256, 2, 2, 4)):
             quant_native.product(shape, random(300, 1024, dtype=torch.float16), slabs, None)
 
 
