@@ -47,6 +47,7 @@ from fd_cuda.kernels import (
     quant_native,
     quant_trellis,
     quant_weights,
+    routing,
 )
 from fd_cuda.kernels.plans import Plan
 from fd_cuda.kernels.quant_native import Pipe
@@ -199,6 +200,7 @@ def many_rows() -> None:
         table["gated_linear"](
             random(1030, 264, dtype=dtype), None, 0.0, random(128, 264, dtype=dtype), None
         )
+    routing.order_by_expert(integers(9, 1801, 5) - 1, 8, 128)
 
 
 def drafting() -> None:
