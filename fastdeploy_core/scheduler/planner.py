@@ -207,7 +207,7 @@ class StepPlanner:
         if self._settings.max_rows_ahead and self._has_prompts():
             self._keeps_back = not self._keeps_back and columns.has_drafts
             if not self._keeps_back:
-                drafts = np.zeros_like(drafts)
+                drafts, self._step.asked = np.zeros_like(drafts), 0
         drafts = np.where(is_due, drafts, 0)
         computed, limit = columns.computed[places], columns.limit[places]
         drafts = np.minimum(drafts, np.maximum(limit - columns.known[places] - 1, 0))
