@@ -30,7 +30,7 @@ TRIAL_SHARE = 0.01
 # go on; below what share a trial has failed at once.
 GAIN, LEAST_GAIN, KEEP_GAIN, FAILED = 1.03, 1.1, 1.05, 0.8
 # What a row whose drafts fare badly must keep of the speed that it has without.
-FAIR = 0.95
+FAIR = 0.9
 # What older results of acceptance keep when drafts are tried once more.
 KEPT_FOR_TRIAL = 0.05
 

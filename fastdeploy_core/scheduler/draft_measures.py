@@ -25,7 +25,7 @@ MOST_NOTED = 32
 # Windows of steps that count.
 WINDOWS = 4
 # Share of the rows that fare worse than the one that stands for those that fare badly.
-SLOW = 0.1
+SLOW = 0.03
 
 
 class Acceptance:

@@ -41,11 +41,9 @@ class StepPlanner:
         self._on_stuck = on_stuck  # called with a sequence that cannot get the blocks it needs
         self._lookahead = 0
         self._free: np.ndarray | None = None  # places of sequences that all go ahead
-        self._chosen_for: tuple[np.ndarray | None, int] = (
-            None,
-            0,
-        )  # running places, number waiting
-        self._num_rows = self._kind = 0  # of these
+        # Running places and number of waiting sequences, and what drafts are chosen by for these.
+        self._chosen_for: tuple[np.ndarray | None, int] = (None, 0)
+        self._num_rows = self._kind = 0
         self._prefills_first = True
         self._keeps_back = False  # prompts have let drafts go before
         self._step = StepBuilder(roster.columns, settings.max_num_batched_tokens)
@@ -207,7 +205,7 @@ class StepPlanner:
         if self._settings.max_rows_ahead and self._has_prompts():
             self._keeps_back = not self._keeps_back and columns.has_drafts
             if not self._keeps_back:
-                drafts = np.zeros_like(drafts)
+                drafts, self._step.asked = np.zeros_like(drafts), 0
         drafts = np.where(is_due, drafts, 0)
         computed, limit = columns.computed[places], columns.limit[places]
         drafts = np.minimum(drafts, np.maximum(limit - columns.known[places] - 1, 0))

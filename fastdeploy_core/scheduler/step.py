@@ -104,7 +104,7 @@ class StepBuilder:
         self._cohort = NO_COHORT
         # Rows of the step before, if they can simply go on: every one sampled, none had drafts.
         self._last_seq_ids = NO_COHORT.seq_ids
-        self.asked = 0  # drafts asked for with the step before
+        self.asked = 0  # drafts asked for with the step before, or still there
         self.num_drawn = 0  # rows of the step before, if all of them drew a token
         self.step_id = -1
         self.begin()
@@ -243,7 +243,7 @@ class StepBuilder:
             self._decodes.num_drafts,
             self._rows,
             self._max_num_tokens - self.budget,
-            self.asked,
+            self.asked if cohort.seqs else 0,
             not self.num_prefills,
             # One that only goes ahead tells nothing that the step before it does not.
             (max_drafts > 0 and draws) or (has_drafts and bool(self._decodes.num_drafts.any())),
@@ -272,7 +272,8 @@ class StepBuilder:
         that `rests` misses what decodes here, for it would cost it a pass through layers of its own; unless
         it `fills` what it keeps for later, it misses everything. That costs it some right drafts, and its
         output nothing."""
-        self.asked = max_drafts
+        if step.cohort.seqs or max_drafts:  # drafts outlast a step of prompts alone
+            self.asked = max_drafts
         if max_drafts or (fills and (self.num_prefills or not rests)):
             step.output.max_drafts = max_drafts
 

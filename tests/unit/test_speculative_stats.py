@@ -161,6 +161,7 @@ def test_prompts_go_between_steps_whose_results_are_awaited() -> None:
     drafted = scheduler.schedule()
     assert drafted.output.rows.num_drafts.tolist() == [3, 0], "the next prompt waits for its turn"
     assert drafted.output.rows.draft_token_ids.tolist() == [20, 21, 22]
+    assert (prompt.asked, drafted.asked) == (0, 3), "results are told apart by what rows were fed"
     scheduler.update(prompt, answer(prompt, [[40]], []))
     last = scheduler.schedule()
     assert last.output.rows.counts.tolist() == [2] and not last.cohort.seqs

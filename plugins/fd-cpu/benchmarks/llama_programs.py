@@ -71,7 +71,7 @@ def measure(
     several = [batch for batch in batches if batch > 1]
     if several:
         found |= _batched(programs, model, several, threads, tokens)
-    return {name: found[point] for name, point in points.items()}
+    return {name: found[point] for name, point in points.items() if point in found}
 
 
 def _single(
@@ -90,7 +90,7 @@ def _batched(
     programs: Path, model: Path, batches: list[int], threads: int, tokens: int
 ) -> dict[tuple[int, int], float]:
     prompt = 16
-    context = max(batches) * (prompt + tokens)
+    context = max(batches) * (prompt + tokens) + 256
     command = [str(programs / "llama-batched-bench"), "-m", str(model), "-c", str(context)]
     command += ["-t", str(threads), "-npp", str(prompt), "-ntg", str(tokens)]
     command += ["-npl", ",".join(map(str, batches)), "--output-format", "jsonl"]

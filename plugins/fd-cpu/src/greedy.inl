@@ -85,6 +85,21 @@ FDCPU_INLINE void look_at(F low, F high, int64_t column, int64_t outputs, float 
         }
 }
 
+// What a product with a head does with its sums.
+struct Search {
+    Outputs<float> out;
+    Found found;
+    int thread;
+    FDCPU_INLINE void operator()(int64_t p, int64_t m, int half, F low, F high) const {
+        const int64_t column = p * kPanel + half * kHalf, at = m * found.size + thread;
+        if (column >= out.width) return;
+        low = out.biased(column, low);
+        high = out.biased(column + kLanes, high);
+        look_at(low, high, column, out.width, found.peaks[at], found.ids[at]);
+    }
+    FDCPU_INLINE void fetch(int64_t, int64_t, int) const {}
+};
+
 size_t greedy_linear_scratch(const GreedyLinearOp &op, int num_threads) {
     return linear_scratch(op.product, num_threads) + 64 + Found::num_bytes(op.product.num_rows, num_threads);
 }
@@ -97,14 +112,7 @@ void greedy_linear(const GreedyLinearOp &op, const Worker &worker) {
         found.peaks[m * found.size + worker.thread] = -INFINITY;
         found.ids[m * found.size + worker.thread] = -1;
     }
-    const Outputs<float> out(linear);
-    product_of_any(linear, worker, [out, found, thread = worker.thread](int64_t p, int64_t m, int half, F low, F high) {
-        const int64_t column = p * kPanel + half * kHalf, at = m * found.size + thread;
-        if (column >= out.width) return;
-        low = out.biased(column, low);
-        high = out.biased(column + kLanes, high);
-        look_at(low, high, column, out.width, found.peaks[at], found.ids[at]);
-    });
+    product_of_any(linear, worker, Search{Outputs<float>(linear), found, worker.thread});
     worker.barrier();
     if (worker.thread == 0) found.choose(linear.num_rows, op.ids, op.peaks);
 }

@@ -222,7 +222,7 @@ struct Outputs {
         return value + load(lanes);
     }
 
-    FDCPU_INLINE void finish(int64_t p, int64_t m, int half, F low, F high) const {
+    FDCPU_INLINE void operator()(int64_t p, int64_t m, int half, F low, F high) const {
         if (gated) {
             const int64_t column = p * kHalf + half * kLanes;
             low = biased(column, low);
@@ -233,6 +233,19 @@ struct Outputs {
         put(m, column, biased(column, low));
         put(m, column + kLanes, biased(column + kLanes, high));
     }
+    // What will be written: rows lie far apart, and writing waits for each of them.
+    FDCPU_INLINE void fetch(int64_t p, int64_t m, int half) const {
+        __builtin_prefetch(y + m * stride + (gated ? p * kHalf + half * kLanes : p * kPanel + half * kHalf), 1, 3);
+    }
+};
+
+// The same for one panel.
+template <class Finish>
+struct PanelFinish {
+    Finish finish;
+    int64_t p;
+    FDCPU_INLINE void operator()(int64_t m, int half, F low, F high) const { finish(p, m, half, low, high); }
+    FDCPU_INLINE void fetch(int64_t m, int half) const { finish.fetch(p, m, half); }
 };
 
 // ---- the whole operation
@@ -244,7 +257,7 @@ FDCPU_INLINE Activations form_of(const LinearOp &op, uint8_t *scratch) {
 
 // Rows whose activations stay in the second-level cache while a panel meets them.
 FDCPU_INLINE int64_t rows_of_block(const Activations &a, int64_t num_rows, bool in_tiles) {
-    constexpr int64_t kBlockBytes = 1 << 19, kStep = 32;
+    constexpr int64_t kBlockBytes = 1 << 20, kStep = 32;
     const int64_t most = in_tiles ? std::min<int64_t>(512, std::max<int64_t>(kStep, kBlockBytes / a.row_bytes)) : 128;
     const int64_t blocks = (num_rows + most - 1) / most;
     return ((num_rows + blocks - 1) / blocks + kStep - 1) / kStep * kStep;
@@ -297,7 +310,7 @@ void product(const LinearOp &op, const Worker &worker, const Finish &finish) {
     for (int64_t begin = 0; begin < op.num_rows; begin += block)
         for (int64_t p = first; p < last; ++p)
             panel_rows(use, in_tiles, w, p, a, begin, std::min(op.num_rows, begin + block), mine + parts.row,
-                       [p, finish](int64_t m, int half, F low, F high) { finish(p, m, half, low, high); });
+                       PanelFinish<Finish>{finish, p});
 }
 
 template <class Finish>
@@ -306,11 +319,8 @@ FDCPU_INLINE void product_of_any(const LinearOp &op, const Worker &worker, const
 }
 
 void linear(const LinearOp &op, const Worker &worker) {
-    const auto run = [&](auto y) {
-        const Outputs<decltype(y)> out(op);
-        product_of_any(op, worker, [out](int64_t p, int64_t m, int half, F low, F high) { out.finish(p, m, half, low, high); });
-    };
-    op.y_type == DType::f32 ? run(float()) : run(uint16_t());
+    op.y_type == DType::f32 ? product_of_any(op, worker, Outputs<float>(op))
+                            : product_of_any(op, worker, Outputs<uint16_t>(op));
 }
 
 }  // namespace fdcpu::FDCPU_NAMESPACE

@@ -83,7 +83,7 @@ FDCPU_INLINE void expert_products(const ExpertsOp &op, const ExpertScratch &s, c
             if (item != mine) continue;
             const Outputs<float> out(linear);
             panel_rows(use, is_tiled(w, end - begin), w, p, a, begin, end, unpacked,
-                       [out, p](int64_t m, int half, F low, F high) { out.finish(p, m, half, low, high); });
+                       PanelFinish<Outputs<float>>{out, p});
             mine = s.next->fetch_add(1);
         }
     }

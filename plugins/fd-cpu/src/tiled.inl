@@ -128,9 +128,11 @@ struct TiledPanel {
     }
 
     // Sums of a group and half a panel: [tile of rows][output tile][16][16]. Meanwhile `lines` of what
-    // comes next are fetched for every step.
+    // comes next are fetched for every step, and so is where `written` rows will be written.
+    template <class Finish>
     FDCPU_INLINE void sum_tall(int half, int64_t m, bool has_second, bool is_first, int64_t first, int64_t last,
-                               const uint8_t *next, int64_t lines, uint8_t *sums) const {
+                               const uint8_t *next, int64_t lines, int64_t written, const Finish &finish,
+                               uint8_t *sums) const {
         const int64_t tile = kUnpacks ? inputs * kTileSide : 64, stride = kUnpacks ? 64 : kLine;
         const bool unpacks = kUnpacks && is_first;
         if (unpacks && first == 0) unpack(0, 2 * half, 2, unpacked);
@@ -139,6 +141,8 @@ struct TiledPanel {
         FDCPU_TILE_ZERO(2);
         FDCPU_TILE_ZERO(3);
         const uint8_t *low = a.row(m), *high = a.row(m + kTileSide);
+        const int64_t each = (written + last - first - 1) / (last - first);
+        int64_t row = 0;
         for (int64_t step = first; step < last; ++step) {
             const uint8_t *weights = kUnpacks ? unpacked + step * 2 * tile : panel + step * packed_step + half * 128;
             const int64_t at = a.at(step * inputs);
@@ -148,6 +152,7 @@ struct TiledPanel {
             FDCPU_TILE_LOAD(7, weights + tile, stride);
             FDCPU_TILE_PRODUCT(1, 4, 7);
             for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(next + (step * lines + i) * 64, 0, 2);
+            for (int64_t i = 0; i < each && row < written; ++i) finish.fetch(m + row++, half);
             if (unpacks && step + 1 < num_steps) unpack(step + 1, 2 * half, 2, unpacked + (step + 1) * 2 * tile);
             if (!has_second) continue;
             FDCPU_TILE_LOAD(5, high + at, a.row_step);
@@ -216,7 +221,8 @@ struct TiledPanel {
             for (int64_t m = begin; m < end; m += kTall, next += num_steps * lines * 64) {
                 const int64_t low = std::min<int64_t>(kTileSide, end - m), high = std::min<int64_t>(kTall, end - m) - low;
                 for (int64_t g = 0; g < groups; ++g) {
-                    sum_tall(half, m, high > 0, m == begin, g * per_group, (g + 1) * per_group, next, lines, sums);
+                    sum_tall(half, m, high > 0, m == begin, g * per_group, (g + 1) * per_group, next, lines,
+                             g == groups - 1 ? low + high : 0, finish, sums);
                     add(sums, low, m, g, half, totals, finish);
                     add(sums + 2048, high, m + kTileSide, g, half, totals + kTileSide * kHalf, finish);
                 }

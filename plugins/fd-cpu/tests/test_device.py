@@ -226,3 +226,14 @@ def test_groups_that_the_layout_cannot_hold_are_named(device):
     tensors = {"weight": xp.zeros([8, 48], dtype=xp.int8), "scale": xp.ones([8, 2])}
     with pytest.raises(CapabilityError, match=r"groups of 24.*multiples of 32"):
         prepare(PackedWeight(FORMATS["wint8"], 8, 48, tensors, group_size=24))
+
+
+def test_memory_of_a_large_result_is_used_again_when_nobody_has_it(device):
+    weight, x = prepare(random(device, 192, 128)), random(device, 300, 128)
+    first = kernels.linear(x, weight, None)
+    where, values = first.data_ptr(), np.array(device.to_host(first))
+    second = kernels.linear(x + x, weight, None)
+    assert second.data_ptr() != where and np.array_equal(device.to_host(first), values)
+    del first
+    third = kernels.linear(x, weight, None)
+    assert third.data_ptr() == where and np.array_equal(device.to_host(third), values)

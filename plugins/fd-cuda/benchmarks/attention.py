@@ -30,8 +30,8 @@ from fastdeploy_core.contracts.device import DeviceOptions
 
 from fd_cuda.attention.gqa import PagedAttention
 from fd_cuda.attention.native_decode import NativeShape
-from fd_cuda.attention.plan import DecodeShape
-from fd_cuda.attention.tuning import Gpu, PrefillShape, Sizes
+from fd_cuda.attention.plan import DecodeShape, StreamShape
+from fd_cuda.attention.tuning import Gpu, PrefillShape, Sizes, stream_blocks
 from fd_cuda.device import CudaDevice
 
 COPY_BYTES_S, MATMUL_FLOPS_S = 4.30e12, 790e12  # measured on one H200
@@ -56,18 +56,18 @@ WIDTH, DTYPE = 128, torch.bfloat16
 
 
 class FixedSizes(Sizes):
-    """One choice for everything; a DecodeShape is the Triton kernel's, a NativeShape that in CUDA C++."""
+    """One choice for everything; a DecodeShape is the Triton kernel's, the others those in CUDA C++."""
 
     def __init__(
         self,
         gpu: Gpu,
-        decode: NativeShape | DecodeShape | None = None,
+        decode: NativeShape | StreamShape | DecodeShape | None = None,
         prefill: PrefillShape | None = None,
     ) -> None:
         super().__init__(gpu)
         self._decode, self._prefill = decode, prefill
 
-    def native(self, *args: Any) -> NativeShape | None:
+    def native(self, *args: Any) -> NativeShape | StreamShape | None:
         if self._decode is None:
             return super().native(*args)
         return None if isinstance(self._decode, DecodeShape) else self._decode
@@ -246,7 +246,7 @@ NATIVE_KERNELS = [
     for cluster in (1, 2, 4, 8)
     for turns in (1, 2, 4)
 ]
-RINGS = [(2, 1, 3, 4), (4, 1, 3, 2), (8, 1, 3, 1)]  # warps, units, stages, blocks resident
+STREAM_KERNELS = [(4, 1, 3, 2), (8, 1, 3, 1), (4, 1, 2, 3)]  # warps, units, stages, blocks resident
 PREFILL_KERNELS = [
     PrefillShape(m, n, w, s)
     for m, n, w, s in itertools.product((64, 128), (64, 128), (4, 8), (2, 3, 4))
@@ -270,17 +270,18 @@ def warm(job: tuple[str, tuple[int, int], Any, int]) -> str:
     return ""
 
 
-def decode_shapes(kv_heads: int) -> Iterator[tuple[NativeShape | DecodeShape, Any]]:
+def decode_shapes(
+    num_seqs: int, kv_heads: int
+) -> Iterator[tuple[NativeShape | StreamShape | DecodeShape, Any]]:
     """Shapes to try, and how to print them."""
     for units, occupancy, warps, cluster, turns in NATIVE_KERNELS:
         target = max(1, 132 * occupancy // (cluster * kv_heads))
         plan = DecodeShape(64, max(1, turns * cluster * units), 64, target, 4, 3)
         words = ("native", units, occupancy, warps, cluster, turns)
         yield NativeShape(plan, cluster, units, occupancy, warps), words
-    for warps, units, stages, occupancy in RINGS:
-        plan = DecodeShape(64, 4, 64, max(1, 132 * occupancy // kv_heads), 4, 3)
-        words = ("ring", warps, units, stages, occupancy)
-        yield NativeShape(plan, 1, units, occupancy, warps, stages), words
+    for shape in STREAM_KERNELS:
+        num_blocks = stream_blocks(num_seqs * kv_heads, 132 * shape[-1])
+        yield StreamShape(32, *shape, num_blocks), ("stream", *shape)
     for (tile, warps, stages), target in itertools.product(TRITON_KERNELS, TARGETS):
         shape = DecodeShape(tile, 1, 64, max(1, target // kv_heads), warps, stages)
         yield shape, ("triton", tile, warps, stages, target)
@@ -295,7 +296,7 @@ def sweep_decode(
         rows = [(1, length)] * batch
         world = World(device, heads, rows, block_size, num_caches(rows, heads[1]))
         attention, found = world.batch(), []
-        for shape, words in decode_shapes(heads[1]):
+        for shape, words in decode_shapes(batch, heads[1]):
             if time.monotonic() - began > limit_s:
                 break
             world.driver.use(FixedSizes(world.driver.sizes.gpu, shape))

@@ -138,7 +138,7 @@ def dense_cell(kind: str, rows: int, width: int, depth: int) -> str:
     wide = seen.float() if scales is None else seen.float() * scales[:, None]
     expected = wide @ quant_weights.dequantized(first.slabs, torch.float32).T
     error = (product(x, first, None).float() - expected).norm() / expected.norm()
-    shape = quant_linear.choose(first.slabs, rows)
+    shape = quant_linear.choose(first.slabs, rows, rounds=bool(first.rounding))
     return f"{text}, error {float(error):.1e}, {shape or 'library'}"
 
 

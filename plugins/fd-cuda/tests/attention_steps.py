@@ -224,6 +224,21 @@ def compile_cases(capability: int) -> Iterator[Callable[[], Any]]:
 
                 yield case
 
+    def streams() -> None:
+        from fd_cuda.attention.plan import StreamShape, stream_items
+
+        lengths = torch.zeros(70, dtype=torch.int32)
+        stream_items(
+            lengths,
+            torch.zeros(71, dtype=torch.int32),
+            70,
+            2,
+            1,
+            StreamShape(32, 4, 1, 3, 2, 140),
+        )
+
+    yield streams
+
     def one_shot() -> None:
         from fd_cuda.one_shot import OneShot
 

@@ -1,4 +1,4 @@
-// A GPU for decode_attention.cu and quant_attention.cu of kernels/native: threads are fibers, the blocks of a cluster are threads of
+// A GPU for the attention kernels of kernels/native: threads are fibers, the blocks of a cluster are threads of
 // the host, and each warp instruction is what its documentation says, computed from all lanes' operands.
 // Slow, and exact about who holds which element.
 #include <ucontext.h>

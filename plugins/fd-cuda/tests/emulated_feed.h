@@ -2,7 +2,7 @@
 // 20 on; a barrier counts what is missing.
 #include <mutex>
 
-struct TensorMap {  // test_quant_pipe.py makes it
+struct TensorMap {  // quant_emulation.py makes it
   const char* data;
   long long row_bytes;
   int inputs, rows, box_rows;
@@ -50,18 +50,15 @@ inline void await_phase(u32 address, u32 parity) {
 }
 template <int left>
 inline void await_own_copies() {}
-inline void copy_box(u32 to, const TensorMap& map, int input, int row, u32 barrier, u32 mask) {
-  for (int rank = 0; rank < 8; ++rank) {
-    if (!(mask >> rank & 1)) continue;
-    for (int r = 0; r < map.box_rows; ++r)
-      for (int k = 0; k < 64; ++k) {
-        u16 x = 0;
-        if (row + r < map.rows && input + k < map.inputs)
-          std::memcpy(&x, map.data + (row + r) * map.row_bytes + (input + k) * 2, 2);
-        const u32 at = to + r * 128 + ((k / 8 ^ ((to >> 7) + r & 7)) << 4) + k % 8 * 2;
-        std::memcpy(in_cluster(at_rank(at, rank)), &x, 2);
-      }
-    count(at_rank(barrier, rank), 0, -map.box_rows * 128);
-  }
+inline void copy_box(u32 to, const TensorMap& map, int input, int row, u32 barrier) {
+  for (int r = 0; r < map.box_rows; ++r)
+    for (int k = 0; k < 64; ++k) {
+      u16 x = 0;
+      if (row + r < map.rows && input + k < map.inputs)
+        std::memcpy(&x, map.data + (row + r) * map.row_bytes + (input + k) * 2, 2);
+      const u32 at = to + r * 128 + ((k / 8 ^ ((to >> 7) + r & 7)) << 4) + k % 8 * 2;
+      std::memcpy(in_cluster(at), &x, 2);
+    }
+  count(barrier, 0, -map.box_rows * 128);
 }
 #define __grid_constant__

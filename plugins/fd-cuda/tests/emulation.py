@@ -33,9 +33,8 @@ class Emulation:
         source = re.sub(r"extern __shared__ .*?;", "", source)
         source += '\n#include "emulated_grid.h"\n'
         threads = 32 * defines.get("WARPS", 4 * defines.get("GROUPS", 1))
-        blocks = defines.get("SPLIT", 1) * defines.get("TEAM", 1)
         sizes = {
-            "CLUSTER": blocks, **defines, "KERNEL": name, "FIBERS": defines.get("THREADS", threads)
+            "CLUSTER": defines.get("SPLIT", 1), **defines, "KERNEL": name, "FIBERS": defines.get("THREADS", threads)
         }  # fmt: skip
         options = [f"-D{key}={value}" for key, value in sorted(sizes.items())]
         key = hashlib.sha256("\0".join([source, *options]).encode()).hexdigest()[:16]

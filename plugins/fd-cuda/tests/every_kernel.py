@@ -33,8 +33,7 @@ from packed_weights import packed
 
 from fd_cuda.attention.gqa import PagedAttention
 from fd_cuda.attention.mla import LatentAttention
-from fd_cuda.attention.native_decode import NativeShape
-from fd_cuda.attention.plan import DecodeShape
+from fd_cuda.attention.plan import StreamShape
 from fd_cuda.attention.quantized import QuantizedAttention
 from fd_cuda.attention.tuning import Sizes
 from fd_cuda.kernels import (
@@ -48,6 +47,7 @@ from fd_cuda.kernels import (
     quant_native,
     quant_trellis,
     quant_weights,
+    routing,
 )
 from fd_cuda.kernels.plans import Plan
 from fd_cuda.kernels.quant_native import Pipe
@@ -148,9 +148,9 @@ def steps() -> None:
         outputs = [integers(9, rows * width) for _ in range(3)]
         lengths = integers(9, rows, dtype=torch.int32)
         blocks = integers(9, rows, 11, dtype=torch.int32)
-        num_drafts = integers(width, last + 1)
+        num_drafts, room = integers(width, last + 1), integers(40, last + 1)
         table["prepare_decode"](
-            slots, tables, computed, newest, drafts, num_drafts, 4, *outputs, lengths, blocks
+            slots, tables, computed, newest, drafts, num_drafts, room, 4, *outputs, lengths, blocks
         )
         drawn, results = integers(99, rows * width), integers(9, rows, width)
         for accepted in (None, integers(width, rows)):
@@ -200,6 +200,7 @@ def many_rows() -> None:
         table["gated_linear"](
             random(1030, 264, dtype=dtype), None, 0.0, random(128, 264, dtype=dtype), None
         )
+    routing.order_by_expert(integers(9, 1801, 5) - 1, 8, 128)
 
 
 def drafting() -> None:
@@ -239,20 +240,20 @@ def attention() -> None:
             step.run(built, step.batch(is_exact=False))
 
 
-class Ringed(Sizes):
+class Streamed(Sizes):
     """Attention of full batches, for few rows."""
 
-    def native(self, *args: Any) -> NativeShape:
-        return NativeShape(DecodeShape(64, 1, 8, 9, 4, 1), 1, 1, 2, warps=4, stages=3)
+    def native(self, *args: Any) -> StreamShape:
+        return StreamShape(32, 4, 1, 3, 2, 9)
 
 
-def rings() -> None:
+def streams() -> None:
     device = lookup("device", DEVICE)(DeviceOptions(tensor_library="torch", num_threads=1))
     rows = [0, 130, 3, 700, 64]
     for spec, same in ((gqa("bfloat16", 16, 2, 128), 1), (gqa("float16", 10, 2, 128), 3)):
         step = Step(device, spec, [(same, n) for n in rows], rotary_dim=128, block_size=16)
         driver = PagedAttention(spec, 16, device, None)
-        driver.use(Ringed(driver.sizes.gpu))
+        driver.use(Streamed(driver.sizes.gpu))
         step.run(driver, step.batch(tokens_per_row=same))
 
 
@@ -270,10 +271,9 @@ def packed_products() -> None:
             for shape in ((256, 128), (128, 128))
         )
         chosen_experts(quant_experts, 128, gate_up, down)
-    # Clusters that share x, parts of K, and both.
     for name in ("wint4", "wint8", "wfp8", "ccq2"):
         slabs = quant_weights.prepare(packed(name, 264, 1024, 0, 0, DEVICE)).slabs
-        for shape in (Pipe(64, 2, 1, 2, 4, 2), Pipe(128, 2, 4, 2, 4), Pipe(256, 2, 2, 2, 4)):
+        for shape in (Pipe(64, 2, 1, 4, 2), Pipe(128, 2, 4, 4), Pipe(256, 2, 2, 4)):
             quant_native.product(shape, random(300, 1024, dtype=torch.float16), slabs, None)
 
 
@@ -324,7 +324,7 @@ PARTS: dict[str, Callable[[], None]] = {
     part.__name__: part
     for part in (
         native_products, native_filter, triton_filter, body, steps, sampling, experts, many_rows,
-        drafting, attention, rings, packed_products, trellis, quantized_caches,
+        drafting, attention, streams, packed_products, trellis, quantized_caches,
     )
 }  # fmt: skip
 

@@ -222,46 +222,44 @@ def test_long_row_among_short_ones_is_split(device: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_seqs", "heads", "is_alone", "rings"),
+    ("num_seqs", "heads", "is_alone", "streams"),
     [(256, 2, True, True), (64, 8, True, True), (256, 2, False, False), (64, 2, True, False),
      (256, 8, True, False)],
 )  # fmt: skip
-def test_rings_serve_as_many_rows_as_there_are_places(
-    num_seqs: int, heads: int, is_alone: bool, rings: bool
+def test_streams_serve_as_many_rows_as_there_are_places(
+    num_seqs: int, heads: int, is_alone: bool, streams: bool
 ) -> None:
+    from fd_cuda.attention.plan import StreamShape
     from fd_cuda.attention.tuning import Gpu, Sizes
 
     chosen = Sizes(Gpu(132, True)).native(num_seqs, heads, 8, True, False, is_alone)
-    assert (chosen is not None and chosen.stages > 0) == rings
+    assert isinstance(chosen, StreamShape) == streams
+    if isinstance(chosen, StreamShape):
+        assert chosen.num_blocks == num_seqs * heads
 
 
-@pytest.mark.parametrize("longest", [1101, 3000])
-@pytest.mark.parametrize("num_rows", [256, 240, 9])
-def test_full_batches_are_hardly_cut(device: Any, num_rows: int, longest: int) -> None:
-    """Recorded for 256 rows of which some are there. Rows of one length stay whole where they fill the
-    GPU, few are cut where lengths differ, and there is room for all."""
-    from fd_cuda.attention.plan import ROW, TILE_BEGIN, TILE_END, decode_items
-    from fd_cuda.attention.tuning import Gpu, Sizes
+@pytest.mark.parametrize(("num_seqs", "heads", "most"), [(64, 2, 1), (256, 2, 2), (100, 4, 2)])
+def test_streams_share_all_tiles_equally(device: Any, num_seqs: int, heads: int, most: int) -> None:
+    """Rows of one length: shares are whole rows and heads, or the same fraction of each."""
+    from fd_cuda.attention.plan import StreamShape, stream_items
+    from fd_cuda.attention.tuning import stream_blocks
 
-    chosen = Sizes(Gpu(132, True)).native(256, 2, 8, True, False, True)
-    assert chosen is not None
-    lengths, starts = np.zeros(256, np.int32), np.arange(257, dtype=np.int32)
-    rng = np.random.default_rng(num_rows)
-    lengths[:num_rows] = longest if longest == 1101 else rng.integers(2, longest, num_rows)
-    put = device.to_device
-    items, _ = decode_items(
-        put(lengths), put(starts), 256, 512, 1, chosen.plan, invariant=False, new_in_cache=False
-    )
-    host = items.cpu().numpy()
-    host = host[host[:, ROW] >= 0]
-    counts = np.bincount(host[:, ROW], minlength=256)
-    tiles = np.maximum(1, -(-np.maximum(lengths - 1, 0) // chosen.plan.tile))
-    covered = np.bincount(host[:, ROW], host[:, TILE_END] - host[:, TILE_BEGIN], minlength=256)
-    assert (covered == tiles).all()
-    limit = chosen.plan.target + chosen.plan.target // 8
-    assert len(host) <= max(256, limit) == len(items)
-    if longest == 1101 and num_rows > 200:
-        assert counts.max() == 1
+    shape = StreamShape(32, 4, 1, 3, 2, stream_blocks(num_seqs * heads, 264))
+    put, rows = device.to_device, np.arange(num_seqs + 1, dtype=np.int32)
+    lengths = np.full(num_seqs, 1101, np.int32)
+    items, counters = stream_items(put(lengths), put(rows), num_seqs, heads, 1, shape)
+    assert not counters.cpu().numpy().any()
+    host, tiles = items.cpu().numpy(), -(-1100 // shape.tile)
+    shares, of_rows = host[: shape.num_blocks], host[shape.num_blocks :]
+    begins, ends = shares[:, 1], shares[:, 2]
+    assert begins[0] == 0 and ends[-1] == num_seqs * heads * tiles == shares[0, 3]
+    assert (begins[1:] == ends[:-1]).all() and np.ptp(ends - begins) <= 1
+    assert (shares[:, 0] == begins // (tiles * heads)).all()
+    assert shape.num_blocks >= 132
+    cuts = np.diff(np.concatenate(([0], np.flatnonzero(begins % tiles == 0), [len(begins)])))
+    assert cuts.max() <= 2 and ((ends - begins).max() <= most * tiles)
+    assert (of_rows[:, 0] == np.arange(num_seqs) * tiles).all() and (of_rows[:, 1] == tiles).all()
+    assert (of_rows[:, 2] == 1100).all() and (of_rows[:, 3] == rows[:-1]).all()
 
 
 @pytest.mark.slow
@@ -277,6 +275,6 @@ def test_kernels_compile_for_architectures(capability: int) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]).keys() == {
-        "clear_padding", "cut_decodes", "cut_prompts", "decode_attention", "latent_attention", "one_shot_sum", "prefill_attention",
+        "clear_padding", "cut_decodes", "cut_prompts", "cut_stream", "decode_attention", "latent_attention", "one_shot_sum", "prefill_attention",
         "rotate_and_write",
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The CUDA C++ decode kernel on the CPU: its source, compiled as C++ over an emulated GPU (emulated.h)."""
+"""The CUDA C++ decode kernels on the CPU: their sources, compiled as C++ over an emulated GPU (emulated.h)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastdeploy_core.plugins.drivers import lookup
 from fd_cuda.attention import native_decode
 from fd_cuda.attention.gqa import PagedAttention
 from fd_cuda.attention.native_decode import NativeShape
-from fd_cuda.attention.plan import DecodeShape
+from fd_cuda.attention.plan import DecodeShape, StreamShape
 from fd_cuda.attention.tuning import Gpu, Sizes
 from fd_cuda.kernels import native
 
@@ -34,9 +34,9 @@ class Emulation(emulation.Emulation):
 class Given(Sizes):
     """One shape for all."""
 
-    shape: NativeShape
+    shape: NativeShape | StreamShape
 
-    def native(self, *args: Any) -> NativeShape:
+    def native(self, *args: Any) -> NativeShape | StreamShape:
         return self.shape
 
 
@@ -55,7 +55,7 @@ def step_of(emulated: None) -> Callable[..., tuple[Step, Any]]:
     """A step and a driver that computes it with the given sizes."""
     device = lookup("device", "cpu")(DeviceOptions(tensor_library="torch", num_threads=1))
 
-    def make(rows: list[tuple[int, int]], chosen: NativeShape, **spec: Any) -> Any:
+    def make(rows: list[tuple[int, int]], chosen: NativeShape | StreamShape, **spec: Any) -> Any:
         dtype, heads = spec.pop("dtype", "bfloat16"), spec.pop("heads", (8, 1))
         shape = gqa(dtype, *heads, 128, interleaved=spec.pop("interleaved", False))
         step = Step(device, shape, rows, block_size=16, **spec)
@@ -71,28 +71,34 @@ def clusters(cluster: int, units: int, target: int, warps: int = 4) -> NativeSha
     return NativeShape(DecodeShape(64, 1, 8, target, 4, 1), cluster, units, 1, warps)
 
 
-def rings(units: int, target: int, warps: int, stages: int, cluster: int = 1) -> NativeShape:
-    return NativeShape(DecodeShape(64, 1, 8, target, 4, 1), cluster, units, 1, warps, stages)
-
-
-# Rows in one piece and in several, more turns than a ring holds, and none at all.
 @pytest.mark.parametrize(
     "chosen",
     [
         clusters(2, 1, 4, 2),
         clusters(4, 2, 1),
-        rings(1, 7, 2, 3),
-        rings(2, 1, 2, 3),
-        *(
-            pytest.param(shape, marks=pytest.mark.slow)
-            for shape in (
-                clusters(1, 2, 1), clusters(1, 1, 6), rings(1, 14, 8, 3), rings(1, 2, 2, 4, 2),
-            )
-        ),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in (clusters(1, 2, 1), clusters(1, 1, 6))),
     ],
-)  # fmt: skip
+)
 def test_splits_and_clusters(step_of: Any, chosen: NativeShape) -> None:
-    rows = [(1, 0), (1, 130), (1, 1), (1, 33), (1, 300), (1, 65), (1, 0)]
+    rows = [(1, 130), (1, 1), (1, 300), (1, 0)]
+    step, driver = step_of(rows, chosen, rotary_dim=128)
+    first = step.check(driver, step.batch(tokens_per_row=1))
+    again, _ = step.run(driver, step.batch(tokens_per_row=1))
+    assert np.array_equal(first, again, equal_nan=True)
+
+
+# Blocks of many rows, of parts of one row, without any; shares that begin and end within rows.
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        StreamShape(32, 2, 1, 3, 4, 5),
+        StreamShape(64, 2, 2, 3, 2, 1),
+        pytest.param(StreamShape(32, 8, 1, 3, 1, 14), marks=pytest.mark.slow),
+        pytest.param(StreamShape(16, 2, 1, 4, 1, 40), marks=pytest.mark.slow),
+    ],
+)
+def test_streams(step_of: Any, chosen: StreamShape) -> None:
+    rows = [(1, 0), (1, 130), (1, 1), (1, 33), (1, 300), (1, 64), (1, 0)]
     step, driver = step_of(rows, chosen, rotary_dim=128, heads=(10, 2))
     first = step.check(driver, step.batch(tokens_per_row=1))
     again, _ = step.run(driver, step.batch(tokens_per_row=1))
@@ -107,29 +113,37 @@ COLUMNS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["registers", "rings"])
 @pytest.mark.parametrize(("tokens", "heads", "dtype", "interleaved"), COLUMNS)
 def test_columns(
-    step_of: Any, tokens: int, heads: tuple[int, int], dtype: str, interleaved: bool, kind: str
+    step_of: Any, tokens: int, heads: tuple[int, int], dtype: str, interleaved: bool
 ) -> None:
     """Tokens times heads of a group, in both dtypes and both ways to rotate."""
     rows = [(tokens, 100), (tokens, tokens), (tokens, 0)]
     options = {"dtype": dtype, "heads": heads, "interleaved": interleaved, "rotary_dim": 128}
-    ring = rings(2, 3, 4, 3) if tokens == 4 else rings(1, 3, 2, 3)
-    chosen = ring if kind == "rings" else clusters(2, 1, 2)
+    step, driver = step_of(rows, clusters(2, 1, 2), padding=tokens // 4, **options)
+    step.check(driver, step.batch(tokens_per_row=tokens))
+
+
+@pytest.mark.parametrize(("tokens", "heads", "dtype", "interleaved"), COLUMNS[1:])
+def test_columns_of_streams(
+    step_of: Any, tokens: int, heads: tuple[int, int], dtype: str, interleaved: bool
+) -> None:
+    rows = [(tokens, 100), (tokens, tokens), (tokens, 0)]
+    options = {"dtype": dtype, "heads": heads, "interleaved": interleaved, "rotary_dim": 128}
+    chosen = StreamShape(32, 4, 2, 3, 1, 3) if tokens == 4 else StreamShape(32, 2, 1, 3, 3, 3)
     step, driver = step_of(rows, chosen, padding=tokens // 4, **options)
     step.check(driver, step.batch(tokens_per_row=tokens))
 
 
-@pytest.mark.parametrize("chosen", [clusters(1, 2, 2), rings(1, 2, 2, 2)])
-def test_without_rotation(step_of: Any, chosen: NativeShape) -> None:
+@pytest.mark.parametrize("chosen", [clusters(1, 2, 2), StreamShape(32, 2, 1, 2, 1, 2)])
+def test_without_rotation(step_of: Any, chosen: NativeShape | StreamShape) -> None:
     step, driver = step_of([(1, 90), (1, 33)], chosen)
     step.check(driver, step.batch(tokens_per_row=1))
 
 
-@pytest.mark.parametrize("chosen", [clusters(1, 2, 2), rings(1, 2, 2, 2)])
+@pytest.mark.parametrize("chosen", [clusters(1, 2, 2), StreamShape(32, 2, 1, 2, 1, 2)])
 def test_half_a_rotation_takes_another_kernel(
-    step_of: Any, chosen: NativeShape, monkeypatch: pytest.MonkeyPatch
+    step_of: Any, chosen: NativeShape | StreamShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, driver = step_of([(1, 90), (1, 33)], chosen, rotary_dim=64)
     monkeypatch.setattr(native, "launch", None)

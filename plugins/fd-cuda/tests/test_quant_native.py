@@ -35,6 +35,7 @@ from fd_cuda.kernels.quant_native import (
     Shape,
     gemm_shared,
     gemv_shared,
+    pipe_shared,
     product,
     rows_product,
     rows_shared,
@@ -259,7 +260,7 @@ def test_published_two_bits(dtype: torch.dtype) -> None:
     assert np.allclose(own, dense, rtol=1e-6)
     check(unpack(slabs, dtype), torch.from_numpy(dense).to(DEVICE), dtype)
     shapes: list[tuple[Shape, int]] = [
-        (Gemv(1, 2, 2, 2, 1), 3), (Gemv(2, 1, 2, 2, 1), 11), (Pipe(32, 1, 1, 1, 3), 35)
+        (Gemv(1, 2, 2, 2, 1), 3), (Gemv(2, 1, 2, 2, 1), 11), (Pipe(32, 1, 1, 3), 35)
     ]  # fmt: skip
     for shape, tokens in shapes:
         x = torch.randn(tokens, count, device=DEVICE).to(dtype)
@@ -296,6 +297,8 @@ def test_chosen_kernels_fit_into_shared_memory(room: Any, monkeypatch: pytest.Mo
                     assert paired or rows <= shape.rows  # a block has all rows
                 elif isinstance(shape, Gemm):
                     assert gemm_shared(shape, kind, paired=paired) <= most
+                elif isinstance(shape, Pipe):
+                    assert pipe_shared(shape, kind) * shape.resident <= most
                 elif isinstance(shape, RowGemm):
                     assert rows_shared(shape, by_block=kind == FP8_ROWS) <= most
 

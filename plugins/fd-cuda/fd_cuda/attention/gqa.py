@@ -26,10 +26,12 @@ from .plan import (
     ITEM,
     TILE_WORDS,
     DecodeShape,
+    StreamShape,
     decode_items,
     prefill_tiles,
     prompt_tiles,
     split_parts,
+    stream_items,
 )
 from .prefill import clear_padding, prefill_attention
 from .question import MAX_ROWS
@@ -51,7 +53,7 @@ _MAX_CACHE_KEYS = 64
 class _Decodes:
     """Rows that are split by keys."""
 
-    shape: DecodeShape | NativeShape  # of the Triton kernel, or of that in CUDA C++
+    shape: DecodeShape | NativeShape | StreamShape  # of the Triton kernel, and of those in CUDA C++
     max_tokens: int
     rows: int  # of the matrix: tokens times heads of a group
     items: Tensor
@@ -154,6 +156,10 @@ class PagedAttention:
                 num_seqs, heads, columns, self._native.has_clusters, self._invariant, is_alone
             )
         lengths = (batch.seq_lens_dev, batch.cu_seqlens_q_dev, num_seqs)
+        if isinstance(native, StreamShape):
+            items, counters = stream_items(*lengths, heads, max_tokens, native)
+            parts = split_parts(items, 2 * columns, self._v_pad)
+            return _Decodes(native, max_tokens, columns, items, counters, parts)
         if native is not None:
             rows, shape, clusters = columns, native.plan, native.cluster
         else:

@@ -1,6 +1,7 @@
-"""The decode kernel in CUDA C++, where the GPU and the shape suit it: kernels/native/decode_attention.cu.
+"""The decode kernels in CUDA C++, where the GPU and the shape suit them: kernels/native/decode_attention.cu
+for few rows, stream_attention.cu for batches that fill the GPU.
 
-It needs head widths of 128 in 16 bits, at most 32 query rows (tokens times heads of a group) and
+They need head widths of 128 in 16 bits, at most 32 query rows (tokens times heads of a group) and
 rows aligned to 16 bytes; everything else takes the Triton kernel of decode.py, over the same plan.
 """
 
@@ -13,7 +14,7 @@ import torch
 
 from fd_cuda.kernels import native
 
-from .plan import DecodeShape
+from .plan import DecodeShape, StreamShape
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
@@ -33,12 +34,10 @@ class NativeShape:
     units: int  # times 16 tokens a warp reads at once
     occupancy: int  # blocks that a multiprocessor must be able to hold
     warps: int = 4  # of a block
-    # Reads of a warp that stay in shared memory, all but one on their way; 0: they go to registers.
-    stages: int = 0
 
 
 class NativeDecode:
-    """The kernel for one spec and block size."""
+    """The kernels for one spec and block size."""
 
     def __init__(self, spec: AttentionSpec, block_size: int) -> None:
         self._spec, self._block_size = spec, block_size
@@ -76,7 +75,7 @@ class NativeDecode:
         out: Tensor,
         cache: tuple[Tensor, ...],
         batch: AttentionBatch,
-        shape: NativeShape,
+        shape: NativeShape | StreamShape,
         items: Tensor,
         parts: tuple[Tensor, ...],
         columns: int,
@@ -93,25 +92,30 @@ class NativeDecode:
             "NT": tiles,
             "WARPS": shape.warps,
             "UNITS": shape.units,
-            "STAGES": shape.stages,
             "OCCUPANCY": shape.occupancy,
-            "CLUSTER": shape.cluster,
-            "TILE": shape.plan.tile,
             "BLOCK_SIZE": self._block_size,
             "ROTARY": int(rotary is not None),
             "INTERLEAVED": int(spec.rotary_interleaved),
         }
+        streams = isinstance(shape, StreamShape)  # where a token stands follows from its row there
         arguments = [
             *(q, k, v, out, *cache, items, batch.block_tables_dev, batch.slot_mapping),
-            *(batch.positions, rotary, *parts, scale),
+            *(() if streams else (batch.positions,)),
+            *(rotary, *parts, scale),
             *(q.stride(0), k.stride(0), v.stride(0), q.stride(1), k.stride(1), v.stride(1)),
-            *(batch.block_tables_dev.stride(0), spec.num_kv_heads, int(writes)),
+            *(batch.block_tables_dev.stride(0), spec.num_kv_heads),
         ]
+        threads = 32 * shape.warps
+        if isinstance(shape, StreamShape):
+            defines |= {"TILE": shape.tile, "STAGES": shape.stages}
+            kernel = native.function("stream_attention", defines)
+            shared = 4096 * tiles + shape.warps * shape.stages * shape.units * 16 * 2 * 2 * WIDTH
+            arguments += [shape.num_blocks, int(writes)]
+            native.launch(kernel, (shape.num_blocks, 1, 1), threads, arguments, shared=shared)
+            return
+        defines |= {"TILE": shape.plan.tile, "CLUSTER": shape.cluster}
         kernel = native.function("decode_attention", defines)
         grid = (items.shape[0], spec.num_kv_heads, shape.cluster)
-        sums = 4 * tiles * 1024 * (shape.warps + 1)
-        rings = shape.warps * shape.stages * shape.units * 16 * 2 * 2 * WIDTH
-        shared = 4 * tiles * 512 + max(sums, rings)
-        native.launch(
-            kernel, grid, 32 * shape.warps, arguments, shared=shared, cluster=shape.cluster
-        )
+        shared = 4 * tiles * (512 + 1024 * (shape.warps + 1))
+        arguments.append(int(writes))
+        native.launch(kernel, grid, threads, arguments, shared=shared, cluster=shape.cluster)

@@ -20,7 +20,7 @@ from fd_cuda.kernels.common import cdiv, has_pdl, pad2
 ROW, TILE_BEGIN, TILE_END, SPLIT, NUM_SPLITS, CONTEXT, FIRST_TOKEN, NUM_TOKENS = range(8)
 ITEM = 8
 TILE_WORDS = 8  # of a prefill tile, five of them used
-_ITEMS_PER_PROGRAM = 64
+_ITEMS_PER_PROGRAM, _SHARES_PER_PROGRAM = 64, 16
 
 
 @triton.jit
@@ -56,22 +56,17 @@ def cut_decodes(
     INVARIANT: a row's splits depend on its own length alone. NEW_IN_CACHE: this step's tokens are
     read from the cache like all others (latent attention), and not from the kernel's arguments.
     """
-    rows = tl.arange(0, ROWS)
-    inside = rows < num_seqs
-    fed = tl.load(cu_seqlens + rows + 1, mask=inside, other=0)
-    fed -= tl.load(cu_seqlens + rows, mask=inside, other=0)
-    lengths = tl.load(seq_lens + rows, mask=inside, other=0)
-    cached = lengths if NEW_IN_CACHE else tl.maximum(lengths - fed, 0)
-    mine = inside & (fed > 0) & (fed <= MAX_TOKENS)
-    tiles = tl.where(mine, tl.maximum(tl.cdiv(cached, TILE), 1), 0)
+    first, fed, cached, tiles = _tiles_of_rows(
+        seq_lens, cu_seqlens, num_seqs, MAX_TOKENS, TILE, NEW_IN_CACHE, ROWS
+    )
     if INVARIANT:
         limit = tl.maximum(tl.cdiv(tiles, MAX_SPLITS), MIN_TILES)
     else:
+        # Rounding up costs at most one item a row, so these always fit into target + num_seqs items.
         limit = tl.maximum(tl.cdiv(tl.sum(tiles), target), MIN_TILES)
         longest = tl.max(tiles)
         limit = tl.maximum(limit, tl.cdiv(longest, MAX_SPLITS))
-        # Rows of one length all round up alike: rather longer splits than a second wave of them. So there
-        # are no more than an eighth over the target, or one of each row; see num_items.
+        # Rows of one length all round up alike: rather longer splits than a second wave of them.
         while (tl.sum(_splits(tiles, limit)) > target + target // 8) & (limit < longest):
             limit += tl.cdiv(limit, 16)
     splits = _splits(tiles, limit)
@@ -102,6 +97,78 @@ def cut_decodes(
     tl.store(out + 5, cached, mask=write)
     tl.store(out + 6, first, mask=write)
     tl.store(out + 7, fed, mask=write)
+    _publish(split, counters, num_counters, ROWS, PDL)
+
+
+@triton.jit
+def cut_stream(
+    seq_lens,
+    cu_seqlens,
+    items,
+    counters,
+    num_seqs,
+    num_heads,
+    num_blocks,
+    num_counters,
+    MAX_TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    ITEMS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """For kernels/native/stream_attention.cu: an equal share of all rows' and heads' tiles for each block
+    (first row, first tile, end, tiles in all), then what it is to know of each row, by the last program."""
+    first, fed, cached, tiles = _tiles_of_rows(
+        seq_lens, cu_seqlens, num_seqs, MAX_TOKENS, TILE, False, ROWS
+    )
+    ends = tl.cumsum(tiles, 0)
+    written = ends
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        rows = tl.arange(0, ROWS)
+        of_row = items + (num_blocks + rows) * SIZE
+        is_row = rows < num_seqs
+        tl.store(of_row + 0, ends - tiles, mask=is_row)
+        tl.store(of_row + 1, tiles, mask=is_row)
+        tl.store(of_row + 2, cached, mask=is_row)
+        tl.store(of_row + 3, first, mask=is_row)
+        tl.store(of_row + 4, fed, mask=is_row)
+    else:
+        total = tl.sum(tiles) * num_heads
+        block = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+        # Where shares are whole rows or whole fractions of rows, they begin and end where these do.
+        begin = (block.to(tl.int64) * total // num_blocks).to(tl.int32)
+        end = ((block + 1).to(tl.int64) * total // num_blocks).to(tl.int32)
+        row = tl.sum(((ends * num_heads)[None, :] <= begin[:, None]).to(tl.int32), 1)
+        share = items + block * SIZE
+        is_block = block < num_blocks
+        tl.store(share + 0, row, mask=is_block)
+        tl.store(share + 1, begin, mask=is_block)
+        tl.store(share + 2, end, mask=is_block)
+        tl.store(share + 3, total, mask=is_block)
+    _publish(written, counters, num_counters, ROWS, PDL)
+
+
+@triton.jit
+def _tiles_of_rows(
+    seq_lens, cu_seqlens, num_seqs,
+    MAX_TOKENS: tl.constexpr, TILE: tl.constexpr, NEW_IN_CACHE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Of each row: its first token, tokens it feeds and tokens in the cache; tiles, 0 for rows of more than
+    MAX_TOKENS tokens."""
+    rows = tl.arange(0, ROWS)
+    inside = rows < num_seqs
+    first = tl.load(cu_seqlens + rows, mask=inside, other=0)
+    fed = tl.load(cu_seqlens + rows + 1, mask=inside, other=0) - first
+    lengths = tl.load(seq_lens + rows, mask=inside, other=0)
+    cached = lengths if NEW_IN_CACHE else tl.maximum(lengths - fed, 0)
+    mine = inside & (fed > 0) & (fed <= MAX_TOKENS)
+    return first, fed, cached, tl.where(mine, tl.maximum(tl.cdiv(cached, TILE), 1), 0)
+
+
+@triton.jit
+def _publish(written, counters, num_counters, ROWS: tl.constexpr, PDL: tl.constexpr):
+    """Zero the counters; then make all stores visible, those that `written` stands for too."""
     if tl.program_id(0) == 0:
         for start in range(0, num_counters, ROWS):
             counter = start + tl.arange(0, ROWS)
@@ -110,7 +177,7 @@ def cut_decodes(
         # Kernels behind read the items before they wait for those before them (decode.py), so they
         # must find them: this one lets none start early, and makes its stores visible to all.
         tl.inline_asm_elementwise(
-            "fence.acq_rel.gpu; mov.u32 $0, $1;", "=r,r", [split], tl.int32, is_pure=False, pack=1
+            "fence.acq_rel.gpu; mov.u32 $0, $1;", "=r,r", [written], tl.int32, is_pure=False, pack=1
         )
 
 
@@ -157,10 +224,8 @@ class DecodeShape:
     num_stages: int
 
     def num_items(self, num_seqs: int, *, invariant: bool) -> int:
-        """The most splits that there can be: see cut_decodes."""
-        if invariant:
-            return num_seqs * self.max_splits
-        return min(num_seqs + self.target, max(num_seqs, self.target + self.target // 8))
+        """The most splits that there can be."""
+        return num_seqs * self.max_splits if invariant else num_seqs + self.target
 
 
 def decode_items(
@@ -196,6 +261,51 @@ def decode_items(
         NEW_IN_CACHE=new_in_cache,
         ROWS=rows,
         ITEMS=_ITEMS_PER_PROGRAM,
+        SIZE=ITEM,
+        PDL=has_pdl(),
+        num_warps=4 if rows <= 256 else 8,
+    )
+    return items, counters
+
+
+@dataclass(frozen=True, slots=True)
+class StreamShape:
+    """How stream_attention.cu is specialized."""
+
+    tile: int  # shares are cut at multiples of so many tokens
+    warps: int
+    units: int  # times 16 tokens a warp reads at once
+    stages: int  # so many reads of a warp stay in shared memory, all but one on their way
+    occupancy: int  # blocks that a multiprocessor must be able to hold
+    num_blocks: int
+
+
+def stream_items(
+    seq_lens: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    num_seqs: int,
+    num_heads: int,
+    max_tokens: int,
+    shape: StreamShape,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(items [num_blocks + num_seqs, ITEM], counters [num_seqs * num_heads]) of cut_stream."""
+    num_items, num_counters = shape.num_blocks + num_seqs, num_seqs * num_heads
+    items = torch.empty((num_items, ITEM), dtype=torch.int32, device=seq_lens.device)
+    counters = torch.empty(num_counters, dtype=torch.int32, device=seq_lens.device)
+    rows = max(16, pad2(num_seqs))
+    cut_stream[(cdiv(shape.num_blocks, _SHARES_PER_PROGRAM) + 1,)](
+        seq_lens,
+        cu_seqlens,
+        items,
+        counters,
+        num_seqs,
+        num_heads,
+        shape.num_blocks,
+        num_counters,
+        MAX_TOKENS=max_tokens,
+        TILE=shape.tile,
+        ROWS=rows,
+        ITEMS=_SHARES_PER_PROGRAM,
         SIZE=ITEM,
         PDL=has_pdl(),
         num_warps=4 if rows <= 256 else 8,

@@ -36,14 +36,16 @@ class QuantizedDecode:
 
     def __init__(self, spec: AttentionSpec, block_size: int) -> None:
         self._spec, self._block_size = spec, block_size
+        self._kind = _FORMATS[spec.kv_format]
         self._bf16 = NativeDecode(spec, block_size)  # knows which heads and GPUs such kernels serve
 
     def cut(
         self, batch: AttentionBatch, max_tokens: int, sizes: Sizes, *, invariant: bool
     ) -> Splits | None:
         """None where the kernel does not serve such rows."""
-        columns = self._bf16.columns(max_tokens) if self._spec.kv_format in _FORMATS else 0
-        if not columns:
+        columns = self._bf16.columns(max_tokens)
+        # Hopper converts fp8 itself, and others that do are not told apart here.
+        if not columns or (self._kind == FP8_ROWS and not self._bf16.has_clusters):
             return None
         heads, num_seqs = self._spec.num_kv_heads, batch.num_seqs
         shape = sizes.quantized(num_seqs, heads, columns, self._bf16.has_clusters, invariant)
@@ -77,7 +79,7 @@ class QuantizedDecode:
         defines = {
             "HALF": int(spec.dtype == "float16"),
             "Y_HALF": 0,
-            "FORMAT": _FORMATS[spec.kv_format],
+            "FORMAT": self._kind,
             "SCALED": 0,
             "IS_STATIC": int(is_static),
             "GROUP": spec.num_heads // spec.num_kv_heads,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .native_decode import NativeShape
-from .plan import DecodeShape
+from .plan import DecodeShape, StreamShape
 
 _HOPPER = (9, 0)
 
@@ -73,8 +73,8 @@ class Sizes:
         has_clusters: bool,
         invariant: bool,
         is_alone: bool,
-    ) -> NativeShape | None:
-        """For the CUDA C++ kernel; None where the Triton kernel is faster: so many rows that the GPU is full
+    ) -> NativeShape | StreamShape | None:
+        """For the CUDA C++ kernels; None where the Triton kernel is faster: so many rows that the GPU is full
         without cutting any. `is_alone`: no prompts are in the step, so that most rows are decodes.
 
         The sizes are those that were fastest on an H200, over 1 to 256 rows of 1k to 32k tokens.
@@ -87,9 +87,9 @@ class Sizes:
         elif (
             is_alone and has_clusters and columns == 8 and 2 * processors < units <= 4 * processors
         ):
-            # A block for every row and head, all at a time; more would leave the last ones to a second round.
-            plan = DecodeShape(64, 4, 64, 4 * processors // num_kv_heads, 4, 3)
-            return NativeShape(plan, 1, 1, 4, warps=2, stages=3)
+            # A block for every row and head, all at a time. Fewer rows are cut, which costs these blocks more
+            # than a cluster's; more leave the last ones to a second round.
+            return StreamShape(32, 2, 1, 3, 4, stream_blocks(units, 4 * processors))
         elif units >= 8 * processors or (units >= 4 * processors - 16 and num_seqs >= processors):
             return None
         else:
@@ -145,6 +145,12 @@ class Sizes:
             num_warps=8,
             num_stages=2 if itemsize == 2 else 1,
         )
+
+
+def stream_blocks(units: int, places: int) -> int:
+    """So many blocks of stream_attention.cu that shares are whole rows, or whole fractions of rows, where
+    all are of one length. `units`: rows times kv heads; `places`: blocks that run at a time."""
+    return units * (places // units) if units <= places else units // -(-units // places)
 
 
 def _power_of_2(n: int) -> int:

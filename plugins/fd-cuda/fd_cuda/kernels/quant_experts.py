@@ -27,7 +27,7 @@ from .routing import order_by_expert
 # Up to so many tokens every assignment is a block of its own.
 _ALONE: Final = 2
 # Rows an expert from which CCQ is unpacked for the call, and numbers that are unpacked at most.
-_MANY_CODES: Final = 28
+_MANY_CODES: Final = 100
 _MOST_UNPACKED: Final = 1 << 30
 
 
@@ -107,7 +107,13 @@ def choose(slabs: Slabs, each: float) -> Shape | RowGemm | None:
     if each <= 16:
         return Gemv(1 if each <= 8 else 2, 2, 4, 4, 4)
     if slabs.kind == CCQ:
-        return Gemv(4, 2, 8, 4, 1)
+        return (
+            Pipe(32, 2, 1, 4, 2)
+            if each <= 28
+            else Pipe(64, 2, 1, 6, 2)
+            if each <= 64
+            else Pipe(128, 2, 1, 7)
+        )
     if by_rows and each > 28 and slabs.kind == FP8_ROWS and slabs.block_scales is None:
         return None
     if slabs.kind == INT8_ROWS and each > 192:

@@ -18,12 +18,14 @@ from . import native
 from .common import batch_invariant, num_processors
 from .matmul import matmul
 from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, Slabs
-from .quant_native import Gemm, Gemv, RowGemm, Shape, product, rows_product, unpack
+from .quant_native import Gemm, Gemv, Pipe, RowGemm, Shape, product, rows_product, unpack
 from .quant_round import FP8_BLOCK, fp8_blocks, round_rows
 from .quant_weights import Weights, dequantized
 
 _FEW_ROWS: Final = 16
 _SOME_ROWS: Final = 256
+# Rows from which the library is faster on what is unpacked; the former where groups have scales.
+_MANY_SCALED, _MANY_ROWS = 512, 1024
 
 
 def linear(x: torch.Tensor, weight: Weights, bias: torch.Tensor | None) -> torch.Tensor:
@@ -36,7 +38,7 @@ def linear(x: torch.Tensor, weight: Weights, bias: torch.Tensor | None) -> torch
     x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
     if not native_runs(x):
         return _multiply(weight.seen(x), dequantized(slabs, x.dtype), bias)
-    shape = choose(slabs, rows)
+    shape = choose(slabs, rows, rounds=bool(weight.rounding))
     if isinstance(shape, RowGemm):
         numbers, of_rows = weight.numbers(x)
         by_block = weight.rounding == "block"
@@ -52,8 +54,9 @@ def native_runs(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and native.has_wgmma()
 
 
-def choose(slabs: Slabs, rows: int) -> Shape | RowGemm | None:
-    """The kernel for so many rows, as measured on an H200; None for the library."""
+def choose(slabs: Slabs, rows: int, *, rounds: bool = False) -> Shape | RowGemm | None:
+    """The kernel for so many rows, as measured on an H200; None for the library. `rounds`: activations are
+    rounded, so that many rows of int4 are better multiplied as int8."""
     if batch_invariant():
         # One order of sums for all numbers of rows.
         if slabs.kind in (INT8_ROWS, FP8_ROWS):
@@ -67,8 +70,9 @@ def choose(slabs: Slabs, rows: int) -> Shape | RowGemm | None:
     few = slabs.kind == CCQ or (slabs.kind == INT4 and slabs.num_slabs >= 256)
     if rows <= _FEW_ROWS or (rows <= 32 and few):
         return _gemv_shape(slabs, rows)
-    if slabs.kind == CCQ or rows > _SOME_ROWS:
-        return None
+    pipe = None if rounds and rows > _SOME_ROWS else _pipe_shape(slabs, rows)
+    if pipe is not None or slabs.kind == CCQ or rows > _SOME_ROWS:
+        return pipe
     return _gemm_shape(slabs, rows)
 
 
@@ -108,6 +112,24 @@ def _gemm_shape(slabs: Slabs, rows: int) -> Gemm:
     tiles = -(-count // (4 * groups)) * -(-rows // block)
     most = 4 if 32 < rows <= 64 else 8
     return Gemm(block, groups, _parts(tiles, 2.2 if narrow else 1.1, most), 6, 8)
+
+
+def _pipe_shape(slabs: Slabs, rows: int) -> Pipe | None:
+    """None where other kernels, or the library, are faster: small layers, tiles that leave the GPU idle."""
+    if slabs.num_slabs < 512 or slabs.num_turns < 48:
+        return None
+    across, processors = -(-slabs.num_slabs // 8), num_processors()
+    if slabs.kind == CCQ:
+        block = 64 if rows <= 64 else 128
+        return Pipe(block, 2, _parts(across, 1.0, 4), 8) if rows <= block else None
+    if rows <= 128 or rows > (_MANY_SCALED if slabs.scaled else _MANY_ROWS):
+        return None
+    split = _parts(across * -(-rows // 256), 1.0, 2)
+    rounds = -(-across * -(-rows // 256) * split // processors)
+    busy = across * rows / 256 * split / (rounds * processors)
+    if busy < (0.5 if rounds == 1 else 0.85):
+        return None
+    return Pipe(256, 2, split, 6 if slabs.kind == INT4 else 5)
 
 
 def _rows_shape(slabs: Slabs, rows: int) -> RowGemm:

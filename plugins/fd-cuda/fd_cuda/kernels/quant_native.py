@@ -72,7 +72,6 @@ class Pipe:
     rows: int  # of x, of a block
     groups: int  # of four warps, 64 outputs each
     split: int  # blocks that divide K
-    team: int  # blocks that fetch x together
     stages: int
     resident: int = 1  # blocks a multiprocessor should hold
 
@@ -83,7 +82,7 @@ class Pipe:
 
     def __str__(self) -> str:
         tile = f"{self.rows}x{self.groups * 64}"
-        return f"pipe {tile} /{self.split} x{self.team} {self.stages}st {self.resident}r"
+        return f"pipe {tile} /{self.split} {self.stages}st {self.resident}r"
 
 
 Shape = Gemv | Gemm | Pipe
@@ -224,7 +223,6 @@ def _pipe(
         "BN": shape.rows,
         "GROUPS": shape.groups,
         "SPLIT": shape.split,
-        "TEAM": shape.team,
         "STAGES": shape.stages,
         "RESIDENT": shape.resident,
         "THREADS": shape.threads,
@@ -232,12 +230,11 @@ def _pipe(
     if defines["FORMAT"] == CCQ:
         x = by_codes(x)
     kernel = native.function("quant_pipe", {**defines, **sizes})
-    cluster = shape.split * shape.team
     outputs = 4 if defines["PAIRED"] else 4 * shape.groups
-    grid = (-(-slabs // (outputs * shape.team)), blocks, cluster)
+    grid = (-(-slabs // outputs), blocks, shape.split)
     native.launch(
-        kernel, grid, shape.threads, [tensor_map.boxes(x, shape.rows // shape.team), *arguments],
-        shared=pipe_shared(shape, defines["FORMAT"]), cluster=cluster,
+        kernel, grid, shape.threads, [tensor_map.boxes(x, shape.rows), *arguments],
+        shared=pipe_shared(shape, defines["FORMAT"]), cluster=shape.split,
     )  # fmt: skip
 
 

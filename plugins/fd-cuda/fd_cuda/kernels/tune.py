@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from . import native
 from .linear import compute
 from .plans import LIBRARY, ROWS, Plan, Product, candidates
 from .rehearsal import suspended
@@ -90,6 +91,7 @@ def _compile(runs: dict[Plan, Callable[[], None]]) -> None:
     device = torch.cuda.current_device()
 
     def once(run: Callable[[], None]) -> None:
+        native.enter(device)  # or cuBLAS warns that the thread has no context
         with torch.cuda.device(device), torch.inference_mode():
             run()
 

@@ -269,7 +269,7 @@ def keep(path: Path, data: bytes) -> None:
         logger.info("compiled kernels are not kept in %s: %s", path.parent, error)
 
 
-def _enter(device: int) -> None:
+def enter(device: int) -> None:
     """Make the device's context the calling thread's; torch does so only when it launches something."""
     if getattr(_thread, "device", None) == device:
         return
@@ -310,7 +310,7 @@ def _load(kernel: Function) -> None:
     cubin = _compile(kernel.name, {**kernel.defines, "PDL": int(has_pdl())})
     with _lock:
         if kernel.handle is None:
-            _enter(kernel.device)
+            enter(kernel.device)
             driver, module, handle = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
             name = kernel.name
             _check(driver.cuModuleLoadData(ctypes.byref(module), cubin), name)
@@ -334,7 +334,7 @@ def launch(
     if kernel.handle is None:
         _load(kernel)
     device = torch.cuda.current_device()
-    _enter(device)
+    enter(device)
     if shared > kernel.most_shared:
         _check(
             _driver().cuFuncSetAttribute(kernel.handle, _FUNCTION_SHARED_BYTES, shared), "attribute"

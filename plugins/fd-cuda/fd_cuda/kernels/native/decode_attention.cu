@@ -1,15 +1,15 @@
 // Paged attention of rows that feed one token or a few: rotation, cache write, split keys, one kernel.
 //
 // A cluster of CLUSTER blocks serves one kv head of one split of a row (a work item of attention/plan.py).
-// Warps take turns of TURN tokens (turns.cuh), each with its own running softmax, and meet at the end
-// (meeting.cuh): within the block in shared memory, within the cluster through each other's, and where a row has
-// several splits through global memory, where the last to come adds up in the order of the splits.
-// Shared memory: NT * 512 floats, and the larger of NT * 1024 * (WARPS + 1) floats and WARPS * STAGES * TURN * 256
-// 16-bit numbers.
+// Warps take turns of TURN tokens, each with its own running softmax, and meet at the end: within the
+// block in shared memory, within the cluster through each other's, and where a row has several
+// splits through global memory, where the last to come adds up in the order of the splits. Keys and values go
+// from memory straight to the registers that the matrix instructions want (attention.cuh).
+// Shared memory: NT * (512 + 1024 * (WARPS + 1)) floats, of launch().
 //
 // What is read before wait_for_previous was written by the plan's kernel or earlier, see attention/plan.py;
 // those loads go past the L1 cache.
-#include "turns.cuh"
+#include "meeting.cuh"
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_attention(
     const u16* q, const u16* k, const u16* v, u16* out,
@@ -23,13 +23,39 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
   let_next_start();
   Item own = {(int)blockIdx.y, num_kv_heads, part_acc, part_best, part_total, counters};
   if (!read_item(own, items, tables, stride_table)) return;
-  const int head = own.head, first_token = own.first_token, fed = own.fed;
+  const int head = own.head, begin = own.begin, end = own.end, first_token = own.first_token, fed = own.fed;
   const u32 rank = cluster_rank(), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const u32 group = lane / 4, part = lane % 4;
   const int worker = rank * WARPS + warp, num_workers = CLUSTER * WARPS;
-  // Rings stand where sums will be.
-  Turns turns = {k_cache, v_cache, own, worker, num_workers, lane, (u16*)sums + warp * STAGES * TURN * 2 * WIDTH};
-  turns.start();
+  Word4 key[UNITS][2][4], value[UNITS][4][2];
+  auto load_keys = [&](long long place) {
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const u16* at = k_cache + __shfl_sync(~0u, place, u * 16 + h * 8 + group) * WIDTH + part * 8;
+#pragma unroll
+        for (int c = 0; c < 4; ++c) key[u][h][c] = load_past_l1(at + c * 32);
+      }
+  };
+  auto load_values = [&](long long place) {
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u)
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        const int token = u * 16 + 2 * part + t % 2 + t / 2 * 8;
+        const u16* at = v_cache + __shfl_sync(~0u, place, token) * WIDTH;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) value[u][t][h] = load_past_l1(at + of_run(group, h));
+      }
+  };
+  int turn = worker;
+  bool works = begin + turn * TURN < end;
+  if (works) {
+    const long long place = place_of(own, turn, lane);
+    load_keys(place);
+    load_values(place);
+  }
 
   // Warp n makes the queries of columns 8 n to 8 n + 8.
   const int column = warp * 8 + group;
@@ -71,28 +97,28 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
     attend_own(state, new_key, new_value, queries, fed, scale, lane);
   }
 
-  while (turns.more()) {
-    turns.begin();
-    const int first = turns.first_token() + group;
+  while (works) {
+    // The table's answer for the next turn takes as long as a load of keys: ask early.
+    const bool goes_on = begin + (turn + num_workers) * TURN < end;
+    const long long next_place = goes_on ? place_of(own, turn + num_workers, lane) : 0;
     float s[UNITS][NT][4];
 #pragma unroll
     for (int u = 0; u < UNITS; ++u) {
-      score(s[u], turns.keys(u), queries, lane);
+      score(s[u], key[u], queries, lane);
+      const int token = begin + turn * TURN + u * 16 + group;
 #pragma unroll
       for (int n = 0; n < NT; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[u][n][i] = first + u * 16 + i / 2 * 8 < own.end ? s[u][n][i] * scale : FLOOR * 2.f;
+        for (int i = 0; i < 4; ++i) s[u][n][i] = token + (i / 2) * 8 < end ? s[u][n][i] * scale : FLOOR * 2.f;
     }
-    turns.have_keys();
+    turn += num_workers, works = goes_on;
+    if (works) load_keys(next_place);
     weigh<UNITS>(state, s);
 #pragma unroll
-    for (int u = 0; u < UNITS; ++u) add_values(state, s[u], turns.values(u));
-    turns.end();
+    for (int u = 0; u < UNITS; ++u) add_values(state, s[u], value[u]);
+    if (works) load_values(next_place);
   }
 
-#if STAGES
-  __syncthreads();  // nobody reads a ring any more
-#endif
   bring_together(state, sums, own, rank, [&](int e, float result) {
     const int at = e / WIDTH;
     const long long token = first_token + at / GROUP;

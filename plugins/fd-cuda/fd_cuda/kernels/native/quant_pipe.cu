@@ -2,9 +2,7 @@
 //
 // One warp feeds: it asks the copy engine for tiles of x, 64 inputs each, STAGES of them ahead. The others bring the
 // slabs of quant.cuh, each lane what it will read, and unpack a slab each into registers while wgmma multiplies the slab
-// before with BN rows of x.
-// A block computes 64 * GROUPS outputs. A cluster is TEAM blocks with other outputs of the same rows, each of which
-// fetches a part of every tile of x for all, by SPLIT blocks that divide K (wide.cuh).
+// before with BN rows of x. A block computes 64 * GROUPS outputs; the SPLIT blocks of a cluster divide K (wide.cuh).
 // PAIRED: GROUPS is 2, the first computes gate rows, the second the up rows that belong to them. GROUPED: x and y have
 // their rows by expert, BN to a block, or where there are slots, y has the rows that these say.
 // A row of x comes out the same whatever M is.
@@ -22,7 +20,6 @@
 #define FEEDER (GROUPS * 4)  // the warp; of 256 rows, three idle ones give their registers too
 #define OUT (PAIRED ? 64 : GROUPS * 64)
 #define PITCH (GROUPS * 64 + 4)
-#define PART (BN / TEAM)  // rows of x that a block fetches
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
@@ -105,25 +102,6 @@ __device__ __forceinline__ void unpack_step(u32* a, const Source& from, const Sl
   apply_group(a, group);
 }
 
-// Shared memory of all blocks of the cluster is as its own block has left it.
-__device__ __forceinline__ void open_memory() {
-#if SPLIT * TEAM > 1
-  announce_start();
-  await_start();
-#else
-  __syncthreads();
-#endif
-}
-
-// What divides K has its parts together.
-__device__ __forceinline__ void meet_split() {
-#if SPLIT > 1
-  meet();
-#else
-  __syncthreads();
-#endif
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict__ w, const Entry* __restrict__ groups,
            const float* __restrict__ scales, const float* x_scales, const u16* __restrict__ bias, u16* y,
@@ -131,8 +109,7 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
            const float2* __restrict__ codes) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-  const int rank = blockIdx.z % SPLIT, member = blockIdx.z / SPLIT;
-  const int tile = blockIdx.x * TEAM + member, first_row = blockIdx.y * BN;
+  const int tile = blockIdx.x, first_row = blockIdx.y * BN, rank = blockIdx.z;
   const int share = (turns + SPLIT - 1) / SPLIT;
   const int first = min(rank * share, turns), count = min(turns - first, share);
   const int num_groups = (turns + per_group - 1) / per_group;
@@ -162,11 +139,11 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
 #pragma unroll
     for (int s = 0; s < STAGES; s++) {
       make_barrier(full + 8 * s, 1);
-      make_barrier(empty + 8 * s, TEAM * FEEDER);
+      make_barrier(empty + 8 * s, FEEDER);
     }
     publish_barriers();
   }
-  open_memory();
+  __syncthreads();
 #if !GROUPED
   let_next_start();
   wait_for_previous();
@@ -175,22 +152,18 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   if (warp >= FEEDER) {
     GIVE_REGISTERS();
     if (warp == FEEDER) {
-      u32 mask = 0;
-#pragma unroll
-      for (int i = 0; i < TEAM; i++) mask |= 1u << (i * SPLIT + rank);
       Place at = {0, 1};  // the phase before the first one counts as ended
       for (int t = 0; t < count; t++, advance(at)) {
         await_phase(empty + 8 * at.stage, at.parity);
         if (lane == 0) {
           expect(full + 8 * at.stage, TILE_X);
-          copy_box(base + at.stage * STAGE + member * PART * 128, x, (first + t) * 64, first_row + member * PART,
-                   full + 8 * at.stage, mask);
+          copy_box(base + at.stage * STAGE, x, (first + t) * 64, first_row, full + 8 * at.stage);
         }
       }
       __syncwarp();
     }
-    open_memory();
-    meet_split();
+    meet();
+    meet();
     return;
   }
   TAKE_REGISTERS();
@@ -234,7 +207,7 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
         end_products();
         if (s == 0 && goes_on) slab = await_slab(from, next.stage);
         await_products<4>();  // the same step of the slab before: its operands are free
-        if (s == 3 && t > 0 && lane < TEAM) arrive_at(at_rank(empty + 8 * last, lane * SPLIT + rank));
+        if (s == 3 && t > 0 && lane == 0) arrive_at(empty + 8 * last);
         if (goes_on) unpack_step(a[i ^ 1][s], from, slab, s, group[i ^ 1]);
       }
       if (goes_on) {
@@ -247,8 +220,8 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   }
   await_products<0>();
   fence_registers(sum);
-  open_memory();  // parts stand where tiles were
-  send_parts(parts, PITCH, rank, sum, warp * 16, lane, member * SPLIT);
-  meet_split();
+  meet();  // parts stand where tiles were
+  send_parts(parts, PITCH, rank, sum, warp * 16, lane);
+  meet();
   finish(parts, PITCH, OUT, GROUPS * 128, tile * OUT, first_row, rank, scales, x_scales, bias, y, slots, divisor, M, N);
 }

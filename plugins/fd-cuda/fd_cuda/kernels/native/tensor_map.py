@@ -7,7 +7,7 @@ import functools
 
 import torch
 
-from . import _check, _driver, _enter
+from . import _check, _driver, enter
 
 _SIZE, _ALIGNMENT = 128, 64
 _TWO_BYTES, _SWIZZLE_128, _PROMOTE_256 = 1, 3, 3  # as cuda.h numbers them
@@ -22,7 +22,7 @@ def boxes(x: torch.Tensor, rows: int) -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def _encoded(address: int, num_rows: int, num_inputs: int, stride: int, rows: int) -> bytes:
-    _enter(torch.cuda.current_device())
+    enter(torch.cuda.current_device())
     memory = ctypes.create_string_buffer(_SIZE + _ALIGNMENT)
     start = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
     code = _driver().cuTensorMapEncodeTiled(

@@ -1,11 +1,7 @@
 // What products of many rows share: wgmma with BN rows of x as its right operand, in shared memory in the 128-byte
-// swizzle, and the meeting of a cluster of TEAM times SPLIT blocks, of which SPLIT divide K.
+// swizzle, and the meeting of a cluster whose SPLIT blocks divide K.
 
 #include "copies.cuh"
-
-#ifndef TEAM
-#define TEAM 1
-#endif
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
@@ -98,21 +94,21 @@ __device__ __forceinline__ void fence_registers(int* d) {
 }
 
 #ifdef SPLIT
-// All blocks of the cluster have come so far: their shared memory may be written.
+// All blocks of the cluster have started: their shared memory may be written.
 __device__ __forceinline__ void announce_start() {
-#if SPLIT * TEAM > 1
+#if SPLIT > 1
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 
 __device__ __forceinline__ void await_start() {
-#if SPLIT * TEAM > 1
+#if SPLIT > 1
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
 
 __device__ __forceinline__ void meet() {
-#if SPLIT * TEAM > 1
+#if SPLIT > 1
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 #else
   __syncthreads();
@@ -120,7 +116,7 @@ __device__ __forceinline__ void meet() {
 }
 
 __device__ __forceinline__ u32 at_rank(u32 address, int rank) {
-#if SPLIT * TEAM > 1
+#if SPLIT > 1
   u32 remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   return remote;
@@ -130,7 +126,7 @@ __device__ __forceinline__ u32 at_rank(u32 address, int rank) {
 }
 
 __device__ __forceinline__ void send(u32 address, float value) {
-#if SPLIT * TEAM > 1
+#if SPLIT > 1
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 #else
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
@@ -144,20 +140,14 @@ __device__ __forceinline__ void send(u32 address, float value) {
 #define SHARE (BN / SPLIT)  // rows that a block finishes
 
 // One wgmma's sums, of 64 outputs from `column` on. Row n of x goes to the block that finishes it: there it is
-// row (own rank, n % SHARE). `team`: the first of the SPLIT blocks in the cluster.
+// row (own rank, n % SHARE).
 template <class Sum>
-__device__ __forceinline__ void send_parts(float* parts, int pitch, int rank, const Sum* sum, int column, int lane,
-                                           int team = 0) {
+__device__ __forceinline__ void send_parts(float* parts, int pitch, int rank, const Sum* sum, int column, int lane) {
   const int r = lane >> 2, q = lane & 3;
 #pragma unroll
   for (int j = 0; j < BN / 2; j++) {
     const int n = j / 4 * 8 + q * 2 + (j & 1), c = column + r + (j >> 1 & 1) * 8;
-    float* to = parts + (rank * SHARE + n % SHARE) * pitch + c;
-#if SPLIT > 1
-    send(at_rank(shared_address(to), team + n / SHARE), (float)sum[j]);
-#else
-    *to = (float)sum[j];
-#endif
+    send(at_rank(shared_address(parts + (rank * SHARE + n % SHARE) * pitch + c), n / SHARE), (float)sum[j]);
   }
 }
 
