@@ -89,21 +89,21 @@ FDCPU_INLINE void quantize_pairs(const PackedMatrix &w, const float *row, const 
         squares = x * x + y * y + squares;
     }
     const float peak = max_of(peaks), inverse = peak > 0 ? 127.f / peak : 0.f;
-    I total = splat_int(0);
+    U total = {};  // of what is no number it runs over
     for (int64_t k = 0; k < w.inputs; k += 2 * kLanes) {
         pairs(k, x, y);
         const I q[4] = {round_to_int(x * inverse), round_to_int((x + y) * inverse), round_to_int(y * inverse),
                         round_to_int((y - x) * inverse)};
         U packed = {};
         for (int j = 0; j < 4; ++j) {
-            total += q[j];
+            total += U(q[j]);
             packed |= (U(q[j]) & 255) << (8 * j);
         }
         store_as(bytes + out.at(2 * k), packed);
     }
     const bool is_finite = std::isfinite(sum_of(squares));
     out.scales[m] = is_finite ? peak / 127.f : std::nanf("");
-    out.sums[m] = is_finite ? sum_of_ints(total) : 0;
+    out.sums[m] = is_finite ? sum_of_ints(I(total)) : 0;
 }
 
 // Row `from` of x in the format's form becomes row m.
