@@ -177,7 +177,7 @@ class BatchScheduler:
             step.asked,
             output.token_ids.size,
             0.0 if began is None else now - began,
-            is_decode=step.is_decode,
+            0 if step.is_decode else sum(row.num_tokens for row in step.rows),
         )
 
     def fail(self, steps: list[ScheduledStep], message: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from .draft_measures import WINDOWS, Acceptance, Pace, RowWatch, StepTimes
+from .draft_measures import WINDOWS, Acceptance, Load, Pace, RowWatch, StepTimes, TimedStep
 
 # Batch sizes up to this begin with drafts; larger ones have to show first that they gain by them.
 SMALL = 8
@@ -29,8 +29,9 @@ TRIAL_SHARE = 0.01
 # What another number must promise before it is taken; what drafts must bring before they are used, and to
 # go on; below what share a trial has failed at once.
 GAIN, LEAST_GAIN, KEEP_GAIN, FAILED = 1.03, 1.1, 1.05, 0.8
-# What a row whose drafts fare badly must keep of the speed that it has without.
-FAIR = 0.9
+# What a row whose drafts fare badly must keep of the speed that it has without; and as long as it may only
+# have had bad luck.
+FAIR, FAIR_AT_FIRST = 0.97, 0.6
 # What older results of acceptance keep when drafts are tried once more.
 KEPT_FOR_TRIAL = 0.05
 
@@ -47,7 +48,10 @@ class _Regime:
         self.acceptance, self.times = acceptance, StepTimes()
         steps = min(MOST_STEPS, max(LEAST_STEPS, ROWS // num_rows))
         # Without drafts every row has one token per step, which is soon known.
-        self.pace = [Pace(steps if number else LEAST_STEPS) for number in range(most + 1)]
+        self.load = Load()
+        self.pace = [
+            Pace(steps if number else LEAST_STEPS, self.load) for number in range(most + 1)
+        ]
         self.best = self.current = most
         self.is_trial, self.has_paid = True, False
         self.since, self.pause = 0, TRY_AGAIN  # steps since the last trial, and until the next
@@ -80,14 +84,15 @@ class _Regime:
     def has_failed(self, number: int) -> bool:
         """Whether the window that is open leaves no hope."""
         own = self.pace[number]
-        return own.count > 0 and own.open.speed < FAILED * self.pace[0].speed
+        return own.count > 0 and own.open_speed < FAILED * self.pace[0].speed
 
     def is_fair(self, number: int) -> bool:
         """Whether rows whose drafts fare badly do not pay for the others'."""
         own, plain = self.pace[number], self.pace[0]
         if not (own.is_known and plain.is_known):
             return True
-        return own.slow_speed >= FAIR * plain.speed
+        least = FAIR if own.is_slow_sure else FAIR_AT_FIRST
+        return own.slow_share * own.speed >= least * plain.speed
 
 
 class DraftLength:
@@ -106,7 +111,7 @@ class DraftLength:
         self._numbers = tuple(sorted(numbers or range(1, most + 1)))
         self._most, self._adaptive, self._disable_above = most, adaptive, disable_above
         self._watch = watch
-        self._watched: _Regime | None = None
+        self._watched: tuple[_Regime, int] | None = None  # whose rows, with so many drafts
         self._acceptance: dict[int, Acceptance] = {}
         self._regimes: dict[tuple[int, int], _Regime] = {}
         self._now: _Regime | None = None  # of the step that was planned last
@@ -145,10 +150,16 @@ class DraftLength:
         if self._now is not None:
             self._now.acceptance.note(asked, num_tokens)
 
-    def observe(self, asked: int, num_tokens: int, seconds: float, *, is_decode: bool) -> None:
+    def observe(
+        self, asked: int, num_tokens: int, seconds: float, num_prompt_tokens: int = 0
+    ) -> None:
         """A step took so long and gave so many tokens. asked: the drafts that its rows could have had.
-        seconds 0: its time says nothing."""
-        regime, is_behind = self._now, self._num_behind_prompt > 0
+        seconds 0: its time says nothing. num_prompt_tokens: that it has computed."""
+        regime, is_behind, is_decode = (
+            self._now,
+            self._num_behind_prompt > 0,
+            not num_prompt_tokens,
+        )
         self._num_behind_prompt = self._num_behind_prompt - is_behind if is_decode else AFTER_PROMPT
         if regime is None:
             return
@@ -166,19 +177,21 @@ class DraftLength:
         pace = regime.pace[regime.current]
         if is_decode and not is_behind:
             regime.times.observe(asked, seconds)
-        kind = 2 * is_decode + (asked > 0)
-        is_full = pace.add(num_tokens / self._num_rows, seconds, kind)
-        if is_full or (regime.is_trial and self._is_enough(regime)):
+        step = TimedStep(num_tokens / self._num_rows, seconds, num_prompt_tokens, asked > 0)
+        regime.load.note(step)
+        if pace.add(step) or (regime.is_trial and self._is_enough(regime)):
             self._close(regime, regime.current)
             self._decide(regime)
             self._begin_window(regime)
 
     def _begin_window(self, regime: _Regime) -> None:
         """The next step may be the first one of a window with drafts."""
-        is_first = not (regime.num_unsettled or regime.pace[regime.current].count)
-        if regime.current and is_first and self._watch is not None:
-            self._watch.begin()
-            self._watched = regime
+        number = regime.current
+        if not number:
+            self._watched = None
+        elif self._watch is not None and not (regime.num_unsettled or regime.pace[number].count):
+            self._watch.begin(is_first=self._watched != (regime, number))
+            self._watched = (regime, number)
 
     def _regime(self, num_rows: int, kind: int) -> _Regime:
         key = (_bucket(num_rows), kind)
@@ -210,14 +223,12 @@ class DraftLength:
         if not number:
             pace.close()
         elif plain.is_known:  # else it is gone on with when that is known
-            slow_tokens = 0.0
-            if self._watch is not None and self._watched is regime:
-                slow_tokens = self._watch.slow_tokens()
+            count, slow = pace.count, None
+            if self._watch is not None and self._watched == (regime, number):
+                slow = self._watch.slow_rows()
+            pace.close(slow)
             if regime.is_trial:
-                count, tokens, seconds = pace.open
-                lost_s = seconds - (slow_tokens or tokens) / plain.speed
-                regime.lost_s += lost_s * (count + SETTLE) / count
-            pace.close(slow_tokens)
+                regime.lost_s += pace.lost(plain.speed) * (1 + SETTLE / count)
 
     def _decide(self, regime: _Regime) -> None:
         """Behind a window."""
@@ -226,11 +237,11 @@ class DraftLength:
         elif not regime.best:
             if regime.since >= regime.pause:
                 self._try(regime, self._first(regime))
-        elif (
-            regime.since >= regime.pause
-            or not regime.is_fair(regime.best)
-            or regime.speed(regime.best) < KEEP_GAIN * regime.speed(0)
-        ):
+        elif not regime.is_fair(regime.best):
+            lost_s = WINDOWS * regime.pace[regime.best].lost(regime.pace[0].speed)
+            self._try(regime, 0)
+            regime.lost_s = lost_s
+        elif regime.since >= regime.pause or regime.speed(regime.best) < KEEP_GAIN * regime.speed(0):
             self._try(regime, 0)
         else:
             better = max(self._numbers, key=regime.decoding)
