@@ -241,7 +241,9 @@ class DraftLength:
             lost_s = WINDOWS * regime.pace[regime.best].lost(regime.pace[0].speed)
             self._try(regime, 0)
             regime.lost_s = lost_s
-        elif regime.since >= regime.pause or regime.speed(regime.best) < KEEP_GAIN * regime.speed(0):
+        elif regime.since >= regime.pause or regime.speed(regime.best) < KEEP_GAIN * regime.speed(
+            0
+        ):
             self._try(regime, 0)
         else:
             better = max(self._numbers, key=regime.decoding)

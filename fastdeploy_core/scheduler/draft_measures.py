@@ -151,7 +151,9 @@ class Load:
         decoded, taken = window.tokens - parts[2], window.seconds - parts[1]
         if decoded <= 0 or not self._prompt_tokens:
             return window.seconds / window.tokens
-        prompts, seconds, made = parts if parts[0] else (self._prompt_tokens, self._taken, self._made)
+        prompts, seconds, made = (
+            parts if parts[0] else (self._prompt_tokens, self._taken, self._made)
+        )
         share = self._prompt_tokens / self._tokens  # for each token of a row
         return max(0.0, 1 - share * made / prompts) * taken / decoded + share * seconds / prompts
 
