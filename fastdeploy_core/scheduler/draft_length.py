@@ -135,10 +135,13 @@ class DraftLength:
         """Whether nothing is to be drafted for long."""
         return self._now.is_off if self._now is not None else self._is_disabled
 
-    def passes(self) -> bool:
-        """A step was done; whether nobody need be told more of it. Drafts that are off cost next to nothing,
-        and what steps take without is only measured again before they are tried."""
+    def passes(self, num_tokens: int, num_prompt_tokens: int) -> bool:
+        """A step was done, which gave so many tokens and computed so many of prompts; whether nobody need be
+        told more of it. Drafts that are off cost next to nothing, and what steps take without is only
+        measured again before they are tried."""
         regime = self._now
+        if regime is not None:
+            regime.load.note(num_tokens / self._num_rows, num_prompt_tokens)
         if regime is not None and regime.since >= regime.quiet_until:
             return False
         if regime is not None:
@@ -178,7 +181,8 @@ class DraftLength:
         if is_decode and not is_behind:
             regime.times.observe(asked, seconds)
         step = TimedStep(num_tokens / self._num_rows, seconds, num_prompt_tokens, asked > 0)
-        regime.load.note(step)
+        if num_prompt_tokens and not regime.current:
+            regime.load.note_plain(step)
         if pace.add(step) or (regime.is_trial and self._is_enough(regime)):
             self._close(regime, regime.current)
             self._decide(regime)

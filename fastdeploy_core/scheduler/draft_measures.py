@@ -25,7 +25,9 @@ MOST_NOTED = 32
 # Windows of steps that count.
 WINDOWS = 4
 # What older steps keep with every new one of their share of what is known of the load.
-KEPT_LOAD = 0.99
+KEPT_LOAD = 0.997
+# Tokens of a row before prompts come, until that is known.
+FIRST_ANSWER = 64.0
 # How many times as long as others of its kind a step may count.
 HELD_UP = 3.0
 # Share of the rows that fare worse than the one that stands for those that fare badly.
@@ -130,32 +132,32 @@ class TimedStep(NamedTuple):
 
 
 class Load:
-    """The prompts that come with the answers, whatever the number of drafts: newer steps count more."""
+    """The prompts that come with the answers, whatever the number of drafts; newer steps count more."""
 
     def __init__(self) -> None:
-        self._tokens = self._prompt_tokens = 0.0  # of all steps
-        self._taken = self._made = 0.0  # seconds and tokens of those with prompts
+        # Of all steps, as if there had been some before.
+        self._tokens, self._prompt_tokens = FIRST_ANSWER, 0.0
+        self._plain: deque[TimedStep] = deque(maxlen=LAST)  # with prompts, without drafts
 
-    def note(self, step: TimedStep) -> None:
-        """One more."""
-        has_prompts = step.num_prompt_tokens > 0
-        self._tokens = KEPT_LOAD * self._tokens + step.tokens
-        self._prompt_tokens = KEPT_LOAD * self._prompt_tokens + step.num_prompt_tokens
-        self._taken = KEPT_LOAD * self._taken + has_prompts * step.seconds
-        self._made = KEPT_LOAD * self._made + has_prompts * step.tokens
+    def note(self, tokens: float, num_prompt_tokens: int) -> None:
+        """One more step: what it gave a row, and what it computed of prompts."""
+        self._tokens = KEPT_LOAD * self._tokens + tokens
+        self._prompt_tokens = KEPT_LOAD * self._prompt_tokens + num_prompt_tokens
+
+    def note_plain(self, step: TimedStep) -> None:
+        """What a step with prompts takes where there are no drafts."""
+        self._plain.append(step)
 
     def seconds_per_token(self, window: Window) -> float:
         """Of a row, at the usual share of prompts. A window may have more or fewer, since requests that
-        come together end together, too; where it has none they cost what they usually do."""
-        parts = window.prompt_tokens, window.prompt_seconds, window.prompt_made
-        decoded, taken = window.tokens - parts[2], window.seconds - parts[1]
-        if decoded <= 0 or not self._prompt_tokens:
+        come together end together, too; where it has none they cost what they do without drafts."""
+        decoded, taken = window.tokens - window.prompt_made, window.seconds - window.prompt_seconds
+        prompts = window if window.prompt_tokens else Window.of(list(self._plain))
+        if decoded <= 0 or not prompts.prompt_tokens:
             return window.seconds / window.tokens
-        prompts, seconds, made = (
-            parts if parts[0] else (self._prompt_tokens, self._taken, self._made)
-        )
-        share = self._prompt_tokens / self._tokens  # for each token of a row
-        return max(0.0, 1 - share * made / prompts) * taken / decoded + share * seconds / prompts
+        share = self._prompt_tokens / self._tokens / prompts.prompt_tokens
+        rest = max(0.0, 1 - share * prompts.prompt_made)
+        return rest * taken / decoded + share * prompts.prompt_seconds
 
 
 class Window(NamedTuple):
