@@ -86,6 +86,10 @@ class _Regime:
         own = self.pace[number]
         return own.count > 0 and own.open_speed < FAILED * self.pace[0].speed
 
+    def still_pays(self) -> bool:
+        """Whether the number in use is better than none by enough."""
+        return self.speed(self.best) >= KEEP_GAIN * self.speed(0)
+
     def is_fair(self, number: int) -> bool:
         """Whether rows whose drafts fare badly do not pay for the others'."""
         own, plain = self.pace[number], self.pace[0]
@@ -158,11 +162,8 @@ class DraftLength:
     ) -> None:
         """A step took so long and gave so many tokens. asked: the drafts that its rows could have had.
         seconds 0: its time says nothing. num_prompt_tokens: that it has computed."""
-        regime, is_behind, is_decode = (
-            self._now,
-            self._num_behind_prompt > 0,
-            not num_prompt_tokens,
-        )
+        regime, is_behind = self._now, self._num_behind_prompt > 0
+        is_decode = not num_prompt_tokens
         self._num_behind_prompt = self._num_behind_prompt - is_behind if is_decode else AFTER_PROMPT
         if regime is None:
             return
@@ -245,9 +246,7 @@ class DraftLength:
             lost_s = WINDOWS * regime.pace[regime.best].lost(regime.pace[0].speed)
             self._try(regime, 0)
             regime.lost_s = lost_s
-        elif regime.since >= regime.pause or regime.speed(regime.best) < KEEP_GAIN * regime.speed(
-            0
-        ):
+        elif regime.since >= regime.pause or not regime.still_pays():
             self._try(regime, 0)
         else:
             better = max(self._numbers, key=regime.decoding)

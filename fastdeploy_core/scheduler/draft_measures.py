@@ -132,7 +132,8 @@ class TimedStep(NamedTuple):
 
 
 class Load:
-    """The prompts that come with the answers, whatever the number of drafts; newer steps count more."""
+    """The prompts that come with answers, which is what they are whatever the number of drafts. Newer steps
+    count more."""
 
     def __init__(self) -> None:
         # Of all steps, as if there had been some before.
@@ -161,15 +162,14 @@ class Load:
 
 
 class Window(NamedTuple):
-    """Some steps: how many, the tokens that a row got in them, and what they take if nothing holds them up;
-    and as much of those among them that have prompts."""
+    """Some steps: the tokens that a row got in them, and what they take if nothing holds them up; of those
+    among them that have prompts, the prompts' tokens, the seconds, and what a row got."""
 
-    num_steps: int
     tokens: float
     seconds: float
-    prompt_tokens: float = 0.0
-    prompt_seconds: float = 0.0
-    prompt_made: float = 0.0
+    prompt_tokens: int
+    prompt_seconds: float
+    prompt_made: float
 
     @classmethod
     def of(cls, steps: list[TimedStep]) -> Window:
@@ -182,7 +182,6 @@ class Window(NamedTuple):
             most = HELD_UP * median(found)
             sums[has_prompts] += sum(min(seconds, most) for seconds in found)
         return cls(
-            len(steps),
             sum(step.tokens for step in steps),
             sum(sums.values()),
             sum(step.num_prompt_tokens for step in steps),
