@@ -161,7 +161,7 @@ class BatchScheduler:
         if self._length is not None:
             prompts = 0 if step.is_decode else sum(row.num_tokens for row in step.rows)
             # Requests that come all at once, as the first ones do, are not the usual load.
-            is_usual = len(step.rows) <= max(1, len(step.cohort.seqs))
+            is_usual = 2 * len(step.rows) <= max(2, self.num_running)
             if self._length.passes(output.token_ids.size, is_usual * prompts):
                 self._busy_since = None
             else:

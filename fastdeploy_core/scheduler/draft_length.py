@@ -31,7 +31,7 @@ TRIAL_SHARE = 0.01
 GAIN, LEAST_GAIN, KEEP_GAIN, FAILED = 1.03, 1.1, 1.05, 0.8
 # What a row whose drafts fare badly must keep of the speed that it has without; and as long as it may only
 # have had bad luck.
-FAIR, FAIR_AT_FIRST = 0.97, 0.6
+FAIR, FAIR_AT_FIRST = 0.97, 0.75
 # What older results of acceptance keep when drafts are tried once more.
 KEPT_FOR_TRIAL = 0.05
 
@@ -56,6 +56,9 @@ class _Regime:
         self.is_trial, self.has_paid = True, False
         self.since, self.pause = 0, TRY_AGAIN  # steps since the last trial, and until the next
         self.num_tried, self.lost_s = 0, 0.0  # numbers in this trial, and what they cost
+        self.unfair: set[int] = (
+            set()
+        )  # numbers that were, until there are none and they are tried anew
         self.num_unsettled = SETTLE
         self.quiet_until = 0  # steps that are not looked at, since the last trial
 
@@ -93,6 +96,8 @@ class _Regime:
     def is_fair(self, number: int) -> bool:
         """Whether rows whose drafts fare badly do not pay for the others'."""
         own, plain = self.pace[number], self.pace[0]
+        if number in self.unfair:
+            return False
         if not (own.is_known and plain.is_known):
             return True
         least = FAIR if own.is_slow_sure else FAIR_AT_FIRST
@@ -194,9 +199,11 @@ class DraftLength:
         number = regime.current
         if not number:
             self._watched = None
-        elif self._watch is not None and not (regime.num_unsettled or regime.pace[number].count):
-            self._watch.begin(is_first=self._watched != (regime, number))
-            self._watched = (regime, number)
+        elif self._watch is not None and not regime.num_unsettled:
+            is_first = self._watched != (regime, number)
+            if is_first or not regime.pace[number].count:
+                self._watch.begin(is_first=is_first)
+                self._watched = (regime, number)
 
     def _regime(self, num_rows: int, kind: int) -> _Regime:
         key = (_bucket(num_rows), kind)
@@ -244,12 +251,13 @@ class DraftLength:
                 self._try(regime, self._first(regime))
         elif not regime.is_fair(regime.best):
             lost_s = WINDOWS * regime.pace[regime.best].lost(regime.pace[0].speed)
+            regime.unfair.add(regime.best)
             self._try(regime, 0)
             regime.lost_s = lost_s
         elif regime.since >= regime.pause or not regime.still_pays():
             self._try(regime, 0)
         else:
-            better = max(self._numbers, key=regime.decoding)
+            better = max(filter(regime.is_fair, self._numbers), key=regime.decoding)
             if regime.decoding(better) > GAIN * regime.decoding(regime.best):
                 regime.pace[better].forget()
                 regime.best = better
@@ -268,6 +276,7 @@ class DraftLength:
         regime.is_trial, regime.num_tried, regime.lost_s = True, 0, 0.0
         if number:
             regime.acceptance.fade(KEPT_FOR_TRIAL)
+            regime.unfair.clear()
         for other in range(self._most + 1):
             if other != regime.best:
                 regime.pace[other].forget()

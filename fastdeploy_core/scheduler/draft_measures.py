@@ -191,9 +191,10 @@ class Window(NamedTuple):
 
 
 class SlowRows(NamedTuple):
-    """Rows whose drafts fare badly: the tokens that one of them got, over so many windows up to now."""
+    """Rows whose drafts fare badly: of what a row got on average, the share that one of them got, over so
+    many windows up to now."""
 
-    tokens: float
+    share: float
     num_windows: int
 
 
@@ -220,10 +221,8 @@ class Pace:
         """The window ends."""
         if self.count:
             self._sizes.append(self.count)
-            watched = 0 if slow is None else slow.num_windows
-            tokens = self._last(sum(list(self._sizes)[-watched:])).tokens
-            self.slow_share = 1.0 if slow is None else min(1.0, slow.tokens / tokens)
-            self.is_slow_sure = watched >= WINDOWS
+            self.slow_share = 1.0 if slow is None else slow.share
+            self.is_slow_sure = slow is not None and slow.num_windows >= WINDOWS
         self.count = 0
 
     def forget(self) -> None:
@@ -280,5 +279,6 @@ class RowWatch:
             stays = columns.seq_id[places] == seq_ids
             if 2 * np.count_nonzero(stays) >= max(1, places.size):
                 got = (columns.known[places] - known)[stays]
-                return SlowRows(float(np.quantile(got, SLOW)), len(self._begun) - number)
+                share = float(np.quantile(got, SLOW)) / max(1.0, float(got.mean()))
+                return SlowRows(share, len(self._begun) - number)
         return None
