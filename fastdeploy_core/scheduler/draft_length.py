@@ -24,8 +24,9 @@ ROWS, LEAST_STEPS, MOST_STEPS, FEWEST = 96, 12, 40, 6
 FIRST_STEPS = 4
 # What is not in use is tried after so many steps, then twice as many, while nothing changes.
 FIRST_TRY, TRY_AGAIN, TRY_AGAIN_AT_MOST = 32, 128, 2048
-# Share of the time that trials may cost where drafts turn out not to pay.
-TRIAL_SHARE = 0.01
+# Share of the time that trials may cost where drafts turn out not to pay; steps that one costs at least,
+# since queues run empty.
+TRIAL_SHARE, LEAST_LOST = 0.01, 4.0
 # What another number must promise before it is taken; what drafts must bring before they are used, and to
 # go on; below what share a trial has failed at once.
 GAIN, LEAST_GAIN, KEEP_GAIN, FAILED = 1.03, 1.1, 1.05, 0.8
@@ -313,10 +314,11 @@ class DraftLength:
         is_same = bool(best) == regime.has_paid
         regime.pause = min(2 * regime.pause, TRY_AGAIN_AT_MOST) if is_same else TRY_AGAIN
         if not best and regime.times.count(0):
-            lost_steps = regime.lost_s / regime.times.expected(0)
+            lost_steps = max(LEAST_LOST, regime.lost_s / regime.times.expected(0))
             regime.pause = max(regime.pause, int(lost_steps / TRIAL_SHARE))
         regime.best, regime.has_paid, regime.is_trial, regime.since = best, bool(best), False, 0
         if best:
+            regime.quiet_until = 0
             self._ask(regime, best)
         else:
             regime.turn_off(regime.pause)

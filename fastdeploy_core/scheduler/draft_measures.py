@@ -247,10 +247,11 @@ class Pace:
         return 1 / self._load.seconds_per_token(self._last(self.count))
 
     def lost(self, plain_speed: float) -> float:
-        """Seconds that a row whose drafts fare badly has lost in the window that ended last."""
+        """Seconds that a row whose drafts fare badly has lost in the window that ended last, by what prompts
+        there were or by what there usually are: rather too many than too few."""
         window = self._last(self._sizes[-1])
-        plain = self.slow_share * window.tokens / plain_speed
-        return self._load.seconds_per_token(window) * window.tokens - plain
+        usual = self._load.seconds_per_token(window) * window.tokens
+        return max(window.seconds, usual) - self.slow_share * window.tokens / plain_speed
 
     def _last(self, num_steps: int) -> Window:
         return Window.of(list(self._steps)[-num_steps:])
