@@ -1,16 +1,17 @@
 """Speculative methods on the demo model's tasks: speed beside none, and what drafting costs.
 
     python benchmarks/speculative_speed.py --methods mtp:1,3 ngram_match:3,5 --batch 1 8 32 128
+    python benchmarks/speculative_speed.py --methods mtp:3 none:1@1,8   # the latter for batch 1 and 8 only
     python benchmarks/speculative_speed.py --overhead      # nothing accepted: a step's whole price
     python benchmarks/speculative_speed.py --equality      # the same tokens as without, or exit status 1
 
 Engines with a method and one without run in turns in one process; questions are held out of the model's
 training, answers are greedy unless --temperature says otherwise. Ratios of tokens per second are taken
 within a round; a figure is the median over rounds, behind it the standard error of that median, as the quartiles
-tell it, and the number of rounds: --rounds, and more until --seconds have passed. Each is printed as soon as it is
-known. The method `none` is another engine without speculation: what two engines differ by that are the same.
+tell it, and the number of rounds: --rounds, and more until --seconds have passed, behind --warm-up others. Each
+begins with an adaptive length that knows nothing yet, and is printed as soon as it is known. The method `none` is another engine without speculation: what two engines differ by that are the same.
 
-whole     a server under load: eight requests for each place of the batch, of which so many run at once as
+whole     a server under load: four requests for each place of the batch, of which so many run at once as
           `batch` says; the next arrives when one ends. Prompts included; the model ends its answers.
 long      one batch: all requests arrive together and all answers have --long tokens, whatever the model would
           like to end. Lasts until the slowest answer is complete.
@@ -37,7 +38,7 @@ from fastdeploy_core.types import TokenDeltas, each_delta
 
 REPETITIVE = ("copying", "reciting", "plain_copy")
 COUNTED = ("steps_total", "step_sequences_total", "draft_s", "draft_tokens_total")
-PLACES = 8  # requests of a closed loop for each place
+PLACES = 4  # requests of a closed loop for each place
 MEASURES = ("whole", "long", "decoding")
 
 
@@ -46,7 +47,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--methods", nargs="+", default=["ngram_match", "suffix", "draft_model"])
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=["ngram_match", "suffix", "draft_model"],
+        help="method, method:k,k or method:k,k@batch,batch",
+    )
     parser.add_argument("--k", nargs="+", type=int, default=[3], help="where no method:k,k says")
     parser.add_argument("--tasks", nargs="+", default=REPETITIVE)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
@@ -185,6 +191,7 @@ class Comparison:
         """Both engines in turns; who goes first changes from round to round."""
         engines = {"with": llm, "without": self.plain}
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
+        forget_lengths(llm)
         number, began = -self.options.warm_up, 0.0
         while number < self.options.rounds or time.perf_counter() - began < self.options.seconds:
             if not number:
@@ -215,6 +222,16 @@ class Comparison:
         return row
 
 
+def forget_lengths(llm: Any) -> None:
+    """What was learned on other work."""
+    length = llm._live_engine()._core.scheduler._length
+    if length is not None:
+        length._regimes.clear()
+        length._acceptance.clear()
+        length._now = length._last = length._watched = None
+        length._num_rows = -1
+
+
 def ratio(row: dict[str, Any]) -> tuple[float, float]:
     """Median over rounds, and its standard error if rounds differ as by a normal distribution."""
     found = [a / b for a, b in zip(row["with"], row["without"], strict=True)]
@@ -243,13 +260,15 @@ def main() -> None:
     print(f"{'method':12}{'k':>3}{'batch':>6} {'':10}{'ratio':>6} {'error':6}{'rounds':>7}{'none/s':>10}"
           f"{'drafts/tok':>11}{'tok/step':>9}{'ms/step':>9}{'none':>9}{'drafting':>9}")  # fmt: skip
     for named in options.methods:
+        named, _, batches = named.partition("@")
         method, _, numbers = named.partition(":")
+        wanted = list(map(int, batches.split(","))) if batches else options.batch
         for k in map(int, numbers.split(",")) if numbers else options.k:
             with comparison.drafting(method, k) as llm:
                 # As in an engine's process: what there is for good is not looked through again and again.
                 gc.collect()
                 gc.freeze()
-                for batch, measure in product(options.batch, options.measures):
+                for batch, measure in product(wanted, options.measures):
                     row = comparison.compare(llm, batch, measure)
                     rows.append({"method": method, "k": k, **row})
                     print_row(method, k, row)

@@ -30,9 +30,9 @@ TRIAL_SHARE, LEAST_LOST = 0.01, 4.0
 # What another number must promise before it is taken; what drafts must bring before they are used, and to
 # go on; below what share a trial has failed at once.
 GAIN, LEAST_GAIN, KEEP_GAIN, FAILED = 1.03, 1.1, 1.05, 0.8
-# What a row whose drafts fare badly must keep of the speed that it has without; and as long as it may only
-# have had bad luck.
-FAIR, FAIR_AT_FIRST = 0.97, 0.75
+# How much later than without drafts a batch of equal answers may be complete, which a row decides whose drafts
+# fare badly; and as long as it may only have had bad luck.
+LATE, LATE_AT_FIRST = 1.0, 1.1
 # What older results of acceptance keep when drafts are tried once more.
 KEPT_FOR_TRIAL = 0.05
 
@@ -95,14 +95,16 @@ class _Regime:
         return self.speed(self.best) >= KEEP_GAIN * self.speed(0)
 
     def is_fair(self, number: int) -> bool:
-        """Whether rows whose drafts fare badly do not pay for the others'."""
+        """Whether rows whose drafts fare badly do not pay for the others': a batch of equal answers is not
+        complete later than without drafts."""
         own, plain = self.pace[number], self.pace[0]
         if number in self.unfair:
             return False
         if not (own.is_known and plain.is_known):
             return True
-        least = FAIR if own.is_slow_sure else FAIR_AT_FIRST
-        return own.slow_share * own.speed >= least * plain.speed
+        # The others are complete by then, and rows that fare badly have done their share.
+        late = plain.speed / own.speed + (1 - own.slow_share) / self.relief
+        return late <= (LATE if own.is_slow_sure else LATE_AT_FIRST)
 
 
 class DraftLength:
@@ -245,6 +247,9 @@ class DraftLength:
 
     def _decide(self, regime: _Regime) -> None:
         """Behind a window."""
+        plain_s = [r.times.expected(0) for r in self._regimes.values() if r.times.count(0)]
+        if regime.times.count(0):
+            regime.relief = max(1.0, regime.times.expected(0) / min(plain_s))
         if regime.is_trial:
             self._judge(regime)
         elif not regime.best:
