@@ -3,8 +3,9 @@
     compute-sanitizer --tool memcheck python plugins/fd-cuda/tests/every_kernel.py
     compute-sanitizer --tool racecheck python plugins/fd-cuda/tests/every_kernel.py [PART...]
 
-Shapes are small and their ends lie inside tiles. Results are not compared, which the tests do; here the
-tool watches every access. The last lines name what was launched.
+A part is a function below or a format of packed weights. Shapes are small and their ends lie inside tiles.
+Results are not compared, which the tests do; here the tool watches every access. The last lines name what
+was launched.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -257,20 +259,22 @@ def streams() -> None:
         step.run(driver, step.batch(tokens_per_row=same))
 
 
-def packed_products() -> None:
-    """Every format's dense product and experts, with numbers of rows that take each of the kernels."""
-    for name in (*FORMATS, "ccq2"):
-        for group in (0, 64) if name in ("wint4", "wint8_zp") else (0,):
-            weight = quant_weights.prepare(packed(name, 264, 384, group, 0, DEVICE))
-            bias = random(264, dtype=torch.bfloat16)
-            for rows in (1, 9, 20, 40, 130, 600):
-                x = random(rows, 384, dtype=torch.bfloat16)
-                quant_linear.linear(x, weight, bias)
-        gate_up, down = (
-            quant_weights.prepare(packed(name, *shape, 0, 4, DEVICE))
-            for shape in ((256, 128), (128, 128))
-        )
-        chosen_experts(quant_experts, 128, gate_up, down)
+def packed_products(name: str) -> None:
+    """A format's dense product and experts, with numbers of rows that take each of the kernels."""
+    for group in (0, 64) if name in ("wint4", "wint8_zp") else (0,):
+        weight = quant_weights.prepare(packed(name, 264, 384, group, 0, DEVICE))
+        bias = random(264, dtype=torch.bfloat16)
+        for rows in (1, 9, 20, 40, 130, 600):
+            quant_linear.linear(random(rows, 384, dtype=torch.bfloat16), weight, bias)
+    gate_up, down = (
+        quant_weights.prepare(packed(name, *shape, 0, 4, DEVICE))
+        for shape in ((256, 128), (128, 128))
+    )
+    chosen_experts(quant_experts, 128, gate_up, down)
+
+
+def packed_pipe() -> None:
+    """quant_pipe.cu in sizes that no small product is given."""
     for name in ("wint4", "wint8", "wfp8", "ccq2"):
         slabs = quant_weights.prepare(packed(name, 264, 1024, 0, 0, DEVICE)).slabs
         for shape in (Pipe(64, 2, 1, 4, 2), Pipe(128, 2, 4, 4), Pipe(256, 2, 2, 4)):
@@ -324,9 +328,9 @@ PARTS: dict[str, Callable[[], None]] = {
     part.__name__: part
     for part in (
         native_products, native_filter, triton_filter, body, steps, sampling, experts, many_rows,
-        drafting, attention, streams, packed_products, trellis, quantized_caches,
+        drafting, attention, streams, packed_pipe, trellis, quantized_caches,
     )
-}  # fmt: skip
+} | {name: partial(packed_products, name) for name in (*FORMATS, "ccq2")}  # fmt: skip
 
 
 def never_launched(counts: Counter[str]) -> list[str]:
