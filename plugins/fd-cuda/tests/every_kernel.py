@@ -222,8 +222,12 @@ def drafting() -> None:
 def attention() -> None:
     """Decode in CUDA C++ and in Triton, prompts and mixed steps, latent attention."""
     device = lookup("device", DEVICE)(DeviceOptions(tensor_library="torch", num_threads=1))
-    cases = [
-        (gqa("bfloat16", 16, 2, 128), [(1, n) for n in (1, 40, 700, 0)], 1, 128, 64),
+    decodes = [(1, n) for n in (1, 40, 700, 0)]
+    cases: list[tuple[Any, ...]] = [
+        (gqa("bfloat16", 16, 2, 128), decodes, 1, 128, 64),
+        (gqa("bfloat16", 16, 8, 128), decodes, 1, 128, 64, True),
+        (gqa("bfloat16", 16, 8, 128), MIXED, 0, 128, 16, True),
+        (gqa("float32", 6, 2, 40), decodes, 1, 24, 5, True),
         (gqa("float16", 10, 2, 128, interleaved=True), [(2, n) for n in (2, 129)], 2, 128, 16),
         (gqa("bfloat16", 4, 4, 64), [(1, n) for n in (1, 40, 700)], 1, 32, 64),
         (gqa("float32", 6, 2, 40), [(1, n) for n in (1, 77)], 1, 24, 5),
@@ -233,10 +237,10 @@ def attention() -> None:
         (mla("bfloat16", 5, 64, 16), [(1, n) for n in (1, 60, 330, 0)], 1, 0, 16),
         (mla("float32"), MIXED, 0, 0, 16),
     ]
-    for spec, rows, same, rotary, block_size in cases:
+    for spec, rows, same, rotary, size, *norms in cases:
         driver = LatentAttention if spec.kind == "mla" else PagedAttention
-        step = Step(device, spec, rows, rotary_dim=rotary, block_size=block_size)
-        built = driver(spec, block_size, device, None)
+        step = Step(device, spec, rows, size, rotary, has_norms=bool(norms))
+        built = driver(spec, size, device, None)
         step.run(built, step.batch(tokens_per_row=same))
         if rows is MIXED and driver is PagedAttention:  # as such steps are recorded
             step.run(built, step.batch(is_exact=False))
@@ -253,7 +257,7 @@ def streams() -> None:
     device = lookup("device", DEVICE)(DeviceOptions(tensor_library="torch", num_threads=1))
     rows = [0, 130, 3, 700, 64]
     for spec, same in ((gqa("bfloat16", 16, 2, 128), 1), (gqa("float16", 10, 2, 128), 3)):
-        step = Step(device, spec, [(same, n) for n in rows], rotary_dim=128, block_size=16)
+        step = Step(device, spec, [(same, n) for n in rows], 16, 128, has_norms=same > 1)
         driver = PagedAttention(spec, 16, device, None)
         driver.use(Streamed(driver.sizes.gpu))
         step.run(driver, step.batch(tokens_per_row=same))

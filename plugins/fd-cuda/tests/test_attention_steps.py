@@ -43,6 +43,24 @@ def test_partial_rotation_and_odd_widths(device: Any) -> None:
     step.check(PagedAttention(spec, 5, device, None), step.batch())
 
 
+@pytest.mark.parametrize("rotary_dim", [0, 24, 32])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_heads_are_normed_before_they_are_rotated(
+    device: Any, rotary_dim: int, interleaved: bool
+) -> None:
+    spec = gqa("float32", interleaved=interleaved)
+    step = Step(device, spec, MIXED, rotary_dim=rotary_dim, has_norms=True)
+    step.check(PagedAttention(spec, 16, device, None), step.batch())
+
+
+@pytest.mark.parametrize("same", [0, 1])
+def test_normed_heads_of_128(device: Any, same: int) -> None:
+    spec = gqa("float16", 4, 2, 128)
+    rows = [(1, 40), (1, 1), (1, 0)] if same else [(1, 40), (20, 33)]
+    step = Step(device, spec, rows, rotary_dim=128, has_norms=True)
+    step.check(PagedAttention(spec, 16, device, None), step.batch(tokens_per_row=same))
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_uniform_steps_with_drafts(device: Any, tokens: int, dtype: str) -> None:

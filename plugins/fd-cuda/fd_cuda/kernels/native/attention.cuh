@@ -192,24 +192,58 @@ __device__ __forceinline__ void add_values(State& state, const float (&s)[NT][4]
 // A row's tokens of this step, and where they go, for one kv head.
 struct Tokens {
   const u16 *q, *k, *v;
+  const u16 *q_norm, *k_norm;  // NORMS: weights of the norms of query and key heads
+  float eps;
   u16 *k_cache, *v_cache;
   const long long* slot_mapping;
   int stride_q, stride_k, stride_v, stride_q_head, stride_k_head, stride_v_head;
   int head, num_kv_heads, first, fed, writes;
 };
 
-__device__ __forceinline__ void load_query(Word4 (&query)[4], const Tokens& of, int column, u32 part) {
-  const u16* at = of.q + (long long)(of.first + column / GROUP) * of.stride_q +
-                  (of.head * GROUP + column % GROUP) * of.stride_q_head + part * 8;
+__device__ __forceinline__ void load_row(Word4 (&row)[4], const u16* at, u32 part) {
 #pragma unroll
-  for (int c = 0; c < 4; ++c) query[c] = load4(at + c * 32);
+  for (int c = 0; c < 4; ++c) row[c] = load4(at + part * 8 + c * 32);
 }
 
-// One key of the step: rotated, and written to the cache.
-__device__ __forceinline__ void own_key(Word4 (&key)[4], const Tokens& of, int token, const Turn& turn, u32 part) {
-  const u16* at = of.k + (long long)(of.first + token) * of.stride_k + of.head * of.stride_k_head + part * 8;
+// Over its root mean square, times the weights; four threads hold a row. Of the whole warp.
+__device__ __forceinline__ void normalize(Word4 (&row)[4], const u16* weights, float eps, u32 part) {
+#if NORMS
+  Word4 weight[4];
+  load_row(weight, weights, part);
+  float sum = 0.f;
 #pragma unroll
-  for (int c = 0; c < 4; ++c) key[c] = load4(at + c * 32);
+  for (int i = 0; i < 16; ++i) {
+    const u32 pair = row[i / 4].x[i % 4];
+    sum += low(pair) * low(pair) + high(pair) * high(pair);
+  }
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  sum += __shfl_xor_sync(~0u, sum, 2);
+  const float factor = rsqrtf(sum / WIDTH + eps);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const u32 pair = row[i / 4].x[i % 4], gain = weight[i / 4].x[i % 4];
+    row[i / 4].x[i % 4] = pack(low(pair) * factor * low(gain), high(pair) * factor * high(gain));
+  }
+#endif
+}
+
+// Of the whole warp; zeros where there is no such query.
+__device__ __forceinline__ void load_query(Word4 (&query)[4], const Tokens& of, int column, bool is_there, u32 part) {
+  if (is_there)
+    load_row(query, of.q + (long long)(of.first + column / GROUP) * of.stride_q +
+                        (of.head * GROUP + column % GROUP) * of.stride_q_head, part);
+  normalize(query, of.q_norm, of.eps, part);
+}
+
+// A key of the step, as load_query.
+__device__ __forceinline__ void load_key(Word4 (&key)[4], const Tokens& of, int token, u32 part) {
+  if (token < of.fed)
+    load_row(key, of.k + (long long)(of.first + token) * of.stride_k + of.head * of.stride_k_head, part);
+  normalize(key, of.k_norm, of.eps, part);
+}
+
+// Rotated, and written to the cache.
+__device__ __forceinline__ void own_key(Word4 (&key)[4], const Tokens& of, int token, const Turn& turn, u32 part) {
   rotate(key, turn);
   const long long slot = of.writes ? of.slot_mapping[of.first + token] : -1;
   if (slot < 0) return;

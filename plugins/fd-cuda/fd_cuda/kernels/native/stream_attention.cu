@@ -76,7 +76,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
     u16* k_cache, u16* v_cache, const int* items, const int* tables, const long long* slot_mapping,
     const float* __restrict__ cos_sin, float* part_acc, float* part_best,
     float* part_total, int* counters, float scale, int stride_q, int stride_k, int stride_v, int stride_q_head,
-    int stride_k_head, int stride_v_head, int stride_table, int num_kv_heads, int num_blocks, int writes) {
+    int stride_k_head, int stride_v_head, int stride_table, const u16* q_norm, const u16* k_norm, float eps,
+    int num_kv_heads, int num_blocks, int writes) {
   extern __shared__ __align__(16) float shared[];
   __shared__ float bests[WARPS][COLUMNS], totals[WARPS][COLUMNS];
   __shared__ const float* sums[WARPS];
@@ -131,15 +132,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
   wait_for_previous();
 
   for (int parity = 0;; parity ^= 1) {
-    const Tokens tokens = {q, k, v, k_cache, v_cache, slot_mapping, stride_q, stride_k, stride_v, stride_q_head,
-                           stride_k_head, stride_v_head, now.head, num_kv_heads, now.first_token, now.fed, writes};
+    const Tokens tokens = {q, k, v, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping, stride_q, stride_k, stride_v,
+                           stride_q_head, stride_k_head, stride_v_head, now.head, num_kv_heads, now.first_token, now.fed, writes};
     Word4* queries = (Word4*)shared + parity * NT * 4 * 32;
     if (warp < NT) {
       Word4 query[4] = {};
       const int column = warp * 8 + group;
-      if (column < GROUP * now.fed) {
+      const bool has_query = column < GROUP * now.fed;
+      load_query(query, tokens, column, has_query, part);
+      if (has_query) {
         Turn turn;
-        load_query(query, tokens, column, part);
         load_turn(turn, cos_sin, now.cached + column / GROUP, part);
         rotate(query, turn);
       }
@@ -153,6 +155,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int token = group + 8 * h;
+        if (8 * h >= now.fed) continue;
+        load_key(new_key[h], tokens, token, part);
         if (token >= now.fed) continue;
         Turn turn;
         load_turn(turn, cos_sin, now.cached + token, part);
