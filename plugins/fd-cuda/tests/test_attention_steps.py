@@ -280,6 +280,20 @@ def test_streams_share_all_tiles_equally(device: Any, num_seqs: int, heads: int,
     assert (of_rows[:, 2] == 1100).all() and (of_rows[:, 3] == rows[:-1]).all()
 
 
+def test_no_block_of_streams_gets_all_rows_that_stand_in(device: Any) -> None:
+    from fd_cuda.attention.plan import StreamShape, stream_items
+
+    lengths = np.full(224, 1101, np.int32)
+    lengths[100:115] = 0
+    put, rows = device.to_device, np.arange(225, dtype=np.int32)
+    items, _ = stream_items(put(lengths), put(rows), 224, 2, 1, StreamShape(32, 2, 1, 3, 4, 448))
+    host = items.cpu().numpy()
+    shares, of_rows = host[:448], host[448:]
+    firsts = (of_rows[:, :1] * 2 + of_rows[:, 1:2] * np.arange(2)).ravel()
+    begun = np.searchsorted(firsts, shares[:, 2]) - np.searchsorted(firsts, shares[:, 1])
+    assert begun.sum() == 448 and begun.max() <= 9
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile_for_architectures(capability: int) -> None:

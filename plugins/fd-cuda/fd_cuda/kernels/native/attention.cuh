@@ -192,12 +192,11 @@ __device__ __forceinline__ void add_values(State& state, const float (&s)[NT][4]
 // A row's tokens of this step, and where they go, for one kv head.
 struct Tokens {
   const u16 *q, *k, *v;
-  const u16 *q_norm, *k_norm;  // NORMS: weights of the norms of query and key heads
-  float eps;
   u16 *k_cache, *v_cache;
   const long long* slot_mapping;
   int stride_q, stride_k, stride_v, stride_q_head, stride_k_head, stride_v_head;
   int head, num_kv_heads, first, fed, writes;
+  float eps;  // of the norms of heads
 };
 
 __device__ __forceinline__ void load_row(Word4 (&row)[4], const u16* at, u32 part) {
@@ -205,11 +204,16 @@ __device__ __forceinline__ void load_row(Word4 (&row)[4], const u16* at, u32 par
   for (int c = 0; c < 4; ++c) row[c] = load4(at + part * 8 + c * 32);
 }
 
-// Over its root mean square, times the weights; four threads hold a row. Of the whole warp.
-__device__ __forceinline__ void normalize(Word4 (&row)[4], const u16* weights, float eps, u32 part) {
+// Weights of the norm of a thread's elements.
+__device__ __forceinline__ void load_norm(Word4 (&norm)[4], const u16* weights, u32 part) {
 #if NORMS
-  Word4 weight[4];
-  load_row(weight, weights, part);
+  load_row(norm, weights, part);
+#endif
+}
+
+// Over its root mean square, times the weights; four threads hold a row. Of the whole warp.
+__device__ __forceinline__ void normalize(Word4 (&row)[4], const Word4 (&norm)[4], float eps) {
+#if NORMS
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
@@ -221,25 +225,26 @@ __device__ __forceinline__ void normalize(Word4 (&row)[4], const u16* weights, f
   const float factor = rsqrtf(sum / WIDTH + eps);
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    const u32 pair = row[i / 4].x[i % 4], gain = weight[i / 4].x[i % 4];
-    row[i / 4].x[i % 4] = pack(low(pair) * factor * low(gain), high(pair) * factor * high(gain));
+    const u32 pair = row[i / 4].x[i % 4], weights = norm[i / 4].x[i % 4];
+    row[i / 4].x[i % 4] = pack(low(pair) * factor * low(weights), high(pair) * factor * high(weights));
   }
 #endif
 }
 
 // Of the whole warp; zeros where there is no such query.
-__device__ __forceinline__ void load_query(Word4 (&query)[4], const Tokens& of, int column, bool is_there, u32 part) {
+__device__ __forceinline__ void load_query(Word4 (&query)[4], const Word4 (&norm)[4], const Tokens& of, int column,
+                                           bool is_there, u32 part) {
   if (is_there)
     load_row(query, of.q + (long long)(of.first + column / GROUP) * of.stride_q +
                         (of.head * GROUP + column % GROUP) * of.stride_q_head, part);
-  normalize(query, of.q_norm, of.eps, part);
+  normalize(query, norm, of.eps);
 }
 
 // A key of the step, as load_query.
-__device__ __forceinline__ void load_key(Word4 (&key)[4], const Tokens& of, int token, u32 part) {
+__device__ __forceinline__ void load_key(Word4 (&key)[4], const Word4 (&norm)[4], const Tokens& of, int token, u32 part) {
   if (token < of.fed)
     load_row(key, of.k + (long long)(of.first + token) * of.stride_k + of.head * of.stride_k_head, part);
-  normalize(key, of.k_norm, of.eps, part);
+  normalize(key, norm, of.eps);
 }
 
 // Rotated, and written to the cache.

@@ -66,12 +66,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
   const bool owns = own.split == 0 && worker == num_workers - 1;
   if (owns && warp >= NT && group < fed)  // of its own key, then
     load_turn(query_turn, cos_sin, load_past_l1(positions + first_token + group), part);
+  Word4 norm[4];  // of its query, or of its own key
+  load_norm(norm, warp < NT ? q_norm : k_norm, part);
   wait_for_previous();
-  const Tokens tokens = {q, k, v, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping, stride_q, stride_k, stride_v,
-                         stride_q_head, stride_k_head, stride_v_head, head, num_kv_heads, first_token, fed, writes};
+  const Tokens tokens = {q, k, v, k_cache, v_cache, slot_mapping, stride_q, stride_k, stride_v, stride_q_head,
+                         stride_k_head, stride_v_head, head, num_kv_heads, first_token, fed, writes, eps};
   if (warp < NT) {
     Word4 query[4] = {};
-    load_query(query, tokens, column, has_query, part);
+    load_query(query, norm, tokens, column, has_query, part);
     if (has_query) rotate(query, query_turn);
 #pragma unroll
     for (int c = 0; c < 4; ++c) queries[(warp * 4 + c) * 32 + lane] = query[c];
@@ -84,11 +86,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
   // what it has asked for is on its way.
   if (owns) {
     Word4 new_key[2][4] = {}, new_value[4][2] = {};
+    if (warp < NT) load_norm(norm, k_norm, part);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int token = group + 8 * h;
       if (8 * h >= fed) continue;
-      load_key(new_key[h], tokens, token, part);
+      load_key(new_key[h], norm, tokens, token, part);
       if (token >= fed) continue;
       Turn key_turn = query_turn;
       if (h > 0 || warp < NT) load_turn(key_turn, cos_sin, positions[first_token + token], part);

@@ -132,14 +132,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
   wait_for_previous();
 
   for (int parity = 0;; parity ^= 1) {
-    const Tokens tokens = {q, k, v, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping, stride_q, stride_k, stride_v,
-                           stride_q_head, stride_k_head, stride_v_head, now.head, num_kv_heads, now.first_token, now.fed, writes};
+    const Tokens tokens = {q, k, v, k_cache, v_cache, slot_mapping, stride_q, stride_k, stride_v, stride_q_head,
+                           stride_k_head, stride_v_head, now.head, num_kv_heads, now.first_token, now.fed, writes, eps};
     Word4* queries = (Word4*)shared + parity * NT * 4 * 32;
     if (warp < NT) {
-      Word4 query[4] = {};
+      Word4 query[4] = {}, norm[4];
+      load_norm(norm, q_norm, part);
       const int column = warp * 8 + group;
       const bool has_query = column < GROUP * now.fed;
-      load_query(query, tokens, column, has_query, part);
+      load_query(query, norm, tokens, column, has_query, part);
       if (has_query) {
         Turn turn;
         load_turn(turn, cos_sin, now.cached + column / GROUP, part);
@@ -152,11 +153,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
     const bool owns = now.at == now.unit && warp == WARPS - 1;
     Word4 new_key[2][4] = {}, new_value[4][2] = {};
     if (owns) {
+      Word4 norm[4];
+      load_norm(norm, k_norm, part);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int token = group + 8 * h;
         if (8 * h >= now.fed) continue;
-        load_key(new_key[h], tokens, token, part);
+        load_key(new_key[h], norm, tokens, token, part);
         if (token >= now.fed) continue;
         Turn turn;
         load_turn(turn, cos_sin, now.cached + token, part);
