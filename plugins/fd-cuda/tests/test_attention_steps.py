@@ -280,18 +280,23 @@ def test_streams_share_all_tiles_equally(device: Any, num_seqs: int, heads: int,
     assert (of_rows[:, 2] == 1100).all() and (of_rows[:, 3] == rows[:-1]).all()
 
 
-def test_no_block_of_streams_gets_all_rows_that_stand_in(device: Any) -> None:
+@pytest.mark.parametrize("longest", [1101, 1901])
+def test_streams_of_rows_that_stand_in(device: Any, longest: int) -> None:
+    """Whole rows to a block where lengths are alike; else nobody gets all short ones."""
     from fd_cuda.attention.plan import StreamShape, stream_items
 
     lengths = np.full(224, 1101, np.int32)
-    lengths[100:115] = 0
+    lengths[100:115], lengths[7] = 0, longest
     put, rows = device.to_device, np.arange(225, dtype=np.int32)
     items, _ = stream_items(put(lengths), put(rows), 224, 2, 1, StreamShape(32, 2, 1, 3, 4, 448))
     host = items.cpu().numpy()
-    shares, of_rows = host[:448], host[448:]
+    (shares, of_rows), is_alike = np.split(host, [448]), longest == 1101
     firsts = (of_rows[:, :1] * 2 + of_rows[:, 1:2] * np.arange(2)).ravel()
+    assert shares[0, 1] == 0 and (shares[1:, 1] == shares[:-1, 2]).all()
+    assert np.array_equal(shares[:, 1], firsts) == is_alike == (shares[0, 3] == 0)
+    assert (shares[:, 0] == (np.searchsorted(firsts, shares[:, 1], "right") - 1) // 2).all()
     begun = np.searchsorted(firsts, shares[:, 2]) - np.searchsorted(firsts, shares[:, 1])
-    assert begun.sum() == 448 and begun.max() <= 9
+    assert begun.sum() == 448 and begun.max() <= (1 if is_alike else 9)
 
 
 @pytest.mark.slow

@@ -105,6 +105,12 @@ def test_streams(step_of: Any, chosen: StreamShape) -> None:
     assert np.array_equal(first, again, equal_nan=True)
 
 
+def test_a_block_for_every_row_and_head(step_of: Any) -> None:
+    rows = [(1, 130), (1, 129), (1, 0), (1, 97)]
+    step, driver = step_of(rows, StreamShape(32, 2, 1, 3, 2, 8), rotary_dim=128, heads=(6, 2))
+    step.check(driver, step.batch(tokens_per_row=1))
+
+
 @pytest.mark.parametrize("chosen", [clusters(2, 1, 2), StreamShape(32, 2, 1, 3, 3, 3)])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_heads_are_normed_before_they_are_rotated(

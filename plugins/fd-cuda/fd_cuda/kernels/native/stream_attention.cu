@@ -1,7 +1,7 @@
 // Paged attention of batches that fill the GPU, one token a row or a few: rotation, cache write, attention.
 //
 // All tiles of all rows and kv heads stand in one line (row, head, tile), of which each block takes an equal
-// share: all multiprocessors end together, whatever the lengths are. A share is a few segments, each a part
+// share, so that all multiprocessors end together, or, where rows are about as long, one row and head. A share is a few segments, each a part
 // of one row's keys for one head. Warps take chunks of CHUNK tokens in turn. Each has a ring of its own in
 // shared memory, which it fills STAGES - 1 chunks ahead, over the ends of segments too, and from which it
 // alone reads: between the ends of segments nobody waits for anybody but memory. A row of several blocks is
@@ -42,10 +42,10 @@ __device__ __forceinline__ int of_value(int token, int i) { return (CHUNK + toke
 // The line of tiles, and how it is shared out.
 struct Line {
   const int* rows;  // of each: its first tile (of one head), tiles, cached tokens, first token, tokens fed
-  int num_kv_heads, total, num_blocks;
+  int num_kv_heads, total, num_blocks;  // total: 0 where a block has all tiles of one row and head
 
   __device__ __forceinline__ int block_of(int tile) const {
-    return (int)(((long long)(tile + 1) * num_blocks - 1) / total);
+    return total == 0 ? blockIdx.x : (int)(((long long)(tile + 1) * num_blocks - 1) / total);
   }
 };
 
