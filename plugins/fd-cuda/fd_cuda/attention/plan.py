@@ -21,8 +21,8 @@ ROW, TILE_BEGIN, TILE_END, SPLIT, NUM_SPLITS, CONTEXT, FIRST_TOKEN, NUM_TOKENS =
 ITEM = 8
 TILE_WORDS = 8  # of a prefill tile, five of them used
 _ITEMS_PER_PROGRAM, _SHARES_PER_PROGRAM = 64, 16
-# A row and head in a line of shares counts as so many tiles at least: beginning and ending one takes as long as
-# three, and a block that got all rows that stand in for others would be the last by far.
+# A row and head in a line of shares counts as so many tiles at least: beginning and ending one takes as long as two
+# or three, and a block that got all rows that stand in for others would be the last by far.
 _LEAST_IN_LINE = 4
 
 
