@@ -254,11 +254,14 @@ FDCPU_INLINE void value_pairs(const AttentionOp &op, const uint16_t *values, int
         for (int v = 0; v < V; ++v) store(out + r * op.v_head_dim + v * kLanes, acc[r][v]);
 }
 
+// Of the block's first tokens, and some more.
 template <int R>
-void paired_scores(const AttentionOp &op, const uint16_t *keys, const uint16_t *q, float *scores) {
+void paired_scores(const AttentionOp &op, const uint16_t *keys, int64_t tokens, const uint16_t *q, float *scores) {
     int64_t t = 0;
-    for (; t + 4 * kLanes <= op.block_size; t += 4 * kLanes) score_pairs<R, 4>(op, keys + 2 * t, q, scores + t);
-    for (; t < op.block_size; t += kLanes) score_pairs<R, 1>(op, keys + 2 * t, q, scores + t);
+    for (; t + 3 * kLanes < tokens && t + 4 * kLanes <= op.block_size; t += 4 * kLanes)
+        score_pairs<R, 4>(op, keys + 2 * t, q, scores + t);
+    for (; t + kLanes < tokens; t += 2 * kLanes) score_pairs<R, 2>(op, keys + 2 * t, q, scores + t);
+    for (; t < tokens; t += kLanes) score_pairs<R, 1>(op, keys + 2 * t, q, scores + t);
 }
 
 template <int R>
@@ -335,7 +338,7 @@ FDCPU_INLINE void soften(const AttentionOp &op, const AttentionScratch &s, int64
 FDCPU_INLINE void attend_pairs(const AttentionOp &op, const AttentionScratch &s, const uint16_t *keys,
                                const uint16_t *values, int64_t rows, int64_t first, int64_t tokens) {
     in_tiles_of_rows(rows, 0, [&](auto count, int64_t r) {
-        paired_scores<count>(op, keys, s.q_pairs + r * op.head_dim, s.scores + r * op.block_size);
+        paired_scores<count>(op, keys, tokens, s.q_pairs + r * op.head_dim, s.scores + r * op.block_size);
     });
     for (int64_t r = 0; r < rows; ++r)
         soften(op, s, r, first, op.block_size, s.scores + r * op.block_size, s.weights + r * op.block_size);

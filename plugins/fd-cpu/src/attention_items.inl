@@ -75,20 +75,17 @@ void attend_item(const AttentionOp &op, const AttentionScratch &s, TileUse &use,
     }
 }
 
-// What an item reads first goes into the second-level cache while the item before it is computed.
+// The first block that an item reads goes into the second-level cache while the item before it is computed.
 template <class T>
 FDCPU_INLINE void fetch_item(const AttentionOp &op, const Item &item) {
     if (!is_paired<T>(op) || op.is_int8) return;
-    const int64_t tokens = std::min<int64_t>(op.seq_lens[item.seq], kSpan);
-    for (int64_t first = 0; first < tokens; first += op.block_size) {
-        const int64_t block = op.block_tables[item.seq * op.max_blocks + first / op.block_size];
-        const int64_t place = (block * op.num_kv_heads + item.head) * op.block_size, here = std::min(op.block_size, tokens - first);
-        const uint16_t *keys = static_cast<const uint16_t *>(op.keys) + place * op.head_dim;
-        const uint16_t *values = static_cast<const uint16_t *>(op.values) + place * op.v_head_dim;
-        for (int64_t d = 0; d < op.head_dim; d += 2)
-            for (int64_t t = 0; t < here; t += 16) __builtin_prefetch(keys + d * op.block_size + 2 * t, 0, 2);
-        for (int64_t i = 0; i < here * op.v_head_dim; i += 32) __builtin_prefetch(values + i, 0, 2);
-    }
+    const int64_t tokens = std::min<int64_t>(op.seq_lens[item.seq], op.block_size);
+    const int64_t place = (op.block_tables[item.seq * op.max_blocks] * op.num_kv_heads + item.head) * op.block_size;
+    const uint16_t *keys = static_cast<const uint16_t *>(op.keys) + place * op.head_dim;
+    const uint16_t *values = static_cast<const uint16_t *>(op.values) + place * op.v_head_dim;
+    for (int64_t d = 0; d < op.head_dim; d += 2)
+        for (int64_t t = 0; t < tokens; t += 16) __builtin_prefetch(keys + d * op.block_size + 2 * t, 0, 2);
+    for (int64_t i = 0; i < tokens * op.v_head_dim; i += 32) __builtin_prefetch(values + i, 0, 2);
 }
 
 template <class T>
