@@ -1,4 +1,4 @@
-"""Sizes of tiles and splits: measured ones for GPUs in tuned.json, a rule for all others."""
+"""Sizes of tiles and splits: rules that follow what was fastest on an H200, for any number of multiprocessors."""
 
 from __future__ import annotations
 
