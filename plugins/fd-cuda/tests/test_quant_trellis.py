@@ -13,6 +13,7 @@ from fastdeploy_core.contracts.quant_formats import PackedWeight, QuantFormat
 from quant_emulation import use_kernels
 
 from fd_cuda.kernels import quant_trellis
+from fd_cuda.kernels.quant_trellis import Few, Wide
 from fd_cuda.kernels.routing import Order
 
 HAS_GPU = torch.cuda.is_available()
@@ -113,6 +114,24 @@ def test_product(rows: int, count: int, block: int, tokens: int, dtype: torch.dt
     wide = x.double().cpu().numpy()
     expected = wide @ dense[0].T + bias.double().cpu().numpy()
     check(quant_trellis.linear(x, weight, bias), expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "block", "tokens"),
+    [
+        (Few(1, 4, 3, 1, own=2), 2560, 512, 2),  # ten spans
+        (Few(1, 2, 2, 1), 160, 32, 8),
+        (Few(2, 2, 1, 1, together=2), 192, 64, 20),
+        (Wide(8, 2, 1), 192, 64, 5),
+        (Wide(16, 4), 128, 128, 20),  # blocks without inputs
+        (Wide(32, 1, 4), 320, 64, 33),
+        (Wide(64, 8), 640, 128, 70),
+    ],
+)
+def test_kernels_of_dense_layers(shape: Few | Wide, count: int, block: int, tokens: int) -> None:
+    weight, dense = trellis(192, count, block)
+    x = torch.randn(tokens, count, device=DEVICE).bfloat16()
+    check(quant_trellis.product(shape, x, weight, None), x.double().cpu().numpy() @ dense[0].T)
 
 
 def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:

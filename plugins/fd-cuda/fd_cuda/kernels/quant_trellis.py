@@ -36,7 +36,9 @@ _ALONE: Final = 2
 _FEW: Final = 12  # rows an expert up to which tet_gemv.cu is faster, eight at a time
 _STAGES: Final = 5  # tiles of x in shared memory, tet_gemm.cu
 _MANY_EACH: Final = 192  # rows an expert from which decoding all of them pays
-_MANY: Final = 96  # rows from which decoding pays for dense layers
+_MANY: Final = 128  # rows from which decoding pays for dense layers
+_OWN: Final = 1  # rows up to which every block rotates them itself
+_ROTATE_WARPS: Final = 16  # of a row
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +89,19 @@ def linear(x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None) -> torch
     x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
     if rows > _MANY and not batch_invariant():
         return F.linear(rotated(x, weight), decoded(weight, x.dtype), bias)
-    return _product(rotate(x, weight), x.dtype, weight, bias, rows, rows, None, paired=False)
+    return product(choose(weight, rows), x, weight, bias)
+
+
+def product(
+    shape: Few | Wide, x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Of a dense layer, by one kernel or, where every block cannot rotate x itself, two."""
+    rows = x.shape[0]
+    if isinstance(shape, Wide):
+        seen = rotate(x, weight, by_pairs=True)
+        return _wide_product(seen, x.dtype, weight, shape, bias, rows)
+    given = x if shape.own else rotate(x, weight)
+    return _product(given, x.dtype, weight, shape, bias, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,64 +138,115 @@ def _rotate(
     by_pairs: bool = False,
 ) -> None:
     rows, width = x.shape
-    threads = 512 if width >= 4096 else 256
     defines = {
-        "HALF": int(x.dtype == torch.float16),
-        "THREADS": threads,
-        "LEVELS": weight.block.bit_length() - 1,
+        "WARPS": _ROTATE_WARPS,
+        **_rotation(x.dtype, width, weight.block),
         "ORDER": int(by_pairs),
     }
     kernel = native.function("tet_rotate", defines)
     stride = ctypes.c_longlong(x.stride(0))
-    norm = float(weight.block**-0.5)
-    arguments = [x, stride, weight.signs, *outputs, width, norm, _UNIT]
-    shared = (width + width // 8 + width // 32 + 16) * 4
-    native.launch(kernel, (rows, 1, 1), threads, arguments, shared=shared)
+    arguments = [x, stride, weight.signs, *outputs, _norm(weight), _UNIT]
+    shared = _row_bytes(width)
+    native.launch(kernel, (rows, 1, 1), _ROTATE_WARPS * 32, arguments, shared=shared)
 
 
-def choose(columns: int, blocks: int, *, paired: bool) -> tuple[int, int, int]:
-    """(warps, loads ahead, blocks a multiprocessor should hold), as measured on an H200."""
+def _rotation(dtype: torch.dtype, width: int, block: int) -> dict[str, int]:
+    """What rotate.cuh is specialized by."""
+    return {
+        "HALF": int(dtype == torch.float16),
+        "WIDTH": width,
+        "LEVELS": block.bit_length() - 1,
+    }
+
+
+def _row_bytes(width: int) -> int:
+    """Shared memory of a row on its way through the rotation: spans of 256 inputs, in whole sixteens."""
+    return -(-width // 4096) * 16 * 528
+
+
+def _norm(weight: Trellis) -> float:
+    return float(weight.block**-0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Few:
+    """How tet_gemv.cu is specialized."""
+
+    columns: int  # eights of rows
+    warps: int
+    ahead: int  # turns that weights are asked for ahead
+    resident: int  # blocks a multiprocessor should hold
+    together: int = 1  # sixty-fours of outputs of a block
+    own: int = 0  # rows that every block rotates itself
+
+
+@dataclass(frozen=True, slots=True)
+class Wide:
+    """How tet_gemm.cu is specialized."""
+
+    rows: int  # of a block
+    split: int = 1  # blocks that divide K
+    ahead: int = 2
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block: tiles of x, parts of the sums, what aligning takes."""
+        tiles, parts = _STAGES * self.rows * 128, self.rows * (256 + 4) * 4
+        return 1024 + (tiles + parts if self.split > 1 else max(tiles, parts))
+
+
+def choose_grouped(columns: int, blocks: int, *, paired: bool) -> Few:
+    """As measured on an H200."""
     if paired:
-        return (4, 4, 3) if columns == 1 else (4, 4, 2)
+        return Few(columns, 4, 4, 3 if columns == 1 else 2, together=2)
     if blocks < 400:  # few blocks: more warps share one
-        return (16, 8 if columns == 1 else 4, 1)
+        return Few(columns, 16, 8 if columns == 1 else 4, 1)
     if columns == 1:
-        return (2, 8, 5) if blocks > 2000 else (4, 8, 3)
-    return 4, 4, 4
+        return Few(columns, 2, 8, 5) if blocks > 2000 else Few(columns, 4, 8, 3)
+    return Few(columns, 4, 4, 4)
+
+
+def choose(weight: Trellis, rows: int) -> Few | Wide:
+    """For a dense layer, as measured on an H200."""
+    if rows <= _OWN:
+        return Few(1, 16, 8, 1, own=rows)
+    if rows <= 16:
+        return Few(1 if rows <= 8 else 2, 16, 8 if rows <= 8 else 4, 1)
+    return Wide(32 if rows <= 32 else 64, 8)
 
 
 def _product(
-    x: Rotated,
+    x: Rotated | torch.Tensor,
     dtype: torch.dtype,
     weight: Trellis,
+    shape: Few,
     bias: torch.Tensor | None,
     num_rows: int,
-    rows_together: int,
-    grouping: Grouping | None,
+    grouping: Grouping | None = None,
     *,
-    paired: bool,
+    paired: bool = False,
 ) -> torch.Tensor:
+    """tet_gemv.cu; with shape.own x is what the layer was given."""
+    given = (x, None, None) if isinstance(x, torch.Tensor) else (x.numbers, x.scales, x.sums)
     width = weight.packed.out_features // (2 if paired else 1)
-    y = torch.empty((num_rows, width), dtype=dtype, device=x.numbers.device)
-    tiles = weight.tiles // 2 if paired else weight.tiles
-    columns = 1 if rows_together <= 8 else 2
-    blocks = -(-num_rows // (8 * columns)) if grouping is None else grouping.blocks
-    warps, ahead, resident = choose(columns, tiles * blocks, paired=paired)
+    y = torch.empty((num_rows, width), dtype=dtype, device=weight.words.device)
+    tiles = weight.tiles // 2 if paired else -(-weight.tiles // shape.together)
+    columns = 8 * shape.columns
+    blocks = -(-num_rows // columns) if grouping is None else grouping.blocks
     defines = {
-        "HALF": int(dtype == torch.float16),
-        "TILES": columns,
-        "MT": 2 if paired else 1,
-        "WARPS": warps,
-        "AHEAD": ahead,
-        "RESIDENT": resident,
+        **_rotation(dtype, weight.packed.in_features, weight.block),
+        "TILES": shape.columns,
+        "MT": shape.together,
+        "WARPS": shape.warps,
+        "AHEAD": shape.ahead,
+        "RESIDENT": shape.resident,
+        "OWN": shape.own,
         "PAIRED": int(paired),
         "GROUPED": int(grouping is not None),
     }
     order = None if grouping is None else grouping.order
     arguments = [
-        x.numbers,
-        x.scales,
-        x.sums,
+        *given,
         weight.words,
         weight.scales,
         bias,
@@ -192,12 +257,18 @@ def _product(
         num_rows,
         weight.packed.out_features,
         weight.tiles,
-        weight.packed.in_features // _TURN,
         1 if grouping is None else grouping.divisor,
+        ctypes.c_longlong(given[0].stride(0)),
+        weight.signs,
+        _norm(weight) * _UNIT,
     ]
-    shared = warps * max(ahead * columns * 512, defines["MT"] * 64 * (8 * columns + 1) * 4)
+    parts = shape.warps * shape.together * 64 * (columns + 1) * 4
+    inputs = shape.warps * shape.ahead * shape.columns * 512
+    if shape.own:
+        inputs = shape.own * _row_bytes(weight.packed.in_features)
     kernel = native.function("tet_gemv", defines)
-    native.launch(kernel, (tiles, blocks, 1), warps * 32, arguments, shared=shared)
+    grid = (tiles, blocks, 1)
+    native.launch(kernel, grid, shape.warps * 32, arguments, shared=max(inputs, parts))
     return y
 
 
@@ -252,8 +323,11 @@ def moe_experts(
     ) -> torch.Tensor:
         seen = rotate(x, weight, by_pairs=wide > 0)
         if wide:
-            return _wide_product(seen, x.dtype, weight, wide, group, paired=paired)
-        return _product(seen, x.dtype, weight, None, slots, rows, group, paired=paired)
+            shape = Wide(wide, ahead=2 if wide == 64 else 4)
+            return _wide_product(seen, x.dtype, weight, shape, None, slots, group, paired=paired)
+        tiles = weight.tiles // (2 if paired else 1)
+        few = choose_grouped(1, tiles * group.blocks, paired=paired)
+        return _product(seen, x.dtype, weight, few, None, slots, group, paired=paired)
 
     hidden = multiply(x, gate_up, groups[0], paired=True)
     return combined(multiply(hidden, down, groups[1], paired=False), topk_weights)
@@ -267,39 +341,52 @@ def _wide_rows(each: float, *weights: Trellis) -> int:
 
 
 def _wide_product(
-    x: Rotated, dtype: torch.dtype, weight: Trellis, rows: int, grouping: Grouping, *, paired: bool
+    x: Rotated,
+    dtype: torch.dtype,
+    weight: Trellis,
+    shape: Wide,
+    bias: torch.Tensor | None,
+    num_rows: int,
+    grouping: Grouping | None = None,
+    *,
+    paired: bool = False,
 ) -> torch.Tensor:
-    """tet_gemm.cu: rows by expert, `rows` a block."""
+    """tet_gemm.cu."""
     width = weight.packed.out_features // (2 if paired else 1)
-    y = torch.empty((grouping.num_slots, width), dtype=dtype, device=x.numbers.device)
+    y = torch.empty((num_rows, width), dtype=dtype, device=x.numbers.device)
     defines = {
         "HALF": int(dtype == torch.float16),
-        "BN": rows,
-        "GROUPS": 1,
-        "AHEAD": 2 if rows == 64 else 4,
+        "BN": shape.rows,
+        "SPLIT": shape.split,
+        "AHEAD": shape.ahead,
         "STAGES": _STAGES,
         "PAIRED": int(paired),
     }
-    order = grouping.order
+    order = None if grouping is None else grouping.order
     arguments = [
         x.numbers,
         x.scales,
         x.sums,
         weight.words,
         weight.scales,
+        bias,
         y,
         None if order is None else order.slots,
         None if order is None else order.experts,
-        grouping.num_slots,
+        num_rows,
         weight.packed.out_features,
         weight.tiles,
         weight.packed.in_features // (2 * _TURN),
-        grouping.divisor,
+        1 if grouping is None else grouping.divisor,
     ]
-    shared = 1024 + max(_STAGES * rows * 128, rows * (256 + 4) * 4)
-    blocks = -(-weight.tiles // 4)  # of four tiles, half of them gates where paired
+    rows = -(-num_rows // shape.rows) if grouping is None else grouping.blocks
+    grid = (
+        -(-weight.tiles // 4),
+        rows,
+        shape.split,
+    )  # of four tiles, half of them gates where paired
     kernel = native.function("tet_gemm", defines)
-    native.launch(kernel, (blocks, grouping.blocks, 1), 128, arguments, shared=shared)
+    native.launch(kernel, grid, 128, arguments, shared=shape.shared, cluster=shape.split)
     return y
 
 

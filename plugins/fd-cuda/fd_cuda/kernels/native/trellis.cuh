@@ -3,15 +3,37 @@
 
 #define MULTIPLIER 0x67edf2ebu
 
-// The eight windows that end in a word, times the constant: two outputs by four pairs of inputs.
-__device__ __forceinline__ void products(u32 before, u32 word, u32* p) {
-  const u32 a = __funnelshift_r(before, word, 20), b = __funnelshift_r(before, word, 24), c = word >> 4;
-  p[0] = (a & 0xffffu) * MULTIPLIER;
-  p[1] = (b & 0xffffu) * MULTIPLIER;
-  p[2] = __byte_perm(a, 0, 0x4421) * MULTIPLIER;
+// INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
+
+// Bytes, in sixteens, on their way from memory to the second-level cache.
+__device__ __forceinline__ void fetch_ahead(const void* from, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
+// END OF INSTRUCTIONS
+
+// The eight windows that end in a word, times the constant: two outputs by four pairs of inputs. `before`: the word before
+// and its upper half, which become this word's.
+struct Before {
+  u32 word, upper;
+};
+
+__device__ __forceinline__ void products(Before& before, u32 word, u32* p) {
+  const u32 upper = word >> 16, last = __funnelshift_r(before.word, word, 20), first = word >> 4;
+  p[0] = (last & 0xffffu) * MULTIPLIER;
+  p[1] = __byte_perm(before.upper, word, 0x2241) * MULTIPLIER;
+  p[2] = __byte_perm(last, 0, 0x4421) * MULTIPLIER;
   p[3] = (word & 0xffffu) * MULTIPLIER;
-  p[4] = (a >> 16) * MULTIPLIER;
-  p[5] = (b >> 16) * MULTIPLIER;
-  p[6] = __byte_perm(c, 0, 0x4421) * MULTIPLIER;
-  p[7] = (word >> 16) * MULTIPLIER;
+  p[4] = (last >> 16) * MULTIPLIER;
+  p[5] = __byte_perm(word, 0, 0x4421) * MULTIPLIER;
+  p[6] = __byte_perm(first, 0, 0x4421) * MULTIPLIER;
+  p[7] = upper * MULTIPLIER;
+  before.word = word;
+  before.upper = upper;
+}
+
+// The words of a lane: four of a strand and the one before, which the lane with eight outputs less has.
+__device__ __forceinline__ Before word_before(const uint4& v, int lane) {
+  const u32 word = __shfl_sync(~0u, v.w, (lane + 28) & 31);
+  return {word, word >> 16};
 }
