@@ -52,6 +52,18 @@ inline void load_transposed(u32* b, u32 address) {
 inline void multiply(float* c, const u32* a, const u32* b) {
   multiply(*(float(*)[4])c, a[0], a[1], a[2], a[3], b[0], b[1]);
 }
+inline void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, const float (&c)[4]) {
+  if (d != c) std::memcpy(d, c, sizeof(d));
+  multiply(d, a0, a1, a2, a3, b0, b1);
+}
+inline u32 unknown(u32 number) { return number; }
+inline u32 __umulhi(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
+inline bool __any_sync(unsigned, bool own) {
+  const Lanes<bool> all(own);
+  bool any = false;
+  for (bool lane : all.value) any |= lane;
+  return any;
+}
 // mma.m16n8k32 of bytes: as m16n8k16 with four bytes in the place of two halves.
 inline void multiply(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   struct Operands {

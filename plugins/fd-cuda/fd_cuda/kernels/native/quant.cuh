@@ -113,16 +113,19 @@ struct Slab {
   uint2 piece;
 };
 
+// A byte's code, from bit 1 on. (2^23 + byte) x - 2^23 x is byte x rounded once; below, the floor is the last bits of
+// 1.5 * 2^22 + it, but for one that is worth a half: conversions are slow.
+__device__ __forceinline__ u32 code_of(u32 bytes, int which, float2 map) {
+  const float byte = __uint_as_float(__byte_perm(bytes, 0x4b000000u, 0x7440u | which));
+  // Rounded after every operation, as the definition is.
+  const float value = __fadd_rn(__fmaf_rn(byte, map.x, -8388608.f * map.x), map.y);
+  return __float_as_uint(__fadd_rd(value, 6291456.5f));
+}
+
 __device__ __forceinline__ void unpack(const Slab& slab, int step, const Code& maps, u32* a) {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    const float2 map = i ? maps.lower : maps.upper;
-    // (2^23 + byte) x - 2^23 x is byte x rounded once; below, the floor is the last bits of 1.5 * 2^22 + it, but for one
-    // that is worth a half: conversions are slow.
-    const float byte = __uint_as_float(__byte_perm(i ? slab.piece.y : slab.piece.x, 0x4b000000u, 0x7440u | step));
-    // Rounded after every operation, as the definition is.
-    const float value = __fadd_rn(__fmaf_rn(byte, map.x, -8388608.f * map.x), map.y);
-    const u32 code = __float_as_uint(__fadd_rd(value, 6291456.5f));
+    const u32 code = code_of(i ? slab.piece.y : slab.piece.x, step, i ? maps.lower : maps.upper);
     // From bit 1 on of the halves the windows at bits 3 and 0 of the code, from bit 7 on those at 9 and 6.
     const u32 both = __byte_perm(code >> 3, code, 0x5410u);
     a[i] = fma2(masked_or(both >> 6, 0x007e007eu, MAGIC), HALVES, MINUS_CODE);

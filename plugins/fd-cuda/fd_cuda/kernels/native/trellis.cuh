@@ -3,15 +3,6 @@
 
 #define MULTIPLIER 0x67edf2ebu
 
-// INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
-
-// Bytes, in sixteens, on their way from memory to the second-level cache.
-__device__ __forceinline__ void fetch_ahead(const void* from, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
-// END OF INSTRUCTIONS
-
 // The eight windows that end in a word, times the constant: two outputs by four pairs of inputs. `before`: the word before
 // and its upper half, which become this word's.
 struct Before {
