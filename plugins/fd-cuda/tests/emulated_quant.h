@@ -58,6 +58,18 @@ inline void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
 }
 inline u32 unknown(u32 number) { return number; }
 inline u32 __umulhi(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
+inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
+inline u32 __reduce_max_sync(unsigned, u32 own) {
+  const Lanes<u32> all(own);
+  for (u32 lane : all.value) own = max(own, lane);
+  return own;
+}
+inline int __reduce_add_sync(unsigned, int own) {
+  const Lanes<int> all(own);
+  own = 0;
+  for (int lane : all.value) own += lane;
+  return own;
+}
 inline bool __any_sync(unsigned, bool own) {
   const Lanes<bool> all(own);
   bool any = false;

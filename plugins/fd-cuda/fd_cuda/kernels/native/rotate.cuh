@@ -129,11 +129,10 @@ struct Rotation {
 };
 
 // The numbers of a row in the places of its spans, each of two inputs four (x0, x0 + x1, x1, x1 - x0) by the largest
-// magnitude, and their sum. All threads get both. ORDER 0: pairs follow each other. 1: of every 32 inputs, the first pair
-// of each eight, then the second ...
+// magnitude, and their sum. All threads get both.
 __device__ __forceinline__ void round_row(const float (&y)[OWN_COLUMNS][BANDS][4], unsigned char* spans, int warp,
                                           int lane, float& peak, int& sum) {
-  __shared__ float peaks[WARPS];
+  __shared__ u32 peaks[WARPS];
   __shared__ int sums[WARPS];
   peak = 1e-30f;
 #pragma unroll
@@ -141,12 +140,13 @@ __device__ __forceinline__ void round_row(const float (&y)[OWN_COLUMNS][BANDS][4
 #pragma unroll
     for (int e = 0; e < BANDS * 4; e += 2)  // the larger of |a + b| and |a - b|
       peak = fmaxf(peak, fabsf(y[n][e / 4][e % 4]) + fabsf(y[n][e / 4][e % 4 + 1]));
-#pragma unroll
-  for (int s = 16; s; s /= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, s));
-  if (lane == 0) peaks[warp] = peak;
+  // Bits of what is not negative are in the numbers' order.
+  u32 largest = __reduce_max_sync(~0u, __float_as_uint(peak));
+  if (lane == 0) peaks[warp] = largest;
   __syncthreads();  // and nobody reads spans any more
 #pragma unroll
-  for (int i = 0; i < WARPS; i++) peak = fmaxf(peak, peaks[i]);
+  for (int i = 0; i < WARPS; i++) largest = max(largest, peaks[i]);
+  peak = __uint_as_float(largest);
   const float scale = 127.f / peak;
   sum = 0;
 #pragma unroll
@@ -160,10 +160,9 @@ __device__ __forceinline__ void round_row(const float (&y)[OWN_COLUMNS][BANDS][4
       sum += (int)(q[0] + q[1] + q[2] + q[3] - 4u * 0x4b400000u);
       const u32 word = __byte_perm(__byte_perm(q[0], q[1], 0x0040), __byte_perm(q[2], q[3], 0x0040), 0x5410);
       const int span = e / 4 * 16 + (lane >> 2) + e % 4 / 2 * 8, column = warp * OWN_COLUMNS + n, j = lane & 3;
-      *(u32*)(spans + span * LINE + (ORDER ? column / 4 * 64 + j * 16 + column % 4 * 4 : column * 16 + j * 4)) = word;
+      *(u32*)(spans + span * LINE + column * 16 + j * 4) = word;
     }
-#pragma unroll
-  for (int s = 16; s; s /= 2) sum += __shfl_xor_sync(~0u, sum, s);
+  sum = __reduce_add_sync(~0u, sum);
   if (lane == 0) sums[warp] = sum;
   __syncthreads();
   sum = 0;

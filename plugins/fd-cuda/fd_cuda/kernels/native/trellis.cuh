@@ -3,6 +3,18 @@
 
 #define MULTIPLIER 0x67edf2ebu
 
+// INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
+
+// Sixteen outputs by eight rows, 32 numbers of each.
+__device__ __forceinline__ void multiply(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
+               "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// END OF INSTRUCTIONS
+
 // The eight windows that end in a word, times the constant: two outputs by four pairs of inputs. `before`: the word before
 // and its upper half, which become this word's.
 struct Before {
