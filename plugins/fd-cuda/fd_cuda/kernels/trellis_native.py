@@ -75,7 +75,7 @@ class Rows:
     split: int = 1  # blocks that divide K
     warps: int = 16
     ahead: int = 4  # turns that weights are asked for ahead
-    stages: int = 3  # chunks of x in shared memory
+    stages: int = 4  # chunks of x in shared memory
     registers: int = 96  # of a thread
     own: int = 0  # rows that every block rotates itself
 

@@ -19,6 +19,8 @@
 #define ROUNDS ((SHARE + DEPTH - 1) / DEPTH)
 #define EVEN (TURNS % SPLIT == 0 && SHARE % DEPTH == 0)
 #define CHUNK (AHEAD * DEPTH)          // turns
+#define ROWS_AT_ONCE (WARPS * 8 / CHUNK)  // that all threads copy a chunk of
+#define PIECES ((COLUMNS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE)
 #define TURN_BYTES (TILES * 512 + 64)  // of x in shared memory; 64: banks
 #define PITCH (COLUMNS + 1)
 #define HALVES (1 + PAIRED)
@@ -44,6 +46,7 @@ tet_rows(const void* x, const float* x_scales, const int* x_sums, const uint4* _
          int inbox_at) {
   extern __shared__ __align__(128) unsigned char memory[];  // x, then parts of sums; at inbox_at what others send
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, j = lane & 3;
+  static_assert(OWN || WARPS * 8 % CHUNK == 0, "threads copy whole rows of a chunk");
   const int rank = blockIdx.z, first_turn = rank * SHARE, own_turns = min(SHARE, TURNS - first_turn), depth = warp / GROUP;
   const int first_row = blockIdx.y * COLUMNS, rows = min(COLUMNS, M - first_row);
 #if GROUPED
@@ -88,22 +91,28 @@ tet_rows(const void* x, const float* x_scales, const int* x_sums, const uint4* _
     if (thread == 0) own_scales[n] = peak / 127.f * EXCESS * spread, own_sums[n] = total;
   }
 #else
-  // Rows of x by turn, as lanes will read them.
+  // Rows of x by turn, as lanes will read them; a thread has the same 16 bytes of a chunk of several rows.
+  const int piece = thread % (CHUNK * 4), own_row = thread / (CHUNK * 4);
+  const uint4* x_from[PIECES];
+  u32 present = 0;
+#pragma unroll
+  for (int i = 0; i < PIECES; i++) {
+    const int n = own_row + i * ROWS_AT_ONCE, slot = n < COLUMNS ? slot_of(n) : M;
+    x_from[i] = (const uint4*)x + (slot < M ? (u64)(GROUPED ? slot / divisor : slot) * TURNS * 4 : 0) + first_turn * 4 + piece;
+    present |= (u32)(slot < M) << i;
+  }
+  const u32 place = shared_address(memory) + piece / 4 * TURN_BYTES + own_row * 64 + piece % 4 * 16;
   const auto ask_x = [&](int chunk) {
-    const int begin = chunk * CHUNK, place = chunk % STAGES * CHUNK * TURN_BYTES;
-    for (int e = thread; e < CHUNK * 4 * COLUMNS; e += WARPS * 32) {
-      const int n = e / (CHUNK * 4), piece = e % (CHUNK * 4), turn = begin + piece / 4;
-      const int slot = slot_of(n);
-      if (slot < M && turn < own_turns)
-        copy_async(shared_address(memory) + place + piece / 4 * TURN_BYTES + n * 64 + piece % 4 * 16,
-                   (const uint4*)x + ((u64)(GROUPED ? slot / divisor : slot) * TURNS + first_turn + begin) * 4 + piece, true);
+    if (chunk * CHUNK + piece / 4 < own_turns) {
+#pragma unroll
+      for (int i = 0; i < PIECES; i++)
+        if (present >> i & 1)
+          copy_async(place + chunk % STAGES * CHUNK * TURN_BYTES + i * ROWS_AT_ONCE * 64, x_from[i] + chunk * CHUNK * 4, true);
     }
+    commit();
   };
 #pragma unroll
-  for (int chunk = 0; chunk < STAGES - 1; chunk++) {
-    ask_x(chunk);
-    commit();
-  }
+  for (int chunk = 0; chunk < STAGES - 1; chunk++) ask_x(chunk);
 #endif
 
   int sum[4][TILES][4];
@@ -119,7 +128,6 @@ tet_rows(const void* x, const float* x_scales, const int* x_sums, const uint4* _
     await_own_copies<STAGES - 2>();
     __syncthreads();  // and all are through with the chunk before
     ask_x(chunk + STAGES - 1);
-    commit();
     const unsigned char* own_x = memory + (chunk % STAGES * CHUNK + depth) * TURN_BYTES + lane * 16;
 #endif
 #pragma unroll
