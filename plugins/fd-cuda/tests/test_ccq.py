@@ -59,7 +59,7 @@ def packed(rows: int, count: int, num_experts: int) -> tuple[Slabs, torch.Tensor
     numbers = np.stack([(code >> shift & 63) - 32 for shift in (9, 6, 3, 0)], 2)
     nibbles = np.stack((local >> 4, local & 15), 2).reshape(many, count // 64, rows)
     dense = numbers.reshape(many, count, rows) * np.repeat(nibbles, 64, 1) * outer[:, None, :]
-    held = {
+    held: dict[str, np.ndarray] = {
         "weight": stored,
         "scale": local,
         "super_scale": outer,

@@ -156,23 +156,14 @@ def product(
         return y
     ids = None if grouping is None else grouping.ids
     if weight.kind == CCQ and isinstance(shape, Gemv):
-        defines |= {"WIDTH": x.shape[1]}
-        arguments = [
-            x,
-            ctypes.c_longlong(x.stride(0)),
-            weight.data,
-            weight.table(x.dtype),
-            weight.scales,
-            weight.codes,
-            weight.lines,
-            *operands[4:],
-            ids,
-            num_rows,
-            weight.out_features,
-            weight.num_slabs,
-            1 if grouping is None else grouping.divisor,
-        ]
-        _gemv(shape, defines, arguments, slabs, blocks)
+        _gemv(
+            shape, {**defines, "WIDTH": x.shape[1]},
+            [
+                x, ctypes.c_longlong(x.stride(0)), *operands[:3], weight.codes, weight.lines,
+                *operands[4:], ids, num_rows, weight.out_features, sizes[0], sizes[3],
+            ],
+            slabs, blocks,
+        )  # fmt: skip
         return y
     arguments = [
         x,
