@@ -87,12 +87,12 @@ def product(
 def choose(weight: Trellis, rows: int) -> Rows:
     """For a dense layer, as measured on an H200."""
     if rows == 1:
-        return Rows(1, warps=16 if weight.tiles < num_processors() // 2 else 8, ahead=2, own=1)
+        return Rows(1, warps=16 if weight.tiles < num_processors() // 2 else 8, own=1)
     if rows <= 8:
         return Rows(1)
     if rows <= 16:
-        return Rows(2, 4, 4)
-    return Rows(4, 4, 4, ahead=2, registers=128)
+        return Rows(2, 2, 2, registers=128)
+    return Rows(4, 2, 1, steps=2, ring=8, registers=128)
 
 
 def choose_few(blocks: int, *, paired: bool) -> Few:
@@ -139,7 +139,7 @@ def moe_experts(
     ) -> torch.Tensor:
         seen = rotate(x, weight)
         if rows > 8:
-            wide = Rows(rows // 8, 4, warps=8, ahead=2, registers=128)
+            wide = Rows(rows // 8, 4, warps=8, steps=2, ring=4, registers=128)
             return rows_product(wide, seen, x.dtype, weight, None, slots, group, paired=paired)
         few = choose_few(weight.tiles // (1 + paired) * group.blocks, paired=paired)
         return few_product(few, seen, x.dtype, weight, group, paired=paired)

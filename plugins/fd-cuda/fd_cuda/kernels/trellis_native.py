@@ -74,15 +74,16 @@ class Rows:
     group: int = 1  # sixty-fours of outputs of a block
     split: int = 1  # blocks that divide K
     warps: int = 16
-    ahead: int = 4  # turns that weights are asked for ahead
-    stages: int = 4  # chunks of x in shared memory
+    steps: int = 4  # turns of a warp in a chunk of x
+    ring: int = 16  # turns that weights are asked for ahead
     registers: int = 96  # of a thread
     own: int = 0  # rows that every block rotates itself
 
     def shared(self, width: int) -> tuple[int, int]:
         """Bytes of shared memory of a block: all; those before what other blocks send."""
-        chunk = self.ahead * self.warps // self.group * (self.eights * 512 + 64)
-        inputs = self.own * _row_bytes(width) if self.own else self.stages * chunk
+        chunk = self.steps * self.warps // self.group * (self.eights * 512 + 64)
+        inputs = self.own * _row_bytes(width) if self.own else 2 * chunk
+        inputs += self.ring * self.warps * 512
         parts = self.warps * 64 * (8 * self.eights + 1) * 4
         inbox = self.group * 64 * self.eights * 8 * 4 if self.split > 1 else 0
         return max(inputs, parts) + inbox, max(inputs, parts)
@@ -196,8 +197,8 @@ def rows_product(
         "GROUP": shape.group,
         "SPLIT": shape.split,
         "WARPS": shape.warps,
-        "AHEAD": shape.ahead,
-        "STAGES": shape.stages,
+        "STEPS": shape.steps,
+        "RING": shape.ring,
         "REGISTERS": shape.registers,
         "OWN": shape.own,
         "PAIRED": int(paired),
