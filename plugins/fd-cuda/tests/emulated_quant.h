@@ -56,8 +56,6 @@ inline void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
   if (d != c) std::memcpy(d, c, sizeof(d));
   multiply(d, a0, a1, a2, a3, b0, b1);
 }
-inline u32 unknown(u32 number) { return number; }
-inline u32 __umulhi(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
 inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 inline u32 __reduce_max_sync(unsigned, u32 own) {
   const Lanes<u32> all(own);
