@@ -27,7 +27,6 @@ inline void copy_async(u32 to, const void* from, bool inside) {
   else std::memset((char*)shared + to, 0, 16);
 }
 inline void commit() {}
-inline void fetch_ahead(const void*, u32) {}
 inline void __syncwarp() { gather(block->warp_turn, warp_first(), 32); }
 inline void await_turn() {}
 inline void await_turns() { __syncwarp(); }

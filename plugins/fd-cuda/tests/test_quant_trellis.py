@@ -117,12 +117,12 @@ def test_product(rows: int, count: int, block: int, tokens: int, dtype: torch.dt
 @pytest.mark.parametrize(
     ("shape", "count", "block", "tokens"),
     [
-        (Rows(1, warps=4, steps=3, ring=3, own=2), 2560, 512, 2),  # ten spans
-        (Rows(1, warps=2, steps=1, ring=2), 160, 32, 8),
+        (Rows(1, warps=4, ahead=3, own=2), 2560, 512, 2),  # ten spans
+        (Rows(1, warps=2, ahead=1), 160, 32, 8),
         (Rows(2, 2, 2, 4, 2, 2), 416, 32, 20),  # thirteen turns
-        (Rows(1, 4, 4, 4, 2, 8), 512, 256, 9),
-        (Rows(4, 2, 1, 8, 1, 4), 384, 128, 33),
-        (Rows(2, 1, 8, 2, 2, 1), 128, 128, 5),  # blocks without inputs
+        (Rows(1, 4, 4, 4, 2), 512, 256, 9),
+        (Rows(4, 2, 1, 8, 1), 384, 128, 33),
+        (Rows(2, 1, 8, 2), 128, 128, 5),  # blocks without inputs
     ],
 )
 def test_kernels_of_dense_layers(shape: Rows, count: int, block: int, tokens: int) -> None:

@@ -26,6 +26,7 @@ from .trellis_native import (
     Few,
     Rows,
     Trellis,
+    by_lanes,
     decoded,
     few_product,
     rotate,
@@ -43,7 +44,7 @@ _MANY: Final = 128  # rows from which decoding pays for dense layers
 
 
 def prepare(weight: PackedWeight) -> Trellis:
-    """As stored; whole tiles and turns are what the kernels can read."""
+    """Whole tiles and turns are what the kernels can read."""
     held = weight.tensors
     signs, blocks = held["signs"], held["block"].reshape(-1)
     is_shared = True
@@ -51,9 +52,10 @@ def prepare(weight: PackedWeight) -> Trellis:
         is_shared = bool((signs == signs[0]).all()) and bool((blocks == blocks[0]).all())
         signs = signs[0]
     whole = weight.out_features % TILE == 0 and weight.in_features % TURN == 0
+    packed = by_lanes(weight) if is_shared and whole else weight
     return Trellis(
-        weight,
-        held["weight"].contiguous(),
+        packed,
+        packed.tensors["weight"].contiguous(),
         held["scale"].float().contiguous(),
         signs.contiguous(),
         int(blocks[0]),
@@ -68,7 +70,7 @@ def linear(x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None) -> torch
         return torch.empty((0, weight.packed.out_features), dtype=x.dtype, device=x.device)
     if not (weight.is_native and native_runs(x)):
         seen = weight.packed.activate(x)
-        y = F.linear(seen, weight.packed.dequantize())
+        y = F.linear(seen, weight.stored.dequantize())
         return (y if bias is None else y + bias.float()).to(x.dtype)
     x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
     if rows > _MANY and not batch_invariant():
@@ -80,19 +82,27 @@ def product(
     shape: Rows, x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Of a dense layer, by one kernel or, where blocks do not rotate x themselves, two."""
-    given = x if shape.own else rotate(x, weight, fetches=True)
+    given = x if shape.own else rotate(x, weight)
     return rows_product(shape, given, x.dtype, weight, bias, x.shape[0])
 
 
 def choose(weight: Trellis, rows: int) -> Rows:
     """For a dense layer, as measured on an H200."""
+    tiles, turns = weight.tiles, weight.packed.in_features // TURN
+    is_narrow = 4 * tiles <= num_processors()
     if rows == 1:
-        return Rows(1, warps=16 if weight.tiles < num_processors() // 2 else 8, own=1)
+        if is_narrow:
+            return Rows(1, 1, 4, 8, ahead=2, own=1)
+        return Rows(1, warps=16 if turns > 64 else 8, registers=128, own=1)
     if rows <= 8:
         return Rows(1)
     if rows <= 16:
-        return Rows(2, 2, 2, registers=128)
-    return Rows(4, 2, 1, steps=2, ring=8, registers=128)
+        return Rows(2, ahead=2, stages=3)
+    if tiles * rows < 64 * num_processors():
+        return Rows(2, warps=8, stages=3, registers=128)
+    if rows <= 32:
+        return Rows(4, 2, 2, ahead=2, registers=128)
+    return Rows(4, 2 if rows <= 64 else 4, ahead=2, registers=128)
 
 
 def choose_few(blocks: int, *, paired: bool) -> Few:
@@ -139,7 +149,7 @@ def moe_experts(
     ) -> torch.Tensor:
         seen = rotate(x, weight)
         if rows > 8:
-            wide = Rows(rows // 8, 4, warps=8, steps=2, ring=4, registers=128)
+            wide = Rows(rows // 8, 4, warps=8, ahead=2, registers=128)
             return rows_product(wide, seen, x.dtype, weight, None, slots, group, paired=paired)
         few = choose_few(weight.tiles // (1 + paired) * group.blocks, paired=paired)
         return few_product(few, seen, x.dtype, weight, group, paired=paired)
@@ -164,9 +174,10 @@ def _one_by_one(
     tokens, top_k = topk_ids.shape
     flat = topk_ids.reshape(-1)
     y = torch.zeros((tokens * top_k, x.shape[1]), dtype=torch.float32, device=x.device)
+    stored = gate_up.stored, down.stored
     for expert in torch.unique(flat).tolist():
         slots = torch.nonzero(flat == expert)[:, 0]
-        first, second = gate_up.packed.expert(expert), down.packed.expert(expert)
+        first, second = (weight.expert(expert) for weight in stored)
         both = F.linear(first.activate(x[slots // top_k]), first.dequantize()).to(x.dtype)
         gate, up = both.float().chunk(2, -1)
         hidden = (F.silu(gate) * up).to(x.dtype)

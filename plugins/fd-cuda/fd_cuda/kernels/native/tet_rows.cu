@@ -2,9 +2,8 @@
 // tet_gemv.cu, which says how the code is multiplied, is for.
 //
 // A block computes 64 * GROUP outputs of 8 * TILES rows, the SPLIT blocks of a cluster divide K. Its warps have a tile of
-// outputs each, those of a tile take turns of 32 inputs. Weights come by cp.async, RING turns of a warp ahead, and every lane
-// reads what it has copied itself. x is int8, four numbers for two inputs (tet_rotate.cu), and goes through registers and
-// two chunks of shared memory. OWN: x is no such thing, and every block makes it of up to OWN rows while its weights
+// outputs each, those of a tile take turns of 32 inputs. x is int8, four numbers for two inputs (tet_rotate.cu), and goes
+// through shared memory chunk by chunk. OWN: x is no such thing, and every block makes it of up to OWN rows while its weights
 // are on their way. GROUPED: blockIdx.y is a block of rows of one expert, and row n is row slots[n] / divisor of x and row
 // slots[n] of y. PAIRED: half of the tiles are gates, the others what belongs to them. Sums are whole numbers: their order
 // does not matter.
@@ -19,16 +18,10 @@
 #define DEPTH (WARPS / GROUP)                // warps of a tile
 #define ROUNDS ((SHARE + DEPTH - 1) / DEPTH)
 #define EVEN (TURNS % SPLIT == 0 && SHARE % DEPTH == 0)
-#define CHUNK (STEPS * DEPTH)  // turns
-#define CHUNKS ((ROUNDS + STEPS - 1) / STEPS)
+#define CHUNK (AHEAD * DEPTH)          // turns
 #define ROWS_AT_ONCE (WARPS * 8 / CHUNK)  // that all threads copy a chunk of
 #define PIECES ((COLUMNS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE)
 #define TURN_BYTES (TILES * 512 + 64)  // of x in shared memory; 64: banks
-#if OWN
-#define RING_AT (OWN * ROW_BYTES)
-#else
-#define RING_AT (2 * CHUNK * TURN_BYTES)
-#endif
 #define PITCH (COLUMNS + 1)
 #define HALVES (1 + PAIRED)
 #define OUT (64 * GROUP / HALVES)
@@ -51,7 +44,7 @@ tet_rows(const void* x, const float* x_scales, const int* x_sums, const uint4* _
          const float* __restrict__ scales, const u16* __restrict__ bias, u16* y, const int* slots, const int* experts, int M,
          int N, int tiles, int divisor, long long x_stride, const signed char* __restrict__ signs, float spread,
          int inbox_at) {
-  extern __shared__ __align__(128) unsigned char memory[];  // x and weights, then parts of sums; at inbox_at what others send
+  extern __shared__ __align__(128) unsigned char memory[];  // x, then parts of sums; at inbox_at what others send
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, j = lane & 3;
   static_assert(OWN || WARPS * 8 % CHUNK == 0, "threads copy whole rows of a chunk");
   const int rank = blockIdx.z, first_turn = rank * SHARE, own_turns = min(SHARE, TURNS - first_turn), depth = warp / GROUP;
@@ -70,15 +63,11 @@ tet_rows(const void* x, const float* x_scales, const int* x_sums, const uint4* _
   // Tiles behind the last repeat it; nothing of theirs is stored.
   const int nth = warp % GROUP, own_tile = blockIdx.x * (GROUP / HALVES) + nth % (GROUP / HALVES);
   const int tile = min(own_tile, tiles / HALVES - 1) + nth / (GROUP / HALVES) * (tiles / HALVES);
-  const uint4* from = w + ((u64)tile * TURNS + first_turn + depth) * 32 + j * 8 + g;
-  unsigned char* ring = memory + RING_AT + warp * 512 + lane * 16;
-  const auto ask_w = [&](int round) {
-    if (round < ROUNDS && (EVEN || depth + round * DEPTH < own_turns))
-      copy_async(shared_address(ring) + round % RING * WARPS * 512, from + round * DEPTH * 32, true);
-    commit();
-  };
-#pragma unroll 4
-  for (int i = 0; i < RING; i++) ask_w(i);
+  const uint4* from = w + ((u64)tile * TURNS + first_turn + depth) * 32 + lane;
+  uint4 held[AHEAD];
+#pragma unroll
+  for (int i = 0; i < AHEAD; i++)
+    if (depth + i * DEPTH < own_turns) held[i] = load_once(from + i * DEPTH * 32);
 #if OWN
   Rotation rotation;
   rotation.prepare(signs, warp, lane);
@@ -112,44 +101,40 @@ tet_rows(const void* x, const float* x_scales, const int* x_sums, const uint4* _
     x_from[i] = (const uint4*)x + (slot < M ? (u64)(GROUPED ? slot / divisor : slot) * TURNS * 4 : 0) + first_turn * 4 + piece;
     present |= (u32)(slot < M) << i;
   }
-  unsigned char* place = memory + piece / 4 * TURN_BYTES + own_row * 64 + piece % 4 * 16;
-  uint4 of_x[PIECES];
-  const auto load_x = [&](int chunk) {
-    if (chunk < CHUNKS && chunk * CHUNK + piece / 4 < own_turns) {
+  const u32 place = shared_address(memory) + piece / 4 * TURN_BYTES + own_row * 64 + piece % 4 * 16;
+  const auto ask_x = [&](int chunk) {
+    if (chunk * CHUNK + piece / 4 < own_turns) {
 #pragma unroll
       for (int i = 0; i < PIECES; i++)
-        if (present >> i & 1) of_x[i] = x_from[i][chunk * CHUNK * 4];
+        if (present >> i & 1)
+          copy_async(place + chunk % STAGES * CHUNK * TURN_BYTES + i * ROWS_AT_ONCE * 64, x_from[i] + chunk * CHUNK * 4, true);
     }
+    commit();
   };
-  const auto store_x = [&](int chunk) {
 #pragma unroll
-    for (int i = 0; i < PIECES; i++)
-      if (present >> i & 1) *(uint4*)(place + chunk % 2 * CHUNK * TURN_BYTES + i * ROWS_AT_ONCE * 64) = of_x[i];
-  };
-  load_x(0);
-  store_x(0);
-  load_x(1);
-  __syncthreads();
+  for (int chunk = 0; chunk < STAGES - 1; chunk++) ask_x(chunk);
 #endif
 
   int sum[4][TILES][4];
 #pragma unroll
   for (int e = 0; e < 16 * TILES; e++) sum[e / (4 * TILES)][e / 4 % TILES][e % 4] = 0;
 #pragma unroll 1
-  for (int chunk = 0; chunk < CHUNKS; chunk++) {
+  for (int begin = 0; begin < ROUNDS; begin += AHEAD) {
 #if OWN
     // Lanes of rows that are not there multiply others': what is not stored.
     const unsigned char* own_x = memory + g % OWN * ROW_BYTES + j * 16;
 #else
-    const unsigned char* own_x = memory + (chunk % 2 * CHUNK + depth) * TURN_BYTES + lane * 16;
+    const int chunk = begin / AHEAD;
+    await_own_copies<STAGES - 2>();
+    __syncthreads();  // and all are through with the chunk before
+    ask_x(chunk + STAGES - 1);
+    const unsigned char* own_x = memory + (chunk % STAGES * CHUNK + depth) * TURN_BYTES + lane * 16;
 #endif
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-      const int round = chunk * STEPS + i, turn = depth + round * DEPTH;
-      if (ROUNDS % STEPS && round >= ROUNDS) break;
+    for (int i = 0; i < AHEAD; i++) {
+      const int round = begin + i, turn = depth + round * DEPTH;
+      if (ROUNDS % AHEAD && round >= ROUNDS) break;
       if (!EVEN && turn >= own_turns) break;
-      await_own_copies<RING - 1>();
-      const uint4 held = *(const uint4*)(ring + round % RING * WARPS * 512);
       uint4 b[TILES];
 #pragma unroll
       for (int t = 0; t < TILES; t++) {
@@ -159,30 +144,28 @@ tet_rows(const void* x, const float* x_scales, const int* x_sums, const uint4* _
         b[t] = *(const uint4*)(own_x + i * DEPTH * TURN_BYTES + t * 512);
 #endif
       }
-      const u32 words[4] = {held.x, held.y, held.z, held.w};
-      Before before = word_before(held, lane);
+      const u32 words[4] = {held[i].x, held[i].y, held[i].z, held[i].w};
+      Before before = word_before(held[i], lane);
 #pragma unroll
       for (int n = 0; n < 4; n++) {
         u32 p[8];
         products(before, words[n], p);
 #pragma unroll
-        for (int t = 0; t < TILES; t++) multiply(sum[n][t], p[0], p[4], p[1], p[5], b[t].x, b[t].y);
-#pragma unroll
-        for (int t = 0; t < TILES; t++) multiply(sum[n][t], p[2], p[6], p[3], p[7], b[t].z, b[t].w);
+        for (int t = 0; t < TILES; t++) {
+          multiply(sum[n][t], p[0], p[4], p[1], p[5], b[t].x, b[t].y);
+          multiply(sum[n][t], p[2], p[6], p[3], p[7], b[t].z, b[t].w);
+        }
       }
-      ask_w(round + RING);
+      if ((ROUNDS % AHEAD ? round + AHEAD < ROUNDS : begin + AHEAD < ROUNDS) && (EVEN || turn + AHEAD * DEPTH < own_turns))
+        held[i] = load_once(from + (AHEAD + i) * DEPTH * 32);
     }
-#if !OWN
-    if (chunk + 1 < CHUNKS) {
-      store_x(chunk + 1);
-      __syncthreads();  // and all are through with the chunk before
-      load_x(chunk + 2);
-    }
-#endif
+    from += AHEAD * DEPTH * 32;
   }
 
+#if !OWN
   await_own_copies<0>();
-  __syncthreads();  // parts stand where x and weights were
+#endif
+  __syncthreads();  // parts stand where x was
   int* part = (int*)memory + warp * 64 * PITCH;
 #pragma unroll
   for (int n = 0; n < 4; n++)
