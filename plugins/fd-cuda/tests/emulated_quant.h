@@ -51,7 +51,7 @@ inline void load_transposed(u32* b, u32 address) {
 inline void multiply(float* c, const u32* a, const u32* b) {
   multiply(*(float(*)[4])c, a[0], a[1], a[2], a[3], b[0], b[1]);
 }
-inline void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, const float (&c)[4]) {
+inline void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, const float* c) {
   if (d != c) std::memcpy(d, c, sizeof(d));
   multiply(d, a0, a1, a2, a3, b0, b1);
 }

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 _ALONE: Final = 2  # tokens whose assignments are blocks of their own
 _FEW: Final = 12  # rows an expert up to which tet_gemv.cu is faster, eight at a time
 _MANY_EACH: Final = 192  # rows an expert from which decoding all of them pays
-_MANY: Final = 128  # rows from which decoding pays for dense layers
+_MANY, _MANY_SHORT = 128, 96  # rows from which decoding pays for dense layers; with few inputs
+_SHORT: Final = 48  # turns of few inputs
 
 
 def prepare(weight: PackedWeight) -> Trellis:
@@ -73,7 +74,8 @@ def linear(x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None) -> torch
         y = F.linear(seen, weight.stored.dequantize())
         return (y if bias is None else y + bias.float()).to(x.dtype)
     x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
-    if rows > _MANY and not batch_invariant():
+    most = _MANY_SHORT if weight.packed.in_features <= _SHORT * TURN else _MANY
+    if rows > most and not batch_invariant():
         return F.linear(rotated(x, weight), decoded(weight, x.dtype), bias)
     return product(choose(weight, rows), x, weight, bias)
 
@@ -88,21 +90,20 @@ def product(
 
 def choose(weight: Trellis, rows: int) -> Rows:
     """For a dense layer, as measured on an H200."""
-    tiles, turns = weight.tiles, weight.packed.in_features // TURN
-    is_narrow = 4 * tiles <= num_processors()
+    turns, is_narrow = weight.packed.in_features // TURN, 4 * weight.tiles <= num_processors()
     if rows == 1:
         if is_narrow:
             return Rows(1, 1, 4, 8, ahead=2, own=1)
-        return Rows(1, warps=16 if turns > 64 else 8, registers=128, own=1)
+        return Rows(1, own=1) if turns > 64 else Rows(1, warps=8, registers=128, own=1)
     if rows <= 8:
         return Rows(1)
-    if rows <= 16:
+    if rows <= 16 or (rows <= 32 and is_narrow):
         return Rows(2, ahead=2, stages=3)
-    if tiles * rows < 64 * num_processors():
+    if is_narrow:
         return Rows(2, warps=8, stages=3, registers=128)
     if rows <= 32:
-        return Rows(4, 2, 2, ahead=2, registers=128)
-    return Rows(4, 2 if rows <= 64 else 4, ahead=2, registers=128)
+        return Rows(2, 2)
+    return Rows(4, 2, warps=8, registers=192) if rows <= 64 else Rows(4, 4, ahead=2, registers=128)
 
 
 def choose_few(blocks: int, *, paired: bool) -> Few:

@@ -30,7 +30,7 @@ __device__ __forceinline__ void await_turn() {
 }
 
 // d = c + a b
-__device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, const float (&c)[4]) {
+__device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, const float* c) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
                "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%11,%12,%13};"
                : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
@@ -39,16 +39,24 @@ __device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, 
 
 // END OF INSTRUCTIONS
 
-// The operand of step 0 to 3 of a turn, MIDDLE more than the weights. Codes stand in the upper half of a word.
+// A turn's sums of one slab, from `middle` on. coded(bytes, s, i): the code of byte s, in the upper half, of row 8 i.
 template <class Coded>
-__device__ __forceinline__ void windows(const uint2& piece, u32* a, const Coded& coded) {
+__device__ __forceinline__ void add_slab(float (&own)[TILES][4], const float (&middle)[TILES][4], const u32 (&b)[TILES][8],
+                                         const uint2& piece, const Coded& coded) {
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const u32 code = coded(i ? piece.y : piece.x, i);
-    // The windows at bits 3 and 0 of the code, six bits above those at 9 and 6.
-    const u32 both = __byte_perm(code >> 19, code, 0x7610u);
-    a[i] = masked_or(both >> 6, 0x003f003fu, MAGIC);
-    a[2 + i] = masked_or(both, 0x003f003fu, MAGIC);
+  for (int s = 0; s < 4; s++) {
+    u32 a[4];  // MIDDLE more than the weights
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const u32 code = coded(i ? piece.y : piece.x, s, i);
+      // The windows at bits 3 and 0 of the code, six bits above those at 9 and 6.
+      const u32 both = __byte_perm(code >> 19, code, 0x7610u);
+      a[i] = masked_or(both >> 6, 0x003f003fu, MAGIC);
+      a[2 + i] = masked_or(both, 0x003f003fu, MAGIC);
+    }
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+      multiply(own[t], a[0], a[1], a[2], a[3], b[t][2 * s], b[t][2 * s + 1], s ? own[t] : middle[t]);
   }
 }
 
@@ -156,22 +164,12 @@ ccq_gemv(const u16* x, long long x_stride, const uint2* __restrict__ w, const un
       for (int m = 0; m < MT; m++) {
         const uint2 piece = held[i][m];
         float own[TILES][4];
-        const auto add = [&](const auto& coded) {
-#pragma unroll
-          for (int s = 0; s < 4; s++) {
-            u32 a[4];
-            windows(piece, a, [&](u32 bytes, int i) { return coded(bytes, s, i); });
-#pragma unroll
-            for (int t = 0; t < TILES; t++)
-              multiply(own[t], a[0], a[1], a[2], a[3], b[t][2 * s], b[t][2 * s + 1], s ? own[t] : middle[t]);
-          }
-        };
         if (by_floats >> m & 1) {
           const int slab = min(PAIRED ? tile + m * (slabs / 2) : tile * MT + m, slabs - 1);
           const float2 maps[2] = {codes[slab * 16 + g], codes[slab * 16 + g + 8]};
-          add([&](u32 bytes, int s, int i) { return code_of(bytes, s, maps[i]) << 15; });
+          add_slab(own, middle, b, piece, [&](u32 bytes, int s, int i) { return code_of(bytes, s, maps[i]) << 15; });
         } else {
-          add([&](u32 bytes, int s, int i) {
+          add_slab(own, middle, b, piece, [&](u32 bytes, int s, int i) {
             const uint2 line = i ? lower[m] : upper[m];
             return __byte_perm(bytes, 0, 0x4440u | s) * line.x + line.y;
           });
