@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import native
+from .common import num_processors
 from .native import tensor_map
 from .quant_layout import CCQ, INT4, TURN, Slabs
 from .quant_order import by_codes
@@ -85,7 +86,29 @@ class Pipe:
         return f"pipe {tile} /{self.split} {self.stages}st {self.resident}r"
 
 
-Shape = Gemv | Gemm | Pipe
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How quant_tile.cu is specialized."""
+
+    rows: int  # of x, of a block
+    outputs: int
+    split: int  # blocks that divide K
+    stages: int
+    unpackers: int = 8  # warps
+    ahead: int = 2  # turns that weights are asked for ahead
+    resident: int = 1  # blocks a multiprocessor should hold
+
+    @property
+    def threads(self) -> int:
+        """Those that multiply and those that unpack."""
+        return self.rows * 2 + self.unpackers * 32
+
+    def __str__(self) -> str:
+        tile = f"{self.rows}x{self.outputs}"
+        return f"tile {tile} /{self.split} {self.stages}st {self.unpackers}u {self.ahead}a {self.resident}r"
+
+
+Shape = Gemv | Gemm | Pipe | Tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +140,7 @@ def product(
     """x [T, K] times the weight, in dtype or in x's own; rows of x are whole 16 bytes. Pipe: rows of experts lie
     in the order of the blocks, in x and, where it is `paired`, in what comes out."""
     dtype = dtype or x.dtype
-    is_ordered = isinstance(shape, Pipe) and paired
+    is_ordered = isinstance(shape, (Pipe, Tile)) and paired
     num_rows = x.shape[0] if grouping is None or is_ordered else grouping.num_slots
     width = weight.out_features // 2 if paired else weight.out_features
     y = torch.empty((num_rows, width), dtype=dtype, device=x.device)
@@ -149,6 +172,12 @@ def product(
     ]
     slabs = weight.num_slabs // 2 if paired else weight.num_slabs
     blocks = -(-num_rows // shape.rows) if grouping is None else grouping.blocks
+    if isinstance(shape, Tile):
+        arguments = [
+            *operands[:2], weight.codes, *operands[2:], num_rows, weight.out_features, *sizes[:3],
+        ]  # fmt: skip
+        _tile(shape, defines, x, arguments, slabs, blocks)
+        return y
     if isinstance(shape, Pipe):
         arguments = [*operands, num_rows, weight.out_features, *sizes, weight.codes]
         _pipe(shape, defines, x, arguments, slabs, blocks)
@@ -236,6 +265,43 @@ def _pipe(
         kernel, grid, shape.threads, [tensor_map.boxes(x, shape.rows), *arguments],
         shared=pipe_shared(shape, defines["FORMAT"]), cluster=shape.split,
     )  # fmt: skip
+
+
+def _tile(
+    shape: Tile,
+    defines: dict[str, int],
+    x: torch.Tensor,
+    arguments: list[Any],
+    slabs: int,
+    blocks: int,
+) -> None:
+    sizes = {
+        "ROWS": shape.rows,
+        "BN": shape.outputs,
+        "SPLIT": shape.split,
+        "STAGES": shape.stages,
+        "UNPACKERS": shape.unpackers,
+        "AHEAD": shape.ahead,
+        "RESIDENT": shape.resident,
+        "THREADS": shape.threads,
+    }
+    kernel = native.function("quant_tile", {**defines, **sizes})
+    tiles = -(-slabs * 16 // (shape.outputs // (1 + defines["PAIRED"])))
+    at_once = tiles * blocks
+    if shape.split == 1:
+        at_once = min(at_once, num_processors() * shape.resident)
+    native.launch(
+        kernel, (at_once, 1, shape.split), shape.threads,
+        [tensor_map.boxes(x, shape.rows), *arguments, tiles, blocks],
+        shared=tile_shared(shape), cluster=shape.split,
+    )  # fmt: skip
+
+
+def tile_shared(shape: Tile) -> int:
+    """Bytes of shared memory of a block: barriers, tiles of x and of weights, or parts of the sums where these were."""
+    tiles = shape.stages * (shape.rows + shape.outputs) * 128
+    parts = shape.rows * (shape.outputs + 8) * 4 if shape.split > 1 else 0
+    return 16 * shape.stages + 1024 + max(tiles, parts)
 
 
 def pipe_shared(shape: Pipe, kind: int) -> int:

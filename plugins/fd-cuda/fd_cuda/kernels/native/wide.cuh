@@ -42,6 +42,7 @@ __device__ __forceinline__ u64 descriptor(u32 address) {
 #define D_REGS(c, d) R16(c, d, 0), R16(c, d, 16), R16(c, d, 32), R16(c, d, 48), R16(c, d, 64), R16(c, d, 80), \
   R16(c, d, 96), R16(c, d, 112)
 #define SIZE "m64n256"
+#define BOTH_SHARED "%128, %129"
 #define ONE_SHARED "{%128,%129,%130,%131}, %132"
 #elif BN == 128
 #define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
@@ -130,6 +131,14 @@ __device__ __forceinline__ void send(u32 address, float value) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 #else
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void send(u32 address, float first, float second) {
+#if SPLIT > 1
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
+#else
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
 #endif
 }
 #endif
