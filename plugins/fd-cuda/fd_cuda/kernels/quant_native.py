@@ -27,6 +27,7 @@ class Gemv:
     warps: int
     ahead: int
     resident: int  # blocks a multiprocessor should hold
+    staged: int = 0  # turns that weights are asked for ahead in shared memory; 0 for in registers
 
     @property
     def rows(self) -> int:
@@ -34,7 +35,7 @@ class Gemv:
         return 8 * self.tiles
 
     def __str__(self) -> str:
-        return f"gemv {self.tiles}t {self.slabs}s {self.warps}w {self.ahead}a {self.resident}r"
+        return f"gemv {self.tiles}t {self.slabs}s {self.warps}w {self.ahead}a {self.resident}r {self.staged}g"
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,15 +212,18 @@ def _gemv(
         "WARPS": shape.warps,
         "AHEAD": shape.ahead,
         "RESIDENT": shape.resident,
+        "STAGED": shape.staged,
     }
     kernel = native.function("quant_gemv", {**defines, **sizes})
     grid = (-(-slabs // per_block), blocks, 1)
-    native.launch(kernel, grid, shape.warps * 32, arguments, shared=gemv_shared(shape, held))
+    native.launch(kernel, grid, shape.warps * 32, arguments, shared=gemv_shared(shape, held, defines["FORMAT"]))
 
 
-def gemv_shared(shape: Gemv, held: int) -> int:
+def gemv_shared(shape: Gemv, held: int, kind: int = 1) -> int:
     """Bytes of shared memory of a block: inputs of its warps, or their parts of the sums of `held` slabs."""
-    return shape.warps * max(shape.ahead * shape.rows * 128, held * 16 * (shape.rows + 1) * 4)
+    slab = 512 if kind == INT4 else 256 if kind == CCQ else 1024
+    ring = shape.ahead * shape.rows * 128 + shape.staged * (held * slab + 8)
+    return shape.warps * max(ring, held * 16 * (shape.rows + 1) * 4)
 
 
 def _gemm(

@@ -12,11 +12,15 @@
 
 #define COLUMNS (8 * TILES)
 #include "rows.cuh"
+#if STAGED
+#include "feed.cuh"
+#endif
 
 #define STAGE (COLUMNS * 128)  // bytes of x of one turn
 #define RING (AHEAD * STAGE)
 #define PITCH (COLUMNS + 1)
 #define OUT (PAIRED ? 16 : 16 * MT)
+#define SLAB_BYTES (FORMAT == CCQ ? 256 : PIECES * 512)
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
@@ -93,12 +97,35 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
     group_of[m] = entries + (u64)slab * num_groups * 8 * SCALED + (lane >> 2);
   }
 
-  Slab held[AHEAD][MT];
   Group held_groups[AHEAD][MT];
+#if STAGED
+  unsigned char* const tiles = memory + WARPS * RING + warp * STAGED * MT * SLAB_BYTES;
+  const u32 barriers = shared_address(memory) + WARPS * (RING + STAGED * MT * SLAB_BYTES) + warp * STAGED * 8;
+  if (lane == 0) {
+    for (int s = 0; s < STAGED; s++) make_barrier(barriers + s * 8, 1);
+    publish_barriers();
+  }
+  __syncwarp();
+  const auto ask_slabs = [&](int slot, int turn) {
+    if (lane != 0) return;
+    expect(barriers + slot * 8, MT * SLAB_BYTES);
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+      copy_bytes(shared_address(tiles) + (slot * MT + m) * SLAB_BYTES, (const char*)(from[m] - (FORMAT == CCQ ? 0 : lane)) + (u64)turn * SLAB_BYTES,
+                 SLAB_BYTES, barriers + slot * 8);
+  };
+  int slot = 0;
+  u32 parity = 0;
+  for (int i = 0; i < STAGED; i++)
+    if (warp + i * WARPS < turns) ask_slabs(i, warp + i * WARPS);
+#else
+  Slab held[AHEAD][MT];
+#endif
   const auto ask_w = [&](int i, int turn) {
 #pragma unroll
     for (int m = 0; m < MT; m++) {
-#if BY_ROWS
+#if STAGED
+#elif BY_ROWS
       const bool inside = turn * 4 + (lane & 3) < K / 16;
 #pragma unroll
       for (int p = 0; p < 2; p++)
@@ -167,6 +194,25 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
 #pragma unroll
       for (int i = two; i < two + 2; i++) {
         if (begin + i * WARPS >= turns) break;
+#if STAGED
+        Slab own_slab[MT];
+        await_phase(barriers + slot * 8, parity);
+#pragma unroll
+        for (int m = 0; m < MT; m++) {
+          const unsigned char* at = tiles + (slot * MT + m) * SLAB_BYTES;
+#if FORMAT == CCQ
+          own_slab[m].piece = *(const uint2*)(at + lane * 8);
+#else
+#pragma unroll
+          for (int p = 0; p < PIECES; p++) own_slab[m].piece[p] = *(const uint4*)(at + p * 512 + lane * 16);
+#endif
+        }
+        __syncwarp();
+        if (begin + (i + STAGED) * WARPS < turns) ask_slabs(slot, begin + (i + STAGED) * WARPS);
+        if (++slot == STAGED) slot = 0, parity ^= 1;
+#else
+        const Slab* own_slab = held[i];
+#endif
 #if SCALED
         // Sums of the turn, to be multiplied with its scales: fewer numbers than its weights.
         float own_sum[MT][TILES][4] = {};
@@ -188,7 +234,7 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
 #pragma unroll
             for (int s = 0; s < 2; s++) {
               u32 a[4];
-              unpack(held[i][m], half * 2 + s, maps[m], a);
+              unpack(own_slab[m], half * 2 + s, maps[m], a);
               add_offsets(a, held_groups[i][m]);
 #pragma unroll
               for (int t = 0; t < TILES; t++) multiply(to[m][t], a, b[t] + 2 * s);
