@@ -38,10 +38,10 @@ from fastdeploy_core.config.model import read_model_config  # noqa: E402
 from fastdeploy_core.contracts.attention import cache_dtypes  # noqa: E402
 from fastdeploy_core.contracts.device import DeviceOptions  # noqa: E402
 from fastdeploy_core.engine.selection import resolve_plugins  # noqa: E402
+from fastdeploy_core.loading.loader import load_model  # noqa: E402
 from fastdeploy_core.plugins.kernels import build_kernel_table  # noqa: E402
 from fastdeploy_core.tensor import DTYPE_BYTES  # noqa: E402
 from fastdeploy_core.tokenizer import Tokenizer  # noqa: E402
-from fastdeploy_core.worker.loader import load_model  # noqa: E402
 
 MAX_LENGTH = 2048
 TOKENS_AT_ONCE = 2048

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fastdeploy_core.loading import loader
 from fastdeploy_core.tensor import load
-from fastdeploy_core.worker import loader
 from tests.paged import PagedModel
 
 

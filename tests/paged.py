@@ -16,13 +16,13 @@ from fastdeploy_core.config.model import read_model_config
 from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec, cache_dtypes
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.layers import ForwardContext
+from fastdeploy_core.loading.loader import LoadedModel, load_model
 from fastdeploy_core.models.shapes import model_class
 from fastdeploy_core.plugins import lookup
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.attention import ReferenceAttention
 from fastdeploy_core.reference.expert_communicator import AllGatherExperts
 from fastdeploy_core.reference.moe import ReferenceMoE
-from fastdeploy_core.worker.loader import LoadedModel, load_model
 
 BLOCK_SIZE = 8
 NUM_BLOCKS = 96

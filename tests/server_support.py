@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
@@ -272,7 +273,9 @@ class LiveServer:
 
     def close(self) -> None:
         """End it now."""
-        self.server.should_exit = True
+        with contextlib.suppress(RuntimeError):  # it has ended
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self.server.leave)
         assert self.join(), "the server did not end"
         self.socket.close()
 

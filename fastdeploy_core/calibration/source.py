@@ -11,8 +11,8 @@ from fastdeploy_core import envs
 from fastdeploy_core.config.model import checkpoint_layout, fit_dtype
 from fastdeploy_core.errors import ConfigError, WeightError
 from fastdeploy_core.layers import ModelBuilder
+from fastdeploy_core.loading.weights import SafetensorsFile, SafetensorsTensor, find_files
 from fastdeploy_core.reference.attention import ReferenceAttention
-from fastdeploy_core.worker.weights import SafetensorsFile, SafetensorsTensor, find_files
 
 from .observer import ObservingKernels, ObservingMoE
 from .prefill import BLOCK_SIZE, grouped, prefill

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from fastdeploy_core.errors import ConfigError
-from fastdeploy_core.worker.weights import INDEX_NAME, SafetensorsFile
+from fastdeploy_core.loading.weights import INDEX_NAME, SafetensorsFile
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
-    from fastdeploy_core.worker.weights import SafetensorsTensor
+    from fastdeploy_core.loading.weights import SafetensorsTensor
 
 STATE_NAME: Final = "quantize-state.json"
 REPORT_NAME: Final = "quantization_report.json"

@@ -1,7 +1,7 @@
 """Builds a ModelConfig from a model folder (config.json, generation_config.json) and what was asked.
 
 Reads JSON, or the header of a GGUF file. Whether an architecture can be served is the question of models/shapes.py; whether
-its weights are whole is the question of worker/loader.py.
+its weights are whole is the question of loading/loader.py.
 """
 
 from __future__ import annotations

@@ -106,6 +106,17 @@ def give(process: subprocess.Popen[bytes], init: bytes) -> None:
         process.stdin.flush()
 
 
+def exit_descriptor(process: subprocess.Popen[bytes]) -> int | None:
+    """A descriptor, the caller's to close, that can be read when the child has ended. None: the system has
+    no such thing, its end has to be asked for now and then."""
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(process.pid)
+    except OSError:  # a kernel or a sandbox that does not know it
+        return None
+
+
 def end_startup() -> None:
     """Called by a child when it is ready: what exists by now stays, so the garbage collector, which
     was off while it was made, need never look at it and later pauses nobody for long."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -31,7 +33,8 @@ from .progress import Progress
 
 logger = logging.getLogger(__name__)
 
-POLL_MS = 100
+LOOK_MS = 1000  # at the watchdog's clocks; the engine's words, its end and `stop` wake at once
+POLL_MS = 100  # for last words; and for the end, where the system cannot tell of it
 STOP_GRACE_S = 8.0
 # The engine ends itself after progress_timeout_s; if it cannot, its parent does, this much later.
 KILL_AFTER_S = 2.0
@@ -65,7 +68,11 @@ class _Life:
     the process imports what it needs in any case; it raises what resolving raised."""
 
     def __init__(
-        self, config: EngineConfig, resolved: Future[ResolvedPlugins], front_ends: Sequence[str]
+        self,
+        config: EngineConfig,
+        resolved: Future[ResolvedPlugins],
+        front_ends: Sequence[str],
+        waker: socket.socket,
     ) -> None:
         self.process = early_engine.spawn(config.device.tensor_library)
         self.started_s = time.monotonic()
@@ -80,6 +87,11 @@ class _Life:
         self.output = self.context.socket(zmq.PULL)
         self.output.setsockopt(zmq.RCVHWM, 0)
         self.output.bind(wire.output_address(str(self.folder)))
+        self._exit = child.exit_descriptor(self.process)
+        self._sources = zmq.Poller()
+        for source in (self.output, waker, self._exit):
+            if source is not None:
+                self._sources.register(source, zmq.POLLIN)
         self.requests = connect(self.context, wire.request_address(str(self.folder)))
         init = wire.EngineInit(
             config=config,
@@ -92,9 +104,16 @@ class _Life:
         self.failure: wire.Failed | None = None
         self.is_ready = False
 
+    def has_spoken(self) -> bool:
+        """Whether there is output; waits a while for it, for the process's end or for `waker`."""
+        wait_ms = POLL_MS if self._exit is None else LOOK_MS
+        return self.output in dict(self._sources.poll(wait_ms))
+
     def tidy(self, grace_s: float) -> None:
         """End the process, if it has not ended, and leave nothing behind."""
         child.end(self.process, grace_s)
+        if self._exit is not None:
+            os.close(self._exit)
         self.context.destroy(linger=0)
         self.progress.close()
         self.folder.remove()
@@ -139,6 +158,7 @@ class Supervisor:
         self._front_ends = front_ends
         self._decode = wire.decoder(wire.FromEngine)
         self._stopping = threading.Event()
+        self._waker, self._woken = socket.socketpair()
         self._send_lock = threading.Lock()
         self._life: _Life | None = None
         self._reason = "starting"
@@ -192,8 +212,10 @@ class Supervisor:
         with contextlib.suppress(WorkerError):
             self.send(wire.Stop())
         self._stopping.set()
+        self._waker.close()  # its other end can be read from now on
         if self._thread.is_alive():
             self._thread.join()
+        self._woken.close()
 
     def _run(self) -> None:
         error: FastDeployError = WorkerError("the engine was stopped")
@@ -220,7 +242,7 @@ class Supervisor:
     def _live(self) -> FastDeployError:
         """Start an engine and stay with it to its end; returns why it ended."""
         self._reason = "starting"
-        life = _Life(self._config, self._resolved, self._front_ends)
+        life = _Life(self._config, self._resolved, self._front_ends, self._woken)
         self._life = life
         reason = ""
         try:
@@ -239,10 +261,12 @@ class Supervisor:
         """Hear the engine until it ends or is asked to; says why, if it had to be killed."""
         watchdog = self._config.watchdog
         while not self._stopping.is_set():
-            if life.output.poll(POLL_MS):
+            if life.has_spoken():
                 self._hear(life)
                 continue
             if life.process.poll() is not None:
+                while life.output.poll(POLL_MS):  # last words may still be on their way
+                    self._hear(life)
                 return ""
             if not life.is_ready:
                 waited_s = time.monotonic() - life.started_s

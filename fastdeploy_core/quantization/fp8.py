@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.quantizer import LayerSpec
     from fastdeploy_core.tensor import Tensor
 
-# Random bits of fp8, cut to magnitudes below 2 (worker/weights.py), have this deviation.
+# Random bits of fp8, cut to magnitudes below 2 (loading/weights.py), have this deviation.
 _DUMMY_SCALE = 0.02 / 0.63
 
 

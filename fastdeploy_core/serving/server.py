@@ -25,6 +25,7 @@ from .state import Engine
 logger = logging.getLogger(__name__)
 
 LAST_WORDS_S = 3.0  # for error events and closing connections after the grace is over
+TICK_S = 1.0  # uvicorn's own tenth of a second is only there to look for the end
 _POLL_S = 0.05
 
 
@@ -38,6 +39,7 @@ class ApiServer(uvicorn.Server):
         self._adopting: set[asyncio.Task[None]] = set()
         self._grace_s = config.grace_s
         self._draining: asyncio.Task[None] | None = None
+        self._leaving = asyncio.Event()
         self.exit_code = 0
         super().__init__(
             uvicorn.Config(
@@ -90,13 +92,25 @@ class ApiServer(uvicorn.Server):
             self._draining = asyncio.get_running_loop().create_task(self._drain())
         else:
             logger.warning("second signal: stopping now")
-            self.force_exit = self.should_exit = True
+            self.force_exit = True
+            self.leave()
+
+    def leave(self) -> None:
+        """End, without waiting for what still runs."""
+        self.should_exit = True
+        self._leaving.set()
+
+    async def main_loop(self) -> None:
+        """uvicorn's, which dates the answers, asleep between."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._leaving.wait(), TICK_S)
 
     def engine_died(self, reason: str) -> None:
         """The engine is gone for good: nothing can be answered, so the process ends with an error."""
         logger.error("engine is dead: %s", reason)
         self.exit_code = 1
-        self.should_exit = True
+        self.leave()
 
     async def _drain(self) -> None:
         self._admission.draining = True
@@ -110,7 +124,7 @@ class ApiServer(uvicorn.Server):
         # What still runs is failed by the engine, which ends every stream with an error event.
         await self._engine.drain(0.0)
         await self._until_idle(LAST_WORDS_S)
-        self.should_exit = True
+        self.leave()
 
     async def _until_idle(self, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s

@@ -16,9 +16,8 @@ from .host_tier import BlockMover
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.tensor import Tensor
-
-    from .loader import LoadedModel
 
 
 class Caches:

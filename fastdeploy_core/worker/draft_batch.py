@@ -18,11 +18,11 @@ from fastdeploy_core.layers.context import ForwardContext
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.tensor import Tensor
 
     from .device_slots import DeviceSlots
     from .input_batch import InputBatch
-    from .loader import LoadedModel
     from .prompt_graphs import RecordedPrompt
     from .step_graphs import RecordedStep
     from .step_rows import StepRows

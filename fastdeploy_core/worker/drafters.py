@@ -14,10 +14,9 @@ from fastdeploy_core.config.quantization import read_quantization
 from fastdeploy_core.contracts.base import Requirements
 from fastdeploy_core.contracts.speculative import Drafter, DrafterContext
 from fastdeploy_core.errors import CapabilityError, ConfigError, FastDeployError, PluginLoadError
+from fastdeploy_core.loading.draft_weights import load_draft_weights
+from fastdeploy_core.loading.loader import fill_from_folder
 from fastdeploy_core.plugins.resolve import DRAFT_QUANTIZER
-
-from .draft_weights import load_draft_weights
-from .loader import fill_from_folder
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
@@ -25,9 +24,8 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.quantizer import Quantizer
     from fastdeploy_core.contracts.small import CausalLM
     from fastdeploy_core.layers import ModelBuilder
+    from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.plugins.resolved import ResolvedPlugins
-
-    from .loader import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)

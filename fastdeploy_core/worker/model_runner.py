@@ -40,10 +40,10 @@ from .step_shapes import StepShapes
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.tensor import Tensor
 
     from .drafters import Drafters
-    from .loader import LoadedModel
     from .step_rows import StepRows
 
 logger = logging.getLogger(__name__)

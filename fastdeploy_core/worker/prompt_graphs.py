@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.attention import AttentionBatch
     from fastdeploy_core.contracts.device import CapturedGraph, DeviceBackend
     from fastdeploy_core.contracts.small import CausalLM
+    from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.tensor import Tensor
 
-    from .loader import LoadedModel
     from .step_graphs import StepGraphs
     from .step_rows import StepRows
 

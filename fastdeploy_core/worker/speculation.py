@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from fastdeploy_core.config import SpeculativeConfig
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.tensor import Tensor
 
     from .device_slots import DeviceSlots
     from .drafters import Drafters
     from .input_batch import InputBatch
-    from .loader import LoadedModel
     from .pending import Launched
     from .prompt_graphs import RecordedPrompt
     from .recorded_draws import RecordedDraws

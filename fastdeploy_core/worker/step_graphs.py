@@ -34,10 +34,10 @@ if TYPE_CHECKING:
         DeviceBackend,
     )
     from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.tensor import Tensor
 
     from .device_slots import DeviceSlots
-    from .loader import LoadedModel
     from .prompt_graphs import RecordedPrompt
     from .recorded_draws import RecordedDraws
     from .step_rows import StepRows

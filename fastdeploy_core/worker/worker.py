@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.contracts.device import CompilingDevice, DeviceBackend, DeviceOptions
 from fastdeploy_core.errors import CapabilityError, ResourceError, WorkerError
+from fastdeploy_core.loading.loader import LoadedModel, load_model
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.sampling.penalties import PenaltyTables
 from fastdeploy_core.tensor import DTYPE_BYTES
@@ -24,7 +25,6 @@ from fastdeploy_core.types import SchedulerOutput
 from fastdeploy_core.types.worker import WorkerInfo
 
 from .drafters import DrafterMaker
-from .loader import LoadedModel, load_model
 from .memory import LowWater, MemoryProfile, give_back_freed, probe
 from .model_runner import ModelRunner
 from .pending import PendingOutput

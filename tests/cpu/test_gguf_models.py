@@ -18,11 +18,11 @@ from fastdeploy_core.errors import WeightError
 from fastdeploy_core.gguf.names import sources
 from fastdeploy_core.gguf.reader import GGUFModel
 from fastdeploy_core.gguf.settings import model_config
+from fastdeploy_core.loading.gguf_weights import GGUFWeights
+from fastdeploy_core.loading.weights import find_files
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.quantization.gguf import GGUFQuantizer
 from fastdeploy_core.reference.device import CpuDevice
-from fastdeploy_core.worker.gguf_weights import GGUFWeights
-from fastdeploy_core.worker.weights import find_files
 from tests.checkpoints import GGUF_VARIANTS, VARIANTS, build, reference
 from tests.gguf_files import converted, quantized, write_gguf
 from tests.paged import PagedModel, with_quantizer
@@ -187,7 +187,7 @@ def test_any_region_of_any_weight_is_that_part_of_the_whole(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fastdeploy_core.worker.gguf_weights._CHUNK_BYTES", 4096)  # many chunks
+    monkeypatch.setattr("fastdeploy_core.loading.gguf_weights._CHUNK_BYTES", 4096)  # many chunks
     kind = "Q8_0" if variant == "gguf-wide" else "F32"
     file = write_gguf(checkpoints / variant, tmp_path / "model.gguf", kind)
     device = CpuDevice(DeviceOptions(tensor_library=tensor_library, num_threads=1))

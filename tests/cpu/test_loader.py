@@ -1,4 +1,4 @@
-"""worker/loader.py: whole models from whole and broken checkpoints."""
+"""loading/loader.py: whole models from whole and broken checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from fastdeploy_core.errors import ConfigError, UnsupportedModel, WeightError
-from fastdeploy_core.worker.weights import INDEX_NAME, dummy_tensors
+from fastdeploy_core.loading.weights import INDEX_NAME, dummy_tensors
 from tests.checkpoints import build, paddle_copy, reference, to_bfloat16, write_safetensors
 from tests.paged import PagedModel
 

@@ -1,4 +1,4 @@
-"""worker/weights.py: unsafe, damaged and hostile checkpoint files (reliability rules S-03)."""
+"""loading/weights.py: unsafe, damaged and hostile checkpoint files (reliability rules S-03)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.errors import WeightError
+from fastdeploy_core.loading.weights import INDEX_NAME, SafetensorsFile, find_files
 from fastdeploy_core.reference.device import CpuDevice
-from fastdeploy_core.worker.weights import INDEX_NAME, SafetensorsFile, find_files
 from tests.checkpoints import to_bfloat16, write_safetensors
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.layers.weight_map import Placement, WeightMap
+from fastdeploy_core.loading import read_ahead
+from fastdeploy_core.loading.read_ahead import ReadAhead
+from fastdeploy_core.loading.weights import DUMMY_NUMBERS, SafetensorsFile, dummy_tensors
 from fastdeploy_core.plugins import lookup
-from fastdeploy_core.worker import read_ahead
-from fastdeploy_core.worker.read_ahead import ReadAhead
-from fastdeploy_core.worker.weights import DUMMY_NUMBERS, SafetensorsFile, dummy_tensors
 from tests.checkpoints import to_bfloat16, write_safetensors
 
 REGIONS = {

@@ -98,6 +98,7 @@ def test_nothing_waits_holding_the_interpreter_lock() -> None:
     watchdog's heartbeat included. Poll an event's query(), and read with to_host()."""
     sources = sorted((ROOT / "plugins").glob("fd-*/fd_*/**/*.py"))
     rooms = (
+        "loading",
         "worker",
         "models",
         "layers",

@@ -22,12 +22,12 @@ from fastdeploy_core.contracts.attention import AttentionBatch
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.contracts.speculative import DraftBatch, DrafterContext
 from fastdeploy_core.layers import ForwardContext, ModelBuilder
+from fastdeploy_core.loading.draft_weights import load_draft_weights
 from fastdeploy_core.models.shapes import model_class
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.attention import ReferenceAttention
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.reference.moe import ReferenceMoE
-from fastdeploy_core.worker.draft_weights import load_draft_weights
 
 VOCAB, HIDDEN, BLOCK = 67, 32, 4
 COMMON = {
@@ -197,7 +197,7 @@ class Bench:
     ) -> None:
         from fd_spec_mtp.drafter import MTPDrafter
 
-        from fastdeploy_core.worker.loader import Checkpoint, open_files
+        from fastdeploy_core.loading.loader import Checkpoint, open_files
 
         self.device = drivers[0](DeviceOptions(tensor_library=library, num_threads=1))
         self.xp, self.num_drafts, options = self.device.xp, num_drafts, dict(options or {})

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fastdeploy_core.errors import WeightError
-from fastdeploy_core.worker import packed_file
-from fastdeploy_core.worker.packed_file import PackedFile, PackedWriter
+from fastdeploy_core.loading import packed_file
+from fastdeploy_core.loading.packed_file import PackedFile, PackedWriter
 
 DRAW = np.random.default_rng(7)
 WEIGHTS = {

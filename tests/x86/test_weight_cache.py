@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from fastdeploy_core.errors import ConfigError, WeightError
+from fastdeploy_core.loading.weights import SafetensorsTensor
 from fastdeploy_core.plugins import lookup
-from fastdeploy_core.worker.weights import SafetensorsTensor
 from tests.checkpoints import build
 from tests.gguf_files import write_gguf
 from tests.paged import PagedModel, load_driver

@@ -31,10 +31,10 @@ from typing import Any
 import torch
 from fastdeploy_core.config.arguments import build_engine_config
 from fastdeploy_core.engine.client import LocalEngine
+from fastdeploy_core.loading import weights
 from fastdeploy_core.models.shapes import read_shapes
 from fastdeploy_core.plugins.resolve import resolve
 from fastdeploy_core.types import Request, SamplingParams
-from fastdeploy_core.worker import weights
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 from random_model import SHAPES

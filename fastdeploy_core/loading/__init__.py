@@ -1,0 +1,1 @@
+"""From checkpoint files to a filled model: safetensors and GGUF, read ahead, or from the weight cache."""
