@@ -28,6 +28,7 @@ class Gemv:
     ahead: int
     resident: int  # blocks a multiprocessor should hold
     staged: int = 0  # turns that weights are asked for ahead in shared memory; 0 for in registers
+    split: int = 1  # blocks that divide K
 
     @property
     def rows(self) -> int:
@@ -35,7 +36,7 @@ class Gemv:
         return 8 * self.tiles
 
     def __str__(self) -> str:
-        return f"gemv {self.tiles}t {self.slabs}s {self.warps}w {self.ahead}a {self.resident}r {self.staged}g"
+        return f"gemv {self.tiles}t {self.slabs}s {self.warps}w {self.ahead}a {self.resident}r {self.staged}g /{self.split}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,17 +214,21 @@ def _gemv(
         "AHEAD": shape.ahead,
         "RESIDENT": shape.resident,
         "STAGED": shape.staged,
+        "SPLIT": shape.split,
     }
     kernel = native.function("quant_gemv", {**defines, **sizes})
-    grid = (-(-slabs // per_block), blocks, 1)
-    native.launch(kernel, grid, shape.warps * 32, arguments, shared=gemv_shared(shape, held, defines["FORMAT"]))
+    grid = (-(-slabs // per_block), blocks, shape.split)
+    shared = gemv_shared(shape, held, defines["FORMAT"])
+    native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared, cluster=shape.split)
 
 
 def gemv_shared(shape: Gemv, held: int, kind: int = 1) -> int:
     """Bytes of shared memory of a block: inputs of its warps, or their parts of the sums of `held` slabs."""
     slab = 512 if kind == INT4 else 256 if kind == CCQ else 1024
     ring = shape.ahead * shape.rows * 128 + shape.staged * (held * slab + 8)
-    return shape.warps * max(ring, held * 16 * (shape.rows + 1) * 4)
+    parts = shape.warps * held * 16 * (shape.rows + 1) * 4
+    sums = shape.rows * held * 16 * 4 if shape.split > 1 else 0
+    return max(shape.warps * ring, parts + sums)
 
 
 def _gemm(
