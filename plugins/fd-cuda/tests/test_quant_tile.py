@@ -1,4 +1,4 @@
-"""quant_pipe.cu against dequantization in float64: emulated, clusters and copies included, or on the GPU."""
+"""quant_tile.cu against dequantization in float64: emulated, clusters and copies included, or on the GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quant_emulation import use_kernels
 from test_quant_native import DEVICE, HAS_GPU, Case, check, check_product, packed
 
 from fd_cuda.kernels import quant_weights
-from fd_cuda.kernels.quant_native import Grouping, Pipe, product
+from fd_cuda.kernels.quant_native import Grouping, Tile, product
 from fd_cuda.kernels.quant_order import gathered
 from fd_cuda.kernels.routing import Order
 
@@ -24,19 +24,19 @@ def kernels(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use_kernels(tmp_path_factory.getbasetemp(), monkeypatch)
 
 
-# Parts of K that are empty, blocks behind the end, fewer turns than tiles and more.
+# Parts of K that are empty, blocks behind the end, fewer turns than tiles and more, several tiles of y a block.
 CASES: list[Case] = [
-    ("wint4", 80, 136, 0, torch.bfloat16, 33, Pipe(32, 1, 1, 4)),
-    ("wint8", 144, 712, 0, torch.bfloat16, 40, Pipe(32, 2, 1, 3)),
-    ("wint4_zp", 80, 384, 128, torch.float16, 15, Pipe(32, 1, 2, 4)),
-    ("wint8_zp", 144, 448, 64, torch.bfloat16, 70, Pipe(64, 1, 4, 3)),
+    ("wint4", 600, 200, 0, torch.bfloat16, 70, Tile(64, 64, 1, 2, 4, 2)),
+    ("wint8", 144, 712, 0, torch.bfloat16, 70, Tile(64, 128, 1, 3, 8, 3)),
+    ("wint4_zp", 80, 384, 128, torch.float16, 15, Tile(64, 64, 2, 4, 4, 2)),
+    ("wint8_zp", 400, 448, 64, torch.bfloat16, 70, Tile(128, 192, 4, 3, 4, 2)),
 ]
 LARGE: list[Case] = [
-    ("wint4", 264, 520, 0, torch.bfloat16, 300, Pipe(256, 2, 1, 4)),
-    ("wint4", 1032, 1024, 128, torch.bfloat16, 130, Pipe(128, 2, 2, 5)),
-    ("wint8", 520, 1088, 64, torch.float16, 130, Pipe(128, 2, 8, 5)),
-    ("wfp8", 512, 1024, 0, torch.bfloat16, 700, Pipe(256, 2, 2, 5)),
-    ("wint8", 520, 1024, 0, torch.bfloat16, 64, Pipe(64, 2, 1, 6, 2)),
+    ("wint4", 264, 520, 0, torch.bfloat16, 300, Tile(128, 256, 1, 4, 4, 4)),
+    ("wint4", 1032, 1024, 128, torch.bfloat16, 130, Tile(64, 256, 4, 5, 8, 4)),
+    ("wint8", 520, 1088, 64, torch.float16, 130, Tile(128, 128, 8, 6, 8, 2)),
+    ("wfp8", 6144, 1024, 0, torch.bfloat16, 700, Tile(128, 192, 1, 5, 4, 2)),
+    ("wint8", 5200, 1024, 0, torch.bfloat16, 200, Tile(64, 128, 1, 4, 4, 2, 2)),
 ]
 
 
@@ -46,10 +46,10 @@ def test_product(case: Case) -> None:
         check_product(case)
 
 
-@pytest.mark.parametrize("name", ["wint4", "wint8"])
-def test_experts_pair_gate_and_up(name: str) -> None:
+@pytest.mark.parametrize(("name", "split"), [("wint4", 1), ("wint8", 2)])
+def test_experts_pair_gate_and_up(name: str, split: int) -> None:
     """Rows gathered by expert, two blocks of one of them, and a block that nobody has."""
-    experts, inner, hidden, tokens = 2, 48, 136, 12
+    experts, inner, hidden, tokens = 2, 48, 136, 50
     parts = [packed(name, 2 * inner, hidden + e) for e in range(experts)]
     held = {
         "weight": torch.stack(
@@ -62,12 +62,12 @@ def test_experts_pair_gate_and_up(name: str) -> None:
     assert slabs is not None
     x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
     ids = torch.tensor([[0, 1]] + [[1, 1]] * (tokens - 1), device=DEVICE)
-    slots, block = 2 * tokens, 16
+    slots, block = 2 * tokens, 64
     own = [torch.nonzero(ids.view(-1) == e)[:, 0] for e in range(experts)]
     rows = torch.full((4, block), slots, dtype=torch.int32, device=DEVICE)
     rows[0, :1], rows[1], rows[3, : len(own[1]) - block] = own[0], own[1][:block], own[1][block:]
     order = Order(rows.view(-1), torch.tensor([0, 1, -1, 1], dtype=torch.int32, device=DEVICE))
-    shape, grouping = Pipe(16, 2, 1, 3), Grouping(slots, 1, order)
+    shape, grouping = Tile(64, 64, split, 3, 4, 2), Grouping(slots, 1, order)
     ordered = gathered(x, order, slots, 2)
     got = product(shape, ordered, slabs, None, grouping=grouping, paired=True)
     plain = product(shape, ordered, slabs, None, grouping=grouping)
