@@ -97,7 +97,8 @@ class Tile:
     split: int  # blocks that divide K
     stages: int
     unpackers: int = 8  # warps
-    ahead: int = 2  # turns that weights are asked for ahead
+    teams: int = 2  # of them, which take turns
+    ahead: int = 2  # own turns that weights are asked for ahead
     resident: int = 1  # blocks a multiprocessor should hold
 
     @property
@@ -105,9 +106,14 @@ class Tile:
         """Those that multiply and those that unpack."""
         return self.rows * 2 + self.unpackers * 32
 
+    @property
+    def slabs(self) -> int:
+        """Of a warp and turn."""
+        return self.outputs // 16 * self.teams // self.unpackers
+
     def __str__(self) -> str:
         tile = f"{self.rows}x{self.outputs}"
-        return f"tile {tile} /{self.split} {self.stages}st {self.unpackers}u {self.ahead}a {self.resident}r"
+        return f"tile {tile} /{self.split} {self.stages}st {self.unpackers}u{self.teams} {self.ahead}a {self.resident}r"
 
 
 Shape = Gemv | Gemm | Pipe | Tile
@@ -175,10 +181,8 @@ def product(
     slabs = weight.num_slabs // 2 if paired else weight.num_slabs
     blocks = -(-num_rows // shape.rows) if grouping is None else grouping.blocks
     if isinstance(shape, Tile):
-        arguments = [
-            *operands[:2], weight.codes, *operands[2:], num_rows, weight.out_features, *sizes[:3],
-        ]  # fmt: skip
-        _tile(shape, defines, x, arguments, slabs, blocks)
+        arguments = [weight.codes, *operands[2:], num_rows, weight.out_features, *sizes[:3]]
+        _tile(shape, defines, x, weight, arguments, slabs, blocks)
         return y
     if isinstance(shape, Pipe):
         arguments = [*operands, num_rows, weight.out_features, *sizes, weight.codes]
@@ -280,6 +284,7 @@ def _tile(
     shape: Tile,
     defines: dict[str, int],
     x: torch.Tensor,
+    weight: Slabs,
     arguments: list[Any],
     slabs: int,
     blocks: int,
@@ -290,6 +295,7 @@ def _tile(
         "SPLIT": shape.split,
         "STAGES": shape.stages,
         "UNPACKERS": shape.unpackers,
+        "TEAMS": shape.teams,
         "AHEAD": shape.ahead,
         "RESIDENT": shape.resident,
         "THREADS": shape.threads,
@@ -299,18 +305,35 @@ def _tile(
     at_once = tiles * blocks
     if shape.split == 1:
         at_once = min(at_once, num_processors() * shape.resident)
+    count, each = weight.num_slabs * max(1, weight.num_experts), shape.slabs
+    table, maps = weight.table(x.dtype), [tensor_map.boxes(x, shape.rows)]
+    maps.append(tensor_map.words(weight.data, count, each, slab_bytes(weight.kind) // 4))
+    width = group_bytes(weight.kind, weight.scaled) // 4
+    maps.append(maps[1] if table is None else tensor_map.words(table, count, each, width))
     native.launch(
-        kernel, (at_once, 1, shape.split), shape.threads,
-        [tensor_map.boxes(x, shape.rows), *arguments, tiles, blocks],
-        shared=tile_shared(shape), cluster=shape.split,
+        kernel, (at_once, 1, shape.split), shape.threads, [*maps, *arguments, tiles, blocks],
+        shared=tile_shared(shape, weight.kind, weight.scaled), cluster=shape.split,
     )  # fmt: skip
 
 
-def tile_shared(shape: Tile) -> int:
-    """Bytes of shared memory of a block: barriers, tiles of x and of weights, or parts of the sums where these were."""
-    tiles = shape.stages * (shape.rows + shape.outputs) * 128
+def slab_bytes(kind: int) -> int:
+    """Of 16 outputs by 64 inputs."""
+    return 512 if kind == INT4 else 256 if kind == CCQ else 1024
+
+
+def group_bytes(kind: int, scaled: int) -> int:
+    """Of a slab's scales that a turn brings; CCQ's are those of two turns, as the copy engine brings whole 16 bytes."""
+    return 16 if kind == CCQ else 32 * scaled
+
+
+def tile_shared(shape: Tile, kind: int, scaled: int) -> int:
+    """Bytes of shared memory of a block: barriers, tiles of x and of weights, what the unpacking warps hold, or parts
+    of the sums where all of it was."""
+    held = shape.slabs * slab_bytes(kind) + -(-shape.slabs * group_bytes(kind, scaled) // 128) * 128
+    copies = shape.unpackers * shape.ahead
+    tiles = shape.stages * (shape.rows + shape.outputs) * 128 + copies * held
     parts = shape.rows * (shape.outputs + 8) * 4 if shape.split > 1 else 0
-    return 16 * shape.stages + 1024 + max(tiles, parts)
+    return 16 * shape.stages + 8 * copies + 1024 + max(tiles, parts)
 
 
 def pipe_shared(shape: Pipe, kind: int) -> int:

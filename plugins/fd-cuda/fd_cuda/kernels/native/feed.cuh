@@ -38,6 +38,11 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int input
                " [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(&map), "r"(input), "r"(row), "r"(barrier) : "memory");
 }
 
+// The same of a map of words that lie in boxes as they do outside.
+__device__ __forceinline__ void copy_words(u32 to, const TensorMap& map, int word, int row, u32 barrier) {
+  copy_box(to, map, word, row, barrier);
+}
+
 // Whole 16 bytes that lie side by side.
 __device__ __forceinline__ void copy_bytes(u32 to, const void* from, int bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"

@@ -1,9 +1,8 @@
 // y[M, N] = x[M, K] W[N, K]^T with packed W, for tens to thousands of rows, or of rows an expert.
 //
-// UNPACKERS warps bring the slabs of quant.cuh, AHEAD turns of 64 inputs ahead, and put what they unpack into shared
-// memory as wgmma reads it, beside ROWS rows of x, which the copy engine brings; STAGES such tiles make a ring. Groups of four
-// warps multiply 64 rows each with BN outputs and do nothing else, so that the matrix units never wait for what unpacking
-// waits for. The SPLIT blocks of a cluster divide K; without, a block takes one tile of y after the other, unpacks the
+// Everything comes by the copy engine, turn after turn of 64 inputs. UNPACKERS warps, in TEAMS that take turns, ask for
+// their slabs (quant.cuh) AHEAD of their turns, and put what they unpack into shared memory as wgmma reads it, beside ROWS
+// rows of x; STAGES such tiles make a ring. Groups of four warps multiply 64 rows each with BN outputs and do nothing else. The SPLIT blocks of a cluster divide K; without, a block takes one tile of y after the other, unpacks the
 // next one while this one is stored. PAIRED: half of the outputs are gate rows, half the up rows that belong to them.
 // GROUPED: x and y have their rows by expert, ROWS to a block, or where there are slots, y has the rows that these say.
 // A row of x comes out the same whatever M is.
@@ -14,12 +13,18 @@
 #include "feed.cuh"
 
 #define CONSUMERS (ROWS / 64)
-#define MT (BN / 16 / UNPACKERS)  // slabs of a warp and turn
+#define MEMBERS (UNPACKERS / TEAMS)  // warps of a team
+#define MT (BN / 16 / MEMBERS)       // slabs of a warp and turn
 #define SLAB_BYTES (FORMAT == CCQ ? 256 : PIECES * 512)
+#define GROUP_BYTES (FORMAT == CCQ ? 16 : SCALED * 32)  // CCQ: of two turns
+#define HELD_GROUPS ((MT * GROUP_BYTES + 127) / 128 * 128)
+#define HELD (MT * SLAB_BYTES + HELD_GROUPS)  // bytes of a warp's slabs of a turn
 #define TILE_X (ROWS * 128)
 #define STAGE (TILE_X + BN * 128)
 #define OUT (PAIRED ? BN / 2 : BN)
 #define PITCH (BN + 8)
+static_assert(TEAMS <= STAGES, "a team that is two rounds behind takes one round for the other");
+static_assert(!PAIRED || MT <= BN / 32, "a warp has gate rows or up rows");
 #define OWN_ROWS (ROWS / SPLIT)  // that a block of a cluster finishes
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
@@ -46,16 +51,7 @@ struct Place {
   u32 parity;
 };
 
-__device__ __forceinline__ void advance(Place& place) {
-  if (++place.stage == STAGES) place = {0, place.parity ^ 1};
-}
-
-struct Packed {
-  const unsigned char* w;
-  const Entry* groups;
-  const float2* codes;
-  int slabs, turns, per_group;
-};
+__device__ __forceinline__ Place place_of(int turn) { return {turn % STAGES, (u32)(turn / STAGES) & 1}; }
 
 struct Result {
   const float *scales, *x_scales;  // of outputs, and of rows or null
@@ -78,40 +74,50 @@ __device__ __forceinline__ Job job_at(int n, int tiles, int blocks, const int* e
 #endif
 }
 
-// A warp's slabs of one tile of y.
-struct Source {
-  const unsigned char* slab[MT];
-  const Entry* groups[MT];
-  Code maps[MT];
+struct Grid {
+  int tiles, blocks, count;  // of y, and turns of each
+  const int* experts;
 };
 
-__device__ __forceinline__ Source source_of(const Packed& from, const Job& job, int first, int warp, int lane) {
-  const int num_groups = (from.turns + from.per_group - 1) / from.per_group;
-  Source own;
-#pragma unroll
-  for (int m = 0; m < MT; m++) {
-    // Slabs behind the last repeat it; nothing of theirs is stored.
-    const int i = warp * MT + m, half = from.slabs / 2, each = BN / 32;
-    const int slab = PAIRED ? min(job.tile * each + i % each, half - 1) + i / each * half
-                            : min(job.tile * (BN / 16) + i, from.slabs - 1);
-    const u64 at = (u64)job.expert * from.slabs + slab;
-    own.slab[m] = from.w + (at * from.turns + first) * SLAB_BYTES + lane * (FORMAT == CCQ ? 8 : 16);
-    own.groups[m] = from.groups + at * num_groups * 8 * SCALED + (lane >> 2);
-#if FORMAT == CCQ
-    own.maps[m].upper = from.codes[at * 16 + (lane >> 2)];
-    own.maps[m].lower = from.codes[at * 16 + (lane >> 2) + 8];
-#endif
+// The turns of a team, through all tiles of y that the block computes.
+struct Walk {
+  int n, t;
+  int before;  // turns of the block's tiles before this one
+  Job job;
+};
+
+// To the next turn of the team, this one included; whether there is one.
+__device__ __forceinline__ bool settle(Walk& at, const Grid& grid, int team) {
+  while (at.n < grid.tiles * grid.blocks) {
+    at.job = job_at(at.n, grid.tiles, grid.blocks, grid.experts);
+    if (at.job.expert >= 0) {
+      if (at.t < grid.count) return true;
+      at.before += grid.count;
+    }
+    at.n += gridDim.x, at.t = team;
   }
-  return own;
+  return false;
 }
 
-__device__ __forceinline__ Slab load_slab(const unsigned char* at) {
+__device__ __forceinline__ Group group_at(const unsigned char* entries, int lane) {
+  Group g = {0, 0};
+#if FORMAT == CCQ
+  const u32 both = entries[lane >> 2];
+  g.scales = fma2((both & 15) | (both & 0xf0u) << 12 | MAGIC, ONES, MINUS_BASE);
+#elif SCALED
+  g.scales = ((const u32*)entries)[lane >> 2];
+  if (SCALED == 2) g.offsets = ((const u32*)entries)[8 + (lane >> 2)];
+#endif
+  return g;
+}
+
+__device__ __forceinline__ Slab slab_at(const unsigned char* at, int lane) {
   Slab slab;
 #if FORMAT == CCQ
-  slab.piece = load_once((const uint2*)at);
+  slab.piece = *(const uint2*)(at + lane * 8);
 #else
 #pragma unroll
-  for (int p = 0; p < PIECES; p++) slab.piece[p] = load_once((const uint4*)(at + p * 512));
+  for (int p = 0; p < PIECES; p++) slab.piece[p] = *(const uint4*)(at + p * 512 + lane * 16);
 #endif
   return slab;
 }
@@ -178,26 +184,28 @@ __device__ __forceinline__ void store_two(const Result& to, const Row& row, int 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict__ w, const Entry* __restrict__ groups,
-           const float2* __restrict__ codes, const float* __restrict__ scales, const float* x_scales,
-           const u16* __restrict__ bias, u16* y, const int* slots, const int* experts, int M, int N, int slabs,
-           int turns, int per_group, int tiles, int blocks) {
+quant_tile(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
+           const __grid_constant__ TensorMap groups, const float2* __restrict__ codes, const float* __restrict__ scales,
+           const float* x_scales, const u16* __restrict__ bias, u16* y, const int* slots, const int* experts, int M, int N,
+           int slabs, int turns, int per_group, int tiles, int blocks) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, unpacker = warp - CONSUMERS * 4;
   const int rank = blockIdx.z, share = (turns + SPLIT - 1) / SPLIT;
   const int first = min(rank * share, turns), count = min(turns - first, share);
   const u32 full = shared_address(memory), empty = full + 8 * STAGES;
-  const u32 base = (full + 16 * STAGES + 1023) & ~1023u;
+  const u32 arrived = empty + 8 * STAGES;  // slabs, for their warp
+  const u32 base = (arrived + 8 * UNPACKERS * AHEAD + 1023) & ~1023u;
   unsigned char* ring = memory + (base - full);
   [[maybe_unused]] float* parts = (float*)ring;
-  const Packed packed = {w, groups, codes, slabs, turns, per_group};
   Result result = {scales, x_scales, bias, y, slots, M, PAIRED ? N / 2 : N};
   if (thread == 0) {
 #pragma unroll
     for (int s = 0; s < STAGES; s++) {
-      make_barrier(full + 8 * s, UNPACKERS + 1);
+      make_barrier(full + 8 * s, MEMBERS + 1);
       make_barrier(empty + 8 * s, CONSUMERS * 4);
     }
+#pragma unroll
+    for (int s = 0; s < UNPACKERS * AHEAD; s++) make_barrier(arrived + 8 * s, 1);
     publish_barriers();
   }
   __syncthreads();
@@ -207,46 +215,73 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
 #endif
 
   if (unpacker >= 0) {
-    Place at = {0, 1};  // the phase before the first one counts as ended
-    for (int n = blockIdx.x; n < tiles * blocks; n += gridDim.x) {
-      const Job job = job_at(n, tiles, blocks, experts);
-      if (job.expert < 0) continue;
-      const Source from = source_of(packed, job, first, unpacker, lane);
-      Slab held[AHEAD][MT];
-      Group held_groups[AHEAD][MT];
-      const auto ask = [&](int i, int t) {
+    const int team = unpacker / MEMBERS, slab = unpacker % MEMBERS * MT;
+    const Grid grid = {tiles, blocks, count, experts};
+    const u32 barriers = arrived + 8 * AHEAD * unpacker, held = base + STAGES * STAGE + unpacker * AHEAD * HELD;
+    const auto first_slab = [&](const Job& job) {
+      const int each = BN / 32;
+      const int own = PAIRED ? job.tile * each + slab % each + slab / each * (slabs / 2) : job.tile * (BN / 16) + slab;
+      return job.expert * slabs + own;
+    };
+    const auto ask = [&](int slot, const Walk& of) {
+      if (lane != 0) return;
+      const u32 to = held + slot * HELD, barrier = barriers + 8 * slot;
+      const int row = first_slab(of.job), turn = first + of.t;
+      expect(barrier, MT * (SLAB_BYTES + GROUP_BYTES));
+      copy_words(to, w, turn * (SLAB_BYTES / 4), row, barrier);
+      if (GROUP_BYTES) copy_words(to + MT * SLAB_BYTES, groups, turn / per_group * (FORMAT == CCQ ? 2 : SCALED * 8), row, barrier);
+    };
+    Walk now = {(int)blockIdx.x, team, 0, {}}, next = now;
+    bool goes_on = settle(next, grid, team);
+    for (int i = 0; i < AHEAD && goes_on; i++) {
+      ask(i, next);
+      next.t += TEAMS;
+      goes_on = settle(next, grid, team);
+    }
+#if !GROUPED
+    wait_for_previous();  // for x; weights need not wait
+#endif
+    [[maybe_unused]] int mapped = -1;
+    Code maps[MT];
+    for (int slot = 0, parity = 0; settle(now, grid, team); now.t += TEAMS) {
+      const Place at = place_of(now.before + now.t);
+      const unsigned char* own = ring + (held - base) + slot * HELD;
+      Slab slab_of[MT];
+      Group group_of[MT];
+#if FORMAT == CCQ
+      if (now.n != mapped) {
 #pragma unroll
         for (int m = 0; m < MT; m++) {
-          held[i][m] = load_slab(from.slab[m] + t * SLAB_BYTES);
-          held_groups[i][m] = load_group(from.groups[m], (first + t) / per_group);
+          const float2* map = codes + (u64)min(first_slab(now.job) + m, (now.job.expert + 1) * slabs - 1) * 16 + (lane >> 2);
+          maps[m].upper = map[0], maps[m].lower = map[8];
         }
-      };
-#pragma unroll
-      for (int i = 0; i < AHEAD; i++)
-        if (i < count) ask(i, i);
-#if !GROUPED
-      if (unpacker == 0) wait_for_previous();  // who asks for x; weights need not wait
-#endif
-      for (int begin = 0; begin < count; begin += AHEAD) {
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-          const int t = begin + i;
-          if (t >= count) break;
-          await_phase(empty + 8 * at.stage, at.parity);
-          if (unpacker == 0 && lane == 0) {
-            expect(full + 8 * at.stage, TILE_X);
-            copy_box(base + at.stage * STAGE, x, (first + t) * 64, job.block * ROWS, full + 8 * at.stage);
-          }
-          unsigned char* to = ring + at.stage * STAGE + TILE_X + unpacker * MT * 2048;
-#pragma unroll
-          for (int m = 0; m < MT; m++) store_slab(to + m * 2048, held[i][m], from.maps[m], held_groups[i][m], lane);
-          publish_stores();
-          __syncwarp();
-          if (lane == 0) arrive_at(full + 8 * at.stage);
-          if (t + AHEAD < count) ask(i, t + AHEAD);
-          advance(at);
-        }
+        mapped = now.n;
       }
+#endif
+      await_phase(barriers + 8 * slot, parity);
+#pragma unroll
+      for (int m = 0; m < MT; m++) {
+        slab_of[m] = slab_at(own + m * SLAB_BYTES, lane);
+        group_of[m] = group_at(own + MT * SLAB_BYTES + m * GROUP_BYTES, lane);
+      }
+      __syncwarp();
+      if (goes_on) {
+        ask(slot, next);
+        next.t += TEAMS;
+        goes_on = settle(next, grid, team);
+      }
+      if (++slot == AHEAD) slot = 0, parity ^= 1;
+      await_phase(empty + 8 * at.stage, at.parity ^ 1);  // the phase before the first one counts as ended
+      if (slab == 0 && lane == 0) {
+        expect(full + 8 * at.stage, TILE_X);
+        copy_box(base + at.stage * STAGE, x, (first + now.t) * 64, now.job.block * ROWS, full + 8 * at.stage);
+      }
+      unsigned char* to = ring + at.stage * STAGE + TILE_X + slab * 2048;
+#pragma unroll
+      for (int m = 0; m < MT; m++) store_slab(to + m * 2048, slab_of[m], maps[m], group_of[m], lane);
+      publish_stores();
+      __syncwarp();
+      if (lane == 0) arrive_at(full + 8 * at.stage);
     }
 #if SPLIT > 1
     meet();
@@ -258,7 +293,7 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
 #endif
     const int row = warp * 16 + (lane >> 2), column = (lane & 3) * 2;
     float sum[BN / 2];
-    Place at = {0, 0};
+    int passed = 0;
     for (int n = blockIdx.x; n < tiles * blocks; n += gridDim.x) {
       const Job job = job_at(n, tiles, blocks, experts);
       if (job.expert < 0) continue;
@@ -267,6 +302,7 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
       fence_registers(sum);
       int last = 0;
       for (int t = 0; t < count; t++) {
+        const Place at = place_of(passed++);
         await_phase(full + 8 * at.stage, at.parity);
         const u64 tile_x = descriptor(base + at.stage * STAGE + warp / 4 * 8192);
         const u64 tile_w = descriptor(base + at.stage * STAGE + TILE_X);
@@ -277,7 +313,6 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
         await_products<1>();
         if (t > 0 && lane == 0) arrive_at(empty + 8 * last);
         last = at.stage;
-        advance(at);
       }
       await_products<0>();
       if (count > 0 && lane == 0) arrive_at(empty + 8 * last);
