@@ -75,9 +75,7 @@ def moe_experts(
         order = order_by_expert(topk_ids, first.num_experts, shape.rows)
         grouping, rows = Grouping(slots, 1, order), gathered(x, order, slots, top_k)
         hidden = _product(shape, rows, gate_up, first, grouping, paired=True)
-        return combined(
-            _product(shape, hidden, down, second, grouping, paired=False), topk_weights
-        )
+        return combined(_product(shape, hidden, down, second, grouping, paired=False), topk_weights)
     if tokens <= _ALONE and isinstance(shape, Gemv):
         groups = [Grouping(slots, divisor, ids=topk_ids) for divisor in (top_k, 1)]
     else:
