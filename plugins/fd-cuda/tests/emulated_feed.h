@@ -72,8 +72,4 @@ inline void copy_words(u32 to, const TensorMap& map, int word, int row, u32 barr
     }
   count(barrier, 0, -map.box_rows * map.box_inputs * 4);
 }
-inline void copy_bytes(u32 to, const void* from, int bytes, u32 barrier) {
-  std::memcpy(in_cluster(to), from, bytes);
-  count(barrier, 0, -bytes);
-}
 #define __grid_constant__

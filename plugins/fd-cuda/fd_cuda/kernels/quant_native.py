@@ -27,7 +27,7 @@ class Gemv:
     warps: int
     ahead: int
     resident: int  # blocks a multiprocessor should hold
-    staged: int = 0  # turns that weights are asked for ahead in shared memory; 0 for in registers
+    staged: int = 0  # whether weights come through shared memory, or to registers
     split: int = 1  # blocks that divide K
 
     @property
@@ -222,14 +222,14 @@ def _gemv(
     }
     kernel = native.function("quant_gemv", {**defines, **sizes})
     grid = (-(-slabs // per_block), blocks, shape.split)
-    shared = gemv_shared(shape, held, defines["FORMAT"])
+    shared = gemv_shared(shape, held, defines["FORMAT"], defines["SCALED"])
     native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared, cluster=shape.split)
 
 
-def gemv_shared(shape: Gemv, held: int, kind: int = 1) -> int:
+def gemv_shared(shape: Gemv, held: int, kind: int = 1, scaled: int = 0) -> int:
     """Bytes of shared memory of a block: inputs of its warps, or their parts of the sums of `held` slabs."""
-    slab = 512 if kind == INT4 else 256 if kind == CCQ else 1024
-    ring = shape.ahead * shape.rows * 128 + shape.staged * (held * slab + 8)
+    weights = shape.staged * held * (slab_bytes(kind) + group_bytes(kind, scaled))
+    ring = shape.ahead * (shape.rows * 128 + weights)
     parts = shape.warps * held * 16 * (shape.rows + 1) * 4
     sums = shape.rows * held * 16 * 4 if shape.split > 1 else 0
     return max(shape.warps * ring, parts + sums)

@@ -43,12 +43,6 @@ __device__ __forceinline__ void copy_words(u32 to, const TensorMap& map, int wor
   copy_box(to, map, word, row, barrier);
 }
 
-// Whole 16 bytes that lie side by side.
-__device__ __forceinline__ void copy_bytes(u32 to, const void* from, int bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
 // All but the last `left` groups of what this thread has copied are there for itself to read.
 template <int left>
 __device__ __forceinline__ void await_own_copies() {

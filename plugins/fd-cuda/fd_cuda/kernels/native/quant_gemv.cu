@@ -13,12 +13,11 @@
 #define COLUMNS (8 * TILES)
 #include "rows.cuh"
 #include "cluster.cuh"
-#if STAGED
-#include "feed.cuh"
-#endif
 
 #define STAGE (COLUMNS * 128)  // bytes of x of one turn
 #define RING (AHEAD * STAGE)
+#define GROUP_BYTES (FORMAT == CCQ ? 16 : SCALED * 32)  // CCQ: of two turns
+#define HELD (MT * (SLAB_BYTES + GROUP_BYTES))          // of weights of one turn
 #define PITCH (COLUMNS + 1)
 #define OUT (PAIRED ? 16 : 16 * MT)
 #define SLAB_BYTES (FORMAT == CCQ ? 256 : PIECES * 512)
@@ -99,35 +98,35 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
     group_of[m] = entries + (u64)slab * num_groups * 8 * SCALED + (lane >> 2);
   }
 
-  Group held_groups[AHEAD][MT];
 #if STAGED
-  unsigned char* const tiles = memory + WARPS * RING + warp * STAGED * MT * SLAB_BYTES;
-  const u32 barriers = shared_address(memory) + WARPS * (RING + STAGED * MT * SLAB_BYTES) + warp * STAGED * 8;
-  if (lane == 0) {
-    for (int s = 0; s < STAGED; s++) make_barrier(barriers + s * 8, 1);
-    publish_barriers();
-  }
-  __syncwarp();
-  const auto ask_slabs = [&](int slot, int turn) {
-    if (lane != 0) return;
-    expect(barriers + slot * 8, MT * SLAB_BYTES);
+  unsigned char* const held = memory + WARPS * RING + warp * AHEAD * HELD;
+  const auto ask_w = [&](int i, int turn) {
+    const u32 to = shared_address(held) + i * HELD;
 #pragma unroll
-    for (int m = 0; m < MT; m++)
-      copy_bytes(shared_address(tiles) + (slot * MT + m) * SLAB_BYTES, (const char*)(from[m] - (FORMAT == CCQ ? 0 : lane)) + (u64)turn * SLAB_BYTES,
-                 SLAB_BYTES, barriers + slot * 8);
-  };
-  int slot = 0;
-  u32 parity = 0;
-  for (int i = 0; i < STAGED; i++)
-    if (warp + i * WARPS < count) ask_slabs(i, first + warp + i * WARPS);
+    for (int m = 0; m < MT; m++) {
+#if FORMAT == CCQ
+      if (lane % 2 == 0) copy_async(to + m * SLAB_BYTES + lane * 8, (const uint2*)from[m] + turn * 32 + lane, true);
 #else
-  Slab held[AHEAD][MT];
+      const bool inside = !BY_ROWS || turn * 4 + (lane & 3) < K / 16;
+#pragma unroll
+      for (int p = 0; p < PIECES; p++) {
+        const uint4* piece = BY_ROWS ? from[m] + (p ? second[m] : 0) + turn * 4 : from[m] + (turn * PIECES + p) * 32;
+        copy_async(to + m * SLAB_BYTES + p * 512 + lane * 16, inside ? piece : from[m], inside);
+      }
 #endif
+      const int group = turn / per_group / (FORMAT == CCQ ? 2 : 1) * (GROUP_BYTES / sizeof(Entry));
+      if (lane < GROUP_BYTES / 16)
+        copy_async(to + MT * SLAB_BYTES + m * GROUP_BYTES + lane * 16,
+                   group_of[m] - (lane >> 2) + group + lane * (16 / sizeof(Entry)), true);
+    }
+  };
+#else
+  Group held_groups[AHEAD][MT];
+  Slab held[AHEAD][MT];
   const auto ask_w = [&](int i, int turn) {
 #pragma unroll
     for (int m = 0; m < MT; m++) {
-#if STAGED
-#elif BY_ROWS
+#if BY_ROWS
       const bool inside = turn * 4 + (lane & 3) < K / 16;
 #pragma unroll
       for (int p = 0; p < 2; p++)
@@ -141,6 +140,7 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
       held_groups[i][m] = load_group(group_of[m], turn / per_group);
     }
   };
+#endif
 #pragma unroll
   for (int i = 0; i < AHEAD; i++)
     if (warp + i * WARPS < count) ask_w(i, first + warp + i * WARPS);
@@ -198,22 +198,26 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
         if (begin + i * WARPS >= count) break;
 #if STAGED
         Slab own_slab[MT];
-        await_phase(barriers + slot * 8, parity);
+        Group own_groups[MT];
 #pragma unroll
         for (int m = 0; m < MT; m++) {
-          const unsigned char* at = tiles + (slot * MT + m) * SLAB_BYTES;
+          const unsigned char* at = held + i * HELD + m * SLAB_BYTES;
+          const unsigned char* entries = held + i * HELD + MT * SLAB_BYTES + m * GROUP_BYTES;
+          own_groups[m] = {0, 0};
 #if FORMAT == CCQ
           own_slab[m].piece = *(const uint2*)(at + lane * 8);
+          const u32 both = entries[((first + begin + i * WARPS) & 1) * 8 + (lane >> 2)];
+          own_groups[m].scales = fma2((both & 15) | (both & 0xf0u) << 12 | MAGIC, ONES, MINUS_BASE);
 #else
 #pragma unroll
           for (int p = 0; p < PIECES; p++) own_slab[m].piece[p] = *(const uint4*)(at + p * 512 + lane * 16);
+          if (SCALED) own_groups[m].scales = ((const u32*)entries)[lane >> 2];
+          if (SCALED == 2) own_groups[m].offsets = ((const u32*)entries)[8 + (lane >> 2)];
 #endif
         }
-        __syncwarp();
-        if (begin + (i + STAGED) * WARPS < count) ask_slabs(slot, first + begin + (i + STAGED) * WARPS);
-        if (++slot == STAGED) slot = 0, parity ^= 1;
 #else
         const Slab* own_slab = held[i];
+        const Group* own_groups = held_groups[i];
 #endif
 #if SCALED
         // Sums of the turn, to be multiplied with its scales: fewer numbers than its weights.
@@ -237,7 +241,7 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
             for (int s = 0; s < 2; s++) {
               u32 a[4];
               unpack(own_slab[m], half * 2 + s, maps[m], a);
-              add_offsets(a, held_groups[i][m]);
+              add_offsets(a, own_groups[m]);
 #pragma unroll
               for (int t = 0; t < TILES; t++) multiply(to[m][t], a, b[t] + 2 * s);
             }
@@ -247,16 +251,23 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
         for (int m = 0; m < MT; m++)
 #pragma unroll
           for (int e = 0; e < TILES * 4; e++) {
-            const u32 both = held_groups[i][m].scales;
+            const u32 both = own_groups[m].scales;
             sum[m][e / 4][e % 4] = fmaf(own_sum[m][e / 4][e % 4], e % 4 < 2 ? low(both) : high(both), sum[m][e / 4][e % 4]);
           }
 #endif
+#if !STAGED
         if (begin + (i + AHEAD) * WARPS < count) ask_w(i, first + begin + (i + AHEAD) * WARPS);
+#endif
       }
       __syncwarp();
 #pragma unroll
       for (int i = two; i < two + 2; i++)
-        if (begin + (i + AHEAD) * WARPS < count) ask_x(i, first + begin + (i + AHEAD) * WARPS);
+        if (begin + (i + AHEAD) * WARPS < count) {
+#if STAGED
+          ask_w(i, first + begin + (i + AHEAD) * WARPS);
+#endif
+          ask_x(i, first + begin + (i + AHEAD) * WARPS);
+        }
       commit();
     }
   }
