@@ -298,7 +298,7 @@ def test_chosen_kernels_fit_into_shared_memory(room: Any, monkeypatch: pytest.Mo
                 elif isinstance(shape, Gemm):
                     assert gemm_shared(shape, kind, paired=paired) <= most
                 elif isinstance(shape, Pipe):
-                    assert pipe_shared(shape, kind) * shape.resident <= most
+                    assert pipe_shared(shape, kind, slabs.scaled) * shape.resident <= most
                 elif isinstance(shape, RowGemm):
                     assert rows_shared(shape, by_block=kind == FP8_ROWS) <= most
 

@@ -276,7 +276,7 @@ def _pipe(
     grid = (-(-slabs // outputs), blocks, shape.split)
     native.launch(
         kernel, grid, shape.threads, [tensor_map.boxes(x, shape.rows), *arguments],
-        shared=pipe_shared(shape, defines["FORMAT"]), cluster=shape.split,
+        shared=pipe_shared(shape, defines["FORMAT"], defines["SCALED"]), cluster=shape.split,
     )  # fmt: skip
 
 
@@ -336,9 +336,10 @@ def tile_shared(shape: Tile, kind: int, scaled: int) -> int:
     return 16 * shape.stages + 8 * copies + 1024 + max(tiles, parts)
 
 
-def pipe_shared(shape: Pipe, kind: int) -> int:
+def pipe_shared(shape: Pipe, kind: int, scaled: int) -> int:
     """Bytes of shared memory of a block: barriers, tiles of x and of weights, or parts of the sums where these were."""
-    weights = shape.groups * 4 * (512 if kind == INT4 else 256 if kind == CCQ else 1024)
+    warps = shape.groups * 4
+    weights = warps * slab_bytes(kind) + -(-warps * group_bytes(kind, scaled) // 1024) * 1024
     tiles = shape.stages * (shape.rows * 128 + weights)
     parts = shape.rows * (shape.groups * 64 + 4) * 4
     return 16 * shape.stages + 1024 + max(tiles, parts)
