@@ -5,8 +5,8 @@
 struct TensorMap {  // quant_emulation.py makes it
   const char* data;
   long long row_bytes;
-  int inputs, rows, box_rows, box_inputs;
-  char rest[96];
+  int inputs, rows, box_rows;
+  char rest[100];
 };
 struct Barrier {
   unsigned char phase, arrivals;
@@ -61,15 +61,5 @@ inline void copy_box(u32 to, const TensorMap& map, int input, int row, u32 barri
       std::memcpy(in_cluster(at), &x, 2);
     }
   count(barrier, 0, -map.box_rows * 128);
-}
-inline void copy_words(u32 to, const TensorMap& map, int word, int row, u32 barrier) {
-  for (int r = 0; r < map.box_rows; ++r)
-    for (int k = 0; k < map.box_inputs; ++k) {
-      u32 x = 0;
-      if (row + r < map.rows && word + k < map.inputs)
-        std::memcpy(&x, map.data + (row + r) * map.row_bytes + (word + k) * 4, 4);
-      std::memcpy(in_cluster(to + (r * map.box_inputs + k) * 4), &x, 4);
-    }
-  count(barrier, 0, -map.box_rows * map.box_inputs * 4);
 }
 #define __grid_constant__

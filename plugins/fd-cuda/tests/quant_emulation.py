@@ -19,17 +19,8 @@ class Emulation(emulation.Emulation):
 
 def boxes(x: torch.Tensor, rows: int) -> bytes:
     """What emulated_feed.h takes for a tensor map."""
-    return _record(x.data_ptr(), x.stride(0) * 2, x.shape[1], x.shape[0], rows, 64)
-
-
-def words(table: torch.Tensor, num_rows: int, rows: int, width: int) -> bytes:
-    """The same of words."""
-    row = table.numel() * table.element_size() // num_rows
-    return _record(table.data_ptr(), row, row // 4, num_rows, rows, width)
-
-
-def _record(*sizes: int) -> bytes:
-    return struct.pack("@Pqiiii", *sizes).ljust(128, b"\0")
+    record = struct.pack("@Pqiii", x.data_ptr(), x.stride(0) * 2, x.shape[1], x.shape[0], rows)
+    return record.ljust(128, b"\0")
 
 
 def use_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +30,5 @@ def use_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(native, "function", emulated.function)
         monkeypatch.setattr(native, "launch", emulated.launch)
         monkeypatch.setattr(tensor_map, "boxes", boxes)
-        monkeypatch.setattr(tensor_map, "words", words)
     elif not native.has_wgmma():
         pytest.skip("needs a Hopper GPU")

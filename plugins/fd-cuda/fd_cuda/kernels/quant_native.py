@@ -181,8 +181,9 @@ def product(
     slabs = weight.num_slabs // 2 if paired else weight.num_slabs
     blocks = -(-num_rows // shape.rows) if grouping is None else grouping.blocks
     if isinstance(shape, Tile):
-        arguments = [weight.codes, *operands[2:], num_rows, weight.out_features, *sizes[:3]]
-        _tile(shape, defines, x, weight, arguments, slabs, blocks)
+        own = [*operands[:2], weight.codes, *operands[2:]]
+        arguments = [*own, num_rows, weight.out_features, *sizes[:3]]
+        _tile(shape, defines, x, arguments, slabs, blocks)
         return y
     if isinstance(shape, Pipe):
         arguments = [*operands, num_rows, weight.out_features, *sizes, weight.codes]
@@ -284,7 +285,6 @@ def _tile(
     shape: Tile,
     defines: dict[str, int],
     x: torch.Tensor,
-    weight: Slabs,
     arguments: list[Any],
     slabs: int,
     blocks: int,
@@ -305,14 +305,10 @@ def _tile(
     at_once = tiles * blocks
     if shape.split == 1:
         at_once = min(at_once, num_processors() * shape.resident)
-    count, each = weight.num_slabs * max(1, weight.num_experts), shape.slabs
-    table, maps = weight.table(x.dtype), [tensor_map.boxes(x, shape.rows)]
-    maps.append(tensor_map.words(weight.data, count, each, slab_bytes(weight.kind) // 4))
-    width = group_bytes(weight.kind, weight.scaled) // 4
-    maps.append(maps[1] if table is None else tensor_map.words(table, count, each, width))
     native.launch(
-        kernel, (at_once, 1, shape.split), shape.threads, [*maps, *arguments, tiles, blocks],
-        shared=tile_shared(shape, weight.kind, weight.scaled), cluster=shape.split,
+        kernel, (at_once, 1, shape.split), shape.threads,
+        [tensor_map.boxes(x, shape.rows), *arguments, tiles, blocks],
+        shared=tile_shared(shape, defines["FORMAT"], defines["SCALED"]), cluster=shape.split,
     )  # fmt: skip
 
 
@@ -329,11 +325,10 @@ def group_bytes(kind: int, scaled: int) -> int:
 def tile_shared(shape: Tile, kind: int, scaled: int) -> int:
     """Bytes of shared memory of a block: barriers, tiles of x and of weights, what the unpacking warps hold, or parts
     of the sums where all of it was."""
-    held = shape.slabs * slab_bytes(kind) + -(-shape.slabs * group_bytes(kind, scaled) // 128) * 128
-    copies = shape.unpackers * shape.ahead
-    tiles = shape.stages * (shape.rows + shape.outputs) * 128 + copies * held
+    held = shape.slabs * (slab_bytes(kind) + group_bytes(kind, scaled))
+    tiles = shape.stages * (shape.rows + shape.outputs) * 128 + shape.unpackers * shape.ahead * held
     parts = shape.rows * (shape.outputs + 8) * 4 if shape.split > 1 else 0
-    return 16 * shape.stages + 8 * copies + 1024 + max(tiles, parts)
+    return 16 * shape.stages + 1024 + max(tiles, parts)
 
 
 def pipe_shared(shape: Pipe, kind: int, scaled: int) -> int:

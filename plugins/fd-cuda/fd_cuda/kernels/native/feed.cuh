@@ -38,11 +38,6 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int input
                " [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(&map), "r"(input), "r"(row), "r"(barrier) : "memory");
 }
 
-// The same of a map of words that lie in boxes as they do outside.
-__device__ __forceinline__ void copy_words(u32 to, const TensorMap& map, int word, int row, u32 barrier) {
-  copy_box(to, map, word, row, barrier);
-}
-
 // All but the last `left` groups of what this thread has copied are there for itself to read.
 template <int left>
 __device__ __forceinline__ void await_own_copies() {

@@ -1,8 +1,8 @@
 // y[M, N] = x[M, K] W[N, K]^T with packed W, for tens to thousands of rows, or of rows an expert.
 //
-// Everything comes by the copy engine, turn after turn of 64 inputs. UNPACKERS warps, in TEAMS that take turns, ask for
-// their slabs (quant.cuh) AHEAD of their turns, and put what they unpack into shared memory as wgmma reads it, beside ROWS
-// rows of x; STAGES such tiles make a ring. Groups of four warps multiply 64 rows each with BN outputs and do nothing else. The SPLIT blocks of a cluster divide K; without, a block takes one tile of y after the other, unpacks the
+// UNPACKERS warps, in TEAMS that take turns of 64 inputs, bring slabs of quant.cuh AHEAD of their turns, and put what they
+// unpack into shared memory as wgmma reads it, beside ROWS rows of x, which the copy engine brings; STAGES such tiles make a
+// ring. Groups of four warps multiply 64 rows each with BN outputs and do nothing else. The SPLIT blocks of a cluster divide K; without, a block takes one tile of y after the other, unpacks the
 // next one while this one is stored. PAIRED: half of the outputs are gate rows, half the up rows that belong to them.
 // GROUPED: x and y have their rows by expert, ROWS to a block, or where there are slots, y has the rows that these say.
 // A row of x comes out the same whatever M is.
@@ -17,8 +17,7 @@
 #define MT (BN / 16 / MEMBERS)       // slabs of a warp and turn
 #define SLAB_BYTES (FORMAT == CCQ ? 256 : PIECES * 512)
 #define GROUP_BYTES (FORMAT == CCQ ? 16 : SCALED * 32)  // CCQ: of two turns
-#define HELD_GROUPS ((MT * GROUP_BYTES + 127) / 128 * 128)
-#define HELD (MT * SLAB_BYTES + HELD_GROUPS)  // bytes of a warp's slabs of a turn
+#define HELD (MT * (SLAB_BYTES + GROUP_BYTES))          // bytes of a warp's slabs of a turn
 #define TILE_X (ROWS * 128)
 #define STAGE (TILE_X + BN * 128)
 #define OUT (PAIRED ? BN / 2 : BN)
@@ -184,17 +183,16 @@ __device__ __forceinline__ void store_two(const Result& to, const Row& row, int 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-quant_tile(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
-           const __grid_constant__ TensorMap groups, const float2* __restrict__ codes, const float* __restrict__ scales,
-           const float* x_scales, const u16* __restrict__ bias, u16* y, const int* slots, const int* experts, int M, int N,
+quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict__ w,
+           const unsigned char* __restrict__ groups, const float2* __restrict__ codes,
+           const float* __restrict__ scales, const float* x_scales, const u16* __restrict__ bias, u16* y, const int* slots, const int* experts, int M, int N,
            int slabs, int turns, int per_group, int tiles, int blocks) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, unpacker = warp - CONSUMERS * 4;
   const int rank = blockIdx.z, share = (turns + SPLIT - 1) / SPLIT;
   const int first = min(rank * share, turns), count = min(turns - first, share);
   const u32 full = shared_address(memory), empty = full + 8 * STAGES;
-  const u32 arrived = empty + 8 * STAGES;  // slabs, for their warp
-  const u32 base = (arrived + 8 * UNPACKERS * AHEAD + 1023) & ~1023u;
+  const u32 base = (empty + 8 * STAGES + 1023) & ~1023u;
   unsigned char* ring = memory + (base - full);
   [[maybe_unused]] float* parts = (float*)ring;
   Result result = {scales, x_scales, bias, y, slots, M, PAIRED ? N / 2 : N};
@@ -204,8 +202,6 @@ quant_tile(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMa
       make_barrier(full + 8 * s, MEMBERS + 1);
       make_barrier(empty + 8 * s, CONSUMERS * 4);
     }
-#pragma unroll
-    for (int s = 0; s < UNPACKERS * AHEAD; s++) make_barrier(arrived + 8 * s, 1);
     publish_barriers();
   }
   __syncthreads();
@@ -217,60 +213,69 @@ quant_tile(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMa
   if (unpacker >= 0) {
     const int team = unpacker / MEMBERS, slab = unpacker % MEMBERS * MT;
     const Grid grid = {tiles, blocks, count, experts};
-    const u32 barriers = arrived + 8 * AHEAD * unpacker, held = base + STAGES * STAGE + unpacker * AHEAD * HELD;
-    const auto first_slab = [&](const Job& job) {
-      const int each = BN / 32;
-      const int own = PAIRED ? job.tile * each + slab % each + slab / each * (slabs / 2) : job.tile * (BN / 16) + slab;
-      return job.expert * slabs + own;
-    };
-    const auto ask = [&](int slot, const Walk& of) {
-      if (lane != 0) return;
-      const u32 to = held + slot * HELD, barrier = barriers + 8 * slot;
-      const int row = first_slab(of.job), turn = first + of.t;
-      expect(barrier, MT * (SLAB_BYTES + GROUP_BYTES));
-      copy_words(to, w, turn * (SLAB_BYTES / 4), row, barrier);
-      if (GROUP_BYTES) copy_words(to + MT * SLAB_BYTES, groups, turn / per_group * (FORMAT == CCQ ? 2 : SCALED * 8), row, barrier);
+    unsigned char* const held = ring + STAGES * STAGE + unpacker * AHEAD * HELD;
+    const int num_groups = (turns + per_group - 1) / per_group;
+    const auto slab_of = [&](const Job& job, int m) {
+      // Slabs behind the last repeat it; nothing of theirs is stored.
+      const int i = slab + m, each = BN / 32, half = slabs / 2;
+      return job.expert * slabs + (PAIRED ? min(job.tile * each + i % each, half - 1) + i / each * half
+                                          : min(job.tile * (BN / 16) + i, slabs - 1));
     };
     Walk now = {(int)blockIdx.x, team, 0, {}}, next = now;
     bool goes_on = settle(next, grid, team);
-    for (int i = 0; i < AHEAD && goes_on; i++) {
-      ask(i, next);
-      next.t += TEAMS;
-      goes_on = settle(next, grid, team);
-    }
+    const auto ask = [&](int slot) {
+      if (goes_on) {
+        const int turn = first + next.t, group = turn / per_group / (FORMAT == CCQ ? 2 : 1);
+        unsigned char* to = held + slot * HELD;
+#pragma unroll
+        for (int m = 0; m < MT; m++) {
+          const int own = slab_of(next.job, m);
+          const unsigned char* at = w + ((u64)own * turns + turn) * SLAB_BYTES + lane * (FORMAT == CCQ ? 8 : 16);
+#if FORMAT == CCQ
+          if (lane % 2 == 0) copy_async(shared_address(to + m * SLAB_BYTES + lane * 8), at, true);
+#else
+#pragma unroll
+          for (int p = 0; p < PIECES; p++)
+            copy_async(shared_address(to + m * SLAB_BYTES + p * 512 + lane * 16), at + p * 512, true);
+#endif
+          if (lane < GROUP_BYTES / 16)
+            copy_async(shared_address(to + MT * SLAB_BYTES + m * GROUP_BYTES + lane * 16),
+                       groups + (u64)own * num_groups * (FORMAT == CCQ ? 8 : GROUP_BYTES) + group * GROUP_BYTES + lane * 16, true);
+        }
+        next.t += TEAMS;
+        goes_on = settle(next, grid, team);
+      }
+      commit();
+    };
+    for (int i = 0; i < AHEAD; i++) ask(i);
 #if !GROUPED
     wait_for_previous();  // for x; weights need not wait
 #endif
     [[maybe_unused]] int mapped = -1;
     Code maps[MT];
-    for (int slot = 0, parity = 0; settle(now, grid, team); now.t += TEAMS) {
+    for (int slot = 0; settle(now, grid, team); now.t += TEAMS) {
       const Place at = place_of(now.before + now.t);
-      const unsigned char* own = ring + (held - base) + slot * HELD;
-      Slab slab_of[MT];
-      Group group_of[MT];
+      const unsigned char* own = held + slot * HELD;
+      Slab slabs_held[MT];
+      Group groups_held[MT];
 #if FORMAT == CCQ
       if (now.n != mapped) {
 #pragma unroll
         for (int m = 0; m < MT; m++) {
-          const float2* map = codes + (u64)min(first_slab(now.job) + m, (now.job.expert + 1) * slabs - 1) * 16 + (lane >> 2);
+          const float2* map = codes + (u64)slab_of(now.job, m) * 16 + (lane >> 2);
           maps[m].upper = map[0], maps[m].lower = map[8];
         }
         mapped = now.n;
       }
 #endif
-      await_phase(barriers + 8 * slot, parity);
+      await_own_copies<AHEAD - 1>();
+      if (GROUP_BYTES) __syncwarp();  // other lanes have brought the scales
 #pragma unroll
       for (int m = 0; m < MT; m++) {
-        slab_of[m] = slab_at(own + m * SLAB_BYTES, lane);
-        group_of[m] = group_at(own + MT * SLAB_BYTES + m * GROUP_BYTES, lane);
+        slabs_held[m] = slab_at(own + m * SLAB_BYTES, lane);
+        const int other = FORMAT == CCQ ? (first + now.t) % 2 * 8 : 0;
+        groups_held[m] = group_at(own + MT * SLAB_BYTES + m * GROUP_BYTES + other, lane);
       }
-      __syncwarp();
-      if (goes_on) {
-        ask(slot, next);
-        next.t += TEAMS;
-        goes_on = settle(next, grid, team);
-      }
-      if (++slot == AHEAD) slot = 0, parity ^= 1;
       await_phase(empty + 8 * at.stage, at.parity ^ 1);  // the phase before the first one counts as ended
       if (slab == 0 && lane == 0) {
         expect(full + 8 * at.stage, TILE_X);
@@ -278,10 +283,12 @@ quant_tile(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMa
       }
       unsigned char* to = ring + at.stage * STAGE + TILE_X + slab * 2048;
 #pragma unroll
-      for (int m = 0; m < MT; m++) store_slab(to + m * 2048, slab_of[m], maps[m], group_of[m], lane);
+      for (int m = 0; m < MT; m++) store_slab(to + m * 2048, slabs_held[m], maps[m], groups_held[m], lane);
       publish_stores();
       __syncwarp();
       if (lane == 0) arrive_at(full + 8 * at.stage);
+      ask(slot);
+      if (++slot == AHEAD) slot = 0;
     }
 #if SPLIT > 1
     meet();
