@@ -1,5 +1,4 @@
-"""Launches of native/quant_gemv.cu, quant_gemm.cu and quant_rows.cu: products of activations and packed
-weights."""
+"""Launches of the native kernels of packed weights: products with activations, and unpacking."""
 
 from __future__ import annotations
 
@@ -11,112 +10,24 @@ import torch
 from . import native
 from .common import num_processors
 from .native import tensor_map
-from .quant_layout import CCQ, INT4, TURN, Slabs
+from .quant_layout import CCQ, TURN, Slabs
 from .quant_order import by_codes
+from .quant_shapes import (
+    Gemm,
+    Gemv,
+    Pipe,
+    RowGemm,
+    Shape,
+    Tile,
+    gemm_shared,
+    gemv_shared,
+    pipe_shared,
+    rows_shared,
+    tile_shared,
+)
 
 if TYPE_CHECKING:
     from .routing import Order
-
-
-@dataclass(frozen=True, slots=True)
-class Gemv:
-    """How quant_gemv.cu is specialized; serves 8 * tiles rows."""
-
-    tiles: int
-    slabs: int  # a warp's, of outputs
-    warps: int
-    ahead: int
-    resident: int  # blocks a multiprocessor should hold
-    staged: int = 0  # whether weights come through shared memory, or to registers
-    split: int = 1  # blocks that divide K
-
-    @property
-    def rows(self) -> int:
-        """Rows of x that a block computes."""
-        return 8 * self.tiles
-
-    def __str__(self) -> str:
-        return f"gemv {self.tiles}t {self.slabs}s {self.warps}w {self.ahead}a {self.resident}r {self.staged}g /{self.split}"
-
-
-@dataclass(frozen=True, slots=True)
-class Gemm:
-    """How quant_gemm.cu is specialized."""
-
-    rows: int  # of x, of a block
-    groups: int  # of four warps
-    split: int  # blocks that divide K
-    stages: int
-    ahead: int  # turns that weights are asked for ahead, in registers; 0 for through shared memory
-    resident: int = 1  # blocks a multiprocessor should hold
-
-    def __str__(self) -> str:
-        tile = f"{self.rows}x{self.groups * 64}"
-        return f"gemm {tile} /{self.split} {self.stages}st {self.ahead}a {self.resident}r"
-
-
-@dataclass(frozen=True, slots=True)
-class RowGemm:
-    """How quant_rows.cu is specialized."""
-
-    rows: int  # of x, of a block
-    groups: int  # of four warps, 64 outputs each
-    split: int  # blocks that divide K
-    stages: int
-
-    def __str__(self) -> str:
-        return f"rows {self.rows}x{self.groups * 64} /{self.split} {self.stages}st"
-
-
-@dataclass(frozen=True, slots=True)
-class Pipe:
-    """How quant_pipe.cu is specialized."""
-
-    rows: int  # of x, of a block
-    groups: int  # of four warps, 64 outputs each
-    split: int  # blocks that divide K
-    stages: int
-    resident: int = 1  # blocks a multiprocessor should hold
-
-    @property
-    def threads(self) -> int:
-        """Those that multiply and those that feed."""
-        return self.groups * 128 + (128 if self.rows == 256 else 32)
-
-    def __str__(self) -> str:
-        tile = f"{self.rows}x{self.groups * 64}"
-        return f"pipe {tile} /{self.split} {self.stages}st {self.resident}r"
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How quant_tile.cu is specialized."""
-
-    rows: int  # of x, of a block
-    outputs: int
-    split: int  # blocks that divide K
-    stages: int
-    unpackers: int = 8  # warps
-    teams: int = 2  # of them, which take turns
-    ahead: int = 2  # own turns that weights are asked for ahead
-    resident: int = 1  # blocks a multiprocessor should hold
-
-    @property
-    def threads(self) -> int:
-        """Those that multiply and those that unpack."""
-        return self.rows * 2 + self.unpackers * 32
-
-    @property
-    def slabs(self) -> int:
-        """Of a warp and turn."""
-        return self.outputs // 16 * self.teams // self.unpackers
-
-    def __str__(self) -> str:
-        tile = f"{self.rows}x{self.outputs}"
-        return f"tile {tile} /{self.split} {self.stages}st {self.unpackers}u{self.teams} {self.ahead}a {self.resident}r"
-
-
-Shape = Gemv | Gemm | Pipe | Tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,22 +129,12 @@ def _gemv(
         "WARPS": shape.warps,
         "AHEAD": shape.ahead,
         "RESIDENT": shape.resident,
-        "STAGED": shape.staged,
-        "SPLIT": shape.split,
+        "STAGED": int(shape.staged),
     }
     kernel = native.function("quant_gemv", {**defines, **sizes})
-    grid = (-(-slabs // per_block), blocks, shape.split)
+    grid = (-(-slabs // per_block), blocks, 1)
     shared = gemv_shared(shape, held, defines["FORMAT"], defines["SCALED"])
-    native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared, cluster=shape.split)
-
-
-def gemv_shared(shape: Gemv, held: int, kind: int = 1, scaled: int = 0) -> int:
-    """Bytes of shared memory of a block: inputs of its warps, or their parts of the sums of `held` slabs."""
-    weights = shape.staged * held * (slab_bytes(kind) + group_bytes(kind, scaled))
-    ring = shape.ahead * (shape.rows * 128 + weights)
-    parts = shape.warps * held * 16 * (shape.rows + 1) * 4
-    sums = shape.rows * held * 16 * 4 if shape.split > 1 else 0
-    return max(shape.warps * ring, parts + sums)
+    native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared)
 
 
 def _gemm(
@@ -312,45 +213,6 @@ def _tile(
     )  # fmt: skip
 
 
-def slab_bytes(kind: int) -> int:
-    """Of 16 outputs by 64 inputs."""
-    return 512 if kind == INT4 else 256 if kind == CCQ else 1024
-
-
-def group_bytes(kind: int, scaled: int) -> int:
-    """Of a slab's scales that a turn brings; CCQ's are those of two turns, as the copy engine brings whole 16 bytes."""
-    return 16 if kind == CCQ else 32 * scaled
-
-
-def tile_shared(shape: Tile, kind: int, scaled: int) -> int:
-    """Bytes of shared memory of a block: barriers, tiles of x and of weights, what the unpacking warps hold, or parts
-    of the sums where all of it was."""
-    held = shape.slabs * (slab_bytes(kind) + group_bytes(kind, scaled))
-    tiles = shape.stages * (shape.rows + shape.outputs) * 128 + shape.unpackers * shape.ahead * held
-    parts = shape.rows * (shape.outputs + 8) * 4 if shape.split > 1 else 0
-    return 16 * shape.stages + 1024 + max(tiles, parts)
-
-
-def pipe_shared(shape: Pipe, kind: int, scaled: int) -> int:
-    """Bytes of shared memory of a block: barriers, tiles of x and of weights, or parts of the sums where these were."""
-    warps = shape.groups * 4
-    weights = warps * slab_bytes(kind) + -(-warps * group_bytes(kind, scaled) // 1024) * 1024
-    tiles = shape.stages * (shape.rows * 128 + weights)
-    parts = shape.rows * (shape.groups * 64 + 4) * 4
-    return 16 * shape.stages + 1024 + max(tiles, parts)
-
-
-def gemm_shared(shape: Gemm, kind: int, *, paired: bool) -> int:
-    """Bytes of shared memory of a block: tiles of x, and of weights where they take that way, parts of the sums,
-    what aligning takes."""
-    held = shape.groups * (1 + paired)
-    weights = 0 if shape.ahead else held * (2048 if kind == INT4 else 4096)
-    tiles = shape.stages * (shape.rows * 128 + weights)
-    parts = shape.rows * (held * 64 + 4) * 4
-    is_apart = shape.split > 1 and shape.ahead > 0
-    return 1024 + (tiles + parts if is_apart else max(tiles, parts))
-
-
 def rows_product(
     shape: RowGemm,
     numbers: torch.Tensor,
@@ -414,15 +276,6 @@ def rows_product(
         shared=rows_shared(shape, by_block=by_block), cluster=shape.split,
     )  # fmt: skip
     return y
-
-
-def rows_shared(shape: RowGemm, *, by_block: bool) -> int:
-    """Bytes of shared memory of a block of quant_rows.cu: tiles, parts of the sums, scales of turns, what
-    aligning takes."""
-    tiles = shape.stages * (shape.groups * 64 + shape.rows) * 128
-    parts = shape.rows * (shape.groups * 64 + 4) * 4
-    factors = shape.stages * shape.rows * 4 if by_block else 0
-    return 1024 + (tiles + parts if shape.split > 1 else max(tiles, parts)) + factors
 
 
 def unpack(weight: Slabs, dtype: torch.dtype) -> torch.Tensor:

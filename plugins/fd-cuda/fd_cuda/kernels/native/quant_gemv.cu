@@ -12,7 +12,6 @@
 
 #define COLUMNS (8 * TILES)
 #include "rows.cuh"
-#include "cluster.cuh"
 
 #define STAGE (COLUMNS * 128)  // bytes of x of one turn
 #define RING (AHEAD * STAGE)
@@ -63,8 +62,7 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
   // Inputs in the rings, then the warps' parts of the sums.
   extern __shared__ __align__(128) unsigned char memory[];
   const int thread = threadIdx.x, lane = thread & 31, warp = __shfl_sync(~0u, thread >> 5, 0);
-  const int tile = blockIdx.x, rank = blockIdx.z;
-  const int share = (turns + SPLIT - 1) / SPLIT, first = min(rank * share, turns), count = min(turns - first, share);
+  const int tile = blockIdx.x;
   const int num_groups = (turns + per_group - 1) / per_group;
 #if GROUPED
   let_next_start();
@@ -143,7 +141,7 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
 #endif
 #pragma unroll
   for (int i = 0; i < AHEAD; i++)
-    if (warp + i * WARPS < count) ask_w(i, first + warp + i * WARPS);
+    if (warp + i * WARPS < turns) ask_w(i, warp + i * WARPS);
 #if !GROUPED
   let_next_start();
   wait_for_previous();
@@ -172,7 +170,7 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
   };
 #pragma unroll
   for (int i = 0; i < AHEAD; i++) {
-    if (warp + i * WARPS < count) ask_x(i, first + warp + i * WARPS);
+    if (warp + i * WARPS < turns) ask_x(i, warp + i * WARPS);
     if (i % 2) commit();
   }
 
@@ -188,14 +186,14 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
   // one of those that ldmatrix hands out.
   const u32 row = INPUTS_BY_ROWS ? lane >> 2 : lane & 7, chunk = INPUTS_BY_ROWS ? (lane & 3) * 2 : lane >> 3;
   const u32 reads[2] = {row * 128 + ((chunk ^ row) << 4), row * 128 + (((chunk + (INPUTS_BY_ROWS ? 1 : 4)) ^ row) << 4)};
-  for (int begin = warp; begin < count; begin += AHEAD * WARPS) {
+  for (int begin = warp; begin < turns; begin += AHEAD * WARPS) {
 #pragma unroll
     for (int two = 0; two < AHEAD; two += 2) {
-      if (begin + two * WARPS >= count) break;
+      if (begin + two * WARPS >= turns) break;
       await_turns();
 #pragma unroll
       for (int i = two; i < two + 2; i++) {
-        if (begin + i * WARPS >= count) break;
+        if (begin + i * WARPS >= turns) break;
 #if STAGED
         Slab own_slab[MT];
         Group own_groups[MT];
@@ -206,7 +204,7 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
           own_groups[m] = {0, 0};
 #if FORMAT == CCQ
           own_slab[m].piece = *(const uint2*)(at + lane * 8);
-          const u32 both = entries[((first + begin + i * WARPS) & 1) * 8 + (lane >> 2)];
+          const u32 both = entries[((begin + i * WARPS) & 1) * 8 + (lane >> 2)];
           own_groups[m].scales = fma2((both & 15) | (both & 0xf0u) << 12 | MAGIC, ONES, MINUS_BASE);
 #else
 #pragma unroll
@@ -256,27 +254,23 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
           }
 #endif
 #if !STAGED
-        if (begin + (i + AHEAD) * WARPS < count) ask_w(i, first + begin + (i + AHEAD) * WARPS);
+        if (begin + (i + AHEAD) * WARPS < turns) ask_w(i, begin + (i + AHEAD) * WARPS);
 #endif
       }
       __syncwarp();
 #pragma unroll
       for (int i = two; i < two + 2; i++)
-        if (begin + (i + AHEAD) * WARPS < count) {
+        if (begin + (i + AHEAD) * WARPS < turns) {
 #if STAGED
-          ask_w(i, first + begin + (i + AHEAD) * WARPS);
+          ask_w(i, begin + (i + AHEAD) * WARPS);
 #endif
-          ask_x(i, first + begin + (i + AHEAD) * WARPS);
+          ask_x(i, begin + (i + AHEAD) * WARPS);
         }
       commit();
     }
   }
 
-#if SPLIT > 1
-  meet();  // all have started, and sums stand where x was
-#else
   __syncthreads();  // sums stand where x was
-#endif
   float* part = (float*)memory + warp * MT * 16 * PITCH;
   const int r = lane >> 2, q = lane & 3;
 #pragma unroll
@@ -289,33 +283,13 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
   __syncthreads();
 
   const int width = PAIRED ? N / 2 : N;
-#if SPLIT > 1
-  // Of each block's warps first: what the block that finishes a row gets.
-  float* const sums = (float*)memory + WARPS * MT * 16 * PITCH;
-  for (int e = thread; e < COLUMNS * MT * 16; e += WARPS * 32) {
-    const int c = e % (MT * 16), n = e / (MT * 16);
-    const u32 to = shared_address(sums + (rank * (COLUMNS / SPLIT) + n % (COLUMNS / SPLIT)) * MT * 16 + c);
-    send(at_rank(to, n / (COLUMNS / SPLIT)), of_all_warps((const float*)memory + c * PITCH + n, MT * 16 * PITCH));
-  }
-  meet();
-#endif
-  for (int e = thread; e < COLUMNS / SPLIT * OUT; e += WARPS * 32) {
-    const int c = e % OUT, n = rank * (COLUMNS / SPLIT) + e / OUT, column = tile * OUT + c;
+  for (int e = thread; e < COLUMNS * OUT; e += WARPS * 32) {
+    const int c = e % OUT, n = e / OUT, column = tile * OUT + c;
     const int at = slot_of(n, slots, ids, M);
     if (at >= M || column >= width) continue;
-#if SPLIT > 1
-    const float* line = sums + e / OUT * MT * 16 + c;
-    float value = 0.f, other = 0.f;
-#pragma unroll
-    for (int s = 0; s < SPLIT; s++) {
-      value += line[s * (COLUMNS / SPLIT) * MT * 16];
-      if (PAIRED) other += line[s * (COLUMNS / SPLIT) * MT * 16 + 16];
-    }
-#else
     const float* line = (const float*)memory + c * PITCH + n;
     float value = of_all_warps(line, MT * 16 * PITCH);
     float other = PAIRED ? of_all_warps(line + 16 * PITCH, MT * 16 * PITCH) : 0.f;
-#endif
     const float x_scale = x_scales == nullptr ? 1.f : x_scales[GROUPED ? at / divisor : at];
     value *= scales[column] * x_scale;
     if (PAIRED) {
