@@ -17,6 +17,7 @@ typedef unsigned long long u64;
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define __shared__ static thread_local
 #define __align__(n) alignas(n)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +102,16 @@ def product(
         _pipe(shape, defines, x, arguments, slabs, blocks)
         return y
     ids = None if grouping is None else grouping.ids
+    if weight.kind == CCQ and isinstance(shape, Gemv):
+        _gemv(
+            shape, {**defines, "WIDTH": x.shape[1]},
+            [
+                x, ctypes.c_longlong(x.stride(0)), *operands[:3], weight.codes, weight.lines,
+                *operands[4:], ids, num_rows, weight.out_features, sizes[0], sizes[3],
+            ],
+            slabs, blocks,
+        )  # fmt: skip
+        return y
     arguments = [
         x,
         x.stride(0) // 8,
@@ -112,7 +123,7 @@ def product(
         *sizes,
     ]
     if isinstance(shape, Gemv):
-        _gemv(shape, defines, [*arguments, weight.codes], slabs, blocks)
+        _gemv(shape, defines, arguments, slabs, blocks)
     else:
         _gemm(shape, defines, arguments, slabs, blocks)
     return y
@@ -131,7 +142,8 @@ def _gemv(
         "RESIDENT": shape.resident,
         "STAGED": int(shape.staged),
     }
-    kernel = native.function("quant_gemv", {**defines, **sizes})
+    name = "ccq_gemv" if defines["FORMAT"] == CCQ else "quant_gemv"
+    kernel = native.function(name, {**defines, **sizes})
     grid = (-(-slabs // per_block), blocks, 1)
     shared = gemv_shared(shape, held, defines["FORMAT"], defines["SCALED"])
     native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared)

@@ -1,4 +1,4 @@
-// The SPLIT blocks of a cluster divide K: they meet, and send each other parts of the sums.
+// The SPLIT blocks of a cluster, which divide K, and what they send each other.
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 

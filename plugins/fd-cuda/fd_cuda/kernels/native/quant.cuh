@@ -15,6 +15,8 @@
 // affine code of ERNIE 4.5's published 2-bit checkpoints (fd-quant-wint2's ccq.py).
 #define CCQ 5
 #define PIECES (FORMAT == INT4 ? 1 : 2)
+#define SLAB_BYTES (FORMAT == CCQ ? 256 : PIECES * 512)
+#define GROUP_BYTES (FORMAT == CCQ ? 16 : SCALED * 32)  // of a slab's scales; CCQ: of two turns, as copies are 16 bytes
 #define BY_ROWS (FORMAT == INT8_ROWS || FORMAT == FP8_ROWS)
 #define INPUTS_BY_ROWS (FORMAT >= INT8_ROWS)
 
@@ -22,13 +24,15 @@
 #define ONES 0x3c003c00u
 #define MAGIC 0x64006400u         // 1024 + q
 #define MINUS_MIDDLE 0xe408e408u  // -1032
-#define MINUS_32 0xe420e420u      // -1056
+#define HALVES 0x38003800u
+#define MINUS_CODE 0xe040e040u    // -512 - 32
 #define MINUS_BASE 0xe400e400u    // -1024
 #else
 #define ONES 0x3f803f80u
 #define MAGIC 0x43004300u         // 128 + q
 #define MINUS_MIDDLE 0xc308c308u  // -136
-#define MINUS_32 0xc320c320u      // -160
+#define HALVES 0x3f003f00u
+#define MINUS_CODE 0xc2c0c2c0u    // -64 - 32
 #define MINUS_BASE 0xc300c300u    // -128
 #endif
 
@@ -111,24 +115,23 @@ struct Slab {
   uint2 piece;
 };
 
-// Two of the four 6-bit windows of a byte's code, less 32: the first at `shift`, the second three bits below.
-__device__ __forceinline__ u32 windows(int code, int shift) {
-  const u32 first = masked_or((u32)code >> shift, 0x3fu, MAGIC);
-  return fma2(masked_or((u32)code << (19 - shift), 0x003f0000u, first), ONES, MINUS_32);
+// A byte's code, from bit 1 on. (2^23 + byte) x - 2^23 x is byte x rounded once; below, the floor is the last bits of
+// 1.5 * 2^22 + it, but for one that is worth a half: conversions are slow.
+__device__ __forceinline__ u32 code_of(u32 bytes, int which, float2 map) {
+  const float byte = __uint_as_float(__byte_perm(bytes, 0x4b000000u, 0x7440u | which));
+  // Rounded after every operation, as the definition is.
+  const float value = __fadd_rn(__fmaf_rn(byte, map.x, -8388608.f * map.x), map.y);
+  return __float_as_uint(__fadd_rd(value, 6291456.5f));
 }
 
 __device__ __forceinline__ void unpack(const Slab& slab, int step, const Code& maps, u32* a) {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    const float2 map = i ? maps.lower : maps.upper;
-    // (2^23 + byte) x - 2^23 x is byte x rounded once; below, the floor is the last bits of 1.5 * 2^23 + it: conversions
-    // are slow.
-    const float byte = __uint_as_float(__byte_perm(i ? slab.piece.y : slab.piece.x, 0x4b000000u, 0x7440u | step));
-    // Rounded after every operation, as the definition is.
-    const float value = __fadd_rn(__fadd_rn(__fmaf_rn(byte, map.x, -8388608.f * map.x), map.y), 0.5f);
-    const int code = __float_as_int(__fadd_rd(value, 12582912.f));
-    a[i] = windows(code, 9);
-    a[2 + i] = windows(code, 3);
+    const u32 code = code_of(i ? slab.piece.y : slab.piece.x, step, i ? maps.lower : maps.upper);
+    // From bit 1 on of the halves the windows at bits 3 and 0 of the code, from bit 7 on those at 9 and 6.
+    const u32 both = __byte_perm(code >> 3, code, 0x5410u);
+    a[i] = fma2(masked_or(both >> 6, 0x007e007eu, MAGIC), HALVES, MINUS_CODE);
+    a[2 + i] = fma2(masked_or(both, 0x007e007eu, MAGIC), HALVES, MINUS_CODE);
   }
 }
 #else
@@ -230,3 +233,46 @@ __device__ __forceinline__ void apply_group(u32* a, const Group& g) {
   for (int i = 0; i < 4; i++) a[i] = fma2(a[i], i % 2 ? lower : upper, 0x80008000u);
 #endif
 }
+
+#ifdef SCALED
+// A slab and its scales on their way to shared memory, where lanes find them again: a copy that waits there does not hold
+// up what is read from memory to registers meanwhile. Each lane brings what it will read of the slab itself (CCQ: one of two
+// lanes for both), others the scales.
+__device__ __forceinline__ void bring_slab(u32 to, const unsigned char* slab, int lane) {
+#if FORMAT == CCQ
+  if (lane % 2 == 0) copy_async(to + lane * 8, slab + lane * 8, true);
+#else
+#pragma unroll
+  for (int p = 0; p < PIECES; p++) copy_async(to + p * 512 + lane * 16, slab + p * 512 + lane * 16, true);
+#endif
+}
+
+// `entries`: of the slab's first group.
+__device__ __forceinline__ void bring_group(u32 to, const unsigned char* entries, int turn, int per_group, int lane) {
+  const int group = turn / per_group / (FORMAT == CCQ ? 2 : 1);
+  if (lane < GROUP_BYTES / 16) copy_async(to + lane * 16, entries + group * GROUP_BYTES + lane * 16, true);
+}
+
+__device__ __forceinline__ Slab slab_at(const unsigned char* at, int lane) {
+  Slab slab;
+#if FORMAT == CCQ
+  slab.piece = *(const uint2*)(at + lane * 8);
+#else
+#pragma unroll
+  for (int p = 0; p < PIECES; p++) slab.piece[p] = *(const uint4*)(at + p * 512 + lane * 16);
+#endif
+  return slab;
+}
+
+__device__ __forceinline__ Group group_at(const unsigned char* at, int turn, int lane) {
+  Group g = {0, 0};
+#if FORMAT == CCQ
+  const u32 both = at[turn % 2 * 8 + (lane >> 2)];
+  g.scales = fma2((both & 15) | (both & 0xf0u) << 12 | MAGIC, ONES, MINUS_BASE);
+#elif SCALED
+  g.scales = ((const u32*)at)[lane >> 2];
+  if (SCALED == 2) g.offsets = ((const u32*)at)[8 + (lane >> 2)];
+#endif
+  return g;
+}
+#endif

@@ -15,11 +15,9 @@
 
 #define STAGE (COLUMNS * 128)  // bytes of x of one turn
 #define RING (AHEAD * STAGE)
-#define GROUP_BYTES (FORMAT == CCQ ? 16 : SCALED * 32)  // CCQ: of two turns
-#define HELD (MT * (SLAB_BYTES + GROUP_BYTES))          // of weights of one turn
+#define HELD (MT * (SLAB_BYTES + GROUP_BYTES))  // bytes of weights of one turn
 #define PITCH (COLUMNS + 1)
 #define OUT (PAIRED ? 16 : 16 * MT)
-#define SLAB_BYTES (FORMAT == CCQ ? 256 : PIECES * 512)
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
@@ -57,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
 quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* __restrict__ groups,
            const float* __restrict__ scales, const float* x_scales, const u16* __restrict__ bias, u16* y,
            const int* slots, const int* experts, const long long* ids, int M, int N, int K, int slabs,
-           int turns, int per_group, int divisor, const float2* __restrict__ codes) {
+           int turns, int per_group, int divisor) {
   const Entry* entries = (const Entry*)groups;
   // Inputs in the rings, then the warps' parts of the sums.
   extern __shared__ __align__(128) unsigned char memory[];
@@ -69,15 +67,13 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
   wait_for_previous();
   const int expert = ids != nullptr ? (int)ids[blockIdx.y] : experts[blockIdx.y];
   if (expert < 0) return;
-  w += (u64)expert * (BY_ROWS ? N * (K / 16) : FORMAT == CCQ ? slabs * turns * 16 : slabs * turns * 32 * PIECES);
-  codes += (u64)expert * slabs * 16;
+  w += (u64)expert * (BY_ROWS ? N * (K / 16) : slabs * turns * 32 * PIECES);
   entries += (u64)expert * slabs * num_groups * 8 * SCALED;
   scales += (u64)expert * slabs * 16;
 #endif
   const uint4* from[MT];
   [[maybe_unused]] u32 second[MT];  // by rows: from a row to the row eight below
   const Entry* group_of[MT];
-  Code maps[MT];
 #pragma unroll
   for (int m = 0; m < MT; m++) {
     // Slabs behind the last repeat it; nothing of theirs is stored.
@@ -86,10 +82,6 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
       const int row = min(slab * 16 + (lane >> 2), N - 1);
       from[m] = w + (u64)row * (K / 16) + (lane & 3);
       second[m] = (min(slab * 16 + (lane >> 2) + 8, N - 1) - row) * (K / 16);
-    } else if (FORMAT == CCQ) {
-      from[m] = w + (u64)slab * turns * 16;
-      maps[m].upper = codes[slab * 16 + (lane >> 2)];
-      maps[m].lower = codes[slab * 16 + (lane >> 2) + 8];
     } else {
       from[m] = w + (u64)slab * turns * 32 * PIECES + lane;
     }
@@ -102,20 +94,9 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
     const u32 to = shared_address(held) + i * HELD;
 #pragma unroll
     for (int m = 0; m < MT; m++) {
-#if FORMAT == CCQ
-      if (lane % 2 == 0) copy_async(to + m * SLAB_BYTES + lane * 8, (const uint2*)from[m] + turn * 32 + lane, true);
-#else
-      const bool inside = !BY_ROWS || turn * 4 + (lane & 3) < K / 16;
-#pragma unroll
-      for (int p = 0; p < PIECES; p++) {
-        const uint4* piece = BY_ROWS ? from[m] + (p ? second[m] : 0) + turn * 4 : from[m] + (turn * PIECES + p) * 32;
-        copy_async(to + m * SLAB_BYTES + p * 512 + lane * 16, inside ? piece : from[m], inside);
-      }
-#endif
-      const int group = turn / per_group / (FORMAT == CCQ ? 2 : 1) * (GROUP_BYTES / sizeof(Entry));
-      if (lane < GROUP_BYTES / 16)
-        copy_async(to + MT * SLAB_BYTES + m * GROUP_BYTES + lane * 16,
-                   group_of[m] - (lane >> 2) + group + lane * (16 / sizeof(Entry)), true);
+      bring_slab(to + m * SLAB_BYTES, (const unsigned char*)(from[m] - lane + turn * PIECES * 32), lane);
+      bring_group(to + MT * SLAB_BYTES + m * GROUP_BYTES, (const unsigned char*)(group_of[m] - (lane >> 2)), turn, per_group,
+                  lane);
     }
   };
 #else
@@ -129,8 +110,6 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
 #pragma unroll
       for (int p = 0; p < 2; p++)
         held[i][m].piece[p] = inside ? load_once(from[m] + (p ? second[m] : 0) + turn * 4) : make_uint4(0, 0, 0, 0);
-#elif FORMAT == CCQ
-      held[i][m].piece = load_once((const uint2*)from[m] + turn * 32 + lane);
 #else
 #pragma unroll
       for (int p = 0; p < PIECES; p++) held[i][m].piece[p] = load_once(from[m] + (turn * PIECES + p) * 32);
@@ -199,19 +178,8 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
         Group own_groups[MT];
 #pragma unroll
         for (int m = 0; m < MT; m++) {
-          const unsigned char* at = held + i * HELD + m * SLAB_BYTES;
-          const unsigned char* entries = held + i * HELD + MT * SLAB_BYTES + m * GROUP_BYTES;
-          own_groups[m] = {0, 0};
-#if FORMAT == CCQ
-          own_slab[m].piece = *(const uint2*)(at + lane * 8);
-          const u32 both = entries[((begin + i * WARPS) & 1) * 8 + (lane >> 2)];
-          own_groups[m].scales = fma2((both & 15) | (both & 0xf0u) << 12 | MAGIC, ONES, MINUS_BASE);
-#else
-#pragma unroll
-          for (int p = 0; p < PIECES; p++) own_slab[m].piece[p] = *(const uint4*)(at + p * 512 + lane * 16);
-          if (SCALED) own_groups[m].scales = ((const u32*)entries)[lane >> 2];
-          if (SCALED == 2) own_groups[m].offsets = ((const u32*)entries)[8 + (lane >> 2)];
-#endif
+          own_slab[m] = slab_at(held + i * HELD + m * SLAB_BYTES, lane);
+          own_groups[m] = group_at(held + i * HELD + MT * SLAB_BYTES + m * GROUP_BYTES, begin + i * WARPS, lane);
         }
 #else
         const Slab* own_slab = held[i];
@@ -238,7 +206,7 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
 #pragma unroll
             for (int s = 0; s < 2; s++) {
               u32 a[4];
-              unpack(own_slab[m], half * 2 + s, maps[m], a);
+              unpack(own_slab[m], half * 2 + s, Code(), a);
               add_offsets(a, own_groups[m]);
 #pragma unroll
               for (int t = 0; t < TILES; t++) multiply(to[m][t], a, b[t] + 2 * s);

@@ -12,10 +12,7 @@
 #include "wide.cuh"
 #include "feed.cuh"
 
-#define SLAB_BYTES (FORMAT == CCQ ? 256 : PIECES * 512)
-#define WORDS (FORMAT == CCQ ? 1 : PIECES)  // that a lane reads of a slab, 512 bytes apart
 #define TILE_X (BN * 128)
-#define GROUP_BYTES (FORMAT == CCQ ? 16 : SCALED * 32)  // of a slab's scales; CCQ: of two turns
 #define SLABS (GROUPS * 4 * SLAB_BYTES)
 #define TILE_W (SLABS + (GROUPS * 4 * GROUP_BYTES + 1023) / 1024 * 1024)
 #define STAGE (TILE_X + TILE_W)
@@ -60,48 +57,25 @@ __device__ __forceinline__ int slab_of(int tile, int warp, int slabs) {
 
 // What a warp that multiplies knows.
 struct Source {
-  const unsigned char* w;      // this lane's part of its first slab
-  unsigned char* slabs;        // and where it stands in the first tile
-  const unsigned char* groups;
-  unsigned char* entries;
+  const unsigned char *w, *groups;   // its first slab, and the slab's scales
+  unsigned char *slabs, *entries;    // and where they stand in the first tile
   Code maps;
-  int first, per_group;
+  int first, per_group, lane;
 };
 
-// A lane brings 16 bytes at a time, CCQ's lanes for two.
 __device__ __forceinline__ void ask_slab(const Source& from, int t, int count, int stage) {
   if (t < count) {
-#if FORMAT == CCQ
-    if (threadIdx.x % 2 == 0) copy_async(shared_address(from.slabs + stage * STAGE), from.w + t * SLAB_BYTES, true);
-#else
-#pragma unroll
-    for (int p = 0; p < PIECES; p++)
-      copy_async(shared_address(from.slabs + stage * STAGE + p * 512), from.w + t * SLAB_BYTES + p * 512, true);
-#endif
-    const int lane = threadIdx.x & 31, group = (from.first + t) / from.per_group / (FORMAT == CCQ ? 2 : 1);
-    if (lane < GROUP_BYTES / 16)
-      copy_async(shared_address(from.entries + stage * STAGE + lane * 16), from.groups + group * GROUP_BYTES + lane * 16, true);
+    bring_slab(shared_address(from.slabs + stage * STAGE), from.w + t * SLAB_BYTES, from.lane);
+    bring_group(shared_address(from.entries + stage * STAGE), from.groups, from.first + t, from.per_group, from.lane);
   }
   commit();
 }
 
-// A slab and its scales, which other lanes have brought.
 __device__ __forceinline__ Slab await_slab(const Source& from, int t, int stage, Group& group) {
   await_own_copies<STAGES - 1>();
-  if (GROUP_BYTES) __syncwarp();
-  Slab slab;
-  const unsigned char* entries = from.entries + stage * STAGE;
-  const int row = (threadIdx.x & 31) >> 2;
-#if FORMAT == CCQ
-  slab.piece = *(const uint2*)(from.slabs + stage * STAGE);
-  const u32 both = entries[((from.first + t) & 1) * 8 + row];
-  group.scales = fma2((both & 15) | (both & 0xf0u) << 12 | MAGIC, ONES, MINUS_BASE);
-#else
-#pragma unroll
-  for (int p = 0; p < PIECES; p++) slab.piece[p] = *(const uint4*)(from.slabs + stage * STAGE + p * 512);
-  if (SCALED) group.scales = ((const u32*)entries)[row];
-  if (SCALED == 2) group.offsets = ((const u32*)entries)[8 + row];
-#endif
+  if (GROUP_BYTES) __syncwarp();  // other lanes have brought the scales
+  const Slab slab = slab_at(from.slabs + stage * STAGE, from.lane);
+  group = group_at(from.entries + stage * STAGE, from.first + t, from.lane);
   if (GROUP_BYTES) __syncwarp();
   return slab;
 }
@@ -139,11 +113,11 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
 
   const int own = slab_of(tile, warp, slabs);
   Source from;
-  from.w = w + ((u64)own * turns + first) * SLAB_BYTES + lane * (SLAB_BYTES / 32 / WORDS);
-  from.slabs = tiles + TILE_X + warp * SLAB_BYTES + lane * (SLAB_BYTES / 32 / WORDS);
+  from.w = w + ((u64)own * turns + first) * SLAB_BYTES;
+  from.slabs = tiles + TILE_X + warp * SLAB_BYTES;
   from.groups = (const unsigned char*)(groups + (u64)own * num_groups * 8 * SCALED);
   from.entries = tiles + TILE_X + SLABS + warp * GROUP_BYTES;
-  from.first = first, from.per_group = per_group;
+  from.first = first, from.per_group = per_group, from.lane = lane;
   if (warp < FEEDER) {
 #pragma unroll
     for (int t = 0; t < STAGES; t++) ask_slab(from, t, count, t);
@@ -191,7 +165,7 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   Place next = {0, 0};
   int stage = 0, last = 0;
   if (count > 0) {
-    Group group = {0, 0};
+    Group group;
     const Slab slab = await_slab(from, 0, 0, group);
 #pragma unroll
     for (int s = 0; s < 4; s++) unpack_step(a[0][s], from, slab, s, group);
@@ -207,7 +181,7 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
       const bool goes_on = t + 1 < count;
       advance(next);
       Slab slab;
-      Group group = {0, 0};
+      Group group;
 #pragma unroll
       for (int s = 0; s < 4; s++) {
         begin_products();

@@ -15,8 +15,6 @@
 #define CONSUMERS (ROWS / 64)
 #define MEMBERS (UNPACKERS / TEAMS)  // warps of a team
 #define MT (BN / 16 / MEMBERS)       // slabs of a warp and turn
-#define SLAB_BYTES (FORMAT == CCQ ? 256 : PIECES * 512)
-#define GROUP_BYTES (FORMAT == CCQ ? 16 : SCALED * 32)  // CCQ: of two turns
 #define HELD (MT * (SLAB_BYTES + GROUP_BYTES))          // bytes of a warp's slabs of a turn
 #define TILE_X (ROWS * 128)
 #define STAGE (TILE_X + BN * 128)
@@ -96,29 +94,6 @@ __device__ __forceinline__ bool settle(Walk& at, const Grid& grid, int team) {
     at.n += gridDim.x, at.t = team;
   }
   return false;
-}
-
-__device__ __forceinline__ Group group_at(const unsigned char* entries, int lane) {
-  Group g = {0, 0};
-#if FORMAT == CCQ
-  const u32 both = entries[lane >> 2];
-  g.scales = fma2((both & 15) | (both & 0xf0u) << 12 | MAGIC, ONES, MINUS_BASE);
-#elif SCALED
-  g.scales = ((const u32*)entries)[lane >> 2];
-  if (SCALED == 2) g.offsets = ((const u32*)entries)[8 + (lane >> 2)];
-#endif
-  return g;
-}
-
-__device__ __forceinline__ Slab slab_at(const unsigned char* at, int lane) {
-  Slab slab;
-#if FORMAT == CCQ
-  slab.piece = *(const uint2*)(at + lane * 8);
-#else
-#pragma unroll
-  for (int p = 0; p < PIECES; p++) slab.piece[p] = *(const uint4*)(at + p * 512 + lane * 16);
-#endif
-  return slab;
 }
 
 // Into 16 rows of the tile of weights, the first of them at `to`.
@@ -214,7 +189,7 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
     const int team = unpacker / MEMBERS, slab = unpacker % MEMBERS * MT;
     const Grid grid = {tiles, blocks, count, experts};
     unsigned char* const held = ring + STAGES * STAGE + unpacker * AHEAD * HELD;
-    const int num_groups = (turns + per_group - 1) / per_group;
+    const int group_bytes = (turns + per_group - 1) / per_group * (FORMAT == CCQ ? 8 : GROUP_BYTES);  // of a slab
     const auto slab_of = [&](const Job& job, int m) {
       // Slabs behind the last repeat it; nothing of theirs is stored.
       const int i = slab + m, each = BN / 32, half = slabs / 2;
@@ -225,22 +200,12 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
     bool goes_on = settle(next, grid, team);
     const auto ask = [&](int slot) {
       if (goes_on) {
-        const int turn = first + next.t, group = turn / per_group / (FORMAT == CCQ ? 2 : 1);
-        unsigned char* to = held + slot * HELD;
+        const u32 to = shared_address(held + slot * HELD);
 #pragma unroll
         for (int m = 0; m < MT; m++) {
-          const int own = slab_of(next.job, m);
-          const unsigned char* at = w + ((u64)own * turns + turn) * SLAB_BYTES + lane * (FORMAT == CCQ ? 8 : 16);
-#if FORMAT == CCQ
-          if (lane % 2 == 0) copy_async(shared_address(to + m * SLAB_BYTES + lane * 8), at, true);
-#else
-#pragma unroll
-          for (int p = 0; p < PIECES; p++)
-            copy_async(shared_address(to + m * SLAB_BYTES + p * 512 + lane * 16), at + p * 512, true);
-#endif
-          if (lane < GROUP_BYTES / 16)
-            copy_async(shared_address(to + MT * SLAB_BYTES + m * GROUP_BYTES + lane * 16),
-                       groups + (u64)own * num_groups * (FORMAT == CCQ ? 8 : GROUP_BYTES) + group * GROUP_BYTES + lane * 16, true);
+          const u64 own = slab_of(next.job, m);
+          bring_slab(to + m * SLAB_BYTES, w + (own * turns + first + next.t) * SLAB_BYTES, lane);
+          bring_group(to + MT * SLAB_BYTES + m * GROUP_BYTES, groups + own * group_bytes, first + next.t, per_group, lane);
         }
         next.t += TEAMS;
         goes_on = settle(next, grid, team);
@@ -273,8 +238,7 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
 #pragma unroll
       for (int m = 0; m < MT; m++) {
         slabs_held[m] = slab_at(own + m * SLAB_BYTES, lane);
-        const int other = FORMAT == CCQ ? (first + now.t) % 2 * 8 : 0;
-        groups_held[m] = group_at(own + MT * SLAB_BYTES + m * GROUP_BYTES + other, lane);
+        groups_held[m] = group_at(own + MT * SLAB_BYTES + m * GROUP_BYTES, first + now.t, lane);
       }
       await_phase(empty + 8 * at.stage, at.parity ^ 1);  // the phase before the first one counts as ended
       if (slab == 0 && lane == 0) {
