@@ -20,7 +20,7 @@ from .matmul import matmul
 from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, Slabs
 from .quant_native import product, rows_product, unpack
 from .quant_round import FP8_BLOCK, fp8_blocks, round_rows
-from .quant_shapes import Gemm, Gemv, Pipe, RowGemm, Shape, Tile
+from .quant_shapes import Gemm, Gemv, Pipe, RowGemm, Shape
 from .quant_weights import Weights, dequantized
 
 _FEW_ROWS: Final = 16
