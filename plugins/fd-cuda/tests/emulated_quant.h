@@ -43,7 +43,7 @@ inline void store_matrices(u32 address, const u32* a) {
   for (int i = 0; i < 4; ++i)
     std::memcpy((char*)shared + all.value[i * 8 + lane_of() / 4] + lane_of() % 4 * 4, a + i, 4);
 }
-inline void publish_stores() {}
+inline void show_stores() {}
 // The same with rows as columns: registers are elements (2 (lane % 4), lane / 4) and the next below.
 inline void load_transposed(u32* b, u32 address) {
   const Lanes<u32> all(address);

@@ -37,8 +37,9 @@ __device__ __forceinline__ void store_matrices(u32 address, const u32* a) {
                ::"r"(address), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
 }
 
-// What this thread has stored is there for the matrix units.
-__device__ __forceinline__ void publish_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// What threads have stored and announced is there for the matrix units. Those that stored it would wait for all their
+// copies here.
+__device__ __forceinline__ void show_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // END OF INSTRUCTIONS
 
@@ -248,7 +249,6 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
       unsigned char* to = ring + at.stage * STAGE + TILE_X + slab * 2048;
 #pragma unroll
       for (int m = 0; m < MT; m++) store_slab(to + m * 2048, slabs_held[m], maps[m], groups_held[m], lane);
-      publish_stores();
       __syncwarp();
       if (lane == 0) arrive_at(full + 8 * at.stage);
       ask(slot);
@@ -275,6 +275,7 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
       for (int t = 0; t < count; t++) {
         const Place at = place_of(passed++);
         await_phase(full + 8 * at.stage, at.parity);
+        show_stores();
         const u64 tile_x = descriptor(base + at.stage * STAGE + warp / 4 * 8192);
         const u64 tile_w = descriptor(base + at.stage * STAGE + TILE_X);
         begin_products();
