@@ -276,8 +276,8 @@ def packed_products() -> None:
         for shape in (
             Pipe(128, 2, 4, 4),
             Pipe(256, 2, 2, 4),
-            Tile(64, 128, 2, 4, 8, 4),
-            Tile(128, 256, 1, 3, 4, 1),
+            Tile(64, 128, 2, 4, 8, 4, 2),
+            Tile(128, 256, 1, 3, 4, 1, 2),
         ):
             quant_native.product(shape, random(300, 1024, dtype=torch.float16), slabs, None)
 

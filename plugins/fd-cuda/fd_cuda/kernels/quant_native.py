@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import native
-from .common import num_processors
 from .native import tensor_map
 from .quant_layout import CCQ, TURN, Slabs
 from .quant_order import by_codes
@@ -60,7 +59,7 @@ def product(
     """x [T, K] times the weight, in dtype or in x's own; rows of x are whole 16 bytes. Pipe: rows of experts lie
     in the order of the blocks, in x and, where it is `paired`, in what comes out."""
     dtype = dtype or x.dtype
-    is_ordered = isinstance(shape, (Pipe, Tile)) and paired
+    is_ordered = isinstance(shape, Pipe) and paired
     num_rows = x.shape[0] if grouping is None or is_ordered else grouping.num_slots
     width = weight.out_features // 2 if paired else weight.out_features
     y = torch.empty((num_rows, width), dtype=dtype, device=x.device)
@@ -93,9 +92,8 @@ def product(
     slabs = weight.num_slabs // 2 if paired else weight.num_slabs
     blocks = -(-num_rows // shape.rows) if grouping is None else grouping.blocks
     if isinstance(shape, Tile):
-        own = [*operands[:2], weight.codes, *operands[2:]]
-        arguments = [*own, num_rows, weight.out_features, *sizes[:3]]
-        _tile(shape, defines, x, arguments, slabs, blocks)
+        own = [*operands[:6], num_rows, weight.out_features, *sizes[:3], weight.codes]
+        _tile(shape, defines, x, own, slabs, blocks)
         return y
     if isinstance(shape, Pipe):
         arguments = [*operands, num_rows, weight.out_features, *sizes, weight.codes]
@@ -210,17 +208,12 @@ def _tile(
         "UNPACKERS": shape.unpackers,
         "TEAMS": shape.teams,
         "AHEAD": shape.ahead,
-        "RESIDENT": shape.resident,
         "THREADS": shape.threads,
     }
     kernel = native.function("quant_tile", {**defines, **sizes})
-    tiles = -(-slabs * 16 // (shape.outputs // (1 + defines["PAIRED"])))
-    at_once = tiles * blocks
-    if shape.split == 1:
-        at_once = min(at_once, num_processors() * shape.resident)
+    grid = (-(-slabs * 16 // shape.outputs), blocks, shape.split)
     native.launch(
-        kernel, (at_once, 1, shape.split), shape.threads,
-        [tensor_map.boxes(x, shape.rows), *arguments, tiles, blocks],
+        kernel, grid, shape.threads, [tensor_map.boxes(x, shape.rows), *arguments],
         shared=tile_shared(shape, defines["FORMAT"], defines["SCALED"]), cluster=shape.split,
     )  # fmt: skip
 

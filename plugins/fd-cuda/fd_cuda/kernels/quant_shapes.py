@@ -84,10 +84,9 @@ class Tile:
     outputs: int
     split: int  # blocks that divide K
     stages: int
-    unpackers: int = 8  # warps
-    teams: int = 2  # of them, which take turns
-    ahead: int = 2  # own turns that weights are asked for ahead
-    resident: int = 1  # blocks a multiprocessor should hold
+    unpackers: int  # warps
+    teams: int  # of them, which take turns
+    ahead: int  # own turns that weights are asked for ahead
 
     @property
     def threads(self) -> int:
@@ -101,7 +100,9 @@ class Tile:
 
     def __str__(self) -> str:
         tile = f"{self.rows}x{self.outputs}"
-        return f"tile {tile} /{self.split} {self.stages}st {self.unpackers}u{self.teams} {self.ahead}a {self.resident}r"
+        return (
+            f"tile {tile} /{self.split} {self.stages}st {self.unpackers}u{self.teams} {self.ahead}a"
+        )
 
 
 Shape = Gemv | Gemm | Pipe | Tile
@@ -150,7 +151,7 @@ def tile_shared(shape: Tile, kind: int, scaled: int) -> int:
     of the sums where all of it was."""
     held = shape.slabs * (slab_bytes(kind) + group_bytes(kind, scaled))
     tiles = shape.stages * (shape.rows + shape.outputs) * 128 + shape.unpackers * shape.ahead * held
-    parts = shape.rows * (shape.outputs + 8) * 4 if shape.split > 1 else 0
+    parts = shape.rows * (shape.outputs + 8) * 4
     return 16 * shape.stages + 1024 + max(tiles, parts)
 
 

@@ -1,10 +1,9 @@
-// y[M, N] = x[M, K] W[N, K]^T with packed W, for tens to thousands of rows, or of rows an expert.
+// y[M, N] = x[M, K] W[N, K]^T with packed W, for tens of rows to a hundred, or codes that take long to unpack.
 //
 // UNPACKERS warps, in TEAMS that take turns of 64 inputs, bring slabs of quant.cuh AHEAD of their turns, and put what they
 // unpack into shared memory as wgmma reads it, beside ROWS rows of x, which the copy engine brings; STAGES such tiles make a
-// ring. Groups of four warps multiply 64 rows each with BN outputs and do nothing else. The SPLIT blocks of a cluster divide K; without, a block takes one tile of y after the other, unpacks the
-// next one while this one is stored. PAIRED: half of the outputs are gate rows, half the up rows that belong to them.
-// GROUPED: x and y have their rows by expert, ROWS to a block, or where there are slots, y has the rows that these say.
+// ring. Groups of four warps multiply 64 rows each with BN outputs and do nothing else. The SPLIT blocks of a cluster divide
+// K. N is even.
 // A row of x comes out the same whatever M is.
 
 #include "common.cuh"
@@ -13,16 +12,14 @@
 #include "feed.cuh"
 
 #define CONSUMERS (ROWS / 64)
-#define MEMBERS (UNPACKERS / TEAMS)  // warps of a team
-#define MT (BN / 16 / MEMBERS)       // slabs of a warp and turn
-#define HELD (MT * (SLAB_BYTES + GROUP_BYTES))          // bytes of a warp's slabs of a turn
+#define MEMBERS (UNPACKERS / TEAMS)             // warps of a team
+#define MT (BN / 16 / MEMBERS)                  // slabs of a warp and turn
+#define HELD (MT * (SLAB_BYTES + GROUP_BYTES))  // their bytes
 #define TILE_X (ROWS * 128)
 #define STAGE (TILE_X + BN * 128)
-#define OUT (PAIRED ? BN / 2 : BN)
 #define PITCH (BN + 8)
-static_assert(TEAMS <= STAGES, "a team that is two rounds behind takes one round for the other");
-static_assert(!PAIRED || MT <= BN / 32, "a warp has gate rows or up rows");
 #define OWN_ROWS (ROWS / SPLIT)  // that a block of a cluster finishes
+static_assert(TEAMS <= STAGES, "a team that is two rounds behind takes one round for the other");
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
@@ -50,52 +47,6 @@ struct Place {
 };
 
 __device__ __forceinline__ Place place_of(int turn) { return {turn % STAGES, (u32)(turn / STAGES) & 1}; }
-
-struct Result {
-  const float *scales, *x_scales;  // of outputs, and of rows or null
-  const u16* bias;
-  u16* y;
-  const int* slots;
-  int M, width;
-};
-
-// The n-th tile of y. Those that run together share an expert's rows, else the weights.
-struct Job {
-  int tile, block, expert;
-};
-
-__device__ __forceinline__ Job job_at(int n, int tiles, int blocks, const int* experts) {
-#if GROUPED
-  return {n % tiles, n / tiles, experts[n / tiles]};
-#else
-  return {n / blocks, n % blocks, 0};
-#endif
-}
-
-struct Grid {
-  int tiles, blocks, count;  // of y, and turns of each
-  const int* experts;
-};
-
-// The turns of a team, through all tiles of y that the block computes.
-struct Walk {
-  int n, t;
-  int before;  // turns of the block's tiles before this one
-  Job job;
-};
-
-// To the next turn of the team, this one included; whether there is one.
-__device__ __forceinline__ bool settle(Walk& at, const Grid& grid, int team) {
-  while (at.n < grid.tiles * grid.blocks) {
-    at.job = job_at(at.n, grid.tiles, grid.blocks, grid.experts);
-    if (at.job.expert >= 0) {
-      if (at.t < grid.count) return true;
-      at.before += grid.count;
-    }
-    at.n += gridDim.x, at.t = team;
-  }
-  return false;
-}
 
 // Into 16 rows of the tile of weights, the first of them at `to`.
 __device__ __forceinline__ void store_slab(unsigned char* to, const Slab& slab, const Code& maps, const Group& group,
@@ -126,52 +77,28 @@ __device__ __forceinline__ void store_slab(unsigned char* to, const Slab& slab, 
 #endif
 }
 
-// Where a row's results go.
-struct Row {
-  u16* y;
-  float x_scale;
-  bool is_there;
-};
-
-__device__ __forceinline__ Row row_of(const Result& to, int row) {
-  const int at = to.slots != nullptr ? to.slots[row] : row;
-  const bool is_there = at < to.M;
-  const float x_scale = to.x_scales != nullptr && is_there ? to.x_scales[row] : 1.f;
-  return {to.y + (u64)(is_there ? at : 0) * to.width, x_scale, is_there};
+// Two outputs of a row, with their scales and biases.
+__device__ __forceinline__ void store_two(u16* y, float2 sum, const float* scales, float x_scale, const u16* bias) {
+  const float2 scale = *(const float2*)scales;
+  const u32 both = bias != nullptr ? *(const u32*)bias : 0;
+  sum.x = sum.x * (scale.x * x_scale) + widen_y((u16)both), sum.y = sum.y * (scale.y * x_scale) + widen_y((u16)(both >> 16));
+  *(u32*)y = narrow_y(sum.x) | (u32)narrow_y(sum.y) << 16;
 }
 
-// Two outputs of a row; there are even numbers of them. `up`: of PAIRED. Nothing branches, so that the loads of many
-// are on their way at a time.
-__device__ __forceinline__ void store_two(const Result& to, const Row& row, int column, float2 sum, float2 up) {
-  const bool is_there = row.is_there && column < to.width;
-  const int near = column < to.width ? column : 0;
-  const float2 scale = *(const float2*)(to.scales + near);
-  sum.x *= scale.x * row.x_scale, sum.y *= scale.y * row.x_scale;
-#if PAIRED
-  const float2 up_scale = *(const float2*)(to.scales + to.width + near);
-  sum.x = silu(sum.x) * (up.x * (up_scale.x * row.x_scale)), sum.y = silu(sum.y) * (up.y * (up_scale.y * row.x_scale));
-#else
-  const u32 bias = to.bias != nullptr ? *(const u32*)(to.bias + near) : 0;
-  sum.x += widen_y((u16)bias), sum.y += widen_y((u16)(bias >> 16));
-#endif
-  const u32 both = narrow_y(sum.x) | (u32)narrow_y(sum.y) << 16;
-  if (is_there) *(u32*)(row.y + column) = both;
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS)
 quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict__ w,
-           const unsigned char* __restrict__ groups, const float2* __restrict__ codes,
-           const float* __restrict__ scales, const float* x_scales, const u16* __restrict__ bias, u16* y, const int* slots, const int* experts, int M, int N,
-           int slabs, int turns, int per_group, int tiles, int blocks) {
+           const unsigned char* __restrict__ groups, const float* __restrict__ scales, const float* x_scales,
+           const u16* __restrict__ bias, u16* y, int M, int N, int slabs, int turns, int per_group,
+           const float2* __restrict__ codes) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, unpacker = warp - CONSUMERS * 4;
-  const int rank = blockIdx.z, share = (turns + SPLIT - 1) / SPLIT;
+  const int tile = blockIdx.x, first_row = blockIdx.y * ROWS, rank = blockIdx.z;
+  const int share = (turns + SPLIT - 1) / SPLIT;
   const int first = min(rank * share, turns), count = min(turns - first, share);
   const u32 full = shared_address(memory), empty = full + 8 * STAGES;
   const u32 base = (empty + 8 * STAGES + 1023) & ~1023u;
   unsigned char* ring = memory + (base - full);
-  [[maybe_unused]] float* parts = (float*)ring;
-  Result result = {scales, x_scales, bias, y, slots, M, PAIRED ? N / 2 : N};
+  float* parts = (float*)ring;
   if (thread == 0) {
 #pragma unroll
     for (int s = 0; s < STAGES; s++) {
@@ -182,157 +109,104 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   }
   __syncthreads();
   let_next_start();
-#if GROUPED
-  wait_for_previous();
-#endif
 
   if (unpacker >= 0) {
-    const int team = unpacker / MEMBERS, slab = unpacker % MEMBERS * MT;
-    const Grid grid = {tiles, blocks, count, experts};
-    unsigned char* const held = ring + STAGES * STAGE + unpacker * AHEAD * HELD;
+    const int team = unpacker / MEMBERS, place = unpacker % MEMBERS * MT;
     const int group_bytes = (turns + per_group - 1) / per_group * (FORMAT == CCQ ? 8 : GROUP_BYTES);  // of a slab
-    const auto slab_of = [&](const Job& job, int m) {
-      // Slabs behind the last repeat it; nothing of theirs is stored.
-      const int i = slab + m, each = BN / 32, half = slabs / 2;
-      return job.expert * slabs + (PAIRED ? min(job.tile * each + i % each, half - 1) + i / each * half
-                                          : min(job.tile * (BN / 16) + i, slabs - 1));
-    };
-    Walk now = {(int)blockIdx.x, team, 0, {}}, next = now;
-    bool goes_on = settle(next, grid, team);
-    const auto ask = [&](int slot) {
-      if (goes_on) {
-        const u32 to = shared_address(held + slot * HELD);
+    unsigned char* const held = ring + STAGES * STAGE + unpacker * AHEAD * HELD;
+    // Slabs behind the last repeat it; nothing of theirs is stored.
+    const auto slab_of = [&](int m) { return min(tile * (BN / 16) + place + m, slabs - 1); };
+    const auto ask = [&](int slot, int t) {
+      const u32 to = shared_address(held + slot * HELD);
 #pragma unroll
-        for (int m = 0; m < MT; m++) {
-          const u64 own = slab_of(next.job, m);
-          bring_slab(to + m * SLAB_BYTES, w + (own * turns + first + next.t) * SLAB_BYTES, lane);
-          bring_group(to + MT * SLAB_BYTES + m * GROUP_BYTES, groups + own * group_bytes, first + next.t, per_group, lane);
-        }
-        next.t += TEAMS;
-        goes_on = settle(next, grid, team);
+      for (int m = 0; m < MT; m++) {
+        const u64 slab = slab_of(m);
+        if (t >= count) break;
+        bring_slab(to + m * SLAB_BYTES, w + (slab * turns + first + t) * SLAB_BYTES, lane);
+        bring_group(to + MT * SLAB_BYTES + m * GROUP_BYTES, groups + slab * group_bytes, first + t, per_group, lane);
       }
       commit();
     };
-    for (int i = 0; i < AHEAD; i++) ask(i);
-#if !GROUPED
-    wait_for_previous();  // for x; weights need not wait
-#endif
-    [[maybe_unused]] int mapped = -1;
-    Code maps[MT];
-    for (int slot = 0; settle(now, grid, team); now.t += TEAMS) {
-      const Place at = place_of(now.before + now.t);
-      const unsigned char* own = held + slot * HELD;
-      Slab slabs_held[MT];
-      Group groups_held[MT];
-#if FORMAT == CCQ
-      if (now.n != mapped) {
 #pragma unroll
-        for (int m = 0; m < MT; m++) {
-          const float2* map = codes + (u64)slab_of(now.job, m) * 16 + (lane >> 2);
-          maps[m].upper = map[0], maps[m].lower = map[8];
-        }
-        mapped = now.n;
-      }
+    for (int i = 0; i < AHEAD; i++) ask(i, team + i * TEAMS);
+    Code maps[MT];
+#if FORMAT == CCQ
+#pragma unroll
+    for (int m = 0; m < MT; m++) {
+      maps[m].upper = codes[slab_of(m) * 16 + (lane >> 2)];
+      maps[m].lower = codes[slab_of(m) * 16 + (lane >> 2) + 8];
+    }
 #endif
+    wait_for_previous();  // for x; weights need not wait
+    for (int t = team, slot = 0; t < count; t += TEAMS) {
+      const Place at = place_of(t);
+      const unsigned char* own = held + slot * HELD;
+      Slab slab[MT];
+      Group group[MT];
       await_own_copies<AHEAD - 1>();
       if (GROUP_BYTES) __syncwarp();  // other lanes have brought the scales
 #pragma unroll
       for (int m = 0; m < MT; m++) {
-        slabs_held[m] = slab_at(own + m * SLAB_BYTES, lane);
-        groups_held[m] = group_at(own + MT * SLAB_BYTES + m * GROUP_BYTES, first + now.t, lane);
+        slab[m] = slab_at(own + m * SLAB_BYTES, lane);
+        group[m] = group_at(own + MT * SLAB_BYTES + m * GROUP_BYTES, first + t, lane);
       }
       await_phase(empty + 8 * at.stage, at.parity ^ 1);  // the phase before the first one counts as ended
-      if (slab == 0 && lane == 0) {
+      if (place == 0 && lane == 0) {
         expect(full + 8 * at.stage, TILE_X);
-        copy_box(base + at.stage * STAGE, x, (first + now.t) * 64, now.job.block * ROWS, full + 8 * at.stage);
+        copy_box(base + at.stage * STAGE, x, (first + t) * 64, first_row, full + 8 * at.stage);
       }
-      unsigned char* to = ring + at.stage * STAGE + TILE_X + slab * 2048;
+      unsigned char* to = ring + at.stage * STAGE + TILE_X + place * 2048;
 #pragma unroll
-      for (int m = 0; m < MT; m++) store_slab(to + m * 2048, slabs_held[m], maps[m], groups_held[m], lane);
+      for (int m = 0; m < MT; m++) store_slab(to + m * 2048, slab[m], maps[m], group[m], lane);
       __syncwarp();
       if (lane == 0) arrive_at(full + 8 * at.stage);
-      ask(slot);
+      ask(slot, t + AHEAD * TEAMS);
       if (++slot == AHEAD) slot = 0;
     }
-#if SPLIT > 1
     meet();
-    meet();
-#endif
   } else {
-#if !GROUPED
     wait_for_previous();  // y is the allocator's: what is queued before may still read what was there
-#endif
-    const int row = warp * 16 + (lane >> 2), column = (lane & 3) * 2;
     float sum[BN / 2];
-    int passed = 0;
-    for (int n = blockIdx.x; n < tiles * blocks; n += gridDim.x) {
-      const Job job = job_at(n, tiles, blocks, experts);
-      if (job.expert < 0) continue;
 #pragma unroll
-      for (int i = 0; i < BN / 2; i++) sum[i] = 0.f;
-      fence_registers(sum);
-      int last = 0;
-      for (int t = 0; t < count; t++) {
-        const Place at = place_of(passed++);
-        await_phase(full + 8 * at.stage, at.parity);
-        show_stores();
-        const u64 tile_x = descriptor(base + at.stage * STAGE + warp / 4 * 8192);
-        const u64 tile_w = descriptor(base + at.stage * STAGE + TILE_X);
-        begin_products();
+    for (int i = 0; i < BN / 2; i++) sum[i] = 0.f;
+    fence_registers(sum);
+    int last = 0;
+    for (int t = 0; t < count; t++) {
+      const Place at = place_of(t);
+      await_phase(full + 8 * at.stage, at.parity);
+      show_stores();
+      const u64 tile_x = descriptor(base + at.stage * STAGE + warp / 4 * 8192);
+      const u64 tile_w = descriptor(base + at.stage * STAGE + TILE_X);
+      begin_products();
 #pragma unroll
-        for (int s = 0; s < 4; s++) multiply(sum, tile_x + s * 2, tile_w + s * 2);
-        end_products();
-        await_products<1>();
-        if (t > 0 && lane == 0) arrive_at(empty + 8 * last);
-        last = at.stage;
-      }
-      await_products<0>();
-      if (count > 0 && lane == 0) arrive_at(empty + 8 * last);
-      fence_registers(sum);
-#if SPLIT == 1
-      result.scales = scales + (u64)job.expert * slabs * 16;
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const Row to = row_of(result, job.block * ROWS + row + h * 8);
-#pragma unroll
-        for (int j = 0; j < OUT / 8; j++) {
-          const int i = j * 4 + h * 2, up = (j + OUT / 8) * 4 % (BN / 2) + h * 2;
-          if (j % 8 == 0) asm volatile("" ::: "memory");  // more at a time than registers hold
-          store_two(result, to, job.tile * OUT + j * 8 + column, {sum[i], sum[i + 1]}, {sum[up], sum[up + 1]});
-        }
-      }
-#endif
+      for (int s = 0; s < 4; s++) multiply(sum, tile_x + s * 2, tile_w + s * 2);
+      end_products();
+      await_products<1>();
+      if (t > 0 && lane == 0) arrive_at(empty + 8 * last);
+      last = at.stage;
     }
-#if SPLIT > 1
+    await_products<0>();
+    fence_registers(sum);
     meet();  // parts stand where tiles were
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const int own = row + h * 8;
-      const u32 to = at_rank(shared_address(parts + (rank * OWN_ROWS + own % OWN_ROWS) * PITCH + column), own / OWN_ROWS);
+      const int row = warp * 16 + (lane >> 2) + h * 8, line = rank * OWN_ROWS + row % OWN_ROWS;
+      const u32 to = at_rank(shared_address(parts + line * PITCH + (lane & 3) * 2), row / OWN_ROWS);
 #pragma unroll
       for (int j = 0; j < BN / 8; j++) send(to + j * 32, sum[j * 4 + h * 2], sum[j * 4 + h * 2 + 1]);
     }
-    meet();
-#endif
   }
-#if SPLIT > 1
-  const Job job = job_at(blockIdx.x, tiles, blocks, experts);
-  if (job.expert < 0) return;
-  result.scales = scales + (u64)job.expert * slabs * 16;
-  for (int e = thread; e < OWN_ROWS * (OUT / 2); e += THREADS) {
-    const int n = e / (OUT / 2), c = e % (OUT / 2) * 2;
-    float2 sum = {0.f, 0.f}, up = {0.f, 0.f};
+  meet();
+  for (int e = thread; e < OWN_ROWS * (BN / 2); e += THREADS) {
+    const int n = e / (BN / 2), c = e % (BN / 2) * 2, row = first_row + rank * OWN_ROWS + n, column = tile * BN + c;
+    if (row >= M || column >= N) continue;
+    float2 sum = {0.f, 0.f};
 #pragma unroll
     for (int s = 0; s < SPLIT; s++) {
-      const float* line = parts + (s * OWN_ROWS + n) * PITCH + c;
-      const float2 v = *(const float2*)line;
-      sum.x += v.x, sum.y += v.y;
-      if (PAIRED) {
-        const float2 u = *(const float2*)(line + OUT);
-        up.x += u.x, up.y += u.y;
-      }
+      const float2 part = *(const float2*)(parts + (s * OWN_ROWS + n) * PITCH + c);
+      sum.x += part.x, sum.y += part.y;
     }
-    store_two(result, row_of(result, job.block * ROWS + rank * OWN_ROWS + n), job.tile * OUT + c, sum, up);
+    store_two(y + (u64)row * N + column, sum, scales + column, x_scales == nullptr ? 1.f : x_scales[row],
+              bias == nullptr ? nullptr : bias + column);
   }
-#endif
 }
