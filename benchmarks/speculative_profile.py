@@ -91,8 +91,9 @@ def report(events: list[dict[str, Any]]) -> None:
         for graph in graphs
     ]
     sizes = [span[3] for span in spans]
-    largest = max(sizes, default=0)
-    firsts = [n for n, size in enumerate(sizes) if size == largest]
+    # Drawing and judging is the smallest recording of all; in front of it a step's first one, the model.
+    drawing = min(sizes, default=0)
+    firsts = [n - 1 for n, size in enumerate(sizes) if size == drawing and n]
     width = firsts[1] - firsts[0] if len(firsts) > 1 else 1
     steps = [spans[n : n + width] for n in firsts if n + width <= len(spans)]
     waits["cudaDeviceSynchronize"] -= 1  # the profiler's own, at its end
@@ -114,9 +115,7 @@ def report(events: list[dict[str, Any]]) -> None:
     if whole:
         print(f"  from step to step {median(whole):.0f} us; between steps {median(between):.1f} us")
     ahead = [e for e, s in zip(launches, spans, strict=False) if s[0] - e["ts"] - e["dur"] > 0]
-    late = [
-        s[0] - e["ts"] - e["dur"] for e, s in zip(launches, spans, strict=False) if s[3] == largest
-    ]
+    late = [spans[n][0] - launches[n]["ts"] - launches[n]["dur"] for n in firsts]
     if late:
         print(
             f"  {len(ahead)} of {len(spans)} recordings were launched before the device came to them; "

@@ -5,7 +5,8 @@
 
 Runs `fastdeploy serve` again and again; then the median second of each step of the start, and what the
 last round logged with the second at which it was said. Byte code is kept, as installing packages does.
-What follows -- goes to `fastdeploy serve`.
+What follows -- goes to `fastdeploy serve`. With --idle SECONDS each round also leaves the server alone for
+so long and tells what processor time it took meanwhile (Linux).
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
 
 LIMIT_S = 600.0
 POLL_S = 0.01
+SETTLE_S = 5.0  # from the last answer until a server counts as idle
 # What a log line says has just been done, in the order of a start.
 STEPS = {
     "serving: fastdeploy ": "arguments and model folder read, engine process started",
@@ -43,6 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("model", help="folder")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tensor-library", default="", choices=["", "torch", "paddle"])
+    parser.add_argument("--idle", type=float, default=0.0, help="seconds without requests")
     parser.add_argument("--quiet", action="store_true", help="no log lines")
     parser.add_argument("--show-each", action="store_true", help="log lines of every round")
     own, _, serve = " ".join(["", *sys.argv[1:]]).partition(" -- ")
@@ -102,6 +107,13 @@ class Start:
             answer.read()
         return time.perf_counter() - self.began
 
+    def idle(self, seconds: float) -> float:
+        """Seconds of processor time that all its processes take together in so long a time."""
+        time.sleep(SETTLE_S)
+        before = processor_s(self.process.pid)
+        time.sleep(seconds)
+        return processor_s(self.process.pid) - before
+
     def stop(self) -> None:
         """End it."""
         self.process.send_signal(signal.SIGTERM)
@@ -123,6 +135,20 @@ class Start:
             print(f"  {seconds:7.2f}  {line[:200]}")
 
 
+def family(pid: int) -> Iterator[int]:
+    """A process and all that came of it."""
+    yield pid
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in listed.read_text().split():
+            yield from family(int(child))
+
+
+def processor_s(pid: int) -> float:
+    """Seconds of processor time that a process and all that came of it have taken."""
+    fields = (Path(f"/proc/{p}/stat").read_text().rpartition(")")[2].split() for p in family(pid))
+    return sum(int(f[11]) + int(f[12]) for f in fields) / os.sysconf("SC_CLK_TCK")
+
+
 def main() -> None:
     """Run and print."""
     options = parse_arguments()
@@ -132,6 +158,7 @@ def main() -> None:
         cpu = os.times()
         start = Start(options)
         result = {"ready_s": start.wait_ready(), "first_token_s": start.first_token()}
+        idle_s = start.idle(options.idle) if options.idle else 0.0
         start.stop()
         for step, seconds in start.steps().items():
             steps.setdefault(step, []).append(seconds)
@@ -142,6 +169,9 @@ def main() -> None:
         rounds.append(result)
         shown = ", ".join(f"{name} {value:.2f}" for name, value in result.items())
         print(f"round {number + 1}: {shown}", flush=True)
+        if options.idle:
+            share = 100 * idle_s / options.idle
+            print(f"  idle for {options.idle:g} s: {idle_s:.2f} s of processor time, {share:.2f} %")
         if options.show_each or (number + 1 == options.rounds and not options.quiet):
             start.show()
     for step, times in steps.items():

@@ -71,6 +71,15 @@ class KVScales:
     minimum: tuple[Tensor, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadNorms:
+    """Root-mean-square norms of query and key heads, before they are rotated."""
+
+    q: Tensor  # [head_dim], model dtype
+    k: Tensor  # [head_dim], model dtype
+    eps: float
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionQuestion:
     """Asked of `fd_attention_backends`."""
@@ -160,7 +169,8 @@ AttentionMetadata = Any
 class AttentionBackend(Protocol):
     """Constructed as `Driver(spec, block_size, device, kernels)`, once per distinct spec.
 
-    A driver with an attribute `max_recorded_len` is not recorded where sequences may be longer.
+    A driver with an attribute `max_recorded_len` is not recorded where sequences may be longer. One of unit
+    "rope_kv" with a true attribute `norms_heads` is called as NormingBackend says.
     """
 
     name: str
@@ -218,6 +228,28 @@ class AttentionBackend(Protocol):
         be slices of a larger tensor (not contiguous) and must not be changed. `scales` are given
         exactly where spec.kv_static.
         """
+        ...
+
+
+@runtime_checkable
+class NormingBackend(AttentionBackend, Protocol):
+    """A driver of unit "rope_kv" that, while `norms_heads` is true, also norms heads."""
+
+    norms_heads: bool
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: tuple[Tensor, ...],
+        metadata: AttentionMetadata,
+        rotary: Tensor | None = None,
+        scales: KVScales | None = None,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        """`norms` are given exactly where spec.head_norms: each head of q and k is normed, and rounded to the
+        model's dtype, before it is rotated."""
         ...
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastdeploy_core.contracts.attention import AttentionSpec, Projections
+from fastdeploy_core.contracts.attention import AttentionSpec, HeadNorms, Projections
 from fastdeploy_core.contracts.kv_formats import kv_format
 
 from .cache_scales import CacheScales
@@ -43,6 +43,7 @@ class PagedAttention:
         self._rotary = build.kernels["rotary_embedding"]
         self._interleaved = rotary.interleaved
         self.rotates = self.backend.unit != "core"
+        self.norms_heads = self.rotates and getattr(self.backend, "norms_heads", False)
         kind = kv_format(spec.kv_format)
         self._is_quantized = kind is not None
         # A driver that writes the cache itself needs no kernel for it.
@@ -55,19 +56,27 @@ class PagedAttention:
         return self._rotary(q, k, positions, self.cos_sin, self._interleaved)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: tuple[Tensor, ...], context: ForwardContext
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: tuple[Tensor, ...],
+        context: ForwardContext,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
-        """Write `rows` to the cache and attend; see AttentionBackend.forward for the shapes."""
+        """Write `rows` to the cache and attend; see AttentionBackend.forward for the shapes. `norms`: those
+        that the driver sees to."""
         cache, metadata = context.caches[self.index], context.metadata[self.spec]
         rotary = self.cos_sin if self.rotates else None
+        # Drivers have parameters for what they claim only.
+        own: dict[str, Any] = {}
         if self._is_quantized:
-            scales = None if self._scales is None else self._scales.value
-            if not self.rotates:
-                self._write(rows, cache, context.batch.slot_mapping, scales)
-            return self.backend.forward(q, k, v, cache, metadata, rotary, scales)
+            own["scales"] = None if self._scales is None else self._scales.value
         if not self.rotates:
-            self._write(rows, cache, context.batch.slot_mapping)
-        return self.backend.forward(q, k, v, cache, metadata, rotary)
+            self._write(rows, cache, context.batch.slot_mapping, *own.values())
+        if norms is not None:
+            own["norms"] = norms
+        return self.backend.forward(q, k, v, cache, metadata, rotary, **own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +127,13 @@ class Attention:
             parallel="row",
             bias=output_bias,
         )
-        self.q_norm = self.k_norm = None
+        self._norms: HeadNorms | None = None
         self._qk_norm = build.kernels["qk_norm"]
         if norm_eps is not None:
-            self.q_norm = RMSNorm(build, f"{prefix}.q_norm", dim, norm_eps)
-            self.k_norm = RMSNorm(build, f"{prefix}.k_norm", dim, norm_eps)
+            of_q, of_k = (RMSNorm(build, f"{prefix}.{n}_norm", dim, norm_eps) for n in "qk")
+            self._norms = HeadNorms(of_q.weight, of_k.weight, norm_eps)
         self.paged = PagedAttention(build, prefix, spec, rotary, kv_piece)
+        self._driver_norms = self.paged.norms_heads
         # A driver that claims the projections, too, and its own layout of them.
         self._block: Any = self.paged.backend if self.paged.backend.unit == "projections" else None
         self._projections: Any = None
@@ -176,8 +186,9 @@ class Attention:
         q = heads[:, : self._heads]
         k = heads[:, self._heads : self._k_end]
         v = heads[:, self._k_end :]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self._qk_norm(q, k, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        if self._norms is not None and not self._driver_norms:
+            q, k = self._qk_norm(q, k, self._norms.q, self._norms.k, self._norms.eps)
         if not self.paged.rotates:
             q, k = self.paged.rotate(q, k, positions)
-        return self.paged.attend(q, k, v, (k, v), context)
+        norms = self._norms if self._driver_norms else None
+        return self.paged.attend(q, k, v, (k, v), context, norms)

@@ -22,6 +22,7 @@ _SHOWN = (
     "limits",
     "can_capture_decode",
     "can_capture_mixed",
+    "norms_heads",
     "option_docs",
 )
 

@@ -159,12 +159,23 @@ class BatchScheduler:
         """Take in a step's results; `take_deltas` has the answers."""
         self._outcome.apply(step, output)
         if self._length is not None:
-            if self._length.passes():
+            prompts = 0 if step.is_decode else sum(row.num_tokens for row in step.rows)
+            # Requests that come all at once, as the first ones do, are not the usual load.
+            is_usual = 2 * len(step.rows) <= max(2, self.num_running)
+            if self._length.passes(output.token_ids.size, is_usual * prompts):
                 self._busy_since = None
             else:
-                self._measure(self._length, step, output)
+                self._measure(self._length, step, output, prompts, is_usual=is_usual)
 
-    def _measure(self, length: DraftLength, step: ScheduledStep, output: ModelRunnerOutput) -> None:
+    def _measure(
+        self,
+        length: DraftLength,
+        step: ScheduledStep,
+        output: ModelRunnerOutput,
+        num_prompt_tokens: int,
+        *,
+        is_usual: bool,
+    ) -> None:
         """Tell how a step's drafts fared and how long the engine took over it: from the results before to
         its own, everything in between included."""
         now, began = self._clock(), self._busy_since
@@ -176,8 +187,8 @@ class BatchScheduler:
         length.observe(
             step.asked,
             output.token_ids.size,
-            0.0 if began is None else now - began,
-            is_decode=step.is_decode,
+            now - began if began is not None and is_usual else 0.0,
+            num_prompt_tokens,
         )
 
     def fail(self, steps: list[ScheduledStep], message: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from .draft_measures import WINDOWS, Acceptance, Pace, RowWatch, StepTimes
+from .draft_measures import WINDOWS, Acceptance, Load, Pace, RowWatch, StepTimes, TimedStep
 
 # Batch sizes up to this begin with drafts; larger ones have to show first that they gain by them.
 SMALL = 8
@@ -24,13 +24,15 @@ ROWS, LEAST_STEPS, MOST_STEPS, FEWEST = 96, 12, 40, 6
 FIRST_STEPS = 4
 # What is not in use is tried after so many steps, then twice as many, while nothing changes.
 FIRST_TRY, TRY_AGAIN, TRY_AGAIN_AT_MOST = 32, 128, 2048
-# Share of the time that trials may cost where drafts turn out not to pay.
-TRIAL_SHARE = 0.01
+# Share of the time that trials may cost where drafts turn out not to pay; steps that one costs at least,
+# since queues run empty.
+TRIAL_SHARE, LEAST_LOST = 0.01, 4.0
 # What another number must promise before it is taken; what drafts must bring before they are used, and to
 # go on; below what share a trial has failed at once.
 GAIN, LEAST_GAIN, KEEP_GAIN, FAILED = 1.03, 1.1, 1.05, 0.8
-# What a row whose drafts fare badly must keep of the speed that it has without.
-FAIR = 0.9
+# How much later than without drafts a batch of equal answers may be complete, which a row decides whose drafts
+# fare badly; and as long as it may only have had bad luck.
+LATE, LATE_AT_FIRST = 1.0, 1.1
 # What older results of acceptance keep when drafts are tried once more.
 KEPT_FOR_TRIAL = 0.05
 
@@ -47,11 +49,17 @@ class _Regime:
         self.acceptance, self.times = acceptance, StepTimes()
         steps = min(MOST_STEPS, max(LEAST_STEPS, ROWS // num_rows))
         # Without drafts every row has one token per step, which is soon known.
-        self.pace = [Pace(steps if number else LEAST_STEPS) for number in range(most + 1)]
+        self.load = Load()
+        self.pace = [
+            Pace(steps if number else LEAST_STEPS, self.load) for number in range(most + 1)
+        ]
         self.best = self.current = most
         self.is_trial, self.has_paid = True, False
         self.since, self.pause = 0, TRY_AGAIN  # steps since the last trial, and until the next
         self.num_tried, self.lost_s = 0, 0.0  # numbers in this trial, and what they cost
+        self.unfair: set[int] = (
+            set()
+        )  # numbers that were, until there are none and they are tried anew
         self.num_unsettled = SETTLE
         self.quiet_until = 0  # steps that are not looked at, since the last trial
 
@@ -80,14 +88,23 @@ class _Regime:
     def has_failed(self, number: int) -> bool:
         """Whether the window that is open leaves no hope."""
         own = self.pace[number]
-        return own.count > 0 and own.open.speed < FAILED * self.pace[0].speed
+        return own.count > 0 and own.open_speed < FAILED * self.pace[0].speed
+
+    def still_pays(self) -> bool:
+        """Whether the number in use is better than none by enough."""
+        return self.speed(self.best) >= KEEP_GAIN * self.speed(0)
 
     def is_fair(self, number: int) -> bool:
-        """Whether rows whose drafts fare badly do not pay for the others'."""
+        """Whether rows whose drafts fare badly do not pay for the others': a batch of equal answers is not
+        complete later than without drafts."""
         own, plain = self.pace[number], self.pace[0]
+        if number in self.unfair:
+            return False
         if not (own.is_known and plain.is_known):
             return True
-        return own.slow_speed >= FAIR * plain.speed
+        # The others are complete by then, and rows that fare badly have done their share.
+        late = plain.speed / own.speed + (1 - own.slow_share) / self.relief
+        return late <= (LATE if own.is_slow_sure else LATE_AT_FIRST)
 
 
 class DraftLength:
@@ -106,7 +123,7 @@ class DraftLength:
         self._numbers = tuple(sorted(numbers or range(1, most + 1)))
         self._most, self._adaptive, self._disable_above = most, adaptive, disable_above
         self._watch = watch
-        self._watched: _Regime | None = None
+        self._watched: tuple[_Regime, int] | None = None  # whose rows, with so many drafts
         self._acceptance: dict[int, Acceptance] = {}
         self._regimes: dict[tuple[int, int], _Regime] = {}
         self._now: _Regime | None = None  # of the step that was planned last
@@ -130,10 +147,13 @@ class DraftLength:
         """Whether nothing is to be drafted for long."""
         return self._now.is_off if self._now is not None else self._is_disabled
 
-    def passes(self) -> bool:
-        """A step was done; whether nobody need be told more of it. Drafts that are off cost next to nothing,
-        and what steps take without is only measured again before they are tried."""
+    def passes(self, num_tokens: int, num_prompt_tokens: int) -> bool:
+        """A step was done, which gave so many tokens and computed so many of prompts; whether nobody need be
+        told more of it. Drafts that are off cost next to nothing, and what steps take without is only
+        measured again before they are tried."""
         regime = self._now
+        if regime is not None:
+            regime.load.note(num_tokens / self._num_rows, num_prompt_tokens)
         if regime is not None and regime.since >= regime.quiet_until:
             return False
         if regime is not None:
@@ -145,10 +165,13 @@ class DraftLength:
         if self._now is not None:
             self._now.acceptance.note(asked, num_tokens)
 
-    def observe(self, asked: int, num_tokens: int, seconds: float, *, is_decode: bool) -> None:
+    def observe(
+        self, asked: int, num_tokens: int, seconds: float, num_prompt_tokens: int = 0
+    ) -> None:
         """A step took so long and gave so many tokens. asked: the drafts that its rows could have had.
-        seconds 0: its time says nothing."""
+        seconds 0: its time says nothing. num_prompt_tokens: that it has computed."""
         regime, is_behind = self._now, self._num_behind_prompt > 0
+        is_decode = not num_prompt_tokens
         self._num_behind_prompt = self._num_behind_prompt - is_behind if is_decode else AFTER_PROMPT
         if regime is None:
             return
@@ -166,19 +189,24 @@ class DraftLength:
         pace = regime.pace[regime.current]
         if is_decode and not is_behind:
             regime.times.observe(asked, seconds)
-        kind = 2 * is_decode + (asked > 0)
-        is_full = pace.add(num_tokens / self._num_rows, seconds, kind)
-        if is_full or (regime.is_trial and self._is_enough(regime)):
+        step = TimedStep(num_tokens / self._num_rows, seconds, num_prompt_tokens, asked > 0)
+        if num_prompt_tokens and not regime.current:
+            regime.load.note_plain(step)
+        if pace.add(step) or (regime.is_trial and self._is_enough(regime)):
             self._close(regime, regime.current)
             self._decide(regime)
             self._begin_window(regime)
 
     def _begin_window(self, regime: _Regime) -> None:
         """The next step may be the first one of a window with drafts."""
-        is_first = not (regime.num_unsettled or regime.pace[regime.current].count)
-        if regime.current and is_first and self._watch is not None:
-            self._watch.begin()
-            self._watched = regime
+        number = regime.current
+        if not number:
+            self._watched = None
+        elif self._watch is not None and not regime.num_unsettled:
+            is_first = self._watched != (regime, number)
+            if is_first or not regime.pace[number].count:
+                self._watch.begin(is_first=is_first)
+                self._watched = (regime, number)
 
     def _regime(self, num_rows: int, kind: int) -> _Regime:
         key = (_bucket(num_rows), kind)
@@ -210,30 +238,32 @@ class DraftLength:
         if not number:
             pace.close()
         elif plain.is_known:  # else it is gone on with when that is known
-            slow_tokens = 0.0
-            if self._watch is not None and self._watched is regime:
-                slow_tokens = self._watch.slow_tokens()
+            count, slow = pace.count, None
+            if self._watch is not None and self._watched == (regime, number):
+                slow = self._watch.slow_rows()
+            pace.close(slow)
             if regime.is_trial:
-                count, tokens, seconds = pace.open
-                lost_s = seconds - (slow_tokens or tokens) / plain.speed
-                regime.lost_s += lost_s * (count + SETTLE) / count
-            pace.close(slow_tokens)
+                regime.lost_s += pace.lost(plain.speed) * (1 + SETTLE / count)
 
     def _decide(self, regime: _Regime) -> None:
         """Behind a window."""
+        plain_s = [r.times.expected(0) for r in self._regimes.values() if r.times.count(0)]
+        if regime.times.count(0):
+            regime.relief = max(1.0, regime.times.expected(0) / min(plain_s))
         if regime.is_trial:
             self._judge(regime)
         elif not regime.best:
             if regime.since >= regime.pause:
                 self._try(regime, self._first(regime))
-        elif (
-            regime.since >= regime.pause
-            or not regime.is_fair(regime.best)
-            or regime.speed(regime.best) < KEEP_GAIN * regime.speed(0)
-        ):
+        elif not regime.is_fair(regime.best):
+            lost_s = WINDOWS * regime.pace[regime.best].lost(regime.pace[0].speed)
+            regime.unfair.add(regime.best)
+            self._try(regime, 0)
+            regime.lost_s = lost_s
+        elif regime.since >= regime.pause or not regime.still_pays():
             self._try(regime, 0)
         else:
-            better = max(self._numbers, key=regime.decoding)
+            better = max(filter(regime.is_fair, self._numbers), key=regime.decoding)
             if regime.decoding(better) > GAIN * regime.decoding(regime.best):
                 regime.pace[better].forget()
                 regime.best = better
@@ -252,6 +282,7 @@ class DraftLength:
         regime.is_trial, regime.num_tried, regime.lost_s = True, 0, 0.0
         if number:
             regime.acceptance.fade(KEPT_FOR_TRIAL)
+            regime.unfair.clear()
         for other in range(self._most + 1):
             if other != regime.best:
                 regime.pace[other].forget()
@@ -288,10 +319,11 @@ class DraftLength:
         is_same = bool(best) == regime.has_paid
         regime.pause = min(2 * regime.pause, TRY_AGAIN_AT_MOST) if is_same else TRY_AGAIN
         if not best and regime.times.count(0):
-            lost_steps = regime.lost_s / regime.times.expected(0)
+            lost_steps = max(LEAST_LOST, regime.lost_s / regime.times.expected(0))
             regime.pause = max(regime.pause, int(lost_steps / TRIAL_SHARE))
         regime.best, regime.has_paid, regime.is_trial, regime.since = best, bool(best), False, 0
         if best:
+            regime.quiet_until = 0
             self._ask(regime, best)
         else:
             regime.turn_off(regime.pause)

@@ -24,6 +24,12 @@ LAST = 15
 MOST_NOTED = 32
 # Windows of steps that count.
 WINDOWS = 4
+# What older steps keep with every new one of their share of what is known of the load.
+KEPT_LOAD = 0.997
+# Tokens of a row before prompts come, until that is known.
+FIRST_ANSWER = 64.0
+# How many times as long as others of its kind a step may count.
+HELD_UP = 3.0
 # Share of the rows that fare worse than the one that stands for those that fare badly.
 SLOW = 0.03
 
@@ -116,78 +122,139 @@ class StepTimes:
         return max(known[low] + slope * (number - low), 0.2 * known[low])
 
 
-class Window(NamedTuple):
-    """Some steps: how many, the tokens that a row got in them, and what they usually take."""
+class TimedStep(NamedTuple):
+    """One step: the tokens that a row got on average, its seconds, and what it was."""
 
-    num_steps: int
     tokens: float
     seconds: float
+    num_prompt_tokens: int
+    has_drafts: bool
+
+
+class Load:
+    """The prompts that come with answers, which is what they are whatever the number of drafts. Newer steps
+    count more."""
+
+    def __init__(self) -> None:
+        # Of all steps, as if there had been some before.
+        self._tokens, self._prompt_tokens = FIRST_ANSWER, 0.0
+        self._plain: deque[TimedStep] = deque(maxlen=LAST)  # with prompts, without drafts
+
+    def note(self, tokens: float, num_prompt_tokens: int) -> None:
+        """One more step: what it gave a row, and what it computed of prompts."""
+        self._tokens = KEPT_LOAD * self._tokens + tokens
+        self._prompt_tokens = KEPT_LOAD * self._prompt_tokens + num_prompt_tokens
+
+    def note_plain(self, step: TimedStep) -> None:
+        """What a step with prompts takes where there are no drafts."""
+        self._plain.append(step)
+
+    def seconds_per_token(self, window: Window) -> float:
+        """Of a row, at the usual share of prompts. A window may have more or fewer, since requests that
+        come together end together, too; where it has none they cost what they do without drafts."""
+        decoded, taken = window.tokens - window.prompt_made, window.seconds - window.prompt_seconds
+        prompts = window if window.prompt_tokens else Window.of(list(self._plain))
+        if decoded <= 0 or not prompts.prompt_tokens:
+            return window.seconds / window.tokens
+        share = self._prompt_tokens / self._tokens / prompts.prompt_tokens
+        rest = max(0.0, 1 - share * prompts.prompt_made)
+        return rest * taken / decoded + share * prompts.prompt_seconds
+
+
+class Window(NamedTuple):
+    """Some steps: the tokens that a row got in them, and what they take if nothing holds them up; of those
+    among them that have prompts, the prompts' tokens, the seconds, and what a row got."""
+
+    tokens: float
+    seconds: float
+    prompt_tokens: int
+    prompt_seconds: float
+    prompt_made: float
 
     @classmethod
-    def of(cls, steps: list[tuple[float, float, int]]) -> Window:
-        """steps: (tokens of a row, seconds, kind). A step counts as long as half of its kind took at most:
-        now and then one is held up by something else."""
-        seconds: defaultdict[int, list[float]] = defaultdict(list)
-        for _, taken, kind in steps:
-            seconds[kind].append(taken)
-        total = sum(len(taken) * median(taken) for taken in seconds.values())
-        return cls(len(steps), sum(step[0] for step in steps), total)
+    def of(cls, steps: list[TimedStep]) -> Window:
+        """None counts for more than HELD_UP times what half of its kind took at most."""
+        taken: defaultdict[tuple[bool, bool], list[float]] = defaultdict(list)
+        for step in steps:
+            taken[step.num_prompt_tokens > 0, step.has_drafts].append(step.seconds)
+        sums = {False: 0.0, True: 0.0}
+        for (has_prompts, _), found in taken.items():
+            most = HELD_UP * median(found)
+            sums[has_prompts] += sum(min(seconds, most) for seconds in found)
+        return cls(
+            sum(step.tokens for step in steps),
+            sum(sums.values()),
+            sum(step.num_prompt_tokens for step in steps),
+            sums[True],
+            sum(step.tokens for step in steps if step.num_prompt_tokens),
+        )
 
-    @property
-    def speed(self) -> float:
-        """Tokens of a row per second."""
-        return self.tokens / self.seconds
+
+class SlowRows(NamedTuple):
+    """Rows whose drafts fare badly: of what a row got on average, the share that one of them got, over so
+    many windows up to now."""
+
+    share: float
+    num_windows: int
 
 
 class Pace:
     """Tokens of a row over the seconds of all steps, prompts and changes of the batch included; by windows
     of so many steps, the last few of which count."""
 
-    def __init__(self, num_steps: int) -> None:
-        self._num_steps = num_steps
-        self._steps: deque[tuple[float, float, int]] = deque(maxlen=WINDOWS * num_steps)
-        self._slow: deque[tuple[float, float]] = deque(maxlen=WINDOWS)
+    def __init__(self, num_steps: int, load: Load) -> None:
+        self._num_steps, self._load = num_steps, load
+        self._steps: deque[TimedStep] = deque(maxlen=WINDOWS * num_steps)
+        self._sizes: deque[int] = deque(maxlen=WINDOWS)  # steps of windows that have ended
         self.count = 0  # steps of the window that is open
+        # Of what a row got on average, the share of one whose drafts fare badly; whether that is known for
+        # so many steps that it is not by chance.
+        self.slow_share, self.is_slow_sure = 1.0, False
 
-    def add(self, tokens: float, seconds: float, kind: int) -> bool:
-        """A step gave every row so many tokens; whether the window is full with it."""
-        self._steps.append((tokens, seconds, kind))
+    def add(self, step: TimedStep) -> bool:
+        """One more step; whether the window is full with it."""
+        self._steps.append(step)
         self.count += 1
         return self.count >= self._num_steps
 
-    def close(self, slow_tokens: float = 0.0) -> None:
-        """The window ends. slow_tokens: what a row got in it that fared badly, 0 if nobody knows."""
+    def close(self, slow: SlowRows | None = None) -> None:
+        """The window ends."""
         if self.count:
-            tokens = self.open.tokens
-            self._slow.append((slow_tokens or tokens, tokens))
+            self._sizes.append(self.count)
+            self.slow_share = 1.0 if slow is None else slow.share
+            self.is_slow_sure = slow is not None and slow.num_windows >= WINDOWS
         self.count = 0
 
     def forget(self) -> None:
         """What was measured was on other work."""
         self._steps.clear()
-        self._slow.clear()
+        self._sizes.clear()
         self.count = 0
 
     @property
     def is_known(self) -> bool:
         """Whether a window has ended."""
-        return bool(self._slow)
-
-    @property
-    def open(self) -> Window:
-        """The window that is open."""
-        return Window.of(list(self._steps)[-self.count :])
+        return bool(self._sizes)
 
     @property
     def speed(self) -> float:
         """Tokens of a row per second."""
-        return Window.of(list(self._steps)).speed
+        return 1 / self._load.seconds_per_token(self._last(len(self._steps)))
 
     @property
-    def slow_speed(self) -> float:
-        """The same of a row that fares badly."""
-        slow, tokens = map(sum, zip(*self._slow, strict=True))
-        return self.speed * slow / tokens
+    def open_speed(self) -> float:
+        """The same in the window that is open."""
+        return 1 / self._load.seconds_per_token(self._last(self.count))
+
+    def lost(self, plain_speed: float) -> float:
+        """Seconds that a row whose drafts fare badly has lost in the window that ended last, by what prompts
+        there were or by what there usually are: rather too many than too few."""
+        window = self._last(self._sizes[-1])
+        usual = self._load.seconds_per_token(window) * window.tokens
+        return max(window.seconds, usual) - self.slow_share * window.tokens / plain_speed
+
+    def _last(self, num_steps: int) -> Window:
+        return Window.of(list(self._steps)[-num_steps:])
 
 
 class RowWatch:
@@ -195,17 +262,24 @@ class RowWatch:
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
-        self._places = self._seq_ids = self._known = np.zeros(0, dtype=np.int64)
+        # Places, sequences and their numbers of tokens at the beginning of each of the last windows.
+        self._begun: deque[tuple[np.ndarray, np.ndarray, np.ndarray]] = deque(maxlen=WINDOWS)
 
-    def begin(self) -> None:
-        """From now on."""
-        columns = self._roster.columns
-        self._places = self._roster.running_places()
-        self._seq_ids, self._known = columns.seq_id[self._places], columns.known[self._places]
+    def begin(self, *, is_first: bool) -> None:
+        """A window of steps begins; the first one, or right behind another."""
+        if is_first:
+            self._begun.clear()
+        columns, places = self._roster.columns, self._roster.running_places()
+        self._begun.append((places, columns.seq_id[places], columns.known[places]))
 
-    def slow_tokens(self) -> float:
-        """What a row got of those that fared badly; 0 where none has been there all the time."""
+    def slow_rows(self) -> SlowRows | None:
+        """The window ends. They are looked for among rows that have been there all the time, for as long
+        as at least half of all have been."""
         columns = self._roster.columns
-        stays = columns.seq_id[self._places] == self._seq_ids
-        got = (columns.known[self._places] - self._known)[stays]
-        return float(np.quantile(got, SLOW)) if got.size else 0.0
+        for number, (places, seq_ids, known) in enumerate(self._begun):
+            stays = columns.seq_id[places] == seq_ids
+            if 2 * np.count_nonzero(stays) >= max(1, places.size):
+                got = (columns.known[places] - known)[stays]
+                share = float(np.quantile(got, SLOW)) / max(1.0, float(got.mean()))
+                return SlowRows(share, len(self._begun) - number)
+        return None

@@ -6,6 +6,7 @@ sequence leaves its place.
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,16 +49,18 @@ class DraftTally:
         """Add up what was noted."""
         if not self._noted:
             return
-        columns = self._columns
-        places, drafted, accepted = map(np.concatenate, zip(*self._noted, strict=True))
-        self._noted.clear()
-        had = drafted > 0
-        if not had.all():
-            places, drafted, accepted = places[had], drafted[had], accepted[had]
-        is_right = np.arange(self.accepted_at.size) < accepted[:, None]
-        np.add.at(columns.draft_steps, places, 1)
-        np.add.at(columns.drafted, places, drafted)
-        np.add.at(columns.accepted_at, places, is_right)
-        self.num_steps += places.size
-        self.num_drafted += int(drafted.sum())
-        self.accepted_at = self.accepted_at + is_right.sum(0)
+        columns, counted = self._columns, np.arange(self.accepted_at.size)
+        # Mostly the same sequences many times, each once in a step: added up before they are looked for.
+        noted, self._noted = self._noted, []
+        for _, steps in groupby(noted, lambda step: id(step[0])):
+            same, drafts, rights = zip(*steps, strict=True)
+            places, drafted, accepted = same[0], np.array(drafts), np.array(rights)
+            had = drafted > 0
+            is_right = had[:, :, None] & (counted < accepted[:, :, None])
+            num_steps, num_drafted, num_right = had.sum(0), drafted.sum(0), is_right.sum(0)
+            columns.draft_steps[places] += num_steps
+            columns.drafted[places] += num_drafted
+            columns.accepted_at[places] += num_right
+            self.num_steps += int(num_steps.sum())
+            self.num_drafted += int(num_drafted.sum())
+            self.accepted_at = self.accepted_at + num_right.sum(0)

@@ -144,10 +144,10 @@ class Outcome:
         chosen: np.ndarray | None,
     ) -> None:
         """How the drafts fared that were fed to the cohort's chosen rows, None: all of them."""
-        columns, places, most = self._roster.columns, step.cohort.places, step.drafts
+        columns, places, refused = self._roster.columns, step.cohort.places, step.drafts - accepted
         if chosen is not None:
-            places, most, fed, accepted = (x[chosen] for x in (places, most, fed, accepted))
-        columns.computed[places] = columns.computed[places] + (accepted - most)
+            refused, fed = refused * chosen, fed * chosen
+        columns.computed[places] = columns.computed[places] - refused
         columns.tally.note(places, fed, accepted)
 
     def _take_drafts(

@@ -55,9 +55,11 @@ class Caches:
     def _untouched(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         num_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
         try:
-            memory = mmap.mmap(-1, num_bytes)
+            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise MemoryError(f"{num_bytes} bytes of host memory: {error}") from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # a step reads a little of many blocks: a page each
+            memory.madvise(mmap.MADV_HUGEPAGE)
         return self._device.xp.from_buffer(memory, dtype, shape)
 
     def drop(self) -> None:

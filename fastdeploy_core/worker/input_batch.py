@@ -155,7 +155,7 @@ class InputBatch:
         if step.rows is None:
             return self._next_rows(step)
         message = step.rows
-        if message.seq_ids is not self._last_ids or self._num_gone:
+        if message.seq_ids is not self._last_ids or self._is_missing(self._last):
             self._last_ids, self._last = message.seq_ids, None
         slots = self._slots_of(message.seq_ids) if self._last is None else self._last.slots
         self._num_gone = 0
@@ -175,13 +175,19 @@ class InputBatch:
         last = self._last
         if last is None or last.is_ahead or not (last.is_decode or last.fits_next()):
             raise WorkerError("a step is inconsistent: it goes on with rows that cannot")
-        if self._num_gone and (self.seq_ids[last.slots] != self._last_ids).any():
+        if self._is_missing(last):
             raise WorkerError("a step is inconsistent: it goes on with a finished sequence")
         self._num_gone = 0
         for row, block_ids in step.new_block_ids.items():
             self._append_blocks(int(last.slots[row]), block_ids)
         self._last = self._shaped(self._decode_rows(last.slots, last.seq_lens))
         return self._last
+
+    def _is_missing(self, last: StepRows | None) -> bool:
+        """Whether one of the last step's rows is not where it was any more."""
+        if last is None or not self._num_gone:
+            return last is None
+        return bool((self.seq_ids[last.slots] != self._last_ids).any())
 
     def _shaped(self, rows: StepRows) -> StepRows:
         if self._shapes is None or not rows.slots.size:

@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -360,10 +359,10 @@ def test_a_cache_that_does_not_fit_is_explained(
     worker = cramped(engine_config(folder, tensor_library), monkeypatch)
     worker.load()
 
-    def no_memory(*_: Any) -> Any:
+    def no_memory(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(caches, "mmap", SimpleNamespace(mmap=no_memory))
+    monkeypatch.setattr(caches.mmap, "mmap", no_memory)
     with pytest.raises(ResourceError, match="does not fit"):
         worker.initialize_cache(1000, 0)
 

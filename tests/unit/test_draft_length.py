@@ -37,7 +37,7 @@ class World:
         self.tokens += sum(right) + self.rows
         if asked:
             self.length.note(asked, 1 + np.array(right))
-        self.length.observe(asked, sum(right) + self.rows, seconds, is_decode=True)
+        self.length.observe(asked, sum(right) + self.rows, seconds)
 
     def run(self, num_steps: int) -> Counter[int]:
         self.chosen.clear()
@@ -113,7 +113,7 @@ def test_limits_hold_without_adapting() -> None:
     fixed = DraftLength(3, adaptive=False, disable_above=4)
     assert [fixed.choose(rows) for rows in (0, 1, 4, 5, 100)] == [0, 3, 3, 0, 0]
     for _ in range(50):
-        fixed.observe(3, 2, 9.0, is_decode=True)
+        fixed.observe(3, 2, 9.0)
     assert fixed.choose(2) == 3
     assert DraftLength(3, disable_above=4).choose(5) == 0
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastdeploy_core.contracts.attention import AttentionQuestion, AttentionSpec
+from fastdeploy_core.contracts.attention import AttentionQuestion, AttentionSpec, HeadNorms
 from fastdeploy_core.testing import oracle
 
 from .attention_world import World
@@ -102,6 +102,27 @@ class AttentionConformance(OnDevice):
             relative, absolute = self.tolerance(dtype)
             difference = np.max(np.abs(alone[0] - crowd[index]))
             assert difference <= absolute + relative * np.max(np.abs(alone[0]))
+
+    @pytest.mark.capability("norms_heads")
+    def test_norms_of_heads_equal_the_kernels(
+        self, request: pytest.FixtureRequest, device: Any, kernels: Any, dtype: str
+    ) -> None:
+        """See NormingBackend."""
+        spec, size = replace(gqa_spec("gqa 4:2", dtype), head_norms=True), self._block_size(device)
+        backend = self._backend(request, device, kernels, spec, size)
+        if backend.unit != "rope_kv" or not getattr(backend, "norms_heads", False):
+            pytest.skip("norms_heads is not True")
+        world = World(self, device, kernels, spec, size, BATCHES["mixed"])
+        q, k, v = world.write(backend)
+        of_q, of_k = np.random.default_rng(3).uniform(0.5, 2, (2, spec.head_dim)).astype("float32")
+        norms = HeadNorms(world.put(of_q), world.put(of_k), 1e-3)
+        metadata = backend.prepare(world.batch())
+        got = backend.forward(q, k, v, world.cache, metadata, norms=norms)
+        normed = kernels["qk_norm"](q.clone(), k.clone(), norms.q, norms.k, norms.eps)
+        expected = backend.forward(*normed, v, world.cache, metadata)
+        got, expected = (self.to_host(device, x) for x in (got, expected))
+        relative, absolute = self.tolerance(dtype)
+        assert np.max(np.abs(got - expected)) <= absolute + relative * np.max(np.abs(expected))
 
     @pytest.mark.capability("can_capture_decode")
     def test_captured_decode_equals_eager(

@@ -4,9 +4,9 @@
     python plugins/fd-cpu/benchmarks/against_llama_cpp.py --models qwen3-0.6b --formats int4 --tokens 32
 
 Random weights of real sizes, and the demo model. llama.cpp is built from source into --work-dir (needs cmake, a C++ compiler
-and the Python package gguf), where models are written too: 6 GB for both. Each round runs every engine
-once, one after another, in an order that rotates; figures are medians over rounds of tokens per second,
-ratios are of medians. The floor is the time to read the GGUF file's bytes once per token, at the rate at which
+and the Python package gguf), where models are written too: 6 GB for both, and what engines keep of weights in their own form. Each round measures every
+engine once, one after another, in an order that rotates; figures are medians over rounds of tokens per second,
+ratios are of medians. Other engines than llama.cpp are started once and wait for their turns. The floor is the time to read the GGUF file's bytes once per token, at the rate at which
 this machine's threads read that many.
 """
 
@@ -23,14 +23,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import llama_programs
 import random_models
+from waiting_engine import WaitingEngine
 
-HERE: Final = Path(__file__).resolve().parent
 POINTS: Final[dict[str, tuple[int, int]]] = {
     "decode 1": (1, 0),
     "decode 8": (8, 0),
@@ -62,6 +64,7 @@ class Engine:
     settings: dict[str, Any] = field(default_factory=dict)
     seen: dict[str, list[float]] = field(default_factory=dict)
     problem: str = ""
+    child: WaitingEngine | None = None
 
     def median(self, point: str) -> float | None:
         values = self.seen.get(point)
@@ -73,7 +76,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="0: only write models and weights")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--tokens", type=int, default=128, help="tokens decoded per sequence")
     parser.add_argument("--models", nargs="+", default=list(random_models.NAMES), metavar="NAME")
@@ -94,6 +97,11 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--work-dir", type=Path, default=Path("~/.cache/fastdeploy/against-llama-cpp").expanduser()
+    )
+    parser.add_argument(
+        "--at-once",
+        action="store_true",
+        help="start all engines of all tables before the first is measured: as much memory, less time",
     )
     parser.add_argument("--build-dir", type=Path, help="of llama.cpp; default: below --work-dir")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers")
@@ -119,6 +127,9 @@ def engines(options: argparse.Namespace, model: str, bits: str, programs: Path) 
                 path = file if name == "file" else folder
                 label = f"fastdeploy {device} {FORMATS[bits] + ' file' if name == 'file' else name}"
                 settings = {"device": device, "quantization": quantization, "kv_bytes": KV_BYTES}
+                settings["weight_cache"] = (
+                    str(options.work_dir / "weights") if device == "x86" else ""
+                )
                 found.append(Engine(label, "fastdeploy", path, settings))
     if "openvino" in options.engines:
         found.append(Engine(f"OpenVINO GenAI {FORMATS[bits]}", "openvino", file))
@@ -127,55 +138,15 @@ def engines(options: argparse.Namespace, model: str, bits: str, programs: Path) 
     return found
 
 
-def run(engine: Engine, options: argparse.Namespace, vocab_size: int, programs: Path) -> None:
-    """One round of one engine; an engine that failed once is not asked again."""
-    if engine.problem:
-        return
-    points = {name: POINTS[name] for name in options.points}
-    started = time.perf_counter()
+@contextmanager
+def noting(engine: Engine) -> Iterator[None]:
+    """An engine that failed once is not asked again."""
     try:
-        if engine.kind == "llama.cpp":
-            tokens = options.tokens
-            found = llama_programs.measure(programs, engine.model, points, options.threads, tokens)
-        else:
-            found = _child(engine, options, vocab_size, points)
-    except subprocess.TimeoutExpired:
-        engine.problem = f"not done within {options.time_limit:g} s"
-        return
-    except (subprocess.CalledProcessError, RuntimeError) as error:
+        yield
+    except (subprocess.SubprocessError, OSError, RuntimeError) as error:
         text = getattr(error, "stderr", "") or str(error)
         last = text.strip().splitlines()[-1] if text.strip() else repr(error)
         engine.problem = last.removeprefix("fastdeploy_core.errors.")[:160]
-        return
-    for name, value in found.items():
-        engine.seen.setdefault(name, []).append(value)
-    took = time.perf_counter() - started
-    print(f"  {engine.label}: {took:.0f} s", file=sys.stderr, flush=True)
-
-
-def _child(
-    engine: Engine, options: argparse.Namespace, vocab_size: int, points: dict[str, tuple[int, int]]
-) -> dict[str, float]:
-    asked = {
-        "model": str(engine.model),
-        "points": points,
-        "tokens": options.tokens,
-        "threads": options.threads,
-        "vocab_size": vocab_size,
-        **engine.settings,
-    }
-    python = options.openvino_python if engine.kind == "openvino" else sys.executable
-    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
-    done = subprocess.run(
-        [python, str(HERE / "engine_child.py"), engine.kind, json.dumps(asked)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=options.time_limit,
-        check=True,
-    )
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])["tokens_per_s"]
-    return found
 
 
 def bytes_per_s(size: int, threads: int) -> float:
@@ -199,10 +170,62 @@ def bytes_per_s(size: int, threads: int) -> float:
     return share * threads / statistics.median(seconds)
 
 
-def show(title: str, rows: list[Engine], floor: float, points: list[str]) -> None:
+@dataclass
+class Table:
+    """A model in so many bits: engines, and how often a second its file can be read."""
+
+    model: str
+    bits: str
+    rows: list[Engine]
+    options: argparse.Namespace
+    programs: Path
+    floors: list[float] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Processes of the engines that wait in one, all at the same time."""
+        options = self.options
+        asked = {
+            "points": {name: POINTS[name] for name in options.points},
+            "tokens": options.tokens,
+            "threads": options.threads,
+            "vocab_size": random_models.vocab_size(self.model),
+        }
+        for engine in self.rows:
+            if engine.kind != "llama.cpp":
+                python = options.openvino_python if engine.kind == "openvino" else sys.executable
+                mine = {**asked, "model": str(engine.model), **engine.settings}
+                engine.child = WaitingEngine(python, engine.kind, mine, options.time_limit)
+
+    def round(self, number: int) -> None:
+        """Every engine once."""
+        print(f"{self.model} {self.bits}, round {number + 1}", file=sys.stderr, flush=True)
+        size = (self.options.work_dir / f"{self.model}-{FORMATS[self.bits]}.gguf").stat().st_size
+        self.floors.append(bytes_per_s(size, self.options.threads) / size)
+        first = number % len(self.rows)
+        for engine in self.rows[first:] + self.rows[:first]:
+            if not engine.problem:
+                with noting(engine):
+                    self._measure(engine)
+
+    def _measure(self, engine: Engine) -> None:
+        points = {name: POINTS[name] for name in self.options.points}
+        started = time.perf_counter()
+        if engine.child is not None:
+            found = engine.child.ask(points)
+        else:
+            threads, tokens = self.options.threads, self.options.tokens
+            found = llama_programs.measure(self.programs, engine.model, points, threads, tokens)
+        for name, value in found.items():
+            engine.seen.setdefault(name, []).append(value)
+        took, values = time.perf_counter() - started, (f"{value:.1f}" for value in found.values())
+        print(f"  {engine.label}, {took:.0f} s: {' '.join(values)}", file=sys.stderr, flush=True)
+
+
+def show(table: Table, points: list[str]) -> None:
     """The table, then every row in relation to llama.cpp's."""
+    rows = table.rows
     width = max(len(row.label) for row in rows) + 2
-    print(f"\n{title}: tokens/s, medians")
+    print(f"\n{table.model}, {table.bits}: tokens/s, medians")
     print(" " * width + "".join(f"{point:>14}" for point in points))
     for row in rows:
         if row.problem and not row.seen:
@@ -212,8 +235,8 @@ def show(title: str, rows: list[Engine], floor: float, points: list[str]) -> Non
         print(
             f"{row.label:<{width}}" + "".join(f"{v:>14.1f}" if v else f"{'-':>14}" for v in values)
         )
-    if "decode 1" in points:
-        print(f"{'floor (bytes / bandwidth)':<{width}}{floor:>14.1f}")
+    if "decode 1" in points and table.floors:
+        print(f"{'floor (bytes / bandwidth)':<{width}}{statistics.median(table.floors):>14.1f}")
     peer = next((row for row in rows if row.kind == "llama.cpp" and row.seen), None)
     if peer is None or not any(row.seen for row in rows if row is not peer):
         return
@@ -252,19 +275,28 @@ def main() -> None:
     print(
         f"{options.rounds} rounds, {options.tokens} tokens decoded; load {os.getloadavg()[0]:.1f}"
     )
+    tables = [
+        Table(model, bits, engines(options, model, bits, programs), options, programs)
+        for model in options.models
+        for bits in options.formats
+    ]
     kept: dict[str, Any] = {}
-    for model in options.models:
-        vocab_size = random_models.vocab_size(model)
-        for bits in options.formats:
-            rows = engines(options, model, bits, programs)
-            print(f"{model} {bits}", file=sys.stderr, flush=True)
-            for number in range(options.rounds):
-                for engine in rows[number % len(rows) :] + rows[: number % len(rows)]:
-                    run(engine, options, vocab_size, programs)
-            size = (options.work_dir / f"{model}-{FORMATS[bits]}.gguf").stat().st_size
-            floor = bytes_per_s(size, options.threads) / size
-            show(f"{model}, {bits}", rows, floor, options.points)
-            kept[f"{model} {bits}"] = {row.label: row.problem or row.seen for row in rows}
+    for group in [tables] if options.at_once else [[table] for table in tables]:
+        for table in group:
+            table.start()
+        for engine in (engine for table in group for engine in table.rows):
+            if engine.child is not None:
+                with noting(engine):
+                    engine.child.answer()
+        for number in range(options.rounds):
+            for table in group:
+                table.round(number)
+        for table in group:
+            for engine in table.rows:
+                if engine.child is not None:
+                    engine.child.close()
+            show(table, options.points)
+            kept[f"{table.model} {table.bits}"] = {r.label: r.problem or r.seen for r in table.rows}
             if options.json:
                 options.json.write_text(json.dumps(kept, indent=1))
 

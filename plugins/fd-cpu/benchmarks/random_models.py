@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -134,8 +135,10 @@ def write_folder(name: str, folder: Path) -> Path:
     raw = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
-        for tensor, shape in _shapes(config).items():
-            file.write(_bits(tensor, shape).tobytes())
+        shapes = _shapes(config)
+        with ThreadPoolExecutor() as pool:
+            for bits in pool.map(_bits, shapes, shapes.values()):
+                file.write(bits)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
     (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(config["vocab_size"])))
@@ -186,6 +189,10 @@ def write_gguf(name: str, target: Path) -> Path:
         return target
     import gguf
 
+    stored = np.memmap(
+        write_folder(name, target.with_name(name)) / "model.safetensors", np.uint8, "r"
+    )
+    position = 8 + int(stored[:8].view(np.uint64)[0])
     shape, part = SHAPES[name], target.with_suffix(".part")
     config = shape.config
     writer = gguf.GGUFWriter(part, shape.gguf)
@@ -212,12 +219,13 @@ def write_gguf(name: str, target: Path) -> Path:
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     kinds = gguf.GGMLQuantizationType
     for tensor, dims in _shapes(config).items():
-        bits = _bits(tensor, dims)
+        bits = stored[position : position + 2 * int(np.prod(dims))]
+        position += len(bits)
         new = names.get_name(tensor, try_suffixes=(".weight",))
         if len(dims) == 1:
-            writer.add_tensor(new, (bits.astype(np.uint32) << 16).view(np.float32))
+            writer.add_tensor(new, (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32))
         else:
-            writer.add_tensor(new, bits.view(np.uint8), raw_dtype=kinds.BF16)
+            writer.add_tensor(new, bits.reshape(dims[0], -1), raw_dtype=kinds.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -120,45 +120,35 @@ FDCPU_INLINE void write_paired(const AttentionOp &op, int64_t offset, const floa
     for (int64_t d = 0; d < op.head_dim; d += 2) std::memcpy(keys + (d / 2 * op.block_size + offset) * 2, bits + d, 4);
 }
 
+// The key and value of a new token and a kv head.
 template <class T>
-void write_cache(const AttentionOp &op, const Worker &worker, const AttentionScratch &s) {
+FDCPU_INLINE void write_head(const AttentionOp &op, const AttentionScratch &s, int64_t t, int64_t h) {
+    const int64_t slot = op.slot_mapping[t];
+    if (slot < 0) return;
     float *row = s.q;
-    int64_t first, last;
-    worker.share(op.num_tokens, first, last);
-    for (int64_t t = first; t < last; ++t) {
-        const int64_t slot = op.slot_mapping[t];
-        if (slot < 0) continue;
-        const int64_t block = slot / op.block_size, offset = slot % op.block_size;
-        for (int64_t h = 0; h < op.num_kv_heads; ++h) {
-            rotate(op, static_cast<const T *>(op.k) + t * op.k_stride + h * op.head_dim, op.positions[t], op.head_dim, row);
-            if (!op.values) {
-                narrow_row(row, static_cast<T *>(op.keys) + slot * op.head_dim, op.head_dim);
-                continue;
-            }
-            const T *v = static_cast<const T *>(op.v) + t * op.v_stride + h * op.v_head_dim;
-            const int64_t place = block * op.num_kv_heads + h;
-            if (op.is_int8) {
-                auto *numbers = reinterpret_cast<int8_t *>(s.weights);
-                write_int8<T>(op, place, offset, h, row, true, numbers);
-                widen_row(v, row, op.v_head_dim);
-                write_int8<T>(op, place, offset, h, row, false, numbers);
-                continue;
-            }
-            T *keys = static_cast<T *>(op.keys) + place * op.head_dim * op.block_size;
-            T *values = static_cast<T *>(op.values) + place * op.block_size * op.v_head_dim;
-            if (!is_paired<T>(op)) {
-                for (int64_t d = 0; d < op.head_dim; ++d) store_one(keys + d * op.block_size + offset, row[d]);
-                widen_row(v, row, op.v_head_dim);
-                narrow_row(row, values + offset * op.v_head_dim, op.v_head_dim);
-                continue;
-            }
-            write_paired(op, offset, row, reinterpret_cast<uint16_t *>(keys), s.weights);
-            widen_row(v, row, op.v_head_dim);
-            narrow_row(row, s.weights, op.v_head_dim);
-            auto *pairs = reinterpret_cast<uint16_t *>(values) + offset / 2 * op.v_head_dim * 2 + offset % 2;
-            for (int64_t d = 0; d < op.v_head_dim; ++d) pairs[2 * d] = s.weights[d];
-        }
+    const int64_t block = slot / op.block_size, offset = slot % op.block_size;
+    rotate(op, static_cast<const T *>(op.k) + t * op.k_stride + h * op.head_dim, op.positions[t], op.head_dim, row);
+    if (!op.values) return narrow_row(row, static_cast<T *>(op.keys) + slot * op.head_dim, op.head_dim);
+    const T *v = static_cast<const T *>(op.v) + t * op.v_stride + h * op.v_head_dim;
+    const int64_t place = block * op.num_kv_heads + h;
+    if (op.is_int8) {
+        auto *numbers = reinterpret_cast<int8_t *>(s.weights);
+        write_int8<T>(op, place, offset, h, row, true, numbers);
+        widen_row(v, row, op.v_head_dim);
+        return write_int8<T>(op, place, offset, h, row, false, numbers);
     }
+    T *keys = static_cast<T *>(op.keys) + place * op.head_dim * op.block_size;
+    T *values = static_cast<T *>(op.values) + place * op.block_size * op.v_head_dim;
+    if (!is_paired<T>(op)) {
+        for (int64_t d = 0; d < op.head_dim; ++d) store_one(keys + d * op.block_size + offset, row[d]);
+        widen_row(v, row, op.v_head_dim);
+        return narrow_row(row, values + offset * op.v_head_dim, op.v_head_dim);
+    }
+    write_paired(op, offset, row, reinterpret_cast<uint16_t *>(keys), s.weights);
+    widen_row(v, row, op.v_head_dim);
+    narrow_row(row, s.weights, op.v_head_dim);
+    auto *pairs = reinterpret_cast<uint16_t *>(values) + offset / 2 * op.v_head_dim * 2 + offset % 2;
+    for (int64_t d = 0; d < op.v_head_dim; ++d) pairs[2 * d] = s.weights[d];
 }
 
 // scores[R][tokens of the block] of R rows.
@@ -264,11 +254,14 @@ FDCPU_INLINE void value_pairs(const AttentionOp &op, const uint16_t *values, int
         for (int v = 0; v < V; ++v) store(out + r * op.v_head_dim + v * kLanes, acc[r][v]);
 }
 
+// Of the block's first tokens, and some more.
 template <int R>
-void paired_scores(const AttentionOp &op, const uint16_t *keys, const uint16_t *q, float *scores) {
+void paired_scores(const AttentionOp &op, const uint16_t *keys, int64_t tokens, const uint16_t *q, float *scores) {
     int64_t t = 0;
-    for (; t + 4 * kLanes <= op.block_size; t += 4 * kLanes) score_pairs<R, 4>(op, keys + 2 * t, q, scores + t);
-    for (; t < op.block_size; t += kLanes) score_pairs<R, 1>(op, keys + 2 * t, q, scores + t);
+    for (; t + 3 * kLanes < tokens && t + 4 * kLanes <= op.block_size; t += 4 * kLanes)
+        score_pairs<R, 4>(op, keys + 2 * t, q, scores + t);
+    for (; t + kLanes < tokens; t += 2 * kLanes) score_pairs<R, 2>(op, keys + 2 * t, q, scores + t);
+    for (; t < tokens; t += kLanes) score_pairs<R, 1>(op, keys + 2 * t, q, scores + t);
 }
 
 template <int R>
@@ -345,7 +338,7 @@ FDCPU_INLINE void soften(const AttentionOp &op, const AttentionScratch &s, int64
 FDCPU_INLINE void attend_pairs(const AttentionOp &op, const AttentionScratch &s, const uint16_t *keys,
                                const uint16_t *values, int64_t rows, int64_t first, int64_t tokens) {
     in_tiles_of_rows(rows, 0, [&](auto count, int64_t r) {
-        paired_scores<count>(op, keys, s.q_pairs + r * op.head_dim, s.scores + r * op.block_size);
+        paired_scores<count>(op, keys, tokens, s.q_pairs + r * op.head_dim, s.scores + r * op.block_size);
     });
     for (int64_t r = 0; r < rows; ++r)
         soften(op, s, r, first, op.block_size, s.scores + r * op.block_size, s.weights + r * op.block_size);

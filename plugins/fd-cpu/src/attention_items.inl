@@ -36,15 +36,22 @@ void attend(const AttentionOp &op, const AttentionScratch &s, TileUse &use, int6
     }
 }
 
+// New tokens [begin, end) of a sequence, and a kv head.
+struct Item {
+    int64_t seq, head, begin, end;
+};
+
 template <class T>
-void attend_item(const AttentionOp &op, const AttentionScratch &s, TileUse &use, int64_t seq, int64_t head,
-                 int64_t begin, int64_t end) {
+void attend_item(const AttentionOp &op, const AttentionScratch &s, TileUse &use, const Item &item, bool writes) {
+    const int64_t seq = item.seq, head = item.head, begin = item.begin, end = item.end;
     const int64_t first_token = op.cu_seqlens_q[seq], num_new = op.cu_seqlens_q[seq + 1] - first_token;
     const int64_t seq_len = op.seq_lens[seq], shared = op.num_heads / op.num_kv_heads;
     int64_t top = 0;  // keys that any token of the item may see, all of them written
     for (int64_t t = begin; t < end; ++t)
         if (op.slot_mapping[first_token + t] >= 0) top = std::max(top, seq_len - num_new + t + 1);
     const int64_t rows = (end - begin) * shared;
+    if (writes)
+        for (int64_t t = begin; t < end; ++t) write_head<T>(op, s, first_token + t, head);
     for (int64_t r = 0; r < rows; ++r) {
         const int64_t t = begin + r / shared, token = first_token + t, query = head * shared + r % shared;
         s.limit[r] = std::min(top, seq_len - num_new + t + 1);
@@ -68,16 +75,36 @@ void attend_item(const AttentionOp &op, const AttentionScratch &s, TileUse &use,
     }
 }
 
+// The first block that an item reads goes into the second-level cache while the item before it is computed.
+template <class T>
+FDCPU_INLINE void fetch_item(const AttentionOp &op, const Item &item) {
+    if (!is_paired<T>(op) || op.is_int8) return;
+    const int64_t tokens = std::min<int64_t>(op.seq_lens[item.seq], op.block_size);
+    const int64_t place = (op.block_tables[item.seq * op.max_blocks] * op.num_kv_heads + item.head) * op.block_size;
+    const uint16_t *keys = static_cast<const uint16_t *>(op.keys) + place * op.head_dim;
+    const uint16_t *values = static_cast<const uint16_t *>(op.values) + place * op.v_head_dim;
+    for (int64_t d = 0; d < op.head_dim; d += 2)
+        for (int64_t t = 0; t < tokens; t += 16) __builtin_prefetch(keys + d * op.block_size + 2 * t, 0, 2);
+    for (int64_t i = 0; i < tokens * op.v_head_dim; i += 32) __builtin_prefetch(values + i, 0, 2);
+}
+
 template <class T>
 void attention_of(const AttentionOp &op, const Worker &worker) {
     auto &next = *reinterpret_cast<std::atomic<int64_t> *>(worker.scratch);
     const size_t part = (AttentionScratch::num_bytes(op) + 63) / 64 * 64;
     const AttentionScratch scratch(op, worker.scratch + kCounterBytes + part * size_t(worker.thread));
-    if (worker.thread == 0) next.store(0);
-    write_cache<T>(op, worker, scratch);
-    worker.barrier();
     const int64_t step = tokens_per_item(op);
+    // Items with all new tokens of their sequences write them themselves: nobody else reads them.
+    bool writes = true;
+    for (int64_t seq = 0; seq < op.num_seqs; ++seq) writes &= op.cu_seqlens_q[seq + 1] - op.cu_seqlens_q[seq] <= step;
+    int64_t first, last;
+    worker.share(writes ? 0 : op.num_tokens, first, last);
+    for (int64_t t = first; t < last; ++t)
+        for (int64_t h = 0; h < op.num_kv_heads; ++h) write_head<T>(op, scratch, t, h);
+    if (worker.thread == 0) next.store(0);
+    worker.barrier();
     TileUse use;
+    Item waiting{-1, 0, 0, 0};
     int64_t item = 0, mine = next.fetch_add(1);
     for (int64_t seq = op.num_seqs; seq-- > 0;) {
         const int64_t num_new = op.cu_seqlens_q[seq + 1] - op.cu_seqlens_q[seq];
@@ -85,10 +112,14 @@ void attention_of(const AttentionOp &op, const Worker &worker) {
         for (int64_t end = num_new; end > 0; end -= step)
             for (int64_t head = 0; head < op.num_kv_heads; ++head, ++item) {
                 if (item != mine) continue;
-                attend_item<T>(op, scratch, use, seq, head, std::max<int64_t>(0, end - step), end);
+                const Item found{seq, head, std::max<int64_t>(0, end - step), end};
+                if (writes) fetch_item<T>(op, found);
+                if (waiting.seq >= 0) attend_item<T>(op, scratch, use, waiting, writes);
+                waiting = found;
                 mine = next.fetch_add(1);
             }
     }
+    if (waiting.seq >= 0) attend_item<T>(op, scratch, use, waiting, writes);
 }
 
 void attention(const AttentionOp &op, const Worker &worker) {

@@ -27,16 +27,32 @@ struct Rows {
     }
 };
 
-FDCPU_INLINE void prefetch_line(const uint8_t *line) {
-    for (int s = 0; s < kVectors; ++s) __builtin_prefetch(line + 4096 + s * 64, 0, 2);
-}
+// What is fetched while a panel's lines are multiplied: lines a little ahead, or, when several register tiles
+// meet the panel one after another, each tile's share of the panel that comes next.
+struct Ahead {
+    int64_t first, second;  // parts of a line, and where: always two, because more branches cost more
+    bool is_only;
+    Ahead(int64_t panel_bytes, int64_t tile, int64_t num_tiles) : first(4096), second(first + 64), is_only(num_tiles == 1) {
+        if (is_only) return;
+        first = panel_bytes + (num_tiles < kVectors ? tile * 2 : tile) % kVectors * 64;
+        second = num_tiles < kVectors ? first + 64 : first;
+    }
+    FDCPU_INLINE void fetch(const uint8_t *line) const {
+        __builtin_prefetch(line + first, 0, 2);
+        __builtin_prefetch(line + second, 0, 2);
+        if (!is_only) return;
+        __builtin_prefetch(line + first + 128, 0, 2);
+        __builtin_prefetch(line + first + 192, 0, 2);
+    }
+};
 
 template <int R>
-void tile_f32(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, float *out) {
+void tile_f32(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
     const float *line = reinterpret_cast<const float *>(w.panel(p));
     const Rows<R> x(a, m);
     F acc[R][kVectors] = {};
     for (int64_t k = 0; k < w.padded_inputs; ++k, line += kPanel) {
+        ahead.fetch(reinterpret_cast<const uint8_t *>(line));
         F weights[kVectors];
         for (int s = 0; s < kVectors; ++s) weights[s] = load(line + s * kLanes);
         for (int r = 0; r < R; ++r)
@@ -48,13 +64,13 @@ void tile_f32(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m,
 }
 
 template <int R>
-void tile_bf16(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, float *out) {
+void tile_bf16(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
     const uint8_t *line = w.panel(p);
     const Rows<R> x(a, m);
     F acc[kChains<R>][R][kVectors] = {};
     for (int64_t k = 0; k < 2 * w.padded_inputs;)
         for (int c = 0; c < kChains<R>; ++c, k += 4, line += 4 * kPanel) {
-            prefetch_line(line);
+            ahead.fetch(line);
             for (int s = 0; s < kVectors; ++s) {
                 const I weights = load_as<I>(line + s * 64);
                 for (int r = 0; r < R; ++r) acc[c][r][s] = dot_pairs(acc[c][r][s], weights, I(splat_bytes(x.at[r] + k)));
@@ -82,7 +98,7 @@ FDCPU_INLINE void add_group(const PackedMatrix &w, int64_t p, const Activations 
 }
 
 template <int R>
-void tile_int8(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, float *out) {
+void tile_int8(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
     const uint8_t *line = w.panel(p);
     const Rows<R> x(a, m);
     for (int64_t g = 0; g < a.groups; ++g) {
@@ -92,7 +108,7 @@ void tile_int8(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m
             for (int r = 0; r < R; ++r) acc[0][r][s] = load_as<I>(sums + s * kLanes) * -128;
         for (int64_t k = g * w.group; k < (g + 1) * w.group;)
             for (int c = 0; c < kChains<R>; ++c, k += 4, line += 4 * kPanel) {
-                prefetch_line(line);
+                ahead.fetch(line);
                 for (int s = 0; s < kVectors; ++s) {
                     const B weights = load_as<B>(line + s * 64);
                     for (int r = 0; r < R; ++r) acc[c][r][s] = dot_bytes(acc[c][r][s], splat_bytes(x.at[r] + k), weights);
@@ -103,7 +119,7 @@ void tile_int8(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m
 }
 
 template <int R>
-void tile_int4(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, float *out) {
+void tile_int4(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
     const uint8_t *line = w.panel(p);
     const Rows<R> x(a, m);
     for (int64_t g = 0; g < a.groups; ++g) {
@@ -111,7 +127,7 @@ void tile_int4(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m
         for (int r = 0; r < R; ++r)
             for (int s = 0; s < kVectors; ++s) acc[0][r][s] = splat_int(-8 * a.sums[(m + r) * a.groups + g]);
         for (int64_t k = g * w.group; k < (g + 1) * w.group; k += 8, line += 4 * kPanel) {
-            prefetch_line(line);
+            ahead.fetch(line);
             for (int s = 0; s < kVectors; ++s) {
                 const B packed = load_as<B>(line + s * 64), low = packed & 15, high = B(U(packed) >> 4) & 15;
                 for (int r = 0; r < R; ++r) {
@@ -126,12 +142,12 @@ void tile_int4(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m
 }
 
 template <int R>
-void tile_tet2(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, float *out) {
+void tile_tet2(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
     const uint8_t *tile = w.panel(p);
     const Rows<R> x(a, m);
     I acc[kChains<R>][R][kVectors] = {};
     for (int64_t k = 0; k < 2 * w.padded_inputs; k += 16, tile += kTetTile) {
-        for (int line = 0; line < kTetTile; line += 64) __builtin_prefetch(tile + 4096 + line, 0, 2);
+        ahead.fetch(tile);
         for (int s = 0; s < kVectors; ++s) {
             const U words = tet_words(tile + s * kTetWords * sizeof(uint16_t));
             for (int j = 0; j < 4; ++j) {
@@ -152,22 +168,22 @@ void tile_tet2(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m
 }
 
 template <int R>
-void tile(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, float *out) {
+void tile(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
     switch (w.kind) {
-        case WeightKind::f32: return tile_f32<R>(w, p, a, m, out);
-        case WeightKind::bf16: return tile_bf16<R>(w, p, a, m, out);
-        case WeightKind::int8: return tile_int8<R>(w, p, a, m, out);
-        case WeightKind::int4: return tile_int4<R>(w, p, a, m, out);
-        case WeightKind::tet2: return tile_tet2<R>(w, p, a, m, out);
+        case WeightKind::f32: return tile_f32<R>(w, p, a, m, ahead, out);
+        case WeightKind::bf16: return tile_bf16<R>(w, p, a, m, ahead, out);
+        case WeightKind::int8: return tile_int8<R>(w, p, a, m, ahead, out);
+        case WeightKind::int4: return tile_int4<R>(w, p, a, m, ahead, out);
+        case WeightKind::tet2: return tile_tet2<R>(w, p, a, m, ahead, out);
     }
 }
 
 template <int R = kMostRows>
-void tile_of(int rows, const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, float *out) {
+void tile_of(int rows, const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
     if constexpr (R > 1) {
-        if (rows < R) return tile_of<R - 1>(rows, w, p, a, m, out);
+        if (rows < R) return tile_of<R - 1>(rows, w, p, a, m, ahead, out);
     }
-    tile<R>(w, p, a, m, out);
+    tile<R>(w, p, a, m, ahead, out);
 }
 
 // finish(row, half, sums, sums) for rows [begin, end) of a panel, in tiles or in registers.
@@ -178,14 +194,17 @@ FDCPU_INLINE void panel_rows(TileUse &use, bool in_tiles, const PackedMatrix &w,
     if (in_tiles) return panel_in_tiles(use, w, p, a, begin, end, unpacked, finish);
 #endif
     alignas(64) float sums[kMostRows * kPanel];
-    for (int64_t m = begin; m < end; m += kMostRows) {
-        const int rows = int(std::min<int64_t>(kMostRows, end - m));
-        tile_of(rows, w, p, a, m, sums);
+    const int64_t num_tiles = (end - begin + kMostRows - 1) / kMostRows;
+    int64_t m = begin;
+    for (int64_t i = 0; i < num_tiles; ++i) {
+        const int rows = int((end - m + num_tiles - i - 1) / (num_tiles - i));  // all tiles much the same
+        tile_of(rows, w, p, a, m, Ahead(w.panel_bytes(), i, num_tiles), sums);
         for (int r = 0; r < rows; ++r)
             for (int half = 0; half < 2; ++half) {
                 const float *from = sums + r * kPanel + half * kHalf;
                 finish(m + r, half, load(from), load(from + kLanes));
             }
+        m += rows;
     }
 }
 

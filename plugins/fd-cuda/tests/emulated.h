@@ -95,6 +95,7 @@ inline T __shfl_sync(unsigned, T value, int source) { return Lanes<T>(value).val
 template <class T>
 inline T __shfl_xor_sync(unsigned, T value, int step) { return Lanes<T>(value).value[lane_of() ^ step]; }
 inline void __threadfence() {}
+inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 inline int atomicAdd(int* at, int more) { return __atomic_fetch_add(at, more, __ATOMIC_SEQ_CST); }
 template <class T>
 inline T __ldcg(const T* at) { return *at; }

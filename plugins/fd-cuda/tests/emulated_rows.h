@@ -10,7 +10,6 @@
 
 inline int __float_as_int(float x) { int bits; std::memcpy(&bits, &x, 4); return bits; }
 inline u32 __float_as_uint(float x) { u32 bits; std::memcpy(&bits, &x, 4); return bits; }
-inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float silu(float x) { return x / (1.f + std::exp(-x)); }
 inline u32 scaled(u32 x, u32 g, float& squares) {

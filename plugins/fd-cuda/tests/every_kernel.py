@@ -1,22 +1,21 @@
 """Launches every hand-written kernel of this plugin a few times on odd shapes, for compute-sanitizer:
 
     compute-sanitizer --tool memcheck python plugins/fd-cuda/tests/every_kernel.py
-    compute-sanitizer --tool racecheck python plugins/fd-cuda/tests/every_kernel.py [PART...]
+    compute-sanitizer --tool racecheck python plugins/fd-cuda/tests/every_kernel.py [--plain-copies] [PART...]
 
-Shapes are small and their ends lie inside tiles. Results are not compared, which the tests do; here the
-tool watches every access. The last lines name what was launched.
+A part is a function below or a format of packed weights. Shapes are small and their ends lie inside tiles.
+Results are not compared, which the tests do; here the tool watches every access. The last lines name what
+was launched.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("FD_CUDA_TUNE", "0")
@@ -29,6 +28,7 @@ from fastdeploy_core.contracts.moe import RoutingSpec
 from fastdeploy_core.contracts.quant_formats import FORMATS
 from fastdeploy_core.plugins.drivers import lookup
 from fastdeploy_core.plugins.kernels import build_kernel_table
+from launches import copy_plainly, count_launches, never_launched
 from packed_weights import packed
 
 from fd_cuda.attention.gqa import PagedAttention
@@ -55,7 +55,6 @@ from fd_cuda.kernels.quant_shapes import Pipe, Tile
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EPS = 1e-5
-_OF_SEVERAL_GPUS = {"one_shot_sum"}
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -220,8 +219,12 @@ def drafting() -> None:
 def attention() -> None:
     """Decode in CUDA C++ and in Triton, prompts and mixed steps, latent attention."""
     device = lookup("device", DEVICE)(DeviceOptions(tensor_library="torch", num_threads=1))
-    cases = [
-        (gqa("bfloat16", 16, 2, 128), [(1, n) for n in (1, 40, 700, 0)], 1, 128, 64),
+    decodes = [(1, n) for n in (1, 40, 700, 0)]
+    cases: list[tuple[Any, ...]] = [
+        (gqa("bfloat16", 16, 2, 128), decodes, 1, 128, 64),
+        (gqa("bfloat16", 16, 8, 128), decodes, 1, 128, 64, True),
+        (gqa("bfloat16", 16, 8, 128), MIXED, 0, 128, 16, True),
+        (gqa("float32", 6, 2, 40), decodes, 1, 24, 5, True),
         (gqa("float16", 10, 2, 128, interleaved=True), [(2, n) for n in (2, 129)], 2, 128, 16),
         (gqa("bfloat16", 4, 4, 64), [(1, n) for n in (1, 40, 700)], 1, 32, 64),
         (gqa("float32", 6, 2, 40), [(1, n) for n in (1, 77)], 1, 24, 5),
@@ -231,10 +234,10 @@ def attention() -> None:
         (mla("bfloat16", 5, 64, 16), [(1, n) for n in (1, 60, 330, 0)], 1, 0, 16),
         (mla("float32"), MIXED, 0, 0, 16),
     ]
-    for spec, rows, same, rotary, block_size in cases:
+    for spec, rows, same, rotary, size, *norms in cases:
         driver = LatentAttention if spec.kind == "mla" else PagedAttention
-        step = Step(device, spec, rows, rotary_dim=rotary, block_size=block_size)
-        built = driver(spec, block_size, device, None)
+        step = Step(device, spec, rows, size, rotary, has_norms=bool(norms))
+        built = driver(spec, size, device, None)
         step.run(built, step.batch(tokens_per_row=same))
         if rows is MIXED and driver is PagedAttention:  # as such steps are recorded
             step.run(built, step.batch(is_exact=False))
@@ -251,26 +254,28 @@ def streams() -> None:
     device = lookup("device", DEVICE)(DeviceOptions(tensor_library="torch", num_threads=1))
     rows = [0, 130, 3, 700, 64]
     for spec, same in ((gqa("bfloat16", 16, 2, 128), 1), (gqa("float16", 10, 2, 128), 3)):
-        step = Step(device, spec, [(same, n) for n in rows], rotary_dim=128, block_size=16)
+        step = Step(device, spec, [(same, n) for n in rows], 16, 128, has_norms=same > 1)
         driver = PagedAttention(spec, 16, device, None)
         driver.use(Streamed(driver.sizes.gpu))
         step.run(driver, step.batch(tokens_per_row=same))
 
 
-def packed_products() -> None:
-    """Every format's dense product and experts, with numbers of rows that take each of the kernels."""
-    for name in (*FORMATS, "ccq2"):
-        for group in (0, 64) if name in ("wint4", "wint8_zp") else (0,):
-            weight = quant_weights.prepare(packed(name, 264, 384, group, 0, DEVICE))
-            bias = random(264, dtype=torch.bfloat16)
-            for rows in (1, 9, 20, 40, 130, 600):
-                x = random(rows, 384, dtype=torch.bfloat16)
-                quant_linear.linear(x, weight, bias)
-        gate_up, down = (
-            quant_weights.prepare(packed(name, *shape, 0, 4, DEVICE))
-            for shape in ((256, 128), (128, 128))
-        )
-        chosen_experts(quant_experts, 128, gate_up, down)
+def packed_products(name: str) -> None:
+    """A format's dense product and experts, with numbers of rows that take each of the kernels."""
+    for group in (0, 64) if name in ("wint4", "wint8_zp") else (0,):
+        weight = quant_weights.prepare(packed(name, 264, 384, group, 0, DEVICE))
+        bias = random(264, dtype=torch.bfloat16)
+        for rows in (1, 9, 20, 40, 130, 600):
+            quant_linear.linear(random(rows, 384, dtype=torch.bfloat16), weight, bias)
+    gate_up, down = (
+        quant_weights.prepare(packed(name, *shape, 0, 4, DEVICE))
+        for shape in ((256, 128), (128, 128))
+    )
+    chosen_experts(quant_experts, 128, gate_up, down)
+
+
+def packed_pipe() -> None:
+    """quant_pipe.cu in sizes that no small product is given."""
     for name in ("wint4", "wint8", "wfp8", "ccq2"):
         slabs = quant_weights.prepare(packed(name, 264, 1024, 0, 0, DEVICE)).slabs
         for shape in (
@@ -329,47 +334,19 @@ PARTS: dict[str, Callable[[], None]] = {
     part.__name__: part
     for part in (
         native_products, native_filter, triton_filter, body, steps, sampling, experts, many_rows,
-        drafting, attention, streams, packed_products, trellis, quantized_caches,
+        drafting, attention, streams, packed_pipe, trellis, quantized_caches,
     )
-}  # fmt: skip
-
-
-def never_launched(counts: Counter[str]) -> list[str]:
-    """Kernels that a module of this plugin launches and nothing here has, by name."""
-    package = Path(native.__file__).parents[2]
-    wanted = {path.stem for path in Path(native.__file__).parent.glob("*.cu")}
-    for path in package.rglob("*.py"):
-        wanted |= set(
-            re.findall(r"^ +(?:return )?(\w+)\[\(", path.read_text("utf-8"), re.MULTILINE)
-        )
-    launched = {name.rpartition(".")[2] for name in counts} | {key[1] for key in native._functions}
-    return sorted(wanted - launched - _OF_SEVERAL_GPUS)
-
-
-def count_launches() -> Counter[str]:
-    """From now on every launch is counted by the kernel's name."""
-    from triton.runtime.jit import JITFunction
-
-    counts: Counter[str] = Counter()
-    run, launch = JITFunction.run, native.launch
-
-    def counted(self: Any, *arguments: Any, **options: Any) -> Any:
-        counts[f"{self.__module__.removeprefix('fd_cuda.')}.{self.__name__}"] += 1
-        return run(self, *arguments, **options)
-
-    def counted_native(kernel: Any, *arguments: Any, **options: Any) -> None:
-        counts["native"] += 1
-        launch(kernel, *arguments, **options)
-
-    JITFunction.run = counted
-    native.launch = counted_native
-    return counts
+} | {name: functools.partial(packed_products, name) for name in (*FORMATS, "ccq2")}  # fmt: skip
 
 
 def main() -> int:
     torch.manual_seed(0)
     counts = count_launches()
-    for name in sys.argv[1:] or PARTS:
+    names = sys.argv[1:]
+    if "--plain-copies" in names:
+        names.remove("--plain-copies")
+        copy_plainly()
+    for name in names or PARTS:
         began = time.perf_counter()
         with torch.inference_mode():
             PARTS[name]()

@@ -43,6 +43,24 @@ def test_partial_rotation_and_odd_widths(device: Any) -> None:
     step.check(PagedAttention(spec, 5, device, None), step.batch())
 
 
+@pytest.mark.parametrize("rotary_dim", [0, 24, 32])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_heads_are_normed_before_they_are_rotated(
+    device: Any, rotary_dim: int, interleaved: bool
+) -> None:
+    spec = gqa("float32", interleaved=interleaved)
+    step = Step(device, spec, MIXED, rotary_dim=rotary_dim, has_norms=True)
+    step.check(PagedAttention(spec, 16, device, None), step.batch())
+
+
+@pytest.mark.parametrize("same", [0, 1])
+def test_normed_heads_of_128(device: Any, same: int) -> None:
+    spec = gqa("float16", 4, 2, 128)
+    rows = [(1, 40), (1, 1), (1, 0)] if same else [(1, 40), (20, 33)]
+    step = Step(device, spec, rows, rotary_dim=128, has_norms=True)
+    step.check(PagedAttention(spec, 16, device, None), step.batch(tokens_per_row=same))
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_uniform_steps_with_drafts(device: Any, tokens: int, dtype: str) -> None:
@@ -260,6 +278,25 @@ def test_streams_share_all_tiles_equally(device: Any, num_seqs: int, heads: int,
     assert cuts.max() <= 2 and ((ends - begins).max() <= most * tiles)
     assert (of_rows[:, 0] == np.arange(num_seqs) * tiles).all() and (of_rows[:, 1] == tiles).all()
     assert (of_rows[:, 2] == 1100).all() and (of_rows[:, 3] == rows[:-1]).all()
+
+
+@pytest.mark.parametrize("longest", [1101, 1901])
+def test_streams_of_rows_that_stand_in(device: Any, longest: int) -> None:
+    """Whole rows to a block where lengths are alike; else nobody gets all short ones."""
+    from fd_cuda.attention.plan import StreamShape, stream_items
+
+    lengths = np.full(224, 1101, np.int32)
+    lengths[100:115], lengths[7] = 0, longest
+    put, rows = device.to_device, np.arange(225, dtype=np.int32)
+    items, _ = stream_items(put(lengths), put(rows), 224, 2, 1, StreamShape(32, 2, 1, 3, 4, 448))
+    host = items.cpu().numpy()
+    (shares, of_rows), is_alike = np.split(host, [448]), longest == 1101
+    firsts = (of_rows[:, :1] * 2 + of_rows[:, 1:2] * np.arange(2)).ravel()
+    assert shares[0, 1] == 0 and (shares[1:, 1] == shares[:-1, 2]).all()
+    assert np.array_equal(shares[:, 1], firsts) == is_alike == (shares[0, 3] == 0)
+    assert (shares[:, 0] == (np.searchsorted(firsts, shares[:, 1], "right") - 1) // 2).all()
+    begun = np.searchsorted(firsts, shares[:, 2]) - np.searchsorted(firsts, shares[:, 1])
+    assert begun.sum() == 448 and begun.max() <= (1 if is_alike else 9)
 
 
 @pytest.mark.slow

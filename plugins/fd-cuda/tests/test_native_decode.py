@@ -105,6 +105,23 @@ def test_streams(step_of: Any, chosen: StreamShape) -> None:
     assert np.array_equal(first, again, equal_nan=True)
 
 
+def test_a_block_for_every_row_and_head(step_of: Any) -> None:
+    rows = [(1, 130), (1, 129), (1, 0), (1, 97)]
+    step, driver = step_of(rows, StreamShape(32, 2, 1, 3, 2, 8), rotary_dim=128, heads=(6, 2))
+    step.check(driver, step.batch(tokens_per_row=1))
+
+
+@pytest.mark.parametrize("chosen", [clusters(2, 1, 2), StreamShape(32, 2, 1, 3, 3, 3)])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_heads_are_normed_before_they_are_rotated(
+    step_of: Any, chosen: NativeShape | StreamShape, interleaved: bool
+) -> None:
+    """Two tokens a row, so that some threads of a warp hold no query and no key."""
+    options = {"heads": (3, 1), "rotary_dim": 128, "has_norms": True, "interleaved": interleaved}
+    step, driver = step_of([(2, 50), (2, 2), (2, 0)], chosen, **options)
+    step.check(driver, step.batch(tokens_per_row=2))
+
+
 COLUMNS = [
     (1, (10, 2), "float16", True),
     (2, (8, 1), "bfloat16", False),

@@ -10,25 +10,46 @@ LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
+def over_mean_square(x, eps, WIDTH: tl.constexpr):
+    """[rows, 1]: what norms multiply rows with."""
+    wide = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)[:, None]
+
+
+@triton.jit
+def scaled(x, factor, norm, dims, END: tl.constexpr):
+    """x * factor * norm[dims], dims below END."""
+    weight = tl.load(norm + dims, mask=dims < END, other=0.0).to(tl.float32)
+    return (x.to(tl.float32) * factor * weight[None, :]).to(x.dtype)
+
+
+@triton.jit
 def load_rotated(
     base,
     rows,
     mask,
     positions,
     cos_sin,
+    norm,
+    eps,
     WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    NORMS: tl.constexpr,
 ):
-    """[rows, WIDTH_PAD] of a tensor whose last dimension is contiguous, rotated at `positions`.
+    """[rows, WIDTH_PAD] of a tensor whose last dimension is contiguous, rotated at `positions`, with NORMS
+    over its root mean square and times the weights `norm` before.
 
     Each element is loaded together with its partner of the rotation, so nothing is exchanged between
-    threads. ROTARY 0 rotates nothing. Arithmetic in float32, result in the tensor's dtype.
+    threads. ROTARY 0 rotates nothing. Arithmetic in float32, results in the tensor's dtype.
     """
     dims = tl.arange(0, WIDTH_PAD)
     inside = mask[:, None] & (dims < WIDTH)[None, :]
     x = tl.load(base + rows[:, None] + dims[None, :], mask=inside, other=0.0)
+    if NORMS:
+        factor = over_mean_square(x, eps, WIDTH)
+        x = scaled(x, factor, norm, dims, WIDTH)
     if ROTARY > 0:
         HALF: tl.constexpr = ROTARY // 2
         if INTERLEAVED:
@@ -41,6 +62,8 @@ def load_rotated(
             frequency = tl.where(first, dims, dims - HALF)
         turns = mask[:, None] & (dims < ROTARY)[None, :]
         other = tl.load(base + rows[:, None] + partner[None, :], mask=turns, other=0.0)
+        if NORMS:
+            other = scaled(other, factor, norm, partner, ROTARY)
         table = cos_sin + positions[:, None] * ROTARY + frequency[None, :]
         cos = tl.load(table, mask=turns, other=1.0)
         sin = tl.load(table + HALF, mask=turns, other=0.0)

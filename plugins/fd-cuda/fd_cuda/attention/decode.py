@@ -45,6 +45,9 @@ def decode_attention(
     slot_mapping,
     positions,
     cos_sin,
+    q_norm,
+    k_norm,
+    eps,
     part_acc,
     part_max,
     part_total,
@@ -65,6 +68,7 @@ def decode_attention(
     V_WIDTH_PAD: tl.constexpr,
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    NORMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
     M: tl.constexpr,
@@ -125,8 +129,9 @@ def decode_attention(
         gdc_wait()
 
     queries = load_rotated(
-        q, q_rows, of_row, position, cos_sin, WIDTH, WIDTH_PAD, ROTARY, INTERLEAVED
-    )
+        q, q_rows, of_row, position, cos_sin, q_norm, eps,
+        WIDTH, WIDTH_PAD, ROTARY, INTERLEAVED, NORMS,
+    )  # fmt: skip
     scores_max = tl.full([M], LOWEST, tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, V_WIDTH_PAD], tl.float32)
@@ -137,8 +142,9 @@ def decode_attention(
         k_position = tl.load(positions + at, mask=is_new, other=0)
         k_rows = at * stride_k + head * stride_k_head
         new_keys = load_rotated(
-            k, k_rows, is_new, k_position, cos_sin, WIDTH, WIDTH_PAD, ROTARY, INTERLEAVED
-        )
+            k, k_rows, is_new, k_position, cos_sin, k_norm, eps,
+            WIDTH, WIDTH_PAD, ROTARY, INTERLEAVED, NORMS,
+        )  # fmt: skip
         v_rows = at * stride_v + head * stride_v_head
         new_values = tl.load(
             v + v_rows[:, None] + v_dims[None, :], mask=is_new[:, None] & v_wide, other=0.0

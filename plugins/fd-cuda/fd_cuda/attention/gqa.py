@@ -1,4 +1,4 @@
-"""Attention driver `cuda_paged`: grouped-query attention with rotation and cache write.
+"""Attention driver `cuda_paged`: grouped-query attention with norms of heads, rotation and cache write.
 
 A step's rows are of two sorts. Rows of up to SHORT tokens (decodes, drafts) are computed split by
 their cached tokens; all numbers of such rows are read on the device, so that steps of them alone can
@@ -21,7 +21,7 @@ from fd_cuda.settings import is_batch_invariant
 
 from .cached import LOG2E, SHORT
 from .decode import decode_attention
-from .native_decode import NativeDecode, NativeShape
+from .native_decode import NativeDecode, NativeShape, norm_arguments
 from .plan import (
     ITEM,
     TILE_WORDS,
@@ -39,7 +39,12 @@ from .rope import rotate_and_write
 from .tuning import Gpu, PrefillShape, Sizes
 
 if TYPE_CHECKING:
-    from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec, KVScales
+    from fastdeploy_core.contracts.attention import (
+        AttentionBatch,
+        AttentionSpec,
+        HeadNorms,
+        KVScales,
+    )
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from torch import Tensor
@@ -77,6 +82,19 @@ class _Metadata:
     tiles: _Tiles | None
 
 
+@dataclass(slots=True)
+class _Given:
+    """Arguments of forward()."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cache: tuple[Tensor, ...]
+    batch: AttentionBatch
+    rotary: Tensor | None
+    norms: HeadNorms | None
+
+
 class PagedAttention:
     """One instance per distinct spec; see AttentionBackend."""
 
@@ -85,6 +103,7 @@ class PagedAttention:
     unit: Literal["core", "rope_kv"] = "rope_kv"
     can_capture_decode = True
     can_capture_mixed = True
+    norms_heads = True
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable
@@ -94,6 +113,8 @@ class PagedAttention:
         self._itemsize = 4 if spec.dtype == "float32" else 2
         self._exact = spec.dtype == "float32"
         self._invariant = is_batch_invariant()
+        # Each kernel adds up a head's squares in an order of its own.
+        self.norms_heads = not self._invariant
         self._scale = spec.scale * LOG2E
         self._v_pad = max(16, pad2(spec.v_head_dim))
         self._pad = max(16, pad2(spec.head_dim))
@@ -200,6 +221,7 @@ class PagedAttention:
         metadata: _Metadata,
         rotary: Tensor | None = None,
         scales: KVScales | None = None,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         """[num_tokens, num_heads * v_head_dim]; k is rotated, k and v are written here."""
         batch, spec = metadata.batch, self.spec
@@ -214,14 +236,16 @@ class PagedAttention:
         elif q.shape[0] > batch.cu_seqlens_q[-1]:
             out.zero_()
         tiles, decodes = metadata.tiles, metadata.decodes
+        given = _Given(q, k, v, cache, batch, rotary, norms)
         if tiles is not None:
-            turned, keys = self._rotate_and_write(q, k, v, cache, batch, rotary)
-            self._prefill(turned, keys, v, cache, batch, tiles, out)
+            queries, keys = self._rotate_and_write(given)
+            self._prefill(queries, keys, given, tiles, out)
         if decodes is not None:
-            self._decode(q, k, v, cache, batch, decodes, rotary, out, writes=tiles is None)
+            self._decode(given, decodes, out, writes=tiles is None)
         return out
 
-    def _strides(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
+    def _strides(self, given: _Given) -> dict[str, int]:
+        q, k, v = given.q, given.k, given.v
         return {
             "stride_q": q.stride(0),
             "stride_k": k.stride(0),
@@ -231,8 +255,8 @@ class PagedAttention:
             "stride_v_head": v.stride(1),
         }
 
-    def _widths(self, rotary: Tensor | None) -> dict[str, int | bool]:
-        spec = self.spec
+    def _widths(self, given: _Given) -> dict[str, int | bool]:
+        spec, rotary = self.spec, given.rotary
         return {
             "WIDTH": spec.head_dim,
             "V_WIDTH": spec.v_head_dim,
@@ -240,51 +264,38 @@ class PagedAttention:
             "V_WIDTH_PAD": self._v_pad,
             "ROTARY": 0 if rotary is None else rotary.shape[1],
             "INTERLEAVED": spec.rotary_interleaved,
+            "NORMS": given.norms is not None,
         }
 
-    def _decode(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: tuple[Tensor, ...],
-        batch: AttentionBatch,
-        decodes: _Decodes,
-        rotary: Tensor | None,
-        out: Tensor,
-        *,
-        writes: bool,
-    ) -> None:
+    def _decode(self, given: _Given, decodes: _Decodes, out: Tensor, *, writes: bool) -> None:
+        q, k, v, batch = given.q, given.k, given.v, given.batch
         if not isinstance(decodes.shape, DecodeShape):
-            if self._native.can_run(q, k, v, rotary):
+            if self._native.can_run(q, k, v, given.rotary, given.norms):
                 parts = (*decodes.parts, decodes.counters)
                 self._native.run(
-                    *(q, k, v, out, cache, batch, decodes.shape, decodes.items, parts),
-                    *(decodes.rows, rotary, self._scale),
+                    *(q, k, v, out, given.cache, batch, decodes.shape, decodes.items, parts),
+                    *(decodes.rows, given.rotary, given.norms, self._scale),
                     writes=writes,
                 )
                 return
             decodes = self._decodes(batch, decodes.max_tokens, may_be_native=False)
         shape = cast("DecodeShape", decodes.shape)
         decode_attention[(decodes.items.shape[0], self.spec.num_kv_heads)](
-            q,
-            k,
-            v,
-            out,
-            *cache,
+            *(q, k, v, out, *given.cache),
             decodes.items,
             batch.block_tables_dev,
             batch.slot_mapping,
             batch.positions,
-            rotary,
+            given.rotary,
+            *norm_arguments(given.norms),
             *decodes.parts,
             decodes.counters,
             self._scale,
-            **self._strides(q, k, v),
+            **self._strides(given),
             stride_table=batch.block_tables_dev.stride(0),
             num_kv_heads=self.spec.num_kv_heads,
             GROUP=self._group,
-            **self._widths(rotary),
+            **self._widths(given),
             BLOCK_SIZE=self.block_size,
             TOKENS=max(16, pad2(decodes.max_tokens)),
             M=max(16, decodes.rows),
@@ -298,54 +309,34 @@ class PagedAttention:
             **launch_options(),
         )
 
-    def _rotate_and_write(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: tuple[Tensor, ...],
-        batch: AttentionBatch,
-        rotary: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Rotated queries and keys, contiguous; queries as they are where nothing is rotated."""
-        spec = self.spec
+    def _rotate_and_write(self, given: _Given) -> tuple[Tensor, Tensor]:
+        """Queries and keys as they are attended to, keys contiguous."""
+        spec, q, k = self.spec, given.q, given.k
         tokens, heads = k.shape[0], spec.num_kv_heads
         rotated = k.new_empty((tokens, heads, spec.head_dim))
         queries, num_queries = q, 0
-        if rotary is not None:
+        if given.rotary is not None or given.norms is not None:
             queries, num_queries = q.new_empty(q.shape), tokens * spec.num_heads
         rotate_and_write[(cdiv(tokens * heads, _ROPE_ROWS) + cdiv(num_queries, _ROPE_ROWS),)](
-            q,
-            k,
-            v,
-            queries,
-            rotated,
-            *cache,
-            batch.slot_mapping,
-            batch.positions,
-            rotary,
+            *(q, k, given.v, queries, rotated, *given.cache),
+            given.batch.slot_mapping,
+            given.batch.positions,
+            given.rotary,
+            *norm_arguments(given.norms),
             tokens * heads,
             num_queries,
-            **self._strides(q, k, v),
+            **self._strides(given),
             NUM_HEADS=spec.num_heads,
             NUM_KV_HEADS=heads,
-            **self._widths(rotary),
+            **self._widths(given),
             ROWS=_ROPE_ROWS,
         )
         return queries, rotated
 
-    def _prefill(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: tuple[Tensor, ...],
-        batch: AttentionBatch,
-        tiles: _Tiles,
-        out: Tensor,
-    ) -> None:
-        """Of queries and keys that are rotated."""
+    def _prefill(self, q: Tensor, k: Tensor, given: _Given, tiles: _Tiles, out: Tensor) -> None:
+        """Of queries and keys as _rotate_and_write returns them."""
         spec, shape = self.spec, tiles.shape
+        v, cache, batch = given.v, given.cache, given.batch
         heads = spec.num_kv_heads
         engine = self._has_engine and v.stride(0) % 8 == 0 and v.data_ptr() % 16 == 0
         engine = engine and v.stride(1) == spec.v_head_dim

@@ -17,7 +17,7 @@ from fd_cuda.kernels import native
 from .plan import DecodeShape, StreamShape
 
 if TYPE_CHECKING:
-    from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
+    from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec, HeadNorms
     from torch import Tensor
 
 WIDTH: Final = 128
@@ -34,6 +34,11 @@ class NativeShape:
     units: int  # times 16 tokens a warp reads at once
     occupancy: int  # blocks that a multiprocessor must be able to hold
     warps: int = 4  # of a block
+
+
+def norm_arguments(norms: HeadNorms | None) -> tuple[Tensor | None, Tensor | None, float]:
+    """Weights and epsilon, as kernels take them."""
+    return (None, None, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
 
 
 class NativeDecode:
@@ -58,9 +63,14 @@ class NativeDecode:
             return 0
         return max(8, 1 << (used - 1).bit_length())
 
-    def can_run(self, q: Tensor, k: Tensor, v: Tensor, rotary: Tensor | None) -> bool:
+    def can_run(
+        self, q: Tensor, k: Tensor, v: Tensor, rotary: Tensor | None, norms: HeadNorms | None
+    ) -> bool:
         """Whether these arguments are laid out as the kernel reads them."""
         if rotary is not None and rotary.shape[1] != WIDTH:
+            return False
+        weights = () if norms is None else (norms.q, norms.k)
+        if any(x.data_ptr() % 16 or x.dtype != q.dtype for x in weights):
             return False
         return all(
             x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0
@@ -80,6 +90,7 @@ class NativeDecode:
         parts: tuple[Tensor, ...],
         columns: int,
         rotary: Tensor | None,
+        norms: HeadNorms | None,
         scale: float,
         *,
         writes: bool,
@@ -96,6 +107,7 @@ class NativeDecode:
             "BLOCK_SIZE": self._block_size,
             "ROTARY": int(rotary is not None),
             "INTERLEAVED": int(spec.rotary_interleaved),
+            "NORMS": int(norms is not None),
         }
         streams = isinstance(shape, StreamShape)  # where a token stands follows from its row there
         arguments = [
@@ -103,7 +115,9 @@ class NativeDecode:
             *(() if streams else (batch.positions,)),
             *(rotary, *parts, scale),
             *(q.stride(0), k.stride(0), v.stride(0), q.stride(1), k.stride(1), v.stride(1)),
-            *(batch.block_tables_dev.stride(0), spec.num_kv_heads),
+            batch.block_tables_dev.stride(0),
+            *norm_arguments(norms),
+            spec.num_kv_heads,
         ]
         threads = 32 * shape.warps
         if isinstance(shape, StreamShape):

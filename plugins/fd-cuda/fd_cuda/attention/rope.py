@@ -1,4 +1,4 @@
-"""Rotate a step's queries and keys and write keys and values to the cache: prefill before attention.
+"""Norm and rotate a step's queries and keys and write keys and values to the cache: prefill before attention.
 
 Queries are rotated here and not where they are read: a program of the attention kernel has few of them, and
 would wait for their angles before its first product.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import load_rotated
+from .common import load_rotated, over_mean_square, scaled
 
 
 @triton.jit
 def _turned(
-    base, rows, mask, positions, cos_sin,
+    base, rows, mask, positions, cos_sin, norm, eps,
     WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NORMS: tl.constexpr,
 ):  # fmt: skip
     """load_rotated, reading every value once where whole heads are rotated."""
     if ROTARY == WIDTH_PAD:
@@ -27,6 +28,8 @@ def _turned(
         sin = tl.load(table + HALF, mask=inside, other=0.0)
         dims = tl.arange(0, WIDTH_PAD)
         x = tl.load(base + rows[:, None] + dims[None, :], mask=inside, other=0.0)
+        if NORMS:
+            x = scaled(x, over_mean_square(x, eps, WIDTH), norm, dims, WIDTH)
         ROWS: tl.constexpr = x.shape[0]
         if INTERLEAVED:
             first, second = tl.split(tl.reshape(x.to(tl.float32), [ROWS, HALF, 2]))
@@ -37,16 +40,29 @@ def _turned(
         if not INTERLEAVED:
             turned = tl.permute(turned, [0, 2, 1])
         return tl.reshape(turned, [ROWS, WIDTH_PAD]).to(x.dtype)
-    return load_rotated(base, rows, mask, positions, cos_sin, WIDTH, WIDTH_PAD, ROTARY, INTERLEAVED)
+    return load_rotated(
+        base,
+        rows,
+        mask,
+        positions,
+        cos_sin,
+        norm,
+        eps,
+        WIDTH,
+        WIDTH_PAD,
+        ROTARY,
+        INTERLEAVED,
+        NORMS,
+    )
 
 
 @triton.jit
 def rotate_and_write(
     q, k, v, q_rotated, k_rotated, k_cache, v_cache, slot_mapping, positions, cos_sin,
-    num_rows, num_queries, stride_q, stride_k, stride_v, stride_q_head, stride_k_head, stride_v_head,
+    q_norm, k_norm, eps, num_rows, num_queries, stride_q, stride_k, stride_v, stride_q_head, stride_k_head, stride_v_head,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, V_WIDTH_PAD: tl.constexpr,
-    ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr,
+    ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, NORMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """A row is one kv head of one token, and behind num_rows of these one query head of one token: grid
     (cdiv(num_rows, ROWS) + cdiv(num_queries, ROWS)). Results are [tokens, heads, WIDTH]."""
@@ -60,7 +76,7 @@ def rotate_and_write(
         position = tl.load(positions + token, mask=inside, other=0)
         queries = _turned(
             q, token * stride_q + head * stride_q_head, inside, position, cos_sin,
-            WIDTH, WIDTH_PAD, ROTARY, INTERLEAVED,
+            q_norm, eps, WIDTH, WIDTH_PAD, ROTARY, INTERLEAVED, NORMS,
         )  # fmt: skip
         own = rows.to(tl.int64)[:, None] * WIDTH + dims[None, :]
         tl.store(q_rotated + own, queries, mask=inside[:, None] & wide)
@@ -73,7 +89,7 @@ def rotate_and_write(
         place = slot * NUM_KV_HEADS + head
         keys = _turned(
             k, token * stride_k + head * stride_k_head, inside, position, cos_sin,
-            WIDTH, WIDTH_PAD, ROTARY, INTERLEAVED,
+            k_norm, eps, WIDTH, WIDTH_PAD, ROTARY, INTERLEAVED, NORMS,
         )  # fmt: skip
         kept = (inside & (slot >= 0))[:, None]
         tl.store(

@@ -196,20 +196,59 @@ struct Tokens {
   const long long* slot_mapping;
   int stride_q, stride_k, stride_v, stride_q_head, stride_k_head, stride_v_head;
   int head, num_kv_heads, first, fed, writes;
+  float eps;  // of the norms of heads
 };
 
-__device__ __forceinline__ void load_query(Word4 (&query)[4], const Tokens& of, int column, u32 part) {
-  const u16* at = of.q + (long long)(of.first + column / GROUP) * of.stride_q +
-                  (of.head * GROUP + column % GROUP) * of.stride_q_head + part * 8;
+__device__ __forceinline__ void load_row(Word4 (&row)[4], const u16* at, u32 part) {
 #pragma unroll
-  for (int c = 0; c < 4; ++c) query[c] = load4(at + c * 32);
+  for (int c = 0; c < 4; ++c) row[c] = load4(at + part * 8 + c * 32);
 }
 
-// One key of the step: rotated, and written to the cache.
-__device__ __forceinline__ void own_key(Word4 (&key)[4], const Tokens& of, int token, const Turn& turn, u32 part) {
-  const u16* at = of.k + (long long)(of.first + token) * of.stride_k + of.head * of.stride_k_head + part * 8;
+// Weights of the norm of a thread's elements.
+__device__ __forceinline__ void load_norm(Word4 (&norm)[4], const u16* weights, u32 part) {
+#if NORMS
+  load_row(norm, weights, part);
+#endif
+}
+
+// Over its root mean square, times the weights; four threads hold a row. Of the whole warp.
+__device__ __forceinline__ void normalize(Word4 (&row)[4], const Word4 (&norm)[4], float eps) {
+#if NORMS
+  float sum = 0.f;
 #pragma unroll
-  for (int c = 0; c < 4; ++c) key[c] = load4(at + c * 32);
+  for (int i = 0; i < 16; ++i) {
+    const u32 pair = row[i / 4].x[i % 4];
+    sum += low(pair) * low(pair) + high(pair) * high(pair);
+  }
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  sum += __shfl_xor_sync(~0u, sum, 2);
+  const float factor = rsqrtf(sum / WIDTH + eps);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const u32 pair = row[i / 4].x[i % 4], weights = norm[i / 4].x[i % 4];
+    row[i / 4].x[i % 4] = pack(low(pair) * factor * low(weights), high(pair) * factor * high(weights));
+  }
+#endif
+}
+
+// Of the whole warp; zeros where there is no such query.
+__device__ __forceinline__ void load_query(Word4 (&query)[4], const Word4 (&norm)[4], const Tokens& of, int column,
+                                           bool is_there, u32 part) {
+  if (is_there)
+    load_row(query, of.q + (long long)(of.first + column / GROUP) * of.stride_q +
+                        (of.head * GROUP + column % GROUP) * of.stride_q_head, part);
+  normalize(query, norm, of.eps);
+}
+
+// A key of the step, as load_query.
+__device__ __forceinline__ void load_key(Word4 (&key)[4], const Word4 (&norm)[4], const Tokens& of, int token, u32 part) {
+  if (token < of.fed)
+    load_row(key, of.k + (long long)(of.first + token) * of.stride_k + of.head * of.stride_k_head, part);
+  normalize(key, norm, of.eps);
+}
+
+// Rotated, and written to the cache.
+__device__ __forceinline__ void own_key(Word4 (&key)[4], const Tokens& of, int token, const Turn& turn, u32 part) {
   rotate(key, turn);
   const long long slot = of.writes ? of.slot_mapping[of.first + token] : -1;
   if (slot < 0) return;

@@ -16,7 +16,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
     u16* k_cache, u16* v_cache, const int* items, const int* tables, const long long* slot_mapping,
     const long long* positions, const float* __restrict__ cos_sin, float* part_acc, float* part_best,
     float* part_total, int* counters, float scale, int stride_q, int stride_k, int stride_v, int stride_q_head,
-    int stride_k_head, int stride_v_head, int stride_table, int num_kv_heads, int writes) {
+    int stride_k_head, int stride_v_head, int stride_table, const u16* q_norm, const u16* k_norm, float eps,
+    int num_kv_heads, int writes) {
   extern __shared__ __align__(16) float shared[];
   Word4* queries = (Word4*)shared;
   float* sums = shared + NT * 4 * 32 * 4;  // [WARPS + 1][SIZE]
@@ -65,15 +66,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
   const bool owns = own.split == 0 && worker == num_workers - 1;
   if (owns && warp >= NT && group < fed)  // of its own key, then
     load_turn(query_turn, cos_sin, load_past_l1(positions + first_token + group), part);
+  Word4 norm[4];  // of its query, or of its own key
+  load_norm(norm, warp < NT ? q_norm : k_norm, part);
   wait_for_previous();
   const Tokens tokens = {q, k, v, k_cache, v_cache, slot_mapping, stride_q, stride_k, stride_v, stride_q_head,
-                         stride_k_head, stride_v_head, head, num_kv_heads, first_token, fed, writes};
+                         stride_k_head, stride_v_head, head, num_kv_heads, first_token, fed, writes, eps};
   if (warp < NT) {
     Word4 query[4] = {};
-    if (has_query) {
-      load_query(query, tokens, column, part);
-      rotate(query, query_turn);
-    }
+    load_query(query, norm, tokens, column, has_query, part);
+    if (has_query) rotate(query, query_turn);
 #pragma unroll
     for (int c = 0; c < 4; ++c) queries[(warp * 4 + c) * 32 + lane] = query[c];
   }
@@ -85,9 +86,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
   // what it has asked for is on its way.
   if (owns) {
     Word4 new_key[2][4] = {}, new_value[4][2] = {};
+    if (warp < NT) load_norm(norm, k_norm, part);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int token = group + 8 * h;
+      if (8 * h >= fed) continue;
+      load_key(new_key[h], norm, tokens, token, part);
       if (token >= fed) continue;
       Turn key_turn = query_turn;
       if (h > 0 || warp < NT) load_turn(key_turn, cos_sin, positions[first_token + token], part);

@@ -1,7 +1,7 @@
 // Paged attention of batches that fill the GPU, one token a row or a few: rotation, cache write, attention.
 //
 // All tiles of all rows and kv heads stand in one line (row, head, tile), of which each block takes an equal
-// share: all multiprocessors end together, whatever the lengths are. A share is a few segments, each a part
+// share, so that all multiprocessors end together, or, where rows are about as long, one row and head. A share is a few segments, each a part
 // of one row's keys for one head. Warps take chunks of CHUNK tokens in turn. Each has a ring of its own in
 // shared memory, which it fills STAGES - 1 chunks ahead, over the ends of segments too, and from which it
 // alone reads: between the ends of segments nobody waits for anybody but memory. A row of several blocks is
@@ -42,10 +42,10 @@ __device__ __forceinline__ int of_value(int token, int i) { return (CHUNK + toke
 // The line of tiles, and how it is shared out.
 struct Line {
   const int* rows;  // of each: its first tile (of one head), tiles, cached tokens, first token, tokens fed
-  int num_kv_heads, total, num_blocks;
+  int num_kv_heads, total, num_blocks;  // total: 0 where a block has all tiles of one row and head
 
   __device__ __forceinline__ int block_of(int tile) const {
-    return (int)(((long long)(tile + 1) * num_blocks - 1) / total);
+    return total == 0 ? blockIdx.x : (int)(((long long)(tile + 1) * num_blocks - 1) / total);
   }
 };
 
@@ -76,7 +76,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
     u16* k_cache, u16* v_cache, const int* items, const int* tables, const long long* slot_mapping,
     const float* __restrict__ cos_sin, float* part_acc, float* part_best,
     float* part_total, int* counters, float scale, int stride_q, int stride_k, int stride_v, int stride_q_head,
-    int stride_k_head, int stride_v_head, int stride_table, int num_kv_heads, int num_blocks, int writes) {
+    int stride_k_head, int stride_v_head, int stride_table, const u16* q_norm, const u16* k_norm, float eps,
+    int num_kv_heads, int num_blocks, int writes) {
   extern __shared__ __align__(16) float shared[];
   __shared__ float bests[WARPS][COLUMNS], totals[WARPS][COLUMNS];
   __shared__ const float* sums[WARPS];
@@ -132,14 +133,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
 
   for (int parity = 0;; parity ^= 1) {
     const Tokens tokens = {q, k, v, k_cache, v_cache, slot_mapping, stride_q, stride_k, stride_v, stride_q_head,
-                           stride_k_head, stride_v_head, now.head, num_kv_heads, now.first_token, now.fed, writes};
+                           stride_k_head, stride_v_head, now.head, num_kv_heads, now.first_token, now.fed, writes, eps};
     Word4* queries = (Word4*)shared + parity * NT * 4 * 32;
     if (warp < NT) {
-      Word4 query[4] = {};
+      Word4 query[4] = {}, norm[4];
+      load_norm(norm, q_norm, part);
       const int column = warp * 8 + group;
-      if (column < GROUP * now.fed) {
+      const bool has_query = column < GROUP * now.fed;
+      load_query(query, norm, tokens, column, has_query, part);
+      if (has_query) {
         Turn turn;
-        load_query(query, tokens, column, part);
         load_turn(turn, cos_sin, now.cached + column / GROUP, part);
         rotate(query, turn);
       }
@@ -150,9 +153,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
     const bool owns = now.at == now.unit && warp == WARPS - 1;
     Word4 new_key[2][4] = {}, new_value[4][2] = {};
     if (owns) {
+      Word4 norm[4];
+      load_norm(norm, k_norm, part);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int token = group + 8 * h;
+        if (8 * h >= now.fed) continue;
+        load_key(new_key[h], norm, tokens, token, part);
         if (token >= now.fed) continue;
         Turn turn;
         load_turn(turn, cos_sin, now.cached + token, part);
