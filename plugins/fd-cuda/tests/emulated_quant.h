@@ -27,7 +27,6 @@ inline void copy_async(u32 to, const void* from, bool inside) {
   else std::memset((char*)shared + to, 0, 16);
 }
 inline void commit() {}
-inline void fetch_ahead(const void*, u32) {}
 inline void __syncwarp() { gather(block->warp_turn, warp_first(), 32); }
 inline void await_turn() {}
 inline void await_turns() { __syncwarp(); }
@@ -58,12 +57,10 @@ inline void load_transposed(u32* b, u32 address) {
 inline void multiply(float* c, const u32* a, const u32* b) {
   multiply(*(float(*)[4])c, a[0], a[1], a[2], a[3], b[0], b[1]);
 }
-inline void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, const float (&c)[4]) {
+inline void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, const float* c) {
   if (d != c) std::memcpy(d, c, sizeof(d));
   multiply(d, a0, a1, a2, a3, b0, b1);
 }
-inline u32 unknown(u32 number) { return number; }
-inline u32 __umulhi(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
 inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 inline u32 __reduce_max_sync(unsigned, u32 own) {
   const Lanes<u32> all(own);

@@ -26,6 +26,7 @@ from .trellis_native import (
     Few,
     Rows,
     Trellis,
+    by_lanes,
     decoded,
     few_product,
     rotate,
@@ -39,11 +40,12 @@ if TYPE_CHECKING:
 _ALONE: Final = 2  # tokens whose assignments are blocks of their own
 _FEW: Final = 12  # rows an expert up to which tet_gemv.cu is faster, eight at a time
 _MANY_EACH: Final = 192  # rows an expert from which decoding all of them pays
-_MANY: Final = 128  # rows from which decoding pays for dense layers
+_MANY, _MANY_SHORT = 128, 96  # rows from which decoding pays for dense layers; with few inputs
+_SHORT: Final = 48  # turns of few inputs
 
 
 def prepare(weight: PackedWeight) -> Trellis:
-    """As stored; whole tiles and turns are what the kernels can read."""
+    """Whole tiles and turns are what the kernels can read."""
     held = weight.tensors
     signs, blocks = held["signs"], held["block"].reshape(-1)
     is_shared = True
@@ -51,9 +53,10 @@ def prepare(weight: PackedWeight) -> Trellis:
         is_shared = bool((signs == signs[0]).all()) and bool((blocks == blocks[0]).all())
         signs = signs[0]
     whole = weight.out_features % TILE == 0 and weight.in_features % TURN == 0
+    packed = by_lanes(weight) if is_shared and whole else weight
     return Trellis(
-        weight,
-        held["weight"].contiguous(),
+        packed,
+        packed.tensors["weight"].contiguous(),
         held["scale"].float().contiguous(),
         signs.contiguous(),
         int(blocks[0]),
@@ -68,10 +71,11 @@ def linear(x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None) -> torch
         return torch.empty((0, weight.packed.out_features), dtype=x.dtype, device=x.device)
     if not (weight.is_native and native_runs(x)):
         seen = weight.packed.activate(x)
-        y = F.linear(seen, weight.packed.dequantize())
+        y = F.linear(seen, weight.stored.dequantize())
         return (y if bias is None else y + bias.float()).to(x.dtype)
     x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
-    if rows > _MANY and not batch_invariant():
+    most = _MANY_SHORT if weight.packed.in_features <= _SHORT * TURN else _MANY
+    if rows > most and not batch_invariant():
         return F.linear(rotated(x, weight), decoded(weight, x.dtype), bias)
     return product(choose(weight, rows), x, weight, bias)
 
@@ -80,19 +84,26 @@ def product(
     shape: Rows, x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Of a dense layer, by one kernel or, where blocks do not rotate x themselves, two."""
-    given = x if shape.own else rotate(x, weight, fetches=True)
+    given = x if shape.own else rotate(x, weight)
     return rows_product(shape, given, x.dtype, weight, bias, x.shape[0])
 
 
 def choose(weight: Trellis, rows: int) -> Rows:
     """For a dense layer, as measured on an H200."""
+    turns, is_narrow = weight.packed.in_features // TURN, 4 * weight.tiles <= num_processors()
     if rows == 1:
-        return Rows(1, warps=16 if weight.tiles < num_processors() // 2 else 8, ahead=2, own=1)
+        if is_narrow:
+            return Rows(1, 1, 4, 8, ahead=2, own=1)
+        return Rows(1, own=1) if turns > 64 else Rows(1, warps=8, registers=128, own=1)
     if rows <= 8:
         return Rows(1)
-    if rows <= 16:
-        return Rows(2, 4, 4)
-    return Rows(4, 4, 4, ahead=2, registers=128)
+    if rows <= 16 or (rows <= 32 and is_narrow):
+        return Rows(2, ahead=2, stages=3)
+    if is_narrow:
+        return Rows(2, warps=8, stages=3, registers=128)
+    if rows <= 32:
+        return Rows(2, 2)
+    return Rows(4, 2, warps=8, registers=192) if rows <= 64 else Rows(4, 4, ahead=2, registers=128)
 
 
 def choose_few(blocks: int, *, paired: bool) -> Few:
@@ -164,9 +175,10 @@ def _one_by_one(
     tokens, top_k = topk_ids.shape
     flat = topk_ids.reshape(-1)
     y = torch.zeros((tokens * top_k, x.shape[1]), dtype=torch.float32, device=x.device)
+    stored = gate_up.stored, down.stored
     for expert in torch.unique(flat).tolist():
         slots = torch.nonzero(flat == expert)[:, 0]
-        first, second = gate_up.packed.expert(expert), down.packed.expert(expert)
+        first, second = (weight.expert(expert) for weight in stored)
         both = F.linear(first.activate(x[slots // top_k]), first.dequantize()).to(x.dtype)
         gate, up = both.float().chunk(2, -1)
         hidden = (F.silu(gate) * up).to(x.dtype)

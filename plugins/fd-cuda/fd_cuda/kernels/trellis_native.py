@@ -4,13 +4,12 @@ two bits needs."""
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from . import native
-from .common import num_processors
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.quant_formats import PackedWeight
@@ -21,14 +20,16 @@ if TYPE_CHECKING:
 _UNIT: Final = 1.03 / 128.0
 TILE: Final = 64  # outputs of a strand
 TURN: Final = 32  # inputs of four strands
+_STRANDS: Final = 4
+_LANES: Final = 8  # that share a strand
 _ROTATE_WARPS: Final = 8  # of a row
 _SPAN_BYTES: Final = 528  # of 256 inputs while they are rotated
-_MOST_AHEAD: Final = 24 << 20  # bytes for the second-level cache to fetch: half of what it holds
 
 
 @dataclass(slots=True, eq=False)
 class Trellis:
-    """A weight [N, K], or one for each expert, as stored; `signs` and `block` serve all experts."""
+    """A weight [N, K], or one for each expert; `signs` and `block` serve all experts. Where it is native, the words of
+    four strands lie in the order in which lanes read them, in `packed` too."""
 
     packed: PackedWeight
     words: torch.Tensor  # int32 [(E,) N / 64, K / 8, 32]
@@ -43,9 +44,29 @@ class Trellis:
         return int(self.words.shape[-3])
 
     @property
+    def stored(self) -> PackedWeight:
+        """With the words as the format has them."""
+        if not self.is_native:
+            return self.packed
+        words = _exchanged(self.words, _LANES, _STRANDS)
+        return replace(self.packed, tensors={**self.packed.tensors, "weight": words})
+
+    @property
     def norm(self) -> float:
         """Of the rotation."""
         return float(self.block**-0.5)
+
+
+def by_lanes(packed: PackedWeight) -> PackedWeight:
+    """Sixteen bytes of one strand after the same of the next: what lanes that follow each other read."""
+    words = _exchanged(packed.tensors["weight"], _STRANDS, _LANES)
+    return replace(packed, tensors={**packed.tensors, "weight": words})
+
+
+def _exchanged(words: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
+    """Of every turn's 16 bytes [outer, inner] to [inner, outer]."""
+    pieces = words.reshape(*words.shape[:-2], -1, outer, inner, 4).transpose(-2, -3)
+    return pieces.reshape(words.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,39 +109,31 @@ class Rows:
         return max(inputs, parts) + inbox, max(inputs, parts)
 
 
-def rotate(x: torch.Tensor, weight: Trellis, *, fetches: bool = False) -> Rotated:
-    """x [T, K] through signs and transforms, rounded. `fetches`: the weight is on its way to the second-level
-    cache meanwhile."""
+def rotate(x: torch.Tensor, weight: Trellis) -> Rotated:
+    """x [T, K] through signs and transforms, rounded."""
     rows, width = x.shape
     numbers = torch.empty((rows, 2 * width), dtype=torch.int8, device=x.device)
     scales = torch.empty((rows,), dtype=torch.float32, device=x.device)
     sums = torch.empty((rows,), dtype=torch.int32, device=x.device)
-    ahead = min(weight.words.numel() * 4, _MOST_AHEAD) if fetches else 0
-    _rotate(x, weight, [numbers, None, scales, sums], ahead)
+    _rotate(x, weight, [numbers, None, scales, sums])
     return Rotated(numbers, scales, sums)
 
 
 def rotated(x: torch.Tensor, weight: Trellis) -> torch.Tensor:
     """x [T, K] through signs and transforms, in its own dtype."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _rotate(x, weight, [None, y, None, None], 0)
+    _rotate(x, weight, [None, y, None, None])
     return y
 
 
-def _rotate(
-    x: torch.Tensor, weight: Trellis, outputs: list[torch.Tensor | None], ahead: int
-) -> None:
+def _rotate(x: torch.Tensor, weight: Trellis, outputs: list[torch.Tensor | None]) -> None:
     rows, width = x.shape
     defines = {"WARPS": _ROTATE_WARPS, **_rotation(x.dtype, width, weight.block)}
     stride = ctypes.c_longlong(x.stride(0))
-    arguments = [
-        x, stride, weight.signs, *outputs, rows, weight.norm, _UNIT, weight.words,
-        ctypes.c_longlong(ahead),
-    ]  # fmt: skip
-    blocks = rows + (num_processors() if ahead else 0)
+    arguments = [x, stride, weight.signs, *outputs, weight.norm, _UNIT]
     kernel = native.function("tet_rotate", defines)
     threads, shared = _ROTATE_WARPS * 32, _row_bytes(width)
-    native.launch(kernel, (blocks, 1, 1), threads, arguments, shared=shared)
+    native.launch(kernel, (rows, 1, 1), threads, arguments, shared=shared)
 
 
 def _rotation(dtype: torch.dtype, width: int, block: int) -> dict[str, int]:

@@ -5,8 +5,7 @@
 // number in 2^-16, plus an offset, in the upper half of a word, where whole numbers say what the definition's floats do;
 // slabs with a row for which none do (`lines` has a zero) go by floats. Windows become half floats MIDDLE more than the
 // weights, for which sums of x, a product with ones for all slabs together, make up.
-// A block computes 16 * MT outputs; its WARPS warps take turns of 64 inputs. Every lane copies the inputs that it will
-// read itself. GROUPED and PAIRED as in quant_gemv.cu.
+// A block computes 16 * MT outputs; its WARPS warps take turns of 64 inputs. GROUPED and PAIRED as in quant_gemv.cu.
 
 #include "common.cuh"
 #include "quant.cuh"
@@ -31,32 +30,33 @@ __device__ __forceinline__ void await_turn() {
 }
 
 // d = c + a b
-__device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, const float (&c)[4]) {
+__device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, const float* c) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
                "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%11,%12,%13};"
                : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-// A number that the compiler does not know: it would make a shift of what is multiplied with it.
-__device__ __forceinline__ u32 unknown(u32 number) {
-  asm volatile("mov.u32 %0, %0;" : "+r"(number));
-  return number;
-}
-
 // END OF INSTRUCTIONS
 
-// The operand of step 0 to 3 of a turn, MIDDLE more than the weights. Codes stand in the upper half of a word.
-// Where shifts wait for each other, a product's upper half is one too: by 19 with `eighth`, 2^13.
+// A turn's sums of one slab, from `middle` on. coded(bytes, s, i): the code of byte s, in the upper half, of row 8 i.
 template <class Coded>
-__device__ __forceinline__ void windows(const uint2& piece, u32 eighth, u32* a, const Coded& coded) {
+__device__ __forceinline__ void add_slab(float (&own)[TILES][4], const float (&middle)[TILES][4], const u32 (&b)[TILES][8],
+                                         const uint2& piece, const Coded& coded) {
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const u32 code = coded(i ? piece.y : piece.x, i);
-    // The windows at bits 3 and 0 of the code, six bits above those at 9 and 6.
-    const u32 both = __byte_perm(__umulhi(code, eighth), code, 0x7610u);
-    a[i] = masked_or(both >> 6, 0x003f003fu, MAGIC);
-    a[2 + i] = masked_or(both, 0x003f003fu, MAGIC);
+  for (int s = 0; s < 4; s++) {
+    u32 a[4];  // MIDDLE more than the weights
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const u32 code = coded(i ? piece.y : piece.x, s, i);
+      // The windows at bits 3 and 0 of the code, six bits above those at 9 and 6.
+      const u32 both = __byte_perm(code >> 19, code, 0x7610u);
+      a[i] = masked_or(both >> 6, 0x003f003fu, MAGIC);
+      a[2 + i] = masked_or(both, 0x003f003fu, MAGIC);
+    }
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+      multiply(own[t], a[0], a[1], a[2], a[3], b[t][2 * s], b[t][2 * s + 1], s ? own[t] : middle[t]);
   }
 }
 
@@ -104,16 +104,6 @@ ccq_gemv(const u16* x, long long x_stride, const uint2* __restrict__ w, const un
 #pragma unroll
   for (int i = 0; i < AHEAD; i++)
     if (warp + i * WARPS < TURNS) ask_w(i, i);
-#if !GROUPED
-  if (lane == 0 && ROUNDS > AHEAD) {
-    // Every warp a part of what follows.
-    constexpr int share = (ROUNDS - AHEAD) * 32, last = TURNS * 32;
-    const int first = AHEAD * WARPS * 32 + warp * share;
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-      if (first < last) fetch_ahead(w + (u64)min(tile * MT + m, slabs - 1) * last + first, min(share, last - first) * 8);
-  }
-#endif
 #pragma unroll
   for (int m = 0; m < MT; m++) by_floats |= (u32)__any_sync(~0u, upper[m].x == 0 || lower[m].x == 0) << m;
 #if !GROUPED
@@ -121,31 +111,31 @@ ccq_gemv(const u16* x, long long x_stride, const uint2* __restrict__ w, const un
   wait_for_previous();
 #endif
 
-  const u16* x_from[TILES];
+  // Eight lanes copy a row's 128 bytes of a turn, in 16-byte pieces that rows exchange: banks.
+  const u16* x_from[2 * TILES];
   u32 present = 0;
 #pragma unroll
-  for (int t = 0; t < TILES; t++) {
-    const int at = slot_of(t * 8 + g, slots, ids, M);
-    x_from[t] = x + (at < M ? (GROUPED ? at / divisor : at) * x_stride : 0) + warp * 64 + q * 16;
-    present |= (u32)(at < M) << t;
+  for (int i = 0; i < 2 * TILES; i++) {
+    const int at = slot_of(i * 4 + (lane >> 3), slots, ids, M);
+    x_from[i] = x + (at < M ? (GROUPED ? at / divisor : at) * x_stride : 0) + warp * 64 + (lane & 7) * 8;
+    present |= (u32)(at < M) << i;
   }
-  uint4* ring = (uint4*)memory + warp * AHEAD * TILES * 64 + lane;
+  unsigned char* ring = memory + warp * AHEAD * TILES * 1024;
+  const u32 own = shared_address(ring) + (lane >> 3) * 128;
+  const u32 place[2] = {own + (((lane & 7) ^ (lane >> 3)) << 4), own + 512 + (((lane & 7) ^ (4 + (lane >> 3))) << 4)};
   const auto ask_x = [&](int i, int rounds) {
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
-      if (present >> t & 1) {
-        copy_async(shared_address(ring + (i * TILES + t) * 64), x_from[t] + rounds * WARPS * 64, true);
-        copy_async(shared_address(ring + (i * TILES + t) * 64 + 32), x_from[t] + rounds * WARPS * 64 + 8, true);
-      }
+    for (int j = 0; j < 2 * TILES; j++)
+      if (present >> j & 1) copy_async(place[j & 1] + (i * TILES + j / 2) * 1024, x_from[j] + rounds * WARPS * 64, true);
   };
 #pragma unroll
   for (int i = 0; i < AHEAD; i++) {
     if (warp + i * WARPS < TURNS) ask_x(i, i);
     commit();
   }
+  const unsigned char* reads[2] = {ring + g * 128 + ((2 * q ^ g) << 4), ring + g * 128 + ((2 * q + 1 ^ g) << 4)};
 
   float sum[MT][TILES][4] = {};
-  const u32 eighth = unknown(1 << 13);
 #pragma unroll 1
   for (int begin = 0; begin < ROUNDS; begin += AHEAD) {
 #pragma unroll
@@ -154,13 +144,14 @@ ccq_gemv(const u16* x, long long x_stride, const uint2* __restrict__ w, const un
       if (ROUNDS % AHEAD && round >= ROUNDS) break;
       if (TURNS % WARPS && warp + round * WARPS >= TURNS) break;
       await_turn();
+      __syncwarp();
       u32 b[TILES][8];
       float middle[TILES][4];
 #pragma unroll
       for (int t = 0; t < TILES; t++) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          const uint4 v = ring[(i * TILES + t) * 64 + h * 32];
+          const uint4 v = *(const uint4*)(reads[h] + (i * TILES + t) * 1024);
           b[t][h * 4] = v.x, b[t][h * 4 + 1] = v.y, b[t][h * 4 + 2] = v.z, b[t][h * 4 + 3] = v.w;
         }
         float total[4] = {};
@@ -172,36 +163,28 @@ ccq_gemv(const u16* x, long long x_stride, const uint2* __restrict__ w, const un
 #pragma unroll
       for (int m = 0; m < MT; m++) {
         const uint2 piece = held[i][m];
-        u32 a[4][4];
+        float own[TILES][4];
         if (by_floats >> m & 1) {
           const int slab = min(PAIRED ? tile + m * (slabs / 2) : tile * MT + m, slabs - 1);
           const float2 maps[2] = {codes[slab * 16 + g], codes[slab * 16 + g + 8]};
-#pragma unroll
-          for (int s = 0; s < 4; s++)
-            windows(piece, eighth, a[s], [&](u32 bytes, int i) { return code_of(bytes, s, maps[i]) << 15; });
+          add_slab(own, middle, b, piece, [&](u32 bytes, int s, int i) { return code_of(bytes, s, maps[i]) << 15; });
         } else {
-#pragma unroll
-          for (int s = 0; s < 4; s++)
-            windows(piece, eighth, a[s], [&](u32 bytes, int i) {
-              const uint2 line = i ? lower[m] : upper[m];
-              return __byte_perm(bytes, 0, 0x4440u | s) * line.x + line.y;
-            });
+          add_slab(own, middle, b, piece, [&](u32 bytes, int s, int i) {
+            const uint2 line = i ? lower[m] : upper[m];
+            return __byte_perm(bytes, 0, 0x4440u | s) * line.x + line.y;
+          });
         }
         const u32 both = held_scales[i][m];
         const float scale[2] = {(float)(both & 15), (float)(both >> 4)};
 #pragma unroll
-        for (int t = 0; t < TILES; t++) {
-          float own[4];
+        for (int t = 0; t < TILES; t++)
 #pragma unroll
-          for (int s = 0; s < 4; s++)
-            multiply(own, a[s][0], a[s][1], a[s][2], a[s][3], b[t][2 * s], b[t][2 * s + 1], s ? own : middle[t]);
-#pragma unroll
-          for (int e = 0; e < 4; e++) sum[m][t][e] = fmaf(own[e], scale[e / 2], sum[m][t][e]);
-        }
+          for (int e = 0; e < 4; e++) sum[m][t][e] = fmaf(own[t][e], scale[e / 2], sum[m][t][e]);
       }
       const int next = round + AHEAD;
       if ((ROUNDS % AHEAD ? next < ROUNDS : begin + AHEAD < ROUNDS) && (TURNS % WARPS == 0 || warp + next * WARPS < TURNS)) {
         ask_w(i, AHEAD + i);
+        __syncwarp();
         ask_x(i, AHEAD + i);
       }
       commit();
@@ -209,7 +192,7 @@ ccq_gemv(const u16* x, long long x_stride, const uint2* __restrict__ w, const un
 #pragma unroll
     for (int m = 0; m < MT; m++) from[m] += AHEAD * WARPS * 32, scales_from[m] += AHEAD * WARPS * 8;
 #pragma unroll
-    for (int t = 0; t < TILES; t++) x_from[t] += AHEAD * WARPS * 64;
+    for (int i = 0; i < 2 * TILES; i++) x_from[i] += AHEAD * WARPS * 64;
   }
 
   __syncthreads();  // sums stand where x was

@@ -22,10 +22,5 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from, bool inside
 
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Bytes, in sixteens, on their way from memory to the second-level cache.
-__device__ __forceinline__ void fetch_ahead(const void* from, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
 // END OF INSTRUCTIONS
 #endif

@@ -44,7 +44,7 @@ tet_gemv(const uint4* x, const float* x_scales, const int* x_sums, const uint4* 
   const uint4* from[MT];
 #pragma unroll
   for (int m = 0; m < MT; m++) {
-    from[m] = w + ((u64)(tile + m * (tiles / 2)) * TURNS + warp) * 32 + j * 8 + g;
+    from[m] = w + ((u64)(tile + m * (tiles / 2)) * TURNS + warp) * 32 + lane;
   }
   uint4 held[AHEAD][MT];
 #pragma unroll

@@ -1,6 +1,5 @@
 // What products with the trellis code multiply: rows of x, rotated, as int8, four numbers for two inputs, or in the dtype of
-// x for the library's products. A block takes a row; blocks behind the last have the second-level cache fetch a part each of
-// what the next kernel will read, while the kernels before are still at work.
+// x for the library's products. A block takes a row.
 
 #include "common.cuh"
 #include "copies.cuh"
@@ -8,16 +7,10 @@
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 tet_rotate(const u16* x, long long x_stride, const signed char* __restrict__ signs, uint4* rotated, uint4* rounded,
-           float* x_scales, int* x_sums, int rows, float norm, float spread, const unsigned char* next, long long next_bytes) {
+           float* x_scales, int* x_sums, float norm, float spread) {
   extern __shared__ __align__(128) unsigned char memory[];
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   let_next_start();
-  if ((int)blockIdx.x >= rows) {
-    const long long parts = (gridDim.x - rows) * WARPS, share = (next_bytes / 16 + parts - 1) / parts * 16;
-    const long long first = ((blockIdx.x - rows) * WARPS + warp) * share;
-    if (lane == 0 && first < next_bytes) fetch_ahead(next + first, (u32)(next_bytes - first < share ? next_bytes - first : share));
-    return;
-  }
   Rotation rotation;
   rotation.prepare(signs, warp, lane);
   wait_for_previous();

@@ -11,7 +11,7 @@ tet_unpack(const uint4* __restrict__ w, const float* __restrict__ scales, u16* y
   let_next_start();
   wait_for_previous();  // y is the allocator's: what is queued before may still read what was there
   if (turn >= turns) return;
-  const uint4 v = load_once(w + ((u64)tile * turns + turn) * 32 + j * 8 + g);
+  const uint4 v = load_once(w + ((u64)tile * turns + turn) * 32 + lane);
   const u32 words[4] = {v.x, v.y, v.z, v.w};
   Before before = word_before(v, lane);
 #pragma unroll
