@@ -2,7 +2,8 @@
 //
 // A block computes 16 * MT outputs; its WARPS warps take turns of 64 inputs. Weights go from memory
 // straight to registers, AHEAD turns ahead, and become matrix operands there (quant.cuh); x comes by
-// cp.async through a ring of the warp's own. GROUPED: blockIdx.y is a block of rows of one expert, and row n is row
+// cp.async through a ring of the warp's own. STAGED: weights take that way too, as a warp waits for all loads to
+// registers that it has begun. GROUPED: blockIdx.y is a block of rows of one expert, and row n is row
 // slots[n] / divisor of x and row slots[n] of y. PAIRED: slab 0 is gate rows, slab 1 the up rows that belong to them.
 // w holds slabs, or 8-bit numbers row by row.
 // A row of x comes out the same whatever M is.
