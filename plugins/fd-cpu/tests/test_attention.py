@@ -40,10 +40,13 @@ def rounded(x, factors):
 
 @pytest.mark.parametrize("cache", ["own", "int8", "int8 static"])
 @pytest.mark.parametrize("kind", [F32, BF16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("lengths", [[(0, 1)], [(33, 1), (0, 50), (15, 3), (16, 16)]])
+@pytest.mark.parametrize(
+    "lengths",
+    [[(0, 1)], [(33, 1), (0, 50), (15, 3), (16, 16)], [(40, 1), (59, 1), (17, 2), (66, 1)]],
+)
 @pytest.mark.parametrize(
     ("block", "num_heads", "dim", "rotary", "interleaved"),
-    [(16, 6, 40, 24, False), (32, 16, 64, 48, True), (16, 4, 64, 40, False)],
+    [(16, 6, 40, 24, False), (32, 16, 64, 48, True), (64, 4, 64, 40, False)],
 )
 def test_rotation_cache_and_attention(
     runtime, lengths, kind, block, num_heads, dim, rotary, interleaved, cache
