@@ -57,9 +57,9 @@ class _Regime:
         self.is_trial, self.has_paid = True, False
         self.since, self.pause = 0, TRY_AGAIN  # steps since the last trial, and until the next
         self.num_tried, self.lost_s = 0, 0.0  # numbers in this trial, and what they cost
-        self.unfair: set[int] = (
-            set()
-        )  # numbers that were, until there are none and they are tried anew
+        self.relief = 1.0  # how many times as fast plain steps are in a small batch
+        # Numbers that were not fair, until drafts were off and are tried anew.
+        self.unfair: set[int] = set()
         self.num_unsettled = SETTLE
         self.quiet_until = 0  # steps that are not looked at, since the last trial
 

@@ -29,8 +29,8 @@ from fastdeploy_core.contracts.kv_formats import KV_FORMATS
 from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight, QuantFormat
 
 from fd_cuda.kernels import experts, quant_experts, quant_linear, quant_trellis, quant_weights
-from fd_cuda.kernels.quant_trellis import Trellis
 from fd_cuda.kernels.quant_weights import Weights
+from fd_cuda.kernels.trellis_native import Trellis, rotate
 from fd_cuda.kernels.tune import time_s
 
 BYTES_S, FLOPS_S, FLOPS_8BIT_S = 4.30e12, 790e12, 1580e12
@@ -129,7 +129,7 @@ def dense_cell(kind: str, rows: int, width: int, depth: int) -> str:
     text = f"{taken:.1f} us, {100 * floor_us(kind, width * depth, rows * width * depth) / taken:.0f} % of floor"
     rounding: Callable[[], Any] | None = None
     if isinstance(first, Trellis):
-        rounding = partial(quant_trellis.rotate, x, first)
+        rounding = partial(rotate, x, first)
         return f"{text} (rounding {time_s(lambda: [rounding() for _ in range(8)], 8) * 1e6:.1f})"
     if first.rounding:
         rounding = partial(first.round, x)

@@ -17,6 +17,7 @@ typedef unsigned long long u64;
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define __shared__ static thread_local
 #define __align__(n) alignas(n)
 
@@ -33,6 +34,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline int min(int a, int b) { return a < b ? a : b; }
 
+static Index gridDim;
 static thread_local Index threadIdx, blockIdx;
 alignas(16) static thread_local float shared[65536];
 static thread_local char anchor;

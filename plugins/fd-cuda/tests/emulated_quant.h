@@ -37,8 +37,41 @@ inline void load_matrices(u32* b, u32 address) {
   for (int i = 0; i < 4; ++i)
     std::memcpy(b + i, (char*)shared + all.value[i * 8 + lane_of() / 4] + lane_of() % 4 * 4, 4);
 }
+// The same with rows as columns: registers are elements (2 (lane % 4), lane / 4) and the next below.
+inline void load_transposed(u32* b, u32 address) {
+  const Lanes<u32> all(address);
+  for (int i = 0; i < 4; ++i) {
+    b[i] = 0;
+    for (int odd = 0; odd < 2; ++odd) {
+      const u32 at = all.value[i * 8 + lane_of() % 4 * 2 + odd] + lane_of() / 4 * 2;
+      b[i] |= (u32)*(u16*)((char*)shared + at) << odd * 16;
+    }
+  }
+}
 inline void multiply(float* c, const u32* a, const u32* b) {
   multiply(*(float(*)[4])c, a[0], a[1], a[2], a[3], b[0], b[1]);
+}
+inline void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, const float* c) {
+  if (d != c) std::memcpy(d, c, sizeof(d));
+  multiply(d, a0, a1, a2, a3, b0, b1);
+}
+inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
+inline u32 __reduce_max_sync(unsigned, u32 own) {
+  const Lanes<u32> all(own);
+  for (u32 lane : all.value) own = max(own, lane);
+  return own;
+}
+inline int __reduce_add_sync(unsigned, int own) {
+  const Lanes<int> all(own);
+  own = 0;
+  for (int lane : all.value) own += lane;
+  return own;
+}
+inline bool __any_sync(unsigned, bool own) {
+  const Lanes<bool> all(own);
+  bool any = false;
+  for (bool lane : all.value) any |= lane;
+  return any;
 }
 // mma.m16n8k32 of bytes: as m16n8k16 with four bytes in the place of two halves.
 inline void multiply(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -89,9 +122,14 @@ inline u16 load_scale(const u16* at) { return *at; }
 // volatile: nothing may be contracted
 inline float __fmaf_rn(float a, float b, float c) { return (float)((double)a * b + c); }
 inline float __fadd_rn(float a, float b) { volatile float r = a + b; return r; }
-// Of sums whose last bit is a one.
-inline float __fadd_rd(float a, float b) { return (float)std::floor((double)a + b); }
+inline float __fadd_rd(float a, float b) {
+  const double sum = (double)a + b;
+  const float near = (float)sum;
+  return near > sum ? std::nextafter(near, -INFINITY) : near;
+}
 inline float __uint_as_float(u32 bits) { float x; std::memcpy(&x, &bits, 4); return x; }
+inline float __int_as_float(int bits) { return __uint_as_float((u32)bits); }
+inline u32 __float_as_uint(float x) { u32 bits; std::memcpy(&bits, &x, 4); return bits; }
 inline int __float_as_int(float x) { int bits; std::memcpy(&bits, &x, 4); return bits; }
 
 // wgmma of bytes: a warp's 16 rows of A are its lanes' registers, B is in shared memory, 128-byte swizzle: row n 128 n

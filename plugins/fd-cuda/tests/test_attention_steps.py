@@ -256,6 +256,17 @@ def test_streams_serve_as_many_rows_as_there_are_places(
         assert chosen.num_blocks == num_seqs * heads
 
 
+@pytest.mark.parametrize("heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("columns", [8, 16, 32])
+def test_blocks_of_few_rows_fit_beside_each_other(heads: int, columns: int) -> None:
+    """Where rows are not cut; a second round of blocks would take as long as the first."""
+    from fd_cuda.attention.tuning import Gpu, Sizes
+
+    for num_seqs in range(1, 132 // heads + 1):
+        shape = Sizes(Gpu(132, True)).native(num_seqs, heads, columns, True, False, True)
+        assert num_seqs * heads * shape.cluster <= 132 * shape.occupancy, num_seqs
+
+
 @pytest.mark.parametrize(("num_seqs", "heads", "most"), [(64, 2, 1), (256, 2, 2), (100, 4, 2)])
 def test_streams_share_all_tiles_equally(device: Any, num_seqs: int, heads: int, most: int) -> None:
     """Rows of one length: shares are whole rows and heads, or the same fraction of each."""

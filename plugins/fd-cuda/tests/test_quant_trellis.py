@@ -14,6 +14,7 @@ from quant_emulation import use_kernels
 
 from fd_cuda.kernels import quant_trellis
 from fd_cuda.kernels.routing import Order
+from fd_cuda.kernels.trellis_native import Rows, Trellis, rotated
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -47,9 +48,7 @@ def decoded(words: np.ndarray) -> np.ndarray:
     return out * 1.03 / 128
 
 
-def trellis(
-    rows: int, count: int, block: int, num_experts: int = 0
-) -> tuple[quant_trellis.Trellis, np.ndarray]:
+def trellis(rows: int, count: int, block: int, num_experts: int = 0) -> tuple[Trellis, np.ndarray]:
     """(the weight, the same in full precision: [E, N, K] in the space of unrotated inputs)."""
     rng = np.random.default_rng(rows + count)
     many = max(1, num_experts)
@@ -93,7 +92,7 @@ def test_rotation(levels: int) -> None:
         )
         size *= 2
     expected = expected.reshape(2, width) / weight.block**0.5
-    check(quant_trellis.rotated(x, weight), expected.cpu().numpy())
+    check(rotated(x, weight), expected.cpu().numpy())
 
 
 @pytest.mark.parametrize(
@@ -113,6 +112,23 @@ def test_product(rows: int, count: int, block: int, tokens: int, dtype: torch.dt
     wide = x.double().cpu().numpy()
     expected = wide @ dense[0].T + bias.double().cpu().numpy()
     check(quant_trellis.linear(x, weight, bias), expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "block", "tokens"),
+    [
+        (Rows(1, warps=4, ahead=3, own=2), 2560, 512, 2),  # ten spans
+        (Rows(1, warps=2, ahead=1), 160, 32, 8),
+        (Rows(2, 2, 2, 4, 2, 2), 416, 32, 20),  # thirteen turns
+        (Rows(1, 4, 4, 4, 2), 512, 256, 9),
+        (Rows(4, 2, 1, 8, 1), 384, 128, 33),
+        (Rows(2, 1, 8, 2), 128, 128, 5),  # blocks without inputs
+    ],
+)
+def test_kernels_of_dense_layers(shape: Rows, count: int, block: int, tokens: int) -> None:
+    weight, dense = trellis(192, count, block)
+    x = torch.randn(tokens, count, device=DEVICE).bfloat16()
+    check(quant_trellis.product(shape, x, weight, None), x.double().cpu().numpy() @ dense[0].T)
 
 
 def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:

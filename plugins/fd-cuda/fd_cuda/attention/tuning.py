@@ -1,4 +1,4 @@
-"""Sizes of tiles and splits: measured ones for GPUs in tuned.json, a rule for all others."""
+"""Sizes of tiles and splits: rules that follow what was fastest on an H200, for any number of multiprocessors."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ class Sizes:
         Clusters share a group of multiprocessors, and two of 8 blocks need one to themselves.
         """
         units, processors = num_seqs * num_kv_heads, self.gpu.num_multiprocessors
-        occupancy = 2 if columns <= 16 else 1
+        occupancy = of_four_warps = 2 if columns <= 16 else 1
+        max_splits, warps = 64, 4
         if invariant:  # nothing may depend on the batch
             cluster, min_tiles, max_splits, target = 4, 16, 8, 1
         elif (
@@ -93,23 +94,28 @@ class Sizes:
         elif units >= 8 * processors or (units >= 4 * processors - 16 and num_seqs >= processors):
             return None
         else:
-            cluster = 1
-            blocks = processors * occupancy
-            while cluster < 8 and units * cluster * 2 <= (blocks if cluster == 1 else processors):
-                cluster *= 2
-            # Splits of one row meet in global memory, which takes as long as another turn or two.
-            max_splits, min_tiles = 64, {1: 4, 2: 8, 4: 16, 8: 24}[cluster]
-            blocks = processors if cluster == 8 else blocks
+            cluster, warps, min_tiles = self._blocks_of_a_row(units, columns)
+            occupancy = 1 if warps == 8 else of_four_warps
+            blocks = processors if cluster == 8 else processors * occupancy
             target = max(1, blocks // (cluster * num_kv_heads))
         if not has_clusters:
-            cluster, min_tiles = 1, 4
+            cluster, warps, min_tiles, occupancy = 1, 4, 4, of_four_warps
             target = max(1, processors * occupancy // num_kv_heads)
         plan = DecodeShape(64, min_tiles, max_splits, target, 4, 3)
-        is_wide = cluster == 8 and units * 16 <= processors
-        if is_wide:  # eight warps in each of eight blocks take all that most rows have at one go
-            occupancy = 1
-        warps = 8 if is_wide else 4
         return NativeShape(plan, cluster, 2 if columns == 8 else 1, occupancy, warps)
+
+    def _blocks_of_a_row(self, units: int, columns: int) -> tuple[int, int, int]:
+        """Blocks of a cluster, their warps, and the fewest tiles of a split: splits of one row meet in global
+        memory, which takes as long as several turns."""
+        processors = self.gpu.num_multiprocessors
+        if units * 16 <= processors:  # all that most rows have is taken at one go
+            return 8, 8, 24
+        if columns == 8 and units * 8 > processors >= units:  # one block a multiprocessor
+            return (2, 8, 32) if units * 2 <= processors else (1, 8, 8)
+        cluster, blocks = 1, processors * (2 if columns <= 16 else 1)
+        while cluster < 8 and units * cluster * 2 <= (blocks if cluster == 1 else processors):
+            cluster *= 2
+        return cluster, 4, {1: 4, 2: 8, 4: 16, 8: 24}[cluster]
 
     def quantized(
         self, num_seqs: int, num_kv_heads: int, columns: int, has_clusters: bool, invariant: bool

@@ -3,6 +3,7 @@ weights."""
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -154,6 +155,16 @@ def product(
         _pipe(shape, defines, x, arguments, slabs, blocks)
         return y
     ids = None if grouping is None else grouping.ids
+    if weight.kind == CCQ and isinstance(shape, Gemv):
+        _gemv(
+            shape, {**defines, "WIDTH": x.shape[1]},
+            [
+                x, ctypes.c_longlong(x.stride(0)), *operands[:3], weight.codes, weight.lines,
+                *operands[4:], ids, num_rows, weight.out_features, sizes[0], sizes[3],
+            ],
+            slabs, blocks,
+        )  # fmt: skip
+        return y
     arguments = [
         x,
         x.stride(0) // 8,
@@ -165,7 +176,7 @@ def product(
         *sizes,
     ]
     if isinstance(shape, Gemv):
-        _gemv(shape, defines, [*arguments, weight.codes], slabs, blocks)
+        _gemv(shape, defines, arguments, slabs, blocks)
     else:
         _gemm(shape, defines, arguments, slabs, blocks)
     return y
@@ -183,7 +194,8 @@ def _gemv(
         "AHEAD": shape.ahead,
         "RESIDENT": shape.resident,
     }
-    kernel = native.function("quant_gemv", {**defines, **sizes})
+    name = "ccq_gemv" if defines["FORMAT"] == CCQ else "quant_gemv"
+    kernel = native.function(name, {**defines, **sizes})
     grid = (-(-slabs // per_block), blocks, 1)
     native.launch(kernel, grid, shape.warps * 32, arguments, shared=gemv_shared(shape, held))
 

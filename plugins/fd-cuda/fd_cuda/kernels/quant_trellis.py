@@ -1,77 +1,66 @@
 """Products with the trellis code of two bits: `linear_tet2`, `moe_experts_tet2` (fd-quant-wint2's
 format).
 
-Inputs are rotated and rounded to int8 by one kernel, then multiplied with the code as it is stored
-by another (native/tet_rotate.cu; native/tet_gemv.cu for few rows, tet_gemm.cu for more rows an
-expert). Experts of one layer share a rotation. Many rows: weights are decoded for the call and
-multiplied as half floats. Elsewhere (no Hopper GPU, float32) the format's own definition serves.
+Inputs are rotated and rounded to int8, then multiplied with the code as it is stored
+(trellis_native.py). Experts of one layer share a rotation. Many rows: weights are decoded for the call
+and multiplied as half floats. Elsewhere (no Hopper GPU, float32) the format's own definition serves.
 """
 
 from __future__ import annotations
 
-import ctypes
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.nn.functional as F
 
-from . import native
-from .common import batch_invariant
+from .common import batch_invariant, num_processors
 from .experts import combined
 from .quant_experts import by_halves, may_unpack
 from .quant_linear import native_runs
 from .quant_native import Grouping
 from .routing import order_by_expert
+from .trellis_native import (
+    TILE,
+    TURN,
+    Few,
+    Rows,
+    Trellis,
+    by_lanes,
+    decoded,
+    few_product,
+    rotate,
+    rotated,
+    rows_product,
+)
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.quant_formats import PackedWeight
 
-# What the code's numbers, whole bytes, are multiplied with: its spread over its deviation.
-_UNIT: Final = 1.03 / 128.0
-_TILE: Final = 64  # outputs of a strand
-_TURN: Final = 32  # inputs of four strands
-_ALONE: Final = 2
+_ALONE: Final = 2  # tokens whose assignments are blocks of their own
 _FEW: Final = 12  # rows an expert up to which tet_gemv.cu is faster, eight at a time
-_STAGES: Final = 5  # tiles of x in shared memory, tet_gemm.cu
 _MANY_EACH: Final = 192  # rows an expert from which decoding all of them pays
-_MANY: Final = 96  # rows from which decoding pays for dense layers
-
-
-@dataclass(slots=True, eq=False)
-class Trellis:
-    """A weight [N, K], or one for each expert, as stored; `signs` and `block` serve all experts."""
-
-    packed: PackedWeight
-    words: torch.Tensor  # int32 [(E,) N / 64, K / 8, 32]
-    scales: torch.Tensor  # float32 [(E,) N]
-    signs: torch.Tensor  # int8 [K]
-    block: int
-    is_native: bool
-
-    @property
-    def tiles(self) -> int:
-        """Sixty-fours of outputs."""
-        return int(self.words.shape[-3])
+_MANY, _MANY_SHORT = 128, 96  # rows from which decoding pays for dense layers; with few inputs
+_SHORT: Final = 48  # turns of few inputs
 
 
 def prepare(weight: PackedWeight) -> Trellis:
-    """As stored; whole tiles and turns are what the kernels can read."""
+    """Whole tiles and turns are what the kernels can read."""
     held = weight.tensors
     signs, blocks = held["signs"], held["block"].reshape(-1)
     is_shared = True
     if weight.num_experts:
         is_shared = bool((signs == signs[0]).all()) and bool((blocks == blocks[0]).all())
         signs = signs[0]
-    whole = weight.out_features % _TILE == 0 and weight.in_features % _TURN == 0
+    whole = weight.out_features % TILE == 0 and weight.in_features % TURN == 0
+    packed = by_lanes(weight) if is_shared and whole else weight
     return Trellis(
-        weight,
-        held["weight"].contiguous(),
+        packed,
+        packed.tensors["weight"].contiguous(),
         held["scale"].float().contiguous(),
         signs.contiguous(),
         int(blocks[0]),
-        is_shared and whole and weight.in_features % 8 == 0,
+        is_shared and whole,
     )
 
 
@@ -82,137 +71,48 @@ def linear(x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None) -> torch
         return torch.empty((0, weight.packed.out_features), dtype=x.dtype, device=x.device)
     if not (weight.is_native and native_runs(x)):
         seen = weight.packed.activate(x)
-        y = F.linear(seen, weight.packed.dequantize())
+        y = F.linear(seen, weight.stored.dequantize())
         return (y if bias is None else y + bias.float()).to(x.dtype)
     x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
-    if rows > _MANY and not batch_invariant():
+    most = _MANY_SHORT if weight.packed.in_features <= _SHORT * TURN else _MANY
+    if rows > most and not batch_invariant():
         return F.linear(rotated(x, weight), decoded(weight, x.dtype), bias)
-    return _product(rotate(x, weight), x.dtype, weight, bias, rows, rows, None, paired=False)
+    return product(choose(weight, rows), x, weight, bias)
 
 
-@dataclass(frozen=True, slots=True)
-class Rotated:
-    """What the products read: four int8 for two inputs, what rows are multiplied with, their sums."""
-
-    numbers: torch.Tensor
-    scales: torch.Tensor
-    sums: torch.Tensor
-
-
-def rotate(x: torch.Tensor, weight: Trellis, *, by_pairs: bool = False) -> Rotated:
-    """x [T, K] through signs and transforms, rounded. `by_pairs`: in tet_gemm.cu's order."""
-    rows, width = x.shape
-    numbers = torch.empty((rows, 2 * width), dtype=torch.int8, device=x.device)
-    scales = torch.empty((rows,), dtype=torch.float32, device=x.device)
-    sums = torch.empty((rows,), dtype=torch.int32, device=x.device)
-    _rotate(x, weight, [numbers, None, scales, sums], by_pairs=by_pairs)
-    return Rotated(numbers, scales, sums)
-
-
-def rotated(x: torch.Tensor, weight: Trellis) -> torch.Tensor:
-    """x [T, K] through signs and transforms, in its own dtype."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _rotate(x, weight, [None, y, None, None])
-    return y
-
-
-def _rotate(
-    x: torch.Tensor,
-    weight: Trellis,
-    outputs: list[torch.Tensor | None],
-    *,
-    by_pairs: bool = False,
-) -> None:
-    rows, width = x.shape
-    threads = 512 if width >= 4096 else 256
-    defines = {
-        "HALF": int(x.dtype == torch.float16),
-        "THREADS": threads,
-        "LEVELS": weight.block.bit_length() - 1,
-        "ORDER": int(by_pairs),
-    }
-    kernel = native.function("tet_rotate", defines)
-    stride = ctypes.c_longlong(x.stride(0))
-    norm = float(weight.block**-0.5)
-    arguments = [x, stride, weight.signs, *outputs, width, norm, _UNIT]
-    shared = (width + width // 8 + width // 32 + 16) * 4
-    native.launch(kernel, (rows, 1, 1), threads, arguments, shared=shared)
-
-
-def choose(columns: int, blocks: int, *, paired: bool) -> tuple[int, int, int]:
-    """(warps, loads ahead, blocks a multiprocessor should hold), as measured on an H200."""
-    if paired:
-        return (4, 4, 3) if columns == 1 else (4, 4, 2)
-    if blocks < 400:  # few blocks: more warps share one
-        return (16, 8 if columns == 1 else 4, 1)
-    if columns == 1:
-        return (2, 8, 5) if blocks > 2000 else (4, 8, 3)
-    return 4, 4, 4
-
-
-def _product(
-    x: Rotated,
-    dtype: torch.dtype,
-    weight: Trellis,
-    bias: torch.Tensor | None,
-    num_rows: int,
-    rows_together: int,
-    grouping: Grouping | None,
-    *,
-    paired: bool,
+def product(
+    shape: Rows, x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    width = weight.packed.out_features // (2 if paired else 1)
-    y = torch.empty((num_rows, width), dtype=dtype, device=x.numbers.device)
-    tiles = weight.tiles // 2 if paired else weight.tiles
-    columns = 1 if rows_together <= 8 else 2
-    blocks = -(-num_rows // (8 * columns)) if grouping is None else grouping.blocks
-    warps, ahead, resident = choose(columns, tiles * blocks, paired=paired)
-    defines = {
-        "HALF": int(dtype == torch.float16),
-        "TILES": columns,
-        "MT": 2 if paired else 1,
-        "WARPS": warps,
-        "AHEAD": ahead,
-        "RESIDENT": resident,
-        "PAIRED": int(paired),
-        "GROUPED": int(grouping is not None),
-    }
-    order = None if grouping is None else grouping.order
-    arguments = [
-        x.numbers,
-        x.scales,
-        x.sums,
-        weight.words,
-        weight.scales,
-        bias,
-        y,
-        None if order is None else order.slots,
-        None if order is None else order.experts,
-        None if grouping is None else grouping.ids,
-        num_rows,
-        weight.packed.out_features,
-        weight.tiles,
-        weight.packed.in_features // _TURN,
-        1 if grouping is None else grouping.divisor,
-    ]
-    shared = warps * max(ahead * columns * 512, defines["MT"] * 64 * (8 * columns + 1) * 4)
-    kernel = native.function("tet_gemv", defines)
-    native.launch(kernel, (tiles, blocks, 1), warps * 32, arguments, shared=shared)
-    return y
+    """Of a dense layer, by one kernel or, where blocks do not rotate x themselves, two."""
+    given = x if shape.own else rotate(x, weight)
+    return rows_product(shape, given, x.dtype, weight, bias, x.shape[0])
 
 
-def decoded(weight: Trellis, dtype: torch.dtype) -> torch.Tensor:
-    """[(E,) N, K] in dtype, in the rotated space."""
-    packed = weight.packed
-    lead = (packed.num_experts,) if packed.num_experts else ()
-    shape = (*lead, packed.out_features, packed.in_features)
-    y = torch.empty(shape, dtype=dtype, device=weight.words.device)
-    kernel = native.function("tet_unpack", {"HALF": int(dtype == torch.float16), "WARPS": 8})
-    width = packed.in_features
-    turns, tiles = width // _TURN, weight.tiles * max(1, packed.num_experts)
-    arguments = [weight.words, weight.scales, y, width, turns, _UNIT]
-    native.launch(kernel, (-(-turns // 8), tiles, 1), 256, arguments)
-    return y
+def choose(weight: Trellis, rows: int) -> Rows:
+    """For a dense layer, as measured on an H200."""
+    turns, is_narrow = weight.packed.in_features // TURN, 4 * weight.tiles <= num_processors()
+    if rows == 1:
+        if is_narrow:
+            return Rows(1, 1, 4, 8, ahead=2, own=1)
+        return Rows(1, own=1) if turns > 64 else Rows(1, warps=8, registers=128, own=1)
+    if rows <= 8:
+        return Rows(1)
+    if rows <= 16 or (rows <= 32 and is_narrow):
+        return Rows(2, ahead=2, stages=3)
+    if is_narrow:
+        return Rows(2, warps=8, stages=3, registers=128)
+    if rows <= 32:
+        return Rows(2, 2)
+    return Rows(4, 2, warps=8, registers=192) if rows <= 64 else Rows(4, 4, ahead=2, registers=128)
+
+
+def choose_few(blocks: int, *, paired: bool) -> Few:
+    """For so many blocks of experts, as measured on an H200."""
+    if paired:
+        return Few(4, 4, 3)
+    if blocks < 400:  # few blocks: more warps share one
+        return Few(16, 8, 1)
+    return Few(2, 8, 5) if blocks > 2000 else Few(4, 8, 3)
 
 
 def moe_experts(
@@ -228,7 +128,7 @@ def moe_experts(
     if not tokens:
         return torch.empty_like(x)
     x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
-    whole = gate_up.packed.out_features % (2 * _TILE) == 0
+    whole = gate_up.packed.out_features % (2 * TILE) == 0
     if not (gate_up.is_native and down.is_native and whole and native_runs(x)):
         return _one_by_one(x, topk_ids, topk_weights, gate_up, down)
     slots, experts = tokens * top_k, gate_up.packed.num_experts
@@ -238,69 +138,30 @@ def moe_experts(
         halves = [decoded(weight, x.dtype) for weight in (gate_up, down)]
         seen = (partial(rotated, weight=gate_up), partial(rotated, weight=down))
         return by_halves(x, topk_ids, topk_weights, halves, seen)
+    rows = rows_of_blocks(each)
     if tokens <= _ALONE and not batch_invariant():
-        rows, wide = 8, 0
         groups = [Grouping(slots, divisor, ids=topk_ids) for divisor in (top_k, 1)]
     else:
-        wide = _wide_rows(each, gate_up, down)
-        rows = wide or 8
         order = order_by_expert(topk_ids, experts, rows)
         groups = [Grouping(slots, divisor, order) for divisor in (top_k, 1)]
 
     def multiply(
         x: torch.Tensor, weight: Trellis, group: Grouping, *, paired: bool
     ) -> torch.Tensor:
-        seen = rotate(x, weight, by_pairs=wide > 0)
-        if wide:
-            return _wide_product(seen, x.dtype, weight, wide, group, paired=paired)
-        return _product(seen, x.dtype, weight, None, slots, rows, group, paired=paired)
+        seen = rotate(x, weight)
+        if rows > 8:
+            wide = Rows(rows // 8, 4, warps=8, ahead=2, registers=128)
+            return rows_product(wide, seen, x.dtype, weight, None, slots, group, paired=paired)
+        few = choose_few(weight.tiles // (1 + paired) * group.blocks, paired=paired)
+        return few_product(few, seen, x.dtype, weight, group, paired=paired)
 
     hidden = multiply(x, gate_up, groups[0], paired=True)
     return combined(multiply(hidden, down, groups[1], paired=False), topk_weights)
 
 
-def _wide_rows(each: float, *weights: Trellis) -> int:
-    """Rows of a block of tet_gemm.cu for so many rows an expert; 0: few rows, or sizes it cannot read."""
-    if each <= _FEW or any(weight.packed.in_features % (2 * _TURN) for weight in weights):
-        return 0
-    return 32 if each <= 24 else 64
-
-
-def _wide_product(
-    x: Rotated, dtype: torch.dtype, weight: Trellis, rows: int, grouping: Grouping, *, paired: bool
-) -> torch.Tensor:
-    """tet_gemm.cu: rows by expert, `rows` a block."""
-    width = weight.packed.out_features // (2 if paired else 1)
-    y = torch.empty((grouping.num_slots, width), dtype=dtype, device=x.numbers.device)
-    defines = {
-        "HALF": int(dtype == torch.float16),
-        "BN": rows,
-        "GROUPS": 1,
-        "AHEAD": 2 if rows == 64 else 4,
-        "STAGES": _STAGES,
-        "PAIRED": int(paired),
-    }
-    order = grouping.order
-    arguments = [
-        x.numbers,
-        x.scales,
-        x.sums,
-        weight.words,
-        weight.scales,
-        y,
-        None if order is None else order.slots,
-        None if order is None else order.experts,
-        grouping.num_slots,
-        weight.packed.out_features,
-        weight.tiles,
-        weight.packed.in_features // (2 * _TURN),
-        grouping.divisor,
-    ]
-    shared = 1024 + max(_STAGES * rows * 128, rows * (256 + 4) * 4)
-    blocks = -(-weight.tiles // 4)  # of four tiles, half of them gates where paired
-    kernel = native.function("tet_gemm", defines)
-    native.launch(kernel, (blocks, grouping.blocks, 1), 128, arguments, shared=shared)
-    return y
+def rows_of_blocks(each: float) -> int:
+    """For so many rows an expert."""
+    return 8 if each <= _FEW else 16 if each <= 20 else 32
 
 
 def _one_by_one(
@@ -314,9 +175,10 @@ def _one_by_one(
     tokens, top_k = topk_ids.shape
     flat = topk_ids.reshape(-1)
     y = torch.zeros((tokens * top_k, x.shape[1]), dtype=torch.float32, device=x.device)
+    stored = gate_up.stored, down.stored
     for expert in torch.unique(flat).tolist():
         slots = torch.nonzero(flat == expert)[:, 0]
-        first, second = gate_up.packed.expert(expert), down.packed.expert(expert)
+        first, second = (weight.expert(expert) for weight in stored)
         both = F.linear(first.activate(x[slots // top_k]), first.dequantize()).to(x.dtype)
         gate, up = both.float().chunk(2, -1)
         hidden = (F.silu(gate) * up).to(x.dtype)

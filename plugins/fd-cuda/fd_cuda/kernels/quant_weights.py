@@ -24,6 +24,7 @@ from .quant_layout import (
     SLAB_ROWS,
     TURN,
     Slabs,
+    code_lines,
     pack_codes,
     pack_slabs,
     unpack_codes,
@@ -174,8 +175,9 @@ def _code_slabs(weight: PackedWeight, kind: int) -> Slabs:
     codes = torch.stack((held["code_scale"], held["code_zero"]), -1).float()
     codes = F.pad(codes, (0, 0, 0, padded - rows)).contiguous()
     return Slabs(
-        kind, rows, weight.in_features, weight.num_experts, data, outputs, groups, TURN, codes=codes
-    )
+        kind, rows, weight.in_features, weight.num_experts, data, outputs, groups, TURN,
+        codes=codes, lines=code_lines(codes),
+    )  # fmt: skip
 
 
 def _packed(weight: PackedWeight, kind: int) -> torch.Tensor:

@@ -22,13 +22,15 @@
 #define ONES 0x3c003c00u
 #define MAGIC 0x64006400u         // 1024 + q
 #define MINUS_MIDDLE 0xe408e408u  // -1032
-#define MINUS_32 0xe420e420u      // -1056
+#define HALVES 0x38003800u
+#define MINUS_CODE 0xe040e040u    // -512 - 32
 #define MINUS_BASE 0xe400e400u    // -1024
 #else
 #define ONES 0x3f803f80u
 #define MAGIC 0x43004300u         // 128 + q
 #define MINUS_MIDDLE 0xc308c308u  // -136
-#define MINUS_32 0xc320c320u      // -160
+#define HALVES 0x3f003f00u
+#define MINUS_CODE 0xc2c0c2c0u    // -64 - 32
 #define MINUS_BASE 0xc300c300u    // -128
 #endif
 
@@ -111,24 +113,23 @@ struct Slab {
   uint2 piece;
 };
 
-// Two of the four 6-bit windows of a byte's code, less 32: the first at `shift`, the second three bits below.
-__device__ __forceinline__ u32 windows(int code, int shift) {
-  const u32 first = masked_or((u32)code >> shift, 0x3fu, MAGIC);
-  return fma2(masked_or((u32)code << (19 - shift), 0x003f0000u, first), ONES, MINUS_32);
+// A byte's code, from bit 1 on. (2^23 + byte) x - 2^23 x is byte x rounded once; below, the floor is the last bits of
+// 1.5 * 2^22 + it, but for one that is worth a half: conversions are slow.
+__device__ __forceinline__ u32 code_of(u32 bytes, int which, float2 map) {
+  const float byte = __uint_as_float(__byte_perm(bytes, 0x4b000000u, 0x7440u | which));
+  // Rounded after every operation, as the definition is.
+  const float value = __fadd_rn(__fmaf_rn(byte, map.x, -8388608.f * map.x), map.y);
+  return __float_as_uint(__fadd_rd(value, 6291456.5f));
 }
 
 __device__ __forceinline__ void unpack(const Slab& slab, int step, const Code& maps, u32* a) {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    const float2 map = i ? maps.lower : maps.upper;
-    // (2^23 + byte) x - 2^23 x is byte x rounded once; below, the floor is the last bits of 1.5 * 2^23 + it: conversions
-    // are slow.
-    const float byte = __uint_as_float(__byte_perm(i ? slab.piece.y : slab.piece.x, 0x4b000000u, 0x7440u | step));
-    // Rounded after every operation, as the definition is.
-    const float value = __fadd_rn(__fadd_rn(__fmaf_rn(byte, map.x, -8388608.f * map.x), map.y), 0.5f);
-    const int code = __float_as_int(__fadd_rd(value, 12582912.f));
-    a[i] = windows(code, 9);
-    a[2 + i] = windows(code, 3);
+    const u32 code = code_of(i ? slab.piece.y : slab.piece.x, step, i ? maps.lower : maps.upper);
+    // From bit 1 on of the halves the windows at bits 3 and 0 of the code, from bit 7 on those at 9 and 6.
+    const u32 both = __byte_perm(code >> 3, code, 0x5410u);
+    a[i] = fma2(masked_or(both >> 6, 0x007e007eu, MAGIC), HALVES, MINUS_CODE);
+    a[2 + i] = fma2(masked_or(both, 0x007e007eu, MAGIC), HALVES, MINUS_CODE);
   }
 }
 #else

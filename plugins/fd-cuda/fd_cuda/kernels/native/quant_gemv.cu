@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
 quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* __restrict__ groups,
            const float* __restrict__ scales, const float* x_scales, const u16* __restrict__ bias, u16* y,
            const int* slots, const int* experts, const long long* ids, int M, int N, int K, int slabs,
-           int turns, int per_group, int divisor, const float2* __restrict__ codes) {
+           int turns, int per_group, int divisor) {
   const Entry* entries = (const Entry*)groups;
   // Inputs in the rings, then the warps' parts of the sums.
   extern __shared__ __align__(128) unsigned char memory[];
@@ -66,15 +66,13 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
   wait_for_previous();
   const int expert = ids != nullptr ? (int)ids[blockIdx.y] : experts[blockIdx.y];
   if (expert < 0) return;
-  w += (u64)expert * (BY_ROWS ? N * (K / 16) : FORMAT == CCQ ? slabs * turns * 16 : slabs * turns * 32 * PIECES);
-  codes += (u64)expert * slabs * 16;
+  w += (u64)expert * (BY_ROWS ? N * (K / 16) : slabs * turns * 32 * PIECES);
   entries += (u64)expert * slabs * num_groups * 8 * SCALED;
   scales += (u64)expert * slabs * 16;
 #endif
   const uint4* from[MT];
   [[maybe_unused]] u32 second[MT];  // by rows: from a row to the row eight below
   const Entry* group_of[MT];
-  Code maps[MT];
 #pragma unroll
   for (int m = 0; m < MT; m++) {
     // Slabs behind the last repeat it; nothing of theirs is stored.
@@ -83,10 +81,6 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
       const int row = min(slab * 16 + (lane >> 2), N - 1);
       from[m] = w + (u64)row * (K / 16) + (lane & 3);
       second[m] = (min(slab * 16 + (lane >> 2) + 8, N - 1) - row) * (K / 16);
-    } else if (FORMAT == CCQ) {
-      from[m] = w + (u64)slab * turns * 16;
-      maps[m].upper = codes[slab * 16 + (lane >> 2)];
-      maps[m].lower = codes[slab * 16 + (lane >> 2) + 8];
     } else {
       from[m] = w + (u64)slab * turns * 32 * PIECES + lane;
     }
@@ -103,8 +97,6 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
 #pragma unroll
       for (int p = 0; p < 2; p++)
         held[i][m].piece[p] = inside ? load_once(from[m] + (p ? second[m] : 0) + turn * 4) : make_uint4(0, 0, 0, 0);
-#elif FORMAT == CCQ
-      held[i][m].piece = load_once((const uint2*)from[m] + turn * 32 + lane);
 #else
 #pragma unroll
       for (int p = 0; p < PIECES; p++) held[i][m].piece[p] = load_once(from[m] + (turn * PIECES + p) * 32);
@@ -188,7 +180,7 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
 #pragma unroll
             for (int s = 0; s < 2; s++) {
               u32 a[4];
-              unpack(held[i][m], half * 2 + s, maps[m], a);
+              unpack(held[i][m], half * 2 + s, Code(), a);
               add_offsets(a, held_groups[i][m]);
 #pragma unroll
               for (int t = 0; t < TILES; t++) multiply(to[m][t], a, b[t] + 2 * s);

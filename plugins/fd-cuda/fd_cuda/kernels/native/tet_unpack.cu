@@ -11,12 +11,13 @@ tet_unpack(const uint4* __restrict__ w, const float* __restrict__ scales, u16* y
   let_next_start();
   wait_for_previous();  // y is the allocator's: what is queued before may still read what was there
   if (turn >= turns) return;
-  const uint4 v = load_once(w + ((u64)tile * turns + turn) * 32 + j * 8 + g);
-  const u32 words[5] = {__shfl_sync(~0u, v.w, ((g + 7) & 7) * 4 + j), v.x, v.y, v.z, v.w};
+  const uint4 v = load_once(w + ((u64)tile * turns + turn) * 32 + lane);
+  const u32 words[4] = {v.x, v.y, v.z, v.w};
+  Before before = word_before(v, lane);
 #pragma unroll
   for (int n = 0; n < 4; n++) {
     u32 p[8];
-    products(words[n], words[n + 1], p);
+    products(before, words[n], p);
 #pragma unroll
     for (int odd = 0; odd < 2; odd++) {
       const int output = tile * 64 + g * 8 + n * 2 + odd;

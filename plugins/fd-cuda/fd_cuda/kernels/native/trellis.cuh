@@ -3,15 +3,40 @@
 
 #define MULTIPLIER 0x67edf2ebu
 
-// The eight windows that end in a word, times the constant: two outputs by four pairs of inputs.
-__device__ __forceinline__ void products(u32 before, u32 word, u32* p) {
-  const u32 a = __funnelshift_r(before, word, 20), b = __funnelshift_r(before, word, 24), c = word >> 4;
-  p[0] = (a & 0xffffu) * MULTIPLIER;
-  p[1] = (b & 0xffffu) * MULTIPLIER;
-  p[2] = __byte_perm(a, 0, 0x4421) * MULTIPLIER;
+// INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
+
+// Sixteen outputs by eight rows, 32 numbers of each.
+__device__ __forceinline__ void multiply(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
+               "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// END OF INSTRUCTIONS
+
+// The eight windows that end in a word, times the constant: two outputs by four pairs of inputs. `before`: the word before
+// and its upper half, which become this word's.
+struct Before {
+  u32 word, upper;
+};
+
+__device__ __forceinline__ void products(Before& before, u32 word, u32* p) {
+  const u32 upper = word >> 16, last = __funnelshift_r(before.word, word, 20), first = word >> 4;
+  p[0] = (last & 0xffffu) * MULTIPLIER;
+  p[1] = __byte_perm(before.upper, word, 0x2241) * MULTIPLIER;
+  p[2] = __byte_perm(last, 0, 0x4421) * MULTIPLIER;
   p[3] = (word & 0xffffu) * MULTIPLIER;
-  p[4] = (a >> 16) * MULTIPLIER;
-  p[5] = (b >> 16) * MULTIPLIER;
-  p[6] = __byte_perm(c, 0, 0x4421) * MULTIPLIER;
-  p[7] = (word >> 16) * MULTIPLIER;
+  p[4] = (last >> 16) * MULTIPLIER;
+  p[5] = __byte_perm(word, 0, 0x4421) * MULTIPLIER;
+  p[6] = __byte_perm(first, 0, 0x4421) * MULTIPLIER;
+  p[7] = upper * MULTIPLIER;
+  before.word = word;
+  before.upper = upper;
+}
+
+// The words of a lane: four of a strand and the one before, which the lane with eight outputs less has.
+__device__ __forceinline__ Before word_before(const uint4& v, int lane) {
+  const u32 word = __shfl_sync(~0u, v.w, (lane + 28) & 31);
+  return {word, word >> 16};
 }

@@ -2,6 +2,9 @@
 // swizzle, and the meeting of a cluster whose SPLIT blocks divide K.
 
 #include "copies.cuh"
+#ifdef SPLIT
+#include "cluster.cuh"
+#endif
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
@@ -92,47 +95,6 @@ __device__ __forceinline__ void fence_registers(int* d) {
 #pragma unroll
   for (int i = 0; i < BN / 2; i++) asm volatile("" : "+r"(d[i])::"memory");
 }
-
-#ifdef SPLIT
-// All blocks of the cluster have started: their shared memory may be written.
-__device__ __forceinline__ void announce_start() {
-#if SPLIT > 1
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void await_start() {
-#if SPLIT > 1
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void meet() {
-#if SPLIT > 1
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-  __syncthreads();
-#endif
-}
-
-__device__ __forceinline__ u32 at_rank(u32 address, int rank) {
-#if SPLIT > 1
-  u32 remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  return remote;
-#else
-  return address;
-#endif
-}
-
-__device__ __forceinline__ void send(u32 address, float value) {
-#if SPLIT > 1
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-#else
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-#endif
-}
-#endif
 
 // END OF INSTRUCTIONS
 

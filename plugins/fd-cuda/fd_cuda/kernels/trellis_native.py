@@ -1,0 +1,256 @@
+"""Launches of native/tet_rotate.cu, tet_gemv.cu, tet_rows.cu and tet_unpack.cu: what the trellis code of
+two bits needs."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from . import native
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.quant_formats import PackedWeight
+
+    from .quant_native import Grouping
+
+# What the code's numbers, whole bytes, are multiplied with: its spread over its deviation.
+_UNIT: Final = 1.03 / 128.0
+TILE: Final = 64  # outputs of a strand
+TURN: Final = 32  # inputs of four strands
+_STRANDS: Final = 4
+_LANES: Final = 8  # that share a strand
+_ROTATE_WARPS: Final = 8  # of a row
+_SPAN_BYTES: Final = 528  # of 256 inputs while they are rotated
+
+
+@dataclass(slots=True, eq=False)
+class Trellis:
+    """A weight [N, K], or one for each expert; `signs` and `block` serve all experts. Where it is native, the words of
+    four strands lie in the order in which lanes read them, in `packed` too."""
+
+    packed: PackedWeight
+    words: torch.Tensor  # int32 [(E,) N / 64, K / 8, 32]
+    scales: torch.Tensor  # float32 [(E,) N]
+    signs: torch.Tensor  # int8 [K]
+    block: int
+    is_native: bool
+
+    @property
+    def tiles(self) -> int:
+        """Sixty-fours of outputs."""
+        return int(self.words.shape[-3])
+
+    @property
+    def stored(self) -> PackedWeight:
+        """With the words as the format has them."""
+        if not self.is_native:
+            return self.packed
+        words = _exchanged(self.words, _LANES, _STRANDS)
+        return replace(self.packed, tensors={**self.packed.tensors, "weight": words})
+
+    @property
+    def norm(self) -> float:
+        """Of the rotation."""
+        return float(self.block**-0.5)
+
+
+def by_lanes(packed: PackedWeight) -> PackedWeight:
+    """Sixteen bytes of one strand after the same of the next: what lanes that follow each other read."""
+    words = _exchanged(packed.tensors["weight"], _STRANDS, _LANES)
+    return replace(packed, tensors={**packed.tensors, "weight": words})
+
+
+def _exchanged(words: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
+    """Of every turn's 16 bytes [outer, inner] to [inner, outer]."""
+    pieces = words.reshape(*words.shape[:-2], -1, outer, inner, 4).transpose(-2, -3)
+    return pieces.reshape(words.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotated:
+    """What the products read: four int8 for two inputs, what rows are multiplied with, their sums."""
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+    sums: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Few:
+    """How tet_gemv.cu is specialized: up to eight rows an expert."""
+
+    warps: int
+    ahead: int  # turns that weights are asked for ahead
+    resident: int  # blocks a multiprocessor should hold
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How tet_rows.cu is specialized."""
+
+    eights: int  # of rows, of a block
+    group: int = 1  # sixty-fours of outputs of a block
+    split: int = 1  # blocks that divide K
+    warps: int = 16
+    ahead: int = 4  # turns that weights are asked for ahead
+    stages: int = 4  # chunks of x in shared memory
+    registers: int = 96  # of a thread
+    own: int = 0  # rows that every block rotates itself
+
+    def shared(self, width: int) -> tuple[int, int]:
+        """Bytes of shared memory of a block: all; those before what other blocks send."""
+        chunk = self.ahead * self.warps // self.group * (self.eights * 512 + 64)
+        inputs = self.own * _row_bytes(width) if self.own else self.stages * chunk
+        parts = self.warps * 64 * (8 * self.eights + 1) * 4
+        inbox = self.group * 64 * self.eights * 8 * 4 if self.split > 1 else 0
+        return max(inputs, parts) + inbox, max(inputs, parts)
+
+
+def rotate(x: torch.Tensor, weight: Trellis) -> Rotated:
+    """x [T, K] through signs and transforms, rounded."""
+    rows, width = x.shape
+    numbers = torch.empty((rows, 2 * width), dtype=torch.int8, device=x.device)
+    scales = torch.empty((rows,), dtype=torch.float32, device=x.device)
+    sums = torch.empty((rows,), dtype=torch.int32, device=x.device)
+    _rotate(x, weight, [numbers, None, scales, sums])
+    return Rotated(numbers, scales, sums)
+
+
+def rotated(x: torch.Tensor, weight: Trellis) -> torch.Tensor:
+    """x [T, K] through signs and transforms, in its own dtype."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _rotate(x, weight, [None, y, None, None])
+    return y
+
+
+def _rotate(x: torch.Tensor, weight: Trellis, outputs: list[torch.Tensor | None]) -> None:
+    rows, width = x.shape
+    defines = {"WARPS": _ROTATE_WARPS, **_rotation(x.dtype, width, weight.block)}
+    stride = ctypes.c_longlong(x.stride(0))
+    arguments = [x, stride, weight.signs, *outputs, weight.norm, _UNIT]
+    kernel = native.function("tet_rotate", defines)
+    threads, shared = _ROTATE_WARPS * 32, _row_bytes(width)
+    native.launch(kernel, (rows, 1, 1), threads, arguments, shared=shared)
+
+
+def _rotation(dtype: torch.dtype, width: int, block: int) -> dict[str, int]:
+    """What rotate.cuh is specialized by."""
+    return {
+        "HALF": int(dtype == torch.float16),
+        "WIDTH": width,
+        "LEVELS": block.bit_length() - 1,
+    }
+
+
+def _row_bytes(width: int) -> int:
+    """Shared memory of a row on its way through the rotation: spans of 256 inputs, in whole sixteens."""
+    return -(-width // 4096) * 16 * _SPAN_BYTES
+
+
+def few_product(
+    shape: Few, x: Rotated, dtype: torch.dtype, weight: Trellis, grouping: Grouping, *, paired: bool
+) -> torch.Tensor:
+    """Of experts; blocks of `grouping` have eight rows."""
+    width = weight.packed.out_features // (2 if paired else 1)
+    y = torch.empty((grouping.num_slots, width), dtype=dtype, device=x.numbers.device)
+    defines = {
+        "HALF": int(dtype == torch.float16),
+        "WIDTH": weight.packed.in_features,
+        "WARPS": shape.warps,
+        "AHEAD": shape.ahead,
+        "RESIDENT": shape.resident,
+        "PAIRED": int(paired),
+    }
+    order = grouping.order
+    arguments = [
+        x.numbers,
+        x.scales,
+        x.sums,
+        weight.words,
+        weight.scales,
+        y,
+        None if order is None else order.slots,
+        None if order is None else order.experts,
+        grouping.ids,
+        grouping.num_slots,
+        weight.packed.out_features,
+        weight.tiles,
+        grouping.divisor,
+    ]
+    shared = shape.warps * max(shape.ahead * 512, (1 + paired) * 64 * 9 * 4)
+    kernel = native.function("tet_gemv", defines)
+    grid = (weight.tiles // (1 + paired), grouping.blocks, 1)
+    native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared)
+    return y
+
+
+def rows_product(
+    shape: Rows,
+    x: torch.Tensor | Rotated,
+    dtype: torch.dtype,
+    weight: Trellis,
+    bias: torch.Tensor | None,
+    num_rows: int,
+    grouping: Grouping | None = None,
+    *,
+    paired: bool = False,
+) -> torch.Tensor:
+    """x as it is where shape.own says that blocks rotate it."""
+    given = (x, None, None) if isinstance(x, torch.Tensor) else (x.numbers, x.scales, x.sums)
+    packed, halves = weight.packed, 2 if paired else 1
+    width = packed.out_features // halves
+    y = torch.empty((num_rows, width), dtype=dtype, device=weight.words.device)
+    defines = {
+        **_rotation(dtype, packed.in_features, weight.block),
+        "TILES": shape.eights,
+        "GROUP": shape.group,
+        "SPLIT": shape.split,
+        "WARPS": shape.warps,
+        "AHEAD": shape.ahead,
+        "STAGES": shape.stages,
+        "REGISTERS": shape.registers,
+        "OWN": shape.own,
+        "PAIRED": int(paired),
+        "GROUPED": int(grouping is not None),
+    }
+    order = None if grouping is None else grouping.order
+    shared, inbox_at = shape.shared(packed.in_features)
+    arguments = [
+        *given,
+        weight.words,
+        weight.scales,
+        bias,
+        y,
+        None if order is None else order.slots,
+        None if order is None else order.experts,
+        num_rows,
+        packed.out_features,
+        weight.tiles,
+        1 if grouping is None else grouping.divisor,
+        ctypes.c_longlong(given[0].stride(0)),
+        weight.signs,
+        weight.norm * _UNIT,
+        inbox_at,
+    ]
+    blocks = -(-num_rows // (8 * shape.eights)) if grouping is None else grouping.blocks
+    grid = (-(-weight.tiles // shape.group), blocks, shape.split)
+    kernel = native.function("tet_rows", defines)
+    native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared, cluster=shape.split)
+    return y
+
+
+def decoded(weight: Trellis, dtype: torch.dtype) -> torch.Tensor:
+    """[(E,) N, K] in dtype, in the rotated space."""
+    packed = weight.packed
+    lead = (packed.num_experts,) if packed.num_experts else ()
+    shape = (*lead, packed.out_features, packed.in_features)
+    y = torch.empty(shape, dtype=dtype, device=weight.words.device)
+    kernel = native.function("tet_unpack", {"HALF": int(dtype == torch.float16), "WARPS": 8})
+    width = packed.in_features
+    turns, tiles = width // TURN, weight.tiles * max(1, packed.num_experts)
+    arguments = [weight.words, weight.scales, y, width, turns, _UNIT]
+    native.launch(kernel, (-(-turns // 8), tiles, 1), 256, arguments)
+    return y

@@ -1,0 +1,113 @@
+"""The published 2-bit layout's own kernel and its maps in whole numbers: emulated, or on the GPU."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fastdeploy_core.contracts.quant_formats import PackedWeight, QuantFormat
+from quant_emulation import use_kernels
+from test_quant_native import DEVICE, HAS_GPU, check
+
+from fd_cuda.kernels import quant_weights
+from fd_cuda.kernels.quant_layout import CCQ, Slabs, code_lines
+from fd_cuda.kernels.quant_native import Gemv, Grouping, product
+from fd_cuda.kernels.routing import Order
+
+pytestmark = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, reason="needs g++")
+
+
+@pytest.fixture(autouse=True)
+def kernels(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    use_kernels(tmp_path_factory.getbasetemp(), monkeypatch)
+
+
+def maps(rows: int) -> np.ndarray:
+    """[rows, 2] scales and offsets as encoders find them."""
+    rng = np.random.default_rng(rows)
+    return np.stack((rng.uniform(118, 122, rows), rng.uniform(-60, 480, rows)), 1).astype(
+        np.float32
+    )
+
+
+def test_whole_numbers_say_what_floats_do() -> None:
+    given = np.concatenate((maps(4000), np.array([[np.nan, 0], [-3, 9], [500, 0]], np.float32)))
+    lines = code_lines(torch.from_numpy(given)).numpy().astype(np.int64)
+    byte = np.arange(256, dtype=np.float32)
+    exact = np.floor(byte * given[:-3, :1] + given[:-3, 1:] + np.float32(0.5))
+    found = lines[:-3, 0] != 0
+    assert found.mean() > 0.99 and not lines[-3:].any()
+    whole = np.arange(256) * lines[:-3, :1] + lines[:-3, 1:] >> 16
+    assert (whole[found] == exact[found]).all()
+
+
+def packed(rows: int, count: int, num_experts: int) -> tuple[Slabs, torch.Tensor]:
+    """(the weight, the same in float64 by the layout's description)."""
+    rng = np.random.default_rng(rows)
+    many = max(1, num_experts)
+    stored = rng.integers(0, 256, (many, count // 4, rows)).astype(np.uint8)
+    local = rng.integers(1, 256, (many, count // 128, rows)).astype(np.uint8)
+    outer = rng.uniform(0.5, 1, (many, rows)).astype(np.float32)
+    own = maps(many * rows).reshape(many, 1, rows, 2)
+    code = np.floor(stored.astype(np.float32) * own[..., 0] + own[..., 1] + np.float32(0.5))
+    code = code.astype(np.int64)
+    numbers = np.stack([(code >> shift & 63) - 32 for shift in (9, 6, 3, 0)], 2)
+    nibbles = np.stack((local >> 4, local & 15), 2).reshape(many, count // 64, rows)
+    dense = numbers.reshape(many, count, rows) * np.repeat(nibbles, 64, 1) * outer[:, None, :]
+    held: dict[str, np.ndarray] = {
+        "weight": stored,
+        "scale": local,
+        "super_scale": outer,
+        "code_scale": own[:, 0, :, 0],
+        "code_zero": own[:, 0, :, 1],
+    }
+    tensors = {
+        key: torch.from_numpy(np.ascontiguousarray(value if num_experts else value[0])).to(DEVICE)
+        for key, value in held.items()
+    }
+    format_ = QuantFormat("ccq2", "", {}, "")
+    slabs = quant_weights.prepare(PackedWeight(format_, rows, count, tensors, num_experts)).slabs
+    assert slabs is not None and slabs.kind == CCQ
+    return slabs, torch.from_numpy(dense.transpose(0, 2, 1).copy()).to(DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "tokens", "dtype"),
+    [
+        (Gemv(1, 4, 2, 2, 1), 640, 3, torch.bfloat16),
+        (Gemv(2, 2, 4, 3, 1), 256, 16, torch.float16),
+        (Gemv(2, 1, 1, 1, 1), 128, 11, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("by_floats", [False, True])
+def test_products(
+    shape: Gemv, count: int, tokens: int, dtype: torch.dtype, by_floats: bool
+) -> None:
+    """Also where some slabs' maps are none in whole numbers."""
+    slabs, dense = packed(72, count, 0)
+    if by_floats:
+        assert slabs.lines is not None
+        lines = slabs.lines.clone()
+        lines[20] = lines[64:] = 0
+        slabs = replace(slabs, lines=lines)
+    x = torch.randn(tokens, count, device=DEVICE).to(dtype)
+    bias = torch.randn(72, device=DEVICE).to(dtype)
+    check(product(shape, x, slabs, bias), x.double() @ dense[0].T + bias.double(), dtype)
+
+
+def test_experts() -> None:
+    """Rows of two experts, one of them twice, gate and up paired."""
+    slabs, dense = packed(64, 128, 3)
+    x = torch.randn(4, 128, device=DEVICE).bfloat16()
+    slots = torch.full((16,), 4, dtype=torch.int32, device=DEVICE)
+    slots[:3], slots[8] = torch.tensor([0, 2, 3], dtype=torch.int32), 1
+    order = Order(slots, torch.tensor([2, 0, -1], dtype=torch.int32, device=DEVICE))
+    grouping = Grouping(4, 1, order)
+    got = product(Gemv(1, 2, 2, 2, 1), x, slabs, None, grouping=grouping, paired=True)
+    gate, up = torch.einsum("tk,tnk->tn", x.double(), dense[[2, 0, 2, 2]]).chunk(2, -1)
+    check(got, gate * torch.sigmoid(gate) * up, torch.bfloat16)
