@@ -34,7 +34,6 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline int min(int a, int b) { return a < b ? a : b; }
 
-static Index gridDim;
 static thread_local Index threadIdx, blockIdx;
 alignas(16) static thread_local float shared[65536];
 static thread_local char anchor;

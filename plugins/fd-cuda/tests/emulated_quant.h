@@ -37,6 +37,12 @@ inline void load_matrices(u32* b, u32 address) {
   for (int i = 0; i < 4; ++i)
     std::memcpy(b + i, (char*)shared + all.value[i * 8 + lane_of() / 4] + lane_of() % 4 * 4, 4);
 }
+inline void store_matrices(u32 address, const u32* a) {
+  const Lanes<u32> all(address);
+  for (int i = 0; i < 4; ++i)
+    std::memcpy((char*)shared + all.value[i * 8 + lane_of() / 4] + lane_of() % 4 * 4, a + i, 4);
+}
+inline void show_stores() {}
 // The same with rows as columns: registers are elements (2 (lane % 4), lane / 4) and the next below.
 inline void load_transposed(u32* b, u32 address) {
   const Lanes<u32> all(address);
@@ -182,7 +188,23 @@ inline void multiply(Sum* d, u64 a, u64 b) {
   }
 }
 #endif
-// The same of 16 half floats.
+// The same of 16 half floats; with A in registers, or in shared memory, of which a group of four warps has 64 rows.
+inline float half_at(u32 address) {
+  u16 x;
+  std::memcpy(&x, (char*)shared + address, 2);
+  return widen(x);
+}
+inline void multiply(float* d, u64 a, u64 b) {
+  Lanes<int> together(0);
+  const u32 first_a = (u32)a << 4 & ~127u, chunk_a = ((u32)a << 4) % 128 / 16;
+  const u32 first_b = (u32)b << 4 & ~127u, chunk_b = ((u32)b << 4) % 128 / 16;
+  for (int i = 0; i < BN / 2; ++i) {
+    const int row = threadIdx.x / 32 % 4 * 16 + lane_of() / 4 + i / 2 % 2 * 8, n = i / 4 * 8 + lane_of() % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; ++k)
+      d[i] += half_at(first_a + row * 128 + (((chunk_a + k / 8) ^ (row & 7)) << 4) + k % 8 * 2) *
+              half_at(first_b + n * 128 + (((chunk_b + k / 8) ^ (n & 7)) << 4) + k % 8 * 2);
+  }
+}
 inline void multiply(float* d, const u32* a, u64 b) {
   struct Operands {
     u32 a[4];

@@ -50,7 +50,7 @@ from fd_cuda.kernels import (
     routing,
 )
 from fd_cuda.kernels.plans import Plan
-from fd_cuda.kernels.quant_native import Pipe
+from fd_cuda.kernels.quant_shapes import Pipe, Tile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -278,7 +278,12 @@ def packed_pipe() -> None:
     """quant_pipe.cu in sizes that no small product is given."""
     for name in ("wint4", "wint8", "wfp8", "ccq2"):
         slabs = quant_weights.prepare(packed(name, 264, 1024, 0, 0, DEVICE)).slabs
-        for shape in (Pipe(64, 2, 1, 4, 2), Pipe(128, 2, 4, 4), Pipe(256, 2, 2, 4)):
+        for shape in (
+            Pipe(128, 2, 4, 4),
+            Pipe(256, 2, 2, 4),
+            Tile(64, 128, 2, 4, 8, 4, 2),
+            Tile(128, 256, 1, 3, 4, 1, 2),
+        ):
             quant_native.product(shape, random(300, 1024, dtype=torch.float16), slabs, None)
 
 

@@ -26,20 +26,19 @@ from fd_cuda.kernels.quant_layout import (
     unpack_codes,
     unpack_slabs,
 )
-from fd_cuda.kernels.quant_native import (
+from fd_cuda.kernels.quant_native import Grouping, product, rows_product, unpack
+from fd_cuda.kernels.quant_shapes import (
     Gemm,
     Gemv,
-    Grouping,
     Pipe,
     RowGemm,
     Shape,
+    Tile,
     gemm_shared,
     gemv_shared,
     pipe_shared,
-    product,
-    rows_product,
     rows_shared,
-    unpack,
+    tile_shared,
 )
 from fd_cuda.kernels.routing import Order
 
@@ -95,6 +94,8 @@ CASES: list[Case] = [
     ("wint4", 64, 256, 64, torch.bfloat16, 9, Gemv(2, 2, 4, 2, 1)),
     ("wint4_zp", 32, 256, 128, torch.float16, 3, Gemv(1, 2, 2, 4, 1)),
     ("wint8", 40, 200, 0, torch.float16, 1, Gemv(1, 1, 2, 2, 1)),
+    ("wint4", 40, 712, 0, torch.bfloat16, 9, Gemv(2, 2, 2, 4, 1, True)),
+    ("wint4_zp", 32, 1280, 128, torch.float16, 3, Gemv(1, 2, 2, 2, 1, True)),
     ("wint8_zp", 32, 128, 128, torch.bfloat16, 8, Gemv(1, 2, 2, 2, 1)),
     ("wfp8", 32, 128, 0, torch.bfloat16, 4, Gemv(1, 1, 2, 2, 1)),
     ("w8a8", 40, 208, 0, torch.bfloat16, 3, Gemv(1, 1, 2, 2, 1)),
@@ -260,7 +261,8 @@ def test_published_two_bits(dtype: torch.dtype) -> None:
     assert np.allclose(own, dense, rtol=1e-6)
     check(unpack(slabs, dtype), torch.from_numpy(dense).to(DEVICE), dtype)
     shapes: list[tuple[Shape, int]] = [
-        (Gemv(1, 2, 2, 2, 1), 3), (Gemv(2, 1, 2, 2, 1), 11), (Pipe(32, 1, 1, 3), 35)
+        (Gemv(1, 2, 2, 2, 1), 3), (Gemv(2, 1, 2, 2, 1), 11),
+        (Pipe(32, 1, 1, 3), 35), (Tile(64, 64, 1, 3, 4, 2, 1), 35),
     ]  # fmt: skip
     for shape, tokens in shapes:
         x = torch.randn(tokens, count, device=DEVICE).to(dtype)
@@ -293,12 +295,17 @@ def test_chosen_kernels_fit_into_shared_memory(room: Any, monkeypatch: pytest.Mo
             for rows in range(1, 1100):
                 shape = room.choose(slabs, rows)
                 if isinstance(shape, Gemv):
-                    assert gemv_shared(shape, 2 if paired else shape.slabs) <= most
+                    held = 2 if paired else shape.slabs
+                    shared = gemv_shared(shape, held, kind, slabs.scaled)
+                    assert shared <= most
                     assert paired or rows <= shape.rows  # a block has all rows
                 elif isinstance(shape, Gemm):
                     assert gemm_shared(shape, kind, paired=paired) <= most
                 elif isinstance(shape, Pipe):
-                    assert pipe_shared(shape, kind) * shape.resident <= most
+                    assert pipe_shared(shape, kind, slabs.scaled) * shape.resident <= most
+                elif isinstance(shape, Tile):
+                    assert tile_shared(shape, kind, slabs.scaled) <= most
+                    assert shape.teams <= shape.stages
                 elif isinstance(shape, RowGemm):
                     assert rows_shared(shape, by_block=kind == FP8_ROWS) <= most
 

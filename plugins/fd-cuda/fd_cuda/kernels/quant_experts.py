@@ -18,9 +18,10 @@ from .experts import tiles_for as tiles_of_experts
 from .norm import silu_and_mul
 from .quant_layout import CCQ, FP8_ROWS, INT8_ROWS, Slabs
 from .quant_linear import native_runs
-from .quant_native import Gemm, Gemv, Grouping, Pipe, RowGemm, Shape, product, rows_product, unpack
+from .quant_native import Grouping, product, rows_product, unpack
 from .quant_order import gathered
 from .quant_rows import multiply_rows, tiles_for
+from .quant_shapes import Gemm, Gemv, Pipe, RowGemm, Shape
 from .quant_weights import Weights
 from .routing import order_by_expert
 
@@ -63,8 +64,8 @@ def moe_experts(
     if isinstance(shape, Pipe):
         order = order_by_expert(topk_ids, first.num_experts, shape.rows)
         grouping, rows = Grouping(slots, 1, order), gathered(x, order, slots, top_k)
-        hidden = product(shape, rows, first, None, grouping=grouping, paired=True)
-        return combined(product(shape, hidden, second, None, grouping=grouping), topk_weights)
+        hidden = _product(shape, rows, gate_up, first, grouping, paired=True)
+        return combined(_product(shape, hidden, down, second, grouping, paired=False), topk_weights)
     if tokens <= _ALONE and isinstance(shape, Gemv):
         groups = [Grouping(slots, divisor, ids=topk_ids) for divisor in (top_k, 1)]
     else:

@@ -17,13 +17,15 @@ import torch.nn.functional as F
 from . import native
 from .common import batch_invariant, num_processors
 from .matmul import matmul
-from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, Slabs
-from .quant_native import Gemm, Gemv, Pipe, RowGemm, Shape, product, rows_product, unpack
+from .quant_layout import CCQ, FP8, FP8_ROWS, INT4, INT8, INT8_ROWS, Slabs
+from .quant_native import product, rows_product, unpack
 from .quant_round import FP8_BLOCK, fp8_blocks, round_rows
+from .quant_shapes import Gemm, Gemv, Pipe, RowGemm, Shape, Tile, tile_shared
 from .quant_weights import Weights, dequantized
 
 _FEW_ROWS: Final = 16
 _SOME_ROWS: Final = 256
+_SHARED: Final = 227 << 10  # bytes of a block
 # Rows from which the library is faster on what is unpacked; the former where groups have scales.
 _MANY_SCALED, _MANY_ROWS = 512, 1024
 
@@ -67,11 +69,15 @@ def choose(slabs: Slabs, rows: int, *, rounds: bool = False) -> Shape | RowGemm 
         if rows <= 8:
             return _gemv_shape(slabs, rows)
         return None if _library_wins(slabs, rows) else _rows_shape(slabs, rows)
-    few = slabs.kind == CCQ or (slabs.kind == INT4 and slabs.num_slabs >= 256)
+    is_wide = slabs.num_slabs >= 256
+    few = (slabs.kind == INT4 and is_wide) or (slabs.kind == CCQ and not is_wide)
     if rows <= _FEW_ROWS or (rows <= 32 and few):
         return _gemv_shape(slabs, rows)
+    tile = _tile_shape(slabs, rows)
+    if tile is not None or slabs.kind == CCQ:
+        return tile
     pipe = None if rounds and rows > _SOME_ROWS else _pipe_shape(slabs, rows)
-    if pipe is not None or slabs.kind == CCQ or rows > _SOME_ROWS:
+    if pipe is not None or rows > _SOME_ROWS:
         return pipe
     return _gemm_shape(slabs, rows)
 
@@ -80,12 +86,14 @@ def _gemv_shape(slabs: Slabs, rows: int) -> Gemv:
     """As many slabs a warp as leave work for every multiprocessor."""
     tiles = 1 if rows <= 8 else 2 if rows <= 16 else 4
     count, processors = slabs.num_slabs, num_processors()
+    # Long rows: a warp that waits for registers waits for all that it has asked for.
+    staged = slabs.kind in (INT4, INT8, FP8) and slabs.num_turns >= (48 if _is_light(slabs) else 96)
     if tiles > 1 and slabs.kind == INT4 and count >= 2 * processors:
-        return Gemv(tiles, 4, 8, 4, 1)
-    if tiles < 4 and slabs.kind == CCQ and count >= 2 * processors:
+        return Gemv(tiles, 4, 8, 4, 1, staged and tiles == 2)
+    if slabs.kind == CCQ and count >= 2 * processors:
         return Gemv(tiles, 4, 16, 2, 1)
     if count >= 2 * processors:
-        return Gemv(tiles, 2, 8, 4, 2)
+        return Gemv(tiles, 2, 8, 4, 2, staged and tiles == 1)
     is_small = count < processors and tiles < 4
     return Gemv(tiles, 1, 16, 4, 1) if is_small else Gemv(tiles, 1, 8, 4, 2)
 
@@ -114,14 +122,47 @@ def _gemm_shape(slabs: Slabs, rows: int) -> Gemm:
     return Gemm(block, groups, _parts(tiles, 2.2 if narrow else 1.1, most), 6, 8)
 
 
+def _tile_shape(slabs: Slabs, rows: int) -> Tile | None:
+    """None where other kernels, or the library, are faster. CCQ has no other between gemv and library."""
+    count, is_ccq = slabs.num_slabs, slabs.kind == CCQ
+    if slabs.out_features % 2 or slabs.num_turns < 16 or rows > _SOME_ROWS:
+        return None
+    if (count < 256 or rows <= 32) and not is_ccq:
+        return None
+    split = _parts(-(-count // 8), 1.0, 8)
+    if rows <= 64 and (count >= 512 or is_ccq):
+        tile = Tile(64, 128, split, 6, 8, 4, 1)
+    elif rows <= 64:
+        tile = Tile(64, 64, 1, 6, 4, 2, 1)
+    elif rows <= 128 and 256 <= count < 512:
+        tile = Tile(64, 128, 1, 6, 8, 4, 1)
+    elif rows <= 128:
+        tile = Tile(128, 128, split, 4 if is_ccq else 5, 8, 4, 1)
+    elif count < 256 or (not is_ccq and (count >= 512 or _is_light(slabs))):
+        return None
+    else:
+        tile = Tile(128, 128, 1, 4, 8, 4, 1)
+    return _with_copies(slabs, tile)
+
+
+def _is_light(slabs: Slabs) -> bool:
+    """Whether little is to be done for a weight."""
+    return slabs.kind == INT4 and not slabs.scaled
+
+
+def _with_copies(slabs: Slabs, tile: Tile) -> Tile:
+    """As many turns ahead, to eight, as there is shared memory for."""
+    deeper = replace(tile, ahead=tile.ahead + 1)
+    if deeper.ahead > 8 or tile_shared(deeper, slabs.kind, slabs.scaled) > _SHARED:
+        return tile
+    return _with_copies(slabs, deeper)
+
+
 def _pipe_shape(slabs: Slabs, rows: int) -> Pipe | None:
     """None where other kernels, or the library, are faster: small layers, tiles that leave the GPU idle."""
     if slabs.num_slabs < 512 or slabs.num_turns < 48:
         return None
     across, processors = -(-slabs.num_slabs // 8), num_processors()
-    if slabs.kind == CCQ:
-        block = 64 if rows <= 64 else 128
-        return Pipe(block, 2, _parts(across, 1.0, 4), 8) if rows <= block else None
     if rows <= 128 or rows > (_MANY_SCALED if slabs.scaled else _MANY_ROWS):
         return None
     split = _parts(across * -(-rows // 256), 1.0, 2)

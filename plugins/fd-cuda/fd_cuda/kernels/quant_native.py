@@ -1,5 +1,4 @@
-"""Launches of native/quant_gemv.cu, quant_gemm.cu and quant_rows.cu: products of activations and packed
-weights."""
+"""Launches of the native kernels of packed weights: products with activations, and unpacking."""
 
 from __future__ import annotations
 
@@ -11,82 +10,24 @@ import torch
 
 from . import native
 from .native import tensor_map
-from .quant_layout import CCQ, INT4, TURN, Slabs
+from .quant_layout import CCQ, TURN, Slabs
 from .quant_order import by_codes
+from .quant_shapes import (
+    Gemm,
+    Gemv,
+    Pipe,
+    RowGemm,
+    Shape,
+    Tile,
+    gemm_shared,
+    gemv_shared,
+    pipe_shared,
+    rows_shared,
+    tile_shared,
+)
 
 if TYPE_CHECKING:
     from .routing import Order
-
-
-@dataclass(frozen=True, slots=True)
-class Gemv:
-    """How quant_gemv.cu is specialized; serves 8 * tiles rows."""
-
-    tiles: int
-    slabs: int  # a warp's, of outputs
-    warps: int
-    ahead: int
-    resident: int  # blocks a multiprocessor should hold
-
-    @property
-    def rows(self) -> int:
-        """Rows of x that a block computes."""
-        return 8 * self.tiles
-
-    def __str__(self) -> str:
-        return f"gemv {self.tiles}t {self.slabs}s {self.warps}w {self.ahead}a {self.resident}r"
-
-
-@dataclass(frozen=True, slots=True)
-class Gemm:
-    """How quant_gemm.cu is specialized."""
-
-    rows: int  # of x, of a block
-    groups: int  # of four warps
-    split: int  # blocks that divide K
-    stages: int
-    ahead: int  # turns that weights are asked for ahead, in registers; 0 for through shared memory
-    resident: int = 1  # blocks a multiprocessor should hold
-
-    def __str__(self) -> str:
-        tile = f"{self.rows}x{self.groups * 64}"
-        return f"gemm {tile} /{self.split} {self.stages}st {self.ahead}a {self.resident}r"
-
-
-@dataclass(frozen=True, slots=True)
-class RowGemm:
-    """How quant_rows.cu is specialized."""
-
-    rows: int  # of x, of a block
-    groups: int  # of four warps, 64 outputs each
-    split: int  # blocks that divide K
-    stages: int
-
-    def __str__(self) -> str:
-        return f"rows {self.rows}x{self.groups * 64} /{self.split} {self.stages}st"
-
-
-@dataclass(frozen=True, slots=True)
-class Pipe:
-    """How quant_pipe.cu is specialized."""
-
-    rows: int  # of x, of a block
-    groups: int  # of four warps, 64 outputs each
-    split: int  # blocks that divide K
-    stages: int
-    resident: int = 1  # blocks a multiprocessor should hold
-
-    @property
-    def threads(self) -> int:
-        """Those that multiply and those that feed."""
-        return self.groups * 128 + (128 if self.rows == 256 else 32)
-
-    def __str__(self) -> str:
-        tile = f"{self.rows}x{self.groups * 64}"
-        return f"pipe {tile} /{self.split} {self.stages}st {self.resident}r"
-
-
-Shape = Gemv | Gemm | Pipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +91,10 @@ def product(
     ]
     slabs = weight.num_slabs // 2 if paired else weight.num_slabs
     blocks = -(-num_rows // shape.rows) if grouping is None else grouping.blocks
+    if isinstance(shape, Tile):
+        own = [*operands[:6], num_rows, weight.out_features, *sizes[:3], weight.codes]
+        _tile(shape, defines, x, own, slabs, blocks)
+        return y
     if isinstance(shape, Pipe):
         arguments = [*operands, num_rows, weight.out_features, *sizes, weight.codes]
         _pipe(shape, defines, x, arguments, slabs, blocks)
@@ -193,16 +138,13 @@ def _gemv(
         "WARPS": shape.warps,
         "AHEAD": shape.ahead,
         "RESIDENT": shape.resident,
+        "STAGED": int(shape.staged),
     }
     name = "ccq_gemv" if defines["FORMAT"] == CCQ else "quant_gemv"
     kernel = native.function(name, {**defines, **sizes})
     grid = (-(-slabs // per_block), blocks, 1)
-    native.launch(kernel, grid, shape.warps * 32, arguments, shared=gemv_shared(shape, held))
-
-
-def gemv_shared(shape: Gemv, held: int) -> int:
-    """Bytes of shared memory of a block: inputs of its warps, or their parts of the sums of `held` slabs."""
-    return shape.warps * max(shape.ahead * shape.rows * 128, held * 16 * (shape.rows + 1) * 4)
+    shared = gemv_shared(shape, held, defines["FORMAT"], defines["SCALED"])
+    native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared)
 
 
 def _gemm(
@@ -246,27 +188,34 @@ def _pipe(
     grid = (-(-slabs // outputs), blocks, shape.split)
     native.launch(
         kernel, grid, shape.threads, [tensor_map.boxes(x, shape.rows), *arguments],
-        shared=pipe_shared(shape, defines["FORMAT"]), cluster=shape.split,
+        shared=pipe_shared(shape, defines["FORMAT"], defines["SCALED"]), cluster=shape.split,
     )  # fmt: skip
 
 
-def pipe_shared(shape: Pipe, kind: int) -> int:
-    """Bytes of shared memory of a block: barriers, tiles of x and of weights, or parts of the sums where these were."""
-    weights = shape.groups * 4 * (512 if kind == INT4 else 256 if kind == CCQ else 1024)
-    tiles = shape.stages * (shape.rows * 128 + weights)
-    parts = shape.rows * (shape.groups * 64 + 4) * 4
-    return 16 * shape.stages + 1024 + max(tiles, parts)
-
-
-def gemm_shared(shape: Gemm, kind: int, *, paired: bool) -> int:
-    """Bytes of shared memory of a block: tiles of x, and of weights where they take that way, parts of the sums,
-    what aligning takes."""
-    held = shape.groups * (1 + paired)
-    weights = 0 if shape.ahead else held * (2048 if kind == INT4 else 4096)
-    tiles = shape.stages * (shape.rows * 128 + weights)
-    parts = shape.rows * (held * 64 + 4) * 4
-    is_apart = shape.split > 1 and shape.ahead > 0
-    return 1024 + (tiles + parts if is_apart else max(tiles, parts))
+def _tile(
+    shape: Tile,
+    defines: dict[str, int],
+    x: torch.Tensor,
+    arguments: list[Any],
+    slabs: int,
+    blocks: int,
+) -> None:
+    sizes = {
+        "ROWS": shape.rows,
+        "BN": shape.outputs,
+        "SPLIT": shape.split,
+        "STAGES": shape.stages,
+        "UNPACKERS": shape.unpackers,
+        "TEAMS": shape.teams,
+        "AHEAD": shape.ahead,
+        "THREADS": shape.threads,
+    }
+    kernel = native.function("quant_tile", {**defines, **sizes})
+    grid = (-(-slabs * 16 // shape.outputs), blocks, shape.split)
+    native.launch(
+        kernel, grid, shape.threads, [tensor_map.boxes(x, shape.rows), *arguments],
+        shared=tile_shared(shape, defines["FORMAT"], defines["SCALED"]), cluster=shape.split,
+    )  # fmt: skip
 
 
 def rows_product(
@@ -332,15 +281,6 @@ def rows_product(
         shared=rows_shared(shape, by_block=by_block), cluster=shape.split,
     )  # fmt: skip
     return y
-
-
-def rows_shared(shape: RowGemm, *, by_block: bool) -> int:
-    """Bytes of shared memory of a block of quant_rows.cu: tiles, parts of the sums, scales of turns, what
-    aligning takes."""
-    tiles = shape.stages * (shape.groups * 64 + shape.rows) * 128
-    parts = shape.rows * (shape.groups * 64 + 4) * 4
-    factors = shape.stages * shape.rows * 4 if by_block else 0
-    return 1024 + (tiles + parts if shape.split > 1 else max(tiles, parts)) + factors
 
 
 def unpack(weight: Slabs, dtype: torch.dtype) -> torch.Tensor:

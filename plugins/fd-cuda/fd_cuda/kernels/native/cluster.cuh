@@ -41,4 +41,12 @@ __device__ __forceinline__ void send(u32 address, float value) {
 #endif
 }
 
+__device__ __forceinline__ void send(u32 address, float first, float second) {
+#if SPLIT > 1
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
+#else
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
+#endif
+}
+
 // END OF INSTRUCTIONS

@@ -15,6 +15,8 @@
 // affine code of ERNIE 4.5's published 2-bit checkpoints (fd-quant-wint2's ccq.py).
 #define CCQ 5
 #define PIECES (FORMAT == INT4 ? 1 : 2)
+#define SLAB_BYTES (FORMAT == CCQ ? 256 : PIECES * 512)
+#define GROUP_BYTES (FORMAT == CCQ ? 16 : SCALED * 32)  // of a slab's scales; CCQ: of two turns, as copies are 16 bytes
 #define BY_ROWS (FORMAT == INT8_ROWS || FORMAT == FP8_ROWS)
 #define INPUTS_BY_ROWS (FORMAT >= INT8_ROWS)
 
@@ -231,3 +233,46 @@ __device__ __forceinline__ void apply_group(u32* a, const Group& g) {
   for (int i = 0; i < 4; i++) a[i] = fma2(a[i], i % 2 ? lower : upper, 0x80008000u);
 #endif
 }
+
+#ifdef SCALED
+// A slab and its scales on their way to shared memory, where lanes find them again: a copy that waits there does not hold
+// up what is read from memory to registers meanwhile. Each lane brings what it will read of the slab itself (CCQ: one of two
+// lanes for both), others the scales.
+__device__ __forceinline__ void bring_slab(u32 to, const unsigned char* slab, int lane) {
+#if FORMAT == CCQ
+  if (lane % 2 == 0) copy_async(to + lane * 8, slab + lane * 8, true);
+#else
+#pragma unroll
+  for (int p = 0; p < PIECES; p++) copy_async(to + p * 512 + lane * 16, slab + p * 512 + lane * 16, true);
+#endif
+}
+
+// `entries`: of the slab's first group.
+__device__ __forceinline__ void bring_group(u32 to, const unsigned char* entries, int turn, int per_group, int lane) {
+  const int group = turn / per_group / (FORMAT == CCQ ? 2 : 1);
+  if (lane < GROUP_BYTES / 16) copy_async(to + lane * 16, entries + group * GROUP_BYTES + lane * 16, true);
+}
+
+__device__ __forceinline__ Slab slab_at(const unsigned char* at, int lane) {
+  Slab slab;
+#if FORMAT == CCQ
+  slab.piece = *(const uint2*)(at + lane * 8);
+#else
+#pragma unroll
+  for (int p = 0; p < PIECES; p++) slab.piece[p] = *(const uint4*)(at + p * 512 + lane * 16);
+#endif
+  return slab;
+}
+
+__device__ __forceinline__ Group group_at(const unsigned char* at, int turn, int lane) {
+  Group g = {0, 0};
+#if FORMAT == CCQ
+  const u32 both = at[turn % 2 * 8 + (lane >> 2)];
+  g.scales = fma2((both & 15) | (both & 0xf0u) << 12 | MAGIC, ONES, MINUS_BASE);
+#elif SCALED
+  g.scales = ((const u32*)at)[lane >> 2];
+  if (SCALED == 2) g.offsets = ((const u32*)at)[8 + (lane >> 2)];
+#endif
+  return g;
+}
+#endif

@@ -12,10 +12,9 @@
 #include "wide.cuh"
 #include "feed.cuh"
 
-#define SLAB_BYTES (FORMAT == CCQ ? 256 : PIECES * 512)
-#define WORDS (FORMAT == CCQ ? 1 : PIECES)  // that a lane reads of a slab, 512 bytes apart
 #define TILE_X (BN * 128)
-#define TILE_W (GROUPS * 4 * SLAB_BYTES)
+#define SLABS (GROUPS * 4 * SLAB_BYTES)
+#define TILE_W (SLABS + (GROUPS * 4 * GROUP_BYTES + 1023) / 1024 * 1024)
 #define STAGE (TILE_X + TILE_W)
 #define FEEDER (GROUPS * 4)  // the warp; of 256 rows, three idle ones give their registers too
 #define OUT (PAIRED ? 64 : GROUPS * 64)
@@ -58,42 +57,26 @@ __device__ __forceinline__ int slab_of(int tile, int warp, int slabs) {
 
 // What a warp that multiplies knows.
 struct Source {
-  const unsigned char* w;      // this lane's part of its first slab
-  unsigned char* slabs;        // and where it stands in the first tile
-  const Entry* groups;
+  const unsigned char *w, *groups;   // its first slab, and the slab's scales
+  unsigned char *slabs, *entries;    // and where they stand in the first tile
   Code maps;
-  int first, per_group;
+  int first, per_group, lane;
 };
 
-__device__ __forceinline__ Group group_of(const Source& from, int t) {
-  return load_group(from.groups, (from.first + t) / from.per_group);
-}
-
-// A lane brings 16 bytes at a time, CCQ's lanes for two.
 __device__ __forceinline__ void ask_slab(const Source& from, int t, int count, int stage) {
   if (t < count) {
-#if FORMAT == CCQ
-    if (threadIdx.x % 2 == 0) copy_async(shared_address(from.slabs + stage * STAGE), from.w + t * SLAB_BYTES, true);
-#else
-#pragma unroll
-    for (int p = 0; p < PIECES; p++)
-      copy_async(shared_address(from.slabs + stage * STAGE + p * 512), from.w + t * SLAB_BYTES + p * 512, true);
-#endif
+    bring_slab(shared_address(from.slabs + stage * STAGE), from.w + t * SLAB_BYTES, from.lane);
+    bring_group(shared_address(from.entries + stage * STAGE), from.groups, from.first + t, from.per_group, from.lane);
   }
   commit();
 }
 
-__device__ __forceinline__ Slab await_slab(const Source& from, int stage) {
+__device__ __forceinline__ Slab await_slab(const Source& from, int t, int stage, Group& group) {
   await_own_copies<STAGES - 1>();
-  Slab slab;
-#if FORMAT == CCQ
-  __syncwarp();
-  slab.piece = *(const uint2*)(from.slabs + stage * STAGE);
-  __syncwarp();
-#else
-#pragma unroll
-  for (int p = 0; p < PIECES; p++) slab.piece[p] = *(const uint4*)(from.slabs + stage * STAGE + p * 512);
-#endif
+  if (GROUP_BYTES) __syncwarp();  // other lanes have brought the scales
+  const Slab slab = slab_at(from.slabs + stage * STAGE, from.lane);
+  group = group_at(from.entries + stage * STAGE, from.first + t, from.lane);
+  if (GROUP_BYTES) __syncwarp();
   return slab;
 }
 
@@ -130,8 +113,11 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
 
   const int own = slab_of(tile, warp, slabs);
   Source from;
-  from.w = w + ((u64)own * turns + first) * SLAB_BYTES + lane * (SLAB_BYTES / 32 / WORDS);
-  from.slabs = tiles + TILE_X + warp * SLAB_BYTES + lane * (SLAB_BYTES / 32 / WORDS);
+  from.w = w + ((u64)own * turns + first) * SLAB_BYTES;
+  from.slabs = tiles + TILE_X + warp * SLAB_BYTES;
+  from.groups = (const unsigned char*)(groups + (u64)own * num_groups * 8 * SCALED);
+  from.entries = tiles + TILE_X + SLABS + warp * GROUP_BYTES;
+  from.first = first, from.per_group = per_group, from.lane = lane;
   if (warp < FEEDER) {
 #pragma unroll
     for (int t = 0; t < STAGES; t++) ask_slab(from, t, count, t);
@@ -167,8 +153,6 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
     return;
   }
   TAKE_REGISTERS();
-  from.groups = groups + (u64)own * num_groups * 8 * SCALED + (lane >> 2);
-  from.first = first, from.per_group = per_group;
 #if FORMAT == CCQ
   from.maps.upper = codes[own * 16 + (lane >> 2)];
   from.maps.lower = codes[own * 16 + (lane >> 2) + 8];
@@ -178,19 +162,16 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   for (int i = 0; i < BN / 2; i++) sum[i] = 0.f;
   fence_registers(sum);
   u32 a[2][4][4];  // of the slab that is multiplied, and of the next one
-  Group group[2];  // of the next turn, and of the one behind it
   Place next = {0, 0};
   int stage = 0, last = 0;
   if (count > 0) {
-    const Slab slab = await_slab(from, 0);
-    const Group own_group = group_of(from, 0);
+    Group group;
+    const Slab slab = await_slab(from, 0, 0, group);
 #pragma unroll
-    for (int s = 0; s < 4; s++) unpack_step(a[0][s], from, slab, s, own_group);
+    for (int s = 0; s < 4; s++) unpack_step(a[0][s], from, slab, s, group);
     ask_slab(from, STAGES, count, 0);
     await_phase(full, 0);
   }
-  if (count > 1) group[1] = group_of(from, 1);
-  if (count > 2) group[0] = group_of(from, 2);
   for (int begin = 0; begin < count; begin += 2) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -200,18 +181,18 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
       const bool goes_on = t + 1 < count;
       advance(next);
       Slab slab;
+      Group group;
 #pragma unroll
       for (int s = 0; s < 4; s++) {
         begin_products();
         multiply(sum, a[i][s], tile_x + s * 2);
         end_products();
-        if (s == 0 && goes_on) slab = await_slab(from, next.stage);
+        if (s == 0 && goes_on) slab = await_slab(from, t + 1, next.stage, group);
         await_products<4>();  // the same step of the slab before: its operands are free
         if (s == 3 && t > 0 && lane == 0) arrive_at(empty + 8 * last);
-        if (goes_on) unpack_step(a[i ^ 1][s], from, slab, s, group[i ^ 1]);
+        if (goes_on) unpack_step(a[i ^ 1][s], from, slab, s, group);
       }
       if (goes_on) {
-        if (t + 3 < count) group[i ^ 1] = group_of(from, t + 3);
         ask_slab(from, t + 1 + STAGES, count, next.stage);
         await_phase(full + 8 * next.stage, next.parity);
       }

@@ -1,4 +1,4 @@
-"""quant_pipe.cu against dequantization in float64: emulated, clusters and copies included, or on the GPU."""
+"""quant_tile.cu and quant_pipe.cu against dequantization in float64: emulated, clusters and copies included, or on the GPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from quant_emulation import use_kernels
 from test_quant_native import DEVICE, HAS_GPU, Case, check, check_product, packed
 
 from fd_cuda.kernels import quant_weights
-from fd_cuda.kernels.quant_native import Grouping, Pipe, product
+from fd_cuda.kernels.quant_native import Grouping, product
 from fd_cuda.kernels.quant_order import gathered
+from fd_cuda.kernels.quant_shapes import Pipe, Tile
 from fd_cuda.kernels.routing import Order
 
 pytestmark = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, reason="needs g++")
@@ -26,17 +27,24 @@ def kernels(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Parts of K that are empty, blocks behind the end, fewer turns than tiles and more.
 CASES: list[Case] = [
+    ("wint4", 600, 200, 0, torch.bfloat16, 70, Tile(64, 64, 1, 2, 4, 2, 2)),
+    ("wint8", 144, 712, 0, torch.bfloat16, 70, Tile(64, 128, 1, 4, 8, 4, 1)),
+    ("wint4_zp", 80, 384, 128, torch.float16, 15, Tile(64, 64, 2, 4, 4, 1, 2)),
+    ("wint8_zp", 400, 448, 64, torch.bfloat16, 70, Tile(128, 192, 4, 3, 4, 1, 2)),
+]
+CASES += [
     ("wint4", 80, 136, 0, torch.bfloat16, 33, Pipe(32, 1, 1, 4)),
-    ("wint8", 144, 712, 0, torch.bfloat16, 40, Pipe(32, 2, 1, 3)),
-    ("wint4_zp", 80, 384, 128, torch.float16, 15, Pipe(32, 1, 2, 4)),
     ("wint8_zp", 144, 448, 64, torch.bfloat16, 70, Pipe(64, 1, 4, 3)),
 ]
 LARGE: list[Case] = [
     ("wint4", 264, 520, 0, torch.bfloat16, 300, Pipe(256, 2, 1, 4)),
     ("wint4", 1032, 1024, 128, torch.bfloat16, 130, Pipe(128, 2, 2, 5)),
-    ("wint8", 520, 1088, 64, torch.float16, 130, Pipe(128, 2, 8, 5)),
     ("wfp8", 512, 1024, 0, torch.bfloat16, 700, Pipe(256, 2, 2, 5)),
-    ("wint8", 520, 1024, 0, torch.bfloat16, 64, Pipe(64, 2, 1, 6, 2)),
+    ("wint4", 264, 520, 0, torch.bfloat16, 300, Tile(128, 256, 1, 4, 4, 2, 2)),
+    ("wint4", 1032, 1024, 128, torch.bfloat16, 130, Tile(64, 256, 4, 4, 8, 4, 1)),
+    ("wint8", 520, 1088, 64, torch.float16, 130, Tile(128, 128, 8, 5, 8, 2, 2)),
+    ("wfp8", 6144, 1024, 0, torch.bfloat16, 700, Tile(128, 192, 1, 4, 4, 1, 2)),
+    ("wint8", 5200, 1024, 0, torch.bfloat16, 200, Tile(64, 128, 2, 4, 8, 2, 2)),
 ]
 
 

@@ -1,0 +1,212 @@
+// y[M, N] = x[M, K] W[N, K]^T with packed W, for tens of rows to a hundred, or codes that take long to unpack.
+//
+// UNPACKERS warps, in TEAMS that take turns of 64 inputs, bring slabs of quant.cuh AHEAD of their turns, and put what they
+// unpack into shared memory as wgmma reads it, beside ROWS rows of x, which the copy engine brings; STAGES such tiles make a
+// ring. Groups of four warps multiply 64 rows each with BN outputs and do nothing else. The SPLIT blocks of a cluster divide
+// K. N is even.
+// A row of x comes out the same whatever M is.
+
+#include "common.cuh"
+#include "quant.cuh"
+#include "wide.cuh"
+#include "feed.cuh"
+
+#define CONSUMERS (ROWS / 64)
+#define MEMBERS (UNPACKERS / TEAMS)             // warps of a team
+#define MT (BN / 16 / MEMBERS)                  // slabs of a warp and turn
+#define HELD (MT * (SLAB_BYTES + GROUP_BYTES))  // their bytes
+#define TILE_X (ROWS * 128)
+#define STAGE (TILE_X + BN * 128)
+#define PITCH (BN + 8)
+#define OWN_ROWS (ROWS / SPLIT)  // that a block of a cluster finishes
+static_assert(TEAMS <= STAGES, "a team that is two rounds behind takes one round for the other");
+
+// INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
+
+__device__ __forceinline__ void multiply(float* d, u64 a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned." SIZE "k16.f32." TYPE "." TYPE " " D_LIST ", " BOTH_SHARED ", 1, 1, 1, 0, 0;"
+               : D_REGS("+f", d) : "l"(a), "l"(b));
+}
+
+// Lane 8 i + j has the address of row j of matrix i, and gives elements (lane / 4, 2 (lane % 4)) of each.
+__device__ __forceinline__ void store_matrices(u32 address, const u32* a) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(address), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
+}
+
+// What threads have stored and announced is there for the matrix units. Those that stored it would wait for all their
+// copies here.
+__device__ __forceinline__ void show_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// END OF INSTRUCTIONS
+
+// Of a ring of STAGES tiles: which one, and in which round.
+struct Place {
+  int stage;
+  u32 parity;
+};
+
+__device__ __forceinline__ Place place_of(int turn) { return {turn % STAGES, (u32)(turn / STAGES) & 1}; }
+
+// Into 16 rows of the tile of weights, the first of them at `to`.
+__device__ __forceinline__ void store_slab(unsigned char* to, const Slab& slab, const Code& maps, const Group& group,
+                                           int lane) {
+#if INPUTS_BY_ROWS
+  // A lane has four inputs side by side of each step, so the eight of two steps are a piece of 16 bytes.
+  const int r = lane >> 2, q = lane & 3;
+#pragma unroll
+  for (int s = 0; s < 4; s += 2) {
+    u32 a[2][4];
+    unpack(slab, s, maps, a[0]);
+    unpack(slab, s + 1, maps, a[1]);
+    apply_group(a[0], group);
+    apply_group(a[1], group);
+    unsigned char* at = to + r * 128 + ((q * 2 + s / 2 ^ r) << 4);
+    *(uint4*)at = make_uint4(a[0][0], a[0][2], a[1][0], a[1][2]);
+    *(uint4*)(at + 1024) = make_uint4(a[0][1], a[0][3], a[1][1], a[1][3]);
+  }
+#else
+  const u32 row = (lane & 7) + (lane & 8), at = shared_address(to) + row * 128 + ((lane >> 4 ^ lane & 7) << 4);
+#pragma unroll
+  for (int s = 0; s < 4; s++) {
+    u32 a[4];
+    unpack(slab, s, maps, a);
+    apply_group(a, group);
+    store_matrices(at ^ s << 5, a);
+  }
+#endif
+}
+
+// Two outputs of a row, with their scales and biases.
+__device__ __forceinline__ void store_two(u16* y, float2 sum, const float* scales, float x_scale, const u16* bias) {
+  const float2 scale = *(const float2*)scales;
+  const u32 both = bias != nullptr ? *(const u32*)bias : 0;
+  sum.x = sum.x * (scale.x * x_scale) + widen_y((u16)both), sum.y = sum.y * (scale.y * x_scale) + widen_y((u16)(both >> 16));
+  *(u32*)y = narrow_y(sum.x) | (u32)narrow_y(sum.y) << 16;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict__ w,
+           const unsigned char* __restrict__ groups, const float* __restrict__ scales, const float* x_scales,
+           const u16* __restrict__ bias, u16* y, int M, int N, int slabs, int turns, int per_group,
+           const float2* __restrict__ codes) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, unpacker = warp - CONSUMERS * 4;
+  const int tile = blockIdx.x, first_row = blockIdx.y * ROWS, rank = blockIdx.z;
+  const int share = (turns + SPLIT - 1) / SPLIT;
+  const int first = min(rank * share, turns), count = min(turns - first, share);
+  const u32 full = shared_address(memory), empty = full + 8 * STAGES;
+  const u32 base = (empty + 8 * STAGES + 1023) & ~1023u;
+  unsigned char* ring = memory + (base - full);
+  float* parts = (float*)ring;
+  if (thread == 0) {
+#pragma unroll
+    for (int s = 0; s < STAGES; s++) {
+      make_barrier(full + 8 * s, MEMBERS + 1);
+      make_barrier(empty + 8 * s, CONSUMERS * 4);
+    }
+    publish_barriers();
+  }
+  __syncthreads();
+  let_next_start();
+
+  if (unpacker >= 0) {
+    const int team = unpacker / MEMBERS, place = unpacker % MEMBERS * MT;
+    const int group_bytes = (turns + per_group - 1) / per_group * (FORMAT == CCQ ? 8 : GROUP_BYTES);  // of a slab
+    unsigned char* const held = ring + STAGES * STAGE + unpacker * AHEAD * HELD;
+    // Slabs behind the last repeat it; nothing of theirs is stored.
+    const auto slab_of = [&](int m) { return min(tile * (BN / 16) + place + m, slabs - 1); };
+    const auto ask = [&](int slot, int t) {
+      const u32 to = shared_address(held + slot * HELD);
+#pragma unroll
+      for (int m = 0; m < MT; m++) {
+        const u64 slab = slab_of(m);
+        if (t >= count) break;
+        bring_slab(to + m * SLAB_BYTES, w + (slab * turns + first + t) * SLAB_BYTES, lane);
+        bring_group(to + MT * SLAB_BYTES + m * GROUP_BYTES, groups + slab * group_bytes, first + t, per_group, lane);
+      }
+      commit();
+    };
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) ask(i, team + i * TEAMS);
+    Code maps[MT];
+#if FORMAT == CCQ
+#pragma unroll
+    for (int m = 0; m < MT; m++) {
+      maps[m].upper = codes[slab_of(m) * 16 + (lane >> 2)];
+      maps[m].lower = codes[slab_of(m) * 16 + (lane >> 2) + 8];
+    }
+#endif
+    wait_for_previous();  // for x; weights need not wait
+    for (int t = team, slot = 0; t < count; t += TEAMS) {
+      const Place at = place_of(t);
+      const unsigned char* own = held + slot * HELD;
+      Slab slab[MT];
+      Group group[MT];
+      await_own_copies<AHEAD - 1>();
+      if (GROUP_BYTES) __syncwarp();  // other lanes have brought the scales
+#pragma unroll
+      for (int m = 0; m < MT; m++) {
+        slab[m] = slab_at(own + m * SLAB_BYTES, lane);
+        group[m] = group_at(own + MT * SLAB_BYTES + m * GROUP_BYTES, first + t, lane);
+      }
+      await_phase(empty + 8 * at.stage, at.parity ^ 1);  // the phase before the first one counts as ended
+      if (place == 0 && lane == 0) {
+        expect(full + 8 * at.stage, TILE_X);
+        copy_box(base + at.stage * STAGE, x, (first + t) * 64, first_row, full + 8 * at.stage);
+      }
+      unsigned char* to = ring + at.stage * STAGE + TILE_X + place * 2048;
+#pragma unroll
+      for (int m = 0; m < MT; m++) store_slab(to + m * 2048, slab[m], maps[m], group[m], lane);
+      __syncwarp();
+      if (lane == 0) arrive_at(full + 8 * at.stage);
+      ask(slot, t + AHEAD * TEAMS);
+      if (++slot == AHEAD) slot = 0;
+    }
+    meet();
+  } else {
+    wait_for_previous();  // y is the allocator's: what is queued before may still read what was there
+    float sum[BN / 2];
+#pragma unroll
+    for (int i = 0; i < BN / 2; i++) sum[i] = 0.f;
+    fence_registers(sum);
+    int last = 0;
+    for (int t = 0; t < count; t++) {
+      const Place at = place_of(t);
+      await_phase(full + 8 * at.stage, at.parity);
+      show_stores();
+      const u64 tile_x = descriptor(base + at.stage * STAGE + warp / 4 * 8192);
+      const u64 tile_w = descriptor(base + at.stage * STAGE + TILE_X);
+      begin_products();
+#pragma unroll
+      for (int s = 0; s < 4; s++) multiply(sum, tile_x + s * 2, tile_w + s * 2);
+      end_products();
+      await_products<1>();
+      if (t > 0 && lane == 0) arrive_at(empty + 8 * last);
+      last = at.stage;
+    }
+    await_products<0>();
+    fence_registers(sum);
+    meet();  // parts stand where tiles were
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int row = warp * 16 + (lane >> 2) + h * 8, line = rank * OWN_ROWS + row % OWN_ROWS;
+      const u32 to = at_rank(shared_address(parts + line * PITCH + (lane & 3) * 2), row / OWN_ROWS);
+#pragma unroll
+      for (int j = 0; j < BN / 8; j++) send(to + j * 32, sum[j * 4 + h * 2], sum[j * 4 + h * 2 + 1]);
+    }
+  }
+  meet();
+  for (int e = thread; e < OWN_ROWS * (BN / 2); e += THREADS) {
+    const int n = e / (BN / 2), c = e % (BN / 2) * 2, row = first_row + rank * OWN_ROWS + n, column = tile * BN + c;
+    if (row >= M || column >= N) continue;
+    float2 sum = {0.f, 0.f};
+#pragma unroll
+    for (int s = 0; s < SPLIT; s++) {
+      const float2 part = *(const float2*)(parts + (s * OWN_ROWS + n) * PITCH + c);
+      sum.x += part.x, sum.y += part.y;
+    }
+    store_two(y + (u64)row * N + column, sum, scales + column, x_scales == nullptr ? 1.f : x_scales[row],
+              bias == nullptr ? nullptr : bias + column);
+  }
+}
