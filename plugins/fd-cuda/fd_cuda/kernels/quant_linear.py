@@ -91,7 +91,7 @@ def _gemv_shape(slabs: Slabs, rows: int) -> Gemv:
     if tiles > 1 and slabs.kind == INT4 and count >= 2 * processors:
         return Gemv(tiles, 4, 8, 4, 1, staged and tiles == 2)
     if slabs.kind == CCQ and count >= 2 * processors:
-        return Gemv(tiles, 4, 16, 2, 1) if tiles == 1 else Gemv(tiles, 4, 8, 4, 1)
+        return Gemv(tiles, 4, 16, 2, 1)
     if count >= 2 * processors:
         return Gemv(tiles, 2, 8, 4, 2, staged and tiles == 1)
     is_small = count < processors and tiles < 4
