@@ -86,8 +86,9 @@ def _gemv_shape(slabs: Slabs, rows: int) -> Gemv:
     """As many slabs a warp as leave work for every multiprocessor."""
     tiles = 1 if rows <= 8 else 2 if rows <= 16 else 4
     count, processors = slabs.num_slabs, num_processors()
-    # Long rows: a warp that waits for registers waits for all that it has asked for.
-    staged = slabs.kind in (INT4, INT8, FP8) and slabs.num_turns >= (48 if _is_light(slabs) else 96)
+    # Long rows: a warp that waits for registers waits for all that it has asked for; where little is to be done for
+    # a weight, the way through shared memory takes longer than that.
+    staged = slabs.kind in (INT4, INT8, FP8) and slabs.num_turns >= 96 and not _is_light(slabs)
     if tiles > 1 and slabs.kind == INT4 and count >= 2 * processors:
         return Gemv(tiles, 4, 8, 4, 1, staged and tiles == 2)
     if slabs.kind == CCQ and count >= 2 * processors:
