@@ -159,9 +159,11 @@ class BatchScheduler:
         """Take in a step's results; `take_deltas` has the answers."""
         self._outcome.apply(step, output)
         if self._length is not None:
-            prompts = 0 if step.is_decode else sum(row.num_tokens for row in step.rows)
-            # Requests that come all at once, as the first ones do, are not the usual load.
-            is_usual = 2 * len(step.rows) <= max(2, self.num_running)
+            prompts, is_usual = 0, True
+            if not step.is_decode:
+                prompts = sum(row.num_tokens for row in step.rows)
+                # Requests that come all at once, as the first ones do, are not the usual load.
+                is_usual = 2 * len(step.rows) <= max(2, self.num_running)
             if self._length.passes(output.token_ids.size, is_usual * prompts):
                 self._busy_since = None
             else:

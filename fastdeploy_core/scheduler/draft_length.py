@@ -46,7 +46,7 @@ class _Regime:
     """What is known of batches of about one size and one kind of sampling, and what they do now."""
 
     def __init__(self, num_rows: int, most: int, acceptance: Acceptance) -> None:
-        self.acceptance, self.times = acceptance, StepTimes()
+        self.num_rows, self.acceptance, self.times = num_rows, acceptance, StepTimes()
         steps = min(MOST_STEPS, max(LEAST_STEPS, ROWS // num_rows))
         # Without drafts every row has one token per step, which is soon known.
         self.load = Load()
@@ -58,8 +58,6 @@ class _Regime:
         self.since, self.pause = 0, TRY_AGAIN  # steps since the last trial, and until the next
         self.num_tried, self.lost_s = 0, 0.0  # numbers in this trial, and what they cost
         self.relief = 1.0  # how many times as fast plain steps are in a small batch
-        # Numbers that were not fair, until drafts were off and are tried anew.
-        self.unfair: set[int] = set()
         self.num_unsettled = SETTLE
         self.quiet_until = 0  # steps that are not looked at, since the last trial
 
@@ -96,10 +94,10 @@ class _Regime:
 
     def is_fair(self, number: int) -> bool:
         """Whether rows whose drafts fare badly do not pay for the others': a batch of equal answers is not
-        complete later than without drafts."""
+        complete later than without drafts. A row alone only asks whether drafts pay."""
         own, plain = self.pace[number], self.pace[0]
-        if number in self.unfair:
-            return False
+        if self.num_rows == 1:
+            return True
         if not (own.is_known and plain.is_known):
             return True
         # The others are complete by then, and rows that fare badly have done their share.
@@ -184,7 +182,8 @@ class DraftLength:
             regime.num_unsettled -= 1
             self._begin_window(regime)
             return
-        if seconds <= 0:
+        # One without tokens computed prompts, which takes as long whatever there is of drafts.
+        if seconds <= 0 or not num_tokens:
             return
         pace = regime.pace[regime.current]
         if is_decode and not is_behind:
@@ -257,7 +256,6 @@ class DraftLength:
                 self._try(regime, self._first(regime))
         elif not regime.is_fair(regime.best):
             lost_s = WINDOWS * regime.pace[regime.best].lost(regime.pace[0].speed)
-            regime.unfair.add(regime.best)
             self._try(regime, 0)
             regime.lost_s = lost_s
         elif regime.since >= regime.pause or not regime.still_pays():
@@ -282,7 +280,6 @@ class DraftLength:
         regime.is_trial, regime.num_tried, regime.lost_s = True, 0, 0.0
         if number:
             regime.acceptance.fade(KEPT_FOR_TRIAL)
-            regime.unfair.clear()
         for other in range(self._most + 1):
             if other != regime.best:
                 regime.pace[other].forget()

@@ -18,6 +18,7 @@ import pytest
 
 from fastdeploy_core.kvcache import KVCacheManager
 from fastdeploy_core.scheduler import BatchScheduler, ScheduledStep
+from fastdeploy_core.scheduler.draft_length import DraftLength
 from fastdeploy_core.scheduler.settings import SchedulerSettings
 from fastdeploy_core.types import ModelRunnerOutput, SamplingParams
 from tests.null_engine import make_request
@@ -196,3 +197,20 @@ def test_uneven_answers_lose_nothing(load: str, rows: int, is_busy: bool) -> Non
         times = [total + 1 / speed for total, speed in zip(times, speeds, strict=True)]
     assert times[1] / times[0] > 0.97, ratios
     assert median(ratios[1:]) > 0.97, ratios
+
+
+def test_an_answer_that_is_now_and_then_hopeless_keeps_its_drafts() -> None:
+    """One row at a time, every fourth answer without a right draft: the others go on as they did."""
+    plain, drafting = Accelerator(0), Accelerator(5)
+    speeds = [world.serve([200] * 40, 1) for world in (drafting, plain)]
+    assert speeds[0] / speeds[1] > 1.1
+
+
+def test_steps_without_tokens_decide_nothing() -> None:
+    """A prompt that takes many steps, in a batch whose drafts are being tried: nobody gets a token."""
+    length = DraftLength(3)
+    for _ in range(200):
+        asked = length.choose(1)
+        length.passes(0, 512)
+        length.observe(asked, 0, 0.001, 512)
+    assert length.choose(1) == 3, "nothing has been said of drafts"

@@ -101,7 +101,6 @@ def test_rotation(levels: int) -> None:
         (128, 128, 128, 3, torch.bfloat16),
         (64, 384, 128, 13, torch.float16),
         (64, 512, 256, 1, torch.bfloat16),
-        (64, 128, 128, 35, torch.bfloat16),
         (128, 256, 256, 100, torch.bfloat16),
     ],
 )
@@ -129,6 +128,30 @@ def test_kernels_of_dense_layers(shape: Rows, count: int, block: int, tokens: in
     weight, dense = trellis(192, count, block)
     x = torch.randn(tokens, count, device=DEVICE).bfloat16()
     check(quant_trellis.product(shape, x, weight, None), x.double().cpu().numpy() @ dense[0].T)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 30, 64, 128])
+def test_chosen_kernels_fit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into shared memory, and threads copy whole rows."""
+    monkeypatch.setattr(quant_trellis, "num_processors", lambda: 132)
+    weight = trellis(64, 128, 128)[0]
+    for width, depth in ((8192, 28672), (8192, 8192), (6144, 1024), (1024, 3072), (64, 128)):
+        words = torch.empty((width // 64, depth // 8, 0))
+        packed = replace(weight.packed, out_features=width, in_features=depth)
+        shape = quant_trellis.choose(replace(weight, packed=packed, words=words), rows)
+        assert shape.shared(depth)[0] <= 227 << 10
+        assert shape.own or 8 * shape.group % shape.ahead == 0
+        assert shape.own == (rows == 1)
+
+
+def test_stored_words_come_back() -> None:
+    """Lanes' order is exchanged for the format's, in which the decoder goes bit by bit."""
+    weight, dense = trellis(64, 128, 128)
+    words = weight.stored.tensors["weight"]
+    assert not torch.equal(words, weight.words)
+    own = decoded(words.cpu().numpy()) * weight.scales.double().cpu().numpy()[:, None]
+    assert np.allclose(np.linalg.norm(own, axis=1), np.linalg.norm(dense[0], axis=1))
+    assert torch.equal(quant_trellis.prepare(weight.stored).words, weight.words)
 
 
 def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
