@@ -31,7 +31,7 @@ def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     names = ",".join(f"fd-{vendor}" for vendor in DEVICES)  # of the plugins only these
     path = os.pathsep.join(p for p in (str(ROOT), more.pop("PYTHONPATH", "")) if p)
     return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=550, check=False,
         env=kept | {
             "FD_PLUGINS": names, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "SIM_MEM_MB": "512",
         } | more,
@@ -74,6 +74,7 @@ def test_hygiene_and_device_kit_with_two_ranks(stand_in: dict[str, str]) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_whole_kit(stand_in: dict[str, str]) -> None:
     check = ("-m", "fastdeploy_core.cli.main", "plugins", "check", "gcu", "--tensor", "torch")
     done = run(*check, **stand_in)
