@@ -7,6 +7,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
+
 from fastdeploy_core.config import BatchConfig, CacheConfig, EngineConfig
 from fastdeploy_core.config.arguments import build_engine_config
 from fastdeploy_core.engine.core import EngineCore
@@ -222,3 +224,47 @@ def make_requests(random: Random, count: int) -> list[Request]:
         request.eos_token_ids = [2]
         requests.append(request)
     return requests
+
+
+def answers_alone(bench: Bench, requests: list[Request]) -> dict[str, list[list[int]]]:
+    """Each request by itself, with everything turned off."""
+    alone = {}
+    for request in requests:
+        _, collector = bench.run(Settings(), [(0, request)])
+        alone[request.request_id] = collector.answers(request.request_id)
+    return alone
+
+
+def check(collector: Collector, requests: list[Request], alone: dict[str, list[list[int]]]) -> None:
+    for request in requests:
+        name = request.request_id
+        assert name in collector.finished and name not in collector.errors
+        assert collector.answers(name) == alone[name], (name, request.sampling)
+
+
+def check_poisoned_step(
+    bench: Bench,
+    requests: list[Request],
+    alone: dict[str, list[list[int]]],
+    overlap: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The model raises whenever one prompt's last token is fed; the other requests do not notice."""
+    used = {t for r in requests for t in r.prompt_token_ids}
+    used |= {t for answers in alone.values() for tokens in answers for t in tokens}
+    poison = next(t for t in range(3, VOCAB) if t not in used)
+    model = bench.worker._runner._model
+    forward = model.forward
+
+    def fragile(input_ids: Any, positions: Any, context: Any) -> Any:
+        if poison in input_ids.tolist():
+            raise ValueError("poisoned")
+        return forward(input_ids, positions, context)
+
+    monkeypatch.setattr(model, "forward", fragile)
+    bad = make_request("bad", [5, 6, poison], max_tokens=5)
+    settings = Settings(max_num_seqs=8, overlap=overlap, prefix_caching=True, host_blocks=8)
+    arrivals = [(0, r) for r in requests[:3]] + [(2, bad)] + [(2, r) for r in requests[3:]]
+    _, collector = bench.run(settings, arrivals)
+    assert collector.errors == {"bad": "FastDeployError"}
+    check(collector, requests, alone)

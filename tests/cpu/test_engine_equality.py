@@ -6,14 +6,21 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 
 from fastdeploy_core.engine.client import LocalEngine
-from tests.checkpoints import VOCAB, build
-from tests.cpu.engine_mixes import Bench, Settings, make_engine_config, make_requests, play
-from tests.null_engine import Collector, make_request
+from tests.checkpoints import build
+from tests.cpu.engine_mixes import (
+    Bench,
+    Settings,
+    answers_alone,
+    check,
+    check_poisoned_step,
+    make_engine_config,
+    make_requests,
+    play,
+)
 
 VARIANTS = ("ernie-moe", "qwen3")
 NUM_MIXES = (30, pytest.param(110, marks=[pytest.mark.slow, pytest.mark.timeout(900)]))  # per model
@@ -28,22 +35,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=VARIANTS)
 def bench(request: pytest.FixtureRequest, checkpoints: Path, tensor_library: str) -> Bench:
     return Bench(checkpoints / request.param, tensor_library)
-
-
-def answers_alone(bench: Bench, requests: list) -> dict[str, list[list[int]]]:
-    """Each request by itself, with everything turned off."""
-    alone = {}
-    for request in requests:
-        _, collector = bench.run(Settings(), [(0, request)])
-        alone[request.request_id] = collector.answers(request.request_id)
-    return alone
-
-
-def check(collector: Collector, requests: list, alone: dict) -> None:
-    for request in requests:
-        name = request.request_id
-        assert name in collector.finished and name not in collector.errors
-        assert collector.answers(name) == alone[name], (name, request.sampling)
 
 
 @pytest.mark.parametrize("num_mixes", NUM_MIXES)
@@ -103,27 +94,8 @@ def test_sampled_answers_differ_between_seeds_and_branches(bench: Bench) -> None
 def test_request_that_breaks_a_step_fails_alone(
     bench: Bench, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model raises whenever one prompt's last token is fed; the others do not notice."""
     requests = make_requests(Random(9), 6)
-    alone = answers_alone(bench, requests)
-    used = {t for r in requests for t in r.prompt_token_ids}
-    used |= {t for answers in alone.values() for tokens in answers for t in tokens}
-    poison = next(t for t in range(3, VOCAB) if t not in used)
-    model = bench.worker._runner._model
-    forward = model.forward
-
-    def fragile(input_ids: Any, positions: Any, context: Any) -> Any:
-        if poison in input_ids.tolist():
-            raise ValueError("poisoned")
-        return forward(input_ids, positions, context)
-
-    monkeypatch.setattr(model, "forward", fragile)
-    bad = make_request("bad", [5, 6, poison], max_tokens=5)
-    settings = Settings(max_num_seqs=8, overlap=overlap, prefix_caching=True, host_blocks=8)
-    arrivals = [(0, r) for r in requests[:3]] + [(2, bad)] + [(2, r) for r in requests[3:]]
-    _, collector = bench.run(settings, arrivals)
-    assert collector.errors == {"bad": "FastDeployError"}
-    check(collector, requests, alone)
+    check_poisoned_step(bench, requests, answers_alone(bench, requests), overlap, monkeypatch)
 
 
 @pytest.mark.parametrize("num_mixes", NUM_RANK_MIXES)

@@ -13,11 +13,15 @@ import pytest
 
 from fastdeploy_core.config import GraphConfig
 from fastdeploy_core.testing.capturing import OnCapturingDevice
-from tests.checkpoints import VOCAB
 from tests.cpu import engine_mixes
-from tests.cpu.engine_mixes import Bench, Settings, make_requests
-from tests.cpu.test_engine_equality import answers_alone, check
-from tests.null_engine import make_request
+from tests.cpu.engine_mixes import (
+    Bench,
+    Settings,
+    answers_alone,
+    check,
+    check_poisoned_step,
+    make_requests,
+)
 from tests.worker_steps import sharpen, write_model
 
 NUM_MIXES = 12
@@ -74,26 +78,7 @@ def test_random_mixes_give_the_tokens_of_each_request_alone(benches: tuple[Bench
 def test_request_that_breaks_a_step_fails_alone(
     benches: tuple[Bench, Bench], overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model raises whenever one prompt's last token is fed; steps of the others are recorded."""
     recorded, eager = benches
     requests = make_requests(Random(9), 6)
-    alone = answers_alone(eager, requests)
-    used = {t for r in requests for t in r.prompt_token_ids}
-    used |= {t for answers in alone.values() for tokens in answers for t in tokens}
-    poison = next(t for t in range(3, VOCAB) if t not in used)
-    model = recorded.worker._runner._model
-    forward = model.forward
-
-    def fragile(input_ids: Any, positions: Any, context: Any) -> Any:
-        if poison in input_ids.tolist():
-            raise ValueError("poisoned")
-        return forward(input_ids, positions, context)
-
-    monkeypatch.setattr(model, "forward", fragile)
-    bad = make_request("bad", [5, 6, poison], max_tokens=5)
-    settings = Settings(max_num_seqs=8, overlap=overlap, prefix_caching=True, host_blocks=8)
-    arrivals = [(0, r) for r in requests[:3]] + [(2, bad)] + [(2, r) for r in requests[3:]]
-    _, collector = recorded.run(settings, arrivals)
-    assert collector.errors == {"bad": "FastDeployError"}
-    check(collector, requests, alone)
+    check_poisoned_step(recorded, requests, answers_alone(eager, requests), overlap, monkeypatch)
     assert num_replays(recorded) > 5
