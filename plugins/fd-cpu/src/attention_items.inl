@@ -99,8 +99,7 @@ void attention_of(const AttentionOp &op, const Worker &worker) {
     for (int64_t seq = 0; seq < op.num_seqs; ++seq) writes &= op.cu_seqlens_q[seq + 1] - op.cu_seqlens_q[seq] <= step;
     int64_t first, last;
     worker.share(writes ? 0 : op.num_tokens, first, last);
-    for (int64_t t = first; t < last; ++t)
-        for (int64_t h = 0; h < op.num_kv_heads; ++h) write_head<T>(op, scratch, t, h);
+    write_tokens<T>(op, scratch, first, last);
     if (worker.thread == 0) next.store(0);
     worker.barrier();
     TileUse use;
