@@ -92,8 +92,7 @@ FDCPU_INLINE void write_together(const AttentionOp &op, const AttentionScratch &
         const auto *even = static_cast<const uint16_t *>(op.v) + (t + i) * op.v_stride + h * op.v_head_dim;
         const uint16_t *odd = even + op.v_stride;
         for (int64_t d = 0; d < op.v_head_dim; d += kLanes)
-            store_as(values + 2 * d, U(__builtin_convertvector(load_as<H>(even + d), U) |
-                                       __builtin_convertvector(load_as<H>(odd + d), U) << 16));
+            store_as(values + 2 * d, U(widen(load_as<H>(even + d)) | widen(load_as<H>(odd + d)) << 16));
     }
 }
 
