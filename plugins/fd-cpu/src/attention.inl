@@ -86,7 +86,8 @@ FDCPU_INLINE void rotate_pairs(float *x, float *y, bool interleaved, const float
     store(y, __builtin_shufflevector(first, second, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
 }
 
-// One head's vector, rotated by its position and rounded to T as the reference does.
+// One head's vector, rotated by its position and rounded to T as the reference does, unless the next thing
+// is that it becomes pairs.
 template <class T>
 FDCPU_INLINE void rotate(const AttentionOp &op, const T *from, int64_t position, int64_t size, float *to) {
     widen_row(from, to, size);
@@ -105,7 +106,7 @@ FDCPU_INLINE void rotate(const AttentionOp &op, const T *from, int64_t position,
         head[a] = x * cosine[i] - y * sine[i];
         head[b] = y * cosine[i] + x * sine[i];
     }
-    if (sizeof(T) == 4) return;
+    if (sizeof(T) == 4 || (is_paired<T>(op) && !op.is_int8)) return;
     for (i = 0; i + kLanes <= op.rotary; i += kLanes) store(head + i, round_to_bf16(load(head + i)));
     for (; i < op.rotary; ++i) {
         uint16_t rounded;
