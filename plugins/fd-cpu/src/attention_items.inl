@@ -107,9 +107,10 @@ void attention_of(const AttentionOp &op, const Worker &worker) {
     int64_t item = 0, mine = next.fetch_add(1);
     for (int64_t seq = op.num_seqs; seq-- > 0;) {
         const int64_t num_new = op.cu_seqlens_q[seq + 1] - op.cu_seqlens_q[seq];
-        // The last tokens see most keys: first, so that no thread is left alone with them.
-        for (int64_t end = num_new; end > 0; end -= step)
-            for (int64_t head = 0; head < op.num_kv_heads; ++head, ++item) {
+        // Head by head: its keys and values stay in the second-level cache. The last tokens see most of them, so
+        // they come first, and no thread is left alone with them.
+        for (int64_t head = 0; head < op.num_kv_heads; ++head)
+            for (int64_t end = num_new; end > 0; end -= step, ++item) {
                 if (item != mine) continue;
                 const Item found{seq, head, std::max<int64_t>(0, end - step), end};
                 if (writes) fetch_item<T>(op, found);
