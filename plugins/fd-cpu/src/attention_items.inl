@@ -52,26 +52,31 @@ void attend_item(const AttentionOp &op, const AttentionScratch &s, TileUse &use,
     const int64_t rows = (end - begin) * shared;
     if (writes)
         for (int64_t t = begin; t < end; ++t) write_head<T>(op, s, first_token + t, head);
+    const auto query = [&](int64_t r) {
+        const int64_t token = first_token + begin + r / shared;
+        return static_cast<const T *>(op.q) + token * op.q_stride + (head * shared + r % shared) * op.head_dim;
+    };
     for (int64_t r = 0; r < rows; ++r) {
-        const int64_t t = begin + r / shared, token = first_token + t, query = head * shared + r % shared;
+        for (int64_t d = 0; d < op.head_dim && r + shared < rows; d += 64 / int64_t(sizeof(T)))
+            __builtin_prefetch(query(r + shared) + d);
+        const int64_t t = begin + r / shared;
         s.limit[r] = std::min(top, seq_len - num_new + t + 1);
         s.peak[r] = -INFINITY;
         s.sum[r] = 0;
-        float *q = s.q + r * op.head_dim;
-        rotate(op, static_cast<const T *>(op.q) + token * op.q_stride + query * op.head_dim, op.positions[token],
-               op.head_dim, q);
+        float *q = is_paired<T>(op) ? s.q : s.q + r * op.head_dim;
+        rotate(op, query(r), op.positions[first_token + t], op.head_dim, q);
         for (int64_t d = 0; d < op.head_dim && op.key_factors; ++d) q[d] *= op.key_factors[head * op.head_dim + d];
         if (is_paired<T>(op)) narrow_row(q, s.q_pairs + r * op.head_dim, op.head_dim);
     }
     std::memset(s.out, 0, size_t(rows * op.v_head_dim) * sizeof(float));
     attend<T>(op, s, use, seq, head, rows, top);
     for (int64_t r = 0; r < rows; ++r) {
-        const int64_t token = first_token + begin + r / shared, query = head * shared + r % shared;
+        const int64_t token = first_token + begin + r / shared, column = head * shared + r % shared;
         float *out = s.out + r * op.v_head_dim;
         const float factor = s.sum[r] == 0 ? 0.f : 1.f / s.sum[r];
         for (int64_t d = 0; d < op.v_head_dim; ++d) out[d] *= factor;
         for (int64_t d = 0; d < op.v_head_dim && op.value_factors; ++d) out[d] *= op.value_factors[head * op.v_head_dim + d];
-        narrow_row(out, static_cast<T *>(op.y) + (token * op.num_heads + query) * op.v_head_dim, op.v_head_dim);
+        narrow_row(out, static_cast<T *>(op.y) + (token * op.num_heads + column) * op.v_head_dim, op.v_head_dim);
     }
 }
 
