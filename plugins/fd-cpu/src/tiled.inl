@@ -73,7 +73,8 @@ struct TiledPanel {
                 const B packed = load_as<B>(line);
                 if constexpr (is_wide) {
                     for (int j = 0; j < kRows; ++j)
-                        store_as(row + j * 64, pairs_of_bf16(integer(packed, 2 * j) * scale[s], integer(packed, 2 * j + 1) * scale[s]));
+                        store_as(row + j * 64,
+                                 pairs_of_bf16(integer(packed, 2 * j) * scale[s], integer(packed, 2 * j + 1) * scale[s]));
                 } else if constexpr (kind == WeightKind::int4) {
                     store_as(row, B(packed & 15));
                     store_as(row + 64, B(B(U(packed) >> 4) & 15));
