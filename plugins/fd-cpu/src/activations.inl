@@ -114,7 +114,7 @@ FDCPU_INLINE void prepare_row(const LinearOp &op, const Activations &form, int64
     widen_row(static_cast<const T *>(op.x) + from * op.x_stride, row, inputs);
     const int64_t whole = (padded + kLanes - 1) / kLanes * kLanes;
     for (int64_t k = inputs; k < whole; ++k) row[k] = 0;
-    if (op.norm_weight) normalize(row, static_cast<const T *>(op.norm_weight), op.eps, inputs);
+    if (op.norm_weight) normalize(row, static_cast<const T *>(op.norm_weight), op.eps, inputs, row);
     if (op.norm_weight && sizeof(T) == 2)  // the norm's result has the model's dtype
         for (int64_t k = 0; k < inputs; k += kLanes) store(row + k, round_to_bf16(load(row + k)));
     if (w.kind == WeightKind::tet2) {

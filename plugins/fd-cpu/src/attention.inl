@@ -86,7 +86,8 @@ FDCPU_INLINE void rotate_pairs(float *x, float *y, bool interleaved, const float
     store(y, __builtin_shufflevector(first, second, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
 }
 
-// One head's vector, rotated by its position and rounded to T as the reference does.
+// One head's vector, rotated by its position and rounded to T as the reference does, unless the next thing
+// is that it becomes pairs.
 template <class T>
 FDCPU_INLINE void rotate(const AttentionOp &op, const T *from, int64_t position, int64_t size, float *to) {
     widen_row(from, to, size);
@@ -105,50 +106,13 @@ FDCPU_INLINE void rotate(const AttentionOp &op, const T *from, int64_t position,
         head[a] = x * cosine[i] - y * sine[i];
         head[b] = y * cosine[i] + x * sine[i];
     }
-    if (sizeof(T) == 4) return;
+    if (sizeof(T) == 4 || (is_paired<T>(op) && !op.is_int8)) return;
     for (i = 0; i + kLanes <= op.rotary; i += kLanes) store(head + i, round_to_bf16(load(head + i)));
     for (; i < op.rotary; ++i) {
         uint16_t rounded;
         store_one(&rounded, head[i]);
         head[i] = load_one(&rounded);
     }
-}
-
-// `bits` is room for a head.
-FDCPU_INLINE void write_paired(const AttentionOp &op, int64_t offset, const float *key, uint16_t *keys, uint16_t *bits) {
-    narrow_row(key, bits, op.head_dim);
-    for (int64_t d = 0; d < op.head_dim; d += 2) std::memcpy(keys + (d / 2 * op.block_size + offset) * 2, bits + d, 4);
-}
-
-// The key and value of a new token and a kv head.
-template <class T>
-FDCPU_INLINE void write_head(const AttentionOp &op, const AttentionScratch &s, int64_t t, int64_t h) {
-    const int64_t slot = op.slot_mapping[t];
-    if (slot < 0) return;
-    float *row = s.q;
-    const int64_t block = slot / op.block_size, offset = slot % op.block_size;
-    rotate(op, static_cast<const T *>(op.k) + t * op.k_stride + h * op.head_dim, op.positions[t], op.head_dim, row);
-    if (!op.values) return narrow_row(row, static_cast<T *>(op.keys) + slot * op.head_dim, op.head_dim);
-    const T *v = static_cast<const T *>(op.v) + t * op.v_stride + h * op.v_head_dim;
-    const int64_t place = block * op.num_kv_heads + h;
-    if (op.is_int8) {
-        auto *numbers = reinterpret_cast<int8_t *>(s.weights);
-        write_int8<T>(op, place, offset, h, row, true, numbers);
-        widen_row(v, row, op.v_head_dim);
-        return write_int8<T>(op, place, offset, h, row, false, numbers);
-    }
-    T *keys = static_cast<T *>(op.keys) + place * op.head_dim * op.block_size;
-    T *values = static_cast<T *>(op.values) + place * op.block_size * op.v_head_dim;
-    if (!is_paired<T>(op)) {
-        for (int64_t d = 0; d < op.head_dim; ++d) store_one(keys + d * op.block_size + offset, row[d]);
-        widen_row(v, row, op.v_head_dim);
-        return narrow_row(row, values + offset * op.v_head_dim, op.v_head_dim);
-    }
-    write_paired(op, offset, row, reinterpret_cast<uint16_t *>(keys), s.weights);
-    widen_row(v, row, op.v_head_dim);
-    narrow_row(row, s.weights, op.v_head_dim);
-    auto *pairs = reinterpret_cast<uint16_t *>(values) + offset / 2 * op.v_head_dim * 2 + offset % 2;
-    for (int64_t d = 0; d < op.v_head_dim; ++d) pairs[2 * d] = s.weights[d];
 }
 
 // scores[R][tokens of the block] of R rows.

@@ -13,7 +13,7 @@ FDCPU_INLINE uint16_t half_of(float x) {
     return uint16_t((bits + 0xfff + (bits >> 13 & 1)) >> 13) - (112 << 10);
 }
 FDCPU_INLINE F load_halves(const uint16_t *from) {
-    const U bits = __builtin_convertvector(load_as<H>(from), U);
+    const U bits = widen(load_as<H>(from));
     const F value = F((bits & 0x7fff) << 13) * 0x1p112f;
     return F(U(value) | U(I((bits & 0x7c00) == 0x7c00) & 0x7f800000));  // of which none but NaN is written
 }

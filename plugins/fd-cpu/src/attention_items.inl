@@ -52,26 +52,31 @@ void attend_item(const AttentionOp &op, const AttentionScratch &s, TileUse &use,
     const int64_t rows = (end - begin) * shared;
     if (writes)
         for (int64_t t = begin; t < end; ++t) write_head<T>(op, s, first_token + t, head);
+    const auto query = [&](int64_t r) {
+        const int64_t token = first_token + begin + r / shared;
+        return static_cast<const T *>(op.q) + token * op.q_stride + (head * shared + r % shared) * op.head_dim;
+    };
     for (int64_t r = 0; r < rows; ++r) {
-        const int64_t t = begin + r / shared, token = first_token + t, query = head * shared + r % shared;
+        for (int64_t d = 0; d < op.head_dim && r + shared < rows; d += 64 / int64_t(sizeof(T)))
+            __builtin_prefetch(query(r + shared) + d);
+        const int64_t t = begin + r / shared;
         s.limit[r] = std::min(top, seq_len - num_new + t + 1);
         s.peak[r] = -INFINITY;
         s.sum[r] = 0;
-        float *q = s.q + r * op.head_dim;
-        rotate(op, static_cast<const T *>(op.q) + token * op.q_stride + query * op.head_dim, op.positions[token],
-               op.head_dim, q);
+        float *q = is_paired<T>(op) ? s.q : s.q + r * op.head_dim;
+        rotate(op, query(r), op.positions[first_token + t], op.head_dim, q);
         for (int64_t d = 0; d < op.head_dim && op.key_factors; ++d) q[d] *= op.key_factors[head * op.head_dim + d];
         if (is_paired<T>(op)) narrow_row(q, s.q_pairs + r * op.head_dim, op.head_dim);
     }
     std::memset(s.out, 0, size_t(rows * op.v_head_dim) * sizeof(float));
     attend<T>(op, s, use, seq, head, rows, top);
     for (int64_t r = 0; r < rows; ++r) {
-        const int64_t token = first_token + begin + r / shared, query = head * shared + r % shared;
+        const int64_t token = first_token + begin + r / shared, column = head * shared + r % shared;
         float *out = s.out + r * op.v_head_dim;
         const float factor = s.sum[r] == 0 ? 0.f : 1.f / s.sum[r];
         for (int64_t d = 0; d < op.v_head_dim; ++d) out[d] *= factor;
         for (int64_t d = 0; d < op.v_head_dim && op.value_factors; ++d) out[d] *= op.value_factors[head * op.v_head_dim + d];
-        narrow_row(out, static_cast<T *>(op.y) + (token * op.num_heads + query) * op.v_head_dim, op.v_head_dim);
+        narrow_row(out, static_cast<T *>(op.y) + (token * op.num_heads + column) * op.v_head_dim, op.v_head_dim);
     }
 }
 
@@ -99,8 +104,7 @@ void attention_of(const AttentionOp &op, const Worker &worker) {
     for (int64_t seq = 0; seq < op.num_seqs; ++seq) writes &= op.cu_seqlens_q[seq + 1] - op.cu_seqlens_q[seq] <= step;
     int64_t first, last;
     worker.share(writes ? 0 : op.num_tokens, first, last);
-    for (int64_t t = first; t < last; ++t)
-        for (int64_t h = 0; h < op.num_kv_heads; ++h) write_head<T>(op, scratch, t, h);
+    write_tokens<T>(op, scratch, first, last);
     if (worker.thread == 0) next.store(0);
     worker.barrier();
     TileUse use;
@@ -108,9 +112,10 @@ void attention_of(const AttentionOp &op, const Worker &worker) {
     int64_t item = 0, mine = next.fetch_add(1);
     for (int64_t seq = op.num_seqs; seq-- > 0;) {
         const int64_t num_new = op.cu_seqlens_q[seq + 1] - op.cu_seqlens_q[seq];
-        // The last tokens see most keys: first, so that no thread is left alone with them.
-        for (int64_t end = num_new; end > 0; end -= step)
-            for (int64_t head = 0; head < op.num_kv_heads; ++head, ++item) {
+        // Head by head: its keys and values stay in the second-level cache. The last tokens see most of them, so
+        // they come first, and no thread is left alone with them.
+        for (int64_t head = 0; head < op.num_kv_heads; ++head)
+            for (int64_t end = num_new; end > 0; end -= step, ++item) {
                 if (item != mine) continue;
                 const Item found{seq, head, std::max<int64_t>(0, end - step), end};
                 if (writes) fetch_item<T>(op, found);

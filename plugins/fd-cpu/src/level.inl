@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "ops.h"
 #include "simd.h"
@@ -22,6 +23,7 @@
 #include "greedy.inl"
 #include "attention_int8.inl"
 #include "attention.inl"
+#include "attention_write.inl"
 #include "attention_tiled.inl"
 #include "attention_items.inl"
 #include "moe.inl"

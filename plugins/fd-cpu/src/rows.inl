@@ -25,13 +25,13 @@ FDCPU_INLINE float sum_of_squares(const float *row, int64_t size) {
     return rest;
 }
 
-// row becomes rms_norm(row), rounded to T before the weight's product is taken, as the reference does.
-template <class T>
-FDCPU_INLINE void normalize(float *row, const T *weight, float eps, int64_t size) {
+// `to`, which may be the row itself, becomes rms_norm(row).
+template <class T, class Y>
+FDCPU_INLINE void normalize(const float *row, const T *weight, float eps, int64_t size, Y *to) {
     const float factor = 1.f / std::sqrt(sum_of_squares(row, size) / float(size) + eps);
     int64_t i = 0;
-    for (; i + kLanes <= size; i += kLanes) store(row + i, load(row + i) * factor * load(weight + i));
-    for (; i < size; ++i) row[i] = row[i] * factor * load_one(weight + i);
+    for (; i + kLanes <= size; i += kLanes) store(to + i, load(row + i) * factor * load(weight + i));
+    for (; i < size; ++i) store_one(to + i, row[i] * factor * load_one(weight + i));
 }
 
 template <class T>
@@ -48,8 +48,7 @@ void norm_rows(const NormOp &op, const Worker &worker) {
             narrow_row(row, total, op.width);
             widen_row(total, row, op.width);  // what the next layer will read
         }
-        normalize(row, static_cast<const T *>(op.weight), op.eps, op.width);
-        narrow_row(row, static_cast<T *>(op.y) + m * op.width, op.width);
+        normalize(row, static_cast<const T *>(op.weight), op.eps, op.width, static_cast<T *>(op.y) + m * op.width);
     }
 }
 
@@ -68,8 +67,7 @@ void norm_heads(const HeadNormOp &op, const Worker &worker) {
             T *head = is_query ? static_cast<T *>(op.q) + t * op.q_stride + h * op.head_dim
                                : static_cast<T *>(op.k) + t * op.k_stride + (h - op.num_heads) * op.head_dim;
             widen_row(head, row, op.head_dim);
-            normalize(row, static_cast<const T *>(is_query ? op.q_weight : op.k_weight), op.eps, op.head_dim);
-            narrow_row(row, head, op.head_dim);
+            normalize(row, static_cast<const T *>(is_query ? op.q_weight : op.k_weight), op.eps, op.head_dim, head);
         }
 }
 

@@ -4,8 +4,7 @@ namespace fdcpu::FDCPU_NAMESPACE {
 
 // Sixteen outputs' 16 bits of a tile's eight inputs, and below them the 16 before.
 FDCPU_INLINE U tet_words(const uint8_t *sixteen) {
-    return __builtin_convertvector(load_as<H>(sixteen + sizeof(uint16_t)), U) << 16 |
-           __builtin_convertvector(load_as<H>(sixteen), U);
+    return widen(load_as<H>(sixteen + sizeof(uint16_t))) << 16 | widen(load_as<H>(sixteen));
 }
 // What the j-th two of the eight inputs meet.
 FDCPU_INLINE B tet_bytes(U words, int j) { return B((words >> (4 * j + 4) & 0xffff) * kTetMultiplier); }

@@ -6,7 +6,7 @@ namespace fdcpu::FDCPU_NAMESPACE {
 
 constexpr int kTall = 2 * kTileSide;
 constexpr int kLine = 4 * kPanel;        // bytes of a panel's line: 64 outputs times four bytes
-constexpr int64_t kFarAhead = 8192;      // bytes that short products prefetch ahead
+constexpr int64_t kFarAhead = 4096;      // bytes that short products prefetch ahead
 
 FDCPU_INLINE bool is_tiled(const PackedMatrix &w, int64_t num_rows) {
     return w.kind != WeightKind::f32 && num_rows > (w.kind == WeightKind::bf16 ? 1 : 4);
@@ -54,23 +54,32 @@ struct TiledPanel {
           packed_step(panel_bytes * inputs / (w.padded_inputs * bytes_of_input(kind, is_wide))),
           num_steps(w.padded_inputs * bytes_of_input(kind, is_wide) / inputs), groups(kIsInt ? w.num_groups() : 1) {}
 
-    // Outputs [16 first, 16 (first + count)) of a step as rows of weight tiles.
-    FDCPU_INLINE void unpack(int64_t step, int first, int count, uint8_t *to) const {
-        if constexpr (kind == WeightKind::tet2) return unpack_tet(step, first, count, to);
-        const uint8_t *line = panel + step * packed_step + first * 64;
-        const int lines = int(packed_step / kLine);
-        for (int s = 0; s < count; ++s, to += inputs * kTileSide)
-            for (int i = 0; i < lines; ++i) {
-                const B packed = load_as<B>(line + i * kLine + s * 64);
-                if constexpr (!is_wide) {
-                    store_as(to + 2 * i * 64, B(packed & 15));
-                    store_as(to + (2 * i + 1) * 64, B(B(U(packed) >> 4) & 15));
+    // A part of a step, outputs [16 first, 16 (first + count)), as rows of weight tiles. Lines are read in the
+    // order of memory: the processor then fetches what comes next by itself, far more than it lets us ask for.
+    template <bool kFetches>
+    FDCPU_INLINE void unpack(int64_t step, int part, int parts, int first, int count, uint8_t *to) const {
+        constexpr int kInputs = kind == WeightKind::int4 ? 8 : kind == WeightKind::int8 ? 4 : 2;  // of a line
+        constexpr int kRows = is_wide ? kInputs / 2 : kind == WeightKind::int4 ? 2 : 1;           // that it becomes
+        if constexpr (kind == WeightKind::tet2) return part ? void() : unpack_tet(step, first, count, to);
+        const int64_t lines = packed_step / kLine, end = lines * (part + 1) / parts, tile = inputs * kTileSide;
+        F scale[4] = {};
+        for (int s = 0; s < count && is_wide; ++s)
+            scale[s] = load(scales + step * 32 / group * kPanel + (first + s) * kLanes);
+        for (int64_t i = lines * part / parts; i < end; ++i)
+            for (int s = 0; s < count; ++s) {
+                const uint8_t *line = panel + step * packed_step + i * kLine + (first + s) * 64;
+                uint8_t *row = to + s * tile + i * kRows * 64;
+                if (kFetches) __builtin_prefetch(line + kFarAhead, 0, 2);
+                const B packed = load_as<B>(line);
+                if constexpr (is_wide) {
+                    for (int j = 0; j < kRows; ++j)
+                        store_as(row + j * 64,
+                                 pairs_of_bf16(integer(packed, 2 * j) * scale[s], integer(packed, 2 * j + 1) * scale[s]));
+                } else if constexpr (kind == WeightKind::int4) {
+                    store_as(row, B(packed & 15));
+                    store_as(row + 64, B(B(U(packed) >> 4) & 15));
                 } else {
-                    const F scale = load(scales + step * 32 / group * kPanel + (first + s) * kLanes);
-                    constexpr int kPairs = kind == WeightKind::int4 ? 4 : 2;  // of inputs in a line
-                    for (int j = 0; j < kPairs; ++j)
-                        store_as(to + (kPairs * i + j) * 64,
-                                 pairs_of_bf16(integer(packed, 2 * j) * scale, integer(packed, 2 * j + 1) * scale));
+                    store_as(row, packed);
                 }
             }
     }
@@ -90,35 +99,32 @@ struct TiledPanel {
             return __builtin_convertvector(I(U(line) << (24 - 8 * j)) >> 24, F);
     }
 
-    // Sums of a group: [output tile][16][16] of up to sixteen rows.
+    // Sums of a group: [output tile][16][16] of up to sixteen rows. Tiles are read from a copy of the step, made a
+    // step ahead: they take lines that lie apart, and from memory that is half as fast.
     FDCPU_INLINE void sum_short(int64_t m, int64_t first, int64_t last, uint8_t *sums) const {
-        const int64_t tile = kUnpacks ? inputs * kTileSide : 64, stride = kUnpacks ? 64 : kLine;
-        if (kUnpacks && first == 0) unpack(0, 0, 4, unpacked);
+        const int64_t tile = inputs * kTileSide;
+        const auto stage = [this, tile](int64_t step, int part) {
+            if (step < num_steps) unpack<true>(step, part, 4, 0, 4, unpacked + step % 2 * 4 * tile);
+        };
+        for (int part = 0; part < 4 && first == 0; ++part) stage(0, part);
         FDCPU_TILE_ZERO(0);
         FDCPU_TILE_ZERO(1);
         FDCPU_TILE_ZERO(2);
         FDCPU_TILE_ZERO(3);
         for (int64_t step = first; step < last; ++step) {
-            // A quarter at a time: many at once would wait for one another.
-            const uint8_t *ahead = panel + step * packed_step + kFarAhead;
-            const auto fetch = [ahead, this](int part) {
-                const int64_t quarter = packed_step / 4;
-                for (int64_t i = part * quarter; i < (part + 1) * quarter; i += 64) __builtin_prefetch(ahead + i, 0, 2);
-            };
-            fetch(0);
-            const uint8_t *weights = kUnpacks ? unpacked + step % 2 * 4 * tile : panel + step * packed_step;
+            const uint8_t *weights = unpacked + step % 2 * 4 * tile;
+            stage(step + 1, 0);
             FDCPU_TILE_LOAD(4, a.row(m) + a.at(step * inputs), a.row_step);
-            FDCPU_TILE_LOAD(5, weights, stride);
+            FDCPU_TILE_LOAD(5, weights, 64);
             FDCPU_TILE_PRODUCT(0, 4, 5);
-            fetch(1);
-            FDCPU_TILE_LOAD(6, weights + tile, stride);
+            stage(step + 1, 1);
+            FDCPU_TILE_LOAD(6, weights + tile, 64);
             FDCPU_TILE_PRODUCT(1, 4, 6);
-            fetch(2);
-            if (kUnpacks && step + 1 < num_steps) unpack(step + 1, 0, 4, unpacked + (step + 1) % 2 * 4 * tile);
-            FDCPU_TILE_LOAD(7, weights + 2 * tile, stride);
+            stage(step + 1, 2);
+            FDCPU_TILE_LOAD(7, weights + 2 * tile, 64);
             FDCPU_TILE_PRODUCT(2, 4, 7);
-            fetch(3);
-            FDCPU_TILE_LOAD(5, weights + 3 * tile, stride);
+            stage(step + 1, 3);
+            FDCPU_TILE_LOAD(5, weights + 3 * tile, 64);
             FDCPU_TILE_PRODUCT(3, 4, 5);
         }
         FDCPU_TILE_STORE(0, sums, 64);
@@ -135,7 +141,7 @@ struct TiledPanel {
                                uint8_t *sums) const {
         const int64_t tile = kUnpacks ? inputs * kTileSide : 64, stride = kUnpacks ? 64 : kLine;
         const bool unpacks = kUnpacks && is_first;
-        if (unpacks && first == 0) unpack(0, 2 * half, 2, unpacked);
+        if (unpacks && first == 0) unpack<false>(0, 0, 1, 2 * half, 2, unpacked);
         FDCPU_TILE_ZERO(0);
         FDCPU_TILE_ZERO(1);
         FDCPU_TILE_ZERO(2);
@@ -153,7 +159,8 @@ struct TiledPanel {
             FDCPU_TILE_PRODUCT(1, 4, 7);
             for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(next + (step * lines + i) * 64, 0, 2);
             for (int64_t i = 0; i < each && row < written; ++i) finish.fetch(m + row++, half);
-            if (unpacks && step + 1 < num_steps) unpack(step + 1, 2 * half, 2, unpacked + (step + 1) * 2 * tile);
+            if (unpacks && step + 1 < num_steps)
+                unpack<false>(step + 1, 0, 1, 2 * half, 2, unpacked + (step + 1) * 2 * tile);
             if (!has_second) continue;
             FDCPU_TILE_LOAD(5, high + at, a.row_step);
             FDCPU_TILE_PRODUCT(2, 5, 6);
