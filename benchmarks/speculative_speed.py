@@ -8,8 +8,9 @@
 Engines with a method and one without run in turns in one process; questions are held out of the model's
 training, answers are greedy unless --temperature says otherwise. Ratios of tokens per second are taken
 within a round; a figure is the median over rounds, behind it the standard error of that median, as the quartiles
-tell it, and the number of rounds: --rounds, and more until --seconds have passed, behind --warm-up others. Each
-begins with an adaptive length that knows nothing yet, and is printed as soon as it is known. The method `none` is another engine without speculation: what two engines differ by that are the same.
+tell it, and the number of rounds: behind --warm-up others --rounds, and more until that error is at most --error
+or --seconds have passed. Each begins with an adaptive length that knows nothing yet, and is printed as soon as it
+is known. The method `none` is another engine without speculation: what two engines differ by that are the same.
 
 whole     a server under load: four requests for each place of the batch, of which so many run at once as
           `batch` says; the next arrives when one ends. Prompts included; the model ends its answers.
@@ -57,7 +58,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", default=REPETITIVE)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.0, help="of a figure, at least")
+    parser.add_argument("--error", type=float, default=0.01, help="that more rounds are for")
+    parser.add_argument("--seconds", type=float, default=0.0, help="that more rounds may take")
     parser.add_argument("--warm-up", type=int, default=2, help="rounds that do not count")
     parser.add_argument("--measures", nargs="+", default=MEASURES, choices=MEASURES)
     parser.add_argument("--steady", type=int, default=256, help="tokens of an answer")
@@ -93,7 +95,9 @@ class Comparison:
         most = max(PLACES * self._most, options.fewest)
         each = -(-most // len(options.tasks))
         found = [questions(options.model, task, each) for task in options.tasks]
-        self._prompts = [prompt for row in zip(*found, strict=True) for prompt in row]
+        # As token ids: the tokenizer's time is no part of what is measured, but of how many rounds there are.
+        encode = self.plain.get_tokenizer().encode
+        self._prompts = [encode(prompt) for row in zip(*found, strict=True) for prompt in row]
 
     def drafting(self, method: str, k: int) -> Any:
         """An engine with the method."""
@@ -122,7 +126,7 @@ class Comparison:
                 total[name] = total.get(name, 0) + value
         return total
 
-    def _requests(self, llm: Any, prompts: list[str], **settings: Any) -> list[Any]:
+    def _requests(self, llm: Any, prompts: list[list[int]], **settings: Any) -> list[Any]:
         from fastdeploy import SamplingParams
 
         params = SamplingParams(
@@ -133,7 +137,7 @@ class Comparison:
     def _serve(
         self,
         llm: Any,
-        prompts: list[str],
+        prompts: list[list[int]],
         at_most: int,
         max_tokens: int,
         *,
@@ -164,7 +168,7 @@ class Comparison:
         change = {name: after[name] - before[name] for name in COUNTED}
         return {**change, "seconds": seconds, "made": made, "answers": list(answers.values())}
 
-    def _decode(self, llm: Any, prompts: list[str]) -> dict[str, Any]:
+    def _decode(self, llm: Any, prompts: list[list[int]]) -> dict[str, Any]:
         engine, clock = llm._live_engine(), self._clock
         requests = self._requests(llm, prompts, max_tokens=900, ignore_eos=True)
         for request in requests:
@@ -192,10 +196,13 @@ class Comparison:
         engines = {"with": llm, "without": self.plain}
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
         forget_lengths(llm)
-        number, began = -self.options.warm_up, 0.0
-        while number < self.options.rounds or time.perf_counter() - began < self.options.seconds:
-            if not number:
-                began = time.perf_counter()
+        number = -self.options.warm_up
+        began = time.perf_counter()
+        while number < self.options.rounds or (
+            time.perf_counter() - began < self.options.seconds
+            and ratio({name: speeds(rounds) for name, rounds in runs.items()})[1]
+            > self.options.error
+        ):
             order = list(engines)[:: -1 if number % 2 else 1]
             for name in order:
                 gc.collect()  # what a round leaves is not for the next one to clear
@@ -205,7 +212,7 @@ class Comparison:
             number += 1
         row: dict[str, Any] = {"batch": batch, "measure": measure}
         for name, rounds in runs.items():
-            row[name] = [run["made"] / run["seconds"] for run in rounds]
+            row[name] = speeds(rounds)
             row[f"step_ms_{name}"] = statistics.median(
                 1000 * run["seconds"] / max(1, run["steps_total"]) for run in rounds
             )
@@ -220,6 +227,11 @@ class Comparison:
         if measure == "whole":
             row["same"] = runs["with"][-1]["answers"] == runs["without"][-1]["answers"]
         return row
+
+
+def speeds(rounds: list[dict[str, Any]]) -> list[float]:
+    """Tokens per second of each."""
+    return [run["made"] / run["seconds"] for run in rounds]
 
 
 def forget_lengths(llm: Any) -> None:
