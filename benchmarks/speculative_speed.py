@@ -239,8 +239,7 @@ def forget_lengths(llm: Any) -> None:
     length = llm._live_engine()._core.scheduler._length
     if length is not None:
         length._regimes.clear()
-        length._acceptance.clear()
-        length._now = length._last = length._watched = None
+        length._now = length._last = None
         length._num_rows = -1
 
 

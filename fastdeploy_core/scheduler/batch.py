@@ -24,7 +24,6 @@ from fastdeploy_core.types.engine import EngineStats
 
 from .counters import Counters
 from .draft_length import DraftLength
-from .draft_measures import RowWatch
 from .outcome import Outcome
 from .planner import StepPlanner
 from .roster import Roster
@@ -60,7 +59,6 @@ class BatchScheduler:
                 adaptive=settings.adaptive_length,
                 disable_above=settings.disable_by_batch_size,
                 numbers=settings.draft_numbers,
-                watch=RowWatch(self._roster),
             )
         self._busy_since: float | None = None  # results came then, and there was more to do
         self._planner = StepPlanner(
@@ -178,14 +176,10 @@ class BatchScheduler:
         *,
         is_usual: bool,
     ) -> None:
-        """Tell how a step's drafts fared and how long the engine took over it: from the results before to
-        its own, everything in between included."""
+        """Tell how long the engine took over a step: from the results before to its own, everything in between
+        included."""
         now, began = self._clock(), self._busy_since
         self._busy_since = now if self._roster.running else None
-        num_rows, counts = len(step.cohort.seqs), output.counts
-        if step.asked:
-            one_each = step.cohort.decodes(0).counts
-            length.note(step.asked, one_each if counts is None else counts[:num_rows])
         length.observe(
             step.asked,
             output.token_ids.size,
