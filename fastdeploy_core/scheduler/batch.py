@@ -155,37 +155,27 @@ class BatchScheduler:
 
     def update(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
         """Take in a step's results; `take_deltas` has the answers."""
+        num_before = self.counters.num_generated_tokens
         self._outcome.apply(step, output)
         if self._length is not None:
-            prompts, is_usual = 0, True
-            if not step.is_decode:
-                prompts = sum(row.num_tokens for row in step.rows)
-                # Requests that come all at once, as the first ones do, are not the usual load.
-                is_usual = 2 * len(step.rows) <= max(2, self.num_running)
-            if self._length.passes(output.token_ids.size, is_usual * prompts):
-                self._busy_since = None
-            else:
-                self._measure(self._length, step, output, prompts, is_usual=is_usual)
+            # What lies behind an answer's end is no token that drafts have brought.
+            self._measure(self._length, step, self.counters.num_generated_tokens - num_before)
 
-    def _measure(
-        self,
-        length: DraftLength,
-        step: ScheduledStep,
-        output: ModelRunnerOutput,
-        num_prompt_tokens: int,
-        *,
-        is_usual: bool,
-    ) -> None:
+    def _measure(self, length: DraftLength, step: ScheduledStep, num_tokens: int) -> None:
         """Tell how long the engine took over a step: from the results before to its own, everything in between
         included."""
+        num_prompt_tokens, is_usual = 0, True
+        if not step.is_decode:
+            # Requests that come all at once, as the first ones do, are not the usual load.
+            is_usual = 2 * len(step.rows) <= max(2, self.num_running)
+            num_prompt_tokens = sum(row.num_tokens for row in step.rows) * is_usual
+        if length.passes(num_tokens, num_prompt_tokens):
+            self._busy_since = None
+            return
         now, began = self._clock(), self._busy_since
         self._busy_since = now if self._roster.running else None
-        length.observe(
-            step.asked,
-            output.token_ids.size,
-            now - began if began is not None and is_usual else 0.0,
-            num_prompt_tokens,
-        )
+        seconds = now - began if began is not None and is_usual else 0.0
+        length.observe(step.asked, num_tokens, seconds, num_prompt_tokens)
 
     def fail(self, steps: list[ScheduledStep], message: str) -> None:
         """The first of these steps failed, and the later ones, submitted before that was known, are

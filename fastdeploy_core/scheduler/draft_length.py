@@ -77,8 +77,8 @@ class _Regime:
         if self.num_unsettled:
             self.num_unsettled = min(self.num_unsettled - 1, int(asked != self.current) * SETTLE)
             return
-        # One without tokens computed prompts, which takes as long whatever there is of drafts.
-        if step.seconds <= 0 or not step.tokens:
+        # A prompt without a token behind it takes as long whatever there is of drafts.
+        if step.seconds <= 0 or (step.num_prompt_tokens and not step.tokens):
             return
         trial = self._trial
         if trial is None:

@@ -21,7 +21,7 @@ HELD_UP = 3.0
 # What older steps keep with every new one of their share of what is known of the load.
 KEPT_LOAD = 0.997
 # Tokens of a row before prompts come, until that is known.
-FIRST_ANSWER = 64.0
+FIRST_ANSWER = 8.0
 
 
 class TimedStep(NamedTuple):
@@ -81,7 +81,7 @@ class Load:
         decoded, taken = window.tokens - window.prompt_made, window.seconds - window.prompt_seconds
         prompts = window if window.prompt_tokens else others
         if decoded <= 0 or not prompts.prompt_tokens:
-            return window.seconds / window.tokens
+            return window.seconds / max(window.tokens, 1e-9)
         share = self._prompt_tokens / self._tokens / prompts.prompt_tokens
         rest = max(0.0, 1 - share * prompts.prompt_made)
         return rest * taken / decoded + share * prompts.prompt_seconds
@@ -126,22 +126,19 @@ class Trial:
     def _give_up(self, numbers: Iterable[int]) -> None:
         """Go on without those of them that have failed. Fewer drafts give no more tokens: if some gave next
         to none, fewer will not."""
-        if not self._steps[0]:
-            return
-        for number in filter(self._has_failed, tuple(numbers)):
-            least = 0 if self.tokens(number) < HOPELESS * self.tokens(0) else number - 1
-            if number:
-                self._turns = deque(n for n in self._turns if not least < n <= number)
-            else:
-                self._turns.remove(0)
+        known = [n for n in self._turns if len(self._steps[n]) >= BLOCK]
+        best = max(known, key=self.ratio, default=-1)
+        for number in tuple(numbers):
+            if best >= 0 and number != best and self._has_failed(number, best):
+                is_hopeless = self.tokens(number) < HOPELESS * self.tokens(0)
+                least = 1 if number and is_hopeless else number
+                self._turns = deque(n for n in self._turns if n == best or not least <= n <= number)
 
-    def _has_failed(self, number: int) -> bool:
+    def _has_failed(self, number: int, best: int) -> bool:
         num_steps = len(self._steps[number])
         if num_steps * self._num_rows < EVIDENCE:
             return False
-        ratio = self.ratio(number)
-        others = [self.ratio(n) for n in self._turns if len(self._steps[n]) >= BLOCK]
-        return ratio < FAILED[min(num_steps // BLOCK, ROUNDS)] * max([ratio, *others])
+        return self.ratio(number) < FAILED[min(num_steps // BLOCK, ROUNDS)] * self.ratio(best)
 
     def ratio(self, number: int) -> float:
         """How many times as fast as without drafts."""

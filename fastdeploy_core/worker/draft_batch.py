@@ -91,19 +91,25 @@ class DraftBatches:
         stand for nobody have no room, so they write nothing."""
         xp, size, attention = self._xp, recorded.size, recorded.attention
         assert recorded.context is not None
-        last = xp.arange(size, dtype=xp.int64, device=self._device.device) * recorded.width
+        rows, last = slots.rows[:size], recorded.firsts
         if recorded.accepted is not None:
             last = last + recorded.accepted
-        room = xp.index_select(slots.room, 0, slots.rows[:size])
         tables, caches = (
             (attention.block_tables, attention.block_tables_dev),
             recorded.context.caches,
         )
+        room: Tensor | None = None
 
         def decode(positions: Tensor) -> tuple[AttentionBatch, ForwardContext]:
+            nonlocal room
+            if room is None:
+                room = xp.index_select(slots.room, 0, rows)
             one_each = self.one_token_each(positions, positions < room, *tables)
             return one_each, self.context(one_each, caches)
 
+        num_known: Tensor | None = None
+        if slots.history is not None:
+            num_known = xp.index_select(slots.num_computed, 0, rows) + 1
         return DraftBatch(
             seq_ids=np.full(size, -1, dtype=np.int64),
             slots=np.full(size, -1, dtype=np.int64),
@@ -118,8 +124,8 @@ class DraftBatches:
             draw=draw,
             decode=decode,
             history=slots.history,
-            history_rows=slots.rows[:size],
-            num_known=xp.index_select(slots.num_computed, 0, slots.rows[:size]) + 1,
+            history_rows=rows,
+            num_known=num_known,
         )
 
     def make_prompt(
