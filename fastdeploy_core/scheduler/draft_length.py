@@ -16,14 +16,14 @@ SMALL = 8
 # Steps that are not counted behind a change of the number: those that were planned before it, at most so many.
 SETTLE = 8
 # What is not in use is tried after so many steps, then twice as many, while nothing changes.
-FIRST_TRY, TRY_AGAIN, TRY_AGAIN_AT_MOST = 32, 400, 3200
+FIRST_TRY, TRY_AGAIN, TRY_AGAIN_AT_MOST = 32, 400, 1600
 # Share of the time that trials may cost where drafts turn out not to pay; steps that one costs at least,
 # since queues run empty.
 TRIAL_SHARE, LEAST_LOST = 0.01, 4.0
 # What drafts must bring before they are used, and to go on.
 LEAST_GAIN, KEEP_GAIN = 1.1, 1.05
-# Steps behind which it is looked whether drafts are still as often right as in the trial.
-WATCHED = 48
+# Tokens drawn, and steps at least and at most, behind which it is looked whether drafts are still as often right.
+WATCHED, LEAST_STEPS, MOST_STEPS = 96, 12, 48
 
 
 def _bucket(num_rows: int) -> int:
@@ -42,6 +42,7 @@ class _Regime:
             0.0  # of that number in its trial: over none, tokens of a row per step
         )
         self._seen: list[float] = []  # tokens of a row in steps since
+        self._num_watched = min(MOST_STEPS, max(LEAST_STEPS, WATCHED // num_rows))
         self._trial: Trial | None = None
         self._since, self._pause = 0, FIRST_TRY  # steps since the last trial, and until the next
         self.num_unsettled = SETTLE
@@ -94,8 +95,8 @@ class _Regime:
         if asked != self._best:
             return
         self._seen.append(step.tokens)
-        if len(self._seen) == WATCHED:
-            tokens, self._seen = sum(self._seen) / WATCHED, []
+        if len(self._seen) == self._num_watched:
+            tokens, self._seen = sum(self._seen) / len(self._seen), []
             if self._gain * tokens < KEEP_GAIN * self._tokens:
                 self.begin_trial()
 

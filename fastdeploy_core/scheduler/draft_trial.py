@@ -12,8 +12,8 @@ from typing import NamedTuple
 # Steps of a block, blocks of each number, and steps of a block behind which a number may have failed at once.
 BLOCK, ROUNDS, FEWEST = 12, 3, 4
 # A number that is slower than this share of the fastest is tried no more: in its first block, behind it, behind
-# the next one and so on. Not before so many tokens were drawn with it.
-FAILED, EVIDENCE = (0.8, 0.9, 0.95, 1.0), 12
+# the next one and so on. Not before so many tokens were drawn with it, and more where both have drafts.
+FAILED, EVIDENCE, MORE_EVIDENCE = (0.8, 0.9, 0.95, 1.0), 12, 36
 # Drafts are hopeless that do not make a step give so many times as many tokens.
 HOPELESS = 1.1
 # How many times as long as others of its kind a step may count.
@@ -136,7 +136,7 @@ class Trial:
 
     def _has_failed(self, number: int, best: int) -> bool:
         num_steps = len(self._steps[number])
-        if num_steps * self._num_rows < EVIDENCE:
+        if num_steps * self._num_rows < (MORE_EVIDENCE if number and best else EVIDENCE):
             return False
         return self.ratio(number) < FAILED[min(num_steps // BLOCK, ROUNDS)] * self.ratio(best)
 
