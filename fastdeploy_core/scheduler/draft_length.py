@@ -13,7 +13,7 @@ from .draft_trial import Load, TimedStep, Trial
 
 # Batch sizes up to this begin with a trial; larger ones have to be in use for some time first.
 SMALL = 8
-# Steps that are not counted behind a change of the number: those that were planned before it, at most so many.
+# Steps that are not counted behind a change of the number: up to the first one with it, at most so many.
 SETTLE = 8
 # What is not in use is tried after so many steps, then twice as many, while nothing changes.
 FIRST_TRY, TRY_AGAIN, TRY_AGAIN_AT_MOST = 32, 400, 1600
@@ -38,9 +38,8 @@ class _Regime:
         self._num_rows, self._numbers = num_rows, numbers
         self._load = Load()
         self._best = 0  # the number in use between trials
-        self._gain = self._tokens = (
-            0.0  # of that number in its trial: over none, tokens of a row per step
-        )
+        # Of that number in its trial: how many times as fast as none, and tokens of a row in a step.
+        self._gain = self._tokens = 0.0
         self._seen: list[float] = []  # tokens of a row in steps since
         self._num_watched = min(MOST_STEPS, max(LEAST_STEPS, WATCHED // num_rows))
         self._trial: Trial | None = None
@@ -76,7 +75,7 @@ class _Regime:
     def observe(self, asked: int, step: TimedStep) -> None:
         """See DraftLength.observe."""
         if self.num_unsettled:
-            self.num_unsettled = min(self.num_unsettled - 1, int(asked != self.current) * SETTLE)
+            self.num_unsettled = 0 if asked == self.current else self.num_unsettled - 1
             return
         # A prompt without a token behind it takes as long whatever there is of drafts.
         if step.seconds <= 0 or (step.num_prompt_tokens and not step.tokens):
