@@ -240,6 +240,7 @@ def forget_lengths(llm: Any) -> None:
     if length is not None:
         length._regimes.clear()
         length._now = length._last = None
+        length.rests = 0
         length._num_rows = -1
 
 

@@ -157,9 +157,12 @@ class BatchScheduler:
         """Take in a step's results; `take_deltas` has the answers."""
         num_before = self.counters.num_generated_tokens
         self._outcome.apply(step, output)
-        if self._length is not None:
+        length = self._length
+        if length is not None and length.rests:
+            length.rests -= 1
+        elif length is not None:
             # What lies behind an answer's end is no token that drafts have brought.
-            self._measure(self._length, step, self.counters.num_generated_tokens - num_before)
+            self._measure(length, step, self.counters.num_generated_tokens - num_before)
 
     def _measure(self, length: DraftLength, step: ScheduledStep, num_tokens: int) -> None:
         """Tell how long the engine took over a step: from the results before to its own, everything in between

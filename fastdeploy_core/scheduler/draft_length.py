@@ -16,12 +16,14 @@ SMALL = 8
 # Steps that are not counted behind a change of the number: up to the first one with it, at most so many.
 SETTLE = 8
 # What is not in use is tried after so many steps, then twice as many, while nothing changes.
-FIRST_TRY, TRY_AGAIN, TRY_AGAIN_AT_MOST = 32, 400, 1600
+FIRST_TRY, TRY_AGAIN, TRY_AGAIN_AT_MOST = 24, 400, 1600
 # Share of the time that trials may cost where drafts turn out not to pay; steps that one costs at least,
 # since queues run empty.
 TRIAL_SHARE, LEAST_LOST = 0.01, 4.0
 # What drafts must bring before they are used, and to go on.
 LEAST_GAIN, KEEP_GAIN = 1.1, 1.05
+# Steps of which nobody asks or tells while drafts are off, behind each that is told of.
+RESTS = 7
 # Tokens drawn, and steps at least and at most, behind which it is looked whether drafts are still as often right.
 WATCHED, LEAST_STEPS, MOST_STEPS = 96, 12, 48
 
@@ -46,6 +48,7 @@ class _Regime:
         self._since, self._pause = 0, FIRST_TRY  # steps since the last trial, and until the next
         self.num_unsettled = SETTLE
         self.current = 0
+        self.is_judged = False  # whether a trial has ended
 
     @property
     def is_off(self) -> bool:
@@ -67,7 +70,7 @@ class _Regime:
     def passes(self, tokens: float, num_prompt_tokens: int) -> bool:
         """See DraftLength.passes."""
         self._load.note(tokens, num_prompt_tokens)
-        self._since += 1
+        self._since += 1 + RESTS * self.is_off
         if self._trial is None and self._since >= self._pause:
             self.begin_trial()
         return self.is_off
@@ -100,6 +103,7 @@ class _Regime:
                 self.begin_trial()
 
     def _conclude(self, trial: Trial) -> None:
+        self.is_judged = True
         needed = KEEP_GAIN if self._best else LEAST_GAIN
         best = trial.best(needed)
         is_same = bool(best) == bool(self._best)
@@ -137,6 +141,7 @@ class DraftLength:
         self._now: _Regime | None = None  # of the step that was planned last
         self._num_rows, self._kind, self._is_disabled = -1, 0, False
         self._last: _Regime | None = None  # of the step that was told of last
+        self.rests = 0  # further steps without drafts of which nobody need ask or tell
 
     def choose(self, num_rows: int, kind: int = 0) -> int:
         """Drafts to ask for behind a step of so many rows. Kinds of sampling are learned apart."""
@@ -158,7 +163,11 @@ class DraftLength:
         """A step was done, which gave so many tokens and computed so many of prompts; whether nobody need be
         told more of it: drafts that are off cost next to nothing."""
         regime = self._now
-        return regime is None or regime.passes(num_tokens / self._num_rows, num_prompt_tokens)
+        if regime is None:
+            return True
+        is_off = regime.passes(num_tokens / self._num_rows, num_prompt_tokens)
+        self.rests = RESTS * is_off
+        return is_off
 
     def observe(
         self, asked: int, num_tokens: int, seconds: float, num_prompt_tokens: int = 0
@@ -180,7 +189,7 @@ class DraftLength:
         found = self._regimes.get(key)
         if found is None:
             found = self._regimes[key] = _Regime(1 << key[0], self._numbers)
-            known = [k for k, r in self._regimes.items() if k[1] == kind and r is not found]
+            known = [k for k, r in self._regimes.items() if k[1] == kind and r.is_judged]
             nearest = min(known, key=lambda k: (abs(k[0] - key[0]), k), default=None)
             if nearest is not None and self._regimes[nearest].is_off:
                 found.turn_off(TRY_AGAIN)

@@ -22,7 +22,8 @@ class World:
         self.chosen: Counter[int] = Counter()
 
     def step(self) -> None:
-        asked, self.asked = self.asked, self.length.choose(self.rows)
+        asked = self.asked
+        self.asked = 0 if self.length.rests else self.length.choose(self.rows)
         self.chosen[asked] += 1
         right = []
         for _ in range(self.rows):
@@ -33,7 +34,9 @@ class World:
         seconds = (1.0 + self.cost * asked) * self.random.uniform(0.97, 1.03)
         self.seconds += seconds
         self.tokens += sum(right) + self.rows
-        if not self.length.passes(sum(right) + self.rows, 0):
+        if self.length.rests:
+            self.length.rests -= 1
+        elif not self.length.passes(sum(right) + self.rows, 0):
             self.length.observe(asked, sum(right) + self.rows, seconds)
 
     def run(self, num_steps: int) -> Counter[int]:
