@@ -16,7 +16,7 @@ SMALL = 8
 # Steps that are not counted behind a change of the number: up to the first one with it, at most so many.
 SETTLE = 8
 # What is not in use is tried after so many steps, then twice as many, while nothing changes.
-FIRST_TRY, TRY_AGAIN, TRY_AGAIN_AT_MOST = 24, 400, 1600
+FIRST_TRY, TRY_AGAIN, TRY_AGAIN_AT_MOST = 24, 400, 3200
 # Share of the time that trials may cost where drafts turn out not to pay; steps that one costs at least,
 # since queues run empty.
 TRIAL_SHARE, LEAST_LOST = 0.01, 4.0
