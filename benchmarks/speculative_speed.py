@@ -18,7 +18,7 @@ long      one batch: all requests arrive together and all answers have --long to
           like to end. Lasts until the slowest answer is complete.
 decoding  while every answer grows: from where all have begun until they have --steady tokens on average.
 
-tok/step is per step of a sequence, drafts/tok fed drafts per token, drafting the part of a step that the worker's
+tok/step is per step of a sequence, drafts/tok fed drafts per token, right the share of them that was, drafting the part of a step that the worker's
 host spends on drafters. On a device that only queues work, speculative_profile.py tells what drafting costs there.
 """
 
@@ -38,7 +38,10 @@ from fastdeploy_core.api.inputs import normalise_prompts
 from fastdeploy_core.types import TokenDeltas, each_delta
 
 REPETITIVE = ("copying", "reciting", "plain_copy")
-COUNTED = ("steps_total", "step_sequences_total", "draft_s", "draft_tokens_total")
+COUNTED = (
+    *("steps_total", "step_sequences_total", "draft_s"),
+    *("draft_tokens_total", "accepted_draft_tokens_total"),
+)
 PLACES = 4  # requests of a closed loop for each place
 MEASURES = ("whole", "long", "decoding")
 
@@ -216,13 +219,12 @@ class Comparison:
             row[f"step_ms_{name}"] = statistics.median(
                 1000 * run["seconds"] / max(1, run["steps_total"]) for run in rounds
             )
-        made, steps, drafts, seconds = (
-            sum(run[key] for run in runs["with"])
-            for key in ("made", "steps_total", "draft_tokens_total", "draft_s")
+        made, steps, sequences, seconds, drafts, right = (
+            sum(run[key] for run in runs["with"]) for key in ("made", *COUNTED)
         )
-        sequences = sum(run["step_sequences_total"] for run in runs["with"])
         row["tokens_per_step"] = made / max(1, sequences)
         row["drafts_per_token"] = drafts / max(1, made)
+        row["acceptance"] = 100 * right / max(1, drafts)
         row["draft_ms"] = 1000 * seconds / max(1, steps)
         if measure == "whole":
             row["same"] = runs["with"][-1]["answers"] == runs["without"][-1]["answers"]
@@ -256,10 +258,8 @@ def print_row(method: str, k: int, row: dict[str, Any]) -> None:
     found, error = ratio(row)
     line = f"{method:12}{k:3d}{row['batch']:6d} {row['measure']:10}{found:6.3f} ~{error:.3f}"
     line += f"{len(row['with']):7d}{statistics.median(row['without']):10.0f}"
-    line += (
-        f"{row['drafts_per_token']:11.2f}{row['tokens_per_step']:9.2f}{row['step_ms_with']:9.3f}"
-    )
-    line += f"{row['step_ms_without']:9.3f}{row['draft_ms']:9.3f}"
+    line += f"{row['drafts_per_token']:11.2f}{row['acceptance']:9.0f}{row['tokens_per_step']:9.2f}"
+    line += f"{row['step_ms_with']:9.3f}{row['step_ms_without']:9.3f}{row['draft_ms']:9.3f}"
     print(line + ("" if row.get("same", True) else "  other tokens than without"), flush=True)
 
 
@@ -270,7 +270,7 @@ def main() -> None:
     comparison, rows = Comparison(options), list[dict[str, Any]]()
     print(", ".join(options.tasks))
     print(f"{'method':12}{'k':>3}{'batch':>6} {'':10}{'ratio':>6} {'error':6}{'rounds':>7}{'none/s':>10}"
-          f"{'drafts/tok':>11}{'tok/step':>9}{'ms/step':>9}{'none':>9}{'drafting':>9}")  # fmt: skip
+          f"{'drafts/tok':>11}{'right %':>9}{'tok/step':>9}{'ms/step':>9}{'none':>9}{'drafting':>9}")  # fmt: skip
     for named in options.methods:
         named, _, batches = named.partition("@")
         method, _, numbers = named.partition(":")
