@@ -8,8 +8,9 @@
 Engines with a method and one without run in turns in one process; questions are held out of the model's
 training, answers are greedy unless --temperature says otherwise. Ratios of tokens per second are taken
 within a round; a figure is the median over rounds, behind it the standard error of that median, as the quartiles
-tell it, and the number of rounds: --rounds, and more until --seconds have passed, behind --warm-up others. Each
-begins with an adaptive length that knows nothing yet, and is printed as soon as it is known. The method `none` is another engine without speculation: what two engines differ by that are the same.
+tell it, and the number of rounds: behind --warm-up others --rounds, and more until that error is at most --error
+or --seconds have passed. Each begins with an adaptive length that knows nothing yet, and is printed as soon as it
+is known. The method `none` is another engine without speculation: what two engines differ by that are the same.
 
 whole     a server under load: four requests for each place of the batch, of which so many run at once as
           `batch` says; the next arrives when one ends. Prompts included; the model ends its answers.
@@ -17,7 +18,7 @@ long      one batch: all requests arrive together and all answers have --long to
           like to end. Lasts until the slowest answer is complete.
 decoding  while every answer grows: from where all have begun until they have --steady tokens on average.
 
-tok/step is per step of a sequence, drafts/tok fed drafts per token, drafting the part of a step that the worker's
+tok/step is per step of a sequence, drafts/tok fed drafts per token, right the share of them that was, drafting the part of a step that the worker's
 host spends on drafters. On a device that only queues work, speculative_profile.py tells what drafting costs there.
 """
 
@@ -37,7 +38,10 @@ from fastdeploy_core.api.inputs import normalise_prompts
 from fastdeploy_core.types import TokenDeltas, each_delta
 
 REPETITIVE = ("copying", "reciting", "plain_copy")
-COUNTED = ("steps_total", "step_sequences_total", "draft_s", "draft_tokens_total")
+COUNTED = (
+    *("steps_total", "step_sequences_total", "draft_s"),
+    *("draft_tokens_total", "accepted_draft_tokens_total"),
+)
 PLACES = 4  # requests of a closed loop for each place
 MEASURES = ("whole", "long", "decoding")
 
@@ -57,7 +61,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", default=REPETITIVE)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.0, help="of a figure, at least")
+    parser.add_argument("--error", type=float, default=0.01, help="that more rounds are for")
+    parser.add_argument("--seconds", type=float, default=0.0, help="that more rounds may take")
     parser.add_argument("--warm-up", type=int, default=2, help="rounds that do not count")
     parser.add_argument("--measures", nargs="+", default=MEASURES, choices=MEASURES)
     parser.add_argument("--steady", type=int, default=256, help="tokens of an answer")
@@ -93,7 +98,9 @@ class Comparison:
         most = max(PLACES * self._most, options.fewest)
         each = -(-most // len(options.tasks))
         found = [questions(options.model, task, each) for task in options.tasks]
-        self._prompts = [prompt for row in zip(*found, strict=True) for prompt in row]
+        # As token ids: the tokenizer's time is no part of what is measured, but of how many rounds there are.
+        encode = self.plain.get_tokenizer().encode
+        self._prompts = [encode(prompt) for row in zip(*found, strict=True) for prompt in row]
 
     def drafting(self, method: str, k: int) -> Any:
         """An engine with the method."""
@@ -122,7 +129,7 @@ class Comparison:
                 total[name] = total.get(name, 0) + value
         return total
 
-    def _requests(self, llm: Any, prompts: list[str], **settings: Any) -> list[Any]:
+    def _requests(self, llm: Any, prompts: list[list[int]], **settings: Any) -> list[Any]:
         from fastdeploy import SamplingParams
 
         params = SamplingParams(
@@ -133,7 +140,7 @@ class Comparison:
     def _serve(
         self,
         llm: Any,
-        prompts: list[str],
+        prompts: list[list[int]],
         at_most: int,
         max_tokens: int,
         *,
@@ -164,7 +171,7 @@ class Comparison:
         change = {name: after[name] - before[name] for name in COUNTED}
         return {**change, "seconds": seconds, "made": made, "answers": list(answers.values())}
 
-    def _decode(self, llm: Any, prompts: list[str]) -> dict[str, Any]:
+    def _decode(self, llm: Any, prompts: list[list[int]]) -> dict[str, Any]:
         engine, clock = llm._live_engine(), self._clock
         requests = self._requests(llm, prompts, max_tokens=900, ignore_eos=True)
         for request in requests:
@@ -192,10 +199,13 @@ class Comparison:
         engines = {"with": llm, "without": self.plain}
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
         forget_lengths(llm)
-        number, began = -self.options.warm_up, 0.0
-        while number < self.options.rounds or time.perf_counter() - began < self.options.seconds:
-            if not number:
-                began = time.perf_counter()
+        number = -self.options.warm_up
+        began = time.perf_counter()
+        while number < self.options.rounds or (
+            time.perf_counter() - began < self.options.seconds
+            and ratio({name: speeds(rounds) for name, rounds in runs.items()})[1]
+            > self.options.error
+        ):
             order = list(engines)[:: -1 if number % 2 else 1]
             for name in order:
                 gc.collect()  # what a round leaves is not for the next one to clear
@@ -205,21 +215,25 @@ class Comparison:
             number += 1
         row: dict[str, Any] = {"batch": batch, "measure": measure}
         for name, rounds in runs.items():
-            row[name] = [run["made"] / run["seconds"] for run in rounds]
+            row[name] = speeds(rounds)
             row[f"step_ms_{name}"] = statistics.median(
                 1000 * run["seconds"] / max(1, run["steps_total"]) for run in rounds
             )
-        made, steps, drafts, seconds = (
-            sum(run[key] for run in runs["with"])
-            for key in ("made", "steps_total", "draft_tokens_total", "draft_s")
+        made, steps, sequences, seconds, drafts, right = (
+            sum(run[key] for run in runs["with"]) for key in ("made", *COUNTED)
         )
-        sequences = sum(run["step_sequences_total"] for run in runs["with"])
         row["tokens_per_step"] = made / max(1, sequences)
         row["drafts_per_token"] = drafts / max(1, made)
+        row["acceptance"] = 100 * right / max(1, drafts)
         row["draft_ms"] = 1000 * seconds / max(1, steps)
         if measure == "whole":
             row["same"] = runs["with"][-1]["answers"] == runs["without"][-1]["answers"]
         return row
+
+
+def speeds(rounds: list[dict[str, Any]]) -> list[float]:
+    """Tokens per second of each."""
+    return [run["made"] / run["seconds"] for run in rounds]
 
 
 def forget_lengths(llm: Any) -> None:
@@ -227,8 +241,8 @@ def forget_lengths(llm: Any) -> None:
     length = llm._live_engine()._core.scheduler._length
     if length is not None:
         length._regimes.clear()
-        length._acceptance.clear()
-        length._now = length._last = length._watched = None
+        length._now = length._last = None
+        length.rests = 0
         length._num_rows = -1
 
 
@@ -244,10 +258,8 @@ def print_row(method: str, k: int, row: dict[str, Any]) -> None:
     found, error = ratio(row)
     line = f"{method:12}{k:3d}{row['batch']:6d} {row['measure']:10}{found:6.3f} ~{error:.3f}"
     line += f"{len(row['with']):7d}{statistics.median(row['without']):10.0f}"
-    line += (
-        f"{row['drafts_per_token']:11.2f}{row['tokens_per_step']:9.2f}{row['step_ms_with']:9.3f}"
-    )
-    line += f"{row['step_ms_without']:9.3f}{row['draft_ms']:9.3f}"
+    line += f"{row['drafts_per_token']:11.2f}{row['acceptance']:9.0f}{row['tokens_per_step']:9.2f}"
+    line += f"{row['step_ms_with']:9.3f}{row['step_ms_without']:9.3f}{row['draft_ms']:9.3f}"
     print(line + ("" if row.get("same", True) else "  other tokens than without"), flush=True)
 
 
@@ -258,7 +270,7 @@ def main() -> None:
     comparison, rows = Comparison(options), list[dict[str, Any]]()
     print(", ".join(options.tasks))
     print(f"{'method':12}{'k':>3}{'batch':>6} {'':10}{'ratio':>6} {'error':6}{'rounds':>7}{'none/s':>10}"
-          f"{'drafts/tok':>11}{'tok/step':>9}{'ms/step':>9}{'none':>9}{'drafting':>9}")  # fmt: skip
+          f"{'drafts/tok':>11}{'right %':>9}{'tok/step':>9}{'ms/step':>9}{'none':>9}{'drafting':>9}")  # fmt: skip
     for named in options.methods:
         named, _, batches = named.partition("@")
         method, _, numbers = named.partition(":")

@@ -60,6 +60,9 @@ OPERATIONS: Final[dict[str, str]] = {
     "num_computed + j, seq_lens is num_computed + q. Tokens behind num_drafts: id 0, slot_mapping -1, the "
     "row's first position. Rows of the last slot, and those whose num_computed is not below their room: id "
     "0, slot_mapping -1 and position 0 for all tokens, seq_lens 0",
+    "place_tokens": "(positions [B] int64, room [B] int64, block_tables [B,W] int32, block_size) -> (positions "
+    "[B] int64, slot_mapping [B] int64, seq_lens [B] int32) of a step with one token of each row at these "
+    "positions. Rows whose position is not below their room: position 0, slot_mapping -1, seq_lens 0",
     "judge_drafts": "(slots [B] int64, drawn [B,q] int64, marked [B,q] int64: see mark_broken, drafts [S,k] "
     "int64, num_drafts [S] int64) -> [B] int64: how many leading drafts of the row, of num_drafts and at most "
     "q - 1, are what was drawn in their place, before one behind which marked is negative",

@@ -57,6 +57,18 @@ def prepare_decode(
     block_tables.copy_(table)
 
 
+def place_tokens(
+    positions: Tensor, room: Tensor, block_tables: Tensor, block_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a step with one token of each row is fed: positions, slots of the cache, lengths."""
+    xp = namespace(positions)
+    fits = (positions < room).to(xp.int64)
+    where = positions * fits
+    block = xp.gather(block_tables, 1, (where // block_size).unsqueeze(1)).squeeze(1).to(xp.int64)
+    slot_mapping = (block * block_size + where % block_size + 1) * fits - 1
+    return where, slot_mapping, ((where + 1) * fits).to(xp.int32)
+
+
 def finish_decode(
     slots: Tensor,
     drawn: Tensor,

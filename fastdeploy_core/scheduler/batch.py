@@ -24,7 +24,6 @@ from fastdeploy_core.types.engine import EngineStats
 
 from .counters import Counters
 from .draft_length import DraftLength
-from .draft_measures import RowWatch
 from .outcome import Outcome
 from .planner import StepPlanner
 from .roster import Roster
@@ -60,7 +59,6 @@ class BatchScheduler:
                 adaptive=settings.adaptive_length,
                 disable_above=settings.disable_by_batch_size,
                 numbers=settings.draft_numbers,
-                watch=RowWatch(self._roster),
             )
         self._busy_since: float | None = None  # results came then, and there was more to do
         self._planner = StepPlanner(
@@ -157,41 +155,30 @@ class BatchScheduler:
 
     def update(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
         """Take in a step's results; `take_deltas` has the answers."""
+        num_before = self.counters.num_generated_tokens
         self._outcome.apply(step, output)
-        if self._length is not None:
-            prompts, is_usual = 0, True
-            if not step.is_decode:
-                prompts = sum(row.num_tokens for row in step.rows)
-                # Requests that come all at once, as the first ones do, are not the usual load.
-                is_usual = 2 * len(step.rows) <= max(2, self.num_running)
-            if self._length.passes(output.token_ids.size, is_usual * prompts):
-                self._busy_since = None
-            else:
-                self._measure(self._length, step, output, prompts, is_usual=is_usual)
+        length = self._length
+        if length is not None and length.rests:
+            length.rests -= 1
+        elif length is not None:
+            # What lies behind an answer's end is no token that drafts have brought.
+            self._measure(length, step, self.counters.num_generated_tokens - num_before)
 
-    def _measure(
-        self,
-        length: DraftLength,
-        step: ScheduledStep,
-        output: ModelRunnerOutput,
-        num_prompt_tokens: int,
-        *,
-        is_usual: bool,
-    ) -> None:
-        """Tell how a step's drafts fared and how long the engine took over it: from the results before to
-        its own, everything in between included."""
+    def _measure(self, length: DraftLength, step: ScheduledStep, num_tokens: int) -> None:
+        """Tell how long the engine took over a step: from the results before to its own, everything in between
+        included."""
+        num_prompt_tokens, is_usual = 0, True
+        if not step.is_decode:
+            # Requests that come all at once, as the first ones do, are not the usual load.
+            is_usual = 2 * len(step.rows) <= max(2, self.num_running)
+            num_prompt_tokens = sum(row.num_tokens for row in step.rows) * is_usual
+        if length.passes(num_tokens, num_prompt_tokens):
+            self._busy_since = None
+            return
         now, began = self._clock(), self._busy_since
         self._busy_since = now if self._roster.running else None
-        num_rows, counts = len(step.cohort.seqs), output.counts
-        if step.asked:
-            one_each = step.cohort.decodes(0).counts
-            length.note(step.asked, one_each if counts is None else counts[:num_rows])
-        length.observe(
-            step.asked,
-            output.token_ids.size,
-            now - began if began is not None and is_usual else 0.0,
-            num_prompt_tokens,
-        )
+        seconds = now - began if began is not None and is_usual else 0.0
+        length.observe(step.asked, num_tokens, seconds, num_prompt_tokens)
 
     def fail(self, steps: list[ScheduledStep], message: str) -> None:
         """The first of these steps failed, and the later ones, submitted before that was known, are

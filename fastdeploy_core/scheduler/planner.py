@@ -97,6 +97,8 @@ class StepPlanner:
     def _choose(self, length: DraftLength) -> int:
         """Drafts to ask for. Batches are told apart by the rows that the step, or the next one, will have,
         and by the kind of sampling (sequence.py)."""
+        if length.rests:
+            return 0
         roster = self._roster
         places, num_waiting = roster.running_places(), roster.num_waiting
         if places is not self._chosen_for[0] or num_waiting != self._chosen_for[1]:

@@ -209,6 +209,12 @@ def _step_arguments(make: _Make) -> Arguments:
             *(make.ids(9, 8, 7, 6).reshape([2, 2]), make.ids(9, 8, 7, -2).reshape([2, 2])),
             *(make.ids(7, 0, 9, 0, 0, 0).reshape([3, 2]), make.ids(1, 1, 0)),
         ),
+        "place_tokens": lambda: (
+            make.ids(5, 3),
+            make.ids(8, 3),
+            make.ids(2, 1, 3, 4, dtype="int32").reshape([2, 2]),
+            4,
+        ),
         "keep_drafts": lambda: (
             make.ids(1, 0),
             make.ids(9, 8, 7, -1).reshape([2, 2]),

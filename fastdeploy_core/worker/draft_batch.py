@@ -18,6 +18,7 @@ from fastdeploy_core.layers.context import ForwardContext
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.tensor import Tensor
 
@@ -43,9 +44,15 @@ class DraftBatches:
     """Makes DraftBatch records of one rank."""
 
     def __init__(
-        self, device: DeviceBackend, loaded: LoadedModel, batch: InputBatch, first_layer: int
+        self,
+        device: DeviceBackend,
+        kernels: KernelTable,
+        loaded: LoadedModel,
+        batch: InputBatch,
+        first_layer: int,
     ) -> None:
         """Layers from `first_layer` on are the drafter's."""
+        self._place = kernels["place_tokens"]
         self._device, self._xp, self._batch = device, device.xp, batch
         specs = list(dict.fromkeys(loaded.kv_layers[first_layer:]))
         self._drivers = {spec: loaded.attention[spec] for spec in specs}
@@ -91,19 +98,25 @@ class DraftBatches:
         stand for nobody have no room, so they write nothing."""
         xp, size, attention = self._xp, recorded.size, recorded.attention
         assert recorded.context is not None
-        last = xp.arange(size, dtype=xp.int64, device=self._device.device) * recorded.width
+        rows, last = slots.rows[:size], recorded.firsts
         if recorded.accepted is not None:
             last = last + recorded.accepted
-        room = xp.index_select(slots.room, 0, slots.rows[:size])
         tables, caches = (
             (attention.block_tables, attention.block_tables_dev),
             recorded.context.caches,
         )
+        room: Tensor | None = None
 
         def decode(positions: Tensor) -> tuple[AttentionBatch, ForwardContext]:
-            one_each = self.one_token_each(positions, positions < room, *tables)
+            nonlocal room
+            if room is None:
+                room = xp.index_select(slots.room, 0, rows)
+            one_each = self.one_token_each(positions, room, *tables)
             return one_each, self.context(one_each, caches)
 
+        num_known: Tensor | None = None
+        if slots.history is not None:
+            num_known = xp.index_select(slots.num_computed, 0, rows) + 1
         return DraftBatch(
             seq_ids=np.full(size, -1, dtype=np.int64),
             slots=np.full(size, -1, dtype=np.int64),
@@ -118,8 +131,8 @@ class DraftBatches:
             draw=draw,
             decode=decode,
             history=slots.history,
-            history_rows=slots.rows[:size],
-            num_known=xp.index_select(slots.num_computed, 0, slots.rows[:size]) + 1,
+            history_rows=rows,
+            num_known=num_known,
         )
 
     def make_prompt(
@@ -176,21 +189,15 @@ class DraftBatches:
         return self._xp.index_copy_(before, 0, where, moved)
 
     def one_token_each(
-        self, positions: Tensor, fits: Tensor, tables: np.ndarray, tables_dev: Tensor
+        self, positions: Tensor, room: Tensor, tables: np.ndarray, tables_dev: Tensor
     ) -> AttentionBatch:
-        """One token per row at these positions; rows that do not fit write nothing."""
-        xp, size = self._xp, self._batch.block_size
-        num_rows = int(positions.shape[0])
-        keeps = fits.to(xp.int64)
-        where = positions * keeps
-        block = xp.gather(tables_dev, 1, (where // size).unsqueeze(1)).squeeze(1).to(xp.int64)
-        longest = tables.shape[1] * size
-        host_lens = np.full(num_rows, longest, dtype=np.int32)
+        """One token per row at these positions; rows without room for it write nothing."""
+        size, num_rows = self._batch.block_size, int(positions.shape[0])
+        where, slot_mapping, seq_lens = self._place(positions, room, tables_dev, size)
+        host_lens = np.full(num_rows, tables.shape[1] * size, dtype=np.int32)
         if self._needs_exact:
-            seq_lens = (where + 1).to(xp.int32)
+            seq_lens = (where + 1).to(self._xp.int32)
             host_lens = self._device.to_host(seq_lens)
-        else:
-            seq_lens = ((where + 1) * keeps).to(xp.int32)
         offsets, offsets_dev = self._even_offsets(num_rows)
         return AttentionBatch(
             num_seqs=num_rows,
@@ -201,7 +208,7 @@ class DraftBatches:
             cu_seqlens_q_dev=offsets_dev,
             seq_lens_dev=seq_lens,
             block_tables_dev=tables_dev,
-            slot_mapping=(block * size + where % size + 1) * keeps - 1,
+            slot_mapping=slot_mapping,
             positions=where,
             tokens_per_row=1,
             is_exact=self._needs_exact,
@@ -250,5 +257,5 @@ class _Decoder:
         if self._limits is None or self._tables is None:
             self._limits = batches.limits(self._rows)
             self._tables = batches.tables(self._rows, self._more)
-        attention = batches.one_token_each(positions, positions < self._limits, *self._tables)
+        attention = batches.one_token_each(positions, self._limits, *self._tables)
         return attention, batches.context(attention, self._step.context.caches)

@@ -60,7 +60,7 @@ class Speculation:
         self._device, self._xp, self._batch, self._columns = device, device.xp, batch, columns
         self._state, self._communicator = state, communicator
         self._drafter, self._follower = drafters.drafter, drafters.follower
-        self._batches = DraftBatches(device, loaded, batch, drafters.first_layer)
+        self._batches = DraftBatches(device, kernels, loaded, batch, drafters.first_layer)
         self.on_device = drafters.on_device
         # Such a drafter draws nothing, so one recording serves every kind of sampling.
         self.reads_history = bool(getattr(drafters.drafter, "reads_history", False))

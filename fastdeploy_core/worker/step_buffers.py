@@ -68,6 +68,7 @@ class DecodeBuffers(StepBuffers):
         self._width = width
         self._offsets = np.arange(max_rows + 1, dtype=np.int32) * np.int32(width)
         self._offsets_dev = device.to_device(self._offsets.copy())
+        self.firsts = device.to_device(np.arange(max_rows, dtype=np.int64) * width)
         self.results = self.zeros(max_rows, width)
 
     def batch(self, size: int) -> AttentionBatch:

@@ -60,6 +60,7 @@ class RecordedStep:
         self._graphs, self._buffers = graphs, graphs.buffers[width]
         self.attention = self._buffers.batch(size)  # of what the host sees only shapes are right
         self.input_ids = self._buffers.input_ids[: size * width]
+        self.firsts = self._buffers.firsts[:size]
         self._forward: CapturedGraph | None = None
         self._head: CapturedGraph | None = None
         self._greedy: CapturedGraph | None = None

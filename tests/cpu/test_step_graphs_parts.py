@@ -213,6 +213,25 @@ def test_keep_drafts_is_what_a_slow_loop_says(
         assert num_drafts[slot] == len(wanted)
 
 
+def test_place_tokens_is_what_a_slow_loop_says(device: CapturingDevice) -> None:
+    rng, size = np.random.default_rng(0), 4
+    positions, room = rng.integers(0, 24, 40), rng.integers(0, 28, 40)
+    tables = rng.integers(1, 99, (40, 7)).astype(np.int32)
+    put = CpuDevice.to_device
+    found = build_kernel_table("cpu")["place_tokens"](
+        *(put(device, array.copy()) for array in (positions, room, tables)), size
+    )
+    for row, (where, slot, length) in enumerate(
+        zip(*(device.to_host(tensor).tolist() for tensor in found), strict=True)
+    ):
+        position = int(positions[row])
+        if position < room[row]:
+            place = int(tables[row, position // size]) * size + position % size
+            assert (where, slot, length) == (position, place, position + 1)
+        else:
+            assert (where, slot, length) == (0, -1, 0)
+
+
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
 def test_finish_decode_is_what_a_slow_loop_says(

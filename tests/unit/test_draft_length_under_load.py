@@ -1,6 +1,6 @@
 """Adaptive length where steps are queued ahead of their results, as on an accelerator, over a clock that only
-steps move: a server's load, one batch of equal answers, and steady decoding never take longer than without, be it
-the device that takes the time or a host to which every end of a sequence is work.
+steps move: neither a server's load nor steady decoding nor one batch of equal answers takes longer than without, be
+it the device that takes the time or a host to which every end of a sequence is work.
 
 ngram_acceptance.txt: of answers of 256 tokens by the demo model (copying, reciting, plain copy), a line each: how
 many of five n-gram drafts are right behind the first token, the second and so on.
@@ -46,12 +46,19 @@ class Accelerator:
     """Two steps in flight; a request's drafts are right with a chance of its own, or as they were once."""
 
     def __init__(
-        self, num_drafts: int, chance: float | None = None, *, is_busy: bool = False
+        self,
+        num_drafts: int,
+        chance: float | None = None,
+        *,
+        is_busy: bool = False,
+        hopeless: int = 0,
     ) -> None:
-        """chance: None: RECORDED. is_busy: the host, which is behind the device otherwise."""
+        """chance: None: RECORDED. is_busy: the host, which is behind the device otherwise. hopeless: of four
+        requests, those without a right draft."""
         self.now = self.free_at = 0.0
         self.num_made = self._number = 0
         self._random, self._chance, self._is_busy = Random(3), chance, is_busy
+        self._hopeless = hopeless
         self._chances: dict[str, float] = {}
         self._last: list[str] = []
         self._in_flight: deque[tuple[ScheduledStep, float]] = deque()
@@ -127,7 +134,7 @@ class Accelerator:
     def _right(self, name: str, num_known: int, number: int) -> int:
         if self._chance is None:
             answer = RECORDED[int(name[1:]) % len(RECORDED)]
-            is_hopeless = int(name[1:]) % 4 == 3
+            is_hopeless = int(name[1:]) % 4 >= 4 - self._hopeless
             return 0 if is_hopeless else min(number, answer[(num_known - 4) % len(answer)])
         count = 0
         while count < number and self._random.random() < self._chances[name]:
@@ -170,7 +177,7 @@ LOADS = {
 
 @pytest.mark.parametrize(("num_drafts", "chance"), [(5, 0.72), (5, 0.3), (3, 0.72), (1, 0.9)])
 @pytest.mark.parametrize("rows", [1, 8, 32])
-@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("load", ["whole", "decoding"])
 def test_no_load_is_slower_than_without(
     load: str, rows: int, num_drafts: int, chance: float
 ) -> None:
@@ -180,28 +187,37 @@ def test_no_load_is_slower_than_without(
         ratios.append(speeds[0] / speeds[1])
     assert median(ratios[1:]) > 0.97, ratios
     if chance > 0.7 and (load == "decoding" or rows == 1):
-        assert ratios[-1] > 1.2, "what pays is used"
+        assert median(ratios[1:]) > 1.2, "what pays is used"
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
-@pytest.mark.parametrize("rows", [8, 32, 128])
+@pytest.mark.parametrize("rows", [1, 8, 32, 128])
 @pytest.mark.parametrize("load", LOADS)
-def test_uneven_answers_lose_nothing(load: str, rows: int, is_busy: bool) -> None:
-    """A quarter of the rows never has a right draft, of the others nearly each ends with a step of its own,
-    and runs are short: all rounds together, the trials of the first ones included, take as long as without."""
+def test_recorded_answers_lose_nothing(load: str, rows: int, is_busy: bool) -> None:
+    """Nearly each of them ends with a step of its own, and runs are short: all rounds together, the trials of
+    the first ones included, take no longer than without."""
     plain, drafting = Accelerator(0, is_busy=is_busy), Accelerator(5, is_busy=is_busy)
     times, ratios = [0.0, 0.0], []
     for number in range(8):
         speeds = [LOADS[load](world, rows, Random(number)) for world in (drafting, plain)]
         ratios.append(speeds[0] / speeds[1])
         times = [total + 1 / speed for total, speed in zip(times, speeds, strict=True)]
-    assert times[1] / times[0] > 0.97, ratios
+    assert times[1] / times[0] > (1.5 if load == "decoding" else 0.97), ratios
     assert median(ratios[1:]) > 0.97, ratios
+
+
+@pytest.mark.parametrize("rows", [8, 32])
+@pytest.mark.parametrize("hopeless", [1, 2, 4])
+def test_a_lasting_load_with_hopeless_answers_loses_nothing(rows: int, hopeless: int) -> None:
+    random = Random(1)
+    lengths = [random.randrange(8, 36) for _ in range(24 * rows)]
+    plain, drafting = Accelerator(0), Accelerator(5, hopeless=hopeless)
+    assert drafting.serve(lengths, rows) > 0.97 * plain.serve(lengths, rows)
 
 
 def test_an_answer_that_is_now_and_then_hopeless_keeps_its_drafts() -> None:
     """One row at a time, every fourth answer without a right draft: the others go on as they did."""
-    plain, drafting = Accelerator(0), Accelerator(5)
+    plain, drafting = Accelerator(0), Accelerator(5, hopeless=1)
     speeds = [world.serve([200] * 40, 1) for world in (drafting, plain)]
     assert speeds[0] / speeds[1] > 1.1
 

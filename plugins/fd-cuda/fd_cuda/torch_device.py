@@ -114,7 +114,8 @@ class TorchCudaDevice(CudaDevice):
         """On the current stream."""
         self._bind()
         event = torch.cuda.Event()
-        event.record()
+        # Without the device's number torch asks the driver for the number of devices each time.
+        event.record(torch.cuda.current_stream(self.index))
         return event
 
     def capture(self, run: Callable[[], None], beside: CapturedGraph | None = None) -> TorchGraph:

@@ -211,6 +211,7 @@ def drafting() -> None:
     table["judge_drafts"](slots, results, results, drafts, num_drafts)
     rest = (integers(99, 4, 2), limit, 99, computed, limit, drafts, num_drafts)
     table["keep_drafts"](slots, *rest)
+    table["place_tokens"](slots, limit[slots] + 1, integers(9, 4, 3, dtype=torch.int32), 16)
     history = integers(3, 5, 1100, dtype=torch.int32)
     table["append_history"](slots, results, computed + 20, history)
     table["match_ngrams"](history, slots, torch.tensor([1090, 1, 40, 0], device=DEVICE), 1, 4, 3)

@@ -216,6 +216,21 @@ def test_step_state_equals_the_references(width: int, rows: int) -> None:
         assert torch.equal(mine[2].cpu(), theirs[2])
 
 
+@pytest.mark.parametrize("rows", [1, 5, 130])
+def test_placed_tokens_equal_the_references(rows: int) -> None:
+    from fastdeploy_core.reference import ops_step
+
+    from fd_cuda.kernels import step
+
+    torch.manual_seed(0)
+    positions, room = torch.randint(0, 24, (rows,)), torch.randint(0, 28, (rows,))
+    tables = torch.randint(0, 99, (rows, 7), dtype=torch.int32)
+    found = step.place_tokens(*(t.to(DEVICE) for t in (positions, room, tables)), 4)
+    wanted = ops_step.place_tokens(positions, room, tables, 4)
+    for ours, reference in zip(found, wanted, strict=True):
+        assert torch.equal(ours.cpu(), reference)
+
+
 def test_histories_equal_the_references() -> None:
     from fastdeploy_core.reference import ops_history
 

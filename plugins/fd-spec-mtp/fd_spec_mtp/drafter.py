@@ -83,18 +83,21 @@ class MTPDrafter:
             newest = xp.index_select(hidden, 0, batch.last)
             drafts.append(self._draft(batch, module, newest, number))
         last = self._modules[-1]
-        where = xp.index_select(positions, 0, batch.last)
+        if len(drafts) < count:
+            where = xp.index_select(positions, 0, batch.last)
         while len(drafts) < count:
             where = where + 1
             attention, context = batch.decode(where)
             newest = last.forward(drafts[-1], newest, attention.positions, context)
             drafts.append(self._draft(batch, last, newest, len(drafts)))
-        made = drafts[:count]
+        made, device = drafts[:count], batch.last.device
         if count < batch.max_drafts:
-            none = xp.full(where.shape, NO_DRAFT, dtype=xp.int64, device=where.device)
+            none = xp.full(batch.last.shape, NO_DRAFT, dtype=xp.int64, device=device)
             made += [none] * (batch.max_drafts - count)
+        if len(made) == 1:
+            return made[0].unsqueeze(1)
         if not made:
-            return xp.zeros((where.shape[0], 0), dtype=xp.int64, device=where.device)
+            return xp.zeros((batch.last.shape[0], 0), dtype=xp.int64, device=device)
         return xp.stack(made, 1)
 
     def observe(self, seq_id: int, drafted: Sequence[int], accepted: int) -> None:

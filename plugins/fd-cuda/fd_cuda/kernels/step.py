@@ -46,6 +46,24 @@ def _prepare(
         tl.store(out_p + row * max_blocks + column, blocks, mask=column < max_blocks)
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def _place(
+    positions_p, room_p, tables_p, where_p, mapping_p, lens_p, num_rows, max_blocks,
+    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    join_chain(PDL)
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_row = row < num_rows
+    where = tl.load(positions_p + row, mask=is_row, other=0)
+    fits = (where < tl.load(room_p + row, mask=is_row, other=0)) & is_row
+    where = tl.where(fits, where, 0)
+    block = tl.load(tables_p + row * max_blocks + where // BLOCK_SIZE, mask=fits, other=0)
+    place = block.to(tl.int64) * BLOCK_SIZE + where % BLOCK_SIZE
+    tl.store(where_p + row, where, mask=is_row)
+    tl.store(mapping_p + row, tl.where(fits, place, -1), mask=is_row)
+    tl.store(lens_p + row, tl.where(fits, where + 1, 0).to(tl.int32), mask=is_row)
+
+
 @triton.jit(do_not_specialize=["num_slots"])
 def _finish(
     slots_p, drawn_p, marked_p, accepted_p, computed_p, newest_p, results_p, num_slots,
@@ -154,6 +172,21 @@ def prepare_decode(
         BLOCK_SIZE=block_size, WIDTH=width, PAD=pad2(width), TABLE=min(1024, pad2(max_blocks)),
         **options(num_warps=4),
     )  # fmt: skip
+
+
+def place_tokens(
+    positions: torch.Tensor, room: torch.Tensor, block_tables: torch.Tensor, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(positions, slots of the cache, lengths) of a step with one token of each row."""
+    num_rows, block = positions.shape[0], 128
+    where, mapping = torch.empty_like(positions), torch.empty_like(positions)
+    lens = torch.empty(positions.shape, dtype=torch.int32, device=positions.device)
+    if num_rows:
+        _place[(cdiv(num_rows, block),)](
+            positions, room, block_tables, where, mapping, lens, num_rows, block_tables.shape[1],
+            BLOCK_SIZE=block_size, BLOCK=block, **options(num_warps=4),
+        )  # fmt: skip
+    return where, mapping, lens
 
 
 def finish_decode(

@@ -1,0 +1,172 @@
+"""Numbers of drafts compared: some steps with each in turns, over and over, so that whatever else changes
+meanwhile is the same for all of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from statistics import median
+from typing import NamedTuple
+
+# Steps of a block, blocks of each number, and steps of a block behind which a number may have failed at once.
+BLOCK, ROUNDS, FEWEST = 12, 3, 4
+# A number that is slower than this share of the fastest is tried no more: in its first block, behind it, behind
+# the next one and so on. Before so many tokens were drawn with it, more where both have drafts, only if it is
+# slower than bad luck could make it.
+FAILED, EVIDENCE, MORE_EVIDENCE, NO_LUCK = (0.8, 0.9, 0.95, 1.0), 12, 36, 0.6
+# Drafts are hopeless that do not make a step give so many times as many tokens.
+HOPELESS = 1.1
+# How many times as long as others of its kind a step may count.
+HELD_UP = 3.0
+# What older steps keep with every new one of their share of what is known of the load.
+KEPT_LOAD = 0.997
+# Tokens of a row before prompts come, until that is known.
+FIRST_ANSWER = 8.0
+
+
+class TimedStep(NamedTuple):
+    """One step: the tokens that a row got on average, its seconds, and what it was."""
+
+    tokens: float
+    seconds: float
+    num_prompt_tokens: int
+    has_drafts: bool
+
+
+class Window(NamedTuple):
+    """Some steps: the tokens that a row got in them, and what they take if nothing holds them up; of those
+    among them that have prompts, the prompts' tokens, the seconds, and what a row got."""
+
+    tokens: float
+    seconds: float
+    prompt_tokens: int
+    prompt_seconds: float
+    prompt_made: float
+
+    @classmethod
+    def of(cls, steps: list[TimedStep]) -> Window:
+        """None counts for more than HELD_UP times what half of its kind took at most."""
+        taken: defaultdict[tuple[bool, bool], list[float]] = defaultdict(list)
+        for step in steps:
+            taken[step.num_prompt_tokens > 0, step.has_drafts].append(step.seconds)
+        sums = {False: 0.0, True: 0.0}
+        for (has_prompts, _), found in taken.items():
+            most = HELD_UP * median(found)
+            sums[has_prompts] += sum(min(seconds, most) for seconds in found)
+        return cls(
+            sum(step.tokens for step in steps),
+            sum(sums.values()),
+            sum(step.num_prompt_tokens for step in steps),
+            sums[True],
+            sum(step.tokens for step in steps if step.num_prompt_tokens),
+        )
+
+
+class Load:
+    """The prompts that come with answers, which is what they are whatever the number of drafts. Newer steps
+    count more."""
+
+    def __init__(self) -> None:
+        # Of all steps, as if there had been some before.
+        self._tokens, self._prompt_tokens = FIRST_ANSWER, 0.0
+
+    def note(self, tokens: float, num_prompt_tokens: int) -> None:
+        """One more step: what it gave a row, and what it computed of prompts."""
+        self._tokens = KEPT_LOAD * self._tokens + tokens
+        self._prompt_tokens = KEPT_LOAD * self._prompt_tokens + num_prompt_tokens
+
+    def seconds_per_token(self, window: Window, others: Window) -> float:
+        """Of a row, at the usual share of prompts: a window may have more or fewer, since requests that
+        come together end together, too. Where it has none they cost what they do in the others."""
+        decoded, taken = window.tokens - window.prompt_made, window.seconds - window.prompt_seconds
+        prompts = window if window.prompt_tokens else others
+        if decoded <= 0 or not prompts.prompt_tokens:
+            return window.seconds / max(window.tokens, 1e-9)
+        share = self._prompt_tokens / self._tokens / prompts.prompt_tokens
+        rest = max(0.0, 1 - share * prompts.prompt_made)
+        return rest * taken / decoded + share * prompts.prompt_seconds
+
+
+class Trial:
+    """`current` says how many drafts the next steps ask for, until `is_over`."""
+
+    def __init__(self, numbers: tuple[int, ...], num_rows: int, load: Load) -> None:
+        """numbers: in the order of their turns; 0 is one of them."""
+        self._num_rows, self._load = num_rows, load
+        self._steps: dict[int, list[TimedStep]] = {number: [] for number in numbers}
+        self._turns = deque(numbers)
+        self._count = 0  # steps of the block
+
+    @property
+    def current(self) -> int:
+        """The number in turn."""
+        return self._turns[0]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to compare."""
+        enough = all(len(self._steps[number]) >= ROUNDS * BLOCK for number in self._turns)
+        return len(self._turns) == 1 or enough
+
+    def add(self, step: TimedStep) -> bool:
+        """One more step; whether another number is in turn with it, or none."""
+        number = self.current
+        self._steps[number].append(step)
+        self._count += 1
+        if self._count >= (BLOCK if self._steps[0] else FEWEST):  # what none takes is wanted soon
+            self._count = 0
+            self._turns.rotate(-1)
+            self._give_up(self._turns)
+        elif self._count == FEWEST:
+            self._give_up([number])
+        if self.current != number:
+            self._count = 0
+        return self.is_over or self.current != number
+
+    def _give_up(self, numbers: Iterable[int]) -> None:
+        """Go on without those of them that have failed. Fewer drafts give no more tokens: if some gave next
+        to none, fewer will not."""
+        known = [n for n in self._turns if len(self._steps[n]) >= BLOCK]
+        best = max(known, key=self.ratio, default=-1)
+        for number in tuple(numbers):
+            if best >= 0 and number != best and self._has_failed(number, best):
+                is_hopeless = self.tokens(number) < HOPELESS * self.tokens(0)
+                least = 1 if number and is_hopeless else number
+                self._turns = deque(n for n in self._turns if n == best or not least <= n <= number)
+
+    def _has_failed(self, number: int, best: int) -> bool:
+        num_steps = len(self._steps[number])
+        if num_steps < FEWEST:
+            return False
+        needed = MORE_EVIDENCE if number and best else EVIDENCE
+        is_known = num_steps * self._num_rows >= needed
+        least = FAILED[min(num_steps // BLOCK, ROUNDS)] if is_known else NO_LUCK
+        return self.ratio(number) < least * self.ratio(best)
+
+    def ratio(self, number: int) -> float:
+        """How many times as fast as without drafts."""
+        own, plain = Window.of(self._steps[number]), Window.of(self._steps[0])
+        return self._load.seconds_per_token(plain, own) / self._load.seconds_per_token(own, plain)
+
+    def tokens(self, number: int) -> float:
+        """Of a row in a step."""
+        counts = [step.tokens for step in self._steps[number] if step.has_drafts or not number]
+        return sum(counts) / max(1, len(counts))
+
+    def best(self, needed: float) -> int:
+        """The fastest number, if it is so many times as fast as none; else 0."""
+        ratios = {number: self.ratio(number) for number in self._turns if number}
+        best = max(ratios, key=lambda number: ratios[number], default=0)
+        return best if best and ratios[best] >= needed else 0
+
+    @property
+    def lost_steps(self) -> float:
+        """Steps without drafts that could have been done in what drafts have lost."""
+        plain = Window.of(self._steps[0])
+        lost = 0.0
+        for number, steps in self._steps.items():
+            if number and steps and plain.tokens:
+                slower = max(0.0, 1 - self.ratio(number))
+                lost += slower * sum(step.seconds for step in steps)
+        return lost / max(1e-9, plain.seconds / max(1, len(self._steps[0])))
