@@ -137,7 +137,8 @@ class Trial:
 
     def _has_failed(self, number: int, best: int) -> bool:
         num_steps = len(self._steps[number])
-        if num_steps < FEWEST:
+        # Prompts between steps with drafts say nothing by themselves.
+        if 2 * sum(step.has_drafts or not number for step in self._steps[number]) < FEWEST:
             return False
         needed = MORE_EVIDENCE if number and best else EVIDENCE
         is_known = num_steps * self._num_rows >= needed
