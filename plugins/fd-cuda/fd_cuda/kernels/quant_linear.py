@@ -20,7 +20,7 @@ from .matmul import matmul
 from .quant_layout import CCQ, FP8, FP8_ROWS, INT4, INT8, INT8_ROWS, Slabs
 from .quant_native import product, rows_product, unpack
 from .quant_round import FP8_BLOCK, fp8_blocks, round_rows
-from .quant_shapes import Gemm, Gemv, Pipe, RowGemm, Shape, Tile, tile_shared
+from .quant_shapes import Few, Gemm, Gemv, Pipe, RowGemm, Shape, Tile, tile_shared
 from .quant_weights import Weights, dequantized
 
 _FEW_ROWS: Final = 16
@@ -86,15 +86,18 @@ def _gemv_shape(slabs: Slabs, rows: int) -> Gemv:
     """As many slabs a warp as leave work for every multiprocessor."""
     tiles = 1 if rows <= 8 else 2 if rows <= 16 else 4
     count, processors = slabs.num_slabs, num_processors()
-    # Long rows: a warp that waits for registers waits for all that it has asked for; where little is to be done for
-    # a weight, the way through shared memory takes longer than that.
-    staged = slabs.kind in (INT4, INT8, FP8) and slabs.num_turns >= 96 and not _is_light(slabs)
+    if slabs.kind in (INT4, INT8, FP8) and slabs.num_turns >= 96 and count >= 2 * processors:
+        # Long rows: a warp that waits for registers waits for all that it has asked for.
+        if tiles == 1:
+            return Few(1, 2, 8, 4, 2)
+        if tiles == 2 and slabs.kind == INT4:
+            return Few(2, 4, 8, 4, 1)
     if tiles > 1 and slabs.kind == INT4 and count >= 2 * processors:
-        return Gemv(tiles, 4, 8, 4, 1, staged and tiles == 2)
+        return Gemv(tiles, 4, 8, 4, 1)
     if slabs.kind == CCQ and count >= 2 * processors:
         return Gemv(tiles, 4, 16, 2, 1)
     if count >= 2 * processors:
-        return Gemv(tiles, 2, 8, 4, 2, staged and tiles == 1)
+        return Gemv(tiles, 2, 8, 4, 2)
     is_small = count < processors and tiles < 4
     return Gemv(tiles, 1, 16, 4, 1) if is_small else Gemv(tiles, 1, 8, 4, 2)
 

@@ -13,12 +13,14 @@ from .native import tensor_map
 from .quant_layout import CCQ, TURN, Slabs
 from .quant_order import by_codes
 from .quant_shapes import (
+    Few,
     Gemm,
     Gemv,
     Pipe,
     RowGemm,
     Shape,
     Tile,
+    blocks_with_places,
     gemm_shared,
     gemv_shared,
     pipe_shared,
@@ -110,6 +112,10 @@ def product(
             slabs, blocks,
         )  # fmt: skip
         return y
+    if isinstance(shape, Few):
+        own = [x, x.stride(0) // 8, *operands[:6], num_rows, weight.out_features, x.shape[1]]
+        _few(shape, defines, [*own, *sizes[:3]], slabs, blocks)
+        return y
     arguments = [
         x,
         x.stride(0) // 8,
@@ -138,13 +144,29 @@ def _gemv(
         "WARPS": shape.warps,
         "AHEAD": shape.ahead,
         "RESIDENT": shape.resident,
-        "STAGED": int(shape.staged),
     }
     name = "ccq_gemv" if defines["FORMAT"] == CCQ else "quant_gemv"
     kernel = native.function(name, {**defines, **sizes})
     grid = (-(-slabs // per_block), blocks, 1)
     shared = gemv_shared(shape, held, defines["FORMAT"], defines["SCALED"])
     native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared)
+
+
+def _few(
+    shape: Few, defines: dict[str, int], arguments: list[Any], slabs: int, blocks: int
+) -> None:
+    sizes = {
+        "TILES": shape.tiles,
+        "MT": shape.slabs,
+        "WARPS": shape.warps,
+        "AHEAD": shape.ahead,
+        "RESIDENT": shape.resident,
+    }
+    names = ("HALF", "Y_HALF", "FORMAT", "SCALED", "EVEN")
+    kernel = native.function("quant_few", {**{name: defines[name] for name in names}, **sizes})
+    tiles = blocks_with_places(-(-slabs // shape.slabs), shape.resident)
+    shared = gemv_shared(shape, shape.slabs, defines["FORMAT"], defines["SCALED"])
+    native.launch(kernel, (tiles, blocks, 1), shape.warps * 32, arguments, shared=shared)
 
 
 def _gemm(

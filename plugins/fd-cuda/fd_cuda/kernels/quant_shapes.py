@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
+from .common import num_processors
 from .quant_layout import CCQ, INT4
+
+_MULTIPROCESSOR: Final = 228 << 10  # bytes of shared memory, of which a block takes 1,024 besides its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +20,6 @@ class Gemv:
     warps: int
     ahead: int
     resident: int  # blocks a multiprocessor should hold
-    staged: bool = False  # weights come through shared memory, else to registers
 
     @property
     def rows(self) -> int:
@@ -24,7 +27,15 @@ class Gemv:
         return 8 * self.tiles
 
     def __str__(self) -> str:
-        return f"gemv {self.tiles}t {self.slabs}s {self.warps}w {self.ahead}a {self.resident}r{' staged' if self.staged else ''}"
+        return f"gemv {self.tiles}t {self.slabs}s {self.warps}w {self.ahead}a {self.resident}r"
+
+
+@dataclass(frozen=True, slots=True)
+class Few(Gemv):
+    """How quant_few.cu is specialized; as many blocks as `resident` says are all that a multiprocessor has place for."""
+
+    def __str__(self) -> str:
+        return f"few {self.tiles}t {self.slabs}s {self.warps}w {self.ahead}a {self.resident}r"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +129,27 @@ def group_bytes(kind: int, scaled: int) -> int:
     return 16 if kind == CCQ else 32 * scaled
 
 
+def only_resident(shared: int, resident: int) -> int:
+    """So many bytes of shared memory for a block, or more, that no more blocks than these have a place on a multiprocessor: blocks
+    of the next kernel that begin where there is room crowd on some of them."""
+    return max(shared, (_MULTIPROCESSOR // (resident + 1) // 1024 + 1) * 1024)
+
+
+def blocks_with_places(blocks: int, resident: int) -> int:
+    """So many blocks, and idle ones, that every multiprocessor with places for two has one of this kernel and one of the next,
+    whose weights come meanwhile."""
+    processors = num_processors()
+    return processors if resident == 2 and processors * 3 // 4 <= blocks < processors else blocks
+
+
 def gemv_shared(shape: Gemv, held: int, kind: int, scaled: int) -> int:
-    """Bytes of shared memory of a block: inputs of its warps, and weights where they take that way, or their parts of
-    the sums of `held` slabs."""
-    weights = held * (slab_bytes(kind) + group_bytes(kind, scaled)) if shape.staged else 0
+    """Bytes of shared memory of a block: inputs of its warps, of Few weights too, or their parts of the sums of `held`
+    slabs."""
+    is_few = isinstance(shape, Few)
+    weights = held * (slab_bytes(kind) + group_bytes(kind, scaled)) if is_few else 0
     ring = shape.ahead * (shape.rows * 128 + weights)
-    return shape.warps * max(ring, held * 16 * (shape.rows + 1) * 4)
+    whole = shape.warps * max(ring, held * 16 * (shape.rows + 1) * 4)
+    return only_resident(whole, shape.resident) if is_few else whole
 
 
 def gemm_shared(shape: Gemm, kind: int, *, paired: bool) -> int:

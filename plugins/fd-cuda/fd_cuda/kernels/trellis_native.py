@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from . import native
+from .quant_shapes import blocks_with_places, only_resident
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.quant_formats import PackedWeight
@@ -107,6 +108,36 @@ class Rows:
         parts = self.warps * 64 * (8 * self.eights + 1) * 4
         inbox = self.group * 64 * self.eights * 8 * 4 if self.split > 1 else 0
         return max(inputs, parts) + inbox, max(inputs, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """How tet_few.cu is specialized."""
+
+    eights: int  # of rows, of a block
+    split: int = 1  # blocks that divide K
+    warps: int = 8
+    resident: int = 2  # blocks a multiprocessor holds
+    piece: int = 4  # turns that one copy brings
+    ring: int = 4  # such copies ahead
+    ahead: int = 4  # turns that x is asked for ahead
+    own: int = 0  # rows that every block rotates itself
+
+    def slots(self, width: int) -> int:
+        """Pieces of weights that a warp has room for."""
+        each = -(-width // (TURN * self.split * self.warps))
+        return min(self.ring, -(-each // self.piece))
+
+    def shared(self, width: int) -> tuple[int, int, int]:
+        """Bytes of shared memory of a block: all; those before barriers; those before what other blocks send."""
+        slots = self.slots(width)
+        inputs = self.own * _row_bytes(width) if self.own else self.warps * self.ahead * self.eights * 512
+        weights = self.warps * slots * self.piece * 512
+        parts = self.warps * 64 * (8 * self.eights + 1) * 4
+        barriers = max(weights + inputs, parts)
+        inbox = barriers + -(-self.warps * slots // 2) * 16
+        whole = inbox + (64 * self.eights * 8 * 4 if self.split > 1 else 0)
+        return whole, barriers, inbox
 
 
 def rotate(x: torch.Tensor, weight: Trellis) -> Rotated:
@@ -238,6 +269,54 @@ def rows_product(
     blocks = -(-num_rows // (8 * shape.eights)) if grouping is None else grouping.blocks
     grid = (-(-weight.tiles // shape.group), blocks, shape.split)
     kernel = native.function("tet_rows", defines)
+    native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared, cluster=shape.split)
+    return y
+
+
+def streamed_product(
+    shape: Streamed,
+    x: torch.Tensor | Rotated,
+    dtype: torch.dtype,
+    weight: Trellis,
+    bias: torch.Tensor | None,
+    num_rows: int,
+) -> torch.Tensor:
+    """Of a dense layer; x as it is where shape.own says that blocks rotate it."""
+    given = (x, None, None) if isinstance(x, torch.Tensor) else (x.numbers, x.scales, x.sums)
+    packed = weight.packed
+    width = packed.in_features
+    y = torch.empty((num_rows, packed.out_features), dtype=dtype, device=weight.words.device)
+    defines = {
+        **_rotation(dtype, width, weight.block),
+        "TILES": shape.eights,
+        "SPLIT": shape.split,
+        "WARPS": shape.warps,
+        "RESIDENT": shape.resident,
+        "PIECE": shape.piece,
+        "RING": shape.ring,
+        "AHEAD": shape.ahead,
+        "OWN": shape.own,
+    }
+    shared, barriers_at, inbox_at = shape.shared(width)
+    arguments = [
+        *given,
+        weight.words,
+        weight.scales,
+        bias,
+        y,
+        num_rows,
+        packed.out_features,
+        weight.tiles,
+        ctypes.c_longlong(given[0].stride(0)),
+        weight.signs,
+        weight.norm * _UNIT,
+        barriers_at,
+        inbox_at,
+    ]
+    tiles = blocks_with_places(weight.tiles, shape.resident) if shape.split == 1 else weight.tiles
+    grid = (tiles, -(-num_rows // (8 * shape.eights)), shape.split)
+    kernel = native.function("tet_few", defines)
+    shared = only_resident(shared, shape.resident)
     native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared, cluster=shape.split)
     return y
 

@@ -2,8 +2,7 @@
 //
 // A block computes 16 * MT outputs; its WARPS warps take turns of 64 inputs. Weights go from memory
 // straight to registers, AHEAD turns ahead, and become matrix operands there (quant.cuh); x comes by
-// cp.async through a ring of the warp's own. STAGED: weights take that way too, as a warp waits for all loads to
-// registers that it has begun. GROUPED: blockIdx.y is a block of rows of one expert, and row n is row
+// cp.async through a ring of the warp's own. GROUPED: blockIdx.y is a block of rows of one expert, and row n is row
 // slots[n] / divisor of x and row slots[n] of y. PAIRED: slab 0 is gate rows, slab 1 the up rows that belong to them.
 // w holds slabs, or 8-bit numbers row by row.
 // A row of x comes out the same whatever M is.
@@ -16,7 +15,6 @@
 
 #define STAGE (COLUMNS * 128)  // bytes of x of one turn
 #define RING (AHEAD * STAGE)
-#define HELD (MT * (SLAB_BYTES + GROUP_BYTES))  // bytes of weights of one turn
 #define PITCH (COLUMNS + 1)
 #define OUT (PAIRED ? 16 : 16 * MT)
 
@@ -89,18 +87,6 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
     group_of[m] = entries + (u64)slab * num_groups * 8 * SCALED + (lane >> 2);
   }
 
-#if STAGED
-  unsigned char* const held = memory + WARPS * RING + warp * AHEAD * HELD;
-  const auto ask_w = [&](int i, int turn) {
-    const u32 to = shared_address(held) + i * HELD;
-#pragma unroll
-    for (int m = 0; m < MT; m++) {
-      bring_slab(to + m * SLAB_BYTES, (const unsigned char*)(from[m] - lane + turn * PIECES * 32), lane);
-      bring_group(to + MT * SLAB_BYTES + m * GROUP_BYTES, (const unsigned char*)(group_of[m] - (lane >> 2)), turn, per_group,
-                  lane);
-    }
-  };
-#else
   Group held_groups[AHEAD][MT];
   Slab held[AHEAD][MT];
   const auto ask_w = [&](int i, int turn) {
@@ -118,7 +104,6 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
       held_groups[i][m] = load_group(group_of[m], turn / per_group);
     }
   };
-#endif
 #pragma unroll
   for (int i = 0; i < AHEAD; i++)
     if (warp + i * WARPS < turns) ask_w(i, warp + i * WARPS);
@@ -174,18 +159,8 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
 #pragma unroll
       for (int i = two; i < two + 2; i++) {
         if (begin + i * WARPS >= turns) break;
-#if STAGED
-        Slab own_slab[MT];
-        Group own_groups[MT];
-#pragma unroll
-        for (int m = 0; m < MT; m++) {
-          own_slab[m] = slab_at(held + i * HELD + m * SLAB_BYTES, lane);
-          own_groups[m] = group_at(held + i * HELD + MT * SLAB_BYTES + m * GROUP_BYTES, begin + i * WARPS, lane);
-        }
-#else
         const Slab* own_slab = held[i];
         const Group* own_groups = held_groups[i];
-#endif
 #if SCALED
         // Sums of the turn, to be multiplied with its scales: fewer numbers than its weights.
         float own_sum[MT][TILES][4] = {};
@@ -222,19 +197,12 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
             sum[m][e / 4][e % 4] = fmaf(own_sum[m][e / 4][e % 4], e % 4 < 2 ? low(both) : high(both), sum[m][e / 4][e % 4]);
           }
 #endif
-#if !STAGED
         if (begin + (i + AHEAD) * WARPS < turns) ask_w(i, begin + (i + AHEAD) * WARPS);
-#endif
       }
       __syncwarp();
 #pragma unroll
       for (int i = two; i < two + 2; i++)
-        if (begin + (i + AHEAD) * WARPS < turns) {
-#if STAGED
-          ask_w(i, begin + (i + AHEAD) * WARPS);
-#endif
-          ask_x(i, begin + (i + AHEAD) * WARPS);
-        }
+        if (begin + (i + AHEAD) * WARPS < turns) ask_x(i, begin + (i + AHEAD) * WARPS);
       commit();
     }
   }
