@@ -98,6 +98,7 @@ inline u32 __funnelshift_r(u32 first, u32 second, int by) { return (u32)(((u64)s
 inline float silu(float x) { return x / (1.f + std::exp(-x)); }
 inline int __float2int_rn(float x) { return (int)std::nearbyint(x); }
 inline u32 masked_or(u32 v, u32 mask, u32 bits) { return (v & mask) | bits; }
+inline u32 byte_of(u32 bytes, int which) { return bytes >> 8 * which & 255; }
 inline u32 masked_xor(u32 v, u32 mask, u32 bits) { return (v & mask) ^ bits; }
 inline u32 widen_fp8(u32 v) {
   u32 result = 0;
