@@ -21,6 +21,9 @@ inline uint4 load_once(const uint4* p) { return *p; }
 inline uint2 load_once(const uint2* p) { return *p; }
 inline u32 load_once(const unsigned char* p) { return *p; }
 inline u32 load_once(const u32* p) { return *p; }
+inline float load_once(const float* p) { return *p; }
+template <class T>
+inline void keep(T&) {}
 inline u32 shared_address(const void* p) { return (u32)((const char*)p - (const char*)shared); }
 inline void copy_async(u32 to, const void* from, bool inside) {
   if (inside) std::memcpy((char*)shared + to, from, 16);

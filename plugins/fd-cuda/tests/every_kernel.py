@@ -50,7 +50,7 @@ from fd_cuda.kernels import (
     routing,
 )
 from fd_cuda.kernels.plans import Plan
-from fd_cuda.kernels.quant_shapes import Pipe, Tile
+from fd_cuda.kernels.quant_shapes import Few, Pipe, Tile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -275,7 +275,7 @@ def packed_products(name: str) -> None:
 
 
 def packed_pipe() -> None:
-    """quant_pipe.cu in sizes that no small product is given."""
+    """quant_pipe.cu, quant_tile.cu and quant_few.cu in sizes that no small product is given."""
     for name in ("wint4", "wint8", "wfp8", "ccq2"):
         slabs = quant_weights.prepare(packed(name, 264, 1024, 0, 0, DEVICE)).slabs
         for shape in (
@@ -285,6 +285,9 @@ def packed_pipe() -> None:
             Tile(128, 256, 1, 3, 4, 1, 2),
         ):
             quant_native.product(shape, random(300, 1024, dtype=torch.float16), slabs, None)
+        if name != "ccq2":
+            few = Few(2, 2, 4, 3, 2)
+            quant_native.product(few, random(11, 1024, dtype=torch.float16), slabs, None)
 
 
 def chosen_experts(room: Any, hidden: int, gate_up: Any, down: Any) -> None:

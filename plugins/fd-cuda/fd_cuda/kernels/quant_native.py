@@ -114,7 +114,7 @@ def product(
         return y
     if isinstance(shape, Few):
         own = [x, x.stride(0) // 8, *operands[:6], num_rows, weight.out_features, x.shape[1]]
-        _few(shape, defines, [*own, *sizes[:3]], slabs, blocks)
+        _few(shape, {**defines, "PER_GROUP": sizes[2] if weight.scaled else 1}, [*own, *sizes[:2]], slabs, blocks)
         return y
     arguments = [
         x,
@@ -162,7 +162,7 @@ def _few(
         "AHEAD": shape.ahead,
         "RESIDENT": shape.resident,
     }
-    names = ("HALF", "Y_HALF", "FORMAT", "SCALED", "EVEN")
+    names = ("HALF", "Y_HALF", "FORMAT", "SCALED", "EVEN", "PER_GROUP")
     kernel = native.function("quant_few", {**{name: defines[name] for name in names}, **sizes})
     tiles = blocks_with_places(-(-slabs // shape.slabs), shape.resident)
     shared = gemv_shared(shape, shape.slabs, defines["FORMAT"], defines["SCALED"])

@@ -101,6 +101,10 @@ ccq_gemv(const u16* x, long long x_stride, const uint2* __restrict__ w, const un
     upper[m] = lines[slab * 16 + g];
     lower[m] = lines[slab * 16 + g + 8];
   }
+  // What a thread's results are multiplied with, asked for here: at the end it would be waited for.
+  const int width = PAIRED ? N / 2 : N, own_column = min(tile * OUT + thread % OUT, width - 1);
+  const float own_scale = load_once(scales + own_column), other_scale = PAIRED ? load_once(scales + own_column + width) : 0.f;
+
   uint2 held[AHEAD][MT];
   u32 held_scales[AHEAD][MT];
   const auto ask_w = [&](int i, int rounds) {
@@ -222,15 +226,15 @@ ccq_gemv(const u16* x, long long x_stride, const uint2* __restrict__ w, const un
       for (int e = 0; e < 4; e++) part[(m * 16 + g + (e >> 1) * 8) * PITCH + t * 8 + 2 * q + (e & 1)] = sum[m][t][e];
   __syncthreads();
 
-  const int width = PAIRED ? N / 2 : N;
+  static_assert(WARPS * 32 % OUT == 0, "a thread finishes numbers of one output");
   for (int e = thread; e < COLUMNS * OUT; e += WARPS * 32) {
     const int c = e % OUT, n = e / OUT, column = tile * OUT + c;
     const int at = slot_of(n, slots, ids, M);
     if (at >= M || column >= width) continue;
     const float* line = (const float*)memory + c * PITCH + n;
-    float value = of_all_warps(line, MT * 16 * PITCH) * scales[column];
+    float value = of_all_warps(line, MT * 16 * PITCH) * own_scale;
     if (PAIRED) {
-      value = silu(value) * (of_all_warps(line + 16 * PITCH, MT * 16 * PITCH) * scales[column + width]);
+      value = silu(value) * (of_all_warps(line + 16 * PITCH, MT * 16 * PITCH) * other_scale);
     } else if (bias != nullptr) {
       value += widen(bias[column]);
     }

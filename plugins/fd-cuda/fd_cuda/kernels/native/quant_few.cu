@@ -4,7 +4,7 @@
 // of the warp's own, AHEAD turns ahead: a warp would wait for all that it has asked for to registers. What a turn has goes to
 // registers while the turn before is multiplied. Half floats of int4 are MIDDLE more than the weights, for which sums of x,
 // a product with ones for all slabs together, make up.
-// A row of x comes out the same whatever M is.
+// PER_GROUP: turns with one scale an output. A row of x comes out the same whatever M is.
 
 #include "common.cuh"
 #include "quant.cuh"
@@ -17,6 +17,7 @@
 #define UNROLLED (AHEAD % 2 ? 2 * AHEAD : AHEAD)  // turns take two places in registers by turns
 #define SLABS_AT (COLUMNS * 128)
 #define GROUPS_AT (SLABS_AT + MT * SLAB_BYTES)
+#define GROUP_LANES (SCALED ? GROUP_BYTES / 16 : 1)
 #define PITCH (COLUMNS + 1)
 #define OUT (16 * MT)
 #define SHIFTED (FORMAT == INT4)
@@ -58,7 +59,7 @@ struct Turn {
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
 quant_few(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* __restrict__ groups,
           const float* __restrict__ scales, const float* x_scales, const u16* __restrict__ bias, u16* y, int M, int N, int K,
-          int slabs, int turns, int per_group) {
+          int slabs, int turns) {
   extern __shared__ __align__(128) unsigned char memory[];  // rings, then parts of sums
   const int thread = threadIdx.x, lane = thread & 31, warp = __shfl_sync(~0u, thread >> 5, 0);
   const int tile = blockIdx.x;
@@ -67,24 +68,35 @@ quant_few(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* 
     wait_for_previous();
     return;
   }
-  const int rounds = (turns - warp + WARPS - 1) / WARPS, num_groups = (turns + per_group - 1) / per_group;
+  const int rounds = (turns - warp + WARPS - 1) / WARPS, num_groups = (turns + PER_GROUP - 1) / PER_GROUP;
   const unsigned char* from[MT];
-  const unsigned char* group_of[MT];
 #pragma unroll
   for (int m = 0; m < MT; m++) {
     // Slabs behind the last repeat it; nothing of theirs is stored.
     const int slab = min(tile * MT + m, slabs - 1);
     from[m] = (const unsigned char*)w + ((u64)slab * turns + warp) * SLAB_BYTES;
-    group_of[m] = (const unsigned char*)groups + (u64)slab * num_groups * GROUP_BYTES;
+    keep(from[m]);
   }
-  unsigned char* const ring = memory + warp * AHEAD * STAGE;
-  const u32 to = shared_address(ring);
+  // Lanes copy 16 bytes of scales each, of all slabs.
+  const int own_slab = min(tile * MT + lane / GROUP_LANES, slabs - 1), first_group = warp / PER_GROUP;
+  const unsigned char* group_from =
+      (const unsigned char*)groups + ((u64)own_slab * num_groups + first_group) * GROUP_BYTES + lane % GROUP_LANES * 16;
+  keep(group_from);
+  static_assert(WARPS * 32 % OUT == 0, "a thread finishes numbers of one output");
+  const int column = tile * OUT + thread % OUT;
+  const float scale = load_once(scales + min(column, N - 1));  // waited for at the end
+  unsigned char* ring = memory + warp * AHEAD * STAGE;
+  keep(ring);
+  u32 to = shared_address(ring);
+  keep(to);
   // Of the round `rounds` after that at which `from` stands, into stage i.
   const auto ask_w = [&](int i, int rounds, int turn) {
 #pragma unroll
-    for (int m = 0; m < MT; m++) {
+    for (int m = 0; m < MT; m++)
       bring_slab(to + i * STAGE + SLABS_AT + m * SLAB_BYTES, from[m] + rounds * WARPS * SLAB_BYTES, lane);
-      bring_group(to + i * STAGE + GROUPS_AT + m * GROUP_BYTES, group_of[m], turn, per_group, lane);
+    if (SCALED && lane < MT * GROUP_LANES) {
+      const int group = WARPS % PER_GROUP ? turn / PER_GROUP - first_group : rounds * (WARPS / PER_GROUP);
+      copy_async(to + i * STAGE + GROUPS_AT + lane * 16, group_from + group * GROUP_BYTES, true);
     }
   };
 #pragma unroll
@@ -101,15 +113,19 @@ quant_few(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* 
     const int row = blockIdx.y * COLUMNS + (lane >> 3) + 4 * i;
     x_from[i] = x + (row < M ? (u64)row * x_stride : 0) + (lane & 7) + warp * 8;
     present |= (u32)(row < M) << i;
+    keep(x_from[i]);
   }
+  keep(present);
   const u32 own = to + (lane >> 3) * 128;
-  const u32 swizzled[2] = {((lane & 7u) ^ (lane >> 3)) << 4, ((lane & 7u) ^ (4 + (lane >> 3))) << 4};
+  u32 places[2] = {own + (((lane & 7) ^ (lane >> 3)) << 4), own + (((lane & 7) ^ (4 + (lane >> 3))) << 4)};
+  keep(places[0]);
+  keep(places[1]);
   const auto ask_x = [&](int i, int rounds, int turn) {
     const bool inside = EVEN || turn * 64 + (lane & 7) * 8 < K;
 #pragma unroll
     for (int j = 0; j < 2 * TILES; j++)
       if (present >> j & 1)
-        copy_async(own + i * STAGE + j * 512 + swizzled[j & 1], x_from[j] + (inside ? rounds * WARPS * 8 : 0), inside);
+        copy_async(places[j & 1] + i * STAGE + j * 512, x_from[j] + (inside ? rounds * WARPS * 8 : 0), inside);
   };
 #pragma unroll
   for (int i = 0; i < AHEAD; i++) {
@@ -118,7 +134,9 @@ quant_few(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* 
   }
 
   const u32 row = lane & 7, chunk = lane >> 3;
-  const u32 reads[2] = {to + row * 128 + ((chunk ^ row) << 4), to + row * 128 + ((chunk + 4 ^ row) << 4)};
+  u32 reads[2] = {to + row * 128 + ((chunk ^ row) << 4), to + row * 128 + ((chunk + 4 ^ row) << 4)};
+  keep(reads[0]);
+  keep(reads[1]);
   const auto take = [&](Turn& turn, int i, int nth) {
     await_turn();
     __syncwarp();
@@ -189,6 +207,7 @@ quant_few(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* 
     }
 #pragma unroll
     for (int m = 0; m < MT; m++) from[m] += UNROLLED * WARPS * SLAB_BYTES;
+    if (WARPS % PER_GROUP == 0) group_from += UNROLLED * WARPS / PER_GROUP * GROUP_BYTES;
 #pragma unroll
     for (int i = 0; i < 2 * TILES; i++) x_from[i] += UNROLLED * WARPS * 8;
   }
@@ -206,10 +225,10 @@ quant_few(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* 
   __syncthreads();
 
   for (int e = thread; e < COLUMNS * OUT; e += WARPS * 32) {
-    const int c = e % OUT, n = e / OUT, column = tile * OUT + c, at = blockIdx.y * COLUMNS + n;
+    const int n = e / OUT, at = blockIdx.y * COLUMNS + n;
     if (at >= M || column >= N) continue;
-    float value = of_all_warps((const float*)memory + c * PITCH + n, OUT * PITCH);
-    value *= scales[column] * (x_scales == nullptr ? 1.f : x_scales[at]);
+    float value = of_all_warps((const float*)memory + thread % OUT * PITCH + n, OUT * PITCH);
+    value *= scale * (x_scales == nullptr ? 1.f : x_scales[at]);
     if (bias != nullptr) value += widen_y(bias[column]);
     y[(u64)at * N + column] = narrow_y(value);
   }

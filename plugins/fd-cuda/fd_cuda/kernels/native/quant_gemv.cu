@@ -87,6 +87,10 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
     group_of[m] = entries + (u64)slab * num_groups * 8 * SCALED + (lane >> 2);
   }
 
+  // What a thread's results are multiplied with, asked for here: at the end it would be waited for.
+  const int width = PAIRED ? N / 2 : N, own_column = min(tile * OUT + thread % OUT, width - 1);
+  const float own_scale = load_once(scales + own_column), other_scale = PAIRED ? load_once(scales + own_column + width) : 0.f;
+
   Group held_groups[AHEAD][MT];
   Slab held[AHEAD][MT];
   const auto ask_w = [&](int i, int turn) {
@@ -219,7 +223,7 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
         part[(m * 16 + r + (j >> 1) * 8) * PITCH + t * 8 + 2 * q + (j & 1)] = sum[m][t][j];
   __syncthreads();
 
-  const int width = PAIRED ? N / 2 : N;
+  static_assert(WARPS * 32 % OUT == 0, "a thread finishes numbers of one output");
   for (int e = thread; e < COLUMNS * OUT; e += WARPS * 32) {
     const int c = e % OUT, n = e / OUT, column = tile * OUT + c;
     const int at = slot_of(n, slots, ids, M);
@@ -228,9 +232,9 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
     float value = of_all_warps(line, MT * 16 * PITCH);
     float other = PAIRED ? of_all_warps(line + 16 * PITCH, MT * 16 * PITCH) : 0.f;
     const float x_scale = x_scales == nullptr ? 1.f : x_scales[GROUPED ? at / divisor : at];
-    value *= scales[column] * x_scale;
+    value *= own_scale * x_scale;
     if (PAIRED) {
-      other *= scales[column + width] * x_scale;
+      other *= other_scale * x_scale;
       value = silu(value) * other;
     } else if (bias != nullptr) {
       value += widen_y(bias[column]);

@@ -53,12 +53,17 @@ tet_few(const void* x, const float* x_scales, const int* x_sums, const unsigned 
     expect(barriers + slot * 8, bytes);
     copy_line(ring + slot * PIECE * 512, from + piece * PIECE * 512, bytes, barriers + slot * 8);
   };
+  const float own_scale = load_once(scales + tile * 64 + thread % 64);  // waited for at the end
   if (lane == 0) {
     for (int slot = 0; slot < SLOTS; slot++) make_barrier(barriers + slot * 8, 1);
     publish_barriers();
-    for (int slot = 0; slot < SLOTS; slot++) ask(slot, slot);
   }
-  __syncwarp();
+  // Every warp's first piece before the second ones: copies come one after the other.
+#pragma unroll
+  for (int slot = 0; slot < SLOTS; slot++) {
+    if (lane == 0) ask(slot, slot);
+    __syncthreads();
+  }
 #if OWN
   Rotation rotation;
   rotation.prepare(signs, warp, lane);
@@ -170,7 +175,7 @@ tet_few(const void* x, const float* x_scales, const int* x_sums, const unsigned 
 #else
     const float offset = 127.5f * x_sums[row], x_scale = x_scales[row];
 #endif
-    float value = (total - offset) * (scales[column] * x_scale);
+    float value = (total - offset) * ((SPLIT == 1 ? own_scale : scales[column]) * x_scale);
     if (bias != nullptr) value += widen(bias[column]);
     y[(u64)row * N + column] = narrow(value);
   };

@@ -68,6 +68,8 @@ tet_rows(const void* x, const float* x_scales, const int* x_sums, const uint4* _
 #pragma unroll
   for (int i = 0; i < AHEAD; i++)
     if (depth + i * DEPTH < own_turns) held[i] = load_once(from + i * DEPTH * 32);
+  // What a thread's results are multiplied with, where one block has a product's: at the end it would be waited for.
+  const float own_scale = load_once(scales + min((int)blockIdx.x * OUT + thread % OUT, N / HALVES - 1));
 #if OWN
   Rotation rotation;
   rotation.prepare(signs, warp, lane);
@@ -192,7 +194,7 @@ tet_rows(const void* x, const float* x_scales, const int* x_sums, const uint4* _
     const int row = GROUPED ? at / divisor : at;
     const float offset = 127.5f * x_sums[row], x_scale = x_scales[row];
 #endif
-    float value = (total - offset) * (scales[column] * x_scale);
+    float value = (total - offset) * ((SPLIT == 1 && WARPS * 32 % OUT == 0 ? own_scale : scales[column]) * x_scale);
     if (PAIRED) value = silu(value) * ((other - offset) * (scales[column + width] * x_scale));
     else if (bias != nullptr) value += widen(bias[column]);
     y[(u64)at * width + column] = narrow(value);
