@@ -15,7 +15,6 @@
 
 #define TURNS (WIDTH / 64)
 #define ROUNDS ((TURNS + WARPS - 1) / WARPS)
-#define PITCH (COLUMNS + 1)
 #define OUT (PAIRED ? 16 : 16 * MT)
 #if HALF
 #define MIDDLE 1056.f
@@ -217,13 +216,7 @@ ccq_gemv(const u16* x, long long x_stride, const uint2* __restrict__ w, const un
   }
 
   __syncthreads();  // sums stand where x was
-  float* part = (float*)memory + warp * MT * 16 * PITCH;
-#pragma unroll
-  for (int m = 0; m < MT; m++)
-#pragma unroll
-    for (int t = 0; t < TILES; t++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) part[(m * 16 + g + (e >> 1) * 8) * PITCH + t * 8 + 2 * q + (e & 1)] = sum[m][t][e];
+  store_sums((float*)memory, sum, warp, lane, GROUPED ? COLUMNS : M - (int)blockIdx.y * COLUMNS);
   __syncthreads();
 
   static_assert(WARPS * 32 % OUT == 0, "a thread finishes numbers of one output");

@@ -18,7 +18,6 @@
 #define SLABS_AT (COLUMNS * 128)
 #define GROUPS_AT (SLABS_AT + MT * SLAB_BYTES)
 #define GROUP_LANES (SCALED ? GROUP_BYTES / 16 : 1)
-#define PITCH (COLUMNS + 1)
 #define OUT (16 * MT)
 #define SHIFTED (FORMAT == INT4)
 #if HALF
@@ -213,15 +212,7 @@ quant_few(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* 
   }
 
   __syncthreads();  // sums stand where x was
-  float* part = (float*)memory + warp * OUT * PITCH;
-  const int r = lane >> 2, q = lane & 3;
-#pragma unroll
-  for (int m = 0; m < MT; m++)
-#pragma unroll
-    for (int t = 0; t < TILES; t++)
-#pragma unroll
-      for (int j = 0; j < 4; j++)
-        part[(m * 16 + r + (j >> 1) * 8) * PITCH + t * 8 + 2 * q + (j & 1)] = sum[m][t][j];
+  store_sums((float*)memory, sum, warp, lane, M - (int)blockIdx.y * COLUMNS);
   __syncthreads();
 
   for (int e = thread; e < COLUMNS * OUT; e += WARPS * 32) {

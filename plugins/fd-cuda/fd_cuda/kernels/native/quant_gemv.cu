@@ -15,7 +15,6 @@
 
 #define STAGE (COLUMNS * 128)  // bytes of x of one turn
 #define RING (AHEAD * STAGE)
-#define PITCH (COLUMNS + 1)
 #define OUT (PAIRED ? 16 : 16 * MT)
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
@@ -212,15 +211,7 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
   }
 
   __syncthreads();  // sums stand where x was
-  float* part = (float*)memory + warp * MT * 16 * PITCH;
-  const int r = lane >> 2, q = lane & 3;
-#pragma unroll
-  for (int m = 0; m < MT; m++)
-#pragma unroll
-    for (int t = 0; t < TILES; t++)
-#pragma unroll
-      for (int j = 0; j < 4; j++)
-        part[(m * 16 + r + (j >> 1) * 8) * PITCH + t * 8 + 2 * q + (j & 1)] = sum[m][t][j];
+  store_sums((float*)memory, sum, warp, lane, GROUPED ? COLUMNS : M - (int)blockIdx.y * COLUMNS);
   __syncthreads();
 
   static_assert(WARPS * 32 % OUT == 0, "a thread finishes numbers of one output");

@@ -168,13 +168,16 @@ tet_rows(const void* x, const float* x_scales, const int* x_sums, const uint4* _
   await_own_copies<0>();
 #endif
   __syncthreads();  // parts stand where x was
+  const int last_row = GROUPED ? COLUMNS : rows;
   int* part = (int*)memory + warp * 64 * PITCH;
 #pragma unroll
-  for (int n = 0; n < 4; n++)
+  for (int t = 0; t < TILES; t++)
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
+    for (int e = 0; e < 4; e++)
+      if (t * 8 + j * 2 + (e & 1) < last_row) {
 #pragma unroll
-      for (int e = 0; e < 4; e++) part[(g * 8 + n * 2 + (e >> 1)) * PITCH + t * 8 + j * 2 + (e & 1)] = sum[n][t][e];
+        for (int n = 0; n < 4; n++) part[(g * 8 + n * 2 + (e >> 1)) * PITCH + t * 8 + j * 2 + (e & 1)] = sum[n][t][e];
+      }
   __syncthreads();
 
   const int width = N / HALVES;
@@ -199,7 +202,6 @@ tet_rows(const void* x, const float* x_scales, const int* x_sums, const uint4* _
     else if (bias != nullptr) value += widen(bias[column]);
     y[(u64)at * width + column] = narrow(value);
   };
-  const int last_row = GROUPED ? COLUMNS : rows;
 #if SPLIT == 1
   for (int e = thread; e < OUT * last_row; e += WARPS * 32)
     store(e % OUT, e / OUT, of_warps(e % OUT, e / OUT), PAIRED ? of_warps(e % OUT + OUT, e / OUT) : 0);
