@@ -42,6 +42,15 @@ inline void store_matrices(u32 address, const u32* a) {
   for (int i = 0; i < 4; ++i)
     std::memcpy((char*)shared + all.value[i * 8 + lane_of() / 4] + lane_of() % 4 * 4, a + i, 4);
 }
+inline void store_transposed(u32 address, u32 first, u32 second) {
+  const Lanes<u32> all(address);
+  const u32 pairs[2] = {first, second};
+  for (int i = 0; i < 2; ++i)
+    for (int odd = 0; odd < 2; ++odd) {
+      const u16 half = (u16)(pairs[i] >> odd * 16);
+      std::memcpy((char*)shared + all.value[i * 8 + lane_of() % 4 * 2 + odd] + lane_of() / 4 * 2, &half, 2);
+    }
+}
 inline void show_stores() {}
 // The same with rows as columns: registers are elements (2 (lane % 4), lane / 4) and the next below.
 inline void load_transposed(u32* b, u32 address) {
@@ -123,6 +132,7 @@ inline u16 narrow_y(float x) {
   return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 #endif
+inline u32 narrow_y(float first, float second) { return narrow_y(first) | (u32)narrow_y(second) << 16; }
 inline uint2 load_pair(const unsigned char* at) { uint2 v; std::memcpy(&v, at, 8); return v; }
 inline u16 load_scale(const u16* at) { return *at; }
 // volatile: nothing may be contracted

@@ -56,10 +56,10 @@ def product(
     grouping: Grouping | None = None,
     paired: bool = False,
 ) -> torch.Tensor:
-    """x [T, K] times the weight, in dtype or in x's own; rows of x are whole 16 bytes. Pipe: rows of experts lie
+    """x [T, K] times the weight, in dtype or in x's own; rows of x are whole 16 bytes. Pipe, Tile: rows of experts lie
     in the order of the blocks, in x and, where it is `paired`, in what comes out."""
     dtype = dtype or x.dtype
-    is_ordered = isinstance(shape, Pipe) and paired
+    is_ordered = isinstance(shape, Pipe | Tile) and paired
     num_rows = x.shape[0] if grouping is None or is_ordered else grouping.num_slots
     width = weight.out_features // 2 if paired else weight.out_features
     y = torch.empty((num_rows, width), dtype=dtype, device=x.device)
@@ -91,13 +91,9 @@ def product(
     ]
     slabs = weight.num_slabs // 2 if paired else weight.num_slabs
     blocks = -(-num_rows // shape.rows) if grouping is None else grouping.blocks
-    if isinstance(shape, Tile):
-        own = [*operands[:6], num_rows, weight.out_features, *sizes[:3], weight.codes]
-        _tile(shape, defines, x, own, slabs, blocks)
-        return y
-    if isinstance(shape, Pipe):
+    if isinstance(shape, Pipe | Tile):
         arguments = [*operands, num_rows, weight.out_features, *sizes, weight.codes]
-        _pipe(shape, defines, x, arguments, slabs, blocks)
+        _fed(shape, defines, x, arguments, slabs, blocks)
         return y
     ids = None if grouping is None else grouping.ids
     if weight.kind == CCQ and isinstance(shape, Gemv):
@@ -165,56 +161,34 @@ def _gemm(
     native.launch(kernel, grid, shape.groups * 128, arguments, shared=shared, cluster=shape.split)
 
 
-def _pipe(
-    shape: Pipe,
+def _fed(
+    shape: Pipe | Tile,
     defines: dict[str, int],
     x: torch.Tensor,
     arguments: list[Any],
     slabs: int,
     blocks: int,
 ) -> None:
+    """By a kernel whose activations the copy engine brings."""
     sizes = {
         "BN": shape.rows,
         "GROUPS": shape.groups,
         "SPLIT": shape.split,
         "STAGES": shape.stages,
-        "RESIDENT": shape.resident,
         "THREADS": shape.threads,
     }
-    if defines["FORMAT"] == CCQ:
-        x = by_codes(x)
-    kernel = native.function("quant_pipe", {**defines, **sizes})
+    if isinstance(shape, Tile):
+        name, shared = "quant_tile", tile_shared(shape, defines["FORMAT"], defines["SCALED"])
+        sizes |= {"UNPACKERS": shape.unpackers, "TEAMS": shape.teams, "AHEAD": shape.ahead}
+    else:
+        name, shared = "quant_pipe", pipe_shared(shape, defines["FORMAT"], defines["SCALED"])
+        sizes["RESIDENT"] = shape.resident
+        x = by_codes(x) if defines["FORMAT"] == CCQ else x
     outputs = 4 if defines["PAIRED"] else 4 * shape.groups
     grid = (-(-slabs // outputs), blocks, shape.split)
     native.launch(
-        kernel, grid, shape.threads, [tensor_map.boxes(x, shape.rows), *arguments],
-        shared=pipe_shared(shape, defines["FORMAT"], defines["SCALED"]), cluster=shape.split,
-    )  # fmt: skip
-
-
-def _tile(
-    shape: Tile,
-    defines: dict[str, int],
-    x: torch.Tensor,
-    arguments: list[Any],
-    slabs: int,
-    blocks: int,
-) -> None:
-    sizes = {
-        "ROWS": shape.rows,
-        "BN": shape.outputs,
-        "SPLIT": shape.split,
-        "STAGES": shape.stages,
-        "UNPACKERS": shape.unpackers,
-        "TEAMS": shape.teams,
-        "AHEAD": shape.ahead,
-        "THREADS": shape.threads,
-    }
-    kernel = native.function("quant_tile", {**defines, **sizes})
-    grid = (-(-slabs * 16 // shape.outputs), blocks, shape.split)
-    native.launch(
-        kernel, grid, shape.threads, [tensor_map.boxes(x, shape.rows), *arguments],
-        shared=tile_shared(shape, defines["FORMAT"], defines["SCALED"]), cluster=shape.split,
+        native.function(name, {**defines, **sizes}), grid, shape.threads,
+        [tensor_map.boxes(x, shape.rows), *arguments], shared=shared, cluster=shape.split,
     )  # fmt: skip
 
 

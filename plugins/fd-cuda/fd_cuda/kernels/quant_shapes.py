@@ -89,9 +89,14 @@ class Tile:
     ahead: int  # own turns that weights are asked for ahead
 
     @property
+    def groups(self) -> int:
+        """Of four warps that multiply."""
+        return self.outputs // 64
+
+    @property
     def threads(self) -> int:
         """Those that multiply and those that unpack."""
-        return self.rows * 2 + self.unpackers * 32
+        return self.groups * 128 + self.unpackers * 32
 
     @property
     def slabs(self) -> int:
@@ -126,39 +131,44 @@ def gemv_shared(shape: Gemv, held: int, kind: int, scaled: int) -> int:
     return shape.warps * max(ring, held * 16 * (shape.rows + 1) * 4)
 
 
+def end_shared(rows: int, outputs: int, split: int) -> int:
+    """Bytes of shared memory that the end of a product takes: what other blocks send of the rows that a block finishes,
+    two bytes an output that is stored, or, of gates with what belongs to them, four and a half float."""
+    share = rows // min(split, rows // 8)
+    return share * outputs * (4 * (split - 1) + 3)
+
+
 def gemm_shared(shape: Gemm, kind: int, *, paired: bool) -> int:
-    """Bytes of shared memory of a block: tiles of x, and of weights where they take that way, parts of the sums,
-    what aligning takes."""
+    """Bytes of shared memory of a block: tiles of x, and of weights where they take that way, what the end takes, what
+    aligning takes."""
     held = shape.groups * (1 + paired)
     weights = 0 if shape.ahead else held * (2048 if kind == INT4 else 4096)
     tiles = shape.stages * (shape.rows * 128 + weights)
-    parts = shape.rows * (held * 64 + 4) * 4
+    end = end_shared(shape.rows, held * 64, shape.split)
     is_apart = shape.split > 1 and shape.ahead > 0
-    return 1024 + (tiles + parts if is_apart else max(tiles, parts))
+    return 1024 + (tiles + end if is_apart else max(tiles, end))
 
 
 def pipe_shared(shape: Pipe, kind: int, scaled: int) -> int:
-    """Bytes of shared memory of a block: barriers, tiles of x and of weights, or parts of the sums where these were."""
+    """Bytes of shared memory of a block: barriers, tiles of x and of weights, or what the end takes where these were."""
     warps = shape.groups * 4
     weights = warps * slab_bytes(kind) + -(-warps * group_bytes(kind, scaled) // 1024) * 1024
     tiles = shape.stages * (shape.rows * 128 + weights)
-    parts = shape.rows * (shape.groups * 64 + 4) * 4
-    return 16 * shape.stages + 1024 + max(tiles, parts)
+    return 16 * shape.stages + 1024 + max(tiles, end_shared(shape.rows, warps * 16, shape.split))
 
 
 def tile_shared(shape: Tile, kind: int, scaled: int) -> int:
-    """Bytes of shared memory of a block: barriers, tiles of x and of weights, what the unpacking warps hold, or parts
-    of the sums where all of it was."""
+    """Bytes of shared memory of a block: barriers, tiles of x and of weights, what the unpacking warps hold, or what the
+    end takes where all of it was."""
     held = shape.slabs * (slab_bytes(kind) + group_bytes(kind, scaled))
     tiles = shape.stages * (shape.rows + shape.outputs) * 128 + shape.unpackers * shape.ahead * held
-    parts = shape.rows * (shape.outputs + 8) * 4
-    return 16 * shape.stages + 1024 + max(tiles, parts)
+    end = end_shared(shape.rows, shape.outputs, shape.split)
+    return 16 * shape.stages + 1024 + max(tiles, end)
 
 
 def rows_shared(shape: RowGemm, *, by_block: bool) -> int:
-    """Bytes of shared memory of a block of quant_rows.cu: tiles, parts of the sums, scales of turns, what
-    aligning takes."""
+    """Bytes of shared memory of a block of quant_rows.cu: tiles, scales of turns, what the end takes, what aligning takes."""
     tiles = shape.stages * (shape.groups * 64 + shape.rows) * 128
-    parts = shape.rows * (shape.groups * 64 + 4) * 4
+    end = end_shared(shape.rows, shape.groups * 64, shape.split)
     factors = shape.stages * shape.rows * 4 if by_block else 0
-    return 1024 + (tiles + parts if shape.split > 1 else max(tiles, parts)) + factors
+    return 1024 + (tiles + factors + end if shape.split > 1 else max(tiles + factors, end))

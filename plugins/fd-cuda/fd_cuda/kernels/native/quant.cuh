@@ -62,6 +62,16 @@ __device__ __forceinline__ u16 narrow_y(float value) {
   return y;
 }
 
+__device__ __forceinline__ u32 narrow_y(float first, float second) {
+  u32 pair;
+#if Y_HALF
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+#endif
+  return pair;
+}
+
 __device__ __forceinline__ float widen_y(u16 value) {
 #if Y_HALF
   float y;

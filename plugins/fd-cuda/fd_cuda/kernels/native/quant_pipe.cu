@@ -18,7 +18,6 @@
 #define STAGE (TILE_X + TILE_W)
 #define FEEDER (GROUPS * 4)  // the warp; of 256 rows, three idle ones give their registers too
 #define OUT (PAIRED ? 64 : GROUPS * 64)
-#define PITCH (GROUPS * 64 + 4)
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
@@ -39,20 +38,8 @@ __device__ __forceinline__ void multiply(float* d, const u32* a, u64 b) {
 #define TAKE_REGISTERS()
 #endif
 
-// Of a ring of STAGES tiles: which one, and in which round.
-struct Place {
-  int stage;
-  u32 parity;
-};
-
 __device__ __forceinline__ void advance(Place& place) {
   if (++place.stage == STAGES) place = {0, place.parity ^ 1};
-}
-
-__device__ __forceinline__ int slab_of(int tile, int warp, int slabs) {
-  // Slabs behind the last repeat it; nothing of theirs is stored.
-  const int half = slabs / 2;
-  return PAIRED ? min(tile * 4 + warp % 4, half - 1) + warp / 4 * half : min(tile * GROUPS * 4 + warp, slabs - 1);
 }
 
 // What a warp that multiplies knows.
@@ -111,7 +98,7 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   codes += expert * slabs * 16;
 #endif
 
-  const int own = slab_of(tile, warp, slabs);
+  const int own = nth_slab(tile, warp, slabs);
   Source from;
   from.w = w + ((u64)own * turns + first) * SLAB_BYTES;
   from.slabs = tiles + TILE_X + warp * SLAB_BYTES;
@@ -122,6 +109,7 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
 #pragma unroll
     for (int t = 0; t < STAGES; t++) ask_slab(from, t, count, t);
   } else if (thread == FEEDER * 32) {
+    prefetch(x);
 #pragma unroll
     for (int s = 0; s < STAGES; s++) {
       make_barrier(full + 8 * s, 1);
@@ -148,8 +136,7 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
       }
       __syncwarp();
     }
-    meet();
-    meet();
+    rest<PAIRED>();
     return;
   }
   TAKE_REGISTERS();
@@ -157,7 +144,8 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   from.maps.upper = codes[own * 16 + (lane >> 2)];
   from.maps.lower = codes[own * 16 + (lane >> 2) + 8];
 #endif
-  float sum[BN / 2];
+  float sums[1][BN / 2];
+  float(&sum)[BN / 2] = sums[0];
 #pragma unroll
   for (int i = 0; i < BN / 2; i++) sum[i] = 0.f;
   fence_registers(sum);
@@ -201,8 +189,6 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   }
   await_products<0>();
   fence_registers(sum);
-  meet();  // parts stand where tiles were
-  send_parts(parts, PITCH, rank, sum, warp * 16, lane);
-  meet();
-  finish(parts, PITCH, OUT, GROUPS * 128, tile * OUT, first_row, rank, scales, x_scales, bias, y, slots, divisor, M, N);
+  const Ending ending{parts, scales, x_scales, bias, y, slots, first_row, divisor, rank, M, N};
+  finish<GROUPS * 128, false>(ending, sums, tile * OUT + warp % (OUT / 16) * 16, thread);
 }
