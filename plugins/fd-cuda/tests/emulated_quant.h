@@ -177,6 +177,19 @@ inline void multiply(int* d, u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
     }
   }
 }
+#if FORMAT == 6 /* TRELLIS */
+inline void multiply(int* d, u64 a, u64 b) {
+  Lanes<int> together(0);
+  const u32 first_a = (u32)a << 4 & ~127u, chunk_a = ((u32)a << 4) % 128 / 16;
+  const u32 first_b = (u32)b << 4 & ~127u, chunk_b = ((u32)b << 4) % 128 / 16;
+  for (int i = 0; i < BN / 2; ++i) {
+    const int row = threadIdx.x / 32 % 4 * 16 + lane_of() / 4 + i / 2 % 2 * 8, n = i / 4 * 8 + lane_of() % 4 * 2 + i % 2;
+    for (int k = 0; k < 32; ++k)
+      d[i] += ((unsigned char*)shared)[first_a + row * 128 + (((chunk_a + k / 16) ^ (row & 7)) << 4) + k % 16] *
+              ((signed char*)shared)[first_b + n * 128 + (((chunk_b + k / 16) ^ (n & 7)) << 4) + k % 16];
+  }
+}
+#endif
 #ifdef BY_BLOCK
 // The same with A in shared memory as B is, of int8 or fp8; a group of four warps has 64 rows of A.
 inline float number_at(u64 address) {

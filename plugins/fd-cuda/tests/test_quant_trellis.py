@@ -13,6 +13,7 @@ from fastdeploy_core.contracts.quant_formats import PackedWeight, QuantFormat
 from quant_emulation import use_kernels
 
 from fd_cuda.kernels import quant_trellis
+from fd_cuda.kernels.quant_shapes import Tile
 from fd_cuda.kernels.routing import Order
 from fd_cuda.kernels.trellis_native import Rows, Trellis, rotated
 
@@ -130,6 +131,22 @@ def test_kernels_of_dense_layers(shape: Rows, count: int, block: int, tokens: in
     check(quant_trellis.product(shape, x, weight, None), x.double().cpu().numpy() @ dense[0].T)
 
 
+@pytest.mark.parametrize(
+    ("shape", "rows", "count", "tokens"),
+    [
+        (Tile(64, 128, 2, 3, 4, 2, 2), 192, 448, 70),  # half of a block is behind the outputs
+        (Tile(64, 64, 1, 4, 4, 4, 1), 64, 64, 9),
+        *([(Tile(256, 128, 2, 4, 4, 2, 2), 1024, 2048, 300)] if HAS_GPU else []),
+    ],
+)
+def test_tiles_of_dense_layers(shape: Tile, rows: int, count: int, tokens: int) -> None:
+    weight, dense = trellis(rows, count, 64)
+    x = torch.randn(tokens, count, device=DEVICE).bfloat16()
+    bias = torch.randn(rows, device=DEVICE).bfloat16()
+    expected = x.double().cpu().numpy() @ dense[0].T + bias.double().cpu().numpy()
+    check(quant_trellis.product(shape, x, weight, bias), expected)
+
+
 @pytest.mark.parametrize("rows", [1, 5, 16, 30, 64, 128])
 def test_chosen_kernels_fit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into shared memory, and threads copy whole rows."""
@@ -157,6 +174,9 @@ def test_stored_words_come_back() -> None:
 def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its interpreter is other tests' business."""
 
+    def gathered(x: torch.Tensor, order: Order, slots: int, divisor: int) -> torch.Tensor:
+        return x[(order.slots.long() // divisor).clamp(max=len(x) - 1)]
+
     def combined(y: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         return (y.view(*shares.shape, -1).float() * shares.unsqueeze(-1)).sum(1).to(y.dtype)
 
@@ -175,6 +195,7 @@ def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(quant_trellis, "combined", combined)
     monkeypatch.setattr(quant_trellis, "order_by_expert", order)
+    monkeypatch.setattr(quant_trellis, "gathered", gathered)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -202,11 +223,17 @@ def test_experts(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "decodes"),
-    [(20, False), (20, True), *([(60, False), (150, False), (150, True)] if HAS_GPU else [])],
+    ("tokens", "way"),
+    [
+        (20, "rows"),
+        (20, "decoded"),
+        (20, "tile"),
+        *([(60, "rows"), (150, "tile"), (150, "decoded")] if HAS_GPU else []),
+    ],
 )
-def test_experts_of_many_rows(tokens: int, decodes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quant_trellis, "_MANY_EACH", 4 if decodes else 1000)
+def test_experts_of_many_rows(tokens: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quant_trellis, "_MANY_EACH", 4 if way == "decoded" else 1000)
+    monkeypatch.setattr(quant_trellis, "_SOME_EACH", 4 if way == "tile" else 1000)
     hidden, inner, count = 256, 192, 3
     gate_up, first = trellis(2 * inner, hidden, 128, count)
     down, second = trellis(hidden, inner, 64, count)

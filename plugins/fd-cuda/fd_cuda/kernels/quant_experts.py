@@ -21,7 +21,7 @@ from .quant_linear import native_runs
 from .quant_native import Grouping, product, rows_product, unpack
 from .quant_order import gathered
 from .quant_rows import multiply_rows, tiles_for
-from .quant_shapes import Gemm, Gemv, Pipe, RowGemm, Shape
+from .quant_shapes import Gemm, Gemv, Pipe, RowGemm, Shape, Tile
 from .quant_weights import Weights
 from .routing import order_by_expert
 
@@ -61,7 +61,7 @@ def moe_experts(
         y = _by_triton(x, topk_ids, gate_up, down, first, second)
         return combined(y, topk_weights)
     slots = tokens * top_k
-    if isinstance(shape, Pipe):
+    if isinstance(shape, Pipe | Tile):
         order = order_by_expert(topk_ids, first.num_experts, shape.rows)
         grouping, rows = Grouping(slots, 1, order), gathered(x, order, slots, top_k)
         hidden = _product(shape, rows, gate_up, first, grouping, paired=True)

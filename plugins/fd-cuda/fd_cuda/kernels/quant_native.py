@@ -10,7 +10,7 @@ import torch
 
 from . import native
 from .native import tensor_map
-from .quant_layout import CCQ, TURN, Slabs
+from .quant_layout import CCQ, TRELLIS, TURN, Slabs
 from .quant_order import by_codes
 from .quant_shapes import (
     Gemm,
@@ -92,8 +92,10 @@ def product(
     slabs = weight.num_slabs // 2 if paired else weight.num_slabs
     blocks = -(-num_rows // shape.rows) if grouping is None else grouping.blocks
     if isinstance(shape, Pipe | Tile):
-        arguments = [*operands, num_rows, weight.out_features, *sizes, weight.codes]
-        _fed(shape, defines, x, arguments, slabs, blocks)
+        if isinstance(shape, Tile):
+            operands.insert(4, None)  # sums of rows are the trellis code's
+        arguments = [*operands, num_rows, weight.out_features, *sizes[:3], weight.codes]
+        fed(shape, defines, x, arguments, slabs, blocks)
         return y
     ids = None if grouping is None else grouping.ids
     if weight.kind == CCQ and isinstance(shape, Gemv):
@@ -161,7 +163,7 @@ def _gemm(
     native.launch(kernel, grid, shape.groups * 128, arguments, shared=shared, cluster=shape.split)
 
 
-def _fed(
+def fed(
     shape: Pipe | Tile,
     defines: dict[str, int],
     x: torch.Tensor,
@@ -169,7 +171,8 @@ def _fed(
     slabs: int,
     blocks: int,
 ) -> None:
-    """By a kernel whose activations the copy engine brings."""
+    """Launch a kernel whose activations the copy engine brings; `slabs` that a gate and what belongs to it share count
+    once."""
     sizes = {
         "BN": shape.rows,
         "GROUPS": shape.groups,
@@ -184,8 +187,8 @@ def _fed(
         name, shared = "quant_pipe", pipe_shared(shape, defines["FORMAT"], defines["SCALED"])
         sizes["RESIDENT"] = shape.resident
         x = by_codes(x) if defines["FORMAT"] == CCQ else x
-    outputs = 4 if defines["PAIRED"] else 4 * shape.groups
-    grid = (-(-slabs // outputs), blocks, shape.split)
+    own = shape.groups * (1 if defines["FORMAT"] == TRELLIS else 4) // (1 + defines["PAIRED"])
+    grid = (-(-slabs // own), blocks, shape.split)
     native.launch(
         native.function(name, {**defines, **sizes}), grid, shape.threads,
         [tensor_map.boxes(x, shape.rows), *arguments], shared=shared, cluster=shape.split,

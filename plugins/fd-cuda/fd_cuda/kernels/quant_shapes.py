@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .quant_layout import CCQ, INT4
+from .quant_layout import CCQ, INT4, TRELLIS
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +98,6 @@ class Tile:
         """Those that multiply and those that unpack."""
         return self.groups * 128 + self.unpackers * 32
 
-    @property
-    def slabs(self) -> int:
-        """Of a warp and turn."""
-        return self.outputs // 16 * self.teams // self.unpackers
-
     def __str__(self) -> str:
         tile = f"{self.rows}x{self.outputs}"
         return (
@@ -114,7 +109,7 @@ Shape = Gemv | Gemm | Pipe | Tile
 
 
 def slab_bytes(kind: int) -> int:
-    """Of 16 outputs by 64 inputs."""
+    """Of 16 outputs by 64 inputs; of the trellis code 64 outputs."""
     return 512 if kind == INT4 else 256 if kind == CCQ else 1024
 
 
@@ -160,8 +155,9 @@ def pipe_shared(shape: Pipe, kind: int, scaled: int) -> int:
 def tile_shared(shape: Tile, kind: int, scaled: int) -> int:
     """Bytes of shared memory of a block: barriers, tiles of x and of weights, what the unpacking warps hold, or what the
     end takes where all of it was."""
-    held = shape.slabs * (slab_bytes(kind) + group_bytes(kind, scaled))
-    tiles = shape.stages * (shape.rows + shape.outputs) * 128 + shape.unpackers * shape.ahead * held
+    slabs = shape.outputs // (64 if kind == TRELLIS else 16) * shape.teams  # of a turn of every team
+    held = slabs * (slab_bytes(kind) + group_bytes(kind, scaled))
+    tiles = shape.stages * (shape.rows + shape.outputs) * 128 + shape.ahead * held
     end = end_shared(shape.rows, shape.outputs, shape.split)
     return 16 * shape.stages + 1024 + max(tiles, end)
 

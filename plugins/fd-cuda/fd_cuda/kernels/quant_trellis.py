@@ -19,11 +19,14 @@ from .experts import combined
 from .quant_experts import by_halves, may_unpack
 from .quant_linear import native_runs
 from .quant_native import Grouping
-from .routing import order_by_expert
+from .quant_order import gathered
+from .quant_shapes import Tile
+from .routing import Order, order_by_expert
 from .trellis_native import (
     TILE,
     TURN,
     Few,
+    Rotated,
     Rows,
     Trellis,
     by_lanes,
@@ -32,6 +35,7 @@ from .trellis_native import (
     rotate,
     rotated,
     rows_product,
+    tile_product,
 )
 
 if TYPE_CHECKING:
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
 
 _ALONE: Final = 2  # tokens whose assignments are blocks of their own
 _FEW: Final = 12  # rows an expert up to which tet_gemv.cu is faster, eight at a time
+_SOME_EACH: Final = 32  # rows an expert from which quant_tile.cu is faster
 _MANY_EACH: Final = 192  # rows an expert from which decoding all of them pays
 _MANY, _MANY_SHORT = 128, 96  # rows from which decoding pays for dense layers; with few inputs
 _SHORT: Final = 48  # turns of few inputs
@@ -81,9 +86,11 @@ def linear(x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None) -> torch
 
 
 def product(
-    shape: Rows, x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None
+    shape: Rows | Tile, x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Of a dense layer, by one kernel or, where blocks do not rotate x themselves, two."""
+    if isinstance(shape, Tile):
+        return tile_product(shape, rotate(x, weight), x.dtype, weight, bias, x.shape[0])
     given = x if shape.own else rotate(x, weight)
     return rows_product(shape, given, x.dtype, weight, bias, x.shape[0])
 
@@ -138,6 +145,14 @@ def moe_experts(
         halves = [decoded(weight, x.dtype) for weight in (gate_up, down)]
         seen = (partial(rotated, weight=gate_up), partial(rotated, weight=down))
         return by_halves(x, topk_ids, topk_weights, halves, seen)
+    wide = choose_wide(gate_up, down, each)
+    if wide is not None:
+        order = order_by_expert(topk_ids, experts, wide.rows)
+        rows, grouping = len(order.slots), Grouping(slots, 1, order)
+        seen = _ordered(rotate(x, gate_up), order, slots, top_k)
+        hidden = tile_product(wide, seen, x.dtype, gate_up, None, rows, grouping, paired=True)
+        y = tile_product(wide, rotate(hidden, down), x.dtype, down, None, slots, grouping)
+        return combined(y, topk_weights)
     rows = rows_of_blocks(each)
     if tokens <= _ALONE and not batch_invariant():
         groups = [Grouping(slots, divisor, ids=topk_ids) for divisor in (top_k, 1)]
@@ -157,6 +172,21 @@ def moe_experts(
 
     hidden = multiply(x, gate_up, groups[0], paired=True)
     return combined(multiply(hidden, down, groups[1], paired=False), topk_weights)
+
+
+def _ordered(x: Rotated, order: Order, slots: int, divisor: int) -> Rotated:
+    """The rows in the order of the blocks; those that no slot has are any."""
+    numbers = gathered(x.numbers.view(torch.int16), order, slots, divisor).view(torch.int8)
+    places = (order.slots // divisor).clamp_(max=len(x.scales) - 1)
+    return Rotated(numbers, x.scales[places], x.sums[places])
+
+
+def choose_wide(gate_up: Trellis, down: Trellis, each: float) -> Tile | None:
+    """For so many rows an expert; None where other kernels are faster."""
+    whole = gate_up.packed.in_features % 64 == 0 and down.packed.in_features % 64 == 0
+    if each <= _SOME_EACH or not whole or batch_invariant():
+        return None
+    return Tile(64, 128, 1, 6, 8, 4, 4) if each <= 64 else Tile(128, 128, 1, 5, 8, 4, 2)
 
 
 def rows_of_blocks(each: float) -> int:

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from . import native
+from .quant_layout import TRELLIS
+from .quant_native import fed
+from .quant_shapes import Tile
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.quant_formats import PackedWeight
@@ -239,6 +242,53 @@ def rows_product(
     grid = (-(-weight.tiles // shape.group), blocks, shape.split)
     kernel = native.function("tet_rows", defines)
     native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared, cluster=shape.split)
+    return y
+
+
+def tile_product(
+    shape: Tile,
+    x: Rotated,
+    dtype: torch.dtype,
+    weight: Trellis,
+    bias: torch.Tensor | None,
+    num_rows: int,
+    grouping: Grouping | None = None,
+    *,
+    paired: bool = False,
+) -> torch.Tensor:
+    """By quant_tile.cu: many rows, of inputs in whole sixty-fours; as product() of quant_native.py says."""
+    packed, halves = weight.packed, 2 if paired else 1
+    y = torch.empty((num_rows, packed.out_features // halves), dtype=dtype, device=x.scales.device)
+    defines = {
+        "HALF": 0,
+        "Y_HALF": int(dtype == torch.float16),
+        "FORMAT": TRELLIS,
+        "SCALED": 0,
+        "PAIRED": int(paired),
+        "GROUPED": int(grouping is not None),
+    }
+    order = None if grouping is None else grouping.order
+    turns = packed.in_features // TILE
+    arguments = [
+        weight.words,
+        None,
+        weight.scales,
+        x.scales,
+        x.sums,
+        bias,
+        y,
+        None if order is None or paired else order.slots,
+        None if order is None else order.experts,
+        num_rows,
+        packed.out_features,
+        weight.tiles,
+        turns,
+        turns,
+        None,
+    ]
+    blocks = -(-num_rows // shape.rows) if grouping is None else grouping.blocks
+    numbers = x.numbers.view(torch.int16)
+    fed(shape, defines, numbers, arguments, weight.tiles // halves, blocks)
     return y
 
 

@@ -57,8 +57,10 @@ struct Place {
   u32 parity;
 };
 
-// The slab that is the nth of a block's. Those behind the last repeat it; nothing of theirs is stored.
+// Which slab is the nth of the `own` of a block. Those behind the last repeat it; nothing of theirs is stored.
+template <int own>
 __device__ __forceinline__ int nth_slab(int tile, int nth, int slabs) {
+  constexpr int gates = own / 2;
   const int half = slabs / 2;
-  return PAIRED ? min(tile * 4 + nth % 4, half - 1) + nth / 4 * half : min(tile * GROUPS * 4 + nth, slabs - 1);
+  return PAIRED ? min(tile * gates + nth % gates, half - 1) + nth / gates * half : min(tile * own + nth, slabs - 1);
 }

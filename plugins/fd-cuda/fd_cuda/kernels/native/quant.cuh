@@ -14,6 +14,8 @@
 // Inputs as by rows, in slabs of eight bytes a lane: a byte, of the row or of the row + 8, is four inputs in the
 // affine code of ERNIE 4.5's published 2-bit checkpoints (fd-quant-wint2's ccq.py).
 #define CCQ 5
+// The trellis code (trellis.cuh), of which quant_tile.cu alone knows: 64 outputs by 64 inputs in two pieces.
+#define TRELLIS 6
 #define PIECES (FORMAT == INT4 ? 1 : 2)
 #define SLAB_BYTES (FORMAT == CCQ ? 256 : PIECES * 512)
 #define GROUP_BYTES (FORMAT == CCQ ? 16 : SCALED * 32)  // of a slab's scales; CCQ: of two turns, as copies are 16 bytes

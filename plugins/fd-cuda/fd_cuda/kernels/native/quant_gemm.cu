@@ -223,6 +223,6 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
 #endif
   constexpr bool is_apart = SPLIT > 1 && AHEAD;
   if (!is_apart) await_copies<0>();
-  const Ending ending{parts, scales, x_scales, bias, y, GROUPED ? slots : nullptr, first_row, divisor, rank, M, N};
+  const Ending ending{parts, scales, x_scales, nullptr, bias, y, GROUPED ? slots : nullptr, divisor, first_row, rank, M, N};
   finish<THREADS, is_apart>(ending, sum, tile * OUT + warp * 16, thread);
 }

@@ -75,7 +75,7 @@ __device__ __forceinline__ void unpack_step(u32* a, const Source& from, const Sl
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict__ w, const Entry* __restrict__ groups,
            const float* __restrict__ scales, const float* x_scales, const u16* __restrict__ bias, u16* y,
-           const int* slots, const int* experts, int M, int N, int slabs, int turns, int per_group, int divisor,
+           const int* slots, const int* experts, int M, int N, int slabs, int turns, int per_group,
            const float2* __restrict__ codes) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
@@ -98,7 +98,7 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   codes += expert * slabs * 16;
 #endif
 
-  const int own = nth_slab(tile, warp, slabs);
+  const int own = nth_slab<GROUPS * 4>(tile, warp, slabs);
   Source from;
   from.w = w + ((u64)own * turns + first) * SLAB_BYTES;
   from.slabs = tiles + TILE_X + warp * SLAB_BYTES;
@@ -189,6 +189,6 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   }
   await_products<0>();
   fence_registers(sum);
-  const Ending ending{parts, scales, x_scales, bias, y, slots, first_row, divisor, rank, M, N};
+  const Ending ending{parts, scales, x_scales, nullptr, bias, y, slots, 0, first_row, rank, M, N};
   finish<GROUPS * 128, false>(ending, sums, tile * OUT + warp % (OUT / 16) * 16, thread);
 }

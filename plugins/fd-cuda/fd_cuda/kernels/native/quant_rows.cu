@@ -196,7 +196,7 @@ quant_rows(const uint4* x, const uint4* __restrict__ w, const float* x_scales, c
 #else
   await_copies<0>();
 #endif
-  const Ending ending{parts, BY_BLOCK ? nullptr : scales, BY_BLOCK ? nullptr : x_scales, bias, y,
-                      GROUPED ? slots : nullptr, first_row, divisor, rank, M, N};
+  const Ending ending{parts, BY_BLOCK ? nullptr : scales, BY_BLOCK ? nullptr : x_scales, nullptr, bias, y,
+                      GROUPED ? slots : nullptr, divisor, first_row, rank, M, N};
   finish<THREADS, (SPLIT > 1)>(ending, totals, first_output + warp % (OUT / 16) * 16, thread);
 }

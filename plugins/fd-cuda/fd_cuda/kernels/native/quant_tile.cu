@@ -3,7 +3,8 @@
 // UNPACKERS warps, in TEAMS that take turns of 64 inputs, bring slabs of quant.cuh AHEAD of their turns, and put what they
 // unpack into shared memory as wgmma reads it, beside BN rows of x, which the copy engine brings; STAGES such tiles make a
 // ring. GROUPS of four warps multiply 64 outputs each with the rows and do nothing else. The SPLIT blocks of a cluster divide
-// K (wide.cuh). GROUPED and PAIRED as in quant_pipe.cu.
+// K (wide.cuh). GROUPED and PAIRED as in quant_pipe.cu. The trellis code is not decoded: x is four int8 for two inputs
+// (tet_rotate.cu), and what is stored are the products of tet_gemv.cu, which lie like half floats of as many weights.
 // A row of x comes out the same whatever M is.
 
 #include "common.cuh"
@@ -11,9 +12,18 @@
 #include "wide.cuh"
 #include "feed.cuh"
 
+#if FORMAT == TRELLIS
+#include "trellis.cuh"
+#define SLABS GROUPS
+typedef int Sum;
+#else
+#define SLABS (GROUPS * 4)
+typedef float Sum;
+#endif
 #define MULTIPLIERS (GROUPS * 4)                // warps
 #define MEMBERS (UNPACKERS / TEAMS)             // warps of a team
-#define MT (MULTIPLIERS / MEMBERS)              // slabs of a warp and turn
+#define MT (SLABS / MEMBERS)                    // slabs of a warp and turn
+#define STORED (GROUPS * 8192 / SLABS)          // bytes of one that is unpacked
 #define HELD (MT * (SLAB_BYTES + GROUP_BYTES))  // their bytes
 #define TILE_X (BN * 128)
 #define STAGE (TILE_X + GROUPS * 8192)
@@ -22,9 +32,14 @@ static_assert(TEAMS <= STAGES, "a team that is two rounds behind takes one round
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
-__device__ __forceinline__ void multiply(float* d, u64 a, u64 b) {
+__device__ __forceinline__ void multiply(Sum* d, u64 a, u64 b) {
+#if FORMAT == TRELLIS
+  asm volatile("wgmma.mma_async.sync.aligned." SIZE "k32.s32.u8.s8 " D_LIST ", " BOTH_SHARED ", 1;"
+               : D_REGS("+r", d) : "l"(a), "l"(b));
+#else
   asm volatile("wgmma.mma_async.sync.aligned." SIZE "k16.f32." TYPE "." TYPE " " D_LIST ", " BOTH_SHARED ", 1, 1, 1, 0, 0;"
                : D_REGS("+f", d) : "l"(a), "l"(b));
+#endif
 }
 
 // Lane 8 i + j has the address of row j of matrix i, and gives elements (lane / 4, 2 (lane % 4)) of each.
@@ -51,6 +66,31 @@ __device__ __forceinline__ void show_stores() { asm volatile("fence.proxy.async.
 
 __device__ __forceinline__ Place place_of(int turn) { return {turn % STAGES, (u32)(turn / STAGES) & 1}; }
 
+#if FORMAT == TRELLIS
+// Into 64 rows of the tile of weights, the first of them at `to`: eight outputs by four times two inputs of a lane, of which
+// one lane of two takes the last ones first, so that eight lanes store to all banks.
+__device__ __forceinline__ void store_slab(unsigned char* to, const Slab& slab, const Code&, const Group&, int lane) {
+  const int g = lane >> 2, j = lane & 3, swap = g % 2 * 2;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const uint4& v = slab.piece[half];
+    const u32 words[5] = {word_before(v, lane).word, v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+      const u32 before = swap ? words[n ^ 2] : words[n], word = swap ? words[(n ^ 2) + 1] : words[n + 1];
+      u32 p[8];
+      Before own{before, before >> 16};
+      products(own, word, p);
+#pragma unroll
+      for (int odd = 0; odd < 2; odd++) {
+        const int row = (n ^ swap) * 2 + odd;
+        *(uint4*)(to + (g * 8 + row) * 128 + ((half * 4 + j ^ row) << 4)) =
+            make_uint4(p[odd * 4], p[odd * 4 + 1], p[odd * 4 + 2], p[odd * 4 + 3]);
+      }
+    }
+  }
+}
+#else
 // Into 16 rows of the tile of weights, the first of them at `to`.
 __device__ __forceinline__ void store_slab(unsigned char* to, const Slab& slab, const Code& maps, const Group& group,
                                            int lane) {
@@ -79,12 +119,13 @@ __device__ __forceinline__ void store_slab(unsigned char* to, const Slab& slab, 
   }
 #endif
 }
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict__ w,
            const unsigned char* __restrict__ groups, const float* __restrict__ scales, const float* x_scales,
-           const u16* __restrict__ bias, u16* y, const int* slots, const int* experts, int M, int N, int slabs, int turns,
-           int per_group, int divisor, const float2* __restrict__ codes) {
+           const int* x_sums, const u16* __restrict__ bias, u16* y, const int* slots, const int* experts, int M, int N, int slabs, int turns,
+           int per_group, const float2* __restrict__ codes) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, unpacker = warp - MULTIPLIERS;
   const int tile = blockIdx.x, first_row = blockIdx.y * BN, rank = blockIdx.z;
@@ -101,7 +142,7 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   if (expert < 0) return;  // the whole cluster: it has one blockIdx.y
   w += (u64)expert * slabs * turns * SLAB_BYTES;
   groups += (u64)expert * slabs * group_bytes;
-  scales += (u64)expert * slabs * 16;
+  scales += (u64)expert * slabs * (STORED / 128);
   codes += expert * slabs * 16;
 #endif
   if (thread == 0) {
@@ -122,7 +163,7 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
     GIVE_REGISTERS();
     const int team = unpacker / MEMBERS, place = unpacker % MEMBERS * MT;
     unsigned char* const held = ring + STAGES * STAGE + unpacker * AHEAD * HELD;
-    const auto slab_of = [&](int m) { return nth_slab(tile, place + m, slabs); };
+    const auto slab_of = [&](int m) { return nth_slab<SLABS>(tile, place + m, slabs); };
     const auto ask = [&](int slot, int t) {
       const u32 to = shared_address(held + slot * HELD);
 #pragma unroll
@@ -164,9 +205,9 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
         expect(full + 8 * at.stage, TILE_X);
         copy_box(base + at.stage * STAGE, x, (first + t) * 64, first_row, full + 8 * at.stage);
       }
-      unsigned char* to = ring + at.stage * STAGE + TILE_X + place * 2048;
+      unsigned char* to = ring + at.stage * STAGE + TILE_X + place * STORED;
 #pragma unroll
-      for (int m = 0; m < MT; m++) store_slab(to + m * 2048, slab[m], maps[m], group[m], lane);
+      for (int m = 0; m < MT; m++) store_slab(to + m * STORED, slab[m], maps[m], group[m], lane);
       __syncwarp();
       if (lane == 0) arrive_at(full + 8 * at.stage);
       ask(slot, t + AHEAD * TEAMS);
@@ -179,10 +220,10 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
 #if !GROUPED
   wait_for_previous();  // y is the allocator's: what is queued before may still read what was there
 #endif
-  float sums[1][BN / 2];
-  float(&sum)[BN / 2] = sums[0];
+  Sum sums[1][BN / 2];
+  Sum(&sum)[BN / 2] = sums[0];
 #pragma unroll
-  for (int i = 0; i < BN / 2; i++) sum[i] = 0.f;
+  for (int i = 0; i < BN / 2; i++) sum[i] = 0;
   fence_registers(sum);
   int last = 0;
   for (int t = 0; t < count; t++) {
@@ -202,6 +243,6 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   await_products<0>();
   fence_registers(sum);
   // Parts stand where tiles were.
-  const Ending ending{(float*)ring, scales, x_scales, bias, y, slots, first_row, divisor, rank, M, N};
+  const Ending ending{(float*)ring, scales, x_scales, x_sums, bias, y, slots, 0, first_row, rank, M, N};
   finish<MULTIPLIERS * 32, false>(ending, sums, tile * OUT + warp % (OUT / 16) * 16, thread);
 }

@@ -122,16 +122,18 @@ __device__ __forceinline__ void fence_registers(int* d) {
 struct Ending {
   float* parts;                    // shared memory: sums that other blocks send, then what warps are about to store
   const float *scales, *x_scales;  // of outputs and of rows; may be null
+  const int* x_sums;               // what 127.5 times is subtracted before; may be null
   const u16* bias;
   u16* y;
-  const int* slots;  // rows of y of the block's rows; null where rows follow each other
-  int first_row, divisor, rank, M, N;
+  const int* slots;  // of the block's rows, which rows of y they are; null where rows follow each other
+  int divisor;       // slots of a row of x; 0 where x has its rows as the block has them
+  int first_row, rank, M, N;
 };
 
-// A row that the block finishes: where it goes (M and more: nowhere), and its scale.
+// A row that the block finishes: where it goes (M and more: nowhere), what is subtracted, and its scale.
 struct Row {
   int at;
-  float scale;
+  float offset, scale;
 };
 
 // Four sums of each slab, of eight rows: those of 16 outputs by BN rows that a warp has as wgmma gives them.
@@ -196,8 +198,9 @@ __device__ __forceinline__ void finish(const Ending& to, const Sum (&sum)[slabs]
   __shared__ Row rows[SHARE];
   for (int n = thread; n < SHARE && finishes; n += threads) {
     const int own = to.first_row + to.rank * SHARE + n, at = to.slots != nullptr ? to.slots[own] : own;
-    const int row = to.slots != nullptr ? at / to.divisor : at;
-    rows[n] = {at, to.x_scales != nullptr && at < to.M ? to.x_scales[row] : 1.f};
+    const int row = to.divisor ? at / to.divisor : own;
+    rows[n] = {at, to.x_sums != nullptr && at < to.M ? 127.5f * to.x_sums[row] : 0.f,
+               to.x_scales != nullptr && at < to.M ? to.x_scales[row] : 1.f};
   }
   float scale[slabs][2], bias[2];
 #pragma unroll
@@ -219,9 +222,10 @@ __device__ __forceinline__ void finish(const Ending& to, const Sum (&sum)[slabs]
 #pragma unroll
     for (int i = 0; i < SHARE / 8; i++) {
       const float4 v = total<threads>(to.parts, to.rank, thread, i, sum).of[0];
-      const float first = rows[i * 8 + q * 2].scale, second = rows[i * 8 + q * 2 + 1].scale;
-      other[i * (threads / 2)] = make_float4(v.x * scale[0][0] * first, v.y * scale[0][0] * second,
-                                             v.z * scale[0][1] * first, v.w * scale[0][1] * second);
+      const Row a = rows[i * 8 + q * 2], b = rows[i * 8 + q * 2 + 1];
+      other[i * (threads / 2)] =
+          make_float4((v.x - a.offset) * scale[0][0] * a.scale, (v.y - b.offset) * scale[0][0] * b.scale,
+                      (v.z - a.offset) * scale[0][1] * a.scale, (v.w - b.offset) * scale[0][1] * b.scale);
     }
   }
   if (across) __syncthreads();
@@ -236,7 +240,7 @@ __device__ __forceinline__ void finish(const Ending& to, const Sum (&sum)[slabs]
     float v[4];
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-      v[e] = gates[e] * scale[0][e / 2] * row[e % 2].scale;
+      v[e] = (gates[e] - row[e % 2].offset) * scale[0][e / 2] * row[e % 2].scale;
       if (PAIRED) v[e] = silu(v[e]) * (across ? ups[e] : ups[e] * scale[slabs - 1][e / 2] * row[e % 2].scale);
       else v[e] += bias[e / 2];
     }
