@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -133,6 +134,21 @@ def used_bytes(device: Any) -> int:
         return resident_bytes()
     info = device.memory()
     return int(info.total_bytes - info.free_bytes)
+
+
+def assert_memory_returns(device: Any, cycle: Callable[[], object]) -> None:
+    """100 cycles leave no memory behind, once in three times: a leak shows every time, what other
+    processes take of the device meanwhile does not."""
+    for _ in range(20):
+        cycle()
+    for _ in range(3):
+        before = used_bytes(device)
+        for _ in range(100):
+            cycle()
+        grown = used_bytes(device) - before
+        if grown <= 24 * MEBIBYTE:
+            return
+    raise AssertionError(f"{grown / MEBIBYTE:.1f} MiB more after 100 cycles")
 
 
 def wait_until(condition: Any, limit_s: float = 20.0) -> bool:

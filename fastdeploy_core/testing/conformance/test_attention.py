@@ -12,7 +12,7 @@ from fastdeploy_core.contracts.attention import AttentionQuestion, AttentionSpec
 from fastdeploy_core.testing import oracle
 
 from .attention_world import World
-from .base import MEBIBYTE, OnDevice, used_bytes
+from .base import OnDevice, assert_memory_returns
 
 # (tokens fed, tokens in all) per row; chunk edges and block edges for block sizes 16 and 64.
 BATCHES = {
@@ -185,13 +185,7 @@ class AttentionConformance(OnDevice):
                 backend.forward(*inputs, world.cache, backend.prepare(world.batch())).float()
             )
 
-        for _ in range(20):
-            cycle()
-        before = used_bytes(device)
-        for _ in range(100):
-            cycle()
-        grown = used_bytes(device) - before
-        assert grown <= 24 * MEBIBYTE, f"{grown / MEBIBYTE:.1f} MiB more after 100 cycles"
+        assert_memory_returns(device, cycle)
 
     def _block_size(self, device: Any) -> int:
         return int(device.limits.default_block_size)

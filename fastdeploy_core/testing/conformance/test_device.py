@@ -17,7 +17,7 @@ import pytest
 from fastdeploy_core.contracts.device import DeviceLimits, DeviceOptions, PackingDevice
 from fastdeploy_core.errors import CapabilityError
 
-from .base import MEBIBYTE, OnDevice, used_bytes, wait_until
+from .base import OnDevice, assert_memory_returns, wait_until
 
 
 class DeviceConformance(OnDevice):
@@ -197,13 +197,7 @@ class DeviceConformance(OnDevice):
             device.to_host(y)
             device.record_event()
 
-        for _ in range(20):
-            cycle()
-        before = used_bytes(device)
-        for _ in range(100):
-            cycle()
-        grown = used_bytes(device) - before
-        assert grown <= 24 * MEBIBYTE, f"{grown / MEBIBYTE:.1f} MiB more after 100 cycles"
+        assert_memory_returns(device, cycle)
 
     def test_kept_weights_multiply_as_before(self, device: Any, kernels: Any, dtype: str) -> None:
         can_keep = isinstance(device, PackingDevice)
