@@ -155,7 +155,9 @@ def pipe_shared(shape: Pipe, kind: int, scaled: int) -> int:
 def tile_shared(shape: Tile, kind: int, scaled: int) -> int:
     """Bytes of shared memory of a block: barriers, tiles of x and of weights, what the unpacking warps hold, or what the
     end takes where all of it was."""
-    slabs = shape.outputs // (64 if kind == TRELLIS else 16) * shape.teams  # of a turn of every team
+    slabs = (
+        shape.outputs // (64 if kind == TRELLIS else 16) * shape.teams
+    )  # of a turn of every team
     held = slabs * (slab_bytes(kind) + group_bytes(kind, scaled))
     tiles = shape.stages * (shape.rows + shape.outputs) * 128 + shape.ahead * held
     end = end_shared(shape.rows, shape.outputs, shape.split)

@@ -187,66 +187,30 @@ __device__ __forceinline__ Four<slabs> total(const float* inbox, int rank, int t
   return all;
 }
 
-// The end of a product: `threads` threads hold sums. A warp's slabs are 16 outputs from `column` on, with PAIRED gates; what
-// belongs to them is its second slab, or where it has one slab, what the upper half of the warps holds. `is_apart`: parts
-// stand where no tiles were. Warps without sums take part in every meeting by rest().
-template <int threads, bool is_apart, int slabs, class Sum>
-__device__ __forceinline__ void finish(const Ending& to, const Sum (&sum)[slabs][BN / 2], int column, int thread) {
-  constexpr bool across = PAIRED && slabs == 1;
-  const int lane = thread & 31, warp = thread >> 5, r = lane >> 2, q = lane & 3, width = PAIRED ? to.N / 2 : to.N;
-  const bool is_up = across && thread >= threads / 2, finishes = to.rank < FINISHERS;
-  __shared__ Row rows[SHARE];
-  for (int n = thread; n < SHARE && finishes; n += threads) {
+// Fill the table of the rows that the block finishes.
+template <int threads>
+__device__ __forceinline__ void find_rows(const Ending& to, Row* rows, int thread) {
+  for (int n = thread; n < SHARE; n += threads) {
     const int own = to.first_row + to.rank * SHARE + n, at = to.slots != nullptr ? to.slots[own] : own;
     const int row = to.divisor ? at / to.divisor : own;
     rows[n] = {at, to.x_sums != nullptr && at < to.M ? 127.5f * to.x_sums[row] : 0.f,
                to.x_scales != nullptr && at < to.M ? to.x_scales[row] : 1.f};
   }
-  float scale[slabs][2], bias[2];
+}
+
+// Of outputs l / 4 and l / 4 + 8 of two rows.
+__device__ __forceinline__ void finish_four(float* v, const float* scale, const Row& first, const Row& second) {
 #pragma unroll
-  for (int h = 0; h < 2; h++) {
-    const int own = min(column + r + h * 8, width - 1);
-#pragma unroll
-    for (int m = 0; m < slabs; m++) scale[m][h] = to.scales == nullptr ? 1.f : to.scales[own + (m + is_up) * width];
-    bias[h] = to.bias == nullptr ? 0.f : widen_y(to.bias[own]);
+  for (int e = 0; e < 4; e++) {
+    const Row& row = e % 2 ? second : first;
+    v[e] = (v[e] - row.offset) * scale[e / 2] * row.scale;
   }
-  if (!is_apart) meet();
-  if (SPLIT > 1) {
-    send_sums<threads>(to.parts, to.rank, thread, sum);
-    meet();
-  }
-  unsigned char* stages = (unsigned char*)(to.parts + (SPLIT - 1) * slabs * SHARE / 8 * threads * 4);
-  unsigned char* stage = stages + warp * SHARE * 32;
-  float4* other = (float4*)(stages + threads * SHARE / 2) + thread % (threads / 2);  // of the upper half of the warps
-  if (is_up) {
-#pragma unroll
-    for (int i = 0; i < SHARE / 8; i++) {
-      const float4 v = total<threads>(to.parts, to.rank, thread, i, sum).of[0];
-      const Row a = rows[i * 8 + q * 2], b = rows[i * 8 + q * 2 + 1];
-      other[i * (threads / 2)] =
-          make_float4((v.x - a.offset) * scale[0][0] * a.scale, (v.y - b.offset) * scale[0][0] * b.scale,
-                      (v.z - a.offset) * scale[0][1] * a.scale, (v.w - b.offset) * scale[0][1] * b.scale);
-    }
-  }
-  if (across) __syncthreads();
-  if (is_up || !finishes) return;
-  const u32 place = shared_address(stage) + (lane & 7) * 32 + ((lane >> 3 & 1 ^ lane >> 2 & 1) << 4);
-#pragma unroll
-  for (int i = 0; i < SHARE / 8; i++) {
-    const Four<slabs> sums = total<threads>(to.parts, to.rank, thread, i, sum);
-    const Row row[2] = {rows[i * 8 + q * 2], rows[i * 8 + q * 2 + 1]};
-    const float4 up = across ? other[i * (threads / 2)] : sums.of[slabs - 1];
-    const float gates[4] = {sums.of[0].x, sums.of[0].y, sums.of[0].z, sums.of[0].w}, ups[4] = {up.x, up.y, up.z, up.w};
-    float v[4];
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      v[e] = (gates[e] - row[e % 2].offset) * scale[0][e / 2] * row[e % 2].scale;
-      if (PAIRED) v[e] = silu(v[e]) * (across ? ups[e] : ups[e] * scale[slabs - 1][e / 2] * row[e % 2].scale);
-      else v[e] += bias[e / 2];
-    }
-    store_transposed(place + i * 256, narrow_y(v[0], v[1]), narrow_y(v[2], v[3]));
-  }
-  __syncwarp();
+}
+
+// What a warp has put into its stage: 16 outputs of a row after those of the row before, halves exchanged by n / 4.
+__device__ __forceinline__ void store_rows(const Ending& to, const unsigned char* stage, const Row* rows, int column,
+                                           int width, int lane) {
+#pragma unroll 4
   for (int e = lane; e < SHARE * 2; e += 32) {
     const int n = e / 2, at = rows[n].at, c = column + e % 2 * 8;
     if (at >= to.M || c >= width) continue;
@@ -261,6 +225,59 @@ __device__ __forceinline__ void finish(const Ending& to, const Sum (&sum)[slabs]
         if (c + j < width) y[j] = (u16)(pairs[j / 2] >> j % 2 * 16);
     }
   }
+}
+
+// The end of a product: `threads` threads hold sums. A warp's slabs are 16 outputs from `column` on, with PAIRED gates; what
+// belongs to them is its second slab, or where it has one slab, what the upper half of the warps holds. `is_apart`: parts
+// stand where no tiles were. Warps without sums take part in every meeting by rest().
+template <int threads, bool is_apart, int slabs, class Sum>
+__device__ __forceinline__ void finish(const Ending& to, const Sum (&sum)[slabs][BN / 2], int column, int thread) {
+  constexpr bool across = PAIRED && slabs == 1;
+  const int lane = thread & 31, r = lane >> 2, width = PAIRED ? to.N / 2 : to.N;
+  const bool is_up = across && thread >= threads / 2, finishes = to.rank < FINISHERS;
+  __shared__ Row rows[SHARE];
+  if (finishes) find_rows<threads>(to, rows, thread);
+  float scale[slabs][2], bias[2];
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int own = min(column + r + h * 8, width - 1);
+#pragma unroll
+    for (int m = 0; m < slabs; m++) scale[m][h] = to.scales == nullptr ? 1.f : to.scales[own + (m + is_up) * width];
+    bias[h] = to.bias == nullptr ? 0.f : widen_y(to.bias[own]);
+  }
+  if (!is_apart) meet();
+  if (SPLIT > 1) {
+    send_sums<threads>(to.parts, to.rank, thread, sum);
+    meet();
+  }
+  unsigned char* stages = (unsigned char*)(to.parts + (SPLIT - 1) * slabs * SHARE / 8 * threads * 4);
+  unsigned char* stage = stages + thread / 32 * SHARE * 32;
+  float4* other = (float4*)(stages + threads * SHARE / 2) + thread % (threads / 2);  // what upper warps hold
+  const Row* own_rows = rows + (lane & 3) * 2;
+  if (is_up) {
+#pragma unroll
+    for (int i = 0; i < SHARE / 8; i++) {
+      Four<slabs> all = total<threads>(to.parts, to.rank, thread, i, sum);
+      finish_four((float*)&all.of[0], scale[0], own_rows[i * 8], own_rows[i * 8 + 1]);
+      other[i * (threads / 2)] = all.of[0];
+    }
+  }
+  if (across) __syncthreads();
+  if (is_up || !finishes) return;
+  const u32 place = shared_address(stage) + (lane & 7) * 32 + ((lane >> 3 & 1 ^ lane >> 2 & 1) << 4);
+#pragma unroll
+  for (int i = 0; i < SHARE / 8; i++) {
+    Four<slabs> all = total<threads>(to.parts, to.rank, thread, i, sum);
+#pragma unroll
+    for (int m = 0; m < slabs; m++) finish_four((float*)&all.of[m], scale[m], own_rows[i * 8], own_rows[i * 8 + 1]);
+    const float4 up = across ? other[i * (threads / 2)] : all.of[slabs - 1];
+    float4 v = all.of[0];
+    if (PAIRED) v = make_float4(silu(v.x) * up.x, silu(v.y) * up.y, silu(v.z) * up.z, silu(v.w) * up.w);
+    else v = make_float4(v.x + bias[0], v.y + bias[0], v.z + bias[1], v.w + bias[1]);
+    store_transposed(place + i * 256, narrow_y(v.x, v.y), narrow_y(v.z, v.w));
+  }
+  __syncwarp();
+  store_rows(to, stage, rows, column, width, lane);
 }
 
 // What warps without sums do meanwhile.
