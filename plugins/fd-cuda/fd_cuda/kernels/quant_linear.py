@@ -18,14 +18,13 @@ from . import native
 from .common import batch_invariant, num_processors
 from .matmul import matmul
 from .quant_layout import CCQ, FP8, FP8_ROWS, INT4, INT8, INT8_ROWS, Slabs
-from .quant_native import product, rows_product, unpack
+from .quant_native import as_numbers, product, rows_product, unpack
 from .quant_round import FP8_BLOCK, fp8_blocks, round_rows
-from .quant_shapes import Gemm, Gemv, Pipe, RowGemm, Shape, Tile, tile_shared
+from .quant_shapes import MOST_SHARED, Gemm, Gemv, Pipe, RowGemm, Shape, Tile, tile_shared
 from .quant_weights import Weights, dequantized
 
 _FEW_ROWS: Final = 16
 _SOME_ROWS: Final = 256
-_SHARED: Final = 227 << 10  # bytes of a block
 # Rows from which the library is faster on what is unpacked; the former where groups have scales.
 _MANY_SCALED, _MANY_ROWS = 512, 1024
 
@@ -154,7 +153,7 @@ def _is_light(slabs: Slabs) -> bool:
 def _with_copies(slabs: Slabs, tile: Tile) -> Tile:
     """As many turns ahead, to eight, as there is shared memory for."""
     deeper = replace(tile, ahead=tile.ahead + 1)
-    if deeper.ahead > 8 or tile_shared(deeper, slabs.kind, slabs.scaled) > _SHARED:
+    if deeper.ahead > 8 or tile_shared(deeper, slabs.kind, slabs.scaled) > MOST_SHARED:
         return tile
     return _with_copies(slabs, deeper)
 
@@ -208,7 +207,7 @@ def _by_library(
     if weight.rounding == "int8" and slabs.in_features % 16 == 0:
         # int4 weights with rounded activations: as int8 they have a faster kernel.
         numbers, of_rows = weight.numbers(x)
-        plain = replace(slabs, kind=INT8_ROWS, data=unpack(slabs, torch.int8))
+        plain = as_numbers(slabs)
         shape = _rows_shape(plain, x.shape[0])
         return rows_product(
             shape, numbers, of_rows, plain, bias, x.dtype, by_block=False, is_fresh=True

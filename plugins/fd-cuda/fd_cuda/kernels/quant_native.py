@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import native
 from .native import tensor_map
-from .quant_layout import CCQ, TRELLIS, TURN, Slabs
+from .quant_layout import CCQ, INT8_ROWS, TRELLIS, TURN, Slabs
 from .quant_order import by_codes
 from .quant_shapes import (
     Gemm,
@@ -291,3 +291,8 @@ def unpack(weight: Slabs, dtype: torch.dtype) -> torch.Tensor:
     kernel = native.function("quant_unpack", defines)
     native.launch(kernel, (-(-turns // 8), slabs, 1), 256, arguments)
     return y
+
+
+def as_numbers(weight: Slabs) -> Slabs:
+    """int4 with one scale an output unpacked to int8 that lies row by row."""
+    return replace(weight, kind=INT8_ROWS, data=unpack(weight, torch.int8))

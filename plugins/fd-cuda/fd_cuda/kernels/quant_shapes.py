@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from .quant_layout import CCQ, INT4, TRELLIS
+
+MOST_SHARED: Final = 224 << 10  # bytes of a block, beside its table of up to 256 rows (wide.cuh)
 
 
 @dataclass(frozen=True, slots=True)
