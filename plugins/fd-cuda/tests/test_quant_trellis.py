@@ -12,8 +12,9 @@ import torch
 from fastdeploy_core.contracts.quant_formats import PackedWeight, QuantFormat
 from quant_emulation import use_kernels
 
-from fd_cuda.kernels import quant_trellis
-from fd_cuda.kernels.quant_shapes import Tile
+from fd_cuda.kernels import quant_linear, quant_trellis
+from fd_cuda.kernels.quant_layout import TRELLIS
+from fd_cuda.kernels.quant_shapes import MOST_SHARED, Tile, tile_shared
 from fd_cuda.kernels.routing import Order
 from fd_cuda.kernels.trellis_native import Rows, Trellis, rotated
 
@@ -147,15 +148,22 @@ def test_tiles_of_dense_layers(shape: Tile, rows: int, count: int, tokens: int) 
     check(quant_trellis.product(shape, x, weight, bias), expected)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16, 30, 64, 128])
+@pytest.mark.parametrize("rows", [1, 5, 16, 30, 64, 128, 300, 3000])
 def test_chosen_kernels_fit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into shared memory, and threads copy whole rows."""
-    monkeypatch.setattr(quant_trellis, "num_processors", lambda: 132)
+    for room in (quant_trellis, quant_linear):
+        monkeypatch.setattr(room, "num_processors", lambda: 132)
     weight = trellis(64, 128, 128)[0]
     for width, depth in ((8192, 28672), (8192, 8192), (6144, 1024), (1024, 3072), (64, 128)):
         words = torch.empty((width // 64, depth // 8, 0))
         packed = replace(weight.packed, out_features=width, in_features=depth)
         shape = quant_trellis.choose(replace(weight, packed=packed, words=words), rows)
+        if shape is None:
+            assert rows > 128
+            continue
+        if isinstance(shape, Tile):
+            assert tile_shared(shape, TRELLIS, 0) <= MOST_SHARED
+            continue
         assert shape.shared(depth)[0] <= 227 << 10
         assert shape.own or 8 * shape.group % shape.ahead == 0
         assert shape.own == (rows == 1)

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from .common import batch_invariant, num_processors
 from .experts import combined
 from .quant_experts import by_halves, may_unpack
-from .quant_linear import native_runs
+from .quant_layout import TRELLIS
+from .quant_linear import fills, native_runs, size_of, tile_shape
 from .quant_native import Grouping
 from .quant_order import gathered
 from .quant_shapes import Tile
@@ -45,8 +46,7 @@ _ALONE: Final = 2  # tokens whose assignments are blocks of their own
 _FEW: Final = 12  # rows an expert up to which tet_gemv.cu is faster, eight at a time
 _SOME_EACH: Final = 32  # rows an expert from which quant_tile.cu is faster
 _MANY_EACH: Final = 192  # rows an expert from which decoding all of them pays
-_MANY, _MANY_SHORT = 128, 96  # rows from which decoding pays for dense layers; with few inputs
-_SHORT: Final = 48  # turns of few inputs
+_SOME_ROWS: Final = 32  # of a dense layer, up to which tet_rows.cu is faster
 
 
 def prepare(weight: PackedWeight) -> Trellis:
@@ -79,10 +79,10 @@ def linear(x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None) -> torch
         y = F.linear(seen, weight.stored.dequantize())
         return (y if bias is None else y + bias.float()).to(x.dtype)
     x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
-    most = _MANY_SHORT if weight.packed.in_features <= _SHORT * TURN else _MANY
-    if rows > most and not batch_invariant():
+    shape = choose(weight, rows)
+    if shape is None:
         return F.linear(rotated(x, weight), decoded(weight, x.dtype), bias)
-    return product(choose(weight, rows), x, weight, bias)
+    return product(shape, x, weight, bias)
 
 
 def product(
@@ -95,9 +95,11 @@ def product(
     return rows_product(shape, given, x.dtype, weight, bias, x.shape[0])
 
 
-def choose(weight: Trellis, rows: int) -> Rows:
-    """For a dense layer, as measured on an H200."""
+def choose(weight: Trellis, rows: int) -> Rows | Tile | None:
+    """For a dense layer, as measured on an H200; None for the library."""
     turns, is_narrow = weight.packed.in_features // TURN, 4 * weight.tiles <= num_processors()
+    if rows > _SOME_ROWS and not batch_invariant():
+        return _choose_tile(weight, rows)
     if rows == 1:
         if is_narrow:
             return Rows(1, 1, 4, 8, ahead=2, own=1)
@@ -108,9 +110,17 @@ def choose(weight: Trellis, rows: int) -> Rows:
         return Rows(2, ahead=2, stages=3)
     if is_narrow:
         return Rows(2, warps=8, stages=3, registers=128)
-    if rows <= 32:
-        return Rows(2, 2)
-    return Rows(4, 2, warps=8, registers=192) if rows <= 64 else Rows(4, 4, ahead=2, registers=128)
+    return Rows(2, 2) if rows <= 32 else Rows(4, 4, ahead=2, registers=128)
+
+
+def _choose_tile(weight: Trellis, rows: int) -> Tile | None:
+    sixteens = TILE // 16 * weight.tiles
+    if weight.packed.in_features % TILE:  # quant_tile.cu's turns are longer
+        return None
+    size = size_of(sixteens)
+    if rows > 128 and (not size or (size == 2 and not fills(sixteens, rows))):
+        return None
+    return tile_shape(TRELLIS, 0, sixteens, rows)
 
 
 def choose_few(blocks: int, *, paired: bool) -> Few:
@@ -177,7 +187,7 @@ def moe_experts(
 def _ordered(x: Rotated, order: Order, slots: int, divisor: int) -> Rotated:
     """The rows in the order of the blocks; those that no slot has are any."""
     numbers = gathered(x.numbers.view(torch.int16), order, slots, divisor).view(torch.int8)
-    places = (order.slots // divisor).clamp_(max=len(x.scales) - 1)
+    places = (order.slots // divisor).clamp_(0, len(x.scales) - 1)
     return Rotated(numbers, x.scales[places], x.sums[places])
 
 
