@@ -275,16 +275,20 @@ def packed_products(name: str) -> None:
 
 
 def packed_pipe() -> None:
-    """quant_pipe.cu in sizes that no small product is given."""
+    """quant_pipe.cu and quant_tile.cu in sizes that no small product is given."""
     for name in ("wint4", "wint8", "wfp8", "ccq2"):
         slabs = quant_weights.prepare(packed(name, 264, 1024, 0, 0, DEVICE)).slabs
         for shape in (
             Pipe(128, 2, 4, 4),
             Pipe(256, 2, 2, 4),
             Tile(64, 128, 2, 4, 8, 4, 2),
-            Tile(128, 256, 1, 3, 4, 1, 2),
+            Tile(128, 192, 1, 4, 4, 2, 1),
+            Tile(256, 128, 2, 3, 4, 2, 2),
         ):
             quant_native.product(shape, random(300, 1024, dtype=torch.float16), slabs, None)
+    weight = quant_trellis.prepare(packed("tet2", 320, 1024, 0, 0, DEVICE))
+    for tile in (Tile(128, 192, 2, 4, 4, 4, 2), Tile(256, 128, 1, 3, 4, 2, 2)):
+        quant_trellis.product(tile, random(300, 1024, dtype=torch.bfloat16), weight, None)
 
 
 def chosen_experts(room: Any, hidden: int, gate_up: Any, down: Any) -> None:

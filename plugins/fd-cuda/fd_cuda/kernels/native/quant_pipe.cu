@@ -16,6 +16,9 @@
 #define SLABS (GROUPS * 4 * SLAB_BYTES)
 #define TILE_W (SLABS + (GROUPS * 4 * GROUP_BYTES + 1023) / 1024 * 1024)
 #define STAGE (TILE_X + TILE_W)
+#ifndef BATCH
+#define BATCH 1  // steps of 16 inputs that are multiplied at a time
+#endif
 #define FEEDER (GROUPS * 4)  // the warp; of 256 rows, three idle ones give their registers too
 #define OUT (PAIRED ? 64 : GROUPS * 64)
 
@@ -171,14 +174,17 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
       Slab slab;
       Group group;
 #pragma unroll
-      for (int s = 0; s < 4; s++) {
+      for (int s = 0; s < 4; s += BATCH) {
         begin_products();
-        multiply(sum, a[i][s], tile_x + s * 2);
+#pragma unroll
+        for (int e = s; e < s + BATCH; e++) multiply(sum, a[i][e], tile_x + e * 2);
         end_products();
         if (s == 0 && goes_on) slab = await_slab(from, t + 1, next.stage, group);
-        await_products<4>();  // the same step of the slab before: its operands are free
-        if (s == 3 && t > 0 && lane == 0) arrive_at(empty + 8 * last);
-        if (goes_on) unpack_step(a[i ^ 1][s], from, slab, s, group);
+        await_products<4 / BATCH>();  // the same steps of the slab before: their operands are free
+        if (s == 4 - BATCH && t > 0 && lane == 0) arrive_at(empty + 8 * last);
+#pragma unroll
+        for (int e = s; e < s + BATCH; e++)
+          if (goes_on) unpack_step(a[i ^ 1][e], from, slab, e, group);
       }
       if (goes_on) {
         ask_slab(from, t + 1 + STAGES, count, next.stage);
