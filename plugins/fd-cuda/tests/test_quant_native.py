@@ -28,6 +28,7 @@ from fd_cuda.kernels.quant_layout import (
 )
 from fd_cuda.kernels.quant_native import Grouping, product, rows_product, unpack
 from fd_cuda.kernels.quant_shapes import (
+    MOST_SHARED,
     Few,
     Gemm,
     Gemv,
@@ -292,7 +293,7 @@ def test_one_kernel_serves_all_rows_where_they_may_not_depend_on_the_batch(
 @pytest.mark.parametrize("room", [quant_linear, quant_experts])
 def test_chosen_kernels_fit_into_shared_memory(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quant_linear, "num_processors", lambda: 132)
-    none, most = torch.empty(0), 227 << 10
+    none, most = torch.empty(0), MOST_SHARED
     paired = room is quant_experts
     for kind in range(6):
         for width, depth in ((8192, 8192), (8192, 3584), (6144, 1024), (1024, 3072), (256, 128)):

@@ -16,12 +16,12 @@ from .common import INTERPRETED, batch_invariant
 from .experts import combined, grouped
 from .experts import tiles_for as tiles_of_experts
 from .norm import silu_and_mul
-from .quant_layout import CCQ, FP8_ROWS, INT8_ROWS, Slabs
+from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, Slabs
 from .quant_linear import native_runs
-from .quant_native import Grouping, product, rows_product, unpack
+from .quant_native import Grouping, as_numbers, product, rows_product, unpack
 from .quant_order import gathered
 from .quant_rows import multiply_rows, tiles_for
-from .quant_shapes import Gemm, Gemv, Pipe, RowGemm, Shape
+from .quant_shapes import Gemm, Gemv, Pipe, RowGemm, Shape, Tile
 from .quant_weights import Weights
 from .routing import order_by_expert
 
@@ -29,6 +29,8 @@ from .routing import order_by_expert
 _ALONE: Final = 2
 # Rows an expert from which CCQ is unpacked for the call, and numbers that are unpacked at most.
 _MANY_CODES: Final = 100
+# Rows an expert from which int4 with rounded activations is unpacked to int8.
+_MANY_NUMBERS: Final = 128
 _MOST_UNPACKED: Final = 1 << 30
 
 
@@ -50,18 +52,22 @@ def moe_experts(
         return _dequantized(x, topk_ids, topk_weights, gate_up, down)
     each, whole = tokens * top_k / first.num_experts, first.out_features % 32 == 0
     shape = choose(first, each) if native_runs(x) else None
-    if first.kind == CCQ and each > _MANY_CODES and shape is not None and not batch_invariant():
-        shapes = [(s.num_experts, s.out_features, s.in_features) for s in (first, second)]
-        if may_unpack(*shapes):
+    sizes = [(s.num_experts, s.out_features, s.in_features) for s in (first, second)]
+    if shape is not None and not batch_invariant() and may_unpack(*sizes):
+        if first.kind == CCQ and each > _MANY_CODES:
             wide = [unpack(slabs, x.dtype) for slabs in (first, second)]
             return by_halves(x, topk_ids, topk_weights, wide, (gate_up.seen, down.seen))
+        of_numbers = first.kind == INT4 and gate_up.rounding == "int8"
+        if of_numbers and each > _MANY_NUMBERS and first.in_features % 16 == 0:
+            first, second = as_numbers(first), as_numbers(second)
+            shape = choose(first, each)
     if shape is None or not whole:
         if first.kind not in (INT8_ROWS, FP8_ROWS):
             return _dequantized(x, topk_ids, topk_weights, gate_up, down)
         y = _by_triton(x, topk_ids, gate_up, down, first, second)
         return combined(y, topk_weights)
     slots = tokens * top_k
-    if isinstance(shape, Pipe):
+    if isinstance(shape, Pipe | Tile):
         order = order_by_expert(topk_ids, first.num_experts, shape.rows)
         grouping, rows = Grouping(slots, 1, order), gathered(x, order, slots, top_k)
         hidden = _product(shape, rows, gate_up, first, grouping, paired=True)

@@ -62,11 +62,6 @@ quant_few(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* 
   extern __shared__ __align__(128) unsigned char memory[];  // rings, then parts of sums
   const int thread = threadIdx.x, lane = thread & 31, warp = __shfl_sync(~0u, thread >> 5, 0);
   const int tile = blockIdx.x;
-  if (tile * MT >= slabs) {  // no work: holds a place until the next kernel's blocks may take places
-    let_next_start();
-    wait_for_previous();
-    return;
-  }
   const int rounds = (turns - warp + WARPS - 1) / WARPS, num_groups = (turns + PER_GROUP - 1) / PER_GROUP;
   const unsigned char* from[MT];
 #pragma unroll

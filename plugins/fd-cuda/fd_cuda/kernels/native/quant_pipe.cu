@@ -16,9 +16,11 @@
 #define SLABS (GROUPS * 4 * SLAB_BYTES)
 #define TILE_W (SLABS + (GROUPS * 4 * GROUP_BYTES + 1023) / 1024 * 1024)
 #define STAGE (TILE_X + TILE_W)
+#ifndef BATCH
+#define BATCH 1  // steps of 16 inputs that are multiplied at a time
+#endif
 #define FEEDER (GROUPS * 4)  // the warp; of 256 rows, three idle ones give their registers too
 #define OUT (PAIRED ? 64 : GROUPS * 64)
-#define PITCH (GROUPS * 64 + 4)
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
@@ -39,20 +41,8 @@ __device__ __forceinline__ void multiply(float* d, const u32* a, u64 b) {
 #define TAKE_REGISTERS()
 #endif
 
-// Of a ring of STAGES tiles: which one, and in which round.
-struct Place {
-  int stage;
-  u32 parity;
-};
-
 __device__ __forceinline__ void advance(Place& place) {
   if (++place.stage == STAGES) place = {0, place.parity ^ 1};
-}
-
-__device__ __forceinline__ int slab_of(int tile, int warp, int slabs) {
-  // Slabs behind the last repeat it; nothing of theirs is stored.
-  const int half = slabs / 2;
-  return PAIRED ? min(tile * 4 + warp % 4, half - 1) + warp / 4 * half : min(tile * GROUPS * 4 + warp, slabs - 1);
 }
 
 // What a warp that multiplies knows.
@@ -88,7 +78,7 @@ __device__ __forceinline__ void unpack_step(u32* a, const Source& from, const Sl
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict__ w, const Entry* __restrict__ groups,
            const float* __restrict__ scales, const float* x_scales, const u16* __restrict__ bias, u16* y,
-           const int* slots, const int* experts, int M, int N, int slabs, int turns, int per_group, int divisor,
+           const int* slots, const int* experts, int M, int N, int slabs, int turns, int per_group,
            const float2* __restrict__ codes) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
@@ -111,7 +101,7 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   codes += expert * slabs * 16;
 #endif
 
-  const int own = slab_of(tile, warp, slabs);
+  const int own = nth_slab<GROUPS * 4>(tile, warp, slabs);
   Source from;
   from.w = w + ((u64)own * turns + first) * SLAB_BYTES;
   from.slabs = tiles + TILE_X + warp * SLAB_BYTES;
@@ -122,6 +112,7 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
 #pragma unroll
     for (int t = 0; t < STAGES; t++) ask_slab(from, t, count, t);
   } else if (thread == FEEDER * 32) {
+    prefetch(x);
 #pragma unroll
     for (int s = 0; s < STAGES; s++) {
       make_barrier(full + 8 * s, 1);
@@ -148,8 +139,7 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
       }
       __syncwarp();
     }
-    meet();
-    meet();
+    rest<PAIRED>();
     return;
   }
   TAKE_REGISTERS();
@@ -157,7 +147,8 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   from.maps.upper = codes[own * 16 + (lane >> 2)];
   from.maps.lower = codes[own * 16 + (lane >> 2) + 8];
 #endif
-  float sum[BN / 2];
+  float sums[1][BN / 2];
+  float(&sum)[BN / 2] = sums[0];
 #pragma unroll
   for (int i = 0; i < BN / 2; i++) sum[i] = 0.f;
   fence_registers(sum);
@@ -183,14 +174,17 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
       Slab slab;
       Group group;
 #pragma unroll
-      for (int s = 0; s < 4; s++) {
+      for (int s = 0; s < 4; s += BATCH) {
         begin_products();
-        multiply(sum, a[i][s], tile_x + s * 2);
+#pragma unroll
+        for (int e = s; e < s + BATCH; e++) multiply(sum, a[i][e], tile_x + e * 2);
         end_products();
         if (s == 0 && goes_on) slab = await_slab(from, t + 1, next.stage, group);
-        await_products<4>();  // the same step of the slab before: its operands are free
-        if (s == 3 && t > 0 && lane == 0) arrive_at(empty + 8 * last);
-        if (goes_on) unpack_step(a[i ^ 1][s], from, slab, s, group);
+        await_products<4 / BATCH>();  // the same steps of the slab before: their operands are free
+        if (s == 4 - BATCH && t > 0 && lane == 0) arrive_at(empty + 8 * last);
+#pragma unroll
+        for (int e = s; e < s + BATCH; e++)
+          if (goes_on) unpack_step(a[i ^ 1][e], from, slab, e, group);
       }
       if (goes_on) {
         ask_slab(from, t + 1 + STAGES, count, next.stage);
@@ -201,8 +195,6 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   }
   await_products<0>();
   fence_registers(sum);
-  meet();  // parts stand where tiles were
-  send_parts(parts, PITCH, rank, sum, warp * 16, lane);
-  meet();
-  finish(parts, PITCH, OUT, GROUPS * 128, tile * OUT, first_row, rank, scales, x_scales, bias, y, slots, divisor, M, N);
+  const Ending ending{parts, scales, x_scales, nullptr, bias, y, slots, 0, first_row, rank, M, N};
+  finish<GROUPS * 128, false>(ending, sums, tile * OUT + warp % (OUT / 16) * 16, thread);
 }

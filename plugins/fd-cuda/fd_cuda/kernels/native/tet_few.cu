@@ -27,9 +27,9 @@
 #include "rotate.cuh"
 #endif
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 tet_few(const void* x, const float* x_scales, const int* x_sums, const unsigned char* __restrict__ w,
-        const float* __restrict__ scales, const u16* __restrict__ bias, u16* y, int M, int N, int tiles, long long x_stride,
+        const float* __restrict__ scales, const u16* __restrict__ bias, u16* y, int M, int N, long long x_stride,
         const signed char* __restrict__ signs, float spread, int barriers_at, int inbox_at) {
   // Weights, x; then parts of sums. Behind them barriers and what other blocks send.
   extern __shared__ __align__(128) unsigned char memory[];
@@ -38,11 +38,6 @@ tet_few(const void* x, const float* x_scales, const int* x_sums, const unsigned 
   const int own_turns = min(SHARE, TURNS - rank * SHARE);
   const int first = rank * SHARE + min(warp * EACH, own_turns);
   const int count = EVEN ? EACH : min(EACH, max(0, own_turns - warp * EACH));
-  if (tile >= tiles) {  // no work: holds a place until the next kernel's blocks may take places
-    let_next_start();
-    wait_for_previous();
-    return;
-  }
   const unsigned char* from = w + ((u64)tile * TURNS + first) * 512;
   const u32 barriers = shared_address(memory) + barriers_at + warp * SLOTS * 8;
   const unsigned char* held = memory + warp * WARP_BYTES;
