@@ -9,10 +9,14 @@
 
 #include "common.cuh"
 #include "trellis.cuh"
-#include "cluster.cuh"
 #include "feed.cuh"
 
 #define COLUMNS (8 * TILES)
+#define GROUP 1
+#define DEPTH WARPS
+#define PAIRED 0
+#include "tet_sums.cuh"
+
 #define TURNS (WIDTH / 32)
 #define SHARE ((TURNS + SPLIT - 1) / SPLIT)  // turns of a block
 #define EACH ((SHARE + WARPS - 1) / WARPS)   // turns of a warp
@@ -21,8 +25,6 @@
 #define EVEN (TURNS % SPLIT == 0 && SHARE % WARPS == 0)
 #define WARP_BYTES (SLOTS * PIECE * 512)  // of weights
 #define BARRIERS (WARPS * SLOTS * 8)
-#define PITCH (COLUMNS + 1)
-#define OWN_OUT (64 / SPLIT)  // outputs that a block finishes
 #if OWN
 #include "rotate.cuh"
 #endif
@@ -71,15 +73,7 @@ tet_few(const void* x, const float* x_scales, const int* x_sums, const unsigned 
 #if OWN
   __shared__ float own_scales[OWN];
   __shared__ int own_sums[OWN];
-#pragma unroll 1
-  for (int n = 0; n < OWN; n++) {
-    if (n >= M) break;
-    float numbers[OWN_COLUMNS][BANDS][4], peak;
-    int total;
-    rotation.transform((const u16*)x + n * x_stride, inputs + n * ROW_BYTES, numbers, warp, lane);
-    round_row(numbers, inputs + n * ROW_BYTES, warp, lane, peak, total);
-    if (thread == 0) own_scales[n] = peak / 127.f * EXCESS * spread, own_sums[n] = total;
-  }
+  rotation.rotate_rows((const u16*)x, x_stride, M, inputs, spread, own_scales, own_sums);
   // Lanes of rows that are not there multiply others': what is not stored.
   const unsigned char* own_x = inputs + g % OWN * ROW_BYTES + j * 16;
 #else
@@ -144,26 +138,7 @@ tet_few(const void* x, const float* x_scales, const int* x_sums, const unsigned 
   await_own_copies<0>();
 #endif
   __syncthreads();  // parts stand where weights and x were
-  const int rows = min(COLUMNS, M - first_row);
-  int* part = (int*)memory + warp * 64 * PITCH;
-#pragma unroll
-  for (int t = 0; t < TILES; t++)
-#pragma unroll
-    for (int e = 0; e < 4; e++)
-      if (t * 8 + j * 2 + (e & 1) < rows) {
-#pragma unroll
-        for (int n = 0; n < 4; n++) part[(g * 8 + n * 2 + (e >> 1)) * PITCH + t * 8 + j * 2 + (e & 1)] = sum[n][t][e];
-      }
-  __syncthreads();
-
-  const auto of_warps = [&](int c, int n) {
-    const int* line = (const int*)memory + c * PITCH + n;
-    int total = 0;
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) total += line[i * 64 * PITCH];
-    return total;
-  };
-  const auto store = [&](int c, int n, int total) {
+  const auto store = [&](int c, int n, int total, int) {
     const int column = tile * 64 + c, row = first_row + n;
 #if OWN
     const float offset = 127.5f * own_sums[row], x_scale = own_scales[row];
@@ -174,23 +149,5 @@ tet_few(const void* x, const float* x_scales, const int* x_sums, const unsigned 
     if (bias != nullptr) value += widen(bias[column]);
     y[(u64)row * N + column] = narrow(value);
   };
-#if SPLIT == 1
-  for (int e = thread; e < 64 * rows; e += WARPS * 32) store(e % 64, e / 64, of_warps(e % 64, e / 64));
-#else
-  int* inbox = (int*)(memory + inbox_at);
-  await_start();
-  for (int e = thread; e < 64 * rows; e += WARPS * 32) {
-    const int c = e % 64, n = e / 64;
-    int* to = inbox + (rank * OWN_OUT + c % OWN_OUT) * COLUMNS + n;
-    send(at_rank(shared_address(to), c / OWN_OUT), __int_as_float(of_warps(c, n)));
-  }
-  meet();
-  for (int e = thread; e < OWN_OUT * rows; e += WARPS * 32) {
-    const int c = e % OWN_OUT, n = e / OWN_OUT;
-    int total = 0;
-#pragma unroll
-    for (int i = 0; i < SPLIT; i++) total += inbox[(i * OWN_OUT + c) * COLUMNS + n];
-    store(rank * OWN_OUT + c, n, total);
-  }
-#endif
+  finish(sum, (int*)memory, (int*)(memory + inbox_at), min(COLUMNS, M - first_row), store);
 }
