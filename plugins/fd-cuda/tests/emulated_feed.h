@@ -63,4 +63,8 @@ inline void copy_box(u32 to, const TensorMap& map, int input, int row, u32 barri
     }
   count(barrier, 0, -map.box_rows * 128);
 }
+inline void copy_line(u32 to, const void* from, int bytes, u32 barrier) {
+  std::memcpy(in_cluster(to), from, bytes);
+  count(barrier, 0, -bytes);
+}
 #define __grid_constant__

@@ -21,6 +21,9 @@ inline uint4 load_once(const uint4* p) { return *p; }
 inline uint2 load_once(const uint2* p) { return *p; }
 inline u32 load_once(const unsigned char* p) { return *p; }
 inline u32 load_once(const u32* p) { return *p; }
+inline float load_once(const float* p) { return *p; }
+template <class T>
+inline void keep(T&) {}
 inline u32 shared_address(const void* p) { return (u32)((const char*)p - (const char*)shared); }
 inline void copy_async(u32 to, const void* from, bool inside) {
   if (inside) std::memcpy((char*)shared + to, from, 16);
@@ -107,6 +110,8 @@ inline u32 __funnelshift_r(u32 first, u32 second, int by) { return (u32)(((u64)s
 inline float silu(float x) { return x / (1.f + std::exp(-x)); }
 inline int __float2int_rn(float x) { return (int)std::nearbyint(x); }
 inline u32 masked_or(u32 v, u32 mask, u32 bits) { return (v & mask) | bits; }
+inline u32 lower_half(u32 v) { return v & 0xffff; }
+inline u32 byte_of(u32 bytes, int which) { return bytes >> 8 * which & 255; }
 inline u32 masked_xor(u32 v, u32 mask, u32 bits) { return (v & mask) ^ bits; }
 inline u32 widen_fp8(u32 v) {
   u32 result = 0;

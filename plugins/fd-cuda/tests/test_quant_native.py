@@ -29,6 +29,7 @@ from fd_cuda.kernels.quant_layout import (
 from fd_cuda.kernels.quant_native import Grouping, product, rows_product, unpack
 from fd_cuda.kernels.quant_shapes import (
     MOST_SHARED,
+    Few,
     Gemm,
     Gemv,
     Pipe,
@@ -95,8 +96,12 @@ CASES: list[Case] = [
     ("wint4", 64, 256, 64, torch.bfloat16, 9, Gemv(2, 2, 4, 2, 1)),
     ("wint4_zp", 32, 256, 128, torch.float16, 3, Gemv(1, 2, 2, 4, 1)),
     ("wint8", 40, 200, 0, torch.float16, 1, Gemv(1, 1, 2, 2, 1)),
-    ("wint4", 40, 712, 0, torch.bfloat16, 9, Gemv(2, 2, 2, 4, 1, True)),
-    ("wint4_zp", 32, 1280, 128, torch.float16, 3, Gemv(1, 2, 2, 2, 1, True)),
+    ("wint4", 40, 712, 0, torch.bfloat16, 9, Few(2, 2, 2, 4, 2)),
+    ("wint4_zp", 32, 1280, 128, torch.float16, 3, Few(1, 2, 2, 2, 1)),
+    ("wint4", 80, 1280, 128, torch.bfloat16, 7, Few(1, 4, 4, 3, 2)),
+    ("wint8", 40, 200, 0, torch.float16, 9, Few(2, 1, 2, 2, 2)),
+    ("wint8_zp", 32, 512, 128, torch.bfloat16, 5, Few(1, 2, 2, 3, 1)),
+    ("wfp8", 32, 640, 0, torch.bfloat16, 4, Few(1, 1, 2, 4, 2)),
     ("wint8_zp", 32, 128, 128, torch.bfloat16, 8, Gemv(1, 2, 2, 2, 1)),
     ("wfp8", 32, 128, 0, torch.bfloat16, 4, Gemv(1, 1, 2, 2, 1)),
     ("w8a8", 40, 208, 0, torch.bfloat16, 3, Gemv(1, 1, 2, 2, 1)),

@@ -16,7 +16,7 @@ from fd_cuda.kernels import quant_linear, quant_trellis
 from fd_cuda.kernels.quant_layout import TRELLIS
 from fd_cuda.kernels.quant_shapes import MOST_SHARED, Tile, tile_shared
 from fd_cuda.kernels.routing import Order
-from fd_cuda.kernels.trellis_native import Rows, Trellis, rotated
+from fd_cuda.kernels.trellis_native import Rows, Streamed, Trellis, rotated
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -124,9 +124,17 @@ def test_product(rows: int, count: int, block: int, tokens: int, dtype: torch.dt
         (Rows(1, 4, 4, 4, 2), 512, 256, 9),
         (Rows(4, 2, 1, 8, 1), 384, 128, 33),
         (Rows(2, 1, 8, 2), 128, 128, 5),  # blocks without inputs
+        (Streamed(1, 1, 4, 2, 2, 1, own=1), 2560, 512, 1),
+        (Streamed(1, 1, 2, 2, 2, 2, own=2), 2560, 512, 2),
+        (Streamed(1, 1, 2, 4, 4, 4), 160, 32, 8),
+        (Streamed(2, 2, 2, 2, 2, 2), 416, 32, 20),
+        (Streamed(2, 1, 8, 4, 4, 4), 384, 128, 16),  # warps without inputs
+        (Streamed(1, 4, 2, 4, 2, 2), 128, 128, 7),
     ],
 )
-def test_kernels_of_dense_layers(shape: Rows, count: int, block: int, tokens: int) -> None:
+def test_kernels_of_dense_layers(
+    shape: Streamed | Rows, count: int, block: int, tokens: int
+) -> None:
     weight, dense = trellis(192, count, block)
     x = torch.randn(tokens, count, device=DEVICE).bfloat16()
     check(quant_trellis.product(shape, x, weight, None), x.double().cpu().numpy() @ dense[0].T)
@@ -165,7 +173,10 @@ def test_chosen_kernels_fit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
             assert tile_shared(shape, TRELLIS, 0) <= MOST_SHARED
             continue
         assert shape.shared(depth)[0] <= 227 << 10
-        assert shape.own or 8 * shape.group % shape.ahead == 0
+        if isinstance(shape, Streamed):
+            assert shape.piece % shape.ahead == 0
+        else:
+            assert shape.own or 8 * shape.group % shape.ahead == 0
         assert shape.own == (rows == 1)
 
 

@@ -20,10 +20,11 @@ from .matmul import matmul
 from .quant_layout import CCQ, FP8, FP8_ROWS, INT4, INT8, INT8_ROWS, TRELLIS, Slabs
 from .quant_native import as_numbers, product, rows_product, unpack
 from .quant_round import FP8_BLOCK, fp8_blocks, round_rows
-from .quant_shapes import MOST_SHARED, Gemm, Gemv, Pipe, RowGemm, Shape, Tile, tile_shared
+from .quant_shapes import MOST_SHARED, Few, Gemm, Gemv, Pipe, RowGemm, Shape, Tile, tile_shared
 from .quant_weights import Weights, dequantized
 
 _FEW_ROWS: Final = 16
+_SHORT, _LONG = 32, 96  # turns up to which inputs are few, and from which they are many
 _SOME_ROWS: Final = 256
 # Rows from which the library is faster on what took long to unpack.
 _MANY_ROWS: Final = 1024
@@ -113,18 +114,26 @@ def _small_shape(slabs: Slabs, rows: int) -> Gemm | Tile | None:
 def _gemv_shape(slabs: Slabs, rows: int) -> Gemv:
     """As many slabs a warp as leave work for every multiprocessor."""
     tiles = 1 if rows <= 8 else 2 if rows <= 16 else 4
-    count, processors = slabs.num_slabs, num_processors()
-    # Long rows: a warp that waits for registers waits for all that it has asked for; where little is to be done for
-    # a weight, the way through shared memory takes longer than that.
-    staged = slabs.kind in (INT4, INT8, FP8) and slabs.num_turns >= 96 and not _is_light(slabs)
-    if tiles > 1 and slabs.kind == INT4 and count >= 2 * processors:
-        return Gemv(tiles, 4, 8, 4, 1, staged and tiles == 2)
-    if slabs.kind == CCQ and count >= 2 * processors:
-        return Gemv(tiles, 4, 16, 2, 1)
-    if count >= 2 * processors:
-        return Gemv(tiles, 2, 8, 4, 2, staged and tiles == 1)
-    is_small = count < processors and tiles < 4
-    return Gemv(tiles, 1, 16, 4, 1) if is_small else Gemv(tiles, 1, 8, 4, 2)
+    count, turns, processors = slabs.num_slabs, slabs.num_turns, num_processors()
+    if count < 2 * processors:
+        is_small = count < processors and tiles < 4
+        return Gemv(tiles, 1, 16, 4, 1) if is_small else Gemv(tiles, 1, 8, 4, 2)
+    if slabs.kind == CCQ:
+        if tiles == 2:
+            return Gemv(2, 2, 8, 4 if turns >= _LONG else 2, 2)
+        return Gemv(tiles, 2, 8, 4, 2) if _SHORT < turns < _LONG else Gemv(tiles, 4, 16, 2, 1)
+    if slabs.kind in (INT4, INT8, FP8) and turns > _SHORT and tiles < 4:
+        # A warp that waits for registers waits for all that it has asked for.
+        return _few_shape(slabs, tiles)
+    return Gemv(tiles, 4, 8, 4, 1) if tiles > 1 and slabs.kind == INT4 else Gemv(tiles, 2, 8, 4, 2)
+
+
+def _few_shape(slabs: Slabs, tiles: int) -> Few:
+    if slabs.kind != INT4:
+        return Few(tiles, 2, 8, 4 if tiles == 1 else 3, 2)
+    if tiles == 2:
+        return Few(2, 4, 8, 3, 1)
+    return Few(1, 4, 16, 2, 1) if slabs.scaled and slabs.num_turns >= _LONG else Few(1, 2, 8, 3, 2)
 
 
 def _parts(blocks: int, each: float, most: int) -> int:
@@ -151,7 +160,7 @@ def _gemm_shape(slabs: Slabs, rows: int) -> Gemm:
     narrow = count < 128 or (block == 64 and slabs.kind == INT4)
     groups = 1 if narrow else 2
     tiles = -(-count // (4 * groups)) * -(-rows // block)
-    most = 4 if 32 < rows <= 64 and _is_light(slabs) else 8
+    most = 4 if 32 < rows <= 64 and slabs.kind == INT4 and not slabs.scaled else 8
     return Gemm(block, groups, _parts(tiles, 2.2 if narrow else 1.1, most), 6, 8)
 
 
@@ -186,11 +195,6 @@ def tile_shape(kind: int, scaled: int, count: int, rows: int) -> Tile | None:
     else:
         return None
     return with_copies(tile, kind, scaled)
-
-
-def _is_light(slabs: Slabs) -> bool:
-    """Whether little is to be done for a weight."""
-    return slabs.kind == INT4 and not slabs.scaled
 
 
 def with_copies(tile: Tile, kind: int, scaled: int) -> Tile:

@@ -12,6 +12,7 @@ from . import native
 from .native import tensor_map
 from .quant_layout import CCQ, INT8_ROWS, TRELLIS, TURN, Slabs
 from .quant_shapes import (
+    Few,
     Gemm,
     Gemv,
     Pipe,
@@ -108,6 +109,16 @@ def product(
             slabs, blocks,
         )  # fmt: skip
         return y
+    if isinstance(shape, Few):
+        own = [x, x.stride(0) // 8, *operands[:6], num_rows, weight.out_features, x.shape[1]]
+        _few(
+            shape,
+            {**defines, "PER_GROUP": sizes[2] if weight.scaled else 1},
+            [*own, *sizes[:2]],
+            slabs,
+            blocks,
+        )
+        return y
     arguments = [
         x,
         x.stride(0) // 8,
@@ -136,13 +147,29 @@ def _gemv(
         "WARPS": shape.warps,
         "AHEAD": shape.ahead,
         "RESIDENT": shape.resident,
-        "STAGED": int(shape.staged),
     }
     name = "ccq_gemv" if defines["FORMAT"] == CCQ else "quant_gemv"
     kernel = native.function(name, {**defines, **sizes})
     grid = (-(-slabs // per_block), blocks, 1)
     shared = gemv_shared(shape, held, defines["FORMAT"], defines["SCALED"])
     native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared)
+
+
+def _few(
+    shape: Few, defines: dict[str, int], arguments: list[Any], slabs: int, blocks: int
+) -> None:
+    sizes = {
+        "TILES": shape.tiles,
+        "MT": shape.slabs,
+        "WARPS": shape.warps,
+        "AHEAD": shape.ahead,
+        "RESIDENT": shape.resident,
+    }
+    names = ("HALF", "Y_HALF", "FORMAT", "SCALED", "EVEN", "PER_GROUP")
+    kernel = native.function("quant_few", {**{name: defines[name] for name in names}, **sizes})
+    tiles = -(-slabs // shape.slabs)
+    shared = gemv_shared(shape, shape.slabs, defines["FORMAT"], defines["SCALED"])
+    native.launch(kernel, (tiles, blocks, 1), shape.warps * 32, arguments, shared=shared)
 
 
 def _gemm(

@@ -8,6 +8,9 @@ from typing import Final
 from .quant_layout import CCQ, INT4, TRELLIS
 
 MOST_SHARED: Final = 224 << 10  # bytes of a block, beside its table of up to 256 rows (wide.cuh)
+_MULTIPROCESSOR: Final = (
+    228 << 10
+)  # bytes of shared memory, of which a block takes 1,024 besides its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,6 @@ class Gemv:
     warps: int
     ahead: int
     resident: int  # blocks a multiprocessor should hold
-    staged: bool = False  # weights come through shared memory, else to registers
 
     @property
     def rows(self) -> int:
@@ -27,7 +29,15 @@ class Gemv:
         return 8 * self.tiles
 
     def __str__(self) -> str:
-        return f"gemv {self.tiles}t {self.slabs}s {self.warps}w {self.ahead}a {self.resident}r{' staged' if self.staged else ''}"
+        return f"gemv {self.tiles}t {self.slabs}s {self.warps}w {self.ahead}a {self.resident}r"
+
+
+@dataclass(frozen=True, slots=True)
+class Few(Gemv):
+    """How quant_few.cu is specialized; as many blocks as `resident` says are all that a multiprocessor has place for."""
+
+    def __str__(self) -> str:
+        return f"few {self.tiles}t {self.slabs}s {self.warps}w {self.ahead}a {self.resident}r"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +131,20 @@ def group_bytes(kind: int, scaled: int) -> int:
     return 16 if kind == CCQ else 32 * scaled
 
 
+def only_resident(shared: int, resident: int) -> int:
+    """Bytes of shared memory of a block, so many that no more than `resident` have a place on a multiprocessor: blocks
+    of the next kernel would crowd on those that have room first."""
+    return max(shared, (_MULTIPROCESSOR // (resident + 1) // 1024 + 1) * 1024)
+
+
 def gemv_shared(shape: Gemv, held: int, kind: int, scaled: int) -> int:
-    """Bytes of shared memory of a block: inputs of its warps, and weights where they take that way, or their parts of
-    the sums of `held` slabs."""
-    weights = held * (slab_bytes(kind) + group_bytes(kind, scaled)) if shape.staged else 0
+    """Bytes of shared memory of a block: inputs of its warps, of Few weights too, or their parts of the sums of `held`
+    slabs."""
+    is_few = isinstance(shape, Few)
+    weights = held * (slab_bytes(kind) + group_bytes(kind, scaled)) if is_few else 0
     ring = shape.ahead * (shape.rows * 128 + weights)
-    return shape.warps * max(ring, held * 16 * (shape.rows + 1) * 4)
+    whole = shape.warps * max(ring, held * 16 * (shape.rows + 1) * 4)
+    return only_resident(whole, shape.resident) if is_few else whole
 
 
 def end_shared(rows: int, outputs: int, split: int) -> int:

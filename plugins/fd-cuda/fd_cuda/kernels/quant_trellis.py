@@ -2,12 +2,13 @@
 format).
 
 Inputs are rotated and rounded to int8, then multiplied with the code as it is stored
-(trellis_native.py). Experts of one layer share a rotation. Many rows: weights are decoded for the call
-and multiplied as half floats. Elsewhere (no Hopper GPU, float32) the format's own definition serves.
+(trellis_native.py). Experts of one layer share a rotation. Many rows of small layers: weights are decoded
+for the call and multiplied as half floats. Elsewhere (no Hopper GPU, float32) the format's own definition serves.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -28,6 +29,7 @@ from .trellis_native import (
     Few,
     Rotated,
     Rows,
+    Streamed,
     Trellis,
     by_lanes,
     decoded,
@@ -35,6 +37,7 @@ from .trellis_native import (
     rotate,
     rotated,
     rows_product,
+    streamed_product,
     tile_product,
 )
 
@@ -45,6 +48,7 @@ _ALONE: Final = 2  # tokens whose assignments are blocks of their own
 _FEW: Final = 12  # rows an expert up to which tet_gemv.cu is faster, eight at a time
 _SOME_EACH: Final = 72  # rows an expert from which quant_tile.cu is faster
 _MANY_EACH: Final = 192  # from which with 256 rows a block
+_SHORT, _LONG = 64, 128  # turns up to which rows are short, and from which they are long
 _SOME_ROWS: Final = 32  # of a dense layer, up to which tet_rows.cu is faster
 
 
@@ -85,27 +89,30 @@ def linear(x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None) -> torch
 
 
 def product(
-    shape: Rows | Tile, x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None
+    shape: Streamed | Rows | Tile, x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Of a dense layer, by one kernel or, where blocks do not rotate x themselves, two."""
     if isinstance(shape, Tile):
         return tile_product(shape, rotate(x, weight), x.dtype, weight, bias, x.shape[0])
     given = x if shape.own else rotate(x, weight)
+    if isinstance(shape, Streamed):
+        return streamed_product(shape, given, x.dtype, weight, bias, x.shape[0])
     return rows_product(shape, given, x.dtype, weight, bias, x.shape[0])
 
 
-def choose(weight: Trellis, rows: int) -> Rows | Tile | None:
+def choose(weight: Trellis, rows: int) -> Streamed | Rows | Tile | None:
     """For a dense layer, as measured on an H200; None for the library."""
     turns, is_narrow = weight.packed.in_features // TURN, 4 * weight.tiles <= num_processors()
     if rows > _SOME_ROWS and not batch_invariant():
         return _choose_tile(weight, rows)
-    if rows == 1:
+    if rows == 1 and turns > _SHORT and not is_narrow:
+        return Rows(1, own=1, registers=128)
+    if rows <= 16:
+        few = Streamed(1 if rows <= 8 else 2, own=int(rows == 1))
         if is_narrow:
-            return Rows(1, 1, 4, 8, ahead=2, own=1)
-        return Rows(1, own=1) if turns > 64 else Rows(1, warps=8, registers=128, own=1)
-    if rows <= 8:
-        return Rows(1)
-    if rows <= 16 or (rows <= 32 and is_narrow):
+            return replace(few, split=4, piece=4)
+        return replace(few, warps=16, piece=4) if rows > 8 and turns > _LONG else few
+    if rows <= 32 and is_narrow:
         return Rows(2, ahead=2, stages=3)
     if is_narrow:
         return Rows(2, warps=8, stages=3, registers=128)

@@ -43,6 +43,13 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int input
                " [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(&map), "r"(input), "r"(row), "r"(barrier) : "memory");
 }
 
+// Bytes that lie together, whole sixteens of them.
+__device__ __forceinline__ void copy_line(u32 to, const void* from, int bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 // All but the last `left` groups of what this thread has copied are there for itself to read.
 template <int left>
 __device__ __forceinline__ void await_own_copies() {
@@ -56,11 +63,3 @@ struct Place {
   int stage;
   u32 parity;
 };
-
-// Which slab is the nth of the `own` of a block. Those behind the last repeat it; nothing of theirs is stored.
-template <int own>
-__device__ __forceinline__ int nth_slab(int tile, int nth, int slabs) {
-  constexpr int gates = own / 2;
-  const int half = slabs / 2;
-  return PAIRED ? min(tile * gates + nth % gates, half - 1) + nth / gates * half : min(tile * own + nth, slabs - 1);
-}

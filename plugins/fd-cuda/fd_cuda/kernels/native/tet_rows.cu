@@ -68,6 +68,8 @@ tet_rows(const void* x, const float* x_scales, const int* x_sums, const uint4* _
 #pragma unroll
   for (int i = 0; i < AHEAD; i++)
     if (depth + i * DEPTH < own_turns) held[i] = load_once(from + i * DEPTH * 32);
+  // What a thread's results are multiplied with, where one block has a product's: at the end it would be waited for.
+  const float own_scale = load_once(scales + min((int)blockIdx.x * OUT + thread % OUT, N / HALVES - 1));
 #if OWN
   Rotation rotation;
   rotation.prepare(signs, warp, lane);
@@ -166,13 +168,16 @@ tet_rows(const void* x, const float* x_scales, const int* x_sums, const uint4* _
   await_own_copies<0>();
 #endif
   __syncthreads();  // parts stand where x was
+  const int last_row = GROUPED ? COLUMNS : rows;
   int* part = (int*)memory + warp * 64 * PITCH;
 #pragma unroll
-  for (int n = 0; n < 4; n++)
+  for (int t = 0; t < TILES; t++)
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
+    for (int e = 0; e < 4; e++)
+      if (t * 8 + j * 2 + (e & 1) < last_row) {
 #pragma unroll
-      for (int e = 0; e < 4; e++) part[(g * 8 + n * 2 + (e >> 1)) * PITCH + t * 8 + j * 2 + (e & 1)] = sum[n][t][e];
+        for (int n = 0; n < 4; n++) part[(g * 8 + n * 2 + (e >> 1)) * PITCH + t * 8 + j * 2 + (e & 1)] = sum[n][t][e];
+      }
   __syncthreads();
 
   const int width = N / HALVES;
@@ -192,12 +197,11 @@ tet_rows(const void* x, const float* x_scales, const int* x_sums, const uint4* _
     const int row = GROUPED ? at / divisor : at;
     const float offset = 127.5f * x_sums[row], x_scale = x_scales[row];
 #endif
-    float value = (total - offset) * (scales[column] * x_scale);
+    float value = (total - offset) * ((SPLIT == 1 && WARPS * 32 % OUT == 0 ? own_scale : scales[column]) * x_scale);
     if (PAIRED) value = silu(value) * ((other - offset) * (scales[column + width] * x_scale));
     else if (bias != nullptr) value += widen(bias[column]);
     y[(u64)at * width + column] = narrow(value);
   };
-  const int last_row = GROUPED ? COLUMNS : rows;
 #if SPLIT == 1
   for (int e = thread; e < OUT * last_row; e += WARPS * 32)
     store(e % OUT, e / OUT, of_warps(e % OUT, e / OUT), PAIRED ? of_warps(e % OUT + OUT, e / OUT) : 0);

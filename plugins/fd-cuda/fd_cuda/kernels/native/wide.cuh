@@ -288,3 +288,11 @@ __device__ __forceinline__ void rest() {
   if (is_across) __syncthreads();
 }
 #endif
+
+// Which slab is the nth of the `own` of a block. Those behind the last repeat it; nothing of theirs is stored.
+template <int own>
+__device__ __forceinline__ int nth_slab(int tile, int nth, int slabs) {
+  constexpr int gates = own / 2;
+  const int half = slabs / 2;
+  return PAIRED ? min(tile * gates + nth % gates, half - 1) + nth / gates * half : min(tile * own + nth, slabs - 1);
+}
