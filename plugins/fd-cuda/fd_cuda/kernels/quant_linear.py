@@ -75,13 +75,11 @@ def choose(slabs: Slabs, rows: int, *, rounds: bool = False) -> Shape | RowGemm 
         return _gemv_shape(slabs, rows)
     if slabs.kind == CCQ or slabs.scaled:
         return _unpacked_shape(slabs, rows)
-    if size == 2 and rows <= 128:
+    if size == 2 and rows <= 64:
         return tile_shape(slabs.kind, 0, slabs.num_slabs, rows)
-    if rows > 128 and not (rounds and rows > _SOME_ROWS):
-        pipe = _pipe_shape(slabs, rows)
-        if pipe is not None:
-            return pipe
-    return _small_shape(slabs, rows, rounds=rounds)
+    if rounds and rows > _SOME_ROWS:
+        return None
+    return _pipe_shape(slabs, rows) or _small_shape(slabs, rows)
 
 
 def size_of(count: int) -> int:
@@ -92,26 +90,25 @@ def size_of(count: int) -> int:
 def _unpacked_shape(slabs: Slabs, rows: int) -> Gemm | Tile | None:
     """Where weights take long to unpack: groups of inputs with scales, and codes."""
     size, is_ccq = size_of(slabs.num_slabs), slabs.kind == CCQ
-    if rows > (_MANY_ROWS if size == 2 else _SOME_ROWS if is_ccq or not size else 512):
+    if rows > (_MANY_ROWS if size == 2 else _SOME_ROWS if is_ccq and size else 512):
         return None
-    if not is_ccq and (
-        (rows <= 128 and not size) or (size == 1 and (rows <= 32 or 64 < rows <= 128))
-    ):
+    if not is_ccq and size < 2 and rows <= 128:
         return _gemm_shape(slabs, rows)
     if size == 2 and rows > 128 and not fills(slabs.num_slabs, rows):
         return None
     return tile_shape(slabs.kind, slabs.scaled, slabs.num_slabs, rows)
 
 
-def _small_shape(slabs: Slabs, rows: int, *, rounds: bool) -> Gemm | Tile | None:
+def _small_shape(slabs: Slabs, rows: int) -> Gemm | Tile | None:
     """Where neither all multiprocessors find a tile of 256 rows, nor weights take long to unpack."""
-    size, is_light = size_of(slabs.num_slabs), slabs.kind == INT4
-    if rows > (_SOME_ROWS if rounds or not size else 512):
+    size = size_of(slabs.num_slabs)
+    if rows > 512:
         return None
-    by_tile = size == 1 and ((is_light and rows <= 64) or rows > _SOME_ROWS)
-    if by_tile or (rows > 128 and not is_light):
-        return tile_shape(slabs.kind, 0, slabs.num_slabs, rows)
-    return _gemm_shape(slabs, rows) if rows <= _SOME_ROWS else None
+    if rows <= (128 if slabs.kind != INT4 else _SOME_ROWS):
+        return _gemm_shape(slabs, rows)
+    return (
+        tile_shape(slabs.kind, 0, slabs.num_slabs, rows) if rows <= _SOME_ROWS or not size else None
+    )
 
 
 def _gemv_shape(slabs: Slabs, rows: int) -> Gemv:
@@ -153,46 +150,59 @@ def _gemm_shape(slabs: Slabs, rows: int) -> Gemm:
         return Gemm(128, 4, _parts(-(-count // 16) * -(-rows // 128), 1.1, 4), 5, 0)
     if rows > 128:
         return Gemm(64, 1, _parts(-(-count // 4) * -(-rows // 64), 2.2, 4), 6, 0)
+    if rows > 64 and count >= 256:
+        if slabs.kind == INT4:
+            return Gemm(64, 1, _parts(-(-count // 4) * 2, 3.0, 8), 6, 8)
+        return Gemm(128, 1, _parts(-(-count // 4), 2.2, 8), 4, 8, 2)
     if rows > 64 and count >= 128:
         return Gemm(128, 2, _parts(-(-count // 8), 1.1, 8), 6, 8)
     block = 32 if rows <= 32 else 64
-    narrow = count < 128 or (block == 64 and slabs.kind == INT4 and not slabs.scaled)
+    narrow = count < 128 or (block == 64 and slabs.kind == INT4)
     groups = 1 if narrow else 2
     tiles = -(-count // (4 * groups)) * -(-rows // block)
-    most = 4 if 32 < rows <= 64 else 8
+    most = 4 if 32 < rows <= 64 and slabs.kind == INT4 and not slabs.scaled else 8
     return Gemm(block, groups, _parts(tiles, 2.2 if narrow else 1.1, most), 6, 8)
 
 
 def tile_shape(kind: int, scaled: int, count: int, rows: int) -> Tile | None:
     """quant_tile.cu for a layer of so many sixteens of outputs; None for more rows than a small layer takes."""
     size, across, narrow = size_of(count), -(-count // 8), -(-count // 4)
+    is_ccq, is_trellis = kind == CCQ, kind == TRELLIS
+    halves = _parts(narrow * -(-rows // 128), 0.5 if rows <= _SOME_ROWS else 1.0, 4)
     if rows <= 32:
         tile = Tile(32, 128, _parts(across, 1.0, 8), 6, 8, 4, 1)
-    elif rows <= 64 and (size == 2 or kind == CCQ):
-        tile = Tile(64, 128, _parts(across, 1.0, 8), 6, 8, 4, 1)
+    elif rows <= 64 and size == 2:
+        tile = Tile(64, 128, _parts(across, 1.0, 2), 6, 8, 4, 1)
     elif rows <= 64:
-        tile = Tile(64, 64, _parts(narrow, 0.5, 4), 6, 4, 4 if kind == TRELLIS else 2, 1)
+        tile = Tile(64, 64, halves, 6, 4 if is_trellis else 8, 4, 1)
     elif rows <= 128 and size == 2:
-        tile = Tile(128, 128, _parts(across, 1.0, 2), 4 if kind == CCQ else 5, 8, 4, 1)
-    elif rows <= 128 or (rows <= _SOME_ROWS and not size):
-        tile = Tile(128, 64, _parts(narrow * -(-rows // 128), 0.5, 4), 6, 4, 4, 1)
+        tile = Tile(128, 128, _parts(across, 1.0, 2), 4 if is_ccq else 5, 8, 4, 1)
+    elif is_ccq and size < 2:  # so small that a multiprocessor has two blocks
+        return (
+            Tile(128, 64, halves, 4, 8, 4, 2)
+            if rows <= 128 or not size
+            else Tile(128, 64, 1, 4, 4, 2, 5)
+        )
+    elif rows <= 128 or (rows <= 512 and not size):
+        tile = Tile(128, 64, halves, 6, 4 if is_trellis else 8, 4, 1)
     elif size == 2:
-        tile = Tile(256, 128, _parts(across * -(-rows // 256), 1.0, 2), 3, 4, 2, 1)
+        stages = 4 if is_trellis or (scaled and rows <= _SOME_ROWS and not is_ccq) else 3
+        tile = Tile(256, 128, _parts(across * -(-rows // 256), 1.0, 2), stages, 4, 2, 1)
     elif rows <= _SOME_ROWS:
         tile = Tile(128, 128, 1, 4, 8, 4, 1)
-    elif rows <= 512 and size:
-        tile = Tile(128, 192, 1, 4, 4, 4 if kind == TRELLIS else 2, 1)
+    elif rows <= 512:
+        tile = Tile(128, 192, 1, 4, 4, 4 if is_trellis else 2, 1)
     else:
         return None
-    return _with_copies(tile, kind, scaled)
+    return with_copies(tile, kind, scaled)
 
 
-def _with_copies(tile: Tile, kind: int, scaled: int) -> Tile:
+def with_copies(tile: Tile, kind: int, scaled: int) -> Tile:
     """As many turns ahead, to eight, as there is shared memory for."""
     deeper = replace(tile, ahead=tile.ahead + 1)
     if deeper.ahead > 8 or tile_shared(deeper, kind, scaled) > MOST_SHARED:
         return tile
-    return _with_copies(deeper, kind, scaled)
+    return with_copies(deeper, kind, scaled)
 
 
 def fills(count: int, rows: int) -> bool:
@@ -206,24 +216,32 @@ def fills(count: int, rows: int) -> bool:
 
 
 def _pipe_shape(slabs: Slabs, rows: int) -> Pipe | None:
-    """None where other kernels, or the library, are faster: short rows of weights, tiles that leave the GPU idle."""
-    if slabs.num_turns < 48 or not fills(slabs.num_slabs, rows):
+    """None where other kernels, or the library, are faster: tiles that leave the GPU idle, short rows of weights."""
+    count, size, stages = slabs.num_slabs, size_of(slabs.num_slabs), 6 if slabs.kind == INT4 else 5
+    across = -(-count // 8)
+    if rows <= 64 or (size < 2 and rows <= 128):
         return None
-    if size_of(slabs.num_slabs) < 2 and rows <= _MANY_ROWS:
+    if rows <= 128:
+        return Pipe(128, 2, _parts(across, 1.0, 2), 7)
+    if (size or rows > _MANY_ROWS) and slabs.num_turns >= 48 and fills(count, rows):
+        return Pipe(256, 2, _parts(across * -(-rows // 256), 1.0, 2), stages)
+    if size != 1 or rows > 512:
         return None
-    split = _parts(-(-slabs.num_slabs // 8) * -(-rows // 256), 1.0, 2)
-    return Pipe(256, 2, split, 6 if slabs.kind == INT4 else 5)
+    groups = 2 if rows <= _SOME_ROWS else 3
+    return Pipe(128, groups, _parts(-(-count // (4 * groups)) * -(-rows // 128), 1.0, 2), 7)
 
 
 def _rows_shape(slabs: Slabs, rows: int) -> RowGemm:
-    count, is_wide = slabs.num_slabs, slabs.num_slabs >= 512
-    if rows <= 32 or (rows <= 64 and not is_wide):
+    count, size = slabs.num_slabs, size_of(slabs.num_slabs)
+    narrow, wide = -(-count // 4), -(-count // 8)
+    if rows <= 32 or (rows <= 64 and not size):
         block = 16 if rows <= 16 else 32
-        tiles = -(-count // 4) * -(-rows // block)
+        tiles = narrow * -(-rows // block)
         return RowGemm(block, 1, _parts(tiles, 2.2 if rows <= 32 else 1.1, 8), 8)
-    wide = -(-count // 8)
-    if rows <= 64 or (rows <= 128 and not is_wide):
+    if rows <= 64 or (rows <= 128 and size < 2):
         return RowGemm(64, 2, _parts(wide * -(-rows // 64), 1.1, 4), 6)
+    if rows <= _SOME_ROWS and narrow * -(-rows // 64) <= num_processors() // 2:
+        return RowGemm(64, 1, _parts(narrow * -(-rows // 64), 1.1, 2), 8)
     if rows <= 128:
         return RowGemm(128, 2, _parts(wide, 1.1, 4), 4)
     # Two blocks a multiprocessor: one's matrix units work while the other one waits.
@@ -239,7 +257,7 @@ def _library_wins(slabs: Slabs, rows: int) -> bool:
     of_outputs, of_inputs = (16, 16) if slabs.block_scales is None else (FP8_BLOCK, FP8_BLOCK)
     if slabs.out_features % of_outputs or slabs.in_features % of_inputs:
         return False
-    is_large = slabs.num_slabs * slabs.num_turns >= 1 << 14
+    is_large = slabs.num_slabs * slabs.num_turns >= 1 << 14 and slabs.block_scales is not None
     return (rows > 64 and is_large) or (rows > 128 and slabs.num_slabs >= 256) or rows > 512
 
 

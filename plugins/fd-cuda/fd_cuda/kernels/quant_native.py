@@ -11,7 +11,6 @@ import torch
 from . import native
 from .native import tensor_map
 from .quant_layout import CCQ, INT8_ROWS, TRELLIS, TURN, Slabs
-from .quant_order import by_codes
 from .quant_shapes import (
     Few,
     Gemm,
@@ -57,10 +56,10 @@ def product(
     grouping: Grouping | None = None,
     paired: bool = False,
 ) -> torch.Tensor:
-    """x [T, K] times the weight, in dtype or in x's own; rows of x are whole 16 bytes. Pipe, Tile: rows of experts lie
+    """x [T, K] times the weight, in dtype or in x's own; rows of x are whole 16 bytes. Tile: rows of experts lie
     in the order of the blocks, in x and, where it is `paired`, in what comes out."""
     dtype = dtype or x.dtype
-    is_ordered = isinstance(shape, Pipe | Tile) and paired
+    is_ordered = isinstance(shape, Tile) and paired
     num_rows = x.shape[0] if grouping is None or is_ordered else grouping.num_slots
     width = weight.out_features // 2 if paired else weight.out_features
     y = torch.empty((num_rows, width), dtype=dtype, device=x.device)
@@ -93,9 +92,10 @@ def product(
     slabs = weight.num_slabs // 2 if paired else weight.num_slabs
     blocks = -(-num_rows // shape.rows) if grouping is None else grouping.blocks
     if isinstance(shape, Pipe | Tile):
+        own = [*operands[:4], None, *operands[4:]] if isinstance(shape, Tile) else operands[:6]
+        arguments = [*own, num_rows, weight.out_features, *sizes[:3]]
         if isinstance(shape, Tile):
-            operands.insert(4, None)  # sums of rows are the trellis code's
-        arguments = [*operands, num_rows, weight.out_features, *sizes[:3], weight.codes]
+            arguments.append(weight.codes)
         fed(shape, defines, x, arguments, slabs, blocks)
         return y
     ids = None if grouping is None else grouping.ids
@@ -213,7 +213,6 @@ def fed(
     else:
         name, shared = "quant_pipe", pipe_shared(shape, defines["FORMAT"], defines["SCALED"])
         sizes["RESIDENT"] = shape.resident
-        x = by_codes(x) if defines["FORMAT"] == CCQ else x
     own = shape.groups * (1 if defines["FORMAT"] == TRELLIS else 4) // (1 + defines["PAIRED"])
     grid = (-(-slabs // own), blocks, shape.split)
     native.launch(

@@ -2,14 +2,13 @@
 format).
 
 Inputs are rotated and rounded to int8, then multiplied with the code as it is stored
-(trellis_native.py). Experts of one layer share a rotation. Many rows: weights are decoded for the call
-and multiplied as half floats. Elsewhere (no Hopper GPU, float32) the format's own definition serves.
+(trellis_native.py). Experts of one layer share a rotation. Many rows of small layers: weights are decoded
+for the call and multiplied as half floats. Elsewhere (no Hopper GPU, float32) the format's own definition serves.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 
 from .common import batch_invariant, num_processors
 from .experts import combined
-from .quant_experts import by_halves, may_unpack
+from .quant_experts import grouped_tile
 from .quant_layout import TRELLIS
 from .quant_linear import fills, native_runs, size_of, tile_shape
 from .quant_native import Grouping
@@ -47,8 +46,8 @@ if TYPE_CHECKING:
 
 _ALONE: Final = 2  # tokens whose assignments are blocks of their own
 _FEW: Final = 12  # rows an expert up to which tet_gemv.cu is faster, eight at a time
-_SOME_EACH: Final = 32  # rows an expert from which quant_tile.cu is faster
-_MANY_EACH: Final = 192  # rows an expert from which decoding all of them pays
+_SOME_EACH: Final = 72  # rows an expert from which quant_tile.cu is faster
+_MANY_EACH: Final = 192  # from which with 256 rows a block
 _SHORT, _LONG = 64, 128  # turns up to which rows are short, and from which they are long
 _SOME_ROWS: Final = 32  # of a dense layer, up to which tet_rows.cu is faster
 
@@ -157,11 +156,6 @@ def moe_experts(
         return _one_by_one(x, topk_ids, topk_weights, gate_up, down)
     slots, experts = tokens * top_k, gate_up.packed.num_experts
     each = slots / experts
-    shapes = [(experts, w.packed.out_features, w.packed.in_features) for w in (gate_up, down)]
-    if each > _MANY_EACH and may_unpack(*shapes) and not batch_invariant():
-        halves = [decoded(weight, x.dtype) for weight in (gate_up, down)]
-        seen = (partial(rotated, weight=gate_up), partial(rotated, weight=down))
-        return by_halves(x, topk_ids, topk_weights, halves, seen)
     wide = choose_wide(gate_up, down, each)
     if wide is not None:
         order = order_by_expert(topk_ids, experts, wide.rows)
@@ -200,10 +194,10 @@ def _ordered(x: Rotated, order: Order, slots: int, divisor: int) -> Rotated:
 
 def choose_wide(gate_up: Trellis, down: Trellis, each: float) -> Tile | None:
     """For so many rows an expert; None where other kernels are faster."""
-    whole = gate_up.packed.in_features % 64 == 0 and down.packed.in_features % 64 == 0
+    whole = gate_up.packed.in_features % TILE == 0 and down.packed.in_features % TILE == 0
     if each <= _SOME_EACH or not whole or batch_invariant():
         return None
-    return Tile(64, 128, 1, 6, 8, 4, 4) if each <= 64 else Tile(128, 128, 1, 5, 8, 4, 2)
+    return grouped_tile(128 if each <= _MANY_EACH else 256, TRELLIS)
 
 
 def rows_of_blocks(each: float) -> int:
