@@ -212,7 +212,6 @@ def fed(
         sizes |= {"UNPACKERS": shape.unpackers, "TEAMS": shape.teams, "AHEAD": shape.ahead}
     else:
         name, shared = "quant_pipe", pipe_shared(shape, defines["FORMAT"], defines["SCALED"])
-        sizes["RESIDENT"] = shape.resident
     own = shape.groups * (1 if defines["FORMAT"] == TRELLIS else 4) // (1 + defines["PAIRED"])
     grid = (-(-slabs // own), blocks, shape.split)
     native.launch(

@@ -77,7 +77,6 @@ class Pipe:
     groups: int  # of four warps, 64 outputs each
     split: int  # blocks that divide K
     stages: int
-    resident: int = 1  # blocks a multiprocessor should hold
 
     @property
     def threads(self) -> int:
@@ -85,8 +84,7 @@ class Pipe:
         return self.groups * 128 + (128 if self.rows == 256 else 32)
 
     def __str__(self) -> str:
-        tile = f"{self.rows}x{self.groups * 64}"
-        return f"pipe {tile} /{self.split} {self.stages}st {self.resident}r"
+        return f"pipe {self.rows}x{self.groups * 64} /{self.split} {self.stages}st"
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ __device__ __forceinline__ void unpack_slab(u32 (*a)[4], const Slab& slab, const
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS)
 quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict__ w, const u32* __restrict__ groups,
            const float* __restrict__ scales, const float* x_scales, const u16* __restrict__ bias, u16* y,
            int M, int N, int slabs, int turns, int per_group) {
