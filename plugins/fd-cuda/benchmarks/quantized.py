@@ -3,23 +3,31 @@ that must move.
 
     python plugins/fd-cuda/benchmarks/quantized.py dense [--rows 1,8] [--shapes 8192x8192] [--formats wint4]
     python plugins/fd-cuda/benchmarks/quantized.py experts cache
+    python plugins/fd-cuda/benchmarks/quantized.py model
 
 Every figure is a median of graph replays over rotating weights, so that the card's cache does not
 help; rounding of activations is included and also shown by itself. Floor: bytes of weights over
 4.30 TB/s, or operations over 790 TFLOP/s (1580 with rounded activations), whichever takes longer.
-"error" compares with the same weights dequantized in float32.
+"error" compares with the same weights dequantized in float32. model: ERNIE-4.5-300B-A47B's shapes with
+2-bit experts, random packed weights, whole greedy steps through LLM.generate.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
+import random
+import statistics
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -278,11 +286,54 @@ def cache() -> None:
             print(f"  {batch} x {length}: " + "; ".join(cells), flush=True)
 
 
+def model() -> None:
+    """Milliseconds of a decode step, by the time of 25 tokens less that of one."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
+    from fastdeploy import LLM, SamplingParams
+    from random_model import SHAPES
+
+    config, draw, batches = SHAPES["ernie-300b-a47b"], random.Random(0), (1, 8, 32)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        began = time.perf_counter()
+        engine = LLM(
+            folder, load_format="dummy", quantization="wint2", device="cuda", skip_tokenizer_init=True,
+            max_model_len=2048, max_num_seqs=max(batches), graph_capture_sizes=list(batches),
+            enable_prefix_caching=False,
+        )  # fmt: skip
+    with engine:
+        print(
+            f"\nernie-300b-a47b, wint2: ready after {time.perf_counter() - began:.1f} s", flush=True
+        )
+
+        def seconds(batch: int, length: int, num_tokens: int) -> float:
+            prompts = [[draw.randrange(10, 1 << 16) for _ in range(length)] for _ in range(batch)]
+            params = SamplingParams(
+                temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
+            )
+            start = time.perf_counter()
+            engine.generate(prompts, params, use_tqdm=False)
+            return time.perf_counter() - start
+
+        for batch in batches:
+            seconds(batch, 32, 3)
+            first, whole = (
+                statistics.median(seconds(batch, 32, n) for _ in range(3)) for n in (1, 25)
+            )
+            step = (whole - first) / 24
+            print(
+                f"  batch {batch}: {step * 1e3:.2f} ms a step, {batch / step:.0f} tokens/s",
+                flush=True,
+            )
+        seconds(1, 501, 1)
+        print(f"  prompt of 501 tokens: {seconds(1, 501, 1) * 1e3:.1f} ms", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", nargs="+", choices=("dense", "experts", "cache"))
+    parser.add_argument("what", nargs="+", choices=("dense", "experts", "cache", "model"))
     parser.add_argument("--rows", help="of dense products, or tokens of experts")
     parser.add_argument("--shapes", default=",".join(DENSE))
     parser.add_argument("--formats", default=",".join(KINDS))
@@ -300,6 +351,8 @@ def main() -> int:
             moe(rows or list(TOKENS), kinds)
         if "cache" in options.what:
             cache()
+    if "model" in options.what:
+        model()
     return 0
 
 

@@ -22,7 +22,7 @@ inline char* in_cluster(u32 address) {
 }
 inline u32 at_rank(u32 address, int rank) { return address | (u32)(rank + 1) << 20; }
 inline void send(u32 address, float value) { std::memcpy(in_cluster(address), &value, 4); }
-inline void send(u32 address, float first, float second) { send(address, first), send(address + 4, second); }
+inline void send(u32 address, float4 v) { std::memcpy(in_cluster(address), &v, 16); }
 inline void announce_start() { arrive(); }
 inline void await_start() { await(); }
 inline void meet() { arrive(), await(); }
@@ -51,6 +51,7 @@ inline void await_phase(u32 address, u32 parity) {
 }
 template <int left>
 inline void await_own_copies() {}
+inline void prefetch(const TensorMap&) {}
 inline void copy_box(u32 to, const TensorMap& map, int input, int row, u32 barrier) {
   for (int r = 0; r < map.box_rows; ++r)
     for (int k = 0; k < 64; ++k) {
@@ -61,5 +62,9 @@ inline void copy_box(u32 to, const TensorMap& map, int input, int row, u32 barri
       std::memcpy(in_cluster(at), &x, 2);
     }
   count(barrier, 0, -map.box_rows * 128);
+}
+inline void copy_line(u32 to, const void* from, int bytes, u32 barrier) {
+  std::memcpy(in_cluster(to), from, bytes);
+  count(barrier, 0, -bytes);
 }
 #define __grid_constant__

@@ -21,6 +21,9 @@ inline uint4 load_once(const uint4* p) { return *p; }
 inline uint2 load_once(const uint2* p) { return *p; }
 inline u32 load_once(const unsigned char* p) { return *p; }
 inline u32 load_once(const u32* p) { return *p; }
+inline float load_once(const float* p) { return *p; }
+template <class T>
+inline void keep(T&) {}
 inline u32 shared_address(const void* p) { return (u32)((const char*)p - (const char*)shared); }
 inline void copy_async(u32 to, const void* from, bool inside) {
   if (inside) std::memcpy((char*)shared + to, from, 16);
@@ -41,6 +44,15 @@ inline void store_matrices(u32 address, const u32* a) {
   const Lanes<u32> all(address);
   for (int i = 0; i < 4; ++i)
     std::memcpy((char*)shared + all.value[i * 8 + lane_of() / 4] + lane_of() % 4 * 4, a + i, 4);
+}
+inline void store_transposed(u32 address, u32 first, u32 second) {
+  const Lanes<u32> all(address);
+  const u32 pairs[2] = {first, second};
+  for (int i = 0; i < 2; ++i)
+    for (int odd = 0; odd < 2; ++odd) {
+      const u16 half = (u16)(pairs[i] >> odd * 16);
+      std::memcpy((char*)shared + all.value[i * 8 + lane_of() % 4 * 2 + odd] + lane_of() / 4 * 2, &half, 2);
+    }
 }
 inline void show_stores() {}
 // The same with rows as columns: registers are elements (2 (lane % 4), lane / 4) and the next below.
@@ -98,6 +110,8 @@ inline u32 __funnelshift_r(u32 first, u32 second, int by) { return (u32)(((u64)s
 inline float silu(float x) { return x / (1.f + std::exp(-x)); }
 inline int __float2int_rn(float x) { return (int)std::nearbyint(x); }
 inline u32 masked_or(u32 v, u32 mask, u32 bits) { return (v & mask) | bits; }
+inline u32 lower_half(u32 v) { return v & 0xffff; }
+inline u32 byte_of(u32 bytes, int which) { return bytes >> 8 * which & 255; }
 inline u32 masked_xor(u32 v, u32 mask, u32 bits) { return (v & mask) ^ bits; }
 inline u32 widen_fp8(u32 v) {
   u32 result = 0;
@@ -123,6 +137,7 @@ inline u16 narrow_y(float x) {
   return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 #endif
+inline u32 narrow_y(float first, float second) { return narrow_y(first) | (u32)narrow_y(second) << 16; }
 inline uint2 load_pair(const unsigned char* at) { uint2 v; std::memcpy(&v, at, 8); return v; }
 inline u16 load_scale(const u16* at) { return *at; }
 // volatile: nothing may be contracted
@@ -167,6 +182,19 @@ inline void multiply(int* d, u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
     }
   }
 }
+#if FORMAT == 6 /* TRELLIS */
+inline void multiply(int* d, u64 a, u64 b) {
+  Lanes<int> together(0);
+  const u32 first_a = (u32)a << 4 & ~127u, chunk_a = ((u32)a << 4) % 128 / 16;
+  const u32 first_b = (u32)b << 4 & ~127u, chunk_b = ((u32)b << 4) % 128 / 16;
+  for (int i = 0; i < BN / 2; ++i) {
+    const int row = threadIdx.x / 32 % 4 * 16 + lane_of() / 4 + i / 2 % 2 * 8, n = i / 4 * 8 + lane_of() % 4 * 2 + i % 2;
+    for (int k = 0; k < 32; ++k)
+      d[i] += ((unsigned char*)shared)[first_a + row * 128 + (((chunk_a + k / 16) ^ (row & 7)) << 4) + k % 16] *
+              ((signed char*)shared)[first_b + n * 128 + (((chunk_b + k / 16) ^ (n & 7)) << 4) + k % 16];
+  }
+}
+#endif
 #ifdef BY_BLOCK
 // The same with A in shared memory as B is, of int8 or fp8; a group of four warps has 64 rows of A.
 inline float number_at(u64 address) {

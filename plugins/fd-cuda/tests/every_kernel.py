@@ -50,7 +50,8 @@ from fd_cuda.kernels import (
     routing,
 )
 from fd_cuda.kernels.plans import Plan
-from fd_cuda.kernels.quant_shapes import Pipe, Tile
+from fd_cuda.kernels.quant_shapes import Few, Pipe, Tile
+from fd_cuda.kernels.trellis_native import Rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -276,16 +277,23 @@ def packed_products(name: str) -> None:
 
 
 def packed_pipe() -> None:
-    """quant_pipe.cu in sizes that no small product is given."""
+    """quant_pipe.cu, quant_tile.cu and quant_few.cu in sizes that no small product is given."""
     for name in ("wint4", "wint8", "wfp8", "ccq2"):
         slabs = quant_weights.prepare(packed(name, 264, 1024, 0, 0, DEVICE)).slabs
+        pipes = () if name == "ccq2" else (Pipe(128, 3, 4, 4), Pipe(256, 2, 2, 4))
         for shape in (
-            Pipe(128, 2, 4, 4),
-            Pipe(256, 2, 2, 4),
+            *pipes,
             Tile(64, 128, 2, 4, 8, 4, 2),
-            Tile(128, 256, 1, 3, 4, 1, 2),
+            Tile(128, 192, 1, 4, 4, 2, 1),
+            Tile(256, 128, 2, 3, 4, 2, 2),
         ):
             quant_native.product(shape, random(300, 1024, dtype=torch.float16), slabs, None)
+        if name != "ccq2":
+            few = random(11, 1024, dtype=torch.float16)
+            quant_native.product(Few(2, 2, 4, 3, 2), few, slabs, None)
+    weight = quant_trellis.prepare(packed("tet2", 320, 1024, 0, 0, DEVICE))
+    for tile in (Tile(128, 192, 2, 4, 4, 4, 2), Tile(256, 128, 1, 3, 4, 2, 2)):
+        quant_trellis.product(tile, random(300, 1024, dtype=torch.bfloat16), weight, None)
 
 
 def chosen_experts(room: Any, hidden: int, gate_up: Any, down: Any) -> None:
@@ -300,6 +308,7 @@ def trellis() -> None:
     for rows in (1, 9, 20, 40, 130):
         x = random(rows, 384, dtype=torch.bfloat16)
         quant_trellis.linear(x, weight, random(192, dtype=torch.bfloat16))
+    quant_trellis.product(Rows(1, own=1), random(1, 384, dtype=torch.bfloat16), weight, None)
     gate_up, down = (
         quant_trellis.prepare(packed("tet2", *shape, 0, 4, DEVICE))
         for shape in ((256, 128), (128, 128))

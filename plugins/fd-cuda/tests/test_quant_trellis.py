@@ -12,9 +12,11 @@ import torch
 from fastdeploy_core.contracts.quant_formats import PackedWeight, QuantFormat
 from quant_emulation import use_kernels
 
-from fd_cuda.kernels import quant_trellis
+from fd_cuda.kernels import quant_linear, quant_trellis
+from fd_cuda.kernels.quant_layout import TRELLIS
+from fd_cuda.kernels.quant_shapes import MOST_SHARED, Tile, tile_shared
 from fd_cuda.kernels.routing import Order
-from fd_cuda.kernels.trellis_native import Rows, Trellis, rotated
+from fd_cuda.kernels.trellis_native import Rows, Streamed, Trellis, rotated
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -122,25 +124,59 @@ def test_product(rows: int, count: int, block: int, tokens: int, dtype: torch.dt
         (Rows(1, 4, 4, 4, 2), 512, 256, 9),
         (Rows(4, 2, 1, 8, 1), 384, 128, 33),
         (Rows(2, 1, 8, 2), 128, 128, 5),  # blocks without inputs
+        (Streamed(1, 1, 4, 2, 2, 1, own=1), 2560, 512, 1),
+        (Streamed(1, 1, 2, 2, 2, 2, own=2), 2560, 512, 2),
+        (Streamed(1, 1, 2, 4, 4, 4), 160, 32, 8),
+        (Streamed(2, 2, 2, 2, 2, 2), 416, 32, 20),
+        (Streamed(2, 1, 8, 4, 4, 4), 384, 128, 16),  # warps without inputs
+        (Streamed(1, 4, 2, 4, 2, 2), 128, 128, 7),
     ],
 )
-def test_kernels_of_dense_layers(shape: Rows, count: int, block: int, tokens: int) -> None:
+def test_kernels_of_dense_layers(
+    shape: Streamed | Rows, count: int, block: int, tokens: int
+) -> None:
     weight, dense = trellis(192, count, block)
     x = torch.randn(tokens, count, device=DEVICE).bfloat16()
     check(quant_trellis.product(shape, x, weight, None), x.double().cpu().numpy() @ dense[0].T)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16, 30, 64, 128])
+@pytest.mark.parametrize(
+    ("shape", "rows", "count", "tokens"),
+    [
+        (Tile(64, 128, 2, 3, 4, 2, 2), 192, 448, 70),  # half of a block is behind the outputs
+        (Tile(64, 64, 1, 4, 4, 4, 1), 64, 64, 9),
+        *([(Tile(256, 128, 2, 4, 4, 2, 2), 1024, 2048, 300)] if HAS_GPU else []),
+    ],
+)
+def test_tiles_of_dense_layers(shape: Tile, rows: int, count: int, tokens: int) -> None:
+    weight, dense = trellis(rows, count, 64)
+    x = torch.randn(tokens, count, device=DEVICE).bfloat16()
+    bias = torch.randn(rows, device=DEVICE).bfloat16()
+    expected = x.double().cpu().numpy() @ dense[0].T + bias.double().cpu().numpy()
+    check(quant_trellis.product(shape, x, weight, bias), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 30, 64, 128, 300, 3000])
 def test_chosen_kernels_fit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into shared memory, and threads copy whole rows."""
-    monkeypatch.setattr(quant_trellis, "num_processors", lambda: 132)
+    for room in (quant_trellis, quant_linear):
+        monkeypatch.setattr(room, "num_processors", lambda: 132)
     weight = trellis(64, 128, 128)[0]
     for width, depth in ((8192, 28672), (8192, 8192), (6144, 1024), (1024, 3072), (64, 128)):
         words = torch.empty((width // 64, depth // 8, 0))
         packed = replace(weight.packed, out_features=width, in_features=depth)
         shape = quant_trellis.choose(replace(weight, packed=packed, words=words), rows)
+        if shape is None:
+            assert rows > 128
+            continue
+        if isinstance(shape, Tile):
+            assert tile_shared(shape, TRELLIS, 0) <= MOST_SHARED
+            continue
         assert shape.shared(depth)[0] <= 227 << 10
-        assert shape.own or 8 * shape.group % shape.ahead == 0
+        if isinstance(shape, Streamed):
+            assert shape.piece % shape.ahead == 0
+        else:
+            assert shape.own or 8 * shape.group % shape.ahead == 0
         assert shape.own == (rows == 1)
 
 
@@ -156,6 +192,9 @@ def test_stored_words_come_back() -> None:
 
 def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its interpreter is other tests' business."""
+
+    def gathered(x: torch.Tensor, order: Order, slots: int, divisor: int) -> torch.Tensor:
+        return x[(order.slots.long() // divisor).clamp(max=len(x) - 1)]
 
     def combined(y: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         return (y.view(*shares.shape, -1).float() * shares.unsqueeze(-1)).sum(1).to(y.dtype)
@@ -175,6 +214,7 @@ def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(quant_trellis, "combined", combined)
     monkeypatch.setattr(quant_trellis, "order_by_expert", order)
+    monkeypatch.setattr(quant_trellis, "gathered", gathered)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -202,11 +242,17 @@ def test_experts(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "decodes"),
-    [(20, False), (20, True), *([(60, False), (150, False), (150, True)] if HAS_GPU else [])],
+    ("tokens", "way"),
+    [
+        (20, "rows"),
+        (20, "decoded"),
+        (20, "tile"),
+        *([(60, "rows"), (150, "tile"), (150, "decoded")] if HAS_GPU else []),
+    ],
 )
-def test_experts_of_many_rows(tokens: int, decodes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quant_trellis, "_MANY_EACH", 4 if decodes else 1000)
+def test_experts_of_many_rows(tokens: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quant_trellis, "_MANY_EACH", 4 if way == "decoded" else 1000)
+    monkeypatch.setattr(quant_trellis, "_SOME_EACH", 4 if way == "tile" else 1000)
     hidden, inner, count = 256, 192, 3
     gate_up, first = trellis(2 * inner, hidden, 128, count)
     down, second = trellis(hidden, inner, 64, count)

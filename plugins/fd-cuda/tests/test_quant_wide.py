@@ -68,14 +68,15 @@ def test_experts_pair_gate_and_up(name: str) -> None:
     weight = PackedWeight(FORMATS[name], 2 * inner, hidden, held, experts)
     slabs = quant_weights.prepare(weight).slabs
     assert slabs is not None
+    shape = Tile(16, 128, 1, 3, 4, 2, 2)
     x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
     ids = torch.tensor([[0, 1]] + [[1, 1]] * (tokens - 1), device=DEVICE)
-    slots, block = 2 * tokens, 16
+    slots, block = 2 * tokens, shape.rows
     own = [torch.nonzero(ids.view(-1) == e)[:, 0] for e in range(experts)]
     rows = torch.full((4, block), slots, dtype=torch.int32, device=DEVICE)
     rows[0, :1], rows[1], rows[3, : len(own[1]) - block] = own[0], own[1][:block], own[1][block:]
     order = Order(rows.view(-1), torch.tensor([0, 1, -1, 1], dtype=torch.int32, device=DEVICE))
-    shape, grouping = Pipe(16, 2, 1, 3), Grouping(slots, 1, order)
+    grouping = Grouping(slots, 1, order)
     ordered = gathered(x, order, slots, 2)
     got = product(shape, ordered, slabs, None, grouping=grouping, paired=True)
     plain = product(shape, ordered, slabs, None, grouping=grouping)

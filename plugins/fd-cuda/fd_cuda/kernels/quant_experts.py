@@ -16,19 +16,21 @@ from .common import INTERPRETED, batch_invariant
 from .experts import combined, grouped
 from .experts import tiles_for as tiles_of_experts
 from .norm import silu_and_mul
-from .quant_layout import CCQ, FP8_ROWS, INT8_ROWS, Slabs
-from .quant_linear import native_runs
-from .quant_native import Grouping, product, rows_product, unpack
+from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, Slabs
+from .quant_linear import native_runs, with_copies
+from .quant_native import Grouping, as_numbers, product, rows_product, unpack
 from .quant_order import gathered
 from .quant_rows import multiply_rows, tiles_for
-from .quant_shapes import Gemm, Gemv, Pipe, RowGemm, Shape
+from .quant_shapes import Gemm, Gemv, RowGemm, Shape, Tile
 from .quant_weights import Weights
 from .routing import order_by_expert
 
 # Up to so many tokens every assignment is a block of its own.
 _ALONE: Final = 2
 # Rows an expert from which CCQ is unpacked for the call, and numbers that are unpacked at most.
-_MANY_CODES: Final = 100
+_MANY_CODES: Final = 192
+# Rows an expert from which int4 with rounded activations is unpacked to int8.
+_MANY_NUMBERS: Final = 192
 _MOST_UNPACKED: Final = 1 << 30
 
 
@@ -50,18 +52,22 @@ def moe_experts(
         return _dequantized(x, topk_ids, topk_weights, gate_up, down)
     each, whole = tokens * top_k / first.num_experts, first.out_features % 32 == 0
     shape = choose(first, each) if native_runs(x) else None
-    if first.kind == CCQ and each > _MANY_CODES and shape is not None and not batch_invariant():
-        shapes = [(s.num_experts, s.out_features, s.in_features) for s in (first, second)]
-        if may_unpack(*shapes):
+    sizes = [(s.num_experts, s.out_features, s.in_features) for s in (first, second)]
+    if shape is not None and not batch_invariant() and may_unpack(*sizes):
+        if first.kind == CCQ and each > _MANY_CODES:
             wide = [unpack(slabs, x.dtype) for slabs in (first, second)]
             return by_halves(x, topk_ids, topk_weights, wide, (gate_up.seen, down.seen))
+        of_numbers = first.kind == INT4 and gate_up.rounding == "int8"
+        if of_numbers and each > _MANY_NUMBERS and first.in_features % 16 == 0:
+            first, second = as_numbers(first), as_numbers(second)
+            shape = choose(first, each)
     if shape is None or not whole:
         if first.kind not in (INT8_ROWS, FP8_ROWS):
             return _dequantized(x, topk_ids, topk_weights, gate_up, down)
         y = _by_triton(x, topk_ids, gate_up, down, first, second)
         return combined(y, topk_weights)
     slots = tokens * top_k
-    if isinstance(shape, Pipe):
+    if isinstance(shape, Tile):
         order = order_by_expert(topk_ids, first.num_experts, shape.rows)
         grouping, rows = Grouping(slots, 1, order), gathered(x, order, slots, top_k)
         hidden = _product(shape, rows, gate_up, first, grouping, paired=True)
@@ -108,13 +114,7 @@ def choose(slabs: Slabs, each: float) -> Shape | RowGemm | None:
     if each <= 16:
         return Gemv(1 if each <= 8 else 2, 2, 4, 4, 4)
     if slabs.kind == CCQ:
-        return (
-            Pipe(32, 2, 1, 4, 2)
-            if each <= 28
-            else Pipe(64, 2, 1, 6, 2)
-            if each <= 64
-            else Pipe(128, 2, 1, 7)
-        )
+        return grouped_tile(32 if each <= 28 else 64 if each <= 60 else 128, CCQ)
     if by_rows and each > 28 and slabs.kind == FP8_ROWS and slabs.block_scales is None:
         return None
     if slabs.kind == INT8_ROWS and each > 192:
@@ -122,6 +122,13 @@ def choose(slabs: Slabs, each: float) -> Shape | RowGemm | None:
     if by_rows:
         return RowGemm(32 if each <= 28 else 64, 2, 1, 4)
     return Gemm(32 if each <= 28 else 64 if each <= 64 else 128, 1, 1, 5, 4, 2)
+
+
+def grouped_tile(rows: int, kind: int) -> Tile:
+    """quant_tile.cu for experts, of up to 256 rows of one."""
+    if rows == 256:
+        return with_copies(Tile(rows, 128, 1, 3, 4, 2, 1), kind, 0)
+    return with_copies(Tile(rows, 128, 1, 6 if rows <= 64 else 4, 8, 4, 1), kind, 0)
 
 
 def _by_triton(

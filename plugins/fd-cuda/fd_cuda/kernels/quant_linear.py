@@ -17,17 +17,17 @@ import torch.nn.functional as F
 from . import native
 from .common import batch_invariant, num_processors
 from .matmul import matmul
-from .quant_layout import CCQ, FP8, FP8_ROWS, INT4, INT8, INT8_ROWS, Slabs
-from .quant_native import product, rows_product, unpack
+from .quant_layout import CCQ, FP8, FP8_ROWS, INT4, INT8, INT8_ROWS, TRELLIS, Slabs
+from .quant_native import as_numbers, product, rows_product, unpack
 from .quant_round import FP8_BLOCK, fp8_blocks, round_rows
-from .quant_shapes import Gemm, Gemv, Pipe, RowGemm, Shape, Tile, tile_shared
+from .quant_shapes import MOST_SHARED, Few, Gemm, Gemv, Pipe, RowGemm, Shape, Tile, tile_shared
 from .quant_weights import Weights, dequantized
 
 _FEW_ROWS: Final = 16
+_SHORT, _LONG = 32, 96  # turns up to which inputs are few, and from which they are many
 _SOME_ROWS: Final = 256
-_SHARED: Final = 227 << 10  # bytes of a block
-# Rows from which the library is faster on what is unpacked; the former where groups have scales.
-_MANY_SCALED, _MANY_ROWS = 512, 1024
+# Rows from which the library is faster on what took long to unpack.
+_MANY_ROWS: Final = 1024
 
 
 def linear(x: torch.Tensor, weight: Weights, bias: torch.Tensor | None) -> torch.Tensor:
@@ -69,34 +69,71 @@ def choose(slabs: Slabs, rows: int, *, rounds: bool = False) -> Shape | RowGemm 
         if rows <= 8:
             return _gemv_shape(slabs, rows)
         return None if _library_wins(slabs, rows) else _rows_shape(slabs, rows)
-    is_wide = slabs.num_slabs >= 256
-    few = (slabs.kind == INT4 and is_wide) or (slabs.kind == CCQ and not is_wide)
+    size = size_of(slabs.num_slabs)
+    few = (slabs.kind == INT4 and size > bool(slabs.scaled)) or (slabs.kind == CCQ and not size)
     if rows <= _FEW_ROWS or (rows <= 32 and few):
         return _gemv_shape(slabs, rows)
-    tile = _tile_shape(slabs, rows)
-    if tile is not None or slabs.kind == CCQ:
-        return tile
-    pipe = None if rounds and rows > _SOME_ROWS else _pipe_shape(slabs, rows)
-    if pipe is not None or rows > _SOME_ROWS:
-        return pipe
-    return _gemm_shape(slabs, rows)
+    if slabs.kind == CCQ or slabs.scaled:
+        return _unpacked_shape(slabs, rows)
+    if size == 2 and rows <= 64:
+        return tile_shape(slabs.kind, 0, slabs.num_slabs, rows)
+    if rounds and rows > _SOME_ROWS:
+        return None
+    return _pipe_shape(slabs, rows) or _small_shape(slabs, rows)
+
+
+def size_of(count: int) -> int:
+    """Of a layer with so many sixteens of outputs, by which kernels are chosen: less than 4096 outputs, or than 8192."""
+    return 0 if count < 256 else 1 if count < 512 else 2
+
+
+def _unpacked_shape(slabs: Slabs, rows: int) -> Gemm | Tile | None:
+    """Where weights take long to unpack: groups of inputs with scales, and codes."""
+    size, is_ccq = size_of(slabs.num_slabs), slabs.kind == CCQ
+    if rows > (_MANY_ROWS if size == 2 else _SOME_ROWS if is_ccq and size else 512):
+        return None
+    if not is_ccq and size < 2 and rows <= 128:
+        return _gemm_shape(slabs, rows)
+    if size == 2 and rows > 128 and not fills(slabs.num_slabs, rows):
+        return None
+    return tile_shape(slabs.kind, slabs.scaled, slabs.num_slabs, rows)
+
+
+def _small_shape(slabs: Slabs, rows: int) -> Gemm | Tile | None:
+    """Where neither all multiprocessors find a tile of 256 rows, nor weights take long to unpack."""
+    size = size_of(slabs.num_slabs)
+    if rows > 512:
+        return None
+    if rows <= (128 if slabs.kind != INT4 else _SOME_ROWS):
+        return _gemm_shape(slabs, rows)
+    return (
+        tile_shape(slabs.kind, 0, slabs.num_slabs, rows) if rows <= _SOME_ROWS or not size else None
+    )
 
 
 def _gemv_shape(slabs: Slabs, rows: int) -> Gemv:
     """As many slabs a warp as leave work for every multiprocessor."""
     tiles = 1 if rows <= 8 else 2 if rows <= 16 else 4
-    count, processors = slabs.num_slabs, num_processors()
-    # Long rows: a warp that waits for registers waits for all that it has asked for; where little is to be done for
-    # a weight, the way through shared memory takes longer than that.
-    staged = slabs.kind in (INT4, INT8, FP8) and slabs.num_turns >= 96 and not _is_light(slabs)
-    if tiles > 1 and slabs.kind == INT4 and count >= 2 * processors:
-        return Gemv(tiles, 4, 8, 4, 1, staged and tiles == 2)
-    if slabs.kind == CCQ and count >= 2 * processors:
-        return Gemv(tiles, 4, 16, 2, 1)
-    if count >= 2 * processors:
-        return Gemv(tiles, 2, 8, 4, 2, staged and tiles == 1)
-    is_small = count < processors and tiles < 4
-    return Gemv(tiles, 1, 16, 4, 1) if is_small else Gemv(tiles, 1, 8, 4, 2)
+    count, turns, processors = slabs.num_slabs, slabs.num_turns, num_processors()
+    if count < 2 * processors:
+        is_small = count < processors and tiles < 4
+        return Gemv(tiles, 1, 16, 4, 1) if is_small else Gemv(tiles, 1, 8, 4, 2)
+    if slabs.kind == CCQ:
+        if tiles == 2:
+            return Gemv(2, 2, 8, 4 if turns >= _LONG else 2, 2)
+        return Gemv(tiles, 2, 8, 4, 2) if _SHORT < turns < _LONG else Gemv(tiles, 4, 16, 2, 1)
+    if slabs.kind in (INT4, INT8, FP8) and turns > _SHORT and tiles < 4:
+        # A warp that waits for registers waits for all that it has asked for.
+        return _few_shape(slabs, tiles)
+    return Gemv(tiles, 4, 8, 4, 1) if tiles > 1 and slabs.kind == INT4 else Gemv(tiles, 2, 8, 4, 2)
+
+
+def _few_shape(slabs: Slabs, tiles: int) -> Few:
+    if slabs.kind != INT4:
+        return Few(tiles, 2, 8, 4 if tiles == 1 else 3, 2)
+    if tiles == 2:
+        return Few(2, 4, 8, 3, 1)
+    return Few(1, 4, 16, 2, 1) if slabs.scaled and slabs.num_turns >= _LONG else Few(1, 2, 8, 3, 2)
 
 
 def _parts(blocks: int, each: float, most: int) -> int:
@@ -113,76 +150,98 @@ def _gemm_shape(slabs: Slabs, rows: int) -> Gemm:
         return Gemm(128, 4, _parts(-(-count // 16) * -(-rows // 128), 1.1, 4), 5, 0)
     if rows > 128:
         return Gemm(64, 1, _parts(-(-count // 4) * -(-rows // 64), 2.2, 4), 6, 0)
+    if rows > 64 and count >= 256:
+        if slabs.kind == INT4:
+            return Gemm(64, 1, _parts(-(-count // 4) * 2, 3.0, 8), 6, 8)
+        return Gemm(128, 1, _parts(-(-count // 4), 2.2, 8), 4, 8, 2)
     if rows > 64 and count >= 128:
         return Gemm(128, 2, _parts(-(-count // 8), 1.1, 8), 6, 8)
     block = 32 if rows <= 32 else 64
-    narrow = count < 128 or (block == 64 and slabs.kind == INT4 and not slabs.scaled)
+    narrow = count < 128 or (block == 64 and slabs.kind == INT4)
     groups = 1 if narrow else 2
     tiles = -(-count // (4 * groups)) * -(-rows // block)
-    most = 4 if 32 < rows <= 64 else 8
+    most = 4 if 32 < rows <= 64 and slabs.kind == INT4 and not slabs.scaled else 8
     return Gemm(block, groups, _parts(tiles, 2.2 if narrow else 1.1, most), 6, 8)
 
 
-def _tile_shape(slabs: Slabs, rows: int) -> Tile | None:
-    """None where other kernels, or the library, are faster. CCQ has no other between gemv and library."""
-    count, is_ccq = slabs.num_slabs, slabs.kind == CCQ
-    if slabs.out_features % 2 or slabs.num_turns < 16 or rows > _SOME_ROWS:
-        return None
-    if (count < 256 or rows <= 32) and not is_ccq:
-        return None
-    split = _parts(-(-count // 8), 1.0, 8)
-    if rows <= 64 and (count >= 512 or is_ccq):
-        tile = Tile(64, 128, split, 6, 8, 4, 1)
+def tile_shape(kind: int, scaled: int, count: int, rows: int) -> Tile | None:
+    """quant_tile.cu for a layer of so many sixteens of outputs; None for more rows than a small layer takes."""
+    size, across, narrow = size_of(count), -(-count // 8), -(-count // 4)
+    is_ccq, is_trellis = kind == CCQ, kind == TRELLIS
+    halves = _parts(narrow * -(-rows // 128), 0.5 if rows <= _SOME_ROWS else 1.0, 4)
+    if rows <= 32:
+        tile = Tile(32, 128, _parts(across, 1.0, 8), 6, 8, 4, 1)
+    elif rows <= 64 and size == 2:
+        tile = Tile(64, 128, _parts(across, 1.0, 2), 6, 8, 4, 1)
     elif rows <= 64:
-        tile = Tile(64, 64, 1, 6, 4, 2, 1)
-    elif rows <= 128 and 256 <= count < 512:
-        tile = Tile(64, 128, 1, 6, 8, 4, 1)
-    elif rows <= 128:
-        tile = Tile(128, 128, split, 4 if is_ccq else 5, 8, 4, 1)
-    elif count < 256 or (not is_ccq and (count >= 512 or _is_light(slabs))):
-        return None
-    else:
+        tile = Tile(64, 64, halves, 6, 4 if is_trellis else 8, 4, 1)
+    elif rows <= 128 and size == 2:
+        tile = Tile(128, 128, _parts(across, 1.0, 2), 4 if is_ccq else 5, 8, 4, 1)
+    elif is_ccq and size < 2:  # so small that a multiprocessor has two blocks
+        return (
+            Tile(128, 64, halves, 4, 8, 4, 2)
+            if rows <= 128 or not size
+            else Tile(128, 64, 1, 4, 4, 2, 5)
+        )
+    elif rows <= 128 or (rows <= 512 and not size):
+        tile = Tile(128, 64, halves, 6, 4 if is_trellis else 8, 4, 1)
+    elif size == 2:
+        stages = 4 if is_trellis or (scaled and rows <= _SOME_ROWS and not is_ccq) else 3
+        tile = Tile(256, 128, _parts(across * -(-rows // 256), 1.0, 2), stages, 4, 2, 1)
+    elif rows <= _SOME_ROWS:
         tile = Tile(128, 128, 1, 4, 8, 4, 1)
-    return _with_copies(slabs, tile)
+    elif rows <= 512:
+        tile = Tile(128, 192, 1, 4, 4, 4 if is_trellis else 2, 1)
+    else:
+        return None
+    return with_copies(tile, kind, scaled)
 
 
-def _is_light(slabs: Slabs) -> bool:
-    """Whether little is to be done for a weight."""
-    return slabs.kind == INT4 and not slabs.scaled
-
-
-def _with_copies(slabs: Slabs, tile: Tile) -> Tile:
+def with_copies(tile: Tile, kind: int, scaled: int) -> Tile:
     """As many turns ahead, to eight, as there is shared memory for."""
     deeper = replace(tile, ahead=tile.ahead + 1)
-    if deeper.ahead > 8 or tile_shared(deeper, slabs.kind, slabs.scaled) > _SHARED:
+    if deeper.ahead > 8 or tile_shared(deeper, kind, scaled) > MOST_SHARED:
         return tile
-    return _with_copies(slabs, deeper)
+    return with_copies(deeper, kind, scaled)
 
 
-def _pipe_shape(slabs: Slabs, rows: int) -> Pipe | None:
-    """None where other kernels, or the library, are faster: small layers, tiles that leave the GPU idle."""
-    if slabs.num_slabs < 512 or slabs.num_turns < 48:
-        return None
-    across, processors = -(-slabs.num_slabs // 8), num_processors()
-    if rows <= 128 or rows > (_MANY_SCALED if slabs.scaled else _MANY_ROWS):
-        return None
+def fills(count: int, rows: int) -> bool:
+    """Whether tiles of 256 rows by 128 outputs keep the GPU busy enough to be worth more than the library, which loses
+    less by unpacking the more rows there are."""
+    across, processors = -(-count // 8), num_processors()
     split = _parts(across * -(-rows // 256), 1.0, 2)
     rounds = -(-across * -(-rows // 256) * split // processors)
     busy = across * rows / 256 * split / (rounds * processors)
-    if busy < (0.5 if rounds == 1 else 0.85):
+    return busy >= (0.5 if rounds == 1 else 0.7 if rows <= 512 else 0.85 if rows <= 1024 else 0.92)
+
+
+def _pipe_shape(slabs: Slabs, rows: int) -> Pipe | None:
+    """None where other kernels, or the library, are faster: tiles that leave the GPU idle, short rows of weights."""
+    count, size, stages = slabs.num_slabs, size_of(slabs.num_slabs), 6 if slabs.kind == INT4 else 5
+    across = -(-count // 8)
+    if rows <= 64 or (size < 2 and rows <= 128):
         return None
-    return Pipe(256, 2, split, 6 if slabs.kind == INT4 else 5)
+    if rows <= 128:
+        return Pipe(128, 2, _parts(across, 1.0, 2), 7)
+    if (size or rows > _MANY_ROWS) and slabs.num_turns >= 48 and fills(count, rows):
+        return Pipe(256, 2, _parts(across * -(-rows // 256), 1.0, 2), stages)
+    if size != 1 or rows > 512:
+        return None
+    groups = 2 if rows <= _SOME_ROWS else 3
+    return Pipe(128, groups, _parts(-(-count // (4 * groups)) * -(-rows // 128), 1.0, 2), 7)
 
 
 def _rows_shape(slabs: Slabs, rows: int) -> RowGemm:
-    count, is_wide = slabs.num_slabs, slabs.num_slabs >= 512
-    if rows <= 32 or (rows <= 64 and not is_wide):
+    count, size = slabs.num_slabs, size_of(slabs.num_slabs)
+    narrow, wide = -(-count // 4), -(-count // 8)
+    if rows <= 32 or (rows <= 64 and not size):
         block = 16 if rows <= 16 else 32
-        tiles = -(-count // 4) * -(-rows // block)
+        tiles = narrow * -(-rows // block)
         return RowGemm(block, 1, _parts(tiles, 2.2 if rows <= 32 else 1.1, 8), 8)
-    wide = -(-count // 8)
-    if rows <= 64 or (rows <= 128 and not is_wide):
+    if rows <= 64 or (rows <= 128 and size < 2):
         return RowGemm(64, 2, _parts(wide * -(-rows // 64), 1.1, 4), 6)
+    if rows <= _SOME_ROWS and narrow * -(-rows // 64) <= num_processors() // 2:
+        return RowGemm(64, 1, _parts(narrow * -(-rows // 64), 1.1, 2), 8)
     if rows <= 128:
         return RowGemm(128, 2, _parts(wide, 1.1, 4), 4)
     # Two blocks a multiprocessor: one's matrix units work while the other one waits.
@@ -198,7 +257,7 @@ def _library_wins(slabs: Slabs, rows: int) -> bool:
     of_outputs, of_inputs = (16, 16) if slabs.block_scales is None else (FP8_BLOCK, FP8_BLOCK)
     if slabs.out_features % of_outputs or slabs.in_features % of_inputs:
         return False
-    is_large = slabs.num_slabs * slabs.num_turns >= 1 << 14
+    is_large = slabs.num_slabs * slabs.num_turns >= 1 << 14 and slabs.block_scales is not None
     return (rows > 64 and is_large) or (rows > 128 and slabs.num_slabs >= 256) or rows > 512
 
 
@@ -208,7 +267,7 @@ def _by_library(
     if weight.rounding == "int8" and slabs.in_features % 16 == 0:
         # int4 weights with rounded activations: as int8 they have a faster kernel.
         numbers, of_rows = weight.numbers(x)
-        plain = replace(slabs, kind=INT8_ROWS, data=unpack(slabs, torch.int8))
+        plain = as_numbers(slabs)
         shape = _rows_shape(plain, x.shape[0])
         return rows_product(
             shape, numbers, of_rows, plain, bias, x.dtype, by_block=False, is_fresh=True

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import native
 from .native import tensor_map
-from .quant_layout import CCQ, TURN, Slabs
-from .quant_order import by_codes
+from .quant_layout import CCQ, INT8_ROWS, TRELLIS, TURN, Slabs
 from .quant_shapes import (
+    Few,
     Gemm,
     Gemv,
     Pipe,
@@ -56,10 +56,10 @@ def product(
     grouping: Grouping | None = None,
     paired: bool = False,
 ) -> torch.Tensor:
-    """x [T, K] times the weight, in dtype or in x's own; rows of x are whole 16 bytes. Pipe: rows of experts lie
+    """x [T, K] times the weight, in dtype or in x's own; rows of x are whole 16 bytes. Tile: rows of experts lie
     in the order of the blocks, in x and, where it is `paired`, in what comes out."""
     dtype = dtype or x.dtype
-    is_ordered = isinstance(shape, Pipe) and paired
+    is_ordered = isinstance(shape, Tile) and paired
     num_rows = x.shape[0] if grouping is None or is_ordered else grouping.num_slots
     width = weight.out_features // 2 if paired else weight.out_features
     y = torch.empty((num_rows, width), dtype=dtype, device=x.device)
@@ -91,13 +91,12 @@ def product(
     ]
     slabs = weight.num_slabs // 2 if paired else weight.num_slabs
     blocks = -(-num_rows // shape.rows) if grouping is None else grouping.blocks
-    if isinstance(shape, Tile):
-        own = [*operands[:6], num_rows, weight.out_features, *sizes[:3], weight.codes]
-        _tile(shape, defines, x, own, slabs, blocks)
-        return y
-    if isinstance(shape, Pipe):
-        arguments = [*operands, num_rows, weight.out_features, *sizes, weight.codes]
-        _pipe(shape, defines, x, arguments, slabs, blocks)
+    if isinstance(shape, Pipe | Tile):
+        own = [*operands[:4], None, *operands[4:]] if isinstance(shape, Tile) else operands[:6]
+        arguments = [*own, num_rows, weight.out_features, *sizes[:3]]
+        if isinstance(shape, Tile):
+            arguments.append(weight.codes)
+        fed(shape, defines, x, arguments, slabs, blocks)
         return y
     ids = None if grouping is None else grouping.ids
     if weight.kind == CCQ and isinstance(shape, Gemv):
@@ -109,6 +108,16 @@ def product(
             ],
             slabs, blocks,
         )  # fmt: skip
+        return y
+    if isinstance(shape, Few):
+        own = [x, x.stride(0) // 8, *operands[:6], num_rows, weight.out_features, x.shape[1]]
+        _few(
+            shape,
+            {**defines, "PER_GROUP": sizes[2] if weight.scaled else 1},
+            [*own, *sizes[:2]],
+            slabs,
+            blocks,
+        )
         return y
     arguments = [
         x,
@@ -138,13 +147,29 @@ def _gemv(
         "WARPS": shape.warps,
         "AHEAD": shape.ahead,
         "RESIDENT": shape.resident,
-        "STAGED": int(shape.staged),
     }
     name = "ccq_gemv" if defines["FORMAT"] == CCQ else "quant_gemv"
     kernel = native.function(name, {**defines, **sizes})
     grid = (-(-slabs // per_block), blocks, 1)
     shared = gemv_shared(shape, held, defines["FORMAT"], defines["SCALED"])
     native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared)
+
+
+def _few(
+    shape: Few, defines: dict[str, int], arguments: list[Any], slabs: int, blocks: int
+) -> None:
+    sizes = {
+        "TILES": shape.tiles,
+        "MT": shape.slabs,
+        "WARPS": shape.warps,
+        "AHEAD": shape.ahead,
+        "RESIDENT": shape.resident,
+    }
+    names = ("HALF", "Y_HALF", "FORMAT", "SCALED", "EVEN", "PER_GROUP")
+    kernel = native.function("quant_few", {**{name: defines[name] for name in names}, **sizes})
+    tiles = -(-slabs // shape.slabs)
+    shared = gemv_shared(shape, shape.slabs, defines["FORMAT"], defines["SCALED"])
+    native.launch(kernel, (tiles, blocks, 1), shape.warps * 32, arguments, shared=shared)
 
 
 def _gemm(
@@ -165,56 +190,33 @@ def _gemm(
     native.launch(kernel, grid, shape.groups * 128, arguments, shared=shared, cluster=shape.split)
 
 
-def _pipe(
-    shape: Pipe,
+def fed(
+    shape: Pipe | Tile,
     defines: dict[str, int],
     x: torch.Tensor,
     arguments: list[Any],
     slabs: int,
     blocks: int,
 ) -> None:
+    """Launch a kernel whose activations the copy engine brings; `slabs` that a gate and what belongs to it share count
+    once."""
     sizes = {
         "BN": shape.rows,
         "GROUPS": shape.groups,
         "SPLIT": shape.split,
         "STAGES": shape.stages,
-        "RESIDENT": shape.resident,
         "THREADS": shape.threads,
     }
-    if defines["FORMAT"] == CCQ:
-        x = by_codes(x)
-    kernel = native.function("quant_pipe", {**defines, **sizes})
-    outputs = 4 if defines["PAIRED"] else 4 * shape.groups
-    grid = (-(-slabs // outputs), blocks, shape.split)
+    if isinstance(shape, Tile):
+        name, shared = "quant_tile", tile_shared(shape, defines["FORMAT"], defines["SCALED"])
+        sizes |= {"UNPACKERS": shape.unpackers, "TEAMS": shape.teams, "AHEAD": shape.ahead}
+    else:
+        name, shared = "quant_pipe", pipe_shared(shape, defines["FORMAT"], defines["SCALED"])
+    own = shape.groups * (1 if defines["FORMAT"] == TRELLIS else 4) // (1 + defines["PAIRED"])
+    grid = (-(-slabs // own), blocks, shape.split)
     native.launch(
-        kernel, grid, shape.threads, [tensor_map.boxes(x, shape.rows), *arguments],
-        shared=pipe_shared(shape, defines["FORMAT"], defines["SCALED"]), cluster=shape.split,
-    )  # fmt: skip
-
-
-def _tile(
-    shape: Tile,
-    defines: dict[str, int],
-    x: torch.Tensor,
-    arguments: list[Any],
-    slabs: int,
-    blocks: int,
-) -> None:
-    sizes = {
-        "ROWS": shape.rows,
-        "BN": shape.outputs,
-        "SPLIT": shape.split,
-        "STAGES": shape.stages,
-        "UNPACKERS": shape.unpackers,
-        "TEAMS": shape.teams,
-        "AHEAD": shape.ahead,
-        "THREADS": shape.threads,
-    }
-    kernel = native.function("quant_tile", {**defines, **sizes})
-    grid = (-(-slabs * 16 // shape.outputs), blocks, shape.split)
-    native.launch(
-        kernel, grid, shape.threads, [tensor_map.boxes(x, shape.rows), *arguments],
-        shared=tile_shared(shape, defines["FORMAT"], defines["SCALED"]), cluster=shape.split,
+        native.function(name, {**defines, **sizes}), grid, shape.threads,
+        [tensor_map.boxes(x, shape.rows), *arguments], shared=shared, cluster=shape.split,
     )  # fmt: skip
 
 
@@ -314,3 +316,8 @@ def unpack(weight: Slabs, dtype: torch.dtype) -> torch.Tensor:
     kernel = native.function("quant_unpack", defines)
     native.launch(kernel, (-(-turns // 8), slabs, 1), 256, arguments)
     return y
+
+
+def as_numbers(weight: Slabs) -> Slabs:
+    """int4 with one scale an output unpacked to int8 that lies row by row."""
+    return replace(weight, kind=INT8_ROWS, data=unpack(weight, torch.int8))

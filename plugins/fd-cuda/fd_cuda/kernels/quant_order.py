@@ -1,4 +1,4 @@
-"""Activations put in the order in which quant_pipe.cu reads them: rows by expert, inputs as CCQ's bytes meet them."""
+"""Activations put in the order in which quant_tile.cu reads them: rows by expert."""
 
 from __future__ import annotations
 
@@ -42,30 +42,4 @@ def gathered(x: torch.Tensor, order: Order, num_slots: int, divisor: int) -> tor
         DIVISOR=divisor, BLOCK=num_rows // len(order.experts), ROWS=_ROWS, COLUMNS=_COLUMNS,
         **options(num_warps=4),
     )  # fmt: skip
-    return y
-
-
-@triton.jit
-def _by_codes(x_p, y_p, width, x_stride, COLUMNS: tl.constexpr, PDL: tl.constexpr):
-    """Of pairs of inputs, 32 a turn: 8 step + 4 half + lane comes from 8 lane + 2 step + half."""
-    join_chain(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    step, half, lane = columns // 8 % 4, columns // 4 % 2, columns % 4
-    mask = columns < width
-    pairs = tl.load(
-        x_p + row * x_stride + columns // 32 * 32 + lane * 8 + step * 2 + half, mask=mask
-    )
-    tl.store(y_p + row * width + columns, pairs, mask=mask)
-
-
-def by_codes(x: torch.Tensor) -> torch.Tensor:
-    """x [T, K] of two-byte numbers, K in whole turns: a byte of CCQ is four inputs side by side, which the matrix
-    units take from two places of a step."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    pairs = x.view(torch.int32)
-    rows, width = pairs.shape
-    _by_codes[(rows, cdiv(width, _COLUMNS))](
-        pairs, y.view(torch.int32), width, pairs.stride(0), COLUMNS=_COLUMNS, **options(num_warps=4)
-    )
     return y

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
-from .quant_layout import CCQ, INT4
+from .quant_layout import CCQ, INT4, TRELLIS
+
+MOST_SHARED: Final = 224 << 10  # bytes of a block, beside its table of up to 256 rows (wide.cuh)
+_MULTIPROCESSOR: Final = (
+    228 << 10
+)  # bytes of shared memory, of which a block takes 1,024 besides its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +22,6 @@ class Gemv:
     warps: int
     ahead: int
     resident: int  # blocks a multiprocessor should hold
-    staged: bool = False  # weights come through shared memory, else to registers
 
     @property
     def rows(self) -> int:
@@ -24,7 +29,15 @@ class Gemv:
         return 8 * self.tiles
 
     def __str__(self) -> str:
-        return f"gemv {self.tiles}t {self.slabs}s {self.warps}w {self.ahead}a {self.resident}r{' staged' if self.staged else ''}"
+        return f"gemv {self.tiles}t {self.slabs}s {self.warps}w {self.ahead}a {self.resident}r"
+
+
+@dataclass(frozen=True, slots=True)
+class Few(Gemv):
+    """How quant_few.cu is specialized; as many blocks as `resident` says are all that a multiprocessor has place for."""
+
+    def __str__(self) -> str:
+        return f"few {self.tiles}t {self.slabs}s {self.warps}w {self.ahead}a {self.resident}r"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +77,6 @@ class Pipe:
     groups: int  # of four warps, 64 outputs each
     split: int  # blocks that divide K
     stages: int
-    resident: int = 1  # blocks a multiprocessor should hold
 
     @property
     def threads(self) -> int:
@@ -72,8 +84,7 @@ class Pipe:
         return self.groups * 128 + (128 if self.rows == 256 else 32)
 
     def __str__(self) -> str:
-        tile = f"{self.rows}x{self.groups * 64}"
-        return f"pipe {tile} /{self.split} {self.stages}st {self.resident}r"
+        return f"pipe {self.rows}x{self.groups * 64} /{self.split} {self.stages}st"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +100,14 @@ class Tile:
     ahead: int  # own turns that weights are asked for ahead
 
     @property
-    def threads(self) -> int:
-        """Those that multiply and those that unpack."""
-        return self.rows * 2 + self.unpackers * 32
+    def groups(self) -> int:
+        """Of four warps that multiply."""
+        return self.outputs // 64
 
     @property
-    def slabs(self) -> int:
-        """Of a warp and turn."""
-        return self.outputs // 16 * self.teams // self.unpackers
+    def threads(self) -> int:
+        """Those that multiply and those that unpack."""
+        return self.groups * 128 + self.unpackers * 32
 
     def __str__(self) -> str:
         tile = f"{self.rows}x{self.outputs}"
@@ -109,7 +120,7 @@ Shape = Gemv | Gemm | Pipe | Tile
 
 
 def slab_bytes(kind: int) -> int:
-    """Of 16 outputs by 64 inputs."""
+    """Of 16 outputs by 64 inputs; of the trellis code 64 outputs."""
     return 512 if kind == INT4 else 256 if kind == CCQ else 1024
 
 
@@ -118,47 +129,63 @@ def group_bytes(kind: int, scaled: int) -> int:
     return 16 if kind == CCQ else 32 * scaled
 
 
+def only_resident(shared: int, resident: int) -> int:
+    """Bytes of shared memory of a block, so many that no more than `resident` have a place on a multiprocessor: blocks
+    of the next kernel would crowd on those that have room first."""
+    return max(shared, (_MULTIPROCESSOR // (resident + 1) // 1024 + 1) * 1024)
+
+
 def gemv_shared(shape: Gemv, held: int, kind: int, scaled: int) -> int:
-    """Bytes of shared memory of a block: inputs of its warps, and weights where they take that way, or their parts of
-    the sums of `held` slabs."""
-    weights = held * (slab_bytes(kind) + group_bytes(kind, scaled)) if shape.staged else 0
+    """Bytes of shared memory of a block: inputs of its warps, of Few weights too, or their parts of the sums of `held`
+    slabs."""
+    is_few = isinstance(shape, Few)
+    weights = held * (slab_bytes(kind) + group_bytes(kind, scaled)) if is_few else 0
     ring = shape.ahead * (shape.rows * 128 + weights)
-    return shape.warps * max(ring, held * 16 * (shape.rows + 1) * 4)
+    whole = shape.warps * max(ring, held * 16 * (shape.rows + 1) * 4)
+    return only_resident(whole, shape.resident) if is_few else whole
+
+
+def end_shared(rows: int, outputs: int, split: int) -> int:
+    """Bytes of shared memory that the end of a product takes: what other blocks send of the rows that a block finishes,
+    two bytes an output that is stored, or, of gates with what belongs to them, four and a half float."""
+    share = rows // min(split, rows // 8)
+    return share * outputs * (4 * (split - 1) + 3)
 
 
 def gemm_shared(shape: Gemm, kind: int, *, paired: bool) -> int:
-    """Bytes of shared memory of a block: tiles of x, and of weights where they take that way, parts of the sums,
-    what aligning takes."""
+    """Bytes of shared memory of a block: tiles of x, and of weights where they take that way, what the end takes, what
+    aligning takes."""
     held = shape.groups * (1 + paired)
     weights = 0 if shape.ahead else held * (2048 if kind == INT4 else 4096)
     tiles = shape.stages * (shape.rows * 128 + weights)
-    parts = shape.rows * (held * 64 + 4) * 4
+    end = end_shared(shape.rows, held * 64, shape.split)
     is_apart = shape.split > 1 and shape.ahead > 0
-    return 1024 + (tiles + parts if is_apart else max(tiles, parts))
+    return 1024 + (tiles + end if is_apart else max(tiles, end))
 
 
 def pipe_shared(shape: Pipe, kind: int, scaled: int) -> int:
-    """Bytes of shared memory of a block: barriers, tiles of x and of weights, or parts of the sums where these were."""
+    """Bytes of shared memory of a block: barriers, tiles of x and of weights, or what the end takes where these were."""
     warps = shape.groups * 4
     weights = warps * slab_bytes(kind) + -(-warps * group_bytes(kind, scaled) // 1024) * 1024
     tiles = shape.stages * (shape.rows * 128 + weights)
-    parts = shape.rows * (shape.groups * 64 + 4) * 4
-    return 16 * shape.stages + 1024 + max(tiles, parts)
+    return 16 * shape.stages + 1024 + max(tiles, end_shared(shape.rows, warps * 16, shape.split))
 
 
 def tile_shared(shape: Tile, kind: int, scaled: int) -> int:
-    """Bytes of shared memory of a block: barriers, tiles of x and of weights, what the unpacking warps hold, or parts
-    of the sums where all of it was."""
-    held = shape.slabs * (slab_bytes(kind) + group_bytes(kind, scaled))
-    tiles = shape.stages * (shape.rows + shape.outputs) * 128 + shape.unpackers * shape.ahead * held
-    parts = shape.rows * (shape.outputs + 8) * 4
-    return 16 * shape.stages + 1024 + max(tiles, parts)
+    """Bytes of shared memory of a block: barriers, tiles of x and of weights, what the unpacking warps hold, or what the
+    end takes where all of it was."""
+    slabs = (
+        shape.outputs // (64 if kind == TRELLIS else 16) * shape.teams
+    )  # of a turn of every team
+    held = slabs * (slab_bytes(kind) + group_bytes(kind, scaled))
+    tiles = shape.stages * (shape.rows + shape.outputs) * 128 + shape.ahead * held
+    end = end_shared(shape.rows, shape.outputs, shape.split)
+    return 16 * shape.stages + 1024 + max(tiles, end)
 
 
 def rows_shared(shape: RowGemm, *, by_block: bool) -> int:
-    """Bytes of shared memory of a block of quant_rows.cu: tiles, parts of the sums, scales of turns, what
-    aligning takes."""
+    """Bytes of shared memory of a block of quant_rows.cu: tiles, scales of turns, what the end takes, what aligning takes."""
     tiles = shape.stages * (shape.groups * 64 + shape.rows) * 128
-    parts = shape.rows * (shape.groups * 64 + 4) * 4
+    end = end_shared(shape.rows, shape.groups * 64, shape.split)
     factors = shape.stages * shape.rows * 4 if by_block else 0
-    return 1024 + (tiles + parts if shape.split > 1 else max(tiles, parts)) + factors
+    return 1024 + (tiles + factors + end if shape.split > 1 else max(tiles + factors, end))

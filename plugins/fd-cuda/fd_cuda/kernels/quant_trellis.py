@@ -2,13 +2,13 @@
 format).
 
 Inputs are rotated and rounded to int8, then multiplied with the code as it is stored
-(trellis_native.py). Experts of one layer share a rotation. Many rows: weights are decoded for the call
-and multiplied as half floats. Elsewhere (no Hopper GPU, float32) the format's own definition serves.
+(trellis_native.py). Experts of one layer share a rotation. Many rows of small layers: weights are decoded
+for the call and multiplied as half floats. Elsewhere (no Hopper GPU, float32) the format's own definition serves.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -16,15 +16,20 @@ import torch.nn.functional as F
 
 from .common import batch_invariant, num_processors
 from .experts import combined
-from .quant_experts import by_halves, may_unpack
-from .quant_linear import native_runs
+from .quant_experts import grouped_tile
+from .quant_layout import TRELLIS
+from .quant_linear import fills, native_runs, size_of, tile_shape
 from .quant_native import Grouping
-from .routing import order_by_expert
+from .quant_order import gathered
+from .quant_shapes import Tile
+from .routing import Order, order_by_expert
 from .trellis_native import (
     TILE,
     TURN,
     Few,
+    Rotated,
     Rows,
+    Streamed,
     Trellis,
     by_lanes,
     decoded,
@@ -32,6 +37,8 @@ from .trellis_native import (
     rotate,
     rotated,
     rows_product,
+    streamed_product,
+    tile_product,
 )
 
 if TYPE_CHECKING:
@@ -39,9 +46,10 @@ if TYPE_CHECKING:
 
 _ALONE: Final = 2  # tokens whose assignments are blocks of their own
 _FEW: Final = 12  # rows an expert up to which tet_gemv.cu is faster, eight at a time
-_MANY_EACH: Final = 192  # rows an expert from which decoding all of them pays
-_MANY, _MANY_SHORT = 128, 96  # rows from which decoding pays for dense layers; with few inputs
-_SHORT: Final = 48  # turns of few inputs
+_SOME_EACH: Final = 72  # rows an expert from which quant_tile.cu is faster
+_MANY_EACH: Final = 192  # from which with 256 rows a block
+_SHORT, _LONG = 64, 128  # turns up to which rows are short, and from which they are long
+_SOME_ROWS: Final = 32  # of a dense layer, up to which tet_rows.cu is faster
 
 
 def prepare(weight: PackedWeight) -> Trellis:
@@ -74,36 +82,51 @@ def linear(x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None) -> torch
         y = F.linear(seen, weight.stored.dequantize())
         return (y if bias is None else y + bias.float()).to(x.dtype)
     x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
-    most = _MANY_SHORT if weight.packed.in_features <= _SHORT * TURN else _MANY
-    if rows > most and not batch_invariant():
+    shape = choose(weight, rows)
+    if shape is None:
         return F.linear(rotated(x, weight), decoded(weight, x.dtype), bias)
-    return product(choose(weight, rows), x, weight, bias)
+    return product(shape, x, weight, bias)
 
 
 def product(
-    shape: Rows, x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None
+    shape: Streamed | Rows | Tile, x: torch.Tensor, weight: Trellis, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Of a dense layer, by one kernel or, where blocks do not rotate x themselves, two."""
+    if isinstance(shape, Tile):
+        return tile_product(shape, rotate(x, weight), x.dtype, weight, bias, x.shape[0])
     given = x if shape.own else rotate(x, weight)
+    if isinstance(shape, Streamed):
+        return streamed_product(shape, given, x.dtype, weight, bias, x.shape[0])
     return rows_product(shape, given, x.dtype, weight, bias, x.shape[0])
 
 
-def choose(weight: Trellis, rows: int) -> Rows:
-    """For a dense layer, as measured on an H200."""
+def choose(weight: Trellis, rows: int) -> Streamed | Rows | Tile | None:
+    """For a dense layer, as measured on an H200; None for the library."""
     turns, is_narrow = weight.packed.in_features // TURN, 4 * weight.tiles <= num_processors()
-    if rows == 1:
+    if rows > _SOME_ROWS and not batch_invariant():
+        return _choose_tile(weight, rows)
+    if rows == 1 and turns > _SHORT and not is_narrow:
+        return Rows(1, own=1, registers=128)
+    if rows <= 16:
+        few = Streamed(1 if rows <= 8 else 2, own=int(rows == 1))
         if is_narrow:
-            return Rows(1, 1, 4, 8, ahead=2, own=1)
-        return Rows(1, own=1) if turns > 64 else Rows(1, warps=8, registers=128, own=1)
-    if rows <= 8:
-        return Rows(1)
-    if rows <= 16 or (rows <= 32 and is_narrow):
+            return replace(few, split=4, piece=4)
+        return replace(few, warps=16, piece=4) if rows > 8 and turns > _LONG else few
+    if rows <= 32 and is_narrow:
         return Rows(2, ahead=2, stages=3)
     if is_narrow:
         return Rows(2, warps=8, stages=3, registers=128)
-    if rows <= 32:
-        return Rows(2, 2)
-    return Rows(4, 2, warps=8, registers=192) if rows <= 64 else Rows(4, 4, ahead=2, registers=128)
+    return Rows(2, 2) if rows <= 32 else Rows(4, 4, ahead=2, registers=128)
+
+
+def _choose_tile(weight: Trellis, rows: int) -> Tile | None:
+    sixteens = TILE // 16 * weight.tiles
+    if weight.packed.in_features % TILE:  # quant_tile.cu's turns are longer
+        return None
+    size = size_of(sixteens)
+    if rows > 128 and (not size or (size == 2 and not fills(sixteens, rows))):
+        return None
+    return tile_shape(TRELLIS, 0, sixteens, rows)
 
 
 def choose_few(blocks: int, *, paired: bool) -> Few:
@@ -133,11 +156,14 @@ def moe_experts(
         return _one_by_one(x, topk_ids, topk_weights, gate_up, down)
     slots, experts = tokens * top_k, gate_up.packed.num_experts
     each = slots / experts
-    shapes = [(experts, w.packed.out_features, w.packed.in_features) for w in (gate_up, down)]
-    if each > _MANY_EACH and may_unpack(*shapes) and not batch_invariant():
-        halves = [decoded(weight, x.dtype) for weight in (gate_up, down)]
-        seen = (partial(rotated, weight=gate_up), partial(rotated, weight=down))
-        return by_halves(x, topk_ids, topk_weights, halves, seen)
+    wide = choose_wide(gate_up, down, each)
+    if wide is not None:
+        order = order_by_expert(topk_ids, experts, wide.rows)
+        rows, grouping = len(order.slots), Grouping(slots, 1, order)
+        seen = _ordered(rotate(x, gate_up), order, slots, top_k)
+        hidden = tile_product(wide, seen, x.dtype, gate_up, None, rows, grouping, paired=True)
+        y = tile_product(wide, rotate(hidden, down), x.dtype, down, None, slots, grouping)
+        return combined(y, topk_weights)
     rows = rows_of_blocks(each)
     if tokens <= _ALONE and not batch_invariant():
         groups = [Grouping(slots, divisor, ids=topk_ids) for divisor in (top_k, 1)]
@@ -157,6 +183,21 @@ def moe_experts(
 
     hidden = multiply(x, gate_up, groups[0], paired=True)
     return combined(multiply(hidden, down, groups[1], paired=False), topk_weights)
+
+
+def _ordered(x: Rotated, order: Order, slots: int, divisor: int) -> Rotated:
+    """The rows in the order of the blocks; those that no slot has are any."""
+    numbers = gathered(x.numbers.view(torch.int16), order, slots, divisor).view(torch.int8)
+    places = (order.slots // divisor).clamp_(0, len(x.scales) - 1)
+    return Rotated(numbers, x.scales[places], x.sums[places])
+
+
+def choose_wide(gate_up: Trellis, down: Trellis, each: float) -> Tile | None:
+    """For so many rows an expert; None where other kernels are faster."""
+    whole = gate_up.packed.in_features % TILE == 0 and down.packed.in_features % TILE == 0
+    if each <= _SOME_EACH or not whole or batch_invariant():
+        return None
+    return grouped_tile(128 if each <= _MANY_EACH else 256, TRELLIS)
 
 
 def rows_of_blocks(each: float) -> int:

@@ -1,4 +1,4 @@
-"""Launches of native/tet_rotate.cu, tet_gemv.cu, tet_rows.cu and tet_unpack.cu: what the trellis code of
+"""Launches of native/tet_rotate.cu, tet_gemv.cu, tet_few.cu, tet_rows.cu and tet_unpack.cu: what the trellis code of
 two bits needs."""
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from . import native
+from .quant_layout import TRELLIS
+from .quant_native import fed
+from .quant_shapes import Tile, only_resident
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.quant_formats import PackedWeight
@@ -107,6 +110,31 @@ class Rows:
         parts = self.warps * 64 * (8 * self.eights + 1) * 4
         inbox = self.group * 64 * self.eights * 8 * 4 if self.split > 1 else 0
         return max(inputs, parts) + inbox, max(inputs, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """How tet_few.cu is specialized."""
+
+    eights: int  # of rows, of a block
+    split: int = 1  # blocks that divide K
+    warps: int = 8
+    piece: int = 8  # turns that one copy brings
+    ring: int = 4  # such copies ahead
+    ahead: int = 4  # turns that x is asked for ahead, of which a piece is a multiple
+    own: int = 0  # rows that every block rotates itself
+
+    def shared(self, width: int) -> tuple[int, int, int]:
+        """Bytes of shared memory of a block: all; those before barriers; those before what other blocks send."""
+        each = -(-width // (TURN * self.split * self.warps))
+        slots = min(self.ring, -(-each // self.piece))
+        rows = self.warps * self.ahead * self.eights * 512
+        inputs = self.own * _row_bytes(width) if self.own else rows
+        parts = self.warps * 64 * (8 * self.eights + 1) * 4
+        barriers = max(self.warps * slots * self.piece * 512 + inputs, parts)
+        inbox = barriers + -(-self.warps * slots // 2) * 16
+        whole = inbox + (64 * self.eights * 8 * 4 if self.split > 1 else 0)
+        return only_resident(whole, 1), barriers, inbox
 
 
 def rotate(x: torch.Tensor, weight: Trellis) -> Rotated:
@@ -239,6 +267,96 @@ def rows_product(
     grid = (-(-weight.tiles // shape.group), blocks, shape.split)
     kernel = native.function("tet_rows", defines)
     native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared, cluster=shape.split)
+    return y
+
+
+def streamed_product(
+    shape: Streamed,
+    x: torch.Tensor | Rotated,
+    dtype: torch.dtype,
+    weight: Trellis,
+    bias: torch.Tensor | None,
+    num_rows: int,
+) -> torch.Tensor:
+    """Of a dense layer; x as it is where shape.own says that blocks rotate it."""
+    given = (x, None, None) if isinstance(x, torch.Tensor) else (x.numbers, x.scales, x.sums)
+    packed = weight.packed
+    y = torch.empty((num_rows, packed.out_features), dtype=dtype, device=weight.words.device)
+    defines = {
+        **_rotation(dtype, packed.in_features, weight.block),
+        "TILES": shape.eights,
+        "SPLIT": shape.split,
+        "WARPS": shape.warps,
+        "PIECE": shape.piece,
+        "RING": shape.ring,
+        "AHEAD": shape.ahead,
+        "OWN": shape.own,
+    }
+    shared, barriers_at, inbox_at = shape.shared(packed.in_features)
+    arguments = [
+        *given,
+        weight.words,
+        weight.scales,
+        bias,
+        y,
+        num_rows,
+        packed.out_features,
+        ctypes.c_longlong(given[0].stride(0)),
+        weight.signs,
+        weight.norm * _UNIT,
+        barriers_at,
+        inbox_at,
+    ]
+    grid = (weight.tiles, -(-num_rows // (8 * shape.eights)), shape.split)
+    kernel = native.function("tet_few", defines)
+    native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared, cluster=shape.split)
+    return y
+
+
+def tile_product(
+    shape: Tile,
+    x: Rotated,
+    dtype: torch.dtype,
+    weight: Trellis,
+    bias: torch.Tensor | None,
+    num_rows: int,
+    grouping: Grouping | None = None,
+    *,
+    paired: bool = False,
+) -> torch.Tensor:
+    """By quant_tile.cu: many rows, of inputs in whole sixty-fours; as product() of quant_native.py says."""
+    packed, halves = weight.packed, 2 if paired else 1
+    y = torch.empty((num_rows, packed.out_features // halves), dtype=dtype, device=x.scales.device)
+    defines = {
+        "HALF": 0,
+        "Y_HALF": int(dtype == torch.float16),
+        "FORMAT": TRELLIS,
+        "SCALED": 0,
+        "PAIRED": int(paired),
+        "GROUPED": int(grouping is not None),
+    }
+    order = None if grouping is None else grouping.order
+    turns = packed.in_features // TILE
+    arguments = [
+        weight.words,
+        None,
+        weight.scales,
+        x.scales,
+        x.sums,
+        bias,
+        y,
+        None if order is None or paired else order.slots,
+        None if order is None else order.experts,
+        num_rows,
+        packed.out_features,
+        weight.tiles,
+        turns,
+        turns,
+        None,
+    ]
+    blocks = -(-num_rows // shape.rows) if grouping is None else grouping.blocks
+    numbers = x.numbers.view(torch.int16)
+    fed(shape, defines, numbers, arguments, weight.tiles // halves, blocks)
     return y
 
 

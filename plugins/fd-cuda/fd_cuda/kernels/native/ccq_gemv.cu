@@ -1,7 +1,7 @@
 // y[M, N] = x[M, K] W[N, K]^T with W in the affine code of ERNIE 4.5's published 2-bit checkpoints (quant.cuh, format CCQ),
 // for M <= 8 * TILES.
 //
-// Bound by instructions, not by bytes: a byte becomes four weights in seven. Its code is a multiple of the byte, a whole
+// Bound by instructions, not by bytes: two bytes become eight weights in twelve. A byte's code is a multiple of the byte, a whole
 // number in 2^-16, plus an offset, in the upper half of a word, where whole numbers say what the definition's floats do;
 // slabs with a row for which none do (`lines` has a zero) go by floats. Windows become half floats MIDDLE more than the
 // weights, for which sums of x, a product with ones for all slabs together, make up.
@@ -15,7 +15,6 @@
 
 #define TURNS (WIDTH / 64)
 #define ROUNDS ((TURNS + WARPS - 1) / WARPS)
-#define PITCH (COLUMNS + 1)
 #define OUT (PAIRED ? 16 : 16 * MT)
 #if HALF
 #define MIDDLE 1056.f
@@ -37,6 +36,14 @@ __device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, 
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
+// By an integer dot product, as the unit for logic and shifts has most to do; what picks a byte is read where it is used.
+__constant__ u32 pick[4] = {1u, 1u << 8, 1u << 16, 1u << 24};
+__device__ __forceinline__ u32 byte_of(u32 bytes, int which) {
+  u32 byte;
+  asm("dp4a.u32.u32 %0, %1, %2, 0;" : "=r"(byte) : "r"(bytes), "r"(pick[which]));
+  return byte;
+}
+
 // END OF INSTRUCTIONS
 
 // A turn's sums of one slab, from `middle` on. coded(bytes, s, i): the code of byte s, in the upper half, of row 8 i.
@@ -44,19 +51,20 @@ template <class Coded>
 __device__ __forceinline__ void add_slab(float (&own)[TILES][4], const float (&middle)[TILES][4], const u32 (&b)[TILES][8],
                                          const uint2& piece, const Coded& coded) {
 #pragma unroll
-  for (int s = 0; s < 4; s++) {
-    u32 a[4];  // MIDDLE more than the weights
+  for (int s = 0; s < 4; s += 2) {
+    u32 both[2];  // codes of two bytes
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const u32 code = coded(i ? piece.y : piece.x, s, i);
-      // The windows at bits 3 and 0 of the code, six bits above those at 9 and 6.
-      const u32 both = __byte_perm(code >> 19, code, 0x7610u);
-      a[i] = masked_or(both >> 6, 0x003f003fu, MAGIC);
-      a[2 + i] = masked_or(both, 0x003f003fu, MAGIC);
+    for (int i = 0; i < 2; i++)
+      both[i] = __byte_perm(coded(i ? piece.y : piece.x, s, i), coded(i ? piece.y : piece.x, s + 1, i), 0x7632u);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      u32 a[4];  // MIDDLE more than the weights
+#pragma unroll
+      for (int n = 0; n < 4; n++) a[n] = masked_or(both[n % 2] >> (9 - 6 * h - n / 2 * 3), 0x003f003fu, MAGIC);
+#pragma unroll
+      for (int t = 0; t < TILES; t++)
+        multiply(own[t], a[0], a[1], a[2], a[3], b[t][2 * (s + h)], b[t][2 * (s + h) + 1], s + h ? own[t] : middle[t]);
     }
-#pragma unroll
-    for (int t = 0; t < TILES; t++)
-      multiply(own[t], a[0], a[1], a[2], a[3], b[t][2 * s], b[t][2 * s + 1], s ? own[t] : middle[t]);
   }
 }
 
@@ -92,6 +100,10 @@ ccq_gemv(const u16* x, long long x_stride, const uint2* __restrict__ w, const un
     upper[m] = lines[slab * 16 + g];
     lower[m] = lines[slab * 16 + g + 8];
   }
+  // What a thread's results are multiplied with, asked for here: at the end it would be waited for.
+  const int width = PAIRED ? N / 2 : N, own_column = min(tile * OUT + thread % OUT, width - 1);
+  const float own_scale = load_once(scales + own_column), other_scale = PAIRED ? load_once(scales + own_column + width) : 0.f;
+
   uint2 held[AHEAD][MT];
   u32 held_scales[AHEAD][MT];
   const auto ask_w = [&](int i, int rounds) {
@@ -152,7 +164,9 @@ ccq_gemv(const u16* x, long long x_stride, const uint2* __restrict__ w, const un
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           const uint4 v = *(const uint4*)(reads[h] + (i * TILES + t) * 1024);
-          b[t][h * 4] = v.x, b[t][h * 4 + 1] = v.y, b[t][h * 4 + 2] = v.z, b[t][h * 4 + 3] = v.w;
+          // Two bytes' first inputs, second ones, third, fourth.
+          b[t][h * 4] = __byte_perm(v.x, v.z, 0x5410u), b[t][h * 4 + 1] = __byte_perm(v.x, v.z, 0x7632u);
+          b[t][h * 4 + 2] = __byte_perm(v.y, v.w, 0x5410u), b[t][h * 4 + 3] = __byte_perm(v.y, v.w, 0x7632u);
         }
         float total[4] = {};
 #pragma unroll
@@ -160,18 +174,17 @@ ccq_gemv(const u16* x, long long x_stride, const uint2* __restrict__ w, const un
         middle[t][0] = middle[t][2] = -MIDDLE * total[0];
         middle[t][1] = middle[t][3] = -MIDDLE * total[1];
       }
-#pragma unroll
-      for (int m = 0; m < MT; m++) {
+      const auto add = [&](int m, bool is_by_floats) {
         const uint2 piece = held[i][m];
         float own[TILES][4];
-        if (by_floats >> m & 1) {
+        if (is_by_floats) {
           const int slab = min(PAIRED ? tile + m * (slabs / 2) : tile * MT + m, slabs - 1);
           const float2 maps[2] = {codes[slab * 16 + g], codes[slab * 16 + g + 8]};
           add_slab(own, middle, b, piece, [&](u32 bytes, int s, int i) { return code_of(bytes, s, maps[i]) << 15; });
         } else {
           add_slab(own, middle, b, piece, [&](u32 bytes, int s, int i) {
             const uint2 line = i ? lower[m] : upper[m];
-            return __byte_perm(bytes, 0, 0x4440u | s) * line.x + line.y;
+            return byte_of(bytes, s) * line.x + line.y;
           });
         }
         const u32 both = held_scales[i][m];
@@ -180,6 +193,13 @@ ccq_gemv(const u16* x, long long x_stride, const uint2* __restrict__ w, const un
         for (int t = 0; t < TILES; t++)
 #pragma unroll
           for (int e = 0; e < 4; e++) sum[m][t][e] = fmaf(own[t][e], scale[e / 2], sum[m][t][e]);
+      };
+      if (by_floats == 0) {
+#pragma unroll
+        for (int m = 0; m < MT; m++) add(m, false);
+      } else {
+#pragma unroll
+        for (int m = 0; m < MT; m++) add(m, by_floats >> m & 1);
       }
       const int next = round + AHEAD;
       if ((ROUNDS % AHEAD ? next < ROUNDS : begin + AHEAD < ROUNDS) && (TURNS % WARPS == 0 || warp + next * WARPS < TURNS)) {
@@ -196,24 +216,18 @@ ccq_gemv(const u16* x, long long x_stride, const uint2* __restrict__ w, const un
   }
 
   __syncthreads();  // sums stand where x was
-  float* part = (float*)memory + warp * MT * 16 * PITCH;
-#pragma unroll
-  for (int m = 0; m < MT; m++)
-#pragma unroll
-    for (int t = 0; t < TILES; t++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) part[(m * 16 + g + (e >> 1) * 8) * PITCH + t * 8 + 2 * q + (e & 1)] = sum[m][t][e];
+  store_sums((float*)memory, sum, warp, lane, GROUPED ? COLUMNS : M - (int)blockIdx.y * COLUMNS);
   __syncthreads();
 
-  const int width = PAIRED ? N / 2 : N;
+  static_assert(WARPS * 32 % OUT == 0, "a thread finishes numbers of one output");
   for (int e = thread; e < COLUMNS * OUT; e += WARPS * 32) {
     const int c = e % OUT, n = e / OUT, column = tile * OUT + c;
     const int at = slot_of(n, slots, ids, M);
     if (at >= M || column >= width) continue;
     const float* line = (const float*)memory + c * PITCH + n;
-    float value = of_all_warps(line, MT * 16 * PITCH) * scales[column];
+    float value = of_all_warps(line, MT * 16 * PITCH) * own_scale;
     if (PAIRED) {
-      value = silu(value) * (of_all_warps(line + 16 * PITCH, MT * 16 * PITCH) * scales[column + width]);
+      value = silu(value) * (of_all_warps(line + 16 * PITCH, MT * 16 * PITCH) * other_scale);
     } else if (bias != nullptr) {
       value += widen(bias[column]);
     }

@@ -41,11 +41,12 @@ __device__ __forceinline__ void send(u32 address, float value) {
 #endif
 }
 
-__device__ __forceinline__ void send(u32 address, float first, float second) {
+__device__ __forceinline__ void send(u32 address, float4 v) {
 #if SPLIT > 1
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};"
+               ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 #else
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 #endif
 }
 

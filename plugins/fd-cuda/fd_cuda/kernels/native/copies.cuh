@@ -22,5 +22,16 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from, bool inside
 
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
+__device__ __forceinline__ float load_once(const float* p) {
+  float v;
+  asm volatile("ld.global.nc.f32 %0,[%1];" : "=f"(v) : "l"(p));
+  return v;
+}
+
+// An address stays in a register: the compiler would make it anew, of all that it is made of, at every use.
+template <class T>
+__device__ __forceinline__ void keep(T*& address) { asm volatile("" : "+l"(address)); }
+__device__ __forceinline__ void keep(u32& address) { asm volatile("" : "+r"(address)); }
+
 // END OF INSTRUCTIONS
 #endif

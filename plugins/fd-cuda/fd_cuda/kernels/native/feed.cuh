@@ -32,10 +32,22 @@ __device__ __forceinline__ void await_phase(u32 barrier, u32 parity) {
       "@!done bra again;}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
+// Ask for a map before it is used.
+__device__ __forceinline__ void prefetch(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 // The box of the map at this input and row.
 __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int input, int row, u32 barrier) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
                " [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(&map), "r"(input), "r"(row), "r"(barrier) : "memory");
+}
+
+// Bytes that lie together, whole sixteens of them.
+__device__ __forceinline__ void copy_line(u32 to, const void* from, int bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(barrier)
+               : "memory");
 }
 
 // All but the last `left` groups of what this thread has copied are there for itself to read.
@@ -45,3 +57,9 @@ __device__ __forceinline__ void await_own_copies() {
 }
 
 // END OF INSTRUCTIONS
+
+// Of a ring of STAGES tiles: which one, and in which round.
+struct Place {
+  int stage;
+  u32 parity;
+};

@@ -14,6 +14,8 @@
 // Inputs as by rows, in slabs of eight bytes a lane: a byte, of the row or of the row + 8, is four inputs in the
 // affine code of ERNIE 4.5's published 2-bit checkpoints (fd-quant-wint2's ccq.py).
 #define CCQ 5
+// The trellis code (trellis.cuh), of which quant_tile.cu alone knows: 64 outputs by 64 inputs in two pieces.
+#define TRELLIS 6
 #define PIECES (FORMAT == INT4 ? 1 : 2)
 #define SLAB_BYTES (FORMAT == CCQ ? 256 : PIECES * 512)
 #define GROUP_BYTES (FORMAT == CCQ ? 16 : SCALED * 32)  // of a slab's scales; CCQ: of two turns, as copies are 16 bytes
@@ -60,6 +62,16 @@ __device__ __forceinline__ u16 narrow_y(float value) {
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(value));
 #endif
   return y;
+}
+
+__device__ __forceinline__ u32 narrow_y(float first, float second) {
+  u32 pair;
+#if Y_HALF
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+#endif
+  return pair;
 }
 
 __device__ __forceinline__ float widen_y(u16 value) {

@@ -16,7 +16,6 @@
 #define TILE_W (AHEAD ? 0 : GROUPS * MT * PIECES * 2048)
 #define STAGE (BN * 128 + TILE_W)
 #define TURNS (AHEAD ? AHEAD : 2)  // of one round of the loop: operands take turns in registers
-#define PITCH (OUT * MT + 4)
 #define STEP (THREADS / 8)  // rows between pieces of 16 bytes that one thread asks for
 #define PIECES_X ((BN + STEP - 1) / STEP)
 #define WHOLE (BN % STEP == 0)  // every thread has all of its pieces
@@ -222,13 +221,8 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
 #if SPLIT > 1
   await_start();
 #endif
-#if SPLIT == 1 || !AHEAD
-  await_copies<0>();
-  meet();  // parts stand where tiles were
-#endif
-#pragma unroll
-  for (int m = 0; m < MT; m++) send_parts(parts, PITCH, rank, sum[m], m * OUT + warp * 16, lane);
-  meet();
-  finish(parts, PITCH, OUT, THREADS, tile * OUT, first_row, rank, scales, x_scales, bias, y, GROUPED ? slots : nullptr,
-         divisor, M, N);
+  constexpr bool is_apart = SPLIT > 1 && AHEAD;
+  if (!is_apart) await_copies<0>();
+  const Ending ending{parts, scales, x_scales, nullptr, bias, y, GROUPED ? slots : nullptr, divisor, first_row, rank, M, N};
+  finish<THREADS, is_apart>(ending, sum, tile * OUT + warp * 16, thread);
 }

@@ -2,8 +2,7 @@
 //
 // A block computes 16 * MT outputs; its WARPS warps take turns of 64 inputs. Weights go from memory
 // straight to registers, AHEAD turns ahead, and become matrix operands there (quant.cuh); x comes by
-// cp.async through a ring of the warp's own. STAGED: weights take that way too, as a warp waits for all loads to
-// registers that it has begun. GROUPED: blockIdx.y is a block of rows of one expert, and row n is row
+// cp.async through a ring of the warp's own. GROUPED: blockIdx.y is a block of rows of one expert, and row n is row
 // slots[n] / divisor of x and row slots[n] of y. PAIRED: slab 0 is gate rows, slab 1 the up rows that belong to them.
 // w holds slabs, or 8-bit numbers row by row.
 // A row of x comes out the same whatever M is.
@@ -16,8 +15,6 @@
 
 #define STAGE (COLUMNS * 128)  // bytes of x of one turn
 #define RING (AHEAD * STAGE)
-#define HELD (MT * (SLAB_BYTES + GROUP_BYTES))  // bytes of weights of one turn
-#define PITCH (COLUMNS + 1)
 #define OUT (PAIRED ? 16 : 16 * MT)
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
@@ -89,18 +86,10 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
     group_of[m] = entries + (u64)slab * num_groups * 8 * SCALED + (lane >> 2);
   }
 
-#if STAGED
-  unsigned char* const held = memory + WARPS * RING + warp * AHEAD * HELD;
-  const auto ask_w = [&](int i, int turn) {
-    const u32 to = shared_address(held) + i * HELD;
-#pragma unroll
-    for (int m = 0; m < MT; m++) {
-      bring_slab(to + m * SLAB_BYTES, (const unsigned char*)(from[m] - lane + turn * PIECES * 32), lane);
-      bring_group(to + MT * SLAB_BYTES + m * GROUP_BYTES, (const unsigned char*)(group_of[m] - (lane >> 2)), turn, per_group,
-                  lane);
-    }
-  };
-#else
+  // What a thread's results are multiplied with, asked for here: at the end it would be waited for.
+  const int width = PAIRED ? N / 2 : N, own_column = min(tile * OUT + thread % OUT, width - 1);
+  const float own_scale = load_once(scales + own_column), other_scale = PAIRED ? load_once(scales + own_column + width) : 0.f;
+
   Group held_groups[AHEAD][MT];
   Slab held[AHEAD][MT];
   const auto ask_w = [&](int i, int turn) {
@@ -118,7 +107,6 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
       held_groups[i][m] = load_group(group_of[m], turn / per_group);
     }
   };
-#endif
 #pragma unroll
   for (int i = 0; i < AHEAD; i++)
     if (warp + i * WARPS < turns) ask_w(i, warp + i * WARPS);
@@ -174,18 +162,8 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
 #pragma unroll
       for (int i = two; i < two + 2; i++) {
         if (begin + i * WARPS >= turns) break;
-#if STAGED
-        Slab own_slab[MT];
-        Group own_groups[MT];
-#pragma unroll
-        for (int m = 0; m < MT; m++) {
-          own_slab[m] = slab_at(held + i * HELD + m * SLAB_BYTES, lane);
-          own_groups[m] = group_at(held + i * HELD + MT * SLAB_BYTES + m * GROUP_BYTES, begin + i * WARPS, lane);
-        }
-#else
         const Slab* own_slab = held[i];
         const Group* own_groups = held_groups[i];
-#endif
 #if SCALED
         // Sums of the turn, to be multiplied with its scales: fewer numbers than its weights.
         float own_sum[MT][TILES][4] = {};
@@ -222,36 +200,21 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
             sum[m][e / 4][e % 4] = fmaf(own_sum[m][e / 4][e % 4], e % 4 < 2 ? low(both) : high(both), sum[m][e / 4][e % 4]);
           }
 #endif
-#if !STAGED
         if (begin + (i + AHEAD) * WARPS < turns) ask_w(i, begin + (i + AHEAD) * WARPS);
-#endif
       }
       __syncwarp();
 #pragma unroll
       for (int i = two; i < two + 2; i++)
-        if (begin + (i + AHEAD) * WARPS < turns) {
-#if STAGED
-          ask_w(i, begin + (i + AHEAD) * WARPS);
-#endif
-          ask_x(i, begin + (i + AHEAD) * WARPS);
-        }
+        if (begin + (i + AHEAD) * WARPS < turns) ask_x(i, begin + (i + AHEAD) * WARPS);
       commit();
     }
   }
 
   __syncthreads();  // sums stand where x was
-  float* part = (float*)memory + warp * MT * 16 * PITCH;
-  const int r = lane >> 2, q = lane & 3;
-#pragma unroll
-  for (int m = 0; m < MT; m++)
-#pragma unroll
-    for (int t = 0; t < TILES; t++)
-#pragma unroll
-      for (int j = 0; j < 4; j++)
-        part[(m * 16 + r + (j >> 1) * 8) * PITCH + t * 8 + 2 * q + (j & 1)] = sum[m][t][j];
+  store_sums((float*)memory, sum, warp, lane, GROUPED ? COLUMNS : M - (int)blockIdx.y * COLUMNS);
   __syncthreads();
 
-  const int width = PAIRED ? N / 2 : N;
+  static_assert(WARPS * 32 % OUT == 0, "a thread finishes numbers of one output");
   for (int e = thread; e < COLUMNS * OUT; e += WARPS * 32) {
     const int c = e % OUT, n = e / OUT, column = tile * OUT + c;
     const int at = slot_of(n, slots, ids, M);
@@ -260,9 +223,9 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
     float value = of_all_warps(line, MT * 16 * PITCH);
     float other = PAIRED ? of_all_warps(line + 16 * PITCH, MT * 16 * PITCH) : 0.f;
     const float x_scale = x_scales == nullptr ? 1.f : x_scales[GROUPED ? at / divisor : at];
-    value *= scales[column] * x_scale;
+    value *= own_scale * x_scale;
     if (PAIRED) {
-      other *= scales[column + width] * x_scale;
+      other *= other_scale * x_scale;
       value = silu(value) * other;
     } else if (bias != nullptr) {
       value += widen_y(bias[column]);

@@ -1,10 +1,8 @@
-// y[M, N] = x[M, K] W[N, K]^T with packed W, for tens to thousands of rows, or of rows an expert.
+// y[M, N] = x[M, K] W[N, K]^T with packed W, for a hundred rows to thousands.
 //
 // One warp feeds: it asks the copy engine for tiles of x, 64 inputs each, STAGES of them ahead. The others bring the
 // slabs of quant.cuh, each lane what it will read, and unpack a slab each into registers while wgmma multiplies the slab
 // before with BN rows of x. A block computes 64 * GROUPS outputs; the SPLIT blocks of a cluster divide K (wide.cuh).
-// PAIRED: GROUPS is 2, the first computes gate rows, the second the up rows that belong to them. GROUPED: x and y have
-// their rows by expert, BN to a block, or where there are slots, y has the rows that these say.
 // A row of x comes out the same whatever M is.
 
 #include "common.cuh"
@@ -17,8 +15,7 @@
 #define TILE_W (SLABS + (GROUPS * 4 * GROUP_BYTES + 1023) / 1024 * 1024)
 #define STAGE (TILE_X + TILE_W)
 #define FEEDER (GROUPS * 4)  // the warp; of 256 rows, three idle ones give their registers too
-#define OUT (PAIRED ? 64 : GROUPS * 64)
-#define PITCH (GROUPS * 64 + 4)
+#define OUT (GROUPS * 64)
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
@@ -39,27 +36,14 @@ __device__ __forceinline__ void multiply(float* d, const u32* a, u64 b) {
 #define TAKE_REGISTERS()
 #endif
 
-// Of a ring of STAGES tiles: which one, and in which round.
-struct Place {
-  int stage;
-  u32 parity;
-};
-
 __device__ __forceinline__ void advance(Place& place) {
   if (++place.stage == STAGES) place = {0, place.parity ^ 1};
-}
-
-__device__ __forceinline__ int slab_of(int tile, int warp, int slabs) {
-  // Slabs behind the last repeat it; nothing of theirs is stored.
-  const int half = slabs / 2;
-  return PAIRED ? min(tile * 4 + warp % 4, half - 1) + warp / 4 * half : min(tile * GROUPS * 4 + warp, slabs - 1);
 }
 
 // What a warp that multiplies knows.
 struct Source {
   const unsigned char *w, *groups;   // its first slab, and the slab's scales
   unsigned char *slabs, *entries;    // and where they stand in the first tile
-  Code maps;
   int first, per_group, lane;
 };
 
@@ -80,16 +64,18 @@ __device__ __forceinline__ Slab await_slab(const Source& from, int t, int stage,
   return slab;
 }
 
-__device__ __forceinline__ void unpack_step(u32* a, const Source& from, const Slab& slab, int step, const Group& group) {
-  unpack(slab, step, from.maps, a);
-  apply_group(a, group);
+__device__ __forceinline__ void unpack_slab(u32 (*a)[4], const Slab& slab, const Group& group) {
+#pragma unroll
+  for (int s = 0; s < 4; s++) {
+    unpack(slab, s, Code{}, a[s]);
+    apply_group(a[s], group);
+  }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict__ w, const Entry* __restrict__ groups,
+extern "C" __global__ void __launch_bounds__(THREADS)
+quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict__ w, const u32* __restrict__ groups,
            const float* __restrict__ scales, const float* x_scales, const u16* __restrict__ bias, u16* y,
-           const int* slots, const int* experts, int M, int N, int slabs, int turns, int per_group, int divisor,
-           const float2* __restrict__ codes) {
+           int M, int N, int slabs, int turns, int per_group) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   const int tile = blockIdx.x, first_row = blockIdx.y * BN, rank = blockIdx.z;
@@ -100,18 +86,7 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   const u32 base = (full + 16 * STAGES + 1023) & ~1023u;
   unsigned char* tiles = memory + (base - full);
   float* parts = (float*)tiles;
-#if GROUPED
-  let_next_start();
-  wait_for_previous();
-  const int expert = experts[blockIdx.y];
-  if (expert < 0) return;  // the whole cluster: it has one blockIdx.y
-  w += (u64)expert * slabs * turns * SLAB_BYTES;
-  groups += (u64)expert * slabs * num_groups * 8 * SCALED;
-  scales += (u64)expert * slabs * 16;
-  codes += expert * slabs * 16;
-#endif
-
-  const int own = slab_of(tile, warp, slabs);
+  const int own = nth_slab<GROUPS * 4>(tile, warp, slabs);
   Source from;
   from.w = w + ((u64)own * turns + first) * SLAB_BYTES;
   from.slabs = tiles + TILE_X + warp * SLAB_BYTES;
@@ -122,6 +97,7 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
 #pragma unroll
     for (int t = 0; t < STAGES; t++) ask_slab(from, t, count, t);
   } else if (thread == FEEDER * 32) {
+    prefetch(x);
 #pragma unroll
     for (int s = 0; s < STAGES; s++) {
       make_barrier(full + 8 * s, 1);
@@ -130,10 +106,8 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
     publish_barriers();
   }
   __syncthreads();
-#if !GROUPED
   let_next_start();
   wait_for_previous();
-#endif
 
   if (warp >= FEEDER) {
     GIVE_REGISTERS();
@@ -148,16 +122,12 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
       }
       __syncwarp();
     }
-    meet();
-    meet();
+    rest<false>();
     return;
   }
   TAKE_REGISTERS();
-#if FORMAT == CCQ
-  from.maps.upper = codes[own * 16 + (lane >> 2)];
-  from.maps.lower = codes[own * 16 + (lane >> 2) + 8];
-#endif
-  float sum[BN / 2];
+  float sums[1][BN / 2];
+  float(&sum)[BN / 2] = sums[0];
 #pragma unroll
   for (int i = 0; i < BN / 2; i++) sum[i] = 0.f;
   fence_registers(sum);
@@ -167,8 +137,7 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   if (count > 0) {
     Group group;
     const Slab slab = await_slab(from, 0, 0, group);
-#pragma unroll
-    for (int s = 0; s < 4; s++) unpack_step(a[0][s], from, slab, s, group);
+    unpack_slab(a[0], slab, group);
     ask_slab(from, STAGES, count, 0);
     await_phase(full, 0);
   }
@@ -182,16 +151,14 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
       advance(next);
       Slab slab;
       Group group;
+      begin_products();
 #pragma unroll
-      for (int s = 0; s < 4; s++) {
-        begin_products();
-        multiply(sum, a[i][s], tile_x + s * 2);
-        end_products();
-        if (s == 0 && goes_on) slab = await_slab(from, t + 1, next.stage, group);
-        await_products<4>();  // the same step of the slab before: its operands are free
-        if (s == 3 && t > 0 && lane == 0) arrive_at(empty + 8 * last);
-        if (goes_on) unpack_step(a[i ^ 1][s], from, slab, s, group);
-      }
+      for (int s = 0; s < 4; s++) multiply(sum, a[i][s], tile_x + s * 2);
+      end_products();
+      if (goes_on) slab = await_slab(from, t + 1, next.stage, group);
+      await_products<1>();  // those of the slab before: its operands and its tile of x are free
+      if (t > 0 && lane == 0) arrive_at(empty + 8 * last);
+      if (goes_on) unpack_slab(a[i ^ 1], slab, group);
       if (goes_on) {
         ask_slab(from, t + 1 + STAGES, count, next.stage);
         await_phase(full + 8 * next.stage, next.parity);
@@ -201,8 +168,6 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   }
   await_products<0>();
   fence_registers(sum);
-  meet();  // parts stand where tiles were
-  send_parts(parts, PITCH, rank, sum, warp * 16, lane);
-  meet();
-  finish(parts, PITCH, OUT, GROUPS * 128, tile * OUT, first_row, rank, scales, x_scales, bias, y, slots, divisor, M, N);
+  const Ending ending{parts, scales, x_scales, nullptr, bias, y, nullptr, 0, first_row, rank, M, N};
+  finish<GROUPS * 128, false>(ending, sums, tile * OUT + warp * 16, thread);
 }

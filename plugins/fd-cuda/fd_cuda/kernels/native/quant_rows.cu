@@ -18,7 +18,6 @@
 #define TILE_W (GROUPS * 64 * 128)
 #define TILE_X (BN * 128)
 #define STAGE (TILE_W + TILE_X)
-#define PITCH (GROUPS * 64 + 4)
 #define ASKED (STAGES - 1)  // turns ahead
 #define STEP (THREADS / 8)  // rows between pieces of 16 bytes that one thread asks for
 #define PIECES_W 4
@@ -60,9 +59,9 @@ quant_rows(const uint4* x, const uint4* __restrict__ w, const float* x_scales, c
   const int first = min(rank * share, turns), count = min(turns - first, share);
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
   unsigned char* tiles = memory + (base - shared_address(memory));
+  [[maybe_unused]] float* factors = (float*)(tiles + STAGES * STAGE);
   // Parts stand behind the tiles where the cluster's other blocks may still read theirs.
-  float* parts = (float*)(tiles + (SPLIT > 1 ? STAGES * STAGE : 0));
-  [[maybe_unused]] float* factors = (float*)(tiles + STAGES * STAGE + (SPLIT > 1 ? BN * PITCH * 4 : 0));
+  float* parts = SPLIT > 1 ? factors + (BY_BLOCK ? STAGES * BN : 0) : (float*)tiles;
 #if GROUPED || FRESH
   let_next_start();
   wait_for_previous();
@@ -144,16 +143,18 @@ quant_rows(const uint4* x, const uint4* __restrict__ w, const float* x_scales, c
   const float* factors_w = scales + (u64)(output / 128) * turns + first;
   float next_factor = count > 0 ? factors_w[0] : 0.f;
 #endif
-  Sum sum[BN / 2];
+  Sum sums[1][BN / 2];
+  Sum(&sum)[BN / 2] = sums[0];
 #pragma unroll
   for (int i = 0; i < BN / 2; i++) sum[i] = 0;
   fence_registers(sum);
 #if FORMAT == FP8_ROWS
-  float total[BN / 2];
+  float totals[1][BN / 2];
+  float(&total)[BN / 2] = totals[0];
 #pragma unroll
   for (int i = 0; i < BN / 2; i++) total[i] = 0.f;
 #else
-  Sum(&total)[BN / 2] = sum;
+  Sum(&totals)[1][BN / 2] = sums;
 #endif
   for (int t = 0; t < count; t++) {
     await_copies<ASKED - 1>();
@@ -194,10 +195,8 @@ quant_rows(const uint4* x, const uint4* __restrict__ w, const float* x_scales, c
   await_start();
 #else
   await_copies<0>();
-  __syncthreads();  // parts stand where tiles were
 #endif
-  send_parts(parts, PITCH, rank, total, warp * 16, lane);
-  meet();
-  finish(parts, PITCH, OUT, THREADS, first_output, first_row, rank, BY_BLOCK ? nullptr : scales,
-         BY_BLOCK ? nullptr : x_scales, bias, y, GROUPED ? slots : nullptr, divisor, M, N);
+  const Ending ending{parts, BY_BLOCK ? nullptr : scales, BY_BLOCK ? nullptr : x_scales, nullptr, bias, y,
+                      GROUPED ? slots : nullptr, divisor, first_row, rank, M, N};
+  finish<THREADS, (SPLIT > 1)>(ending, totals, first_output + warp % (OUT / 16) * 16, thread);
 }

@@ -1,9 +1,10 @@
 // y[M, N] = x[M, K] W[N, K]^T with packed W, for tens of rows to a hundred, or codes that take long to unpack.
 //
 // UNPACKERS warps, in TEAMS that take turns of 64 inputs, bring slabs of quant.cuh AHEAD of their turns, and put what they
-// unpack into shared memory as wgmma reads it, beside ROWS rows of x, which the copy engine brings; STAGES such tiles make a
-// ring. Groups of four warps multiply 64 rows each with BN outputs and do nothing else. The SPLIT blocks of a cluster divide
-// K. N is even.
+// unpack into shared memory as wgmma reads it, beside BN rows of x, which the copy engine brings; STAGES such tiles make a
+// ring. GROUPS of four warps multiply 64 outputs each with the rows and do nothing else. The SPLIT blocks of a cluster divide
+// K (wide.cuh). GROUPED and PAIRED as in quant_pipe.cu. The trellis code is not decoded: x is four int8 for two inputs
+// (tet_rotate.cu), and what is stored are the products of tet_gemv.cu, which lie like half floats of as many weights.
 // A row of x comes out the same whatever M is.
 
 #include "common.cuh"
@@ -11,21 +12,34 @@
 #include "wide.cuh"
 #include "feed.cuh"
 
-#define CONSUMERS (ROWS / 64)
+#if FORMAT == TRELLIS
+#include "trellis.cuh"
+#define SLABS GROUPS
+typedef int Sum;
+#else
+#define SLABS (GROUPS * 4)
+typedef float Sum;
+#endif
+#define MULTIPLIERS (GROUPS * 4)                // warps
 #define MEMBERS (UNPACKERS / TEAMS)             // warps of a team
-#define MT (BN / 16 / MEMBERS)                  // slabs of a warp and turn
+#define MT (SLABS / MEMBERS)                    // slabs of a warp and turn
+#define STORED (GROUPS * 8192 / SLABS)          // bytes of one that is unpacked
 #define HELD (MT * (SLAB_BYTES + GROUP_BYTES))  // their bytes
-#define TILE_X (ROWS * 128)
-#define STAGE (TILE_X + BN * 128)
-#define PITCH (BN + 8)
-#define OWN_ROWS (ROWS / SPLIT)  // that a block of a cluster finishes
+#define TILE_X (BN * 128)
+#define STAGE (TILE_X + GROUPS * 8192)
+#define OUT (PAIRED ? 64 : GROUPS * 64)
 static_assert(TEAMS <= STAGES, "a team that is two rounds behind takes one round for the other");
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
-__device__ __forceinline__ void multiply(float* d, u64 a, u64 b) {
+__device__ __forceinline__ void multiply(Sum* d, u64 a, u64 b) {
+#if FORMAT == TRELLIS
+  asm volatile("wgmma.mma_async.sync.aligned." SIZE "k32.s32.u8.s8 " D_LIST ", " BOTH_SHARED ", 1;"
+               : D_REGS("+r", d) : "l"(a), "l"(b));
+#else
   asm volatile("wgmma.mma_async.sync.aligned." SIZE "k16.f32." TYPE "." TYPE " " D_LIST ", " BOTH_SHARED ", 1, 1, 1, 0, 0;"
                : D_REGS("+f", d) : "l"(a), "l"(b));
+#endif
 }
 
 // Lane 8 i + j has the address of row j of matrix i, and gives elements (lane / 4, 2 (lane % 4)) of each.
@@ -38,16 +52,45 @@ __device__ __forceinline__ void store_matrices(u32 address, const u32* a) {
 // copies here.
 __device__ __forceinline__ void show_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+#if BN == 256  // sums take more registers than all have at first
+#define GIVE_REGISTERS() asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(UNPACKERS == 4 ? 88 : 72))
+#define TAKE_REGISTERS() asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(UNPACKERS == 4 ? 208 : 184))
+#endif
+
 // END OF INSTRUCTIONS
 
-// Of a ring of STAGES tiles: which one, and in which round.
-struct Place {
-  int stage;
-  u32 parity;
-};
+#ifndef GIVE_REGISTERS
+#define GIVE_REGISTERS()
+#define TAKE_REGISTERS()
+#endif
 
 __device__ __forceinline__ Place place_of(int turn) { return {turn % STAGES, (u32)(turn / STAGES) & 1}; }
 
+#if FORMAT == TRELLIS
+// Into 64 rows of the tile of weights, the first of them at `to`: eight outputs by four times two inputs of a lane, of which
+// one lane of two takes the last ones first, so that eight lanes store to all banks.
+__device__ __forceinline__ void store_slab(unsigned char* to, const Slab& slab, const Code&, const Group&, int lane) {
+  const int g = lane >> 2, j = lane & 3, swap = g % 2 * 2;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const uint4& v = slab.piece[half];
+    const u32 words[5] = {word_before(v, lane).word, v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+      const u32 before = swap ? words[n ^ 2] : words[n], word = swap ? words[(n ^ 2) + 1] : words[n + 1];
+      u32 p[8];
+      Before own{before, before >> 16};
+      products(own, word, p);
+#pragma unroll
+      for (int odd = 0; odd < 2; odd++) {
+        const int row = (n ^ swap) * 2 + odd;
+        *(uint4*)(to + (g * 8 + row) * 128 + ((half * 4 + j ^ row) << 4)) =
+            make_uint4(p[odd * 4], p[odd * 4 + 1], p[odd * 4 + 2], p[odd * 4 + 3]);
+      }
+    }
+  }
+}
+#else
 // Into 16 rows of the tile of weights, the first of them at `to`.
 __device__ __forceinline__ void store_slab(unsigned char* to, const Slab& slab, const Code& maps, const Group& group,
                                            int lane) {
@@ -76,46 +119,51 @@ __device__ __forceinline__ void store_slab(unsigned char* to, const Slab& slab, 
   }
 #endif
 }
-
-// Two outputs of a row, with their scales and biases.
-__device__ __forceinline__ void store_two(u16* y, float2 sum, const float* scales, float x_scale, const u16* bias) {
-  const float2 scale = *(const float2*)scales;
-  const u32 both = bias != nullptr ? *(const u32*)bias : 0;
-  sum.x = sum.x * (scale.x * x_scale) + widen_y((u16)both), sum.y = sum.y * (scale.y * x_scale) + widen_y((u16)(both >> 16));
-  *(u32*)y = narrow_y(sum.x) | (u32)narrow_y(sum.y) << 16;
-}
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict__ w,
            const unsigned char* __restrict__ groups, const float* __restrict__ scales, const float* x_scales,
-           const u16* __restrict__ bias, u16* y, int M, int N, int slabs, int turns, int per_group,
-           const float2* __restrict__ codes) {
+           const int* x_sums, const u16* __restrict__ bias, u16* y, const int* slots, const int* experts, int M, int N, int slabs, int turns,
+           int per_group, const float2* __restrict__ codes) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, unpacker = warp - CONSUMERS * 4;
-  const int tile = blockIdx.x, first_row = blockIdx.y * ROWS, rank = blockIdx.z;
+  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, unpacker = warp - MULTIPLIERS;
+  const int tile = blockIdx.x, first_row = blockIdx.y * BN, rank = blockIdx.z;
   const int share = (turns + SPLIT - 1) / SPLIT;
   const int first = min(rank * share, turns), count = min(turns - first, share);
   const u32 full = shared_address(memory), empty = full + 8 * STAGES;
   const u32 base = (empty + 8 * STAGES + 1023) & ~1023u;
   unsigned char* ring = memory + (base - full);
-  float* parts = (float*)ring;
+  const int group_bytes = (turns + per_group - 1) / per_group * (FORMAT == CCQ ? 8 : GROUP_BYTES);  // of a slab
+#if GROUPED
+  let_next_start();
+  wait_for_previous();
+  const int expert = experts[blockIdx.y];
+  if (expert < 0) return;  // the whole cluster: it has one blockIdx.y
+  w += (u64)expert * slabs * turns * SLAB_BYTES;
+  groups += (u64)expert * slabs * group_bytes;
+  scales += (u64)expert * slabs * (STORED / 128);
+  codes += expert * slabs * 16;
+#endif
   if (thread == 0) {
+    prefetch(x);
 #pragma unroll
     for (int s = 0; s < STAGES; s++) {
       make_barrier(full + 8 * s, MEMBERS + 1);
-      make_barrier(empty + 8 * s, CONSUMERS * 4);
+      make_barrier(empty + 8 * s, MULTIPLIERS);
     }
     publish_barriers();
   }
   __syncthreads();
+#if !GROUPED
   let_next_start();
+#endif
 
   if (unpacker >= 0) {
+    GIVE_REGISTERS();
     const int team = unpacker / MEMBERS, place = unpacker % MEMBERS * MT;
-    const int group_bytes = (turns + per_group - 1) / per_group * (FORMAT == CCQ ? 8 : GROUP_BYTES);  // of a slab
     unsigned char* const held = ring + STAGES * STAGE + unpacker * AHEAD * HELD;
-    // Slabs behind the last repeat it; nothing of theirs is stored.
-    const auto slab_of = [&](int m) { return min(tile * (BN / 16) + place + m, slabs - 1); };
+    const auto slab_of = [&](int m) { return nth_slab<SLABS>(tile, place + m, slabs); };
     const auto ask = [&](int slot, int t) {
       const u32 to = shared_address(held + slot * HELD);
 #pragma unroll
@@ -137,7 +185,9 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
       maps[m].lower = codes[slab_of(m) * 16 + (lane >> 2) + 8];
     }
 #endif
+#if !GROUPED
     wait_for_previous();  // for x; weights need not wait
+#endif
     for (int t = team, slot = 0; t < count; t += TEAMS) {
       const Place at = place_of(t);
       const unsigned char* own = held + slot * HELD;
@@ -155,58 +205,44 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
         expect(full + 8 * at.stage, TILE_X);
         copy_box(base + at.stage * STAGE, x, (first + t) * 64, first_row, full + 8 * at.stage);
       }
-      unsigned char* to = ring + at.stage * STAGE + TILE_X + place * 2048;
+      unsigned char* to = ring + at.stage * STAGE + TILE_X + place * STORED;
 #pragma unroll
-      for (int m = 0; m < MT; m++) store_slab(to + m * 2048, slab[m], maps[m], group[m], lane);
+      for (int m = 0; m < MT; m++) store_slab(to + m * STORED, slab[m], maps[m], group[m], lane);
       __syncwarp();
       if (lane == 0) arrive_at(full + 8 * at.stage);
       ask(slot, t + AHEAD * TEAMS);
       if (++slot == AHEAD) slot = 0;
     }
-    meet();
-  } else {
-    wait_for_previous();  // y is the allocator's: what is queued before may still read what was there
-    float sum[BN / 2];
-#pragma unroll
-    for (int i = 0; i < BN / 2; i++) sum[i] = 0.f;
-    fence_registers(sum);
-    int last = 0;
-    for (int t = 0; t < count; t++) {
-      const Place at = place_of(t);
-      await_phase(full + 8 * at.stage, at.parity);
-      show_stores();
-      const u64 tile_x = descriptor(base + at.stage * STAGE + warp / 4 * 8192);
-      const u64 tile_w = descriptor(base + at.stage * STAGE + TILE_X);
-      begin_products();
-#pragma unroll
-      for (int s = 0; s < 4; s++) multiply(sum, tile_x + s * 2, tile_w + s * 2);
-      end_products();
-      await_products<1>();
-      if (t > 0 && lane == 0) arrive_at(empty + 8 * last);
-      last = at.stage;
-    }
-    await_products<0>();
-    fence_registers(sum);
-    meet();  // parts stand where tiles were
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int row = warp * 16 + (lane >> 2) + h * 8, line = rank * OWN_ROWS + row % OWN_ROWS;
-      const u32 to = at_rank(shared_address(parts + line * PITCH + (lane & 3) * 2), row / OWN_ROWS);
-#pragma unroll
-      for (int j = 0; j < BN / 8; j++) send(to + j * 32, sum[j * 4 + h * 2], sum[j * 4 + h * 2 + 1]);
-    }
+    rest<PAIRED>();
+    return;
   }
-  meet();
-  for (int e = thread; e < OWN_ROWS * (BN / 2); e += THREADS) {
-    const int n = e / (BN / 2), c = e % (BN / 2) * 2, row = first_row + rank * OWN_ROWS + n, column = tile * BN + c;
-    if (row >= M || column >= N) continue;
-    float2 sum = {0.f, 0.f};
+  TAKE_REGISTERS();
+#if !GROUPED
+  wait_for_previous();  // y is the allocator's: what is queued before may still read what was there
+#endif
+  Sum sums[1][BN / 2];
+  Sum(&sum)[BN / 2] = sums[0];
 #pragma unroll
-    for (int s = 0; s < SPLIT; s++) {
-      const float2 part = *(const float2*)(parts + (s * OWN_ROWS + n) * PITCH + c);
-      sum.x += part.x, sum.y += part.y;
-    }
-    store_two(y + (u64)row * N + column, sum, scales + column, x_scales == nullptr ? 1.f : x_scales[row],
-              bias == nullptr ? nullptr : bias + column);
+  for (int i = 0; i < BN / 2; i++) sum[i] = 0;
+  fence_registers(sum);
+  int last = 0;
+  for (int t = 0; t < count; t++) {
+    const Place at = place_of(t);
+    await_phase(full + 8 * at.stage, at.parity);
+    show_stores();
+    const u64 tile_x = descriptor(base + at.stage * STAGE);
+    const u64 tile_w = descriptor(base + at.stage * STAGE + TILE_X + warp / 4 * 8192);
+    begin_products();
+#pragma unroll
+    for (int s = 0; s < 4; s++) multiply(sum, tile_w + s * 2, tile_x + s * 2);
+    end_products();
+    await_products<1>();
+    if (t > 0 && lane == 0) arrive_at(empty + 8 * last);
+    last = at.stage;
   }
+  await_products<0>();
+  fence_registers(sum);
+  // Parts stand where tiles were.
+  const Ending ending{(float*)ring, scales, x_scales, x_sums, bias, y, slots, 0, first_row, rank, M, N};
+  finish<MULTIPLIERS * 32, false>(ending, sums, tile * OUT + warp % (OUT / 16) * 16, thread);
 }

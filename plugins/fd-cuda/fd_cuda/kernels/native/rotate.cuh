@@ -71,6 +71,11 @@ struct Rotation {
     }
   }
 
+  // Rows of x rounded for a product, ROW_BYTES of shared memory each; what they are multiplied with, and their sums.
+  template <int ROWS>
+  __device__ __forceinline__ void rotate_rows(const u16* x, long long stride, int M, unsigned char* spans, float spread,
+                                              float (&scales)[ROWS], int (&sums)[ROWS]) const;
+
   // `spans`: BANDS * 16 * LINE bytes of shared memory. Result: inputs 256 * (16 * band + g + 8 * (e / 2)) +
   // 8 * (own first + n) + 2 * j + e % 2 are y[n][band][e], with g = lane / 4, j = lane % 4.
   __device__ __forceinline__ void transform(const u16* x, unsigned char* spans, float (&y)[OWN_COLUMNS][BANDS][4], int warp,
@@ -168,4 +173,18 @@ __device__ __forceinline__ void round_row(const float (&y)[OWN_COLUMNS][BANDS][4
   sum = 0;
 #pragma unroll
   for (int i = 0; i < WARPS; i++) sum += sums[i];
+}
+
+template <int ROWS>
+__device__ __forceinline__ void Rotation::rotate_rows(const u16* x, long long stride, int M, unsigned char* spans,
+                                                      float spread, float (&scales)[ROWS], int (&sums)[ROWS]) const {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+#pragma unroll 1
+  for (int n = 0; n < min(ROWS, M); n++) {
+    float numbers[OWN_COLUMNS][BANDS][4], peak;
+    int total;
+    transform(x + n * stride, spans + n * ROW_BYTES, numbers, warp, lane);
+    round_row(numbers, spans + n * ROW_BYTES, warp, lane, peak, total);
+    if (threadIdx.x == 0) scales[n] = peak / 127.f * EXCESS * spread, sums[n] = total;
+  }
 }

@@ -18,7 +18,6 @@
 #define TURNS (WIDTH / 32)
 #define ROUNDS ((TURNS + WARPS - 1) / WARPS)
 #define MT (1 + PAIRED)
-#define PITCH (COLUMNS + 1)
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 

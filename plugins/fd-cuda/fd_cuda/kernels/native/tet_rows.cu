@@ -10,7 +10,6 @@
 
 #include "common.cuh"
 #include "trellis.cuh"
-#include "cluster.cuh"
 
 #define COLUMNS (8 * TILES)
 #define TURNS (WIDTH / 32)
@@ -22,10 +21,7 @@
 #define ROWS_AT_ONCE (WARPS * 8 / CHUNK)  // that all threads copy a chunk of
 #define PIECES ((COLUMNS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE)
 #define TURN_BYTES (TILES * 512 + 64)  // of x in shared memory; 64: banks
-#define PITCH (COLUMNS + 1)
-#define HALVES (1 + PAIRED)
-#define OUT (64 * GROUP / HALVES)
-#define OWN_OUT (OUT / SPLIT)  // outputs that a block finishes
+#include "tet_sums.cuh"
 #if OWN
 #include "rotate.cuh"
 #endif
@@ -68,6 +64,8 @@ tet_rows(const void* x, const float* x_scales, const int* x_sums, const uint4* _
 #pragma unroll
   for (int i = 0; i < AHEAD; i++)
     if (depth + i * DEPTH < own_turns) held[i] = load_once(from + i * DEPTH * 32);
+  // What a thread's results are multiplied with, where one block has a product's: at the end it would be waited for.
+  const float own_scale = load_once(scales + min((int)blockIdx.x * OUT + thread % OUT, N / HALVES - 1));
 #if OWN
   Rotation rotation;
   rotation.prepare(signs, warp, lane);
@@ -81,15 +79,7 @@ tet_rows(const void* x, const float* x_scales, const int* x_sums, const uint4* _
 #if OWN
   __shared__ float own_scales[OWN];
   __shared__ int own_sums[OWN];
-#pragma unroll 1
-  for (int n = 0; n < OWN; n++) {
-    if (n >= M) break;
-    float numbers[OWN_COLUMNS][BANDS][4], peak;
-    int total;
-    rotation.transform((const u16*)x + n * x_stride, memory + n * ROW_BYTES, numbers, warp, lane);
-    round_row(numbers, memory + n * ROW_BYTES, warp, lane, peak, total);
-    if (thread == 0) own_scales[n] = peak / 127.f * EXCESS * spread, own_sums[n] = total;
-  }
+  rotation.rotate_rows((const u16*)x, x_stride, M, memory, spread, own_scales, own_sums);
 #else
   // Rows of x by turn, as lanes will read them; a thread has the same 16 bytes of a chunk of several rows.
   const int piece = thread % (CHUNK * 4), own_row = thread / (CHUNK * 4);
@@ -166,23 +156,7 @@ tet_rows(const void* x, const float* x_scales, const int* x_sums, const uint4* _
   await_own_copies<0>();
 #endif
   __syncthreads();  // parts stand where x was
-  int* part = (int*)memory + warp * 64 * PITCH;
-#pragma unroll
-  for (int n = 0; n < 4; n++)
-#pragma unroll
-    for (int t = 0; t < TILES; t++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) part[(g * 8 + n * 2 + (e >> 1)) * PITCH + t * 8 + j * 2 + (e & 1)] = sum[n][t][e];
-  __syncthreads();
-
   const int width = N / HALVES;
-  const auto of_warps = [&](int c, int n) {
-    const int* line = (const int*)memory + c * PITCH + n;
-    int total = 0;
-#pragma unroll
-    for (int i = 0; i < DEPTH; i++) total += line[i * GROUP * 64 * PITCH];
-    return total;
-  };
   const auto store = [&](int c, int n, int total, int other) {
     const int column = blockIdx.x * OUT + c, at = slot_of(n);
     if (column >= width || at >= M) return;
@@ -192,30 +166,10 @@ tet_rows(const void* x, const float* x_scales, const int* x_sums, const uint4* _
     const int row = GROUPED ? at / divisor : at;
     const float offset = 127.5f * x_sums[row], x_scale = x_scales[row];
 #endif
-    float value = (total - offset) * (scales[column] * x_scale);
+    float value = (total - offset) * ((SPLIT == 1 && WARPS * 32 % OUT == 0 ? own_scale : scales[column]) * x_scale);
     if (PAIRED) value = silu(value) * ((other - offset) * (scales[column + width] * x_scale));
     else if (bias != nullptr) value += widen(bias[column]);
     y[(u64)at * width + column] = narrow(value);
   };
-  const int last_row = GROUPED ? COLUMNS : rows;
-#if SPLIT == 1
-  for (int e = thread; e < OUT * last_row; e += WARPS * 32)
-    store(e % OUT, e / OUT, of_warps(e % OUT, e / OUT), PAIRED ? of_warps(e % OUT + OUT, e / OUT) : 0);
-#else
-  int* inbox = (int*)(memory + inbox_at);
-  await_start();
-  for (int e = thread; e < OUT * last_row; e += WARPS * 32) {
-    const int c = e % OUT, n = e / OUT;
-    int* to = inbox + (rank * OWN_OUT + c % OWN_OUT) * COLUMNS + n;
-    send(at_rank(shared_address(to), c / OWN_OUT), __int_as_float(of_warps(c, n)));
-  }
-  meet();
-  for (int e = thread; e < OWN_OUT * last_row; e += WARPS * 32) {
-    const int c = e % OWN_OUT, n = e / OWN_OUT;
-    int total = 0;
-#pragma unroll
-    for (int i = 0; i < SPLIT; i++) total += inbox[(i * OWN_OUT + c) * COLUMNS + n];
-    store(rank * OWN_OUT + c, n, total, 0);
-  }
-#endif
+  finish(sum, (int*)memory, (int*)(memory + inbox_at), GROUPED ? COLUMNS : rows, store);
 }

@@ -13,6 +13,13 @@ __device__ __forceinline__ void multiply(int* c, u32 a0, u32 a1, u32 a2, u32 a3,
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// By an integer dot product, as the unit for logic and shifts has most to do.
+__device__ __forceinline__ u32 lower_half(u32 v) {
+  u32 half;
+  asm("dp2a.lo.u32.u32 %0, %1, %2, 0;" : "=r"(half) : "r"(0x01000001u), "r"(v));
+  return half;
+}
+
 // END OF INSTRUCTIONS
 
 // The eight windows that end in a word, times the constant: two outputs by four pairs of inputs. `before`: the word before
@@ -23,10 +30,10 @@ struct Before {
 
 __device__ __forceinline__ void products(Before& before, u32 word, u32* p) {
   const u32 upper = word >> 16, last = __funnelshift_r(before.word, word, 20), first = word >> 4;
-  p[0] = (last & 0xffffu) * MULTIPLIER;
+  p[0] = lower_half(last) * MULTIPLIER;
   p[1] = __byte_perm(before.upper, word, 0x2241) * MULTIPLIER;
   p[2] = __byte_perm(last, 0, 0x4421) * MULTIPLIER;
-  p[3] = (word & 0xffffu) * MULTIPLIER;
+  p[3] = lower_half(word) * MULTIPLIER;
   p[4] = (last >> 16) * MULTIPLIER;
   p[5] = __byte_perm(word, 0, 0x4421) * MULTIPLIER;
   p[6] = __byte_perm(first, 0, 0x4421) * MULTIPLIER;

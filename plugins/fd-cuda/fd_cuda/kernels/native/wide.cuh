@@ -32,6 +32,13 @@ __device__ __forceinline__ u64 descriptor(u32 address) {
   return (u64)((address & 0x3ffff) >> 4) | ((u64)1 << 16) | ((u64)(1024 >> 4) << 32) | ((u64)1 << 62);
 }
 
+// Two matrices of eight by eight, each turned: lane 8 i + j has the address of column j of matrix i, and gives elements
+// (lane / 4, 2 (lane % 4)) and the next of each.
+__device__ __forceinline__ void store_transposed(u32 address, u32 first, u32 second) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+               ::"r"(address), "r"(first), "r"(second) : "memory");
+}
+
 // The sums of a thread as wgmma takes them, and the names of the operands behind them.
 #define R4(c, d, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
 #define R16(c, d, i) R4(c, d, i), R4(c, d, i + 4), R4(c, d, i + 8), R4(c, d, i + 12)
@@ -108,62 +115,184 @@ __device__ __forceinline__ void fence_registers(int* d) {
 // END OF INSTRUCTIONS
 
 #ifdef SPLIT
-#define SHARE (BN / SPLIT)  // rows that a block finishes
+#define FINISHERS (SPLIT < BN / 8 ? SPLIT : BN / 8)  // blocks of a cluster that finish rows, whole eights
+#define SHARE (BN / FINISHERS)                       // rows of such a block
 
-// One wgmma's sums, of 64 outputs from `column` on. Row n of x goes to the block that finishes it: there it is
-// row (own rank, n % SHARE).
+// Where results go, and what they are multiplied with.
+struct Ending {
+  float* parts;                    // shared memory: sums that other blocks send, then what warps are about to store
+  const float *scales, *x_scales;  // of outputs and of rows; may be null
+  const int* x_sums;               // what 127.5 times is subtracted before; may be null
+  const u16* bias;
+  u16* y;
+  const int* slots;  // of the block's rows, which rows of y they are; null where rows follow each other
+  int divisor;       // slots of a row of x; 0 where x has its rows as the block has them
+  int first_row, rank, M, N;
+};
+
+// A row that the block finishes: where it goes (M and more: nowhere), what is subtracted, and its scale.
+struct Row {
+  int at;
+  float offset, scale;
+};
+
+// Four sums of each slab, of eight rows: those of 16 outputs by BN rows that a warp has as wgmma gives them.
+template <int slabs>
+struct Four {
+  float4 of[slabs];
+};
+
 template <class Sum>
-__device__ __forceinline__ void send_parts(float* parts, int pitch, int rank, const Sum* sum, int column, int lane) {
-  const int r = lane >> 2, q = lane & 3;
+__device__ __forceinline__ float4 four_of(const Sum* sum, int eight) {
+  const Sum* own = sum + eight * 4;
+  return make_float4((float)own[0], (float)own[1], (float)own[2], (float)own[3]);
+}
+
+// A thread sends its sums of the rows that another block finishes to the same thread of that block.
+template <int threads, int slabs, class Sum>
+__device__ __forceinline__ void send_sums(float* inbox, int rank, int thread, const Sum (&sum)[slabs][BN / 2]) {
 #pragma unroll
-  for (int j = 0; j < BN / 2; j++) {
-    const int n = j / 4 * 8 + q * 2 + (j & 1), c = column + r + (j >> 1 & 1) * 8;
-    send(at_rank(shared_address(parts + (rank * SHARE + n % SHARE) * pitch + c), n / SHARE), (float)sum[j]);
+  for (int to = 0; to < FINISHERS; to++) {
+    if (to == rank) continue;
+    const u32 slot = at_rank(shared_address(inbox + ((rank - (rank > to)) * slabs * SHARE / 8 * threads + thread) * 4), to);
+#pragma unroll
+    for (int e = 0; e < slabs * SHARE / 8; e++)
+      send(slot + e * threads * 16, four_of(sum[e / (SHARE / 8)], to * SHARE / 8 + e % (SHARE / 8)));
   }
 }
 
-// Add up what the cluster sent, and store `out` outputs from `first` on of this block's rows. PAIRED: the up rows
-// that belong to gate rows stand `out` behind them. slots: of the block's rows; null where rows follow each
-// other. scales and x_scales may be null.
-__device__ __forceinline__ void finish(const float* parts, int pitch, int out, int threads, int first, int first_row,
-                                       int rank, const float* scales, const float* x_scales, const u16* bias, u16* y,
-                                       const int* slots, int divisor, int M, int N) {
-  const int width = PAIRED ? N / 2 : N;
-  for (int e = threadIdx.x; e < SHARE * (out / 4); e += threads) {
-    const int c = e % (out / 4) * 4, n = e / (out / 4), column = first + c;
-    const int own_row = first_row + rank * SHARE + n, at = slots != nullptr ? slots[own_row] : own_row;
-    if (at >= M || column >= width) continue;
-    float v[4] = {0.f, 0.f, 0.f, 0.f}, u[4] = {0.f, 0.f, 0.f, 0.f};
+// The cluster's sums of the i-th eight rows that the block finishes, added in the order of its blocks.
+template <int threads, int slabs, class Sum>
+__device__ __forceinline__ Four<slabs> total(const float* inbox, int rank, int thread, int i,
+                                             const Sum (&sum)[slabs][BN / 2]) {
+  Four<slabs> all;
+#pragma unroll
+  for (int m = 0; m < slabs; m++) {
+    float4 own = four_of(sum[m], i);
+#pragma unroll
+    for (int at = 1; at < FINISHERS; at++)
+      if (at == rank) own = four_of(sum[m], at * SHARE / 8 + i);
+    if (SPLIT == 1) {
+      all.of[m] = own;
+      continue;
+    }
+    all.of[m] = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
     for (int s = 0; s < SPLIT; s++) {
-      const float* line = parts + (s * SHARE + n) * pitch + c;
-      const float4 f = *(const float4*)line;
-      v[0] += f.x; v[1] += f.y; v[2] += f.z; v[3] += f.w;
-      if (PAIRED) {
-        const float4 g = *(const float4*)(line + out);
-        u[0] += g.x; u[1] += g.y; u[2] += g.z; u[3] += g.w;
-      }
+      const float* slot = inbox + ((((s - (s > rank)) * slabs + m) * SHARE / 8 + i) * threads + thread) * 4;
+      const float4 part = s == rank ? own : *(const float4*)slot;
+      all.of[m].x += part.x, all.of[m].y += part.y, all.of[m].z += part.z, all.of[m].w += part.w;
     }
-    const float x_scale = x_scales == nullptr ? 1.f : x_scales[slots != nullptr ? at / divisor : at];
+  }
+  return all;
+}
+
+// Fill the table of the rows that the block finishes.
+template <int threads>
+__device__ __forceinline__ void find_rows(const Ending& to, Row* rows, int thread) {
+  for (int n = thread; n < SHARE; n += threads) {
+    const int own = to.first_row + to.rank * SHARE + n, at = to.slots != nullptr ? to.slots[own] : own;
+    const int row = to.divisor ? at / to.divisor : own;
+    rows[n] = {at, to.x_sums != nullptr && at < to.M ? 127.5f * to.x_sums[row] : 0.f,
+               to.x_scales != nullptr && at < to.M ? to.x_scales[row] : 1.f};
+  }
+}
+
+// Of outputs l / 4 and l / 4 + 8 of two rows.
+__device__ __forceinline__ void finish_four(float* v, const float* scale, const Row& first, const Row& second) {
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const int own = min(column + j, width - 1);
-      float value = scales == nullptr ? v[j] : v[j] * scales[own] * x_scale;
-      if (PAIRED) {
-        value = silu(value) * (scales == nullptr ? u[j] : u[j] * scales[own + width] * x_scale);
-      } else if (bias != nullptr) {
-        value += widen_y(bias[own]);
-      }
-      v[j] = value;
-    }
-    u16* to = y + (u64)at * width + column;
-    if (column + 3 < width && (width & 3) == 0) {
-      *(uint2*)to = make_uint2(narrow_y(v[0]) | (u32)narrow_y(v[1]) << 16, narrow_y(v[2]) | (u32)narrow_y(v[3]) << 16);
+  for (int e = 0; e < 4; e++) {
+    const Row& row = e % 2 ? second : first;
+    v[e] = (v[e] - row.offset) * scale[e / 2] * row.scale;
+  }
+}
+
+// What a warp has put into its stage: 16 outputs of a row after those of the row before, halves exchanged by n / 4.
+__device__ __forceinline__ void store_rows(const Ending& to, const unsigned char* stage, const Row* rows, int column,
+                                           int width, int lane) {
+#pragma unroll 4
+  for (int e = lane; e < SHARE * 2; e += 32) {
+    const int n = e / 2, at = rows[n].at, c = column + e % 2 * 8;
+    if (at >= to.M || c >= width) continue;
+    const uint4 v = *(const uint4*)(stage + n * 32 + ((e ^ n >> 2) % 2 << 4));
+    u16* y = to.y + (u64)at * width + c;
+    if (width % 8 == 0) {
+      *(uint4*)y = v;
     } else {
+      const u32 pairs[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-      for (int j = 0; j < 4; j++)
-        if (column + j < width) to[j] = narrow_y(v[j]);
+      for (int j = 0; j < 8; j++)
+        if (c + j < width) y[j] = (u16)(pairs[j / 2] >> j % 2 * 16);
     }
   }
 }
+
+// The end of a product: `threads` threads hold sums. A warp's slabs are 16 outputs from `column` on, with PAIRED gates; what
+// belongs to them is its second slab, or where it has one slab, what the upper half of the warps holds. `is_apart`: parts
+// stand where no tiles were. Warps without sums take part in every meeting by rest().
+template <int threads, bool is_apart, int slabs, class Sum>
+__device__ __forceinline__ void finish(const Ending& to, const Sum (&sum)[slabs][BN / 2], int column, int thread) {
+  constexpr bool across = PAIRED && slabs == 1;
+  const int lane = thread & 31, r = lane >> 2, width = PAIRED ? to.N / 2 : to.N;
+  const bool is_up = across && thread >= threads / 2, finishes = to.rank < FINISHERS;
+  __shared__ Row rows[SHARE];
+  if (finishes) find_rows<threads>(to, rows, thread);
+  float scale[slabs][2], bias[2];
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int own = min(column + r + h * 8, width - 1);
+#pragma unroll
+    for (int m = 0; m < slabs; m++) scale[m][h] = to.scales == nullptr ? 1.f : to.scales[own + (m + is_up) * width];
+    bias[h] = to.bias == nullptr ? 0.f : widen_y(to.bias[own]);
+  }
+  if (!is_apart) meet();
+  if (SPLIT > 1) {
+    send_sums<threads>(to.parts, to.rank, thread, sum);
+    meet();
+  }
+  unsigned char* stages = (unsigned char*)(to.parts + (SPLIT - 1) * slabs * SHARE / 8 * threads * 4);
+  unsigned char* stage = stages + thread / 32 * SHARE * 32;
+  float4* other = (float4*)(stages + threads * SHARE / 2) + thread % (threads / 2);  // what upper warps hold
+  const Row* own_rows = rows + (lane & 3) * 2;
+  if (is_up) {
+#pragma unroll
+    for (int i = 0; i < SHARE / 8; i++) {
+      Four<slabs> all = total<threads>(to.parts, to.rank, thread, i, sum);
+      finish_four((float*)&all.of[0], scale[0], own_rows[i * 8], own_rows[i * 8 + 1]);
+      other[i * (threads / 2)] = all.of[0];
+    }
+  }
+  if (across) __syncthreads();
+  if (is_up || !finishes) return;
+  const u32 place = shared_address(stage) + (lane & 7) * 32 + ((lane >> 3 & 1 ^ lane >> 2 & 1) << 4);
+#pragma unroll
+  for (int i = 0; i < SHARE / 8; i++) {
+    Four<slabs> all = total<threads>(to.parts, to.rank, thread, i, sum);
+#pragma unroll
+    for (int m = 0; m < slabs; m++) finish_four((float*)&all.of[m], scale[m], own_rows[i * 8], own_rows[i * 8 + 1]);
+    const float4 up = across ? other[i * (threads / 2)] : all.of[slabs - 1];
+    float4 v = all.of[0];
+    if (PAIRED) v = make_float4(silu(v.x) * up.x, silu(v.y) * up.y, silu(v.z) * up.z, silu(v.w) * up.w);
+    else v = make_float4(v.x + bias[0], v.y + bias[0], v.z + bias[1], v.w + bias[1]);
+    store_transposed(place + i * 256, narrow_y(v.x, v.y), narrow_y(v.z, v.w));
+  }
+  __syncwarp();
+  store_rows(to, stage, rows, column, width, lane);
+}
+
+// What warps without sums do meanwhile.
+template <bool is_across>
+__device__ __forceinline__ void rest() {
+  meet();
+  if (SPLIT > 1) meet();
+  if (is_across) __syncthreads();
+}
 #endif
+
+// Which slab is the nth of the `own` of a block. Those behind the last repeat it; nothing of theirs is stored.
+template <int own>
+__device__ __forceinline__ int nth_slab(int tile, int nth, int slabs) {
+  constexpr int gates = own / 2;
+  const int half = slabs / 2;
+  return PAIRED ? min(tile * gates + nth % gates, half - 1) + nth / gates * half : min(tile * own + nth, slabs - 1);
+}

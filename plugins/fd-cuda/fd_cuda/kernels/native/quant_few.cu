@@ -1,0 +1,221 @@
+// y[M, N] = x[M, K] W[N, K]^T with W in slabs (quant.cuh), for M <= 8 * TILES and long rows.
+//
+// A block computes 16 * MT outputs; its WARPS warps take turns of 64 inputs. Weights and x come by cp.async through a ring
+// of the warp's own, AHEAD turns ahead: a warp would wait for all that it has asked for to registers. What a turn has goes to
+// registers while the turn before is multiplied. Half floats of int4 are MIDDLE more than the weights, for which sums of x,
+// a product with ones for all slabs together, make up.
+// PER_GROUP: turns with one scale an output. A row of x comes out the same whatever M is.
+
+#include "common.cuh"
+#include "quant.cuh"
+
+#define COLUMNS (8 * TILES)
+#define GROUPED 0
+#include "rows.cuh"
+
+#define STAGE (COLUMNS * 128 + MT * (SLAB_BYTES + GROUP_BYTES))  // bytes of a turn: x, slabs, scales
+#define UNROLLED (AHEAD % 2 ? 2 * AHEAD : AHEAD)  // turns take two places in registers by turns
+#define SLABS_AT (COLUMNS * 128)
+#define GROUPS_AT (SLABS_AT + MT * SLAB_BYTES)
+#define GROUP_LANES (SCALED ? GROUP_BYTES / 16 : 1)
+#define OUT (16 * MT)
+#define SHIFTED (FORMAT == INT4)
+#if HALF
+#define MIDDLE 1032.f
+#else
+#define MIDDLE 136.f
+#endif
+
+// INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
+
+// The turn before the last AHEAD - 1 is there.
+__device__ __forceinline__ void await_turn() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(u32* b, u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");
+}
+
+// d = c + a b
+__device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, const float* c) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
+               "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%11,%12,%13};"
+               : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+
+// END OF INSTRUCTIONS
+
+// What a warp multiplies in a turn.
+struct Turn {
+  u32 b[2][TILES][4];
+  Slab slab[MT];
+  Group group[MT];
+};
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
+quant_few(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* __restrict__ groups,
+          const float* __restrict__ scales, const float* x_scales, const u16* __restrict__ bias, u16* y, int M, int N, int K,
+          int slabs, int turns) {
+  extern __shared__ __align__(128) unsigned char memory[];  // rings, then parts of sums
+  const int thread = threadIdx.x, lane = thread & 31, warp = __shfl_sync(~0u, thread >> 5, 0);
+  const int tile = blockIdx.x;
+  const int rounds = (turns - warp + WARPS - 1) / WARPS, num_groups = (turns + PER_GROUP - 1) / PER_GROUP;
+  const unsigned char* from[MT];
+#pragma unroll
+  for (int m = 0; m < MT; m++) {
+    // Slabs behind the last repeat it; nothing of theirs is stored.
+    const int slab = min(tile * MT + m, slabs - 1);
+    from[m] = (const unsigned char*)w + ((u64)slab * turns + warp) * SLAB_BYTES;
+    keep(from[m]);
+  }
+  // Lanes copy 16 bytes of scales each, of all slabs.
+  const int own_slab = min(tile * MT + lane / GROUP_LANES, slabs - 1), first_group = warp / PER_GROUP;
+  const unsigned char* group_from =
+      (const unsigned char*)groups + ((u64)own_slab * num_groups + first_group) * GROUP_BYTES + lane % GROUP_LANES * 16;
+  keep(group_from);
+  static_assert(WARPS * 32 % OUT == 0, "a thread finishes numbers of one output");
+  const int column = tile * OUT + thread % OUT;
+  const float scale = load_once(scales + min(column, N - 1));  // waited for at the end
+  unsigned char* ring = memory + warp * AHEAD * STAGE;
+  keep(ring);
+  u32 to = shared_address(ring);
+  keep(to);
+  // Of the round `rounds` after that at which `from` stands, into stage i.
+  const auto ask_w = [&](int i, int rounds, int turn) {
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+      bring_slab(to + i * STAGE + SLABS_AT + m * SLAB_BYTES, from[m] + rounds * WARPS * SLAB_BYTES, lane);
+    if (SCALED && lane < MT * GROUP_LANES) {
+      const int group = WARPS % PER_GROUP ? turn / PER_GROUP - first_group : rounds * (WARPS / PER_GROUP);
+      copy_async(to + i * STAGE + GROUPS_AT + lane * 16, group_from + group * GROUP_BYTES, true);
+    }
+  };
+#pragma unroll
+  for (int i = 0; i < AHEAD; i++)
+    if (i < rounds) ask_w(i, i, warp + i * WARPS);
+  let_next_start();
+  wait_for_previous();
+
+  // Eight lanes copy a row's 128 bytes of a turn, in 16-byte pieces that rows exchange: banks.
+  const uint4* x_from[2 * TILES];
+  u32 present = 0;
+#pragma unroll
+  for (int i = 0; i < 2 * TILES; i++) {
+    const int row = blockIdx.y * COLUMNS + (lane >> 3) + 4 * i;
+    x_from[i] = x + (row < M ? (u64)row * x_stride : 0) + (lane & 7) + warp * 8;
+    present |= (u32)(row < M) << i;
+    keep(x_from[i]);
+  }
+  keep(present);
+  const u32 own = to + (lane >> 3) * 128;
+  u32 places[2] = {own + (((lane & 7) ^ (lane >> 3)) << 4), own + (((lane & 7) ^ (4 + (lane >> 3))) << 4)};
+  keep(places[0]);
+  keep(places[1]);
+  const auto ask_x = [&](int i, int rounds, int turn) {
+    const bool inside = EVEN || turn * 64 + (lane & 7) * 8 < K;
+#pragma unroll
+    for (int j = 0; j < 2 * TILES; j++)
+      if (present >> j & 1)
+        copy_async(places[j & 1] + i * STAGE + j * 512, x_from[j] + (inside ? rounds * WARPS * 8 : 0), inside);
+  };
+#pragma unroll
+  for (int i = 0; i < AHEAD; i++) {
+    if (i < rounds) ask_x(i, i, warp + i * WARPS);
+    commit();
+  }
+
+  const u32 row = lane & 7, chunk = lane >> 3;
+  u32 reads[2] = {to + row * 128 + ((chunk ^ row) << 4), to + row * 128 + ((chunk + 4 ^ row) << 4)};
+  keep(reads[0]);
+  keep(reads[1]);
+  const auto take = [&](Turn& turn, int i, int nth) {
+    await_turn();
+    __syncwarp();
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int t = 0; t < TILES; t++) load_matrices(turn.b[half][t], reads[half] + i * STAGE + t * 1024);
+#pragma unroll
+    for (int m = 0; m < MT; m++) {
+      turn.slab[m] = slab_at(ring + i * STAGE + SLABS_AT + m * SLAB_BYTES, lane);
+      turn.group[m] = group_at(ring + i * STAGE + GROUPS_AT + m * GROUP_BYTES, nth, lane);
+    }
+  };
+
+  float sum[MT][TILES][4] = {};
+  Turn held[2];
+  take(held[0], 0, warp);
+#pragma unroll 1
+  for (int begin = 0; begin < rounds; begin += UNROLLED) {
+#pragma unroll
+    for (int i = 0; i < UNROLLED; i++) {
+      const int round = begin + i, again = warp + (round + AHEAD) * WARPS;
+      if (round >= rounds) break;
+      const Turn& turn = held[i % 2];
+      __syncwarp();  // all lanes have what this turn brought
+      if (round + AHEAD < rounds) {
+        ask_w(i % AHEAD, AHEAD + i, again);
+        ask_x(i % AHEAD, AHEAD + i, again);
+      }
+      commit();
+      if (round + 1 < rounds) take(held[(i + 1) % 2], (i + 1) % AHEAD, warp + (round + 1) * WARPS);
+      float middle[TILES][4] = {};  // where sums of a turn begin
+#pragma unroll
+      for (int t = 0; t < TILES && SHIFTED; t++) {
+        float total[4] = {};
+#pragma unroll
+        for (int s = 0; s < 4; s++)
+          multiply(total, ONES, ONES, ONES, ONES, turn.b[s / 2][t][s % 2 * 2], turn.b[s / 2][t][s % 2 * 2 + 1], total);
+        middle[t][0] = middle[t][2] = -MIDDLE * total[0];
+        middle[t][1] = middle[t][3] = -MIDDLE * total[1];
+      }
+#pragma unroll
+      for (int m = 0; m < MT; m++) {
+        float turn_sum[TILES][4];
+        float(&own_sum)[TILES][4] = SHIFTED || SCALED ? turn_sum : sum[m];
+#pragma unroll
+        for (int s = 0; s < 4; s++) {
+          u32 a[4];
+          if (SHIFTED) {
+#pragma unroll
+            for (int n = 0; n < 4; n++) a[n] = masked_or(word(turn.slab[m], s) >> (4 * n), 0x000f000fu, MAGIC);
+          } else {
+            unpack(turn.slab[m], s, Code(), a);
+          }
+          add_offsets(a, turn.group[m]);
+#pragma unroll
+          for (int t = 0; t < TILES; t++)
+            multiply(own_sum[t], a[0], a[1], a[2], a[3], turn.b[s / 2][t][s % 2 * 2], turn.b[s / 2][t][s % 2 * 2 + 1],
+                     s == 0 && (SHIFTED || SCALED) ? middle[t] : own_sum[t]);
+        }
+#pragma unroll
+        for (int e = 0; e < TILES * 4 && (SHIFTED || SCALED); e++) {
+          float& all = sum[m][e / 4][e % 4];
+          const u32 both = turn.group[m].scales;
+          all = SCALED ? fmaf(own_sum[e / 4][e % 4], e % 4 < 2 ? low(both) : high(both), all) : all + own_sum[e / 4][e % 4];
+        }
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < MT; m++) from[m] += UNROLLED * WARPS * SLAB_BYTES;
+    if (WARPS % PER_GROUP == 0) group_from += UNROLLED * WARPS / PER_GROUP * GROUP_BYTES;
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; i++) x_from[i] += UNROLLED * WARPS * 8;
+  }
+
+  __syncthreads();  // sums stand where x was
+  store_sums((float*)memory, sum, warp, lane, M - (int)blockIdx.y * COLUMNS);
+  __syncthreads();
+
+  for (int e = thread; e < COLUMNS * OUT; e += WARPS * 32) {
+    const int n = e / OUT, at = blockIdx.y * COLUMNS + n;
+    if (at >= M || column >= N) continue;
+    float value = of_all_warps((const float*)memory + thread % OUT * PITCH + n, OUT * PITCH);
+    value *= scale * (x_scales == nullptr ? 1.f : x_scales[at]);
+    if (bias != nullptr) value += widen_y(bias[column]);
+    y[(u64)at * N + column] = narrow_y(value);
+  }
+}
