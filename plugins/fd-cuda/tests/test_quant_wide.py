@@ -14,7 +14,7 @@ from test_quant_native import DEVICE, HAS_GPU, Case, check, check_product, packe
 from fd_cuda.kernels import quant_weights
 from fd_cuda.kernels.quant_native import Grouping, product
 from fd_cuda.kernels.quant_order import gathered
-from fd_cuda.kernels.quant_shapes import Pipe, Tile
+from fd_cuda.kernels.quant_shapes import MOST_SHARED, Pipe, Tile, tile_shared
 from fd_cuda.kernels.routing import Order
 
 pytestmark = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, reason="needs g++")
@@ -40,12 +40,19 @@ LARGE: list[Case] = [
     ("wint4", 264, 520, 0, torch.bfloat16, 300, Pipe(256, 2, 1, 4)),
     ("wint4", 1032, 1024, 128, torch.bfloat16, 130, Pipe(128, 2, 2, 5)),
     ("wfp8", 512, 1024, 0, torch.bfloat16, 700, Pipe(256, 2, 2, 5)),
-    ("wint4", 264, 520, 0, torch.bfloat16, 300, Tile(128, 256, 1, 4, 4, 2, 2)),
+    ("wint4", 264, 520, 0, torch.bfloat16, 300, Tile(128, 256, 1, 4, 4, 2, 1)),
     ("wint4", 1032, 1024, 128, torch.bfloat16, 130, Tile(64, 256, 4, 4, 8, 4, 1)),
     ("wint8", 520, 1088, 64, torch.float16, 130, Tile(128, 128, 8, 5, 8, 2, 2)),
     ("wfp8", 6144, 1024, 0, torch.bfloat16, 700, Tile(128, 192, 1, 4, 4, 1, 2)),
     ("wint8", 5200, 1024, 0, torch.bfloat16, 200, Tile(64, 128, 2, 4, 8, 2, 2)),
 ]
+
+
+def test_blocks_have_the_shared_memory_that_tiles_take() -> None:
+    for name, rows, count, group, _, _, shape in (*CASES, *LARGE):
+        slabs = quant_weights.prepare(packed(name, rows, count, group)).slabs
+        if isinstance(shape, Tile) and slabs is not None:
+            assert tile_shared(shape, slabs.kind, slabs.scaled) <= MOST_SHARED, (name, shape)
 
 
 @pytest.mark.parametrize("case", [*CASES, *(LARGE if HAS_GPU else [])], ids=str)
