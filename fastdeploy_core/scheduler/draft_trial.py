@@ -12,9 +12,9 @@ from typing import NamedTuple
 # Steps of a block, blocks of each number, and steps of a block behind which a number may have failed at once.
 BLOCK, ROUNDS, FEWEST = 12, 3, 4
 # A number that is slower than this share of the fastest is tried no more: in its first block, behind it, behind
-# the next one and so on. Before so many tokens were drawn with it, more where both have drafts, only if it is
-# slower than bad luck could make it.
-FAILED, EVIDENCE, MORE_EVIDENCE, NO_LUCK = (0.8, 0.9, 0.95, 1.0), 12, 36, 0.6
+# the next one and so on. Before so many tokens were drawn with it, only if it is slower than bad luck could
+# make it.
+FAILED, EVIDENCE, NO_LUCK = (0.8, 0.9, 0.95, 1.0), 12, 0.6
 # Drafts are hopeless that do not make a step give so many times as many tokens.
 HOPELESS = 1.1
 # How many times as long as others of its kind a step may count.
@@ -140,10 +140,12 @@ class Trial:
         # Prompts between steps with drafts say nothing by themselves.
         if 2 * sum(step.has_drafts or not number for step in self._steps[number]) < FEWEST:
             return False
-        needed = MORE_EVIDENCE if number and best else EVIDENCE
-        is_known = num_steps * self._num_rows >= needed
-        least = FAILED[min(num_steps // BLOCK, ROUNDS)] if is_known else NO_LUCK
-        return self.ratio(number) < least * self.ratio(best)
+        ratio, least = self.ratio(number), FAILED[min(num_steps // BLOCK, ROUNDS)]
+        if number and ratio < (least if num_steps * self._num_rows >= EVIDENCE else NO_LUCK):
+            return True
+        # One block is too little for drafts to win by, where prompts come now and then.
+        is_known = min(num_steps, len(self._steps[best])) >= 2 * BLOCK
+        return best > 0 and is_known and ratio < least * self.ratio(best)
 
     def ratio(self, number: int) -> float:
         """How many times as fast as without drafts."""

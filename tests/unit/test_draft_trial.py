@@ -49,13 +49,25 @@ def test_what_is_far_slower_costs_four_steps(rows: int) -> None:
 
 def test_bad_luck_of_one_row_is_waited_for() -> None:
     """A step with drafts takes a third longer; the row's first four have none that is right."""
-    trial = Trial((0, 5), 1, Load())
-    for _ in range(BLOCK):
-        trial.add(TimedStep(1.0, 1.0, 0, False))
-    for number in range(BLOCK):
-        assert trial.current == 5
-        trial.add(TimedStep(1.0 if number < FEWEST else 4.0, 1.33, 0, True))
-    assert trial.is_over and trial.best(1.1) == 5
+    trial, count = Trial((0, 5), 1, Load()), 0
+    while not trial.is_over:
+        number = trial.current
+        count += number == 5
+        tokens = 4.0 if number and count > FEWEST else 1.0
+        trial.add(TimedStep(tokens, 1.33 if number else 1.0, 0, number > 0))
+    assert trial.best(1.1) == 5
+
+
+@pytest.mark.parametrize("rows", [8, 32])
+def test_nobody_wins_by_one_block(rows: int) -> None:
+    """By chance one draft is fast for its first twelve steps: three are what pays in the end."""
+    trial, count = Trial((0, 3, 1), rows, Load()), 0
+    while not trial.is_over:
+        number = trial.current
+        count += number == 1
+        seconds = {0: 1.0, 3: 1.9, 1: 0.9 if count <= BLOCK else 2.0}[number]
+        trial.add(TimedStep({0: 1.0, 3: 2.4, 1: 1.5}[number], seconds, 0, number > 0))
+    assert trial.best(1.1) == 3
 
 
 def test_prompts_count_at_their_usual_share() -> None:
