@@ -40,7 +40,7 @@ LARGE: list[Case] = [
     ("wint4", 264, 520, 0, torch.bfloat16, 300, Pipe(256, 2, 1, 4)),
     ("wint4", 1032, 1024, 128, torch.bfloat16, 130, Pipe(128, 2, 2, 5)),
     ("wfp8", 512, 1024, 0, torch.bfloat16, 700, Pipe(256, 2, 2, 5)),
-    ("wint4", 264, 520, 0, torch.bfloat16, 300, Tile(128, 256, 1, 4, 4, 2, 2)),
+    ("wint4", 264, 520, 0, torch.bfloat16, 300, Tile(128, 256, 1, 3, 4, 2, 2)),
     ("wint4", 1032, 1024, 128, torch.bfloat16, 130, Tile(64, 256, 4, 4, 8, 4, 1)),
     ("wint8", 520, 1088, 64, torch.float16, 130, Tile(128, 128, 8, 5, 8, 2, 2)),
     ("wfp8", 6144, 1024, 0, torch.bfloat16, 700, Tile(128, 192, 1, 4, 4, 1, 2)),
