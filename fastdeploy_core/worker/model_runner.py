@@ -299,7 +299,8 @@ class ModelRunner:
         launched.prompt_logprobs = self._drawer.prompt_logprobs(hidden, rows)
         if not rows.sample_tokens.size:
             return None
-        if not rows.is_decode or hidden.shape[0] != rows.slots.size:
+        # In a padded step always: what is queued goes with the shape, not with how full it is.
+        if rows.shape is not None or not rows.is_decode or hidden.shape[0] != rows.slots.size:
             index = self._device.to_device(rows.padded_samples())
             hidden = self._xp.index_select(hidden, 0, index)
         return self._model.compute_logits(hidden)
