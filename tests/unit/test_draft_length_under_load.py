@@ -1,6 +1,7 @@
 """Adaptive length where steps are queued ahead of their results, as on an accelerator, over a clock that only
-steps move: neither a server's load nor steady decoding nor one batch of equal answers takes longer than without, be
-it the device that takes the time or a host to which every end of a sequence is work.
+steps move: neither a server's load nor steady decoding takes longer than without, be it the device that takes the
+time or a host to which every end of a sequence is work; nor does one batch of equal answers, if they are the
+recorded ones. (One with rows that never have a right draft does: it ends with these.)
 
 ngram_acceptance.txt: of answers of 256 tokens by the demo model (copying, reciting, plain copy), a line each: how
 many of five n-gram drafts are right behind the first token, the second and so on.
