@@ -48,7 +48,7 @@ class Results:
     """Memory of large results: what nobody refers to any more is used again. Fresh pages can cost as
     much as the work whose result they take."""
 
-    LEAST = 1 << 17  # bytes; smaller ones are the library's business
+    LEAST = 1 << 25  # bytes; smaller ones malloc keeps itself: TensorLibrary.tune_allocator
 
     def __init__(self) -> None:
         self._free: dict[int, list[_Memory]] = defaultdict(list)
