@@ -159,7 +159,8 @@ class UpProjection(GGUFWeight):
 def _raw(source: Source, start: int, stop: int) -> np.ndarray:
     if source.order is None or len(source.shape) == 1:
         return source.tensor.rows(source.first_row + start, source.first_row + stop)
-    return source.tensor.rows(0, source.tensor.num_rows)[source.order[start:stop]]
+    whole = source.tensor.rows(0, source.tensor.num_rows)
+    return np.take(whole, source.order[start:stop], axis=0)
 
 
 def _decode(tensor: GGUFTensor, raw: np.ndarray) -> np.ndarray:
