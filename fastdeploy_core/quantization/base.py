@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.errors import ConfigError, WeightError
@@ -24,8 +24,8 @@ _IGNORE_KEYS = ("modules_to_not_convert", "ignored_layers")
 class PackedQuantizer:
     """A driver whose layers are PackedWeights. Subclasses say what is stored and how it is packed."""
 
-    name: ClassVar[str] = ""
-    contract: ClassVar[tuple[int, int]] = CONTRACT
+    name = ""
+    contract = CONTRACT
 
     def __init__(
         self, config: Mapping[str, Any], device: DeviceBackend, kernels: KernelTable

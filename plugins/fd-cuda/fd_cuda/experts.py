@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from fastdeploy_core.contracts.moe import (
@@ -57,9 +57,9 @@ class _Local:
 class AllGatherExperts:
     """See ExpertCommunicator. Every rank sees all tokens and adds its experts' share."""
 
-    name: ClassVar[str] = "cuda_all_gather"
-    contract: ClassVar[tuple[int, int]] = CONTRACT
-    capabilities: ClassVar[ExpertCommunicatorCapabilities] = ExpertCommunicatorCapabilities(
+    name = "cuda_all_gather"
+    contract = CONTRACT
+    capabilities = ExpertCommunicatorCapabilities(
         graph_safe=True, deterministic=True, max_ranks=_MAX_RANKS
     )
 
@@ -113,10 +113,10 @@ class AllGatherExperts:
         plan = ExpertPlan(
             max(1, tokens_per_rank), 1024, 1, self._num_physical, "contiguous", "bfloat16"
         )
-        at = {"device": self._device.device}
-        x = torch.zeros((tokens_per_rank, 1024), dtype=torch.bfloat16, **at)
-        ids = torch.arange(tokens_per_rank, **at).unsqueeze(1) % self._table.shape[0]
-        weights = torch.ones((tokens_per_rank, 1), **at)
+        device = self._device.device
+        x = torch.zeros((tokens_per_rank, 1024), dtype=torch.bfloat16, device=device)
+        ids = torch.arange(tokens_per_rank, device=device).unsqueeze(1) % self._table.shape[0]
+        weights = torch.ones((tokens_per_rank, 1), device=device)
         times = []
         for _ in range(3):
             began = time.perf_counter()
@@ -208,8 +208,8 @@ class AllGatherExperts:
 class AllToAllExperts(AllGatherExperts):
     """See ExpertCommunicator. Each token travels once to each rank that has an expert of it."""
 
-    name: ClassVar[str] = "cuda_all_to_all"
-    capabilities: ClassVar[ExpertCommunicatorCapabilities] = ExpertCommunicatorCapabilities(
+    name = "cuda_all_to_all"
+    capabilities = ExpertCommunicatorCapabilities(
         deterministic=True, dedup=True, max_ranks=_MAX_RANKS
     )
 
@@ -274,11 +274,9 @@ class ByBatchExperts:
     """See ExpertCommunicator. The quicker of both for each plan's number of tokens, measured when the plan
     is made; all ranks choose alike."""
 
-    name: ClassVar[str] = "cuda_by_batch"
-    contract: ClassVar[tuple[int, int]] = CONTRACT
-    capabilities: ClassVar[ExpertCommunicatorCapabilities] = ExpertCommunicatorCapabilities(
-        deterministic=True, max_ranks=_MAX_RANKS
-    )
+    name = "cuda_by_batch"
+    contract = CONTRACT
+    capabilities = ExpertCommunicatorCapabilities(deterministic=True, max_ranks=_MAX_RANKS)
 
     def __init__(self, group: ExpertGroup) -> None:
         self._group = group

@@ -35,8 +35,8 @@ _DUMMY_STD = 0.02
 class TrellisQuantizer:
     """What the three widths share."""
 
-    name: ClassVar[str] = ""
-    contract: ClassVar[tuple[int, int]] = CONTRACT
+    name = ""
+    contract = CONTRACT
     bits: ClassVar[int] = 2
 
     def __init__(
