@@ -261,7 +261,7 @@ class CudaCommunicator:
                 call(x)
 
         graph = self._device.capture(run)
-        times = []
+        times: list[float] = []
         for _ in range(5):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
