@@ -192,8 +192,8 @@ class TrellisQuantizer:
     def dequantize(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor:
         """[N, K] float32, rotated back."""
         packed = self.pack(layer, tensors)
-        signs, block = packed.tensors["signs"], int(packed.tensors["block"].item())
-        return rotate_back(packed.dequantize(), signs, block)
+        block = int(self.device.to_host(packed.tensors["block"])[0])
+        return rotate_back(packed.dequantize(), packed.tensors["signs"], block)
 
 
 def _whole_number(config: Mapping[str, Any], key: str, default: int) -> int:
