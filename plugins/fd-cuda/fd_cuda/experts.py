@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import torch
 from fastdeploy_core.contracts.moe import (
@@ -51,7 +51,8 @@ class _Local:
     is_mine: Tensor  # [tokens, top_k]
     weights: Tensor  # [tokens, top_k] float32
     num_tokens: int  # of this rank's own batch
-    routes: Any = None  # how rows travelled
+    # How rows travelled: which tokens to each rank, and how many to and from each.
+    routes: tuple[Tensor, list[int], list[int]] | None = None
 
 
 class AllGatherExperts:
@@ -262,12 +263,15 @@ class AllToAllExperts(AllGatherExperts):
         return result.to(y.dtype)
 
 
+_Inner = TypeVar("_Inner", ExpertPlan, _Local)
+
+
 @dataclass(slots=True)
-class _Chosen:
+class _Chosen(Generic[_Inner]):
     """A plan with the communicator that serves it, or a handle of that communicator's."""
 
     communicator: AllGatherExperts
-    inner: Any
+    inner: _Inner
 
 
 class ByBatchExperts:
@@ -283,7 +287,7 @@ class ByBatchExperts:
         self._all = (AllGatherExperts(group), AllToAllExperts(group))
         self._costs: dict[int, list[float]] = {}
 
-    def plan(self, plan: ExpertPlan) -> _Chosen:
+    def plan(self, plan: ExpertPlan) -> _Chosen[ExpertPlan]:
         """Choose; every rank has to make the same plans in the same order."""
         if self._all[0].world_size == 1:
             return _Chosen(self._all[0], self._all[0].plan(plan))
@@ -296,14 +300,14 @@ class ByBatchExperts:
         return _Chosen(best, best.plan(plan))
 
     def dispatch(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: _Chosen
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: _Chosen[ExpertPlan]
     ) -> Dispatched:
         """By the communicator chosen for the plan."""
         sent = plan.communicator.dispatch(x, topk_ids, topk_weights, plan.inner)
         sent.handle = _Chosen(plan.communicator, sent.handle)
         return sent
 
-    def combine(self, y: Tensor, handle: _Chosen) -> Tensor:
+    def combine(self, y: Tensor, handle: _Chosen[_Local]) -> Tensor:
         """By the communicator that dispatched."""
         return handle.communicator.combine(y, handle.inner)
 

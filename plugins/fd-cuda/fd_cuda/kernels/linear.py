@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -218,7 +217,7 @@ def _launch(
 class _Launch:
     """All that a launch needs but its arguments."""
 
-    kernel: Any
+    kernel: native.Function
     grid: tuple[int, int, int]
     threads: int
     shared: int
