@@ -98,6 +98,7 @@ class Tile:
     unpackers: int  # warps
     teams: int  # of them, which take turns
     ahead: int  # own turns that weights are asked for ahead
+    resident: int = 1  # blocks a multiprocessor should hold
 
     @property
     def groups(self) -> int:
@@ -113,6 +114,7 @@ class Tile:
         tile = f"{self.rows}x{self.outputs}"
         return (
             f"tile {tile} /{self.split} {self.stages}st {self.unpackers}u{self.teams} {self.ahead}a"
+            f" {self.resident}r"
         )
 
 

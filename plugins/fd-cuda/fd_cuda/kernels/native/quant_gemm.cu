@@ -154,6 +154,9 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
     commit();
   }
 
+  const Ending ending{parts, scales, x_scales, nullptr, bias, y, GROUPED ? slots : nullptr, divisor, first_row, rank, M, N};
+  const int column = tile * OUT + warp * 16;
+  const auto factors = find_factors<THREADS, MT>(ending, column, thread);
   float sum[MT][BN / 2];
 #pragma unroll
   for (int m = 0; m < MT; m++) {
@@ -223,6 +226,5 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
 #endif
   constexpr bool is_apart = SPLIT > 1 && AHEAD;
   if (!is_apart) await_copies<0>();
-  const Ending ending{parts, scales, x_scales, nullptr, bias, y, GROUPED ? slots : nullptr, divisor, first_row, rank, M, N};
-  finish<THREADS, is_apart>(ending, sum, tile * OUT + warp * 16, thread);
+  finish<THREADS, is_apart>(ending, factors, sum, column, thread);
 }

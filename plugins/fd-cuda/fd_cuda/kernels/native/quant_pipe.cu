@@ -126,6 +126,9 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
     return;
   }
   TAKE_REGISTERS();
+  const Ending ending{parts, scales, x_scales, nullptr, bias, y, nullptr, 0, first_row, rank, M, N};
+  const int column = tile * OUT + warp * 16;
+  const auto factors = find_factors<GROUPS * 128, 1>(ending, column, thread);
   float sums[1][BN / 2];
   float(&sum)[BN / 2] = sums[0];
 #pragma unroll
@@ -168,6 +171,5 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   }
   await_products<0>();
   fence_registers(sum);
-  const Ending ending{parts, scales, x_scales, nullptr, bias, y, nullptr, 0, first_row, rank, M, N};
-  finish<GROUPS * 128, false>(ending, sums, tile * OUT + warp * 16, thread);
+  finish<GROUPS * 128, false>(ending, factors, sums, column, thread);
 }

@@ -121,7 +121,7 @@ __device__ __forceinline__ void store_slab(unsigned char* to, const Slab& slab, 
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict__ w,
            const unsigned char* __restrict__ groups, const float* __restrict__ scales, const float* x_scales,
            const int* x_sums, const u16* __restrict__ bias, u16* y, const int* slots, const int* experts, int M, int N, int slabs, int turns,
@@ -220,6 +220,10 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
 #if !GROUPED
   wait_for_previous();  // y is the allocator's: what is queued before may still read what was there
 #endif
+  // Parts stand where tiles were.
+  const Ending ending{(float*)ring, scales, x_scales, x_sums, bias, y, slots, 0, first_row, rank, M, N};
+  const int column = tile * OUT + warp % (OUT / 16) * 16;
+  const auto factors = find_factors<MULTIPLIERS * 32, 1>(ending, column, thread);
   Sum sums[1][BN / 2];
   Sum(&sum)[BN / 2] = sums[0];
 #pragma unroll
@@ -242,7 +246,5 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   }
   await_products<0>();
   fence_registers(sum);
-  // Parts stand where tiles were.
-  const Ending ending{(float*)ring, scales, x_scales, x_sums, bias, y, slots, 0, first_row, rank, M, N};
-  finish<MULTIPLIERS * 32, false>(ending, sums, tile * OUT + warp % (OUT / 16) * 16, thread);
+  finish<MULTIPLIERS * 32, false>(ending, factors, sums, column, thread);
 }
