@@ -154,9 +154,6 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
     commit();
   }
 
-  const Ending ending{parts, scales, x_scales, nullptr, bias, y, GROUPED ? slots : nullptr, divisor, first_row, rank, M, N};
-  const int column = tile * OUT + warp * 16;
-  const auto factors = find_factors<THREADS, MT>(ending, column, thread);
   float sum[MT][BN / 2];
 #pragma unroll
   for (int m = 0; m < MT; m++) {
@@ -226,5 +223,7 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
 #endif
   constexpr bool is_apart = SPLIT > 1 && AHEAD;
   if (!is_apart) await_copies<0>();
-  finish<THREADS, is_apart>(ending, factors, sum, column, thread);
+  const Ending ending{parts, scales, x_scales, nullptr, bias, y, GROUPED ? slots : nullptr, divisor, first_row, rank, M, N};
+  const int column = tile * OUT + warp * 16;
+  finish<THREADS, is_apart>(ending, find_factors<THREADS, MT>(ending, column, thread), sum, column, thread);
 }

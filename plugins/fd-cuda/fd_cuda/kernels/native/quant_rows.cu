@@ -136,10 +136,6 @@ quant_rows(const uint4* x, const uint4* __restrict__ w, const float* x_scales, c
     commit();
   }
 
-  const Ending ending{parts, BY_BLOCK ? nullptr : scales, BY_BLOCK ? nullptr : x_scales, nullptr, bias, y,
-                      GROUPED ? slots : nullptr, divisor, first_row, rank, M, N};
-  const int column = first_output + warp % (OUT / 16) * 16;
-  const auto of_results = find_factors<THREADS, 1>(ending, column, thread);
 #if BY_BLOCK
   // A warp's 16 outputs are of one block.
   const int own = warp * 16, up = PAIRED ? own / OUT : 0;
@@ -200,5 +196,8 @@ quant_rows(const uint4* x, const uint4* __restrict__ w, const float* x_scales, c
 #else
   await_copies<0>();
 #endif
-  finish<THREADS, (SPLIT > 1)>(ending, of_results, totals, column, thread);
+  const Ending ending{parts, BY_BLOCK ? nullptr : scales, BY_BLOCK ? nullptr : x_scales, nullptr, bias, y,
+                      GROUPED ? slots : nullptr, divisor, first_row, rank, M, N};
+  const int column = first_output + warp % (OUT / 16) * 16;
+  finish<THREADS, (SPLIT > 1)>(ending, find_factors<THREADS, 1>(ending, column, thread), totals, column, thread);
 }

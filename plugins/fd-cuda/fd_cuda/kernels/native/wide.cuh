@@ -47,14 +47,13 @@ __device__ __forceinline__ void store_transposed(u32 address, u32 first, u32 sec
 #define D4 "%0,%1,%2,%3"
 #define D8 D4 ",%4,%5,%6,%7"
 #define D16 D8 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define D24 D16 ",%16,%17,%18,%19,%20,%21,%22,%23"
-#define D32 D24 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define D32 D16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define D40 D32 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define D48 D40 ",%40,%41,%42,%43,%44,%45,%46,%47"
 #define D64 D48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define D80 D64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
-#define D96 D80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define D112 D96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define D112 D80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95," \
+  "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
 #define D128 D112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #if BN == 256
 #define D_LIST "{" D128 "}"
@@ -67,11 +66,6 @@ __device__ __forceinline__ void store_transposed(u32 address, u32 first, u32 sec
 #define D_REGS(c, d) R32(c, d, 0), R32(c, d, 32), R32(c, d, 64), R16(c, d, 96)
 #define SIZE "m64n224"
 #define BOTH_SHARED "%112, %113"
-#elif BN == 192
-#define D_LIST "{" D96 "}"
-#define D_REGS(c, d) R32(c, d, 0), R32(c, d, 32), R32(c, d, 64)
-#define SIZE "m64n192"
-#define BOTH_SHARED "%96, %97"
 #elif BN == 160
 #define D_LIST "{" D80 "}"
 #define D_REGS(c, d) R32(c, d, 0), R32(c, d, 32), R16(c, d, 64)
@@ -101,11 +95,6 @@ __device__ __forceinline__ void store_transposed(u32 address, u32 first, u32 sec
 #define BOTH_SHARED "%32, %33"
 #define FLAG "%34"
 #define ONE_SHARED "{%32,%33,%34,%35}, %36"
-#elif BN == 48
-#define D_LIST "{" D24 "}"
-#define D_REGS(c, d) R16(c, d, 0), R8(c, d, 16)
-#define SIZE "m64n48"
-#define BOTH_SHARED "%24, %25"
 #elif BN == 32
 #define D_LIST "{" D16 "}"
 #define D_REGS(c, d) R16(c, d, 0)
@@ -261,7 +250,7 @@ struct Factors {
   float scale[slabs][2], bias[2];
 };
 
-// To be asked for before the products, at whose end all would wait for it. A meeting stands between this and finish().
+// Where it pays, found before the products, at whose end all would wait for it. finish() meets before it reads the table.
 template <int threads, int slabs>
 __device__ __forceinline__ Factors<slabs> find_factors(const Ending& to, int column, int thread) {
   const int width = PAIRED ? to.N / 2 : to.N;
