@@ -172,8 +172,7 @@ def tile_shape(kind: int, scaled: int, count: int, rows: int) -> Tile | None:
     if rows <= 32:
         tile = Tile(32, 128, _parts(across, 1.0, 8), 4, 8, 4, 1)
     elif rows <= 64 and size == 2:
-        stages, teams = (4, 4) if is_ccq else (8, 4) if is_trellis or kind == INT4 else (6, 2)
-        tile = Tile(64, 128, _parts(across, 1.0, 2), stages, 8, teams, 1)
+        tile = Tile(64, 128, _parts(across, 1.0, 2), 8 if is_trellis else 4, 8, 4, 1)
     elif rows <= 64:
         tile = Tile(64, 64, halves, 8, 4, 4, 1) if is_trellis else Tile(64, 64, halves, 4, 8, 4, 1)
     elif rows <= 128 and size == 2:
