@@ -178,11 +178,6 @@ def read(name: str, environ: Mapping[str, str] | None = None) -> Any:
     return VARIABLES[name].read(os.environ if environ is None else environ)
 
 
-def check_all(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """All values; raises ConfigError on the first bad one. For start-up and collect-env."""
-    return {name: read(name, environ) for name in VARIABLES}
-
-
 def __getattr__(name: str) -> Any:
     if name in VARIABLES:
         return read(name)

@@ -113,7 +113,7 @@ def _vocab_size(llm: Any) -> int:
     """Ids that have a text and that the model knows; its own specials are at the end of most."""
     tokenizer = llm.get_tokenizer()
     specials = [t for t in tokenizer.special_token_ids if t >= tokenizer.vocab_size // 2]
-    size = min([tokenizer.vocab_size, *specials])
+    size: int = min([tokenizer.vocab_size, *specials])
     return min(size, int(llm.config.model.hf_config.get("vocab_size", size)))
 
 

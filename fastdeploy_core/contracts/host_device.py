@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -35,7 +35,7 @@ _OOM_TEXTS = (
 class HostDevice:
     """Everything of a DeviceBackend but its name, its limits and capture()."""
 
-    name: ClassVar[str] = ""
+    name: str = ""
     contract = CONTRACT
     worker = ""
     device = "cpu"

@@ -159,6 +159,8 @@ class Drafter(Protocol):
 class HostDrafter(Drafter, Protocol):
     """`runs_on = "host"`. Deterministic: the same histories give the same proposals."""
 
+    runs_on: Literal["host"]
+
     def propose(self, batch: HostDraftInput) -> list[list[int]]:
         """Up to max_drafts[i] draft tokens for each row, possibly none."""
         ...
@@ -168,6 +170,8 @@ class DeviceDrafter(Drafter, Protocol):
     """`runs_on = "device"`. Where the builder's attention drivers can be captured, propose() may be
     captured in a graph, of a step in which every row decodes, or with max_drafts 0 of any: it reads
     nothing on the host but shapes."""
+
+    runs_on: Literal["device"]
 
     def propose(self, batch: DraftBatch) -> Tensor:
         """[B, max_drafts] int64, NO_DRAFT from where a row has none. Rows that do not draw may hold

@@ -6,6 +6,10 @@ One line per record: control characters are escaped, so that nothing a client se
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from logging import _SysExcInfoType
 
 LINE = "%(asctime)s %(levelname)-7s %(room)s: %(message)s"
 TIME = "%m-%d %H:%M:%S"
@@ -33,6 +37,6 @@ class LineFormatter(logging.Formatter):
         record.message = record.message.translate(_ESCAPES)
         return super().formatMessage(record)
 
-    def formatException(self, ei: object) -> str:
+    def formatException(self, ei: _SysExcInfoType) -> str:
         """Called by format()."""
-        return super().formatException(ei).translate(_LINE_ESCAPES)  # type: ignore[arg-type]
+        return super().formatException(ei).translate(_LINE_ESCAPES)

@@ -16,7 +16,6 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
 
 from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.host_communicator import check_private
@@ -44,9 +43,9 @@ MAX_EVENTS = 65536
 class SharedMemoryTransport:
     """See contracts.kv_transport.KVTransport. Thread-safe."""
 
-    name: ClassVar[str] = "shm"
-    contract: ClassVar[tuple[int, int]] = (0, 1)
-    capabilities: ClassVar[TransportCapabilities] = TransportCapabilities(
+    name = "shm"
+    contract = (0, 1)
+    capabilities = TransportCapabilities(
         read=True, receiver_driven=True, fenced=True, same_host_only=True
     )
 

@@ -53,7 +53,10 @@ class PagedAttention:
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """q: [num_tokens, heads, dim], k: [num_tokens, kv_heads, dim]."""
-        return self._rotary(q, k, positions, self.cos_sin, self._interleaved)
+        turned: tuple[Tensor, Tensor] = self._rotary(
+            q, k, positions, self.cos_sin, self._interleaved
+        )
+        return turned
 
     def attend(
         self,

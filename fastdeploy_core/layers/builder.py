@@ -18,12 +18,13 @@ from fastdeploy_core.contracts.quantizer import LayerSpec, Quantizer
 from .attention import Attention, HeadShape
 from .embedding import Embedding, LMHead
 from .expert_parallel import ExpertRanks, ExpertShare
-from .linear import Linear, LinearPart, Piece
+from .linear import Linear, LinearPart
 from .mla import LatentAttention, LatentShape
 from .mlp import GatedMLP
 from .moe import MoEBlock
 from .norm import RMSNorm
 from .rotary import RotarySpec, cos_sin_table
+from .stored import Piece
 from .weight_map import WeightMap
 
 if TYPE_CHECKING:

@@ -34,4 +34,5 @@ class RMSNorm:
         """(norm(x + residual), x + residual); both [num_tokens, size]. None: nothing is to be added."""
         if residual is None:
             return self._norm(x, self.weight, self.eps), x
-        return self._add_norm(x, residual, self.weight, self.eps)
+        both: tuple[Tensor, Tensor] = self._add_norm(x, residual, self.weight, self.eps)
+        return both

@@ -69,7 +69,8 @@ def yarn_softmax_scale(spec: RotarySpec) -> float:
 
 def _plain(spec: RotarySpec) -> np.ndarray:
     exponents = np.arange(0, spec.dim, 2, dtype=np.float32) / np.float32(spec.dim)
-    return (1.0 / np.power(np.float32(spec.theta), exponents)).astype(np.float32)
+    powers: np.ndarray = np.power(np.float32(spec.theta), exponents)
+    return (1.0 / powers).astype(np.float32)
 
 
 def _default(spec: RotarySpec) -> tuple[np.ndarray, float]:

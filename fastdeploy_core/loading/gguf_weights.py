@@ -95,12 +95,13 @@ class GGUFWeight:
         """Chunks of rows, each decoded and cut to the columns asked for."""
         full = [slice(0, 1)] * (2 - len(self.shape)) + [*region]
         full += [slice(None)] * (max(2, len(self.shape)) - len(full))
-        if len(full) > 2 or not all(isinstance(part, slice) for part in full):
+        cuts = [part for part in full if isinstance(part, slice)]
+        if len(full) > 2 or len(cuts) < len(full):
             # Three dimensions: nothing in a model has them, one of a wrong name may.
             return self._rows(0, math.prod(self.shape[:-1])).reshape(self.shape)[region]
-        rows, columns = full
-        first, last, _ = rows.indices(math.prod(self.shape[:-1]))  # type: ignore[union-attr]
-        start, stop, _ = columns.indices(self.shape[-1])  # type: ignore[union-attr]
+        rows, columns = cuts
+        first, last, _ = rows.indices(math.prod(self.shape[:-1]))
+        start, stop, _ = columns.indices(self.shape[-1])
         out = np.empty((last - first, stop - start), self._bits)
         step = max(1, _CHUNK_BYTES // (4 * self.shape[-1]))
         for row in range(first, last, step):
@@ -159,7 +160,8 @@ class UpProjection(GGUFWeight):
 def _raw(source: Source, start: int, stop: int) -> np.ndarray:
     if source.order is None or len(source.shape) == 1:
         return source.tensor.rows(source.first_row + start, source.first_row + stop)
-    return source.tensor.rows(0, source.tensor.num_rows)[source.order[start:stop]]
+    whole = source.tensor.rows(0, source.tensor.num_rows)
+    return np.take(whole, source.order[start:stop], axis=0)
 
 
 def _decode(tensor: GGUFTensor, raw: np.ndarray) -> np.ndarray:

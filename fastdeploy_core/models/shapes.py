@@ -28,7 +28,8 @@ def read_shapes(
     hf_config: Mapping[str, Any], tp_size: int = 1, dtype: str = "float32"
 ) -> ModelShapes:
     """The shapes of one rank of `tp_size`. UnsupportedModel names the architectures there are."""
-    return model_class(hf_config).shapes(hf_config, tp_size, dtype)
+    shapes: ModelShapes = model_class(hf_config).shapes(hf_config, tp_size, dtype)
+    return shapes
 
 
 def model_class(hf_config: Mapping[str, Any]) -> Any:

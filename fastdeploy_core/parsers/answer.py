@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from fastdeploy_core.contracts.small import ParsedDelta, ReasoningParser
 
+ReasoningDriver = Callable[[str, Mapping[str, Any]], ReasoningParser]
+
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
@@ -30,7 +32,7 @@ class TextParser(Protocol):
 
 
 def thinking_ahead(
-    parser: type[ReasoningParser] | None,
+    parser: ReasoningDriver | None,
     prompt_text: str,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Thinking | None:
@@ -38,7 +40,7 @@ def thinking_ahead(
     `thinking`; one that has none never delays a grammar."""
     if parser is None:
         return None
-    reader = parser(prompt_text, dict(chat_template_kwargs or {}))  # type: ignore[call-arg]
+    reader = parser(prompt_text, dict(chat_template_kwargs or {}))
     return getattr(reader, "thinking", None)
 
 
@@ -47,7 +49,7 @@ class AnswerReader:
 
     def __init__(
         self,
-        reasoning: type[ReasoningParser] | None,
+        reasoning: ReasoningDriver | None,
         tool: Callable[[list[Any]], TextParser] | None,
         *,
         prompt_text: str = "",
@@ -55,7 +57,7 @@ class AnswerReader:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         kwargs = dict(chat_template_kwargs or {})
-        self._reasoning = reasoning(prompt_text, kwargs) if reasoning else None  # type: ignore[call-arg]
+        self._reasoning = reasoning(prompt_text, kwargs) if reasoning else None
         self._tool = tool(list(tools or [])) if tool else None
         self.num_tool_calls = 0
 

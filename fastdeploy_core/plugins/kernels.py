@@ -171,11 +171,6 @@ def build_kernel_table(
     return _compose(ChosenKernels(device_name, both, late, allow_fallback), composing, facts)
 
 
-def operations_without_kernel(table: ChosenKernels) -> list[str]:
-    """Operations of the contract that the table lacks; empty for a working installation."""
-    return [o for o in OPERATIONS if o not in table]
-
-
 def _compose(
     table: ChosenKernels, cells: Iterable[_Cell], facts: Mapping[str, Any]
 ) -> ChosenKernels:

@@ -12,7 +12,6 @@ from .discovery import Inventory, PluginEntry
 
 if TYPE_CHECKING:
     from .negotiate import Decision
-    from .resolved import ResolvedPlugins
 
 INVENTORY_COLUMNS = ("name", "kind", "distribution", "version", "status")
 
@@ -94,14 +93,3 @@ def decision_data(decision: Decision) -> dict[str, Any]:
             for c in decision.candidates
         ],
     }
-
-
-def startup_block(resolved: ResolvedPlugins) -> str:
-    """The block a server logs once: kind, driver, distribution, why."""
-    rows = []
-    for decision in resolved.decisions:
-        entry = resolved.entry(decision.kind, decision.winner)
-        rows.append((decision.kind, decision.winner, entry.origin, decision.why))
-    lines = [table(("kind", "driver", "distribution", "why"), rows)]
-    lines += [f"note: {note}" for note in resolved.notes]
-    return "\n".join(lines)

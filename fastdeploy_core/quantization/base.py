@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.errors import ConfigError, WeightError
@@ -24,8 +24,8 @@ _IGNORE_KEYS = ("modules_to_not_convert", "ignored_layers")
 class PackedQuantizer:
     """A driver whose layers are PackedWeights. Subclasses say what is stored and how it is packed."""
 
-    name: ClassVar[str] = ""
-    contract: ClassVar[tuple[int, int]] = CONTRACT
+    name = ""
+    contract = CONTRACT
 
     def __init__(
         self, config: Mapping[str, Any], device: DeviceBackend, kernels: KernelTable
@@ -109,6 +109,41 @@ class PackedQuantizer:
     def dequantize(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor:
         """[N, K] float32."""
         return self._checked(layer, tensors).dequantize()
+
+
+class OrderedQuantizer(PackedQuantizer):
+    """One whose groups may be of scattered inputs: these are put in the groups' order before the product."""
+
+    def order(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor | None:
+        """[K] int64; None where the inputs lie in the order of their groups already."""
+        raise NotImplementedError
+
+    def packed(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight | None:
+        """None where the inputs have to be put in order first."""
+        return None if self.order(layer, tensors) is not None else super().packed(layer, tensors)
+
+    def prepare(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Any:
+        """The kernel's product, and the order it wants its inputs in."""
+        prepared = super().prepare(layer, tensors)
+        if layer.role == "experts":
+            return prepared
+        return (*prepared, self.order(layer, tensors))
+
+    def apply(self, layer: LayerSpec, prepared: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The kernel's product."""
+        product, weight, order = prepared
+        if order is not None:
+            x = self.xp.index_select(x, 1, order)
+        y: Tensor = product(x, weight, bias)
+        return y
+
+    def dequantize(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor:
+        """[N, K] float32 in the model's order of inputs."""
+        weight = super().dequantize(layer, tensors)
+        order = self.order(layer, tensors)
+        if order is None:
+            return weight
+        return self.xp.index_select(weight, 1, self.xp.argsort(order, 0))
 
 
 def check_scale(xp: Any, name: str, scale: Tensor) -> None:

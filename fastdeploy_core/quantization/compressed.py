@@ -15,7 +15,7 @@ from fastdeploy_core.contracts.quant_formats import FORMATS, FP8_BLOCK, PackedWe
 from fastdeploy_core.contracts.quantizer import ParameterSpec
 from fastdeploy_core.errors import ConfigError, UnsupportedModel
 
-from .base import PackedQuantizer, check_group
+from .base import OrderedQuantizer, check_group
 from .fp8 import spread_parts
 from .integer import largest_scale
 from .packing import pack_int4, unpack_int32
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
 
-class CompressedTensors(PackedQuantizer):
+class CompressedTensors(OrderedQuantizer):
     """Every layer by the scheme of the group it falls into."""
 
     name = "compressed-tensors"
@@ -164,7 +164,7 @@ class CompressedTensors(PackedQuantizer):
     def _from_words(self, layer: LayerSpec, scheme: Scheme, tensors: dict[str, Tensor]) -> Tensor:
         xp = self.xp
         values = unpack_int32(tensors["weight_packed"], scheme.bits)[..., : layer.in_features]
-        order = self._order(layer, scheme, tensors)
+        order = self.order(layer, tensors)
         if order is not None:
             values = xp.index_select(values, 1, order)
         if scheme.bits == 4:
@@ -186,38 +186,10 @@ class CompressedTensors(PackedQuantizer):
             start += -(-count // per_word) * per_word
         return xp.cat(kept, -1).transpose(-1, -2).contiguous()
 
-    def _order(self, layer: LayerSpec, scheme: Scheme, tensors: dict[str, Tensor]) -> Tensor | None:
-        """Inputs in the order of their groups."""
+    def order(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor | None:
+        """By the stored numbers of groups."""
+        scheme = self._scheme(layer)
         if not scheme.is_scattered or not scheme.group_size:
             return None
         xp = self.xp
         return xp.argsort(tensors["weight_g_idx"].reshape([-1]).to(xp.int64), 0, stable=True)
-
-    def packed(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight | None:
-        """None where the inputs have to be put in order first."""
-        if self._order(layer, self._scheme(layer), tensors) is not None:
-            return None
-        return super().packed(layer, tensors)
-
-    def prepare(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Any:
-        """The kernel's product, and the order it wants its inputs in."""
-        prepared = super().prepare(layer, tensors)
-        if layer.role == "experts":
-            return prepared
-        return (*prepared, self._order(layer, self._scheme(layer), tensors))
-
-    def apply(self, layer: LayerSpec, prepared: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The kernel's product."""
-        product, weight, order = prepared
-        if order is not None:
-            x = self.xp.index_select(x, 1, order)
-        y: Tensor = product(x, weight, bias)
-        return y
-
-    def dequantize(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor:
-        """[N, K] float32 in the model's order of inputs."""
-        weight = super().dequantize(layer, tensors)
-        order = self._order(layer, self._scheme(layer), tensors)
-        if order is None:
-            return weight
-        return self.xp.index_select(weight, 1, self.xp.argsort(order, 0))

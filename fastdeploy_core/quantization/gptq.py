@@ -19,7 +19,7 @@ from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
 from fastdeploy_core.contracts.quantizer import ParameterSpec
 from fastdeploy_core.errors import ConfigError, UnsupportedModel, WeightError
 
-from .base import PackedQuantizer, check_group, check_scale, group_size_of
+from .base import OrderedQuantizer, PackedQuantizer, check_group, group_size_of
 from .packing import AWQ_ORDER, pack_int4, unpack_int32, unpack_rows
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class WordQuantizer(PackedQuantizer):
         )
 
 
-class Gptq(WordQuantizer):
+class Gptq(OrderedQuantizer, WordQuantizer):
     """GPTQ, symmetric or not, with or without act-order."""
 
     name = "gptq"
@@ -191,13 +191,13 @@ class Gptq(WordQuantizer):
                 f"tensor {layer.name}.qzeros is not all {middle}; config.json says sym=true; the "
                 "checkpoint does not belong to this config.json"
             )
-        order = self._order(layer, tensors)
+        order = self.order(layer, tensors)
         if order is not None:
             values = xp.index_select(values, 0, order)
         table = None if self._is_symmetric else zeros.transpose(0, 1)
         return self._packed(layer, values.transpose(0, 1), table, tensors["scales"])
 
-    def _order(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor | None:
+    def order(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor | None:
         """Inputs in the order of their groups; None where they lie so already."""
         index, xp = tensors.get("g_idx"), self.xp
         if index is None or not self.group_size or not self._is_scattered:
@@ -219,36 +219,6 @@ class Gptq(WordQuantizer):
                 "checkpoint is damaged or was cut by tensor parallelism; use one rank"
             )
         return xp.argsort(flat.to(xp.int64), 0, stable=True)
-
-    def packed(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight | None:
-        """None where the inputs have to be put in order first."""
-        check_scale(self.xp, f"{layer.name}.scales", tensors["scales"])
-        return None if self._order(layer, tensors) is not None else super().packed(layer, tensors)
-
-    def prepare(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Any:
-        """The kernel's product, and the order it wants its inputs in."""
-        check_scale(self.xp, f"{layer.name}.scales", tensors["scales"])
-        prepared = super().prepare(layer, tensors)
-        if layer.role == "experts":
-            return prepared
-        return (*prepared, self._order(layer, tensors))
-
-    def apply(self, layer: LayerSpec, prepared: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The kernel's product."""
-        product, weight, order = prepared
-        if order is not None:
-            x = self.xp.index_select(x, 1, order)
-        y: Tensor = product(x, weight, bias)
-        return y
-
-    def dequantize(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor:
-        """[N, K] float32 in the model's order of inputs."""
-        weight = super().dequantize(layer, tensors)
-        order = self._order(layer, tensors)
-        if order is None:
-            return weight
-        back = self.xp.argsort(order, 0)
-        return self.xp.index_select(weight, 1, back)
 
 
 class Awq(WordQuantizer):

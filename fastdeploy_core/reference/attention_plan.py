@@ -237,4 +237,5 @@ def _slots(
 ) -> np.ndarray:
     """Slot of each position of each row."""
     blocks, offsets = np.divmod(positions, block_size)
-    return tables[rows, blocks].astype(np.int64) * block_size + offsets
+    slots: np.ndarray = tables[rows, blocks].astype(np.int64) * block_size + offsets
+    return slots

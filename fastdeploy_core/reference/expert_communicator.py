@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.moe import (
@@ -40,11 +40,9 @@ class _Handle:
 class LoopbackExperts:
     """All experts are here: dispatch sorts, combine undoes it. See ExpertCommunicator."""
 
-    name: ClassVar[str] = "loopback"
-    contract: ClassVar[tuple[int, int]] = CONTRACT
-    capabilities: ClassVar[ExpertCommunicatorCapabilities] = ExpertCommunicatorCapabilities(
-        deterministic=True, max_ranks=1
-    )
+    name = "loopback"
+    contract = CONTRACT
+    capabilities = ExpertCommunicatorCapabilities(deterministic=True, max_ranks=1)
 
     def __init__(self, group: ExpertGroup) -> None:
         self._xp = group.device.xp
@@ -188,10 +186,8 @@ class LoopbackExperts:
 class AllGatherExperts(LoopbackExperts):
     """Every rank sees all tokens and adds its experts' share; results are summed over ranks."""
 
-    name: ClassVar[str] = "all_gather"
-    capabilities: ClassVar[ExpertCommunicatorCapabilities] = ExpertCommunicatorCapabilities(
-        deterministic=True, max_ranks=64
-    )
+    name = "all_gather"
+    capabilities = ExpertCommunicatorCapabilities(deterministic=True, max_ranks=64)
 
     def _gather(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: ExpertPlan

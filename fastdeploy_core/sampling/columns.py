@@ -178,7 +178,8 @@ class SamplingPlan:
             holders = rows[nth] - depths[nth] + offset
             base = nth * self._columns.vocab_size
             self._parts[key] = (self._to_device(base), self._to_device(holders))
-        return self._parts[key]
+        pairs: tuple[Tensor, Tensor] = self._parts[key]
+        return pairs
 
     def rows(self, flag: int) -> np.ndarray:
         """Numbers of the rows that have the flag."""
@@ -244,7 +245,8 @@ class SamplingPlan:
                 self._to_device(np.concatenate(where)),
                 self._to_device(np.concatenate(what)),
             )
-        return self._parts["bias"]
+        bias: tuple[Tensor, Tensor] = self._parts["bias"]
+        return bias
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return self._device.to_device(np.ascontiguousarray(array))

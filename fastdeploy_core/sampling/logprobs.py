@@ -62,7 +62,7 @@ def read(tensors: LogprobTensors, arrays: Iterator[np.ndarray]) -> list[TokenLog
     chosen = np.maximum(next(arrays)[:, 0], LOWEST).tolist()
     ranks = next(arrays).tolist()
     top_values: list[list[float]] = [[]] * len(ranks)
-    top_ids: list[list[int]] = top_values  # type: ignore[assignment]
+    top_ids: list[list[int]] = [[]] * len(ranks)
     if tensors.top_values is not None:
         top_values = np.maximum(next(arrays), LOWEST).tolist()
         top_ids = next(arrays).tolist()

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FAILED = "logits_processor_failed"
+ProcessorDriver = Callable[[ProcessorContext], LogitsProcessor]
 
 
 @dataclass(slots=True)
@@ -120,15 +121,17 @@ def load_processors(
     return ProcessorSet(device, columns, members)
 
 
-def find_processor(name: str) -> type[Any]:
+def find_processor(name: str) -> ProcessorDriver:
     """A processor class by entry-point name, or by "module:Class" as the operator wrote it."""
     if name in BUILTIN_PROCESSORS:
         return BUILTIN_PROCESSORS[name]
     if ":" not in name:
-        return plugins.lookup("logits_processor", name)
+        found: ProcessorDriver = plugins.lookup("logits_processor", name)
+        return found
     module, _, attribute = name.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        named: ProcessorDriver = getattr(importlib.import_module(module), attribute)
+        return named
     except (ImportError, AttributeError) as error:
         raise PluginLoadError(
             f"logits processor {name!r} cannot be imported: {error}; --logits-processors takes "
@@ -202,6 +205,6 @@ class LogitBiasLogitsProcessor:
 
 
 # These take part only where a request gives them arguments.
-BUILTIN_PROCESSORS: dict[str, type[Any]] = {
+BUILTIN_PROCESSORS: dict[str, ProcessorDriver] = {
     c.__name__: c for c in (ThinkingBudgetLogitsProcessor, LogitBiasLogitsProcessor)
 }

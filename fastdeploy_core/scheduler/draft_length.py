@@ -60,6 +60,16 @@ class _Regime:
         self._best, self._trial, self._since, self._pause = 0, None, 0, pause
         self._ask(0)
 
+    def begin_as(self, other: _Regime) -> None:
+        """As batches of another size do. Drafts that pay for more rows do so for fewer, which sizes that a
+        batch only passes through while it ends need not try; for more rows they are tried soon."""
+        if not other._best:
+            self.turn_off(TRY_AGAIN)
+            return
+        self._best, self._gain, self._tokens = other._best, other._gain, other._tokens
+        self._pause = TRY_AGAIN if other._num_rows > self._num_rows else FIRST_TRY
+        self._ask(self._best)
+
     def begin_trial(self, *, drafts_first: bool = False) -> None:
         """Compare all numbers. What none takes is best known first, lest much is lost by drafts."""
         most, *others = self._numbers
@@ -191,8 +201,8 @@ class DraftLength:
             found = self._regimes[key] = _Regime(1 << key[0], self._numbers)
             known = [k for k, r in self._regimes.items() if k[1] == kind and r.is_judged]
             nearest = min(known, key=lambda k: (abs(k[0] - key[0]), k), default=None)
-            if nearest is not None and self._regimes[nearest].is_off:
-                found.turn_off(TRY_AGAIN)
+            if nearest is not None:
+                found.begin_as(self._regimes[nearest])
             elif num_rows <= SMALL:
                 found.begin_trial(drafts_first=True)
         return found

@@ -102,8 +102,8 @@ class FrontDoor:
                     self._wake_end.recv(64)
                 elif key.fileobj is self._listener:
                     self._accept()
-                else:
-                    self._look(key.fileobj)  # type: ignore[arg-type]
+                elif isinstance(key.fileobj, socket.socket):
+                    self._look(key.fileobj)
             now = time.monotonic()
             if now - swept_s > SWEEP_S:
                 swept_s = now

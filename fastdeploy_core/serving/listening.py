@@ -11,6 +11,7 @@ from fastdeploy_core.errors import ConfigError
 
 def bind_socket(config: ServerConfig) -> socket.socket:
     """The listening socket, bound before anything slow happens; ConfigError when it cannot be."""
+    address: str | tuple[str, int]
     if config.uds is not None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         where, address = config.uds, config.uds
@@ -22,7 +23,7 @@ def bind_socket(config: ServerConfig) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         where = f"{config.host}:{config.port}"
-        address = (config.host, config.port)  # type: ignore[assignment]
+        address = (config.host, config.port)
     try:
         listener.bind(address)
         if config.uds is not None:

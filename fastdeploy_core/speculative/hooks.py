@@ -13,7 +13,7 @@ from fastdeploy_core.contracts.speculative import SpeculativeQuestion
 
 from .options import DraftModelOptions, NgramOptions, SuffixOptions, check_options
 
-_RECORDS = {
+_RECORDS: dict[str, type[NgramOptions | SuffixOptions | DraftModelOptions]] = {
     "ngram_match": NgramOptions,
     "suffix": SuffixOptions,
     "draft_model": DraftModelOptions,

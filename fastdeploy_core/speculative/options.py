@@ -10,11 +10,22 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from fastdeploy_core.errors import ConfigError
 
-Options = TypeVar("Options")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    class Record(DataclassInstance, Protocol):
+        """A dataclass of options, all with defaults."""
+
+        def problems(self) -> list[str]:
+            """What cannot be obeyed, in words."""
+            ...
+
+
+Options = TypeVar("Options", bound="Record")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +102,7 @@ def check_options(
     record: type[Options], given: Mapping[str, Any]
 ) -> tuple[list[str], Options | None]:
     """(problems in words, the record or None where there are problems)."""
-    fields = {f.name: f for f in dataclasses.fields(record)}  # type: ignore[arg-type]
+    fields = {f.name: f for f in dataclasses.fields(record)}
     problems, values = [], {}
     for key, value in given.items():
         if key not in fields:
@@ -111,5 +122,5 @@ def check_options(
     if problems:
         return problems, None
     options = record(**values)
-    problems = options.problems()  # type: ignore[attr-defined]
+    problems = options.problems()
     return problems, None if problems else options

@@ -41,7 +41,6 @@ class PaddleLibrary:
 
     name = "paddle"
     version = paddle.__version__
-    default_device = "cpu"
     tensor_type = paddle.Tensor
     cpu_matmul_dtypes = ("float32",)
     has_ragged_attention = False

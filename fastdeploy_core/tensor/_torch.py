@@ -33,7 +33,6 @@ class TorchLibrary:
 
     name = "torch"
     version = torch.__version__
-    default_device = "cpu"
     tensor_type = torch.Tensor
     cpu_matmul_dtypes = ("float32", "bfloat16")
     has_ragged_attention = True

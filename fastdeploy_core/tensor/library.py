@@ -37,7 +37,6 @@ class TensorLibrary(Protocol):
 
     name: str  # "torch" or "paddle"
     version: str
-    default_device: str  # "cpu"
     # The library's own class, for isinstance.
     tensor_type: type
     # Whether ragged_pattern and attend_ragged exist: fast on a CPU, float32 only.

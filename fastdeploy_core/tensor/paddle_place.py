@@ -114,7 +114,7 @@ class Place:
     def works(self) -> bool:
         """Whether a tiny computation still comes back; after a fault most chips never answer again."""
         try:
-            return self.upload(np.ones(2, np.float32)).numpy().tolist() == [1.0, 1.0]
+            return bool(self.upload(np.ones(2, np.float32)).numpy().tolist() == [1.0, 1.0])
         except Exception:
             return False
 

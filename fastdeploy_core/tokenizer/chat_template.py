@@ -247,7 +247,8 @@ def check_template_kwargs(
                 f"possible: {', '.join(sorted(possible))}",
                 param="chat_template_kwargs",
             )
-    return plain_data(dict(kwargs))
+    plain: dict[str, Any] = plain_data(dict(kwargs))
+    return plain
 
 
 def plain_data(value: Any, depth: int = 0) -> Any:
@@ -289,10 +290,11 @@ def prepare_messages(
     return prepared
 
 
-def _prepare_message(message: Any, index: int, keep_parts: bool) -> dict[str, Any]:
+def _prepare_message(given: Any, index: int, keep_parts: bool) -> dict[str, Any]:
     where = f"messages[{index}]"
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise InvalidRequest(f"{where} must be an object with a role", param="messages")
+    message: dict[str, Any] = given
     if isinstance(message.get("content"), list):
         texts = _part_texts(message["content"], where)
         parts = [{"type": "text", "text": text} for text in texts]

@@ -347,7 +347,8 @@ class _Joined:
         self._decoder = decoder
 
     def decode(self, tokens: list[str]) -> str:
-        return self._decoder.decode(["".join(tokens)])
+        text: str = self._decoder.decode(["".join(tokens)])
+        return text
 
 
 def push(steps: Sequence[Step], tokens: list[str]) -> str:

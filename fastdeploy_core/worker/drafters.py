@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -102,7 +102,9 @@ class DrafterMaker:
                 "host"
             )
 
-    def _construct(self, driver: Any, context: DrafterContext) -> Drafter:
+    def _construct(
+        self, driver: Callable[[DrafterContext], Drafter], context: DrafterContext
+    ) -> Drafter:
         try:
             with self._device.xp.no_grad():
                 return driver(context)
@@ -154,7 +156,8 @@ class DrafterMaker:
                 )
             )
             driver = self._resolved.load("quantizer", name)
-            return driver(settings.config, self._device, self._kernels)
+            quantizer: Quantizer = driver(settings.config, self._device, self._kernels)
+            return quantizer
         return None if needs.draft_model else self._loaded.builder.quantizer
 
     def _load_model(
@@ -170,6 +173,6 @@ class DrafterMaker:
         extension = build.extension(self._quantizer(needs, hf_config))
         extension.weights = type(extension.weights)()  # another checkpoint, other spellings
         architecture = str((hf_config.get("architectures") or [""])[0])
-        model = self._resolved.load("model", architecture)(hf_config, extension)
+        model: CausalLM = self._resolved.load("model", architecture)(hf_config, extension)
         fill_from_folder(model, extension, Path(folder), hf_config, self._config.model)
         return model

@@ -34,7 +34,8 @@ class StepRows:
         """[B] which of the T tokens each row begins with."""
         if self.shape is not None:
             return np.arange(self.slots.size) * self.shape.tokens
-        return np.cumsum(self.counts) - self.counts
+        first: np.ndarray = np.cumsum(self.counts) - self.counts
+        return first
 
     def padded_samples(self) -> np.ndarray:
         """sample_tokens; in a padded step with any further ones, so that their number goes with the shape."""

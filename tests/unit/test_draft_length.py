@@ -109,6 +109,21 @@ def test_a_batch_size_never_seen_begins_as_the_nearest_one_that_is_known() -> No
     assert hopeful.run(100).most_common(1)[0][0] >= 3, "it is tried all the same"
 
 
+@pytest.mark.parametrize(("rows", "untried"), [(30, 200), (200, 20)])
+def test_drafts_that_pay_are_used_by_batch_sizes_not_seen_yet(rows: int, untried: int) -> None:
+    """By fewer rows, as a batch has while it ends, without a trial for some hundred steps; by more rows until
+    one, which is soon."""
+    length = DraftLength(MOST)
+    known = World(length, rows=100, chance=0.95, cost=0.01)
+    known.run(400)
+    best = known.run(20).most_common(1)[0][0]
+    assert best >= 3
+    other = World(length, rows=rows, chance=0.95, cost=0.01)
+    other.asked = length.choose(rows)
+    assert set(other.run(untried)) == {best}
+    assert 0 in other.run(400), "it is tried all the same"
+
+
 def test_limits_hold_without_adapting() -> None:
     fixed = DraftLength(3, adaptive=False, disable_above=4)
     assert [fixed.choose(rows) for rows in (0, 1, 4, 5, 100)] == [0, 3, 3, 0, 0]

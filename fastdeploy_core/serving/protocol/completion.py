@@ -72,13 +72,13 @@ def split_prompts(value: Any) -> list[Prompt]:
         value = [value]
     if not isinstance(value, list):
         raise InvalidRequest("prompt must be text, token ids, or a list of these", param="prompt")
-    if value and all(type(item) is int for item in value):
-        value = [value]
-    if not 1 <= len(value) <= MAX_PROMPTS:
+    is_one = value and all(type(item) is int for item in value)
+    prompts: list[Prompt] = [value] if is_one else value
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise InvalidRequest(
-            f"prompt must hold 1 to {MAX_PROMPTS} prompts, got {len(value)}", param="prompt"
+            f"prompt must hold 1 to {MAX_PROMPTS} prompts, got {len(prompts)}", param="prompt"
         )
-    for item in value:
+    for item in prompts:
         if isinstance(item, str) and item:
             continue
         if isinstance(item, list) and item and all(type(t) is int and t >= 0 for t in item):
@@ -88,4 +88,4 @@ def split_prompts(value: Any) -> list[Prompt]:
         raise InvalidRequest(
             "each prompt must be non-empty text or a non-empty list of token ids", param="prompt"
         )
-    return value
+    return prompts

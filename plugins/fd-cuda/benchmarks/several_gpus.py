@@ -63,7 +63,7 @@ def spawn(arguments: list[str], world_size: int, limit_s: float) -> str:
 
 def open_group(rank: int, world_size: int, folder: str) -> tuple[Any, Any]:
     from fastdeploy_core.contracts.device import DeviceOptions
-    from fastdeploy_core.plugins.drivers import lookup
+    from fastdeploy_core.testing.drivers import lookup
 
     device = lookup("device", "cuda")(DeviceOptions(index=rank, tensor_library="torch"))
     return device, device.communicator(rank, world_size, folder)

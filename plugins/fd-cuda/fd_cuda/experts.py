@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import torch
 from fastdeploy_core.contracts.moe import (
@@ -51,15 +51,16 @@ class _Local:
     is_mine: Tensor  # [tokens, top_k]
     weights: Tensor  # [tokens, top_k] float32
     num_tokens: int  # of this rank's own batch
-    routes: Any = None  # how rows travelled
+    # How rows travelled: which tokens to each rank, and how many to and from each.
+    routes: tuple[Tensor, list[int], list[int]] | None = None
 
 
 class AllGatherExperts:
     """See ExpertCommunicator. Every rank sees all tokens and adds its experts' share."""
 
-    name: ClassVar[str] = "cuda_all_gather"
-    contract: ClassVar[tuple[int, int]] = CONTRACT
-    capabilities: ClassVar[ExpertCommunicatorCapabilities] = ExpertCommunicatorCapabilities(
+    name = "cuda_all_gather"
+    contract = CONTRACT
+    capabilities = ExpertCommunicatorCapabilities(
         graph_safe=True, deterministic=True, max_ranks=_MAX_RANKS
     )
 
@@ -113,10 +114,10 @@ class AllGatherExperts:
         plan = ExpertPlan(
             max(1, tokens_per_rank), 1024, 1, self._num_physical, "contiguous", "bfloat16"
         )
-        at = {"device": self._device.device}
-        x = torch.zeros((tokens_per_rank, 1024), dtype=torch.bfloat16, **at)
-        ids = torch.arange(tokens_per_rank, **at).unsqueeze(1) % self._table.shape[0]
-        weights = torch.ones((tokens_per_rank, 1), **at)
+        device = self._device.device
+        x = torch.zeros((tokens_per_rank, 1024), dtype=torch.bfloat16, device=device)
+        ids = torch.arange(tokens_per_rank, device=device).unsqueeze(1) % self._table.shape[0]
+        weights = torch.ones((tokens_per_rank, 1), device=device)
         times = []
         for _ in range(3):
             began = time.perf_counter()
@@ -208,8 +209,8 @@ class AllGatherExperts:
 class AllToAllExperts(AllGatherExperts):
     """See ExpertCommunicator. Each token travels once to each rank that has an expert of it."""
 
-    name: ClassVar[str] = "cuda_all_to_all"
-    capabilities: ClassVar[ExpertCommunicatorCapabilities] = ExpertCommunicatorCapabilities(
+    name = "cuda_all_to_all"
+    capabilities = ExpertCommunicatorCapabilities(
         deterministic=True, dedup=True, max_ranks=_MAX_RANKS
     )
 
@@ -262,30 +263,31 @@ class AllToAllExperts(AllGatherExperts):
         return result.to(y.dtype)
 
 
+_Inner = TypeVar("_Inner", ExpertPlan, _Local)
+
+
 @dataclass(slots=True)
-class _Chosen:
+class _Chosen(Generic[_Inner]):
     """A plan with the communicator that serves it, or a handle of that communicator's."""
 
     communicator: AllGatherExperts
-    inner: Any
+    inner: _Inner
 
 
 class ByBatchExperts:
     """See ExpertCommunicator. The quicker of both for each plan's number of tokens, measured when the plan
     is made; all ranks choose alike."""
 
-    name: ClassVar[str] = "cuda_by_batch"
-    contract: ClassVar[tuple[int, int]] = CONTRACT
-    capabilities: ClassVar[ExpertCommunicatorCapabilities] = ExpertCommunicatorCapabilities(
-        deterministic=True, max_ranks=_MAX_RANKS
-    )
+    name = "cuda_by_batch"
+    contract = CONTRACT
+    capabilities = ExpertCommunicatorCapabilities(deterministic=True, max_ranks=_MAX_RANKS)
 
     def __init__(self, group: ExpertGroup) -> None:
         self._group = group
         self._all = (AllGatherExperts(group), AllToAllExperts(group))
         self._costs: dict[int, list[float]] = {}
 
-    def plan(self, plan: ExpertPlan) -> _Chosen:
+    def plan(self, plan: ExpertPlan) -> _Chosen[ExpertPlan]:
         """Choose; every rank has to make the same plans in the same order."""
         if self._all[0].world_size == 1:
             return _Chosen(self._all[0], self._all[0].plan(plan))
@@ -298,14 +300,14 @@ class ByBatchExperts:
         return _Chosen(best, best.plan(plan))
 
     def dispatch(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: _Chosen
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: _Chosen[ExpertPlan]
     ) -> Dispatched:
         """By the communicator chosen for the plan."""
         sent = plan.communicator.dispatch(x, topk_ids, topk_weights, plan.inner)
         sent.handle = _Chosen(plan.communicator, sent.handle)
         return sent
 
-    def combine(self, y: Tensor, handle: _Chosen) -> Tensor:
+    def combine(self, y: Tensor, handle: _Chosen[_Local]) -> Tensor:
         """By the communicator that dispatched."""
         return handle.communicator.combine(y, handle.inner)
 

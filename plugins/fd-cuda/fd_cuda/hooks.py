@@ -19,14 +19,12 @@ def fd_device_probe(question: DeviceQuestion) -> Candidate:
     driver = ask_driver()
     if driver.error:
         return Candidate("cuda", Decline(driver.error))
-    reasons = {}
-    for library, reason in (
-        ("torch", lambda: why_not_torch(driver, opens=False)),
-        ("paddle", why_not_paddle),
-    ):
+    reasons: dict[str, str] = {}
+    for library in ("torch", "paddle"):
         if question.tensor_library not in ("", library):
             continue
-        reasons[library] = reason()
+        is_torch = library == "torch"
+        reasons[library] = why_not_torch(driver, opens=False) if is_torch else why_not_paddle()
         if not reasons[library]:
             gpus = f"{driver.num_gpus} x {driver.names[0]}"
             details = {

@@ -6,7 +6,8 @@ operation of their format, which takes the place of moe_experts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from fastdeploy_core.contracts.quant_formats import PackedWeight
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
 
+# The operation of their format with what it prepared of both matrices; None: with these, as they are.
+_Weights: TypeAlias = "tuple[Callable[..., Tensor] | None, Any, Any]"
 # From so many tokens on, cuBLAS is faster for experts that every token visits.
 _MANY_TOKENS: Final = 1024
 
@@ -35,7 +38,9 @@ class CudaMoE:
     def __init__(self, spec: MoESpec, device: DeviceBackend, kernels: KernelTable) -> None:
         self.spec, self._kernels = spec, kernels
 
-    def prepare_weights(self, gate_up: Tensor | PackedWeight, down: Tensor | PackedWeight) -> Any:
+    def prepare_weights(
+        self, gate_up: Tensor | PackedWeight, down: Tensor | PackedWeight
+    ) -> _Weights:
         """With the kernel of their format; None: they are in the model's dtype."""
         if isinstance(gate_up, PackedWeight) or isinstance(down, PackedWeight):
             name, kernels = gate_up.format.experts, self._kernels
@@ -45,7 +50,7 @@ class CudaMoE:
     def forward(
         self,
         x: Tensor,
-        weights: Any,
+        weights: _Weights,
         router_logits: Tensor,
         correction_bias: Tensor | None,
         topk_ids: Tensor | None,
@@ -69,7 +74,7 @@ class CudaMoE:
         eps: float,
         router_weight: Tensor,
         correction_bias: Tensor | None,
-        weights: Any,
+        weights: _Weights,
     ) -> Tensor:
         """x + experts(rms_norm(x))."""
         _, gate_up, down = weights
@@ -80,7 +85,7 @@ class CudaMoE:
     def forward_share(
         self,
         x: Tensor,
-        weights: Any,
+        weights: _Weights,
         router_logits: Tensor,
         correction_bias: Tensor | None,
         routing: RoutingSpec,
@@ -92,7 +97,7 @@ class CudaMoE:
         return self._some(x, weights, *given, held[1] / routing.num_experts)
 
     def forward_routed(
-        self, x: Tensor, weights: Any, topk_ids: Tensor, topk_weights: Tensor
+        self, x: Tensor, weights: _Weights, topk_ids: Tensor, topk_weights: Tensor
     ) -> Tensor:
         """Choices made elsewhere."""
         topk_weights = topk_weights.masked_fill(topk_ids < 0, 0.0)
@@ -100,7 +105,7 @@ class CudaMoE:
 
     @staticmethod
     def _some(
-        x: Tensor, weights: Any, topk_ids: Tensor, topk_weights: Tensor, present: float
+        x: Tensor, weights: _Weights, topk_ids: Tensor, topk_weights: Tensor, present: float
     ) -> Tensor:
         """The sum without choices of -1, whose weights are 0; `present`: the share of others."""
         packed, gate_up, down = weights

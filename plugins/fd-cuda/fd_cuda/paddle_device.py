@@ -81,7 +81,8 @@ class PaddleCudaDevice(CudaDevice):
         """On the current stream."""
         event = self._paddle.device.Event()
         event.record()
-        return event
+        recorded: DeviceEvent = event
+        return recorded
 
     def communicator(self, rank: int, world_size: int, address: str) -> Communicator:
         """Refused: one GPU only."""

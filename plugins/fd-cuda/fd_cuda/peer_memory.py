@@ -29,7 +29,8 @@ class PeerMemory:
     def __init__(self, store: Store, name: str, rank: int, world_size: int, num_bytes: int) -> None:
         torch.cuda.synchronize()  # makes the context that torch uses this thread's
         self._driver = ctypes.CDLL("libcuda.so.1")
-        self._own, self._opened = ctypes.c_uint64(), []
+        self._own = ctypes.c_uint64()
+        self._opened: list[ctypes.c_uint64] = []
         self.addresses: list[int] = []
         self._call("cuMemAlloc_v2", ctypes.byref(self._own), ctypes.c_size_t(num_bytes))
         try:

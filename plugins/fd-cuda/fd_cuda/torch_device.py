@@ -26,6 +26,7 @@ from .settings import setting
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
+    from torch.cuda import _POOL_HANDLE
 
 _ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _OLDEST_WITH_BFLOAT16: Final = (8, 0)
@@ -179,7 +180,7 @@ class TorchGraph:
         self.replay: Callable[[], None] = graph.replay  # no frame of ours in the decode loop
 
     @property
-    def pool(self) -> tuple[int, int]:
+    def pool(self) -> _POOL_HANDLE:
         """The memory that graphs beside this one may share."""
         return self._graph.pool()
 

@@ -26,8 +26,7 @@ from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.contracts.kv_formats import KV_FORMATS
 from fastdeploy_core.contracts.moe import RoutingSpec
 from fastdeploy_core.contracts.quant_formats import FORMATS
-from fastdeploy_core.plugins.drivers import lookup
-from fastdeploy_core.plugins.kernels import build_kernel_table
+from fastdeploy_core.testing.drivers import build_kernel_table, lookup
 from launches import copy_plainly, count_launches, never_launched
 from packed_weights import packed
 

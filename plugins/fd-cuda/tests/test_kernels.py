@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.testing.conformance.test_moe import MoEConformance
 from fastdeploy_core.testing.conformance.test_ops import OpsConformance
+from fastdeploy_core.testing.drivers import build_kernel_table
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"

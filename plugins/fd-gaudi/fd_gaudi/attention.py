@@ -85,7 +85,7 @@ class GaudiBlock:
         return metadata
 
     def _mask(self, hidden: np.ndarray, batch: AttentionBatch) -> Tensor:
-        shape = (batch.num_seqs, 1, batch.tokens_per_row, hidden.shape[1])
+        shape: tuple[int, ...] = (batch.num_seqs, 1, batch.tokens_per_row, hidden.shape[1])
         if batch.tokens_per_row == 1:
             shape = (hidden.size // self._block_size, self._block_size)
         return self._device.to_device(hidden.reshape(shape)).to(self._dtype)

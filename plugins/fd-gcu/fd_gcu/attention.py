@@ -10,7 +10,7 @@ from fastdeploy_core.contracts.base import CONTRACT
 from .operators import OPERATORS
 
 if TYPE_CHECKING:
-    from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
+    from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec, KVScales
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
@@ -68,8 +68,9 @@ class GcuAttention:
         cache: tuple[Tensor, ...],
         metadata: Metadata,
         rotary: Tensor | None = None,
+        scales: KVScales | None = None,
     ) -> Tensor:
-        """[num_tokens, num_heads * head_dim]."""
+        """[num_tokens, num_heads * head_dim]. No cache with scales is accepted, so none are given."""
         spec, batch, xp = self.spec, metadata.batch, self._xp
         tokens, width = q.shape[0], spec.num_heads * spec.head_dim
         if tokens == 0:

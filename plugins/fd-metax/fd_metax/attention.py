@@ -13,7 +13,7 @@ from fastdeploy_core.contracts.base import CONTRACT
 from .operators import OPERATORS
 
 if TYPE_CHECKING:
-    from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
+    from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec, KVScales
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
@@ -74,8 +74,9 @@ class MetaxAttention:
         cache: tuple[Tensor, ...],
         metadata: Metadata,
         rotary: Tensor | None = None,
+        scales: KVScales | None = None,
     ) -> Tensor:
-        """[num_tokens, num_heads * head_dim]."""
+        """[num_tokens, num_heads * head_dim]. No cache with scales is accepted, so none are given."""
         spec, batch, xp = self.spec, metadata.batch, self._xp
         tokens, heads = q.shape[0], spec.num_heads
         out = xp.zeros([tokens, heads, spec.head_dim], dtype=q.dtype, device=q.device)

@@ -86,25 +86,27 @@ def _make_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
     import torch
     import torch.distributed as dist
 
-    gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+    # torch's stubs leave out a backend's collectives, a group's second constructor and a future's work.
+    native: Any = torch._C._distributed_c10d
+    gloo = native.ProcessGroupGloo(store, rank, size, timeout)
 
-    class HostCollectives(dist.ProcessGroup):  # type: ignore[misc]
+    class HostCollectives(dist.ProcessGroup):
         """Those that a tensor-parallel group uses."""
 
-        def allreduce(self, tensors: list[Any], options: Any = None) -> Any:
+        def allreduce(self, tensors: list[Any], opts: Any = None) -> Any:  # type: ignore[override]
             host = [x.cpu() for x in tensors]
-            gloo.allreduce(host, options or dist.AllreduceOptions()).wait()
+            gloo.allreduce(host, opts or dist.AllreduceOptions()).wait()
             return self._back(tensors, host)
 
-        def broadcast(self, tensors: list[Any], options: Any = None) -> Any:
+        def broadcast(self, tensors: list[Any], opts: Any = None) -> Any:  # type: ignore[override]
             host = [x.cpu() for x in tensors]
-            gloo.broadcast(host, options or dist.BroadcastOptions()).wait()
+            gloo.broadcast(host, opts or dist.BroadcastOptions()).wait()
             return self._back(tensors, host)
 
-        def _allgather_base(self, out: Any, x: Any, options: Any = None) -> Any:
-            host = list(torch.empty(out.shape, dtype=out.dtype).chunk(size))
-            gloo.allgather([host], [x.cpu()]).wait()
-            return self._back([out], [torch.cat(host)])
+        def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> Any:
+            host = list(torch.empty(output.shape, dtype=output.dtype).chunk(size))
+            gloo.allgather([host], [input.cpu()]).wait()
+            return self._back([output], [torch.cat(host)])
 
         all_gather_single = _allgather_base  # its name in newer torch
 
@@ -117,6 +119,7 @@ def _make_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
                 x.copy_(values)
             done: Any = torch.futures.Future()
             done.set_result(tensors)
-            return torch._C._distributed_c10d._create_work_from_future(done)
+            return native._create_work_from_future(done)
 
-    return HostCollectives(rank, size)
+    make: Any = HostCollectives
+    return make(rank, size)

@@ -9,7 +9,7 @@ module again, one position further each time. Nothing here waits for the device.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 from fastdeploy_core.contracts import CONTRACT
 from fastdeploy_core.contracts.small import ExtensibleLM
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 class MTPDrafter:
     """One per rank; all ranks do the same."""
 
-    name: Final = "mtp"
+    name = "mtp"
     contract = CONTRACT
-    runs_on: Literal["host", "device"] = "device"
+    runs_on: Literal["device"] = "device"
 
     def __init__(self, context: DrafterContext) -> None:
         target, build = context.model, context.builder

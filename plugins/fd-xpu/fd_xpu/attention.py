@@ -16,7 +16,7 @@ from fastdeploy_core.contracts.base import CONTRACT
 from .operators import OPERATORS
 
 if TYPE_CHECKING:
-    from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
+    from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec, KVScales
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
@@ -106,8 +106,9 @@ class XpuAttention:
         cache: tuple[Tensor, ...],
         metadata: Metadata,
         rotary: Tensor | None = None,
+        scales: KVScales | None = None,
     ) -> Tensor:
-        """[num_tokens, num_heads * head_dim]."""
+        """[num_tokens, num_heads * head_dim]. No cache with scales is accepted, so none are given."""
         spec, xp = self.spec, self._xp
         width = spec.num_heads * spec.head_dim
         if metadata.num_tokens == 0:

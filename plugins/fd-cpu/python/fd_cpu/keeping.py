@@ -49,15 +49,15 @@ def _facts(matrix: Packed) -> dict[str, Any]:
     native = matrix.native
     group = native.group if native.num_groups > 1 else 0
     dtype = "" if matrix.dtype is None else team().xp.dtype_name(matrix.dtype)
-    sizes = [int(native.kind), int(native.outputs), int(native.inputs), int(group)]
-    rotation = int(native.rotation)
-    return {"sizes": sizes, "gated": bool(native.gated), "rotation": rotation, "dtype": dtype}
+    sizes = [native.kind, native.outputs, native.inputs, group]
+    return {"sizes": sizes, "gated": native.gated, "rotation": native.rotation, "dtype": dtype}
 
 
 def _restored(facts: dict[str, Any], left: list[np.ndarray]) -> Packed:
     from . import _native
 
-    native = _native.make_packed(*facts["sizes"], facts["gated"])
+    kind, outputs, inputs, group = facts["sizes"]
+    native = _native.make_packed(kind, outputs, inputs, group, facts["gated"])
     native.rotation = facts["rotation"]
     dtype = team().xp.dtype(facts["dtype"]) if facts["dtype"] else None
     matrix = Packed(native, dtype)
@@ -71,6 +71,6 @@ def _restored(facts: dict[str, Any], left: list[np.ndarray]) -> Packed:
 def _memory(matrix: Packed) -> list[np.ndarray]:
     """Views of what the matrix consists of, good for as long as it lives."""
     return [
-        np.frombuffer((ctypes.c_uint8 * size).from_address(where), np.uint8)
+        np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(where))
         for where, size in matrix.native.memory
     ]

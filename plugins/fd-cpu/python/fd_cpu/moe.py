@@ -54,7 +54,7 @@ class X86MoE:
     def forward(
         self,
         x: Tensor,
-        weights: Any,
+        weights: PackedExperts,
         router_logits: Tensor,
         correction_bias: Tensor | None,
         topk_ids: Tensor | None,

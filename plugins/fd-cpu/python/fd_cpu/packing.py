@@ -12,6 +12,8 @@ from .team import address, team
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
+    from . import _native
+
 KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "tet2": 4}
 
 
@@ -19,9 +21,9 @@ class Packed:
     """A matrix [N, K] that only the kernels read. `dtype` is that of the weight it was, or of the
     activations it is multiplied with."""
 
-    def __init__(self, native: Any, dtype: Any) -> None:
+    def __init__(self, native: _native.PackedMatrix, dtype: Any) -> None:
         self.native, self.dtype = native, dtype
-        self.shape = (int(native.outputs), int(native.inputs))
+        self.shape = (native.outputs, native.inputs)
 
     @property
     def rows(self) -> int:
@@ -80,11 +82,12 @@ def pack_trellis(
     native = _room("tet2", outputs, len(signs), 0, gated)
     strands, signs = np.ascontiguousarray(strands), np.ascontiguousarray(signs)
     scales = np.ascontiguousarray(scales, dtype=np.float32)
-    _native.set_tet(native, *(x.ctypes.data for x in (strands, scales, signs)), rotation)
+    addresses = (strands.ctypes.data, scales.ctypes.data, signs.ctypes.data)
+    _native.set_tet(native, *addresses, rotation)
     return Packed(native, dtype)
 
 
-def _room(kind: str, num_rows: int, width: int, group: int, gated: bool) -> Any:
+def _room(kind: str, num_rows: int, width: int, group: int, gated: bool) -> _native.PackedMatrix:
     from . import _native
 
     try:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor, TensorLibrary
 
+    from . import _native
     from .team import Team
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ _HARMLESS = (
 class Recording:
     """One capture() in progress, then what it left: memory, and where that lies."""
 
-    def __init__(self, native: Any, others: Iterator[Recording]) -> None:
+    def __init__(self, native: _native.Plan, others: Iterator[Recording]) -> None:
         self.native = native
         self.kept: list[Any] = []
         self.foreign = ""  # what the plan lacks; empty: nothing

@@ -145,8 +145,9 @@ class PagedAttention:
         if 0 < batch.tokens_per_row <= self._most_tokens:
             return _Metadata(batch, self._decodes(batch, batch.tokens_per_row), None)
         if not batch.is_exact and not batch.tokens_per_row:
-            decodes = self._decodes(batch, 1, is_alone=False)
-            return _Metadata(batch, decodes, self._tiles_found_there(batch))
+            return _Metadata(
+                batch, self._decodes(batch, 1, is_alone=False), self._tiles_found_there(batch)
+            )
         if not batch.is_exact:
             raise CapabilityError(
                 f"attention driver {self.name!r} cannot capture {batch.tokens_per_row} tokens per row "
@@ -155,7 +156,8 @@ class PagedAttention:
             )
         fed = np.diff(batch.cu_seqlens_q)
         short = fed[(fed > 0) & (fed <= self._short)]
-        tiles, decodes = self._tiles(batch) if fed.max() > self._short else None, None
+        tiles = self._tiles(batch) if fed.max() > self._short else None
+        decodes: _Decodes | None = None
         if short.size:
             decodes = self._decodes(batch, int(short.max()), is_alone=tiles is None)
         return _Metadata(batch, decodes, tiles)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -163,7 +162,8 @@ def _plan(epilogue: str, x: torch.Tensor, weight: torch.Tensor, *, has_norm: boo
 def _prepare_all(epilogue: str, has_norm: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """A product is met for the first time: other numbers of rows will follow, whose kernels are compiled
     meanwhile, on all processors."""
-    product = Product(epilogue, has_norm, *shape, str(dtype).removeprefix("torch."))
+    width, depth = shape
+    product = Product(epilogue, has_norm, width, depth, str(dtype).removeprefix("torch."))
     for rows, plan in foreseen(product).items():
         if plan.kind != "library":
             name, defines = _specialization(plan, product, rows)
@@ -217,7 +217,7 @@ def _launch(
 class _Launch:
     """All that a launch needs but its arguments."""
 
-    kernel: Any
+    kernel: native.Function
     grid: tuple[int, int, int]
     threads: int
     shared: int

@@ -207,7 +207,8 @@ def choose(
     if plan is None:
         if num_rows > ROWS[-1] or not native.available():
             return LIBRARY
-        product = Product(epilogue, has_norm, *shape, str(dtype).removeprefix("torch."))
+        width, depth = shape
+        product = Product(epilogue, has_norm, width, depth, str(dtype).removeprefix("torch."))
         plan, is_final = _choose(product, next(size for size in ROWS if size >= num_rows))
         if is_final:
             _chosen[key] = plan

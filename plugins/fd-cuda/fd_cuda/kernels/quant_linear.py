@@ -280,7 +280,7 @@ def _fp8_by_library(
     x: torch.Tensor, weight: Weights, slabs: Slabs, bias: torch.Tensor | None
 ) -> torch.Tensor:
     stored = slabs.data.view(torch.float8_e4m3fn).t()
-    if weight.rounding == "block":
+    if weight.rounding == "block" and slabs.block_scales is not None:
         numbers, scales = fp8_blocks(x, whole=4)  # cuBLAS takes no others
         y = torch._scaled_mm(
             numbers, stored, scales, slabs.block_scales.t(), out_dtype=torch.bfloat16

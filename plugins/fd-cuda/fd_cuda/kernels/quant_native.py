@@ -73,7 +73,7 @@ def product(
         "EVEN": int(x.shape[1] % TURN == 0),
     }
     order = None if grouping is None else grouping.order
-    operands = [
+    operands: list[Any] = [
         weight.data,
         weight.table(x.dtype),
         weight.scales,

@@ -74,7 +74,8 @@ class Weights:
     def seen(self, x: torch.Tensor) -> torch.Tensor:
         """x as the product sees it, in its own dtype."""
         if self.packed is not None:
-            return self.packed.activate(x).to(x.dtype)
+            active: torch.Tensor = self.packed.activate(x)
+            return active.to(x.dtype)
         numbers, scales = self.round(x)
         return numbers if scales is None else (numbers.float() * scales[:, None]).to(x.dtype)
 
@@ -84,7 +85,8 @@ class Weights:
             return dequantized(self.slabs, dtype)
         if self.packed is None:
             raise TypeError("a weight is neither laid out nor packed")
-        return self.packed.dequantize().to(dtype)
+        numbers: torch.Tensor = self.packed.dequantize()
+        return numbers.to(dtype)
 
     def round(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(x as the product sees it, what rows of the result are multiplied with). Rounded numbers of
@@ -182,7 +184,7 @@ def _code_slabs(weight: PackedWeight, kind: int) -> Slabs:
 
 def _packed(weight: PackedWeight, kind: int) -> torch.Tensor:
     """Slabs, or numbers row by row. Expert by expert: packing needs several times the memory."""
-    stored = weight.tensors["weight"]
+    stored: torch.Tensor = weight.tensors["weight"]
     if kind >= INT8_ROWS:
         return stored.view(torch.uint8).contiguous()
 

@@ -110,7 +110,7 @@ def time_s(run: Callable[[], Any], count: int = 1, repeats: int = 5, replays: in
     with torch.cuda.graph(graph):
         run()
     graph.replay()
-    times = []
+    times: list[float] = []
     for _ in range(repeats):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()

@@ -35,8 +35,8 @@ _DUMMY_STD = 0.02
 class TrellisQuantizer:
     """What the three widths share."""
 
-    name: ClassVar[str] = ""
-    contract: ClassVar[tuple[int, int]] = CONTRACT
+    name = ""
+    contract = CONTRACT
     bits: ClassVar[int] = 2
 
     def __init__(
@@ -192,8 +192,8 @@ class TrellisQuantizer:
     def dequantize(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor:
         """[N, K] float32, rotated back."""
         packed = self.pack(layer, tensors)
-        signs, block = packed.tensors["signs"], int(packed.tensors["block"].item())
-        return rotate_back(packed.dequantize(), signs, block)
+        block = int(self.device.to_host(packed.tensors["block"])[0])
+        return rotate_back(packed.dequantize(), packed.tensors["signs"], block)
 
 
 def _whole_number(config: Mapping[str, Any], key: str, default: int) -> int:

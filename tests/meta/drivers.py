@@ -1,0 +1,188 @@
+"""Every driver that an entry point names, as `mypy` has to find it: constructed as its kind's Protocol says,
+and an implementation of it. Nothing imports this file; test_typing.py compares it with the entry points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fd_cpu.attention import X86Attention
+from fd_cpu.device import X86Device
+from fd_cpu.moe import X86MoE
+from fd_cuda.attention.gqa import PagedAttention
+from fd_cuda.attention.mla import LatentAttention
+from fd_cuda.attention.quantized import QuantizedAttention
+from fd_cuda.device import CudaDevice
+from fd_cuda.experts import AllGatherExperts as CudaAllGatherExperts
+from fd_cuda.experts import AllToAllExperts, ByBatchExperts
+from fd_cuda.moe import CudaMoE
+from fd_dcu.device import DcuDevice
+from fd_gaudi.attention import GaudiBlock
+from fd_gaudi.device import GaudiDevice
+from fd_gaudi.moe import GaudiMoE
+from fd_gcu.attention import GcuAttention
+from fd_gcu.device import GcuDevice
+from fd_iluvatar.attention import IluvatarAttention
+from fd_iluvatar.device import IluvatarDevice
+from fd_metax.attention import MetaxAttention
+from fd_metax.device import MetaxDevice
+from fd_mychip.device import MyChipDevice
+from fd_mydraft.drafter import MyDraftDrafter
+from fd_quant_wint2.published import Wint2
+from fd_quant_wint2.trellis import Tet2, Tet3, Tet4
+from fd_spec_mtp.drafter import MTPDrafter
+from fd_xpu.attention import XpuAttention
+from fd_xpu.device import XpuDevice
+from fd_xpu.moe import XpuMoE
+
+from fastdeploy_core.config import RequestSchedulerConfig
+from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
+from fastdeploy_core.contracts.device import DeviceBackend, DeviceOptions
+from fastdeploy_core.contracts.kv_transport import KVTransport, TransportOptions
+from fastdeploy_core.contracts.moe import ExpertCommunicator, ExpertGroup, MoEBackend, MoESpec
+from fastdeploy_core.contracts.ops import KernelTable
+from fastdeploy_core.contracts.quantizer import Quantizer
+from fastdeploy_core.contracts.scheduler import RequestScheduler
+from fastdeploy_core.contracts.small import (
+    CausalLM,
+    GrammarBackend,
+    LogitsProcessor,
+    ProcessorContext,
+    ReasoningParser,
+    ToolParser,
+)
+from fastdeploy_core.contracts.speculative import DeviceDrafter, DrafterContext, HostDrafter
+from fastdeploy_core.grammar.llguidance_backend import LLGuidanceBackend
+from fastdeploy_core.kvtransport.shm import SharedMemoryTransport
+from fastdeploy_core.layers import ModelBuilder
+from fastdeploy_core.models.deepseek_v3 import DeepseekV3ForCausalLM
+from fastdeploy_core.models.ernie4_5 import Ernie4_5ForCausalLM
+from fastdeploy_core.models.ernie4_5_moe import Ernie4_5_MoeForCausalLM
+from fastdeploy_core.models.llama import LlamaForCausalLM
+from fastdeploy_core.models.qwen2 import Qwen2ForCausalLM
+from fastdeploy_core.models.qwen3 import Qwen3ForCausalLM
+from fastdeploy_core.models.qwen3_moe import Qwen3MoeForCausalLM
+from fastdeploy_core.parsers.reasoning import (
+    DeepSeekR1Parser,
+    ErnieThinkingParser,
+    ErnieVLParser,
+    ErnieX1Parser,
+    Qwen3Parser,
+)
+from fastdeploy_core.parsers.tools import DeepSeekToolParser, HermesToolParser
+from fastdeploy_core.quantization.compressed import CompressedTensors
+from fastdeploy_core.quantization.fp8 import BlockFp8, WFp8AFp8
+from fastdeploy_core.quantization.gguf import GGUFQuantizer
+from fastdeploy_core.quantization.gptq import Awq, Gptq
+from fastdeploy_core.quantization.integer import W4A8, W8A8, WInt4, WInt8
+from fastdeploy_core.quantization.mixed import MixedQuantizer
+from fastdeploy_core.reference.attention import ReferenceAttention
+from fastdeploy_core.reference.device import CpuDevice
+from fastdeploy_core.reference.expert_communicator import AllGatherExperts, LoopbackExperts
+from fastdeploy_core.reference.moe import ReferenceMoE
+from fastdeploy_core.sampling.processors import LogitBiasLogitsProcessor
+from fastdeploy_core.sampling.thinking import ThinkingBudgetLogitsProcessor
+from fastdeploy_core.scheduler.local import LocalScheduler
+from fastdeploy_core.speculative.draft_model import DraftModel
+from fastdeploy_core.speculative.ngram import NgramDrafter
+from fastdeploy_core.speculative.suffix import SuffixDrafter
+from fastdeploy_core.testing.fakes import FaultyDevice, NullDevice
+
+kv_transports: list[Callable[[TransportOptions], KVTransport]] = [
+    SharedMemoryTransport,
+]
+expert_communicators: list[Callable[[ExpertGroup], ExpertCommunicator]] = [
+    LoopbackExperts,
+    AllGatherExperts,
+    CudaAllGatherExperts,
+    AllToAllExperts,
+    ByBatchExperts,
+]
+devices: list[Callable[[DeviceOptions], DeviceBackend]] = [
+    CpuDevice,
+    FaultyDevice,
+    NullDevice,
+    MyChipDevice,
+    X86Device,
+    CudaDevice,
+    DcuDevice,
+    GaudiDevice,
+    GcuDevice,
+    IluvatarDevice,
+    MetaxDevice,
+    XpuDevice,
+]
+schedulers: list[Callable[[RequestSchedulerConfig], RequestScheduler]] = [
+    LocalScheduler,
+]
+attention: list[Callable[[AttentionSpec, int, DeviceBackend, KernelTable], AttentionBackend]] = [
+    ReferenceAttention,
+    X86Attention,
+    PagedAttention,
+    LatentAttention,
+    QuantizedAttention,
+    GaudiBlock,
+    GcuAttention,
+    IluvatarAttention,
+    MetaxAttention,
+    XpuAttention,
+]
+moe: list[Callable[[MoESpec, DeviceBackend, KernelTable], MoEBackend]] = [
+    ReferenceMoE,
+    X86MoE,
+    CudaMoE,
+    GaudiMoE,
+    XpuMoE,
+]
+speculative: list[Callable[[DrafterContext], HostDrafter | DeviceDrafter]] = [
+    DraftModel,
+    NgramDrafter,
+    SuffixDrafter,
+    MyDraftDrafter,
+    MTPDrafter,
+]
+quantizers: list[Callable[[Mapping[str, Any], DeviceBackend, KernelTable], Quantizer]] = [
+    Awq,
+    BlockFp8,
+    CompressedTensors,
+    GGUFQuantizer,
+    Gptq,
+    MixedQuantizer,
+    W4A8,
+    W8A8,
+    WFp8AFp8,
+    WInt4,
+    WInt8,
+    Tet2,
+    Tet3,
+    Tet4,
+    Wint2,
+]
+models: list[Callable[[Mapping[str, Any], ModelBuilder], CausalLM]] = [
+    DeepseekV3ForCausalLM,
+    Ernie4_5ForCausalLM,
+    Ernie4_5_MoeForCausalLM,
+    LlamaForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+]
+reasoning_parsers: list[Callable[[str, Mapping[str, Any]], ReasoningParser]] = [
+    DeepSeekR1Parser,
+    ErnieVLParser,
+    ErnieThinkingParser,
+    ErnieX1Parser,
+    Qwen3Parser,
+]
+tool_parsers: list[Callable[[Sequence[Any]], ToolParser]] = [
+    DeepSeekToolParser,
+    HermesToolParser,
+]
+grammars: list[Callable[[str, int, list[int]], GrammarBackend]] = [
+    LLGuidanceBackend,
+]
+logits_processors: list[Callable[[ProcessorContext], LogitsProcessor]] = [
+    LogitBiasLogitsProcessor,
+    ThinkingBudgetLogitsProcessor,
+]
