@@ -284,19 +284,24 @@ def packed_pipe() -> None:
             *pipes,
             Tile(64, 128, 2, 4, 8, 4, 2),
             Tile(128, 192, 1, 4, 4, 2, 1),
-            Tile(256, 128, 2, 3, 4, 2, 2),
+            Tile(256, 128, 2, 4, 4, 2, 1),
         ):
             quant_native.product(shape, random(300, 1024, dtype=torch.float16), slabs, None)
         if name != "ccq2":
             few = random(11, 1024, dtype=torch.float16)
             quant_native.product(Few(2, 2, 4, 3, 2), few, slabs, None)
     weight = quant_trellis.prepare(packed("tet2", 320, 1024, 0, 0, DEVICE))
-    for tile in (Tile(128, 192, 2, 4, 4, 4, 2), Tile(256, 128, 1, 3, 4, 2, 2)):
+    for tile in (
+        Tile(128, 192, 2, 4, 4, 4, 2),
+        Tile(256, 128, 1, 4, 4, 2, 2),
+        Tile(80, 128, 2, 4, 4, 2, 1, 2),
+        Tile(224, 128, 1, 4, 4, 2, 2),
+    ):
         quant_trellis.product(tile, random(300, 1024, dtype=torch.bfloat16), weight, None)
 
 
 def chosen_experts(room: Any, hidden: int, gate_up: Any, down: Any) -> None:
-    for tokens in (1, 5, 60, 300):
+    for tokens in (1, 5, 60, 90, 300):
         ids, shares = integers(4, tokens, 2), torch.rand(tokens, 2, device=DEVICE)
         x = random(tokens, hidden, dtype=torch.bfloat16)
         room.moe_experts(x, ids, shares, gate_up, down)

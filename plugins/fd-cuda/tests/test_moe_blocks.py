@@ -75,14 +75,18 @@ def test_products_of_many_rows(dtype: torch.dtype) -> None:
     assert error_of(dense, torch.nn.functional.silu(gate) * up) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("few", [0, 8192])
 @pytest.mark.parametrize(
-    ("num_slots", "count", "rows"), [(4100, 66, 128), (700, 5, 16), (3, 8, 64)]
+    ("num_slots", "count", "rows"), [(4100, 66, 128), (700, 5, 16), (3, 8, 64), (500, 5, 80)]
 )
-def test_an_order_has_every_slot_once(num_slots: int, count: int, rows: int) -> None:
+def test_an_order_has_every_slot_once(
+    num_slots: int, count: int, rows: int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, "_FEW_SLOTS", few)
     ids = torch.randint(0, count, (num_slots, 1), device=DEVICE)
     ids[ids == 1] = 0  # an expert that nobody visits
     blocks = min(num_slots, count) + max(0, num_slots - count) // rows
-    order = routing._counted_order(ids, count, rows, blocks)
+    order = routing.order_by_expert(ids, count, rows)
     slots = order.slots.view(blocks, rows).cpu()
     seen = slots[order.experts.cpu() >= 0].flatten()
     assert sorted(seen[seen < num_slots].tolist()) == list(range(num_slots))

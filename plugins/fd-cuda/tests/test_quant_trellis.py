@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from quant_emulation import use_kernels
 
 from fd_cuda.kernels import quant_linear, quant_trellis
 from fd_cuda.kernels.quant_layout import TRELLIS
-from fd_cuda.kernels.quant_shapes import MOST_SHARED, Tile, tile_shared
+from fd_cuda.kernels.quant_shapes import MOST_SHARED, Tile, tile_room, tile_shared
 from fd_cuda.kernels.routing import Order
 from fd_cuda.kernels.trellis_native import Rows, Streamed, Trellis, rotated
 
@@ -143,7 +144,7 @@ def test_kernels_of_dense_layers(
 @pytest.mark.parametrize(
     ("shape", "rows", "count", "tokens"),
     [
-        (Tile(64, 128, 2, 3, 4, 2, 2), 192, 448, 70),  # half of a block is behind the outputs
+        (Tile(64, 128, 2, 4, 4, 2, 2), 192, 448, 70),  # half of a block is behind the outputs
         (Tile(64, 64, 1, 4, 4, 4, 1), 64, 64, 9),
         *([(Tile(256, 128, 2, 4, 4, 2, 2), 1024, 2048, 300)] if HAS_GPU else []),
     ],
@@ -178,6 +179,17 @@ def test_chosen_kernels_fit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             assert shape.own or 8 * shape.group % shape.ahead == 0
         assert shape.own == (rows == 1)
+
+
+def test_tiles_of_experts_fit() -> None:
+    """Beside each other into shared memory, and most experts have no block more than that of the average."""
+    weight = trellis(64, 128, 128)[0]
+    for each in range(37, 600):
+        tile = quant_trellis.choose_wide(weight, weight, each)
+        assert tile is not None
+        assert tile_shared(tile, TRELLIS, 0) <= tile_room(tile)
+        blocks = ceil(each / tile.rows)
+        assert each + each**0.5 <= blocks * tile.rows < 1.5 * each + 32
 
 
 def test_stored_words_come_back() -> None:
@@ -245,13 +257,11 @@ def test_experts(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ("tokens", "way"),
     [
         (20, "rows"),
-        (20, "decoded"),
         (20, "tile"),
-        *([(60, "rows"), (150, "tile"), (150, "decoded")] if HAS_GPU else []),
+        *([(60, "rows"), (90, "tile"), (150, "tile")] if HAS_GPU else []),
     ],
 )
 def test_experts_of_many_rows(tokens: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quant_trellis, "_MANY_EACH", 4 if way == "decoded" else 1000)
     monkeypatch.setattr(quant_trellis, "_SOME_EACH", 4 if way == "tile" else 1000)
     hidden, inner, count = 256, 192, 3
     gate_up, first = trellis(2 * inner, hidden, 128, count)

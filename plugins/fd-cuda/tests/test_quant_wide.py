@@ -14,7 +14,7 @@ from test_quant_native import DEVICE, HAS_GPU, Case, check, check_product, packe
 from fd_cuda.kernels import quant_weights
 from fd_cuda.kernels.quant_native import Grouping, product
 from fd_cuda.kernels.quant_order import gathered
-from fd_cuda.kernels.quant_shapes import MOST_SHARED, Pipe, Tile, tile_shared
+from fd_cuda.kernels.quant_shapes import Pipe, Tile, tile_room, tile_shared
 from fd_cuda.kernels.routing import Order
 
 pytestmark = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, reason="needs g++")
@@ -31,6 +31,7 @@ CASES: list[Case] = [
     ("wint8", 144, 712, 0, torch.bfloat16, 70, Tile(64, 128, 1, 4, 8, 4, 1)),
     ("wint4_zp", 80, 384, 128, torch.float16, 15, Tile(64, 64, 2, 4, 4, 1, 2)),
     ("wint8_zp", 400, 448, 64, torch.bfloat16, 70, Tile(128, 192, 4, 3, 4, 1, 2)),
+    ("wint8", 80, 200, 0, torch.float16, 90, Tile(80, 64, 2, 3, 4, 1, 2, 2)),
 ]
 CASES += [
     ("wint4", 80, 136, 0, torch.bfloat16, 33, Pipe(32, 1, 1, 4)),
@@ -42,9 +43,13 @@ LARGE: list[Case] = [
     ("wfp8", 512, 1024, 0, torch.bfloat16, 700, Pipe(256, 2, 2, 5)),
     ("wint4", 264, 520, 0, torch.bfloat16, 300, Tile(128, 256, 1, 4, 4, 2, 1)),
     ("wint4", 1032, 1024, 128, torch.bfloat16, 130, Tile(64, 256, 4, 4, 8, 4, 1)),
-    ("wint8", 520, 1088, 64, torch.float16, 130, Tile(128, 128, 8, 5, 8, 2, 2)),
+    ("wint8", 520, 1088, 64, torch.float16, 130, Tile(128, 128, 8, 4, 8, 2, 2)),
     ("wfp8", 6144, 1024, 0, torch.bfloat16, 700, Tile(128, 192, 1, 4, 4, 1, 2)),
     ("wint8", 5200, 1024, 0, torch.bfloat16, 200, Tile(64, 128, 2, 4, 8, 2, 2)),
+    *(
+        ("wint4", 264, 520, 0, torch.bfloat16, 300, Tile(rows, 128, 1, 4, 4, 2, 1))
+        for rows in (96, 160, 224)
+    ),
 ]
 
 
@@ -52,7 +57,12 @@ def test_blocks_have_the_shared_memory_that_tiles_take() -> None:
     for name, rows, count, group, _, _, shape in (*CASES, *LARGE):
         slabs = quant_weights.prepare(packed(name, rows, count, group)).slabs
         if isinstance(shape, Tile) and slabs is not None:
-            assert tile_shared(shape, slabs.kind, slabs.scaled) <= MOST_SHARED, (name, shape)
+            assert tile_shared(shape, slabs.kind, slabs.scaled) <= tile_room(shape), (name, shape)
+
+
+def test_stages_of_a_tile_have_one_team_each() -> None:
+    with pytest.raises(ValueError, match="5 stages are not divisible among 2 teams"):
+        Tile(64, 128, 1, 5, 8, 2, 1)
 
 
 @pytest.mark.parametrize("case", [*CASES, *(LARGE if HAS_GPU else [])], ids=str)
@@ -75,7 +85,7 @@ def test_experts_pair_gate_and_up(name: str) -> None:
     weight = PackedWeight(FORMATS[name], 2 * inner, hidden, held, experts)
     slabs = quant_weights.prepare(weight).slabs
     assert slabs is not None
-    shape = Tile(16, 128, 1, 3, 4, 2, 2)
+    shape = Tile(16, 128, 1, 4, 4, 2, 2)
     x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
     ids = torch.tensor([[0, 1]] + [[1, 1]] * (tokens - 1), device=DEVICE)
     slots, block = 2 * tokens, shape.rows

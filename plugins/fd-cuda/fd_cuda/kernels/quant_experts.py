@@ -125,10 +125,11 @@ def choose(slabs: Slabs, each: float) -> Shape | RowGemm | None:
 
 
 def grouped_tile(rows: int, kind: int) -> Tile:
-    """quant_tile.cu for experts, of up to 256 rows of one."""
-    if rows == 256:
-        return with_copies(Tile(rows, 128, 1, 3, 4, 2, 1), kind, 0)
-    return with_copies(Tile(rows, 128, 1, 6 if rows <= 64 else 4, 8, 4, 1), kind, 0)
+    """quant_tile.cu for experts. Two blocks of few rows share a multiprocessor: one multiplies while the other one begins
+    or ends."""
+    resident, fewer = 2 if rows <= 80 else 1, rows == 80 or rows > 160
+    unpackers, teams = (4, 2) if fewer else (8, 4)
+    return with_copies(Tile(rows, 128, 1, 4, unpackers, teams, 1, resident), kind, 0)
 
 
 def _by_triton(

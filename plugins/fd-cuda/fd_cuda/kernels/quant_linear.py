@@ -20,7 +20,7 @@ from .matmul import matmul
 from .quant_layout import CCQ, FP8, FP8_ROWS, INT4, INT8, INT8_ROWS, TRELLIS, Slabs
 from .quant_native import as_numbers, product, rows_product, unpack
 from .quant_round import FP8_BLOCK, fp8_blocks, round_rows
-from .quant_shapes import MOST_SHARED, Few, Gemm, Gemv, Pipe, RowGemm, Shape, Tile, tile_shared
+from .quant_shapes import Few, Gemm, Gemv, Pipe, RowGemm, Shape, Tile, tile_room, tile_shared
 from .quant_weights import Weights, dequantized
 
 _FEW_ROWS: Final = 16
@@ -170,13 +170,13 @@ def tile_shape(kind: int, scaled: int, count: int, rows: int) -> Tile | None:
     is_ccq, is_trellis = kind == CCQ, kind == TRELLIS
     halves = _parts(narrow * -(-rows // 128), 0.5 if rows <= _SOME_ROWS else 1.0, 4)
     if rows <= 32:
-        tile = Tile(32, 128, _parts(across, 1.0, 8), 6, 8, 4, 1)
+        tile = Tile(32, 128, _parts(across, 1.0, 8), 4, 8, 4, 1)
     elif rows <= 64 and size == 2:
-        tile = Tile(64, 128, _parts(across, 1.0, 2), 6, 8, 4, 1)
+        tile = Tile(64, 128, _parts(across, 1.0, 2), 8 if is_trellis else 4, 8, 4, 1)
     elif rows <= 64:
-        tile = Tile(64, 64, halves, 6, 4 if is_trellis else 8, 4, 1)
+        tile = Tile(64, 64, halves, 8, 4, 4, 1) if is_trellis else Tile(64, 64, halves, 4, 8, 4, 1)
     elif rows <= 128 and size == 2:
-        tile = Tile(128, 128, _parts(across, 1.0, 2), 4 if is_ccq else 5, 8, 4, 1)
+        tile = Tile(128, 128, _parts(across, 1.0, 2), 4, 8, 4, 1)
     elif is_ccq and size < 2:  # so small that a multiprocessor has two blocks
         return (
             Tile(128, 64, halves, 4, 8, 4, 2)
@@ -184,10 +184,9 @@ def tile_shape(kind: int, scaled: int, count: int, rows: int) -> Tile | None:
             else Tile(128, 64, 1, 4, 4, 2, 5)
         )
     elif rows <= 128 or (rows <= 512 and not size):
-        tile = Tile(128, 64, halves, 6, 4 if is_trellis else 8, 4, 1)
+        tile = Tile(128, 64, halves, 4, 4 if is_trellis else 8, 4, 1)
     elif size == 2:
-        stages = 4 if is_trellis or (scaled and rows <= _SOME_ROWS and not is_ccq) else 3
-        tile = Tile(256, 128, _parts(across * -(-rows // 256), 1.0, 2), stages, 4, 2, 1)
+        tile = Tile(256, 128, _parts(across * -(-rows // 256), 1.0, 2), 4, 4, 2, 1)
     elif rows <= _SOME_ROWS:
         tile = Tile(128, 128, 1, 4, 8, 4, 1)
     elif rows <= 512:
@@ -200,7 +199,7 @@ def tile_shape(kind: int, scaled: int, count: int, rows: int) -> Tile | None:
 def with_copies(tile: Tile, kind: int, scaled: int) -> Tile:
     """As many turns ahead, to eight, as there is shared memory for."""
     deeper = replace(tile, ahead=tile.ahead + 1)
-    if deeper.ahead > 8 or tile_shared(deeper, kind, scaled) > MOST_SHARED:
+    if deeper.ahead > 8 or tile_shared(deeper, kind, scaled) > tile_room(deeper):
         return tile
     return with_copies(deeper, kind, scaled)
 

@@ -209,7 +209,12 @@ def fed(
     }
     if isinstance(shape, Tile):
         name, shared = "quant_tile", tile_shared(shape, defines["FORMAT"], defines["SCALED"])
-        sizes |= {"UNPACKERS": shape.unpackers, "TEAMS": shape.teams, "AHEAD": shape.ahead}
+        sizes |= {
+            "UNPACKERS": shape.unpackers,
+            "TEAMS": shape.teams,
+            "AHEAD": shape.ahead,
+            "RESIDENT": shape.resident,
+        }
     else:
         name, shared = "quant_pipe", pipe_shared(shape, defines["FORMAT"], defines["SCALED"])
     own = shape.groups * (1 if defines["FORMAT"] == TRELLIS else 4) // (1 + defines["PAIRED"])

@@ -8,6 +8,7 @@ from typing import Final
 from .quant_layout import CCQ, INT4, TRELLIS
 
 MOST_SHARED: Final = 224 << 10  # bytes of a block, beside its table of up to 256 rows (wide.cuh)
+_ROW_BYTES: Final = 12  # of that table
 _MULTIPROCESSOR: Final = (
     228 << 10
 )  # bytes of shared memory, of which a block takes 1,024 besides its own
@@ -98,6 +99,12 @@ class Tile:
     unpackers: int  # warps
     teams: int  # of them, which take turns
     ahead: int  # own turns that weights are asked for ahead
+    resident: int = 1  # blocks a multiprocessor should hold
+
+    def __post_init__(self) -> None:
+        # Readers order the writes of different teams to a stage too, but race detectors do not follow that.
+        if self.stages % self.teams:
+            raise ValueError(f"{self.stages} stages are not divisible among {self.teams} teams")
 
     @property
     def groups(self) -> int:
@@ -113,6 +120,7 @@ class Tile:
         tile = f"{self.rows}x{self.outputs}"
         return (
             f"tile {tile} /{self.split} {self.stages}st {self.unpackers}u{self.teams} {self.ahead}a"
+            f" {self.resident}r"
         )
 
 
@@ -181,6 +189,13 @@ def tile_shared(shape: Tile, kind: int, scaled: int) -> int:
     tiles = shape.stages * (shape.rows + shape.outputs) * 128 + shape.ahead * held
     end = end_shared(shape.rows, shape.outputs, shape.split)
     return 16 * shape.stages + 1024 + max(tiles, end)
+
+
+def tile_room(shape: Tile) -> int:
+    """Bytes of shared memory that a block may take, so that as many as it says find a place beside each other."""
+    if shape.resident == 1:
+        return MOST_SHARED
+    return _MULTIPROCESSOR // shape.resident - 1024 - _ROW_BYTES * shape.rows
 
 
 def rows_shared(shape: RowGemm, *, by_block: bool) -> int:

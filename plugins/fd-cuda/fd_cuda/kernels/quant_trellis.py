@@ -9,6 +9,7 @@ for the call and multiplied as half floats. Elsewhere (no Hopper GPU, float32) t
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -46,8 +47,8 @@ if TYPE_CHECKING:
 
 _ALONE: Final = 2  # tokens whose assignments are blocks of their own
 _FEW: Final = 12  # rows an expert up to which tet_gemv.cu is faster, eight at a time
-_SOME_EACH: Final = 72  # rows an expert from which quant_tile.cu is faster
-_MANY_EACH: Final = 192  # from which with 256 rows a block
+_SOME_EACH: Final = 36  # rows an expert from which quant_tile.cu is faster
+_TILE_ROWS: Final = (64, 80, 96, 128, 160, 224)  # of a block of quant_tile.cu
 _SHORT, _LONG = 64, 128  # turns up to which rows are short, and from which they are long
 _SOME_ROWS: Final = 32  # of a dense layer, up to which tet_rows.cu is faster
 
@@ -197,12 +198,15 @@ def choose_wide(gate_up: Trellis, down: Trellis, each: float) -> Tile | None:
     whole = gate_up.packed.in_features % TILE == 0 and down.packed.in_features % TILE == 0
     if each <= _SOME_EACH or not whole or batch_invariant():
         return None
-    return grouped_tile(128 if each <= _MANY_EACH else 256, TRELLIS)
+    # Weights are unpacked anew for every block of an expert: most experts have as few blocks as that of the average.
+    most = each + 1.5 * each**0.5
+    blocks = ceil(most / _TILE_ROWS[-1])
+    return grouped_tile(next(r for r in _TILE_ROWS if r * blocks >= most), TRELLIS)
 
 
 def rows_of_blocks(each: float) -> int:
     """For so many rows an expert."""
-    return 8 if each <= _FEW else 16 if each <= 20 else 32
+    return 8 if each <= _FEW else 16 if each <= 15 else 24 if each <= 20 else 32
 
 
 def _one_by_one(

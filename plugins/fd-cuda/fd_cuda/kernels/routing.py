@@ -97,8 +97,8 @@ def _route(
 @triton.jit(do_not_specialize=["num_slots", "max_blocks"])
 def _align(
     ids_p, order_p, experts_p, num_slots, max_blocks,
-    EXPERTS: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    EXPERTS: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, PAD_BM: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per expert: where its rows stand in the order, and which."""
     join_chain(PDL)
@@ -121,7 +121,7 @@ def _align(
         tl.store(order_p + place, slots, mask=match == 1)
         done += tl.sum(match, 0)
     # The rest of the last block is nobody's.
-    place = done + tl.arange(0, BM)
+    place = done + tl.arange(0, PAD_BM)
     tl.store(order_p + first * BM + place, num_slots, mask=place < own * BM)
     for block in range(first, first + own):
         tl.store(experts_p + block, mine)
@@ -143,8 +143,8 @@ def _count(ids_p, counts_p, num_slots, PAD: tl.constexpr, BLOCK: tl.constexpr, P
 @triton.jit(do_not_specialize=["num_slots", "max_blocks"])
 def _place(
     ids_p, counts_p, order_p, experts_p, num_slots, max_blocks,
-    EXPERTS: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    EXPERTS: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, PAD_BM: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs take places of an expert as they come. Which row of a block a token gets decides nothing
     about its result."""
@@ -164,7 +164,7 @@ def _place(
     tl.store(order_p + tl.sum(is_own * place, 1), slots, mask=ids >= 0)
     if tl.program_id(0) == 0:
         # The rest of each expert's last block is nobody's.
-        rest = (starts + counts)[:, None] + tl.arange(0, BM)[None, :]
+        rest = (starts + counts)[:, None] + tl.arange(0, PAD_BM)[None, :]
         tl.store(order_p + rest, num_slots + rest * 0, mask=rest < (ends * BM)[:, None])
         for begin in range(0, max_blocks, BLOCK):
             block = begin + tl.arange(0, BLOCK)
@@ -242,7 +242,7 @@ def order_by_expert(ids: torch.Tensor, num_experts: int, rows: int) -> Order:
     experts = torch.empty(blocks, dtype=torch.int32, device=ids.device)
     _align[(num_experts,)](
         ids, slots, experts, num_slots, blocks, EXPERTS=num_experts, PAD=pad2(num_experts),
-        BM=rows, BLOCK=min(1024, pad2(num_slots)), **options(num_warps=4),
+        BM=rows, PAD_BM=pad2(rows), BLOCK=min(1024, pad2(num_slots)), **options(num_warps=4),
     )  # fmt: skip
     return Order(slots, experts)
 
@@ -257,6 +257,6 @@ def _counted_order(ids: torch.Tensor, num_experts: int, rows: int, blocks: int) 
     )
     _place[(cdiv(num_slots, 128),)](
         ids, counts, slots, experts, num_slots, blocks, EXPERTS=num_experts, PAD=pad, BM=rows,
-        BLOCK=128, **options(num_warps=8),
+        PAD_BM=pad2(rows), BLOCK=128, **options(num_warps=8),
     )  # fmt: skip
     return Order(slots, experts)

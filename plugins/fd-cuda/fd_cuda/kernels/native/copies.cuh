@@ -22,6 +22,12 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from, bool inside
 
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
+// All but the last `left` groups of what this thread has copied are there for itself to read.
+template <int left>
+__device__ __forceinline__ void await_own_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory");
+}
+
 __device__ __forceinline__ float load_once(const float* p) {
   float v;
   asm volatile("ld.global.nc.f32 %0,[%1];" : "=f"(v) : "l"(p));

@@ -50,12 +50,6 @@ __device__ __forceinline__ void copy_line(u32 to, const void* from, int bytes, u
                : "memory");
 }
 
-// All but the last `left` groups of what this thread has copied are there for itself to read.
-template <int left>
-__device__ __forceinline__ void await_own_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory");
-}
-
 // END OF INSTRUCTIONS
 
 // Of a ring of STAGES tiles: which one, and in which round.

@@ -224,5 +224,6 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
   constexpr bool is_apart = SPLIT > 1 && AHEAD;
   if (!is_apart) await_copies<0>();
   const Ending ending{parts, scales, x_scales, nullptr, bias, y, GROUPED ? slots : nullptr, divisor, first_row, rank, M, N};
-  finish<THREADS, is_apart>(ending, sum, tile * OUT + warp * 16, thread);
+  const int column = tile * OUT + warp * 16;
+  finish<THREADS, is_apart>(ending, find_factors<THREADS, MT>(ending, column, thread), sum, column, thread);
 }

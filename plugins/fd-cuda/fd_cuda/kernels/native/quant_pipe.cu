@@ -16,6 +16,7 @@
 #define STAGE (TILE_X + TILE_W)
 #define FEEDER (GROUPS * 4)  // the warp; of 256 rows, three idle ones give their registers too
 #define OUT (GROUPS * 64)
+#define EARLY (SPLIT == 1)  // whether factors are found before the products: where several blocks finish, it does not pay
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
@@ -126,6 +127,11 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
     return;
   }
   TAKE_REGISTERS();
+  const Ending ending{parts, scales, x_scales, nullptr, bias, y, nullptr, 0, first_row, rank, M, N};
+  const int column = tile * OUT + warp * 16;
+  const auto find = [&] { return find_factors<GROUPS * 128, 1>(ending, column, thread); };
+  Factors<1> factors;
+  if (EARLY) factors = find();
   float sums[1][BN / 2];
   float(&sum)[BN / 2] = sums[0];
 #pragma unroll
@@ -168,6 +174,6 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   }
   await_products<0>();
   fence_registers(sum);
-  const Ending ending{parts, scales, x_scales, nullptr, bias, y, nullptr, 0, first_row, rank, M, N};
-  finish<GROUPS * 128, false>(ending, sums, tile * OUT + warp * 16, thread);
+  if (!EARLY) factors = find();
+  finish<GROUPS * 128, false>(ending, factors, sums, column, thread);
 }

@@ -198,5 +198,6 @@ quant_rows(const uint4* x, const uint4* __restrict__ w, const float* x_scales, c
 #endif
   const Ending ending{parts, BY_BLOCK ? nullptr : scales, BY_BLOCK ? nullptr : x_scales, nullptr, bias, y,
                       GROUPED ? slots : nullptr, divisor, first_row, rank, M, N};
-  finish<THREADS, (SPLIT > 1)>(ending, totals, first_output + warp % (OUT / 16) * 16, thread);
+  const int column = first_output + warp % (OUT / 16) * 16;
+  finish<THREADS, (SPLIT > 1)>(ending, find_factors<THREADS, 1>(ending, column, thread), totals, column, thread);
 }

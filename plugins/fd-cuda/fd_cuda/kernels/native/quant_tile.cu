@@ -2,9 +2,10 @@
 //
 // UNPACKERS warps, in TEAMS that take turns of 64 inputs, bring slabs of quant.cuh AHEAD of their turns, and put what they
 // unpack into shared memory as wgmma reads it, beside BN rows of x, which the copy engine brings; STAGES such tiles make a
-// ring. GROUPS of four warps multiply 64 outputs each with the rows and do nothing else. The SPLIT blocks of a cluster divide
-// K (wide.cuh). GROUPED and PAIRED as in quant_pipe.cu. The trellis code is not decoded: x is four int8 for two inputs
-// (tet_rotate.cu), and what is stored are the products of tet_gemv.cu, which lie like half floats of as many weights.
+// ring, in which every stage has its team. GROUPS of four warps multiply 64 outputs each with the rows and do nothing else.
+// The SPLIT blocks of a cluster divide K (wide.cuh). GROUPED and PAIRED as in quant_pipe.cu. The trellis code is not decoded:
+// x is four int8 for two inputs (tet_rotate.cu), and what is stored are the products of tet_gemv.cu, which lie like half
+// floats of as many weights.
 // A row of x comes out the same whatever M is.
 
 #include "common.cuh"
@@ -28,7 +29,8 @@ typedef float Sum;
 #define TILE_X (BN * 128)
 #define STAGE (TILE_X + GROUPS * 8192)
 #define OUT (PAIRED ? 64 : GROUPS * 64)
-static_assert(TEAMS <= STAGES, "a team that is two rounds behind takes one round for the other");
+#define EARLY (BN < 256)  // whether factors are found before the products: with 256 rows it does not pay
+static_assert(STAGES % TEAMS == 0, "a stage of the ring has one team that writes it");
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
@@ -121,7 +123,7 @@ __device__ __forceinline__ void store_slab(unsigned char* to, const Slab& slab, 
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict__ w,
            const unsigned char* __restrict__ groups, const float* __restrict__ scales, const float* x_scales,
            const int* x_sums, const u16* __restrict__ bias, u16* y, const int* slots, const int* experts, int M, int N, int slabs, int turns,
@@ -220,6 +222,12 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
 #if !GROUPED
   wait_for_previous();  // y is the allocator's: what is queued before may still read what was there
 #endif
+  // Parts stand where tiles were.
+  const Ending ending{(float*)ring, scales, x_scales, x_sums, bias, y, slots, 0, first_row, rank, M, N};
+  const int column = tile * OUT + warp % (OUT / 16) * 16;
+  const auto find = [&] { return find_factors<MULTIPLIERS * 32, 1>(ending, column, thread); };
+  Factors<1> factors;
+  if (EARLY) factors = find();
   Sum sums[1][BN / 2];
   Sum(&sum)[BN / 2] = sums[0];
 #pragma unroll
@@ -242,7 +250,6 @@ quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
   }
   await_products<0>();
   fence_registers(sum);
-  // Parts stand where tiles were.
-  const Ending ending{(float*)ring, scales, x_scales, x_sums, bias, y, slots, 0, first_row, rank, M, N};
-  finish<MULTIPLIERS * 32, false>(ending, sums, tile * OUT + warp % (OUT / 16) * 16, thread);
+  if (!EARLY) factors = find();
+  finish<MULTIPLIERS * 32, false>(ending, factors, sums, column, thread);
 }

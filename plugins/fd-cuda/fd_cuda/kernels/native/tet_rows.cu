@@ -26,15 +26,6 @@
 #include "rotate.cuh"
 #endif
 
-// INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
-
-template <int left>
-__device__ __forceinline__ void await_own_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory");
-}
-
-// END OF INSTRUCTIONS
-
 extern "C" __global__ void __maxnreg__(REGISTERS)
 tet_rows(const void* x, const float* x_scales, const int* x_sums, const uint4* __restrict__ w,
          const float* __restrict__ scales, const u16* __restrict__ bias, u16* y, const int* slots, const int* experts, int M,

@@ -39,62 +39,78 @@ __device__ __forceinline__ void store_transposed(u32 address, u32 first, u32 sec
                ::"r"(address), "r"(first), "r"(second) : "memory");
 }
 
-// The sums of a thread as wgmma takes them, and the names of the operands behind them.
+// The sums of a thread as wgmma takes them, BN / 2, and the names of the operands behind them.
 #define R4(c, d, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
-#define R16(c, d, i) R4(c, d, i), R4(c, d, i + 4), R4(c, d, i + 8), R4(c, d, i + 12)
+#define R8(c, d, i) R4(c, d, i), R4(c, d, i + 4)
+#define R16(c, d, i) R8(c, d, i), R8(c, d, i + 8)
+#define R32(c, d, i) R16(c, d, i), R16(c, d, i + 16)
+#define D4 "%0,%1,%2,%3"
+#define D8 D4 ",%4,%5,%6,%7"
+#define D16 D8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define D32 D16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define D40 D32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define D48 D40 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define D64 D48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define D80 D64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define D112 D80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95," \
+  "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define D128 D112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #if BN == 256
-#define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
-  "%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
-  "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71," \
-  "%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95," \
-  "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119," \
-  "%120,%121,%122,%123,%124,%125,%126,%127}"
-#define D_REGS(c, d) R16(c, d, 0), R16(c, d, 16), R16(c, d, 32), R16(c, d, 48), R16(c, d, 64), R16(c, d, 80), \
-  R16(c, d, 96), R16(c, d, 112)
+#define D_LIST "{" D128 "}"
+#define D_REGS(c, d) R32(c, d, 0), R32(c, d, 32), R32(c, d, 64), R32(c, d, 96)
 #define SIZE "m64n256"
 #define BOTH_SHARED "%128, %129"
 #define ONE_SHARED "{%128,%129,%130,%131}, %132"
-#elif BN == 192
-#define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
-  "%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
-  "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71," \
-  "%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95}"
-#define D_REGS(c, d) R16(c, d, 0), R16(c, d, 16), R16(c, d, 32), R16(c, d, 48), R16(c, d, 64), R16(c, d, 80)
-#define SIZE "m64n192"
-#define BOTH_SHARED "%96, %97"
+#elif BN == 224
+#define D_LIST "{" D112 "}"
+#define D_REGS(c, d) R32(c, d, 0), R32(c, d, 32), R32(c, d, 64), R16(c, d, 96)
+#define SIZE "m64n224"
+#define BOTH_SHARED "%112, %113"
+#elif BN == 160
+#define D_LIST "{" D80 "}"
+#define D_REGS(c, d) R32(c, d, 0), R32(c, d, 32), R16(c, d, 64)
+#define SIZE "m64n160"
+#define BOTH_SHARED "%80, %81"
 #elif BN == 128
-#define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
-  "%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
-  "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
-#define D_REGS(c, d) R16(c, d, 0), R16(c, d, 16), R16(c, d, 32), R16(c, d, 48)
+#define D_LIST "{" D64 "}"
+#define D_REGS(c, d) R32(c, d, 0), R32(c, d, 32)
 #define SIZE "m64n128"
 #define BOTH_SHARED "%64, %65"
 #define FLAG "%66"
 #define ONE_SHARED "{%64,%65,%66,%67}, %68"
+#elif BN == 96
+#define D_LIST "{" D48 "}"
+#define D_REGS(c, d) R32(c, d, 0), R16(c, d, 32)
+#define SIZE "m64n96"
+#define BOTH_SHARED "%48, %49"
+#elif BN == 80
+#define D_LIST "{" D40 "}"
+#define D_REGS(c, d) R32(c, d, 0), R8(c, d, 32)
+#define SIZE "m64n80"
+#define BOTH_SHARED "%40, %41"
 #elif BN == 64
-#define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
-  "%24,%25,%26,%27,%28,%29,%30,%31}"
-#define D_REGS(c, d) R16(c, d, 0), R16(c, d, 16)
+#define D_LIST "{" D32 "}"
+#define D_REGS(c, d) R32(c, d, 0)
 #define SIZE "m64n64"
 #define BOTH_SHARED "%32, %33"
 #define FLAG "%34"
 #define ONE_SHARED "{%32,%33,%34,%35}, %36"
 #elif BN == 32
-#define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}"
+#define D_LIST "{" D16 "}"
 #define D_REGS(c, d) R16(c, d, 0)
 #define SIZE "m64n32"
 #define BOTH_SHARED "%16, %17"
 #define FLAG "%18"
 #define ONE_SHARED "{%16,%17,%18,%19}, %20"
 #elif BN == 16
-#define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7}"
-#define D_REGS(c, d) R4(c, d, 0), R4(c, d, 4)
+#define D_LIST "{" D8 "}"
+#define D_REGS(c, d) R8(c, d, 0)
 #define SIZE "m64n16"
 #define BOTH_SHARED "%8, %9"
 #define FLAG "%10"
 #define ONE_SHARED "{%8,%9,%10,%11}, %12"
 #elif BN == 8
-#define D_LIST "{%0,%1,%2,%3}"
+#define D_LIST "{" D4 "}"
 #define D_REGS(c, d) R4(c, d, 0)
 #define SIZE "m64n8"
 #define BOTH_SHARED "%4, %5"
@@ -227,24 +243,40 @@ __device__ __forceinline__ void store_rows(const Ending& to, const unsigned char
   }
 }
 
+// What results are multiplied with, and bias: of the rows that the block finishes a table, of a thread's outputs its own.
+template <int slabs>
+struct Factors {
+  const Row* rows;
+  float scale[slabs][2], bias[2];
+};
+
+// Where it pays, found before the products, at whose end all would wait for it. finish() meets before it reads the table.
+template <int threads, int slabs>
+__device__ __forceinline__ Factors<slabs> find_factors(const Ending& to, int column, int thread) {
+  const int width = PAIRED ? to.N / 2 : to.N;
+  const bool is_up = PAIRED && slabs == 1 && thread >= threads / 2;
+  __shared__ Row rows[SHARE];
+  Factors<slabs> own{rows};
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int output = min(column + (thread >> 2 & 7) + h * 8, width - 1);
+#pragma unroll
+    for (int m = 0; m < slabs; m++) own.scale[m][h] = to.scales == nullptr ? 1.f : to.scales[output + (m + is_up) * width];
+    own.bias[h] = to.bias == nullptr ? 0.f : widen_y(to.bias[output]);
+  }
+  if (to.rank < FINISHERS) find_rows<threads>(to, rows, thread);
+  return own;
+}
+
 // The end of a product: `threads` threads hold sums. A warp's slabs are 16 outputs from `column` on, with PAIRED gates; what
 // belongs to them is its second slab, or where it has one slab, what the upper half of the warps holds. `is_apart`: parts
 // stand where no tiles were. Warps without sums take part in every meeting by rest().
 template <int threads, bool is_apart, int slabs, class Sum>
-__device__ __forceinline__ void finish(const Ending& to, const Sum (&sum)[slabs][BN / 2], int column, int thread) {
+__device__ __forceinline__ void finish(const Ending& to, const Factors<slabs>& factors, const Sum (&sum)[slabs][BN / 2],
+                                       int column, int thread) {
   constexpr bool across = PAIRED && slabs == 1;
-  const int lane = thread & 31, r = lane >> 2, width = PAIRED ? to.N / 2 : to.N;
+  const int lane = thread & 31, width = PAIRED ? to.N / 2 : to.N;
   const bool is_up = across && thread >= threads / 2, finishes = to.rank < FINISHERS;
-  __shared__ Row rows[SHARE];
-  if (finishes) find_rows<threads>(to, rows, thread);
-  float scale[slabs][2], bias[2];
-#pragma unroll
-  for (int h = 0; h < 2; h++) {
-    const int own = min(column + r + h * 8, width - 1);
-#pragma unroll
-    for (int m = 0; m < slabs; m++) scale[m][h] = to.scales == nullptr ? 1.f : to.scales[own + (m + is_up) * width];
-    bias[h] = to.bias == nullptr ? 0.f : widen_y(to.bias[own]);
-  }
   if (!is_apart) meet();
   if (SPLIT > 1) {
     send_sums<threads>(to.parts, to.rank, thread, sum);
@@ -253,12 +285,12 @@ __device__ __forceinline__ void finish(const Ending& to, const Sum (&sum)[slabs]
   unsigned char* stages = (unsigned char*)(to.parts + (SPLIT - 1) * slabs * SHARE / 8 * threads * 4);
   unsigned char* stage = stages + thread / 32 * SHARE * 32;
   float4* other = (float4*)(stages + threads * SHARE / 2) + thread % (threads / 2);  // what upper warps hold
-  const Row* own_rows = rows + (lane & 3) * 2;
+  const Row* own_rows = factors.rows + (lane & 3) * 2;
   if (is_up) {
 #pragma unroll
     for (int i = 0; i < SHARE / 8; i++) {
       Four<slabs> all = total<threads>(to.parts, to.rank, thread, i, sum);
-      finish_four((float*)&all.of[0], scale[0], own_rows[i * 8], own_rows[i * 8 + 1]);
+      finish_four((float*)&all.of[0], factors.scale[0], own_rows[i * 8], own_rows[i * 8 + 1]);
       other[i * (threads / 2)] = all.of[0];
     }
   }
@@ -269,15 +301,15 @@ __device__ __forceinline__ void finish(const Ending& to, const Sum (&sum)[slabs]
   for (int i = 0; i < SHARE / 8; i++) {
     Four<slabs> all = total<threads>(to.parts, to.rank, thread, i, sum);
 #pragma unroll
-    for (int m = 0; m < slabs; m++) finish_four((float*)&all.of[m], scale[m], own_rows[i * 8], own_rows[i * 8 + 1]);
+    for (int m = 0; m < slabs; m++) finish_four((float*)&all.of[m], factors.scale[m], own_rows[i * 8], own_rows[i * 8 + 1]);
     const float4 up = across ? other[i * (threads / 2)] : all.of[slabs - 1];
     float4 v = all.of[0];
     if (PAIRED) v = make_float4(silu(v.x) * up.x, silu(v.y) * up.y, silu(v.z) * up.z, silu(v.w) * up.w);
-    else v = make_float4(v.x + bias[0], v.y + bias[0], v.z + bias[1], v.w + bias[1]);
+    else v = make_float4(v.x + factors.bias[0], v.y + factors.bias[0], v.z + factors.bias[1], v.w + factors.bias[1]);
     store_transposed(place + i * 256, narrow_y(v.x, v.y), narrow_y(v.z, v.w));
   }
   __syncwarp();
-  store_rows(to, stage, rows, column, width, lane);
+  store_rows(to, stage, factors.rows, column, width, lane);
 }
 
 // What warps without sums do meanwhile.
