@@ -98,8 +98,8 @@ class Downloads:
     def __init__(self, device: DeviceBackend) -> None:
         self._device, self._xp = device, device.xp
         self._free: list[np.ndarray] = []
-        # Then results are here already, and only have to outlast the next step.
-        self._is_host = device.limits.shares_host_memory and not device.limits.asynchronous
+        # Then results are here already when a step was launched, and nothing is on its way.
+        self._is_host = device.limits.shares_host_memory and not device.limits.overlap
         # Recorded steps leave their results in the same tensors again and again.
         self._tensors: list[Tensor] = []
         self._places: list[tuple[slice, str, tuple[int, ...]]] = []
