@@ -51,7 +51,9 @@ class DeviceLimits:
     # serves every batch.
     graph_any_size: bool = False
     graph_collectives: bool = False  # a captured graph may hold the communicator's collectives
-    overlap: bool = True  # a step may be queued before the previous one's tokens reached the host
+    # A step may be queued before the previous one's tokens reached the host. False, too, where nothing
+    # is gained: whoever computes on all processors takes them from the scheduler.
+    overlap: bool = True
     # Calls only queue work, so that launching a step returns at once and needs no thread of its own.
     asynchronous: bool = False
     logprobs: bool = True

@@ -242,11 +242,6 @@ class EngineCore:
         report = list(dict.fromkeys(line for info in infos for line in info.report)) + plan.report
         if config.cache.enable_prefix_caching and not caching:
             report.append("prefix cache off: the device cannot share blocks between sequences")
-        if config.batch.overlap and not overlap:
-            report.append(
-                "overlap of scheduling and execution off: the device cannot queue a step before the "
-                "one before has finished"
-            )
         return EngineInfo(
             num_blocks=plan.num_blocks,
             num_host_blocks=plan.num_host_blocks,

@@ -1,7 +1,7 @@
 """Runs steps on all ranks: rank 0 in this process, the others in processes of their own.
 
 Steps run in the order they are submitted: in threads, but for a single rank whose device only queues
-work, where the caller's own thread does it without any hand-over. When a rank dies or fails, everything that is waited for
+work or takes one step at a time, where the caller's own thread does it without any hand-over. When a rank dies or fails, everything that is waited for
 fails with WorkerError, within a second, even if rank 0 is stuck in a collective.
 """
 
@@ -164,10 +164,9 @@ class Executor:
     def _start_waiter(self, info: WorkerInfo) -> None:
         """With overlap a second thread waits for results, so that this one can queue the next step
         on the device meanwhile."""
-        if not (self._config.batch.overlap and info.overlap):
-            return
-        if self._peers is None and info.asynchronous:
-            self._is_direct = True
+        overlap = self._config.batch.overlap and info.overlap
+        self._is_direct = self._peers is None and (info.asynchronous or not overlap)
+        if self._is_direct or not overlap:
             return
         self._has_waiter = True
         self._waiter = threading.Thread(target=self._wait, name="fd-rank0-wait", daemon=True)

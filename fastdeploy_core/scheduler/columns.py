@@ -10,7 +10,6 @@ import numpy as np
 
 from .draft_tally import DraftTally
 
-NEVER = 2**62
 _FIRST_SIZE = 64
 
 
@@ -29,7 +28,8 @@ class Columns:
         self.at_start = np.zeros(0, dtype=np.int64)  # tokens to feed before it samples
         self.limit = np.zeros(0, dtype=np.int64)  # most tokens it may have
         self.room = np.zeros(0, dtype=np.int64)  # tokens that its blocks hold
-        self.commit_at = np.zeros(0, dtype=np.int64)  # computed tokens that fill the next block
+        # Known tokens up to which a result is one more token and nothing else: Sequence.show_quiet.
+        self.quiet_until = np.zeros(0, dtype=np.int64)
         self.deltas = np.zeros(
             0, dtype=np.int64
         )  # deltas given to its request, if it is the only one
@@ -42,9 +42,7 @@ class Columns:
         self.drafted = np.zeros(0, dtype=np.int64)
         self.accepted_at = np.zeros((0, num_drafts), dtype=np.int64)
         self.tally = DraftTally(self, num_drafts)
-        self.is_running = np.zeros(0, dtype=bool)
-        self.is_plain = np.zeros(0, dtype=bool)  # a result is a token, and nothing else
-        # Plain, and what it draws depends on nothing that the host would have to know before.
+        # A result is a token and nothing else, and what it draws depends on nothing that the host would have to know before.
         self.goes_ahead = np.zeros(0, dtype=bool)
         self.kind = np.zeros(
             0, dtype=np.int64
@@ -59,7 +57,6 @@ class Columns:
             column[place] = 0
         self.seq_id[place] = seq_id
         self.step[place] = -1
-        self.commit_at[place] = NEVER
         return place
 
     def take_drafts(self, places: np.ndarray, proposals: np.ndarray) -> None:

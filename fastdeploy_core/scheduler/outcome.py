@@ -93,11 +93,12 @@ class Outcome:
         columns, cohort = self._roster.columns, step.cohort
         places, num_rows = cohort.places, len(cohort.seqs)
         known, counts = columns.known[places], results.leading_counts(num_rows)
+        grown = known + counts
         columns.in_flight[places] = columns.in_flight[places] - 1
         columns.pending[places] = columns.pending[places] - 1
-        was_running, grown = columns.is_running[places], known + counts
-        only_grows = columns.is_plain[places] & was_running & (counts > 0)
-        only_grows &= (grown < columns.limit[places]) & (grown <= columns.commit_at[places])
+        only_grows = grown <= columns.quiet_until[places]
+        if results.has_counts:
+            only_grows &= counts > 0
         results.clear_others(only_grows)
         tokens = results.leading_tokens(num_rows)
         if not cohort.stop_ids.isdisjoint(tokens):
@@ -111,20 +112,21 @@ class Outcome:
         self._grow(cohort, tokens, counts if results.has_counts else None, grown, chosen)
         if chosen is not None:
             others = np.flatnonzero(~chosen).tolist()
-            self._take_others(step, results, (known - 1).tolist(), was_running, others)
+            self._take_others(step, results, (known - 1).tolist(), others)
 
     def _take_others(
         self,
         step: ScheduledStep,
         results: StepResults,
         starts: list[int],
-        was_running: np.ndarray,
         numbers: list[int],
     ) -> None:
         """Rows of the cohort with more to them. starts: where what they were fed began."""
         cohort, fed = step.cohort, results.fed_drafts(step)
         is_newest = step.is_newest_of(self._roster.columns)
-        for number in numbers:
+        # Before any of them is taken: one that fails takes the others of its request along.
+        was_running = [cohort.seqs[number].status is RequestStatus.RUNNING for number in numbers]
+        for number, ran in zip(numbers, was_running, strict=True):
             seq = cohort.seqs[number]
             if seq.status is not RequestStatus.FINISHED:
                 most, drafted = int(step.drafts[number]), int(fed[number])
@@ -133,7 +135,7 @@ class Outcome:
                 row = Row(seq, starts[number], 1 + drafted, drafted, True)
                 self._take(row, results.of_row(number), takes_drafts=bool(is_newest[number]))
             # One that ran until this very step has left already if it ended with it.
-            if not was_running[number] and not seq.num_in_flight:
+            if not ran and not seq.num_in_flight:
                 self._roster.settle(seq)
 
     def _count_cohort(
@@ -305,6 +307,7 @@ class Outcome:
     def _commit(self, seq: Sequence, num_tokens: int) -> None:
         self._kv.commit(seq.table, seq.token_ids, num_tokens)
         seq.commit_at = self._kv.next_commit(seq.table, seq.num_prompt_tokens)
+        seq.show_quiet()
 
     def _fail_row(self, request: RequestState, code: str) -> None:
         """A worker found that one request cannot go on; codes are worker/model_runner.py's."""

@@ -179,17 +179,18 @@ class StepPlanner:
         # What has all its tokens known or on their way has nothing left to be fed.
         is_due = (computed >= columns.at_start[places]) & (known < columns.limit[places])
         needs_blocks = is_due & (computed >= columns.room[places])
-        if needs_blocks.any():
+        if np.count_nonzero(needs_blocks):
             for row in np.flatnonzero(needs_blocks).tolist():
                 seq = seqs[row]
                 is_due[row] = seq.status is RequestStatus.RUNNING and self._grow(
                     seq, seq.num_computed + 1, may_yield=True
                 )
-            is_due &= columns.is_running[places]  # juniors may have been preempted for seniors
+            # Juniors may have been preempted for seniors.
+            is_due &= np.array([seq.status is RequestStatus.RUNNING for seq in seqs])
         drafts = None
         if columns.has_drafts or self._lookahead:
             drafts = self._plan_drafts(seqs, places, is_due)
-        if not is_due.all():
+        if np.count_nonzero(is_due) < places.size:
             places, seqs = places[is_due], list(compress(seqs, is_due))
             drafts = None if drafts is None else drafts[is_due]
         if seqs:

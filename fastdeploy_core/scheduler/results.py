@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -20,6 +21,13 @@ class RowResult(NamedTuple):
     prompt_logprobs: list[TokenLogprobs] | None = None
     drafts: np.ndarray | None = None  # [k] for its next step, -1 behind the last one
     error: str | None = None
+
+
+@cache
+def _ones(num_rows: int) -> np.ndarray:
+    ones = np.ones(num_rows, dtype=np.int64)
+    ones.flags.writeable = False
+    return ones
 
 
 class StepResults:
@@ -50,7 +58,7 @@ class StepResults:
     def leading_counts(self, num_rows: int) -> np.ndarray:
         """How many tokens each of the leading rows has."""
         if self._output.counts is None:
-            return np.ones(num_rows, dtype=np.int64)
+            return _ones(num_rows)
         return self._output.counts[:num_rows]
 
     def leading_tokens(self, num_rows: int) -> list[int]:

@@ -103,7 +103,7 @@ class Roster:
         seq.num_computed, seq.num_known_at_start = num_computed, len(seq.token_ids)
         seq.room = len(seq.table.blocks) * self.kv.block_size
         seq.commit_at = self.kv.next_commit(seq.table, seq.num_prompt_tokens)
-        self.columns.is_running[seq.place] = True
+        seq.show_quiet()
         bisect.insort(self.running, seq, key=_seniority)
         if seq not in self._begun:
             bisect.insort(self._begun, seq, key=_seniority)
@@ -215,7 +215,7 @@ class Roster:
 
     def _stop(self, seq: Sequence) -> None:
         self.running.remove(seq)
-        self.columns.is_running[seq.place] = False
+        self.columns.quiet_until[seq.place] = 0
         self._places = None
 
     def _leave(self, seq: Sequence) -> None:

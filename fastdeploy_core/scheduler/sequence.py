@@ -53,8 +53,10 @@ class Sequence:
     __slots__ = (
         "attempt",
         "columns",
+        "commit_at",
         "finish_reason",
         "index",
+        "is_plain",
         "is_suspect",
         "max_total_tokens",
         "min_total_tokens",
@@ -78,7 +80,6 @@ class Sequence:
     num_in_flight = _Number("in_flight")
     num_known_at_start = _Number("at_start")
     room = _Number("room")
-    commit_at = _Number("commit_at")
 
     def __init__(
         self,
@@ -114,21 +115,29 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.columns = columns
         self.place = columns.take(seq_id)
+        self.commit_at = 0  # computed tokens that fill the next block
         columns.known[self.place] = self.num_prompt_tokens
         columns.limit[self.place] = max_total_tokens
         self.show_plain()
 
     def show_plain(self) -> None:
-        """Say in the columns whether a result of this sequence is a token and nothing else."""
+        """Say in the columns what else than its token a result of this sequence may hold."""
         request = self.request.request
         sampling = request.sampling
-        is_plain = sampling.n == 1 and sampling.logprobs is None and not self.is_suspect
-        self.columns.is_plain[self.place] = is_plain
-        goes_ahead = is_plain and sampling.is_unconstrained and request.grammar is None
+        self.is_plain = sampling.n == 1 and sampling.logprobs is None and not self.is_suspect
+        self.show_quiet()
+        goes_ahead = self.is_plain and sampling.is_unconstrained and request.grammar is None
         self.columns.goes_ahead[self.place] = goes_ahead
         self.columns.kind[self.place] = (
             (GREEDY if sampling.is_greedy else RANDOM) if goes_ahead else OTHER
         )
+
+    def show_quiet(self) -> None:
+        """Say in the columns how long results only make this sequence longer: no block is filled, and it
+        does not come to its end."""
+        is_quiet = self.is_plain and self.status is RequestStatus.RUNNING
+        end = min(self.max_total_tokens - 1, self.commit_at) if is_quiet else 0
+        self.columns.quiet_until[self.place] = end
 
     def draft_stats(self) -> DraftStats | None:
         """How its drafts fared; None: there were none."""

@@ -265,7 +265,9 @@ class StepBuilder:
     def _is_last(self, cohort: Cohort) -> bool:
         """Whether the cohort is all that the step before had."""
         seq_ids, last = cohort.seq_ids, self._last_seq_ids
-        return seq_ids is last or np.array_equal(seq_ids, last)
+        if seq_ids is not last and np.array_equal(seq_ids, last):
+            self._last_seq_ids = seq_ids
+        return seq_ids is self._last_seq_ids
 
     def _ask(self, step: ScheduledStep, max_drafts: int, *, rests: bool, fills: bool) -> None:
         """Say in the message how many drafts are wanted behind the step. Where there are none, a drafter

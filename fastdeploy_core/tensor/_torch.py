@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,11 @@ class _Ragged:
     rows: torch.Tensor  # [starts[n]] int32
     queries: torch.Tensor  # [starts[n]] int32: whose
     mask: torch.Tensor | None = None  # the pattern as a sparse matrix, made by the first layer
+
+
+@cache
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).rpartition(".")[2]
 
 
 class TorchLibrary:
@@ -96,7 +102,7 @@ class TorchLibrary:
         return getattr(torch, name)
 
     def dtype_name(self, dtype: Any) -> str:
-        return str(getattr(dtype, "dtype", dtype)).rpartition(".")[2]
+        return _dtype_name(getattr(dtype, "dtype", dtype))
 
     def size(self, x: Any) -> int:
         return int(x.numel())
@@ -141,7 +147,8 @@ class TorchLibrary:
         return x if dtype is None else x.to(dtype)
 
     def to_numpy(self, x: Any) -> np.ndarray:
-        x = x.detach().cpu()
+        if x.requires_grad or not x.is_cpu:
+            x = x.detach().cpu()
         carrier = BIT_CARRIERS.get(self.dtype_name(x))
         if carrier is None:
             return x.numpy()

@@ -278,7 +278,7 @@ class InputBatch:
 
     def _check(self, slots: np.ndarray, seq_lens: np.ndarray) -> None:
         """A wrong message must not read or write another sequence's blocks."""
-        if (seq_lens > self.room[slots]).any():
+        if np.count_nonzero(seq_lens > self.room[slots]):
             raise WorkerError(
                 f"a step is inconsistent: lengths {seq_lens.tolist()}, "
                 f"blocks {self.num_blocks[slots].tolist()} of {self.block_size}, "

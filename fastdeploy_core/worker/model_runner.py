@@ -272,8 +272,7 @@ class ModelRunner:
         rows, graphs, slots = launched.rows, self._graphs, self._slots
         if graphs is None or slots is None:
             return None
-        most = rows.num_drafts[0] if rows.is_ahead else rows.num_drafts.max(initial=0)
-        width = 1 + int(most)
+        width = 1 if rows.is_decode else 1 + int(rows.num_drafts.max(initial=0))
         if width == 1 and not rows.is_decode:
             return None
         recorded = graphs.find(rows.slots.size, width)

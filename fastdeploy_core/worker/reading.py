@@ -164,11 +164,13 @@ class StepReader:
         rows, plan, batch = launched.rows, launched.plan, self._batch
         assert plan is not None
         marked = marked.reshape(-1)[: plan.num_rows]  # behind these: padding of the step
-        ids = launched.token_ids = np.maximum(marked, 0)
+        has_marks = np.count_nonzero(marked < 0) > 0
+        ids = launched.token_ids = np.maximum(marked, 0) if has_marks else marked
         is_kept: np.ndarray | None = None
         if not rows.is_decode and (rows.is_ahead or rows.num_drafts.any()):
             is_kept = marked != NOT_KEPT
-        if self._state is not None and (launched.sample_errors or marked.min(initial=0) < NOT_KEPT):
+        is_broken = has_marks and bool(marked.min() < NOT_KEPT)
+        if self._state is not None and (launched.sample_errors or is_broken):
             is_kept = self._find_broken_rows(launched, marked, is_kept)
         # A slot may have changed hands since the launch.
         valid = batch.owner[rows.slots] == launched.owners
@@ -211,7 +213,7 @@ class StepReader:
         rows, plan = launched.rows, launched.plan
         assert plan is not None
         slots, positions = plan.slots, rows.sample_positions
-        if not valid.all():
+        if np.count_nonzero(valid) < valid.size:
             slots, positions, ids = slots[valid], positions[valid], ids[valid]
         self._batch.learn(slots, positions, ids)
         if plan.flags & bits.GRAMMAR and self._state is not None:

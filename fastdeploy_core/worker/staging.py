@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
+from operator import is_
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -97,20 +98,32 @@ class Downloads:
     def __init__(self, device: DeviceBackend) -> None:
         self._device, self._xp = device, device.xp
         self._free: list[np.ndarray] = []
+        # Recorded steps leave their results in the same tensors again and again.
+        self._tensors: list[Tensor] = []
+        self._places: list[tuple[slice, str, tuple[int, ...]]] = []
+        self._total = 0
 
     def start(self, tensors: list[Tensor]) -> Download:
         """Queue copies of all of them."""
-        xp, sizes = self._xp, [self._xp.nbytes(x) for x in tensors]
-        total = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
-        memory = self._take(total)
-        arrays, first = [], 0
-        for x, size in zip(tensors, sizes, strict=True):
-            part = memory[first : first + size]
-            if size:
+        if len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors)):
+            self._arrange(tensors)
+        memory, arrays = self._take(self._total), []
+        for x, (place, dtype, shape) in zip(tensors, self._places, strict=True):
+            part = memory[place]
+            if part.size:
                 self._device.download(x, part)
-            arrays.append(part.view(xp.dtype_name(x)).reshape(tuple(x.shape)))
-            first += -(-size // ALIGNMENT) * ALIGNMENT
+            arrays.append(part.view(dtype).reshape(shape))
         return Download(arrays, memory, self._free)
+
+    def _arrange(self, tensors: list[Tensor]) -> None:
+        xp, first = self._xp, 0
+        self._tensors, self._places = list(tensors), []
+        for x in tensors:
+            size = xp.nbytes(x)
+            place = slice(first, first + size)
+            self._places.append((place, xp.dtype_name(x), tuple(x.shape)))
+            first += -(-size // ALIGNMENT) * ALIGNMENT
+        self._total = first
 
     def _take(self, num_bytes: int) -> np.ndarray:
         for index, memory in enumerate(self._free):

@@ -70,6 +70,14 @@ class DecodeBuffers(StepBuffers):
         self._offsets_dev = device.to_device(self._offsets.copy())
         self.firsts = device.to_device(np.arange(max_rows, dtype=np.int64) * width)
         self.results = self.zeros(max_rows, width)
+        self._results_of: dict[int, Tensor] = {}
+
+    def results_of(self, num_rows: int) -> Tensor:
+        """Those of the first rows; the same tensor each time."""
+        found = self._results_of.get(num_rows)
+        if found is None:
+            found = self._results_of[num_rows] = self.results[:num_rows]
+        return found
 
     def batch(self, size: int) -> AttentionBatch:
         """The attention batch of `size` rows."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -146,7 +147,7 @@ class RecordedStep:
         `replay`."""
         assert self._greedy is not None
         self._greedy.replay()
-        return self._buffers.results[:num_rows]
+        return self._buffers.results_of(num_rows)
 
     @property
     def draws_at_random(self) -> bool:
@@ -158,7 +159,7 @@ class RecordedStep:
         assert self._graphs.draws is not None
         self._graphs.draws.fill(slots)
         self._random[filters].replay()
-        return self._buffers.results[: slots.size]
+        return self._buffers.results_of(slots.size)
 
     def compute(self) -> None:
         """What is recorded first: from slots to hidden states."""
@@ -215,7 +216,7 @@ class RecordedStep:
             self.drawn[num_rows * self.width :] = 0
             if self.accepted is not None:
                 self.accepted[num_rows:] = 0
-        return self._buffers.results[:num_rows]
+        return self._buffers.results_of(num_rows)
 
     def _hand_on(self, accepted: Tensor | None, drawn: Tensor) -> None:
         """Put what was drawn where recorded proposals look for it: where `draw_greedily` does."""
@@ -294,9 +295,10 @@ class StepGraphs:
 
     def find(self, num_rows: int, width: int) -> RecordedStep | None:
         """The smallest recorded step that holds so many rows of up to `width` tokens."""
-        size = next((size for size in self.sizes if size >= num_rows), 0)
-        wide = next((wide for wide in self.widths if wide >= width), 0)
-        return self._steps.get((size, wide))
+        size, wide = bisect_left(self.sizes, num_rows), bisect_left(self.widths, width)
+        if size == len(self.sizes) or wide == len(self.widths):
+            return None
+        return self._steps.get((self.sizes[size], self.widths[wide]))
 
     def context(self, batch: AttentionBatch) -> ForwardContext:
         """What the model's layers need."""

@@ -46,21 +46,29 @@ struct Ahead {
     }
 };
 
-template <int R>
-void tile_f32(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
+// The first V registers of a panel; the others are zero.
+template <int R, int V>
+void tile_f32_of(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
     const float *line = reinterpret_cast<const float *>(w.panel(p));
     const Rows<R> x(a, m);
     F acc[R][kVectors] = {};
     for (int64_t k = 0; k < w.padded_inputs; ++k, line += kPanel) {
-        ahead.fetch(reinterpret_cast<const uint8_t *>(line));
-        F weights[kVectors];
-        for (int s = 0; s < kVectors; ++s) weights[s] = load(line + s * kLanes);
+        if (V == kVectors) ahead.fetch(reinterpret_cast<const uint8_t *>(line));
+        F weights[V];
+        for (int s = 0; s < V; ++s) weights[s] = load(line + s * kLanes);
         for (int r = 0; r < R; ++r)
-            for (int s = 0; s < kVectors; ++s)
+            for (int s = 0; s < V; ++s)
                 acc[r][s] = weights[s] * splat(reinterpret_cast<const float *>(x.at[r])[k]) + acc[r][s];
     }
     for (int r = 0; r < R; ++r)
         for (int s = 0; s < kVectors; ++s) store(out + r * kPanel + s * kLanes, acc[r][s]);
+}
+
+// Routers have few outputs.
+template <int R>
+void tile_f32(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
+    if (!w.gated && w.outputs - p * kPanel <= kLanes) return tile_f32_of<R, 1>(w, p, a, m, ahead, out);
+    tile_f32_of<R, kVectors>(w, p, a, m, ahead, out);
 }
 
 template <int R>
@@ -314,21 +322,27 @@ void product(const LinearOp &op, const Worker &worker, const Finish &finish) {
     uint8_t *mine = aligned + (a.num_bytes(op.num_rows) + 63) / 64 * 64 + parts.num_bytes() * size_t(worker.thread);
     float *row = reinterpret_cast<float *>(mine);
     const bool in_tiles = is_tiled(w, op.num_rows);
-    int64_t first, last;
+    // Threads divide panels, or rows if there are fewer panels than threads.
+    const bool by_rows = w.num_panels < worker.size() && !in_tiles;
+    int64_t first, last, top = 0, bottom = op.num_rows;
     if (op.num_rows == 1) {  // cheaper than to wait for another thread
         a = form_of(op, mine + parts.row + parts.unpacked);
         prepare_row<X>(op, a, 0, 0, row);
     } else {
         worker.share(op.num_rows, first, last);
         for (int64_t m = first; m < last; ++m) prepare_row<X>(op, a, m, m, row);
-        worker.barrier();
+        if (!by_rows) worker.barrier();
     }
     worker.share(w.num_panels, first, last);
+    if (by_rows) {
+        worker.share(op.num_rows, top, bottom);
+        first = 0, last = w.num_panels;
+    }
     TileUse use;
     const int64_t block = rows_of_block(a, op.num_rows, in_tiles);
-    for (int64_t begin = 0; begin < op.num_rows; begin += block)
+    for (int64_t begin = top; begin < bottom; begin += block)
         for (int64_t p = first; p < last; ++p)
-            panel_rows(use, in_tiles, w, p, a, begin, std::min(op.num_rows, begin + block), mine + parts.row,
+            panel_rows(use, in_tiles, w, p, a, begin, std::min(bottom, begin + block), mine + parts.row,
                        PanelFinish<Finish>{finish, p});
 }
 

@@ -97,6 +97,7 @@ void experts_of(const ExpertsOp &op, const Worker &worker) {
     float *row = s.rows + worker.thread * (std::max(up.padded_inputs, down.padded_inputs) + kLanes);
     for (int64_t first = 0; first < op.num_tokens; first += kMoeTokens) {
         const int64_t count = std::min(kMoeTokens, op.num_tokens - first);
+        if (first) worker.barrier();
         if (worker.thread == 0) {
             order_by_expert(op, s, first, count);
             s.next->store(0);
@@ -136,13 +137,10 @@ void experts_of(const ExpertsOp &op, const Worker &worker) {
             for (int64_t j = 0; j < op.top_k; ++j) {
                 const int64_t place = s.place[t * op.top_k + j];
                 if (place < 0) continue;
-                const float weight = op.topk_weights[(first + t) * op.top_k + j];
-                const float *out = s.out + place * op.width;
-                for (int64_t i = 0; i < op.width; ++i) row[i] += weight * out[i];
+                add_row(s.out + place * op.width, row, op.width, op.topk_weights[(first + t) * op.top_k + j]);
             }
             narrow_row(row, static_cast<T *>(op.y) + (first + t) * op.width, op.width);
         }
-        worker.barrier();
     }
 }
 

@@ -219,28 +219,28 @@ void decode_tet(const uint8_t *panel, int64_t column, int64_t k, float *two) {
 void get_row(const PackedMatrix &matrix, int64_t n, float *values) {
     const int64_t p = matrix.panel_of(n), column = matrix.column_of(n);
     const uint8_t *panel = matrix.panel(p);
-    for (int64_t k = 0; k < matrix.inputs; ++k) {
-        switch (matrix.kind) {
-            case WeightKind::f32: values[k] = reinterpret_cast<const float *>(panel)[k * kPanel + column]; break;
-            case WeightKind::bf16:
+    const int64_t inputs = matrix.inputs;
+    switch (matrix.kind) {
+        case WeightKind::f32:
+            for (int64_t k = 0; k < inputs; ++k) values[k] = reinterpret_cast<const float *>(panel)[k * kPanel + column];
+            return;
+        case WeightKind::bf16:
+            for (int64_t k = 0; k < inputs; ++k)
                 values[k] = widen(reinterpret_cast<const uint16_t *>(panel)[((k / 2) * kPanel + column) * 2 + k % 2]);
-                break;
-            case WeightKind::int8:
-                values[k] = float(int8_t(panel[((k / 4) * kPanel + column) * 4 + k % 4])) *
-                            matrix.panel_scales(p)[k / matrix.group * kPanel + column];
-                break;
-            case WeightKind::tet2: {
-                float two[2];
-                decode_tet(panel, column, k / 2 * 2, two);
-                values[k] = two[k % 2] * matrix.panel_scales(p)[column];
-                break;
-            }
-            case WeightKind::int4: {
-                const uint8_t byte = panel[((k / 8) * kPanel + column) * 4 + k % 4];
-                const int q = (k % 8 < 4 ? byte & 15 : byte >> 4) - 8;
-                values[k] = float(q) * matrix.panel_scales(p)[k / matrix.group * kPanel + column];
-            }
-        }
+            return;
+        case WeightKind::int8:
+            for (int64_t k = 0; k < inputs; ++k) values[k] = int8_t(panel[((k / 4) * kPanel + column) * 4 + k % 4]);
+            break;
+        case WeightKind::tet2:
+            for (int64_t k = 0; k < inputs; k += 2) decode_tet(panel, column, k, values + k);
+            break;
+        case WeightKind::int4:
+            for (int64_t k = 0; k < inputs; ++k)
+                values[k] = float(panel[((k / 8) * kPanel + column) * 4 + k % 4] >> (k / 4 % 2 * 4) & 15) - 8;
+    }
+    for (int64_t begin = 0, g = 0; begin < inputs; begin += matrix.group, ++g) {
+        const float scale = matrix.panel_scales(p)[g * kPanel + column];
+        for (int64_t k = begin; k < std::min(inputs, begin + matrix.group); ++k) values[k] *= scale;
     }
 }
 

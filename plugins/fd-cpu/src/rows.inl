@@ -10,6 +10,13 @@ FDCPU_INLINE void widen_row(const T *from, float *to, int64_t size) {
 }
 
 template <class T>
+FDCPU_INLINE void add_row(const T *from, float *to, int64_t size, float factor = 1) {
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) store(to + i, load(from + i) * factor + load(to + i));
+    for (; i < size; ++i) to[i] += load_one(from + i) * factor;
+}
+
+template <class T>
 FDCPU_INLINE void narrow_row(const float *from, T *to, int64_t size) {
     int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes) store(to + i, load(from + i));
@@ -44,7 +51,7 @@ void norm_rows(const NormOp &op, const Worker &worker) {
         if (op.update) {
             const T *update = static_cast<const T *>(op.update) + m * op.width;
             T *total = static_cast<T *>(op.total) + m * op.width;
-            for (int64_t i = 0; i < op.width; ++i) row[i] += load_one(update + i);
+            add_row(update, row, op.width);
             narrow_row(row, total, op.width);
             widen_row(total, row, op.width);  // what the next layer will read
         }

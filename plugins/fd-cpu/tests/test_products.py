@@ -58,6 +58,21 @@ def test_product_of_odd_sizes(runtime, kind, group, limit, num_rows):
     assert error(got, x @ meant.T + bias + residual) < limit
 
 
+@pytest.mark.parametrize(("kind", "group", "limit"), FORMATS)
+@pytest.mark.parametrize("num_outputs", [1, 8, 16, 17, 64])
+def test_fewer_outputs_than_a_panel_has(runtime, kind, group, limit, num_outputs):
+    """Threads divide rows then; routers are such products."""
+    rng = np.random.default_rng(num_outputs)
+    weight = rng.standard_normal((num_outputs, 256)).astype(np.float32)
+    x = rng.standard_normal((37, 256)).astype(np.float32)
+    bias = rng.standard_normal(num_outputs).astype(np.float32)
+    matrix, meant = packed(kind, group, weight)
+    for num_rows in (1, 3, 37):
+        got = product(runtime, matrix, x[:num_rows], num_outputs, bias)
+        wanted = x[:num_rows] @ meant.T + bias
+        assert np.abs(got - wanted).max() < 48 * limit, "sums of 256 numbers are some 16 to 48"
+
+
 def test_product_of_no_rows_writes_nothing(runtime):
     matrix, _ = packed(2, 0, np.ones((64, 64), np.float32))
     y = np.full((1, 64), 7, np.float32)

@@ -30,6 +30,8 @@ class X86Device(HostDevice):
             kv_layout="HND",
             graph_capture=True,
             graph_any_size=True,
+            # The next step would be scheduled on a processor where one of our threads spins.
+            overlap=False,
             max_tensor_parallel_size=MAX_TENSOR_PARALLEL,
             shares_host_memory=True,
         )

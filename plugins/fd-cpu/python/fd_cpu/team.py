@@ -6,12 +6,12 @@ share the threads, and the last one that is closed ends them.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
-import weakref
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from fastdeploy_core.errors import ConfigError, WorkerError
@@ -23,37 +23,50 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor, TensorLibrary
 
 FLOAT32, BFLOAT16 = 0, 1
+_Memory: TypeAlias = tuple[np.ndarray, int]  # and where it lies
 
 
 class _Lease:
-    """Memory as numpy sees it; every array and tensor over it refers to this object."""
+    """Memory as numpy sees it; every array and tensor over it refers to this object, whose end gives it
+    back."""
 
-    def __init__(self, where: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    __slots__ = ("__array_interface__", "_home", "_memory")
+
+    def __init__(
+        self, memory: _Memory, home: list[_Memory], shape: tuple[int, ...], typestr: str
+    ) -> None:
+        self._memory, self._home = memory, home
         self.__array_interface__ = {
-            **{"version": 3, "data": (where, False), "shape": shape, "typestr": dtype.str}
+            **{"version": 3, "data": (memory[1], False), "shape": shape, "typestr": typestr}
         }
+
+    def __del__(self) -> None:
+        self._home.append(self._memory)
 
 
 class Results:
     """Memory of large results: what nobody refers to any more is used again. Fresh pages can cost as
     much as the work whose result they take."""
 
-    LEAST = 1 << 17  # bytes; smaller ones are the library's business
+    LEAST = 1 << 25  # bytes; smaller ones malloc keeps itself: TensorLibrary.tune_allocator
 
     def __init__(self) -> None:
-        self._free: dict[int, list[np.ndarray]] = defaultdict(list)
+        self._free: dict[int, list[_Memory]] = defaultdict(list)
 
-    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    def take(self, num_bytes: int, shape: tuple[int, ...], typestr: str) -> np.ndarray:
         """An array whose memory comes back with its last user."""
-        size = 1 << (int(np.prod(shape)) * dtype.itemsize - 1).bit_length()
+        size = 1 << (num_bytes - 1).bit_length()
         free = self._free[size]
         try:
             memory = free.pop()
         except IndexError:
-            memory = np.empty(size, np.uint8)
-        lease = _Lease(memory.ctypes.data, shape, dtype)
-        weakref.finalize(lease, free.append, memory).atexit = False
-        return np.asarray(lease)
+            array = np.empty(size, np.uint8)
+            memory = (array, array.ctypes.data)
+        return np.asarray(_Lease(memory, free, shape, typestr))
+
+
+class _Local(threading.local):
+    recording: Recording | None = None
 
 
 class Team:
@@ -80,12 +93,13 @@ class Team:
         self.users = 0
         self._results = Results()
         self._codes = {xp.float32: FLOAT32, xp.bfloat16: BFLOAT16}
-        self._local = threading.local()
+        self._local = _Local()
+        self._carriers: dict[Any, np.dtype[Any]] = {}  # what numpy takes a dtype's numbers for
 
     @property
     def recording(self) -> Recording | None:
         """What this thread is recording."""
-        return getattr(self._local, "recording", None)
+        return self._local.recording
 
     @recording.setter
     def recording(self, value: Recording | None) -> None:
@@ -98,16 +112,19 @@ class Team:
     def new(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
         """Memory for a result. While recording it is fresh, because replays write to it: zero pages
         that cost nothing before they are written."""
-        recording = self.recording
-        is_half = dtype == self.xp.bfloat16
-        carrier = np.dtype(np.uint16 if is_half else self.xp.dtype_name(dtype))
+        recording = self._local.recording
+        carrier = self._carriers.get(dtype)
+        if carrier is None:
+            name = "uint16" if dtype == self.xp.bfloat16 else self.xp.dtype_name(dtype)
+            carrier = self._carriers[dtype] = np.dtype(name)
+        num_bytes = math.prod(shape) * carrier.itemsize
         if recording is not None:
             memory = np.zeros(shape, carrier)
-        elif int(np.prod(shape)) * carrier.itemsize >= Results.LEAST:
-            memory = self._results.take(shape, carrier)
+        elif num_bytes >= Results.LEAST:
+            memory = self._results.take(num_bytes, shape, carrier.str)
         else:
             return self.xp.empty(shape, dtype=dtype)
-        made = self.xp.from_numpy(memory, dtype if is_half else None)
+        made = self.xp.from_numpy(memory, dtype if dtype == self.xp.bfloat16 else None)
         if recording is not None:
             recording.made(made)
         return made
@@ -115,13 +132,13 @@ class Team:
     def reads(self, *tensors: Tensor | None) -> None:
         """Operands that steps compute: only such a recording may replay natively whose operands its own
         operations have made."""
-        recording = self.recording
+        recording = self._local.recording
         if recording is not None:
             recording.reads(*tensors)
 
     def keep(self, *tensors: Any) -> None:
         """What a recorded operation points to stays alive as long as its plan."""
-        recording = self.recording
+        recording = self._local.recording
         if recording is not None:
             recording.kept.extend(tensors)
 

@@ -1,0 +1,47 @@
+"""Which thread runs the steps of a single rank: the executor's own only where a step waits for another."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from fastdeploy_core.engine import worker_process
+from fastdeploy_core.engine.core import EngineCore
+from fastdeploy_core.plugins.resolved import ResolvedPlugins
+from fastdeploy_core.testing.null_worker import NullWorker
+from fastdeploy_core.types import SchedulerOutput
+from tests.null_engine import make_config, make_request
+
+
+class WatchedWorker(NullWorker):
+    """Notes who launches steps."""
+
+    threads: set[int]
+
+    def launch(self, step: SchedulerOutput) -> Any:
+        self.threads.add(threading.get_ident())
+        return super().launch(step)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "asynchronous", "is_own"),
+    [(False, False, True), (False, True, True), (True, True, True), (True, False, False)],
+)
+def test_only_steps_that_block_and_overlap_are_handed_over(
+    monkeypatch: pytest.MonkeyPatch, overlap: bool, asynchronous: bool, is_own: bool
+) -> None:
+    WatchedWorker.threads = set()
+    monkeypatch.setattr(worker_process, "make_worker", lambda config, *_: WatchedWorker(config))
+    core = EngineCore(
+        make_config(null={"overlap": overlap, "asynchronous": asynchronous}),
+        ResolvedPlugins([], {}),
+    )
+    core.add(make_request("a", [5, 6, 7], max_tokens=5))
+    while core.has_work():
+        core.step()
+    core.close()
+    assert core.info.overlap is overlap
+    assert (WatchedWorker.threads == {threading.get_ident()}) is is_own
+    assert len(WatchedWorker.threads) == 1
