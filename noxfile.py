@@ -35,7 +35,9 @@ TEST_TOOLS = (
     "transformers>=5,<6",
 )
 PLUGINS = sorted(str(path.parent) for path in Path("plugins").glob("fd-*/pyproject.toml"))
-LONG = ("engine", "speculative")
+# Files of tests/cpu that are long, and about the engine: once by default, on torch, which needs half the
+# time for them; on both in session `slow`.
+LONG = ("engine_equality", "engine_graphs", "speculative_ahead", "speculative_equality")
 # Their suites need neither a compiler nor hardware, so `tests` has them, too.
 LIGHT = ("plugins/fd-cuda", "plugins/fd-quant-wint2", "plugins/fd-spec-mtp")
 # Tested by session `vendors`, on simulated devices.
@@ -61,26 +63,27 @@ def _libraries(session: nox.Session) -> tuple[list[str], list[str]]:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Format, lint rules, room boundaries, types: of the core, and of every plugin against the contract."""
-    session.install(TORCH)  # whose types fd-cuda's are checked with
-    session.install("ruff>=0.12", "import-linter>=2.3", "mypy>=1.16", "-e", ".")
+    """Format, lint rules, room boundaries."""
+    session.install("ruff>=0.12", "import-linter>=2.3", "-e", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("ruff", "check", ".")
     session.run("lint-imports")
-    session.run("mypy")
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The whole CPU suite, on each tensor library: `nox -s tests -- --tensor paddle|torch`; and on torch
-    the suites of plugins, with Triton's interpreter for fd-cuda's kernels."""
+    """Types, of the core and of every plugin against the contract; then the whole CPU suite, on each tensor
+    library: `nox -s tests -- --tensor paddle|torch`; and on torch the suites of plugins, with Triton's
+    interpreter for fd-cuda's kernels."""
     _install_tests(session)
+    session.install("mypy>=2.4")  # here, for it reads torch's types
+    session.run("mypy", "--num-workers=2")
     libraries, arguments = _libraries(session)
     for number, library in enumerate(libraries):
         # What needs no tensor library runs once.
         where = ["tests/cpu"] if number else ["tests"]
-        if number:  # long, and about the engine: once by default, on both in session `slow`
-            where += [f"--ignore=tests/cpu/test_{name}_equality.py" for name in LONG]
+        if library == "paddle" and len(libraries) > 1:
+            where += [f"--ignore=tests/cpu/test_{name}.py" for name in LONG]
         session.run(
             "pytest",
             *where,
@@ -143,6 +146,9 @@ def slow(session: nox.Session) -> None:
     libraries, arguments = _libraries(session)
     for library in libraries:
         session.run("pytest", "tests", "-q", "-m", "slow", "--tensor", library, *arguments)
+    if "paddle" in libraries:  # what `tests` leaves to torch
+        files = [f"tests/cpu/test_{name}.py" for name in LONG]
+        session.run("pytest", *files, "-q", "-m", "not slow", "--tensor", "paddle", *arguments)
 
 
 @nox.session(default=False)

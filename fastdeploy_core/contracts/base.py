@@ -8,7 +8,7 @@ from typing import Any, Final
 
 # (major, minor). It stays 0.x until two unlike devices and two unlike request schedulers have
 # passed the conformance kit. Under major 0 a plugin works when its minor is not newer than ours.
-CONTRACT: Final[tuple[int, int]] = (0, 7)
+CONTRACT: Final[tuple[int, int]] = (0, 8)
 
 # The distribution that owns this contract; its own drivers are always enabled.
 DISTRIBUTION: Final = "fastdeploy-core"
@@ -166,8 +166,6 @@ class Requirements:
 
     refusals: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    extra_kv_layers: int = 0
-    tokens_per_step: int = 1
     # Tokens behind the known ones whose cache slots a drafter writes: blocks are reserved for them.
     lookahead_tokens: int = 0
     # Following tokens that a drafter's cache entry depends on beside its own prefix: the prefix cache

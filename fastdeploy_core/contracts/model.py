@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from fastdeploy_core.tensor import DTYPE_BYTES
-
 from .attention import AttentionSpec
 from .moe import MoESpec
 
@@ -28,13 +26,6 @@ class ModelShapes:
     max_position_embeddings: int
     attention: AttentionSpec
     moe: MoESpec | None = None
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Cache bytes that one token takes on one rank, over all layers."""
-        spec = self.attention
-        row = spec.head_dim if spec.kind == "mla" else spec.head_dim + spec.v_head_dim
-        return self.num_layers * spec.num_kv_heads * row * DTYPE_BYTES[spec.dtype]
 
 
 @runtime_checkable

@@ -185,10 +185,3 @@ def find_quantizer(name: str) -> type[Quantizer]:
     module = importlib.import_module("fastdeploy_core.plugins")
     found: type[Quantizer] = module.lookup("quantizer", name)
     return found
-
-
-def packed_bytes(weight: PackedWeight) -> int:
-    """Bytes of all tensors of a packed weight."""
-    from fastdeploy_core.tensor import namespace
-
-    return sum(namespace(tensor).nbytes(tensor) for tensor in weight.tensors.values())

@@ -25,7 +25,6 @@ class InstanceLoad:
     num_waiting: int = 0
     num_free_blocks: int = 0
     num_total_blocks: int = 0
-    num_waiting_tokens: int = 0
     role: str = "mixed"
     draining: bool = False
     reported_at_s: float = 0.0

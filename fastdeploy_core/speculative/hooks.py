@@ -30,14 +30,11 @@ def fd_speculative_requirements(question: SpeculativeQuestion) -> Requirements |
         problems = draft_problems(options.model, question)
         if not problems:
             return Requirements(
-                tokens_per_step=1 + question.num_speculative_tokens,
                 lookahead_tokens=question.num_speculative_tokens,
                 draft_model=options.model,
                 draft_quantization=options.quantization,
             )
-    return Requirements(
-        refusals=tuple(problems), tokens_per_step=1 + question.num_speculative_tokens
-    )
+    return Requirements(refusals=tuple(problems))
 
 
 def draft_problems(folder: str, question: SpeculativeQuestion) -> list[str]:

@@ -59,7 +59,7 @@ def fd_quantizer_for(question):
 @hookimpl
 def fd_speculative_requirements(question):
     if question.method == "guess":
-        return Requirements(notes=("guessing is on",), extra_kv_layers=1, tokens_per_step=5)
+        return Requirements(notes=("guessing is on",), lookahead_tokens=5, key_lookahead=1)
     if question.method == "greedy":
         return Requirements(refusals=("it needs two heads",))
 """
@@ -193,7 +193,7 @@ def test_quantizer_by_name(world):
 def test_speculative_requirements_reach_the_engine(world):
     config = replace(CONFIG, speculative=SpeculativeConfig("guess", 4))
     resolved = resolve(config, inventory=world())
-    assert resolved.speculative.tokens_per_step == 5 and resolved.speculative.extra_kv_layers == 1
+    assert resolved.speculative.lookahead_tokens == 5 and resolved.speculative.key_lookahead == 1
     assert "guessing is on" in resolved.notes
 
 

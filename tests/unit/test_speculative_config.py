@@ -156,7 +156,7 @@ def test_methods_of_the_core_are_found_and_state_their_needs(target: Path, tmp_p
     assert resolve(target, method="ngram", num_speculative_tokens=3).chosen["speculative"] == (
         "ngram_match"
     )
-    assert resolve(target, method="suffix").speculative.tokens_per_step == 2
+    assert resolve(target, method="suffix").speculative.lookahead_tokens == 0
     draft = write(tmp_path / "draft", {"a": 0, "b": 1}, num_hidden_layers=1)
     resolved = resolve(target, model=str(draft), num_speculative_tokens=3)
     assert resolved.chosen["speculative"] == "draft_model"

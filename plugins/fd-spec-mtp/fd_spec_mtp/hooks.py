@@ -43,8 +43,6 @@ def fd_speculative_requirements(question: SpeculativeQuestion) -> Requirements |
             f"mtp: {len(names)} module(s) of {source}, {steps} draft(s) per step"
             + (f", then n-grams up to {question.num_speculative_tokens}" if hybrid else ""),
         ),
-        extra_kv_layers=len(names),
-        tokens_per_step=1 + question.num_speculative_tokens,
         # The first drafts are made at the last token that was fed, one per module; the others one
         # position further each.
         lookahead_tokens=steps - len(names),

@@ -91,8 +91,7 @@ def test_needs(
 ) -> None:
     needs = ask(config, count, **options)
     assert not needs.refusals
-    assert needs.extra_kv_layers == needs.key_lookahead == layers
-    assert needs.tokens_per_step == 1 + count and needs.lookahead_tokens == lookahead
+    assert needs.key_lookahead == layers and needs.lookahead_tokens == lookahead
     assert needs.continued_by == continued_by
     assert needs.draft_quantization == options.get("quantization", "")
     assert set(needs.continued_options) == {k for k in options if "ngram_size" in k}
@@ -142,7 +141,7 @@ def test_checkpoint_without_a_module_is_refused_before_it_is_loaded(
 def test_the_draft_folder_says_how_many_modules_it_has(tmp_path: Path) -> None:
     target = {**DEEPSEEK, "num_nextn_predict_layers": 0}
     draft = save(tmp_path / "draft", NAMES["deepseek"], DEEPSEEK)
-    assert ask(target, 3, model=str(draft)).extra_kv_layers == 2
+    assert ask(target, 3, model=str(draft)).key_lookahead == 2
 
 
 def test_random_weights_need_no_files(tmp_path: Path) -> None:

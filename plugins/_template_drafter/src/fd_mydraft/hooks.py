@@ -17,6 +17,4 @@ def fd_speculative_requirements(question: SpeculativeQuestion) -> Requirements |
     count = question.options.get("min_count", 1)
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         refusals.append(f"min_count must be a whole number above 0, got {count!r:.40}")
-    return Requirements(
-        refusals=tuple(refusals), tokens_per_step=1 + question.num_speculative_tokens
-    )
+    return Requirements(refusals=tuple(refusals))

@@ -31,6 +31,11 @@ typedef float Sum;
 #define OUT (PAIRED ? 64 : GROUPS * 64)
 #define EARLY (BN < 256)  // whether factors are found before the products: with 256 rows it does not pay
 static_assert(STAGES % TEAMS == 0, "a stage of the ring has one team that writes it");
+#if BN == 256  // one block a multiprocessor: saying so makes the loop that multiplies longer
+#define BOUNDS __launch_bounds__(THREADS)
+#else
+#define BOUNDS __launch_bounds__(THREADS, RESIDENT)
+#endif
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
@@ -123,7 +128,7 @@ __device__ __forceinline__ void store_slab(unsigned char* to, const Slab& slab, 
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void BOUNDS
 quant_tile(const __grid_constant__ TensorMap x, const unsigned char* __restrict__ w,
            const unsigned char* __restrict__ groups, const float* __restrict__ scales, const float* x_scales,
            const int* x_sums, const u16* __restrict__ bias, u16* y, const int* slots, const int* experts, int M, int N, int slabs, int turns,
