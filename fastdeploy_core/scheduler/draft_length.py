@@ -21,7 +21,7 @@ FIRST_TRY, TRY_AGAIN, TRY_AGAIN_AT_MOST = 24, 400, 3200
 # since queues run empty.
 TRIAL_SHARE, LEAST_LOST = 0.01, 4.0
 # What drafts must bring before they are used, and to go on.
-LEAST_GAIN, KEEP_GAIN = 1.1, 1.05
+LEAST_GAIN, KEEP_GAIN = 1.15, 1.05
 # Steps of which nobody asks or tells while drafts are off, behind each that is told of.
 RESTS = 7
 # Tokens drawn, and steps at least and at most, behind which it is looked whether drafts are still as often right.
@@ -123,7 +123,7 @@ class _Regime:
             self.turn_off(max(pause, int(lost / TRIAL_SHARE)))
             return
         self._best, self._trial, self._since, self._pause = best, None, 0, pause
-        self._gain, self._tokens, self._seen = trial.ratio(best), trial.tokens(best), []
+        self._gain, self._tokens, self._seen = trial.gain(best), trial.tokens(best), []
         self._ask(best)
 
     def _ask(self, number: int) -> None:

@@ -152,6 +152,11 @@ class Trial:
         own, plain = Window.of(self._steps[number]), Window.of(self._steps[0])
         return self._load.seconds_per_token(plain, own) / self._load.seconds_per_token(own, plain)
 
+    def gain(self, number: int) -> float:
+        """`ratio`, but no more than the tokens that drafts add: no step is quicker for having some, so what is
+        above that is chance."""
+        return min(self.ratio(number), self.tokens(number) / max(self.tokens(0), 1e-9))
+
     def tokens(self, number: int) -> float:
         """Of a row in a step."""
         counts = [step.tokens for step in self._steps[number] if step.has_drafts or not number]
@@ -159,9 +164,8 @@ class Trial:
 
     def best(self, needed: float) -> int:
         """The fastest number, if it is so many times as fast as none; else 0."""
-        ratios = {number: self.ratio(number) for number in self._turns if number}
-        best = max(ratios, key=lambda number: ratios[number], default=0)
-        return best if best and ratios[best] >= needed else 0
+        best = max(filter(None, self._turns), key=self.gain, default=0)
+        return best if best and self.gain(best) >= needed else 0
 
     @property
     def lost_steps(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -115,7 +116,8 @@ class PaddleLibrary:
             paddle.disable_static()
 
     def no_grad(self) -> AbstractContextManager[Any]:
-        return paddle.no_grad()
+        context: AbstractContextManager[Any] = paddle.no_grad()
+        return context
 
     def set_num_threads(self, count: int) -> None:
         # The flag is what paddle's own loops read, the call is for the matrix library.
@@ -156,8 +158,9 @@ class PaddleLibrary:
     def to_numpy(self, x: Any) -> np.ndarray:
         carrier = BIT_CARRIERS.get(self.dtype_name(x))
         if carrier == "uint8":
-            return x.view("uint8").numpy()
-        return x.numpy()  # bfloat16 arrives as uint16 by paddle's own convention
+            x = x.view("uint8")
+        array: np.ndarray = x.numpy()  # bfloat16 arrives as uint16 by paddle's own convention
+        return array
 
     def from_buffer(self, buffer: Any, dtype: str, shape: Sequence[int]) -> Any:
         carrier = BIT_CARRIERS.get(dtype, dtype)
@@ -240,7 +243,7 @@ class PaddleLibrary:
         shifted = x - paddle.max(x, dim, True)
         return shifted.sub_(paddle.log(paddle.exp(shifted).sum(dim, keepdim=True)))
 
-    def logsumexp(self, x: Any, dim: int = -1, keepdim: bool = False) -> Any:
+    def logsumexp(self, x: Any, dim: int = -1, keepdim: builtins.bool = False) -> Any:
         peak = paddle.max(x, dim, True)  # paddle's own is several times slower
         total = paddle.log(paddle.exp(x - peak).sum(dim, keepdim=True)).add_(peak)
         return total if keepdim else total.squeeze(dim)
@@ -262,7 +265,7 @@ class PaddleLibrary:
             index = paddle.where(odd.any(dim), paddle.argmax(odd.astype(paddle.int32), dim), index)
         return index
 
-    def amax(self, x: Any, dim: int = -1, keepdim: bool = False) -> Any:
+    def amax(self, x: Any, dim: int = -1, keepdim: builtins.bool = False) -> Any:
         return paddle.max(x, dim, keepdim)  # paddle.amax is the slower of the two
 
     def bincount(self, x: Any, minlength: int = 0) -> Any:
@@ -273,15 +276,25 @@ class PaddleLibrary:
         return values, indices
 
     def sort(
-        self, x: Any, dim: int = -1, descending: bool = False, stable: bool = False
+        self,
+        x: Any,
+        dim: int = -1,
+        descending: builtins.bool = False,
+        stable: builtins.bool = False,
     ) -> tuple[Any, Any]:
         order = paddle.argsort(x, dim, descending, stable)
         return paddle.take_along_axis(x, order, dim), order
 
-    def argsort(self, x: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
+    def argsort(
+        self,
+        x: Any,
+        dim: int = -1,
+        descending: builtins.bool = False,
+        stable: builtins.bool = False,
+    ) -> Any:
         return paddle.argsort(x, dim, descending, stable)
 
-    def searchsorted(self, sorted_values: Any, values: Any, right: bool = False) -> Any:
+    def searchsorted(self, sorted_values: Any, values: Any, right: builtins.bool = False) -> Any:
         return paddle.searchsorted(sorted_values, values, right=right)
 
     def rms_norm(self, x: Any, weight: Any, eps: float) -> Any:
@@ -294,7 +307,7 @@ class PaddleLibrary:
     def silu_and_mul(self, x: Any) -> Any:
         return F.swiglu(x)
 
-    def rotate(self, x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
+    def rotate(self, x: Any, cos: Any, sin: Any, interleaved: builtins.bool) -> Any:
         # Slices of the last dimension and broadcasting over a middle one are ten times as slow as
         # equal shapes, so the swap is a product with a signed permutation.
         wide = x.astype(paddle.float32)
@@ -326,7 +339,7 @@ class PaddleLibrary:
     def tune_allocator(self) -> None:
         tune_malloc()
 
-    def _swap(self, width: int, interleaved: bool, place: Any) -> Any:
+    def _swap(self, width: int, interleaved: builtins.bool, place: Any) -> Any:
         """[width, width]: x @ swap holds -b where x holds a of a pair (a, b), and a in b's place."""
         key = (width, interleaved, str(place))
         swap = self._swaps.get(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -150,11 +151,14 @@ class TorchLibrary:
         if x.requires_grad or not x.is_cpu:
             x = x.detach().cpu()
         carrier = BIT_CARRIERS.get(self.dtype_name(x))
+        array: np.ndarray
         if carrier is None:
-            return x.numpy()
-        # torch has no unsigned 16-bit arithmetic but exports int16, whose bits are the same.
-        signed = "int16" if carrier == "uint16" else carrier
-        return x.contiguous().view(getattr(torch, signed)).numpy().view(carrier)
+            array = x.numpy()
+        else:
+            # torch has no unsigned 16-bit arithmetic but exports int16, whose bits are the same.
+            signed = "int16" if carrier == "uint16" else carrier
+            array = x.contiguous().view(getattr(torch, signed)).numpy().view(carrier)
+        return array
 
     def from_buffer(self, buffer: Any, dtype: str, shape: Sequence[int]) -> Any:
         carrier = BIT_CARRIERS.get(dtype, dtype)
@@ -182,7 +186,7 @@ class TorchLibrary:
     def log_softmax(self, x: Any, dim: int = -1) -> Any:
         return torch.log_softmax(x, dim)
 
-    def logsumexp(self, x: Any, dim: int = -1, keepdim: bool = False) -> Any:
+    def logsumexp(self, x: Any, dim: int = -1, keepdim: builtins.bool = False) -> Any:
         return torch.logsumexp(x, dim, keepdim=keepdim)
 
     def cumsum(self, x: Any, dim: int = -1) -> Any:
@@ -194,7 +198,7 @@ class TorchLibrary:
             return torch.from_numpy(np.asarray(x.numpy().argmax(-1)))
         return torch.argmax(x, dim)
 
-    def amax(self, x: Any, dim: int = -1, keepdim: bool = False) -> Any:
+    def amax(self, x: Any, dim: int = -1, keepdim: builtins.bool = False) -> Any:
         return torch.amax(x, dim, keepdim=keepdim)
 
     def topk(self, x: Any, k: int, dim: int = -1) -> tuple[Any, Any]:
@@ -202,15 +206,25 @@ class TorchLibrary:
         return values, indices
 
     def sort(
-        self, x: Any, dim: int = -1, descending: bool = False, stable: bool = False
+        self,
+        x: Any,
+        dim: int = -1,
+        descending: builtins.bool = False,
+        stable: builtins.bool = False,
     ) -> tuple[Any, Any]:
         values, indices = torch.sort(x, dim=dim, descending=descending, stable=stable)
         return values, indices
 
-    def argsort(self, x: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
+    def argsort(
+        self,
+        x: Any,
+        dim: int = -1,
+        descending: builtins.bool = False,
+        stable: builtins.bool = False,
+    ) -> Any:
         return torch.argsort(x, dim=dim, descending=descending, stable=stable)
 
-    def searchsorted(self, sorted_values: Any, values: Any, right: bool = False) -> Any:
+    def searchsorted(self, sorted_values: Any, values: Any, right: builtins.bool = False) -> Any:
         return torch.searchsorted(sorted_values, values, right=right)
 
     def rms_norm(self, x: Any, weight: Any, eps: float) -> Any:
@@ -220,7 +234,7 @@ class TorchLibrary:
         gate, up = x.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
-    def rotate(self, x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
+    def rotate(self, x: Any, cos: Any, sin: Any, interleaved: builtins.bool) -> Any:
         wide = x.float()
         if interleaved:
             pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)).contiguous())

@@ -98,6 +98,8 @@ class Downloads:
     def __init__(self, device: DeviceBackend) -> None:
         self._device, self._xp = device, device.xp
         self._free: list[np.ndarray] = []
+        # Then results are here already when a step was launched, and nothing is on its way.
+        self._is_host = device.limits.shares_host_memory and not device.limits.overlap
         # Recorded steps leave their results in the same tensors again and again.
         self._tensors: list[Tensor] = []
         self._places: list[tuple[slice, str, tuple[int, ...]]] = []
@@ -105,6 +107,8 @@ class Downloads:
 
     def start(self, tensors: list[Tensor]) -> Download:
         """Queue copies of all of them."""
+        if self._is_host:
+            return Download([self._device.to_host(x).copy() for x in tensors])
         if len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors)):
             self._arrange(tensors)
         memory, arrays = self._take(self._total), []
@@ -137,12 +141,17 @@ class Download:
     """Values that arrive when an event recorded behind `Downloads.start` has happened."""
 
     def __init__(
-        self, arrays: list[np.ndarray], memory: np.ndarray, home: list[np.ndarray]
+        self,
+        arrays: list[np.ndarray],
+        memory: np.ndarray | None = None,
+        home: list[np.ndarray] | None = None,
     ) -> None:
+        """memory: what the arrays lie in; home: where it goes afterwards."""
         self.arrays = arrays
         self._memory, self._home = memory, home
 
     def release(self) -> None:
         """The arrays have been read; their memory serves another step."""
         self.arrays = []
-        self._home.append(self._memory)
+        if self._memory is not None and self._home is not None:
+            self._home.append(self._memory)

@@ -41,6 +41,15 @@ def test_the_fastest_number_wins(
         assert trial.ratio(number) == pytest.approx(tokens / seconds)
 
 
+def test_a_quicker_step_with_drafts_is_chance() -> None:
+    """Some device was held up whenever no drafts were in turn; what these add to a step is known all the same."""
+    trial = Trial((0, 3), 8, Load())
+    run(trial, {0: (1.0, 1.0), 3: (0.5, 1.12)})
+    assert trial.ratio(3) == pytest.approx(2.24)
+    assert trial.gain(3) == pytest.approx(1.12)
+    assert trial.best(1.15) == 0 and trial.best(1.1) == 3
+
+
 @pytest.mark.parametrize("rows", [1, 8, 128])
 def test_what_is_far_slower_costs_four_steps(rows: int) -> None:
     given = run(Trial((0, 3, 1), rows, Load()), {0: (1.0, 1.0), 3: (2.5, 1.0), 1: (1.5, 1.0)})

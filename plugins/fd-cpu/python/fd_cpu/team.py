@@ -48,7 +48,7 @@ class Results:
     """Memory of large results: what nobody refers to any more is used again. Fresh pages can cost as
     much as the work whose result they take."""
 
-    LEAST = 1 << 25  # bytes; smaller ones malloc keeps itself: TensorLibrary.tune_allocator
+    LEAST = 1 << 20  # bytes; below, making one out of kept memory takes longer than its pages
 
     def __init__(self) -> None:
         self._free: dict[int, list[_Memory]] = defaultdict(list)
