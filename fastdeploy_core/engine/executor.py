@@ -1,8 +1,8 @@
 """Runs steps on all ranks: rank 0 in this process, the others in processes of their own.
 
-Steps run in the order they are submitted: in threads, but for a single rank whose device only queues
-work or takes one step at a time, where the caller's own thread does it without any hand-over. When a rank dies or fails, everything that is waited for
-fails with WorkerError, within a second, even if rank 0 is stuck in a collective.
+Steps run in the order they are submitted: in threads, but for a single rank whose device only queues work or
+takes one step at a time, where the caller's own thread does it without any hand-over. When a rank dies or fails,
+everything that is waited for fails with WorkerError, within a second, even if rank 0 is stuck in a collective.
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ class Columns:
         self.drafted = np.zeros(0, dtype=np.int64)
         self.accepted_at = np.zeros((0, num_drafts), dtype=np.int64)
         self.tally = DraftTally(self, num_drafts)
-        # A result is a token and nothing else, and what it draws depends on nothing that the host would have to know before.
+        # A result is a token and nothing else, and what it draws depends on nothing that the host would have
+        # to know before.
         self.goes_ahead = np.zeros(0, dtype=bool)
         self.kind = np.zeros(
             0, dtype=np.int64

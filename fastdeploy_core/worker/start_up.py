@@ -195,7 +195,7 @@ def turned_off_lines(config: EngineConfig, device: DeviceBackend) -> list[str]:
         (batch.max_num_seqs, fits_rows, f"more than {most_rows} sequences at once"),
     )
     return [
-        f"turned off: {what}; device {device.name} is without"
+        f"turned off: {what}; device {device.name} does not offer it"
         for wanted, possible, what in asked
         if wanted and not possible
     ]
