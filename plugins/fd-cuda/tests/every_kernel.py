@@ -29,6 +29,7 @@ from fastdeploy_core.contracts.quant_formats import FORMATS
 from fastdeploy_core.testing.drivers import build_kernel_table, lookup
 from launches import copy_plainly, count_launches, never_launched
 from packed_weights import packed
+from ranks_in_turn import RanksInTurn
 
 from fd_cuda.attention.gqa import PagedAttention
 from fd_cuda.attention.mla import LatentAttention
@@ -344,11 +345,20 @@ def quantized_caches() -> None:
             driver.forward(q, k, v, cache, driver.prepare(batch))
 
 
+def one_shot() -> None:
+    """Sums over ranks, which take turns here; their blocks' last tiles end anywhere."""
+    for world_size in (2, 3):
+        for dtype in DTYPES:
+            ranks = RanksInTurn(world_size, DEVICE)
+            for size in (1, 2049, 100_003):
+                ranks.all_reduce([random(size, dtype=dtype) for _ in range(world_size)])
+
+
 PARTS: dict[str, Callable[[], None]] = {
     part.__name__: part
     for part in (
         native_products, native_filter, triton_filter, body, steps, sampling, experts, many_rows,
-        drafting, attention, streams, packed_pipe, trellis, quantized_caches,
+        drafting, attention, streams, packed_pipe, trellis, quantized_caches, one_shot,
     )
 } | {name: functools.partial(packed_products, name) for name in (*FORMATS, "ccq2")}  # fmt: skip
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from fd_cuda.kernels import native
 
-_OF_SEVERAL_GPUS = {"one_shot_sum"}
-
 
 def count_launches() -> Counter[str]:
     """From now on every launch is counted by the kernel's name."""
@@ -42,7 +40,7 @@ def never_launched(counts: Counter[str]) -> list[str]:
             re.findall(r"^ +(?:return )?(\w+)\[\(", path.read_text("utf-8"), re.MULTILINE)
         )
     launched = {name.rpartition(".")[2] for name in counts} | {key[1] for key in native._functions}
-    return sorted(wanted - launched - _OF_SEVERAL_GPUS)
+    return sorted(wanted - launched)
 
 
 def copy_plainly() -> None:

@@ -23,11 +23,13 @@ from fastdeploy_core.testing.conformance.test_device import DeviceConformance
 from fastdeploy_core.testing.conformance.test_expert_communicator import (
     ExpertCommunicatorConformance,
 )
+from ranks_in_turn import RanksInTurn
 
 from fd_cuda import hooks, probe
 from fd_cuda.alive import Ring
 from fd_cuda.device import CudaDevice
 from fd_cuda.failures import is_lost, is_oom
+from fd_cuda.one_shot import BLOCKS
 from fd_cuda.settings import setting
 
 HAS_GPU = torch.cuda.is_available()
@@ -327,32 +329,14 @@ def test_a_rank_that_dies_is_noticed_by_all(tmp_path: Path) -> None:
 @without_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_of_one_kernel(dtype: torch.dtype) -> None:
-    """Two ranks taking turns in one process: what one waits for has been written before it starts."""
-    from fd_cuda import one_shot
-    from fd_cuda.one_shot import OneShot
-
-    pieces = [torch.zeros(one_shot.PIECE_BYTES, dtype=torch.uint8) for _ in range(2)]
-    ranks = []
-    for rank in range(2):
-        own = object.__new__(OneShot)
-        own._rank, own._world_size = rank, 2
-        own._bases = torch.tensor([piece.data_ptr() for piece in pieces])
-        ranks.append(own)
+    ranks = RanksInTurn(2, "cpu")
     for call in (1, 2, 3):
-        count = 5000 + call
-        x = [torch.randn(count).to(dtype) for _ in range(2)]
-        # Rank 1 has arrived with its part already, as far as rank 0 can see.
-        half = one_shot._DATA_AT + call % 2 * one_shot.MAX_BYTES
-        there = pieces[1][half : half + x[1].nbytes].view(dtype)
-        there.copy_(x[1])
-        flags = pieces[0][one_shot._FLAGS_AT :][: one_shot.BLOCKS * one_shot._WORDS * 4]
-        flags.view(torch.int32).view(one_shot.BLOCKS, -1)[:, 1] = call
-        sums = [rank.all_reduce(part) for rank, part in zip(ranks, x, strict=True)]
+        x = [torch.randn(5000 + call).to(dtype) for _ in range(2)]
+        sums = ranks.all_reduce(x)
         assert torch.equal(sums[0], sums[1])
         # The interpreter cuts bfloat16 off where a GPU rounds.
         tolerance = 0 if dtype == torch.float32 else 1e-2
         torch.testing.assert_close(
             sums[0].float(), x[0].float() + x[1].float(), rtol=tolerance, atol=0
         )
-    calls = pieces[0][one_shot._CALLS_AT :][: one_shot.BLOCKS * 4].view(torch.int32)
-    assert calls.tolist() == [3] * one_shot.BLOCKS
+    assert ranks.calls() == [3] * BLOCKS
