@@ -7,12 +7,11 @@ or holding the interpreter lock cannot pretend to be well here.
 from __future__ import annotations
 
 import mmap
-import struct
 import time
 from pathlib import Path
 
-_LAYOUT = struct.Struct("<QQ")  # how often it moved; when it last did, monotonic nanoseconds
 _SIZE = 4096
+_COUNT, _MOVED_NS = 0, 1  # how often it moved; when it last did, monotonic nanoseconds
 
 
 class Progress:
@@ -25,24 +24,29 @@ class Progress:
             path.chmod(0o600)
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _SIZE)
+        # Each number is written and read whole. struct would clear them first: who reads just then
+        # sees an engine that has not moved since the host was started.
+        self._numbers = memoryview(self._memory).cast("Q")
         self._count = 0
 
     def mark(self) -> None:
         """A step was completed, or there was nothing to do."""
         self._count += 1
-        _LAYOUT.pack_into(self._memory, 0, self._count, time.monotonic_ns())
+        self._numbers[_MOVED_NS] = time.monotonic_ns()
+        self._numbers[_COUNT] = self._count
 
     @property
     def count(self) -> int:
         """How often it moved; 0 until it is ready."""
-        return int(_LAYOUT.unpack_from(self._memory)[0])
+        return self._numbers[_COUNT]
 
     @property
     def age_s(self) -> float:
         """Seconds since it last moved; 0 until it is ready."""
-        count, moved_ns = _LAYOUT.unpack_from(self._memory)
-        return max(0.0, (time.monotonic_ns() - moved_ns) / 1e9) if count else 0.0
+        moved_ns = self._numbers[_MOVED_NS]
+        return max(0.0, (time.monotonic_ns() - moved_ns) / 1e9) if moved_ns else 0.0
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Let go of the memory; ValueError for who asks later."""
+        self._numbers.release()
         self._memory.close()

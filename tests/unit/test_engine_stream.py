@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import time
 
 import msgspec
 import numpy as np
@@ -220,3 +223,29 @@ def test_progress_is_seen_from_another_mapping(tmp_path):
     assert reader.count == 2 and 0 <= reader.age_s < 60
     for end in (reader, writer):
         end.close()
+    with pytest.raises(ValueError):
+        assert reader.age_s
+
+
+def test_progress_is_never_seen_half_written(tmp_path):
+    """Who reads while the engine marks must not take it for one that stands still."""
+    reader = Progress(tmp_path, create=True)
+    mark_for_ever = (
+        "import sys\nfrom fastdeploy_core.engine.progress import Progress\n"
+        "progress = Progress(sys.argv[1])\nwhile True: progress.mark()"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", mark_for_ever, str(tmp_path)])
+    try:
+        deadline = time.monotonic() + 30
+        while not reader.count and time.monotonic() < deadline:
+            time.sleep(0.01)
+        first, until = reader.count, time.monotonic() + 0.3
+        ages, counts = [], []
+        while time.monotonic() < until:
+            ages.append(reader.age_s)
+            counts.append(reader.count)
+        assert max(ages) < 30 and counts == sorted(counts) and counts[-1] > first > 0
+    finally:
+        writer.kill()
+        writer.wait()
+        reader.close()
