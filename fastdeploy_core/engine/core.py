@@ -260,6 +260,7 @@ class EngineCore:
             tensor_parallel_size=len(infos),
             drivers=worker.drivers,
             overlap=overlap,
+            on_host=worker.on_host,
             prefix_caching=caching,
             weight_bytes=sum(info.weight_bytes for info in infos),
             bytes_per_block=sum(info.bytes_per_block for info in infos),

@@ -87,7 +87,8 @@ class EngineProcess:
         self._stopping = threading.Event()
         self._armed_s = 0.0
         self._ingress = threading.Thread(target=self._hear, name="fd-ingress", daemon=True)
-        self._egress = Egress(context, init.front_ends, self._results)
+        on_host = self._core.info.on_host
+        self._egress = Egress(context, init.front_ends, self._results, is_resting=on_host)
 
     def run(self) -> int:
         """Serve until told to stop."""
@@ -135,6 +136,8 @@ class EngineProcess:
         outputs = core.step() if core.has_work() else []
         if outputs:
             scheduler.put_results(outputs)
+            if not all(isinstance(output, TokenDeltas) for output in outputs):
+                self._egress.hurry()
             self._observer.delivered(outputs)
         self._observer.tick(core.stats)
         self._progress.mark()

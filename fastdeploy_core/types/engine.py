@@ -24,6 +24,7 @@ class EngineInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     tensor_parallel_size: int = 1
     drivers: dict[str, str] = {}  # kind to the name chosen
     overlap: bool = False
+    on_host: bool = False  # its device computes on this host's processors, all through a step
     prefix_caching: bool = False
     max_request_tokens: (
         int  # prompt and output together, of one sequence: model and pool considered

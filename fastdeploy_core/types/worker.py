@@ -27,6 +27,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     max_step_rows: int | None = None
     overlap: bool = True  # a step may be launched before the tokens of the one before are known
     asynchronous: bool = False  # launching a step only queues its work
+    on_host: bool = False  # the device computes on this host's processors, all through a step
     host_tier: bool = True  # blocks can move to host memory and back
     logprobs: bool = True
     drafts_with_cache: bool = False  # the drafter's layers have entries in every block

@@ -241,6 +241,7 @@ class Worker:
             chunked_prefill=limits.chunked_prefill,
             overlap=limits.overlap and config.batch.overlap,
             asynchronous=limits.asynchronous,
+            on_host=limits.shares_host_memory and not limits.overlap,
             host_tier=limits.host_tier,
             logprobs=limits.logprobs,
             drafts_with_cache=runner.drafts_with_cache,

@@ -1,12 +1,18 @@
-"""What several front ends asked for comes back to the one that asked, whole and in order."""
+"""What several front ends asked for comes back to the one that asked, whole and in order; tokens of
+short steps together where that spares the processors."""
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import time
 from random import Random
 
 import pytest
+import zmq
 
-from fastdeploy_core.engine.egress import Routes
+from fastdeploy_core.engine import egress, wire
+from fastdeploy_core.engine.egress import Egress, Routes
 from fastdeploy_core.types import RequestOutputDelta, TokenDeltas, each_delta
 
 
@@ -62,3 +68,78 @@ def test_what_a_dead_front_end_asked_for_is_found_and_forgotten() -> None:
     several = TokenDeltas(["b", "a"], [0, 0], [1, 1], [5, 6, 7, 8], [1, 3])
     ((owner, (part,)),) = routes.sort([several])
     assert owner == 0 and part == TokenDeltas(["a"], [0], [1], [6, 7, 8], [3])
+
+
+class Engine:
+    """Results that an egress asks for, and what it sends, with the moment of each."""
+
+    def __init__(self, *, is_resting: bool) -> None:
+        self._results: queue.SimpleQueue[RequestOutputDelta | TokenDeltas] = queue.SimpleQueue()
+        self._context = zmq.Context()
+        self._front_end = self._context.socket(zmq.PULL)
+        self._front_end.bind("inproc://front")
+        self.egress = Egress(self._context, ["inproc://front"], self._get, is_resting)
+        self.egress.start()
+
+    def put(self, *outputs: RequestOutputDelta | TokenDeltas) -> None:
+        for output in outputs:
+            self._results.put(output)
+
+    def receive(self) -> list[int]:
+        """Positions in the next message."""
+        assert self._front_end.poll(5000), "nothing was sent"
+        message = wire.decoder(wire.FromEngine).decode(self._front_end.recv())
+        return [delta.position for delta in each_delta(message.deltas)]
+
+    def close(self) -> None:
+        self.egress.stop(5.0)
+        self._context.destroy(linger=0)
+
+    def _get(self, may_wait: bool) -> list[RequestOutputDelta | TokenDeltas]:
+        found = []
+        with contextlib.suppress(queue.Empty):
+            found.append(self._results.get(timeout=0.01 if may_wait else 0))
+            while True:
+                found.append(self._results.get_nowait())
+        return found
+
+
+def tokens(position: int, rows: int = 1) -> TokenDeltas:
+    return TokenDeltas([f"r{i}" for i in range(rows)], [position] * rows, [1] * rows, [7] * rows)
+
+
+@pytest.mark.parametrize("is_resting", [False, True])
+def test_tokens_gather_while_an_egress_rests_and_none_is_lost(
+    is_resting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(egress, "MAX_REST_S", 0.3)
+    monkeypatch.setattr(egress, "REST_PER_CHUNK_S", 0.3)
+    engine = Engine(is_resting=is_resting)
+    engine.put(tokens(0))
+    assert engine.receive() == [0]
+    for position in (1, 2):
+        engine.put(tokens(position))
+        time.sleep(0.05)
+    assert engine.receive() == ([1, 2] if is_resting else [1])
+    engine.put(tokens(3))
+    engine.close()
+
+
+def test_what_is_urgent_ends_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(egress, "MAX_REST_S", 60.0)
+    monkeypatch.setattr(egress, "REST_PER_CHUNK_S", 60.0)
+    engine = Engine(is_resting=True)
+    engine.put(tokens(0))
+    assert engine.receive() == [0]
+    engine.put(tokens(1), single("r0", 2, finished=True))
+    engine.egress.hurry()
+    assert engine.receive() == [1, 2]
+    began = time.monotonic()
+    engine.close()
+    assert time.monotonic() - began < 5
+
+
+def test_a_rest_is_longer_for_more_streams_up_to_a_limit() -> None:
+    assert egress.rest_after([single("a", 0)]) == egress.REST_PER_CHUNK_S
+    assert egress.rest_after([tokens(0, 8), single("b", 0)]) == 8 * egress.REST_PER_CHUNK_S
+    assert egress.rest_after([tokens(0, 500)]) == egress.MAX_REST_S
