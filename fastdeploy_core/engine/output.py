@@ -358,9 +358,11 @@ class OutputProcessor:
 
     def _note(self, state: RequestState, delta: RequestOutputDelta) -> None:
         now = time.time()
-        if any(part.token_ids for part in delta.sequences):
-            state.metrics.first_token_time = state.metrics.first_token_time or now
-            state.metrics.last_token_time = now
+        for part in delta.sequences:
+            if part.token_ids:
+                state.metrics.first_token_time = state.metrics.first_token_time or now
+                state.metrics.last_token_time = now
+                break
         if delta.queue_s is not None:
             state.metrics.queue_s = delta.queue_s
         if delta.num_cached_tokens is not None:

@@ -278,7 +278,11 @@ class RequestTimer:
     def observe(self, output: RequestOutput) -> None:
         """New output arrived."""
         now = time.monotonic()
-        count = sum(len(answer.token_ids) for answer in output.outputs)
+        count = 0
+        for answer in output.outputs:
+            count += len(answer.token_ids)
+            if answer.finish_reason is not None:
+                self._reasons[answer.index] = answer.finish_reason
         self.num_tokens += count
         if count and self.first_at is None:
             self.first_at = now
@@ -288,8 +292,5 @@ class RequestTimer:
             self._metrics.next_token(now - self._last_at)
         if count:
             self._last_at = now
-        for answer in output.outputs:
-            if answer.finish_reason is not None:
-                self._reasons[answer.index] = answer.finish_reason
         if output.finished:
             self._metrics.finished(list(self._reasons.values()), self.num_tokens, self, now)

@@ -23,7 +23,8 @@ class Usage:
 
     def add(self, output: RequestOutput) -> None:
         """New output of one of the call's requests."""
-        self.num_completion_tokens += sum(len(part.token_ids) for part in output.outputs)
+        for part in output.outputs:
+            self.num_completion_tokens += len(part.token_ids)
         if output.num_cached_tokens is not None:
             self._cached[output.request_id] = output.num_cached_tokens
         if output.metrics.speculate_metrics is not None:

@@ -54,5 +54,9 @@ class IncrementalDetokenizer:
         return finish(self._steps)
 
     def _tokens(self, token_ids: Iterable[int]) -> list[str]:
-        shown = (self._pieces(token_id) for token_id in token_ids if token_id not in self._hidden)
-        return [token for token in shown if token is not None]
+        pieces, hidden = self._pieces, self._hidden
+        return [
+            token
+            for token_id in token_ids
+            if token_id not in hidden and (token := pieces(token_id)) is not None
+        ]
