@@ -29,7 +29,6 @@ MAX_UNSENT = 100_000  # messages that wait for a process that does not read
 # take more than about a tenth of one. And no reader sees fifty chunks in a second as anything but a flow.
 REST_PER_CHUNK_S = 500e-6
 MAX_REST_S = 20e-3
-URGENT_SHARE = 0.25  # of a rest that first tokens and ends wait, too
 
 
 class Routes:
@@ -148,10 +147,7 @@ class Egress:
             if is_last:
                 return
             if self._is_resting and outputs:
-                rest_s = rest_after(outputs)
-                # Requests that begin or end one after the other make every step urgent.
-                self._stopping.wait(rest_s * URGENT_SHARE)
-                self._is_urgent.wait(rest_s * (1 - URGENT_SHARE))
+                self._is_urgent.wait(rest_after(outputs))
 
     def _send(self, front_end: int, data: bytes) -> None:
         try:
