@@ -75,6 +75,9 @@ OPERATIONS: Final[dict[str, str]] = {
     "None: all 0, num_computed [S] int64, newest [S] int64, results [B,q] int64) -> None; in place, with a "
     "accepted drafts: newest becomes drawn token a of the row, num_computed grows by 1 + a, results are "
     "the row's marked tokens up to a, then -1. The last slot stays as it is",
+    "keep_results": "(slots [B] int64, results [B,1] int64: of finish_decode, num_computed [S] int64: behind it, "
+    "kept [B,n] int64) -> None; in place: each row's result stands in column num_computed % n. Rows of the "
+    "last slot stay as they are",
     # Tokens of S sequences of which L fit, row S - 1 nobody's.
     "append_history": "(slots [B] int64, results [B,q] int64: of finish_decode, num_computed [S] int64: behind "
     "it, history [S,L] int32) -> None; in place: the row's leading results that are not negative stand up to "

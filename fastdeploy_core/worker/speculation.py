@@ -15,7 +15,7 @@ from fastdeploy_core.contracts.speculative import NO_DRAFT, Drafter, HostDraftIn
 from fastdeploy_core.sampling.columns import SamplingColumns, SamplingPlan
 
 from .draft_batch import DraftBatches, TargetStep
-from .step_graphs import DraftsWithResults
+from .step_buffers import DraftsWithResults
 
 if TYPE_CHECKING:
     from collections.abc import Callable

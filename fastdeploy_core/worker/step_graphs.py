@@ -13,7 +13,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -24,7 +24,7 @@ from fastdeploy_core.layers.context import ForwardContext
 
 from .prompt_graphs import PromptGraphs
 from .recorded_sizes import unlike
-from .step_buffers import DecodeBuffers
+from .step_buffers import DecodeBuffers, DraftsWithResults
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,18 +39,12 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
     from .device_slots import DeviceSlots
+    from .multi_step import MultiStep
     from .prompt_graphs import RecordedPrompt
     from .recorded_draws import RecordedDraws
     from .step_rows import StepRows
 
 logger = logging.getLogger(__name__)
-
-
-class DraftsWithResults(NamedTuple):
-    """What the host is told of a recorded step that drafts: its results, then drafts for the next one."""
-
-    values: Tensor  # [size, width + number] int64
-    width: int
 
 
 class RecordedStep:
@@ -161,6 +155,12 @@ class RecordedStep:
         self._random[filters].replay()
         return self._buffers.results_of(slots.size)
 
+    def parts(self, *, is_random: bool, filters: bool) -> tuple[CapturedGraph, CapturedGraph]:
+        """What `replay` and then a draw replay."""
+        draw = self._random[filters] if is_random else self._greedy
+        assert self._forward is not None and draw is not None
+        return self._forward, draw
+
     def compute(self) -> None:
         """What is recorded first: from slots to hidden states."""
         graphs, slots, batch = self._graphs, self._graphs.slots, self.attention
@@ -233,6 +233,8 @@ class RecordedStep:
             shape = [num_rows, self.width]
             accepted = slots.count_accepted(rows, drawn.view(shape), marked.view(shape))
         graphs.finish(rows, drawn, marked, accepted, slots.num_computed, slots.newest, results)
+        if graphs.multi is not None and self.width == 1:
+            graphs.multi.keep(rows, results, slots.num_computed)
         return accepted
 
 
@@ -261,8 +263,9 @@ class StepGraphs:
         fill: Callable[[RecordedPrompt], None] | None = None,
         prompt_sizes: tuple[int, ...] = (),
         draws: RecordedDraws | None = None,
+        multi: MultiStep | None = None,
     ) -> None:
-        self.draws = draws
+        self.draws, self.multi = draws, multi
         self.draft_numbers, self.draft_draws, self.propose = draft_numbers, draft_draws, propose
         self.device, self.xp, self.slots, self.block_size = device, device.xp, slots, block_size
         self.model, self.communicator, self._loaded = loaded.model, communicator, loaded

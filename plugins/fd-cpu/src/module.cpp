@@ -219,6 +219,14 @@ void submit_finish_decode(Runtime &runtime, std::vector<uintptr_t> a, std::vecto
     runtime.submit({"finish decode", run}, 0);
 }
 
+void submit_keep_results(Runtime &runtime, uintptr_t slots, uintptr_t results, uintptr_t num_computed, uintptr_t kept,
+                         int64_t num_rows, int64_t num_kept, int64_t num_slots) {
+    nb::gil_scoped_release release;
+    const KeepResultsOp op{at<const int64_t>(slots), at<const int64_t>(results), at<const int64_t>(num_computed),
+                           at<int64_t>(kept), num_rows, num_kept, num_slots};
+    runtime.submit(clipped("keep results", op, &KeepResultsOp::num_rows, keep_results), 0);
+}
+
 void submit_mark_broken(Runtime &runtime, uintptr_t drawn, uintptr_t peaks, uintptr_t possible, uintptr_t marked,
                         int64_t num_rows) {
     nb::gil_scoped_release release;
@@ -327,7 +335,8 @@ NB_MODULE(_native, m) {
         .def_prop_ro("num_threads", &Runtime::num_threads)
         .def("begin", &Runtime::begin, nb::keep_alive<1, 2>())
         .def("end", &Runtime::end)
-        .def("replay", &Runtime::replay, nb::call_guard<nb::gil_scoped_release>())
+        .def("replay", &Runtime::replay, nb::arg("plans"), nb::arg("times") = 1,
+             nb::call_guard<nb::gil_scoped_release>())
         .def("begin_profile", &Runtime::begin_profile)
         .def("times", [](Runtime &runtime) {
             nb::dict found;
@@ -349,6 +358,7 @@ NB_MODULE(_native, m) {
         .def("head_norm", &submit_head_norm)
         .def("prepare_decode", &submit_prepare_decode)
         .def("finish_decode", &submit_finish_decode)
+        .def("keep_results", &submit_keep_results)
         .def("mark_broken", &submit_mark_broken)
         .def("route", &submit_route)
         .def("sample", &submit_sample)
