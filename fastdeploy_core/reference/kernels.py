@@ -55,6 +55,7 @@ TABLE: Final[dict[str, str | Kernel]] = {
     "filter_logits": f"{_SAMPLING}:filter_logits",
     "sample": f"{_SAMPLING}:sample",
     "greedy": f"{_SAMPLING}:greedy",
+    "draw": Kernel(f"{_SAMPLING}:draw", composes=True),
     "mark_broken": f"{_STEP}:mark_broken",
     "log_softmax": f"{_SAMPLING}:log_softmax",
     # One definition serves every format: it is the format that knows how to dequantize.

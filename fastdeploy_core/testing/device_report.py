@@ -145,6 +145,10 @@ def _drawing_arguments(make: _Make) -> Arguments:
             make.column(0.0),
         ),
         "sample": lambda: (make.floats(2, 32), make.ids(1, 2), make.ids(3, 4)),
+        "draw": lambda: (
+            *(make.floats(2, 32), make.ids(1, 0), make.ids(5, 0), make.ids(1, 2)),
+            *(make.column(0.7), make.column(0.9), make.column(0.0), make.ids(3, 4), True),
+        ),
         "greedy": lambda: (make.floats(2, 32),),
         "log_softmax": lambda: (make.floats(2, 32),),
     }

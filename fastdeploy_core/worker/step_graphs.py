@@ -157,9 +157,8 @@ class RecordedStep:
 
     def parts(self, *, is_random: bool, filters: bool) -> tuple[CapturedGraph, CapturedGraph]:
         """What `replay` and then a draw replay."""
-        draw = self._random[filters] if is_random else self._greedy
-        assert self._forward is not None and draw is not None
-        return self._forward, draw
+        assert self._forward is not None and self._greedy is not None
+        return self._forward, self._random[filters] if is_random else self._greedy
 
     def compute(self) -> None:
         """What is recorded first: from slots to hidden states."""
@@ -203,8 +202,7 @@ class RecordedStep:
         graphs, draws = self._graphs, self._graphs.draws
         assert draws is not None
         logits = graphs.model.compute_logits(self.hidden)
-        peaks = graphs.xp.amax(logits, -1)
-        drawn = draws.draw(logits, self.attention.positions + 1, self.width, filters=filters)
+        drawn, peaks = draws.draw(logits, self.attention.positions, self.width, filters=filters)
         self._hand_on(self._finish(self.size, drawn, graphs.mark(drawn, peaks, None)), drawn)
 
     def write_back(self, num_rows: int, drawn: Tensor, marked: Tensor) -> Tensor:
@@ -219,7 +217,9 @@ class RecordedStep:
         return self._buffers.results_of(num_rows)
 
     def _hand_on(self, accepted: Tensor | None, drawn: Tensor) -> None:
-        """Put what was drawn where recorded proposals look for it: where `draw_greedily` does."""
+        """Put what was drawn where proposals look for it, if some are recorded: where `draw_greedily` does."""
+        if not self._graphs.draft_numbers:
+            return
         self.drawn[: drawn.shape[0]].copy_(drawn)
         if accepted is not None and self.accepted is not None:
             self.accepted[: accepted.shape[0]].copy_(accepted)

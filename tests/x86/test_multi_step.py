@@ -13,6 +13,7 @@ from fastdeploy_core.scheduler import decode_count
 from fastdeploy_core.worker import model_runner
 
 pytest.importorskip("fd_cpu._native", reason="fd-cpu is not installed")
+recording = pytest.importorskip("fd_cpu.recording")
 DEMO = Path(__file__).parents[2] / "models" / "ernie-tiny"
 PROMPTS = ["12 + 30 =", "Sort: d a c b", "The capital of", "Count to ten: 1 2", "Reverse: abcdef"]
 
@@ -57,6 +58,25 @@ CASES: dict[str, dict[str, Any]] = {
 def answers(llm: LLM, case: dict[str, Any]) -> list[Any]:
     found = llm.generate(PROMPTS, SamplingParams(**case), use_tqdm=False)
     return [(x.outputs[0].token_ids, x.outputs[0].text, x.outputs[0].finish_reason) for x in found]
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"seed": 1}, {"seed": 1, "top_p": 0.9}])
+def test_steps_and_their_draws_are_native_plans(
+    engines: tuple[LLM, LLM], params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engines[0]
+    case = {"max_tokens": 9, "ignore_eos": True, **params}
+    replayed: list[int] = []
+    replay = recording.Recorder.replay_times
+
+    def note(self: Any, graphs: Any, times: int) -> None:
+        assert all(isinstance(graph, recording.NativeGraph) for graph in graphs)
+        replayed.append(times)
+        replay(self, graphs, times)
+
+    monkeypatch.setattr(recording.Recorder, "replay_times", note)
+    answers(llm, case)
+    assert replayed
 
 
 @pytest.mark.parametrize("name", CASES)

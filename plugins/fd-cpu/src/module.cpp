@@ -236,12 +236,18 @@ void submit_mark_broken(Runtime &runtime, uintptr_t drawn, uintptr_t peaks, uint
 }
 
 void submit_sample(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width, uintptr_t seeds,
-                   uintptr_t positions, uintptr_t ids) {
+                   uintptr_t positions, uintptr_t ids, uintptr_t is_random, int64_t ahead) {
     nb::gil_scoped_release release;
     const SampleOp op{at<const float>(logits), num_rows, width, at<const int64_t>(seeds),
-                      at<const int64_t>(positions), at<int64_t>(ids)};
+                      at<const int64_t>(positions), at<int64_t>(ids), at<const int64_t>(is_random), ahead};
     runtime.submit(clipped("sample", op, &SampleOp::num_rows, runtime.kernels().sample),
                    size_t(num_rows * runtime.num_threads() + 2) * 12);
+}
+
+void submit_temper(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width, uintptr_t temperatures) {
+    nb::gil_scoped_release release;
+    const TemperatureOp op{at<float>(logits), num_rows, width, at<const float>(temperatures)};
+    runtime.submit(clipped("temperature", op, &TemperatureOp::num_rows, runtime.kernels().temper), 0);
 }
 
 void submit_filter(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width, uintptr_t top_k,
@@ -362,6 +368,7 @@ NB_MODULE(_native, m) {
         .def("mark_broken", &submit_mark_broken)
         .def("route", &submit_route)
         .def("sample", &submit_sample)
+        .def("temper", &submit_temper)
         .def("filter", &submit_filter)
         .def("penalize", &submit_penalize)
         .def("mask", &submit_mask)

@@ -192,8 +192,18 @@ class Runtime:
         /,
     ) -> None: ...
     def sample(
-        self, logits: int, num_rows: int, width: int, seeds: int, positions: int, ids: int, /
+        self,
+        logits: int,
+        num_rows: int,
+        width: int,
+        seeds: int,
+        positions: int,
+        ids: int,
+        is_random: int,
+        ahead: int,
+        /,
     ) -> None: ...
+    def temper(self, logits: int, num_rows: int, width: int, temperatures: int, /) -> None: ...
     def filter(
         self, logits: int, num_rows: int, width: int, top_k: int, top_p: int, min_p: int, /
     ) -> None: ...
