@@ -57,7 +57,7 @@ class InlineExecutor:
     def submit(self, step: SchedulerOutput) -> Future[Any]:
         future: Future[Any] = Future()
         self.num_explicit += step.rows is not None
-        self._rows = self._rows.next() if step.rows is None else step.rows
+        self._rows = self._rows.next(step.num_decodes) if step.rows is None else step.rows
         self.steps.append(msgspec.structs.replace(step, rows=self._rows))
         try:
             future.set_result(self.worker.launch(step).wait())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -51,6 +51,9 @@ class DeviceLimits:
     # serves every batch.
     graph_any_size: bool = False
     graph_collectives: bool = False  # a captured graph may hold the communicator's collectives
+    # Decode steps that may run one behind the other before the host sees a token: above 1 where it takes
+    # the host as long as the device, and overlap does not hide it. Needs graph_capture.
+    decodes_per_step: int = 1
     # A step may be queued before the previous one's tokens reached the host. False, too, where nothing
     # is gained: whoever computes on all processors takes them from the scheduler.
     overlap: bool = True
@@ -130,6 +133,19 @@ class CapturedGraph(Protocol):
 
     def replay(self) -> None:
         """Queue the recorded work again; it reads the buffers' current contents."""
+        ...
+
+
+@runtime_checkable
+class RepeatingDevice(Protocol):
+    """A device that goes through captured work again and again by itself, where decodes_per_step says so. On
+    others the core replays each graph.
+
+    Added in contract 0.9.
+    """
+
+    def replay_times(self, graphs: Sequence[CapturedGraph], times: int) -> None:
+        """Queue all of the graphs, one behind the other, so many times."""
         ...
 
 

@@ -75,6 +75,9 @@ OPERATIONS: Final[dict[str, str]] = {
     "None: all 0, num_computed [S] int64, newest [S] int64, results [B,q] int64) -> None; in place, with a "
     "accepted drafts: newest becomes drawn token a of the row, num_computed grows by 1 + a, results are "
     "the row's marked tokens up to a, then -1. The last slot stays as it is",
+    "keep_results": "(slots [B] int64, results [B,1] int64: of finish_decode, num_computed [S] int64: behind it, "
+    "kept [B,n] int64) -> None; in place: each row's result stands in column num_computed % n. Rows of the "
+    "last slot stay as they are",
     # Tokens of S sequences of which L fit, row S - 1 nobody's.
     "append_history": "(slots [B] int64, results [B,q] int64: of finish_decode, num_computed [S] int64: behind "
     "it, history [S,L] int32) -> None; in place: the row's leading results that are not negative stand up to "
@@ -98,6 +101,10 @@ OPERATIONS: Final[dict[str, str]] = {
     "fewest that reach top_p of what is left. Equals of the last one kept are kept",
     "sample": "(logits, seeds [B] int64, positions [B] int64) -> [B] int64; the draw of a "
     "row depends on its seed, position and logits only",
+    "draw": "(logits, is_random [B] int64, top_k [B] int64, seeds [B] int64, temperature [B] float32, top_p [B] "
+    "float32, min_p [B] float32, positions [B] int64, filters: bool) -> (ids [B] int64, peaks [B] float32), logits "
+    "may be overwritten: greedy where is_random is 0, elsewhere sample at positions + 1 of the logits divided by "
+    "the temperature and, with filters, filtered by filter_logits. peaks: each row's largest logit before that",
     "greedy": "(logits) -> [B] int64; the smallest id among equals; NaN counts as the largest",
     "mark_broken": "(drawn [B] int64, peaks [B] float32, possible [B] float32 | None) -> [B] int64; "
     "drawn, but -2 where peaks is not finite, else -3 where possible is not finite",

@@ -42,6 +42,7 @@ TABLE: Final[dict[str, str | Kernel]] = {
     "kv_write_blocks": f"{_CACHE}:kv_write_blocks",
     "prepare_decode": f"{_STEP}:prepare_decode",
     "finish_decode": f"{_STEP}:finish_decode",
+    "keep_results": f"{_STEP}:keep_results",
     "place_tokens": f"{_STEP}:place_tokens",
     "judge_drafts": f"{_STEP}:judge_drafts",
     "keep_drafts": f"{_STEP}:keep_drafts",
@@ -54,6 +55,7 @@ TABLE: Final[dict[str, str | Kernel]] = {
     "filter_logits": f"{_SAMPLING}:filter_logits",
     "sample": f"{_SAMPLING}:sample",
     "greedy": f"{_SAMPLING}:greedy",
+    "draw": Kernel(f"{_SAMPLING}:draw", composes=True),
     "mark_broken": f"{_STEP}:mark_broken",
     "log_softmax": f"{_SAMPLING}:log_softmax",
     # One definition serves every format: it is the format that knows how to dequantize.

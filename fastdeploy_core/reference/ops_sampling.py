@@ -5,6 +5,7 @@ Results are new tensors unless a docstring says otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.tensor import namespace
@@ -12,6 +13,7 @@ from fastdeploy_core.tensor import namespace
 from .random import exponential
 
 if TYPE_CHECKING:
+    from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
 
 _NEVER = float("-inf")
@@ -166,3 +168,28 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 def _scalar(xp: Any, like: Tensor, value: float) -> Tensor:
     return xp.full([1], value, dtype=like.dtype, device=like.device)
+
+
+def draw(kernels: KernelTable) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Every row is drawn both ways, and one of them is chosen."""
+    greedy, filter_, sample = kernels["greedy"], kernels["filter_logits"], kernels["sample"]
+
+    def run(
+        logits: Tensor,
+        is_random: Tensor,
+        top_k: Tensor,
+        seeds: Tensor,
+        temperature: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        positions: Tensor,
+        filters: bool,
+    ) -> tuple[Tensor, Tensor]:
+        xp = namespace(logits)
+        peaks, likeliest = xp.amax(logits, -1), greedy(logits)
+        logits = logits.div_(temperature.unsqueeze(1))
+        if filters:
+            logits = filter_(logits, top_k, top_p, min_p)
+        return xp.where(is_random > 0, sample(logits, seeds, positions + 1), likeliest), peaks
+
+    return run

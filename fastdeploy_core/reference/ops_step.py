@@ -95,6 +95,15 @@ def finish_decode(
     results.copy_(xp.where(nth <= last, marked.view([num_rows, width]), nothing))
 
 
+def keep_results(slots: Tensor, results: Tensor, num_computed: Tensor, kept: Tensor) -> None:
+    """See contracts/ops.py."""
+    xp, size = namespace(slots), kept.shape[1]
+    nth = xp.arange(size, dtype=xp.int64, device=slots.device).unsqueeze(0)
+    is_row = (slots < num_computed.shape[0] - 1).unsqueeze(1)
+    column = (xp.index_select(num_computed, 0, slots) % size).unsqueeze(1)
+    kept.copy_(xp.where((nth == column) & is_row, results, kept))
+
+
 def judge_drafts(
     slots: Tensor, drawn: Tensor, marked: Tensor, drafts: Tensor, num_drafts: Tensor
 ) -> Tensor:

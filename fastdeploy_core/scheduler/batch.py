@@ -157,6 +157,7 @@ class BatchScheduler:
         """Take in a step's results; `take_deltas` has the answers."""
         num_before = self.counters.num_generated_tokens
         self._outcome.apply(step, output)
+        self._planner.note(step, output)
         length = self._length
         if length is not None and length.rests:
             length.rests -= 1

@@ -105,7 +105,9 @@ class Outcome:
             stops = [token in cohort.stop_ids for token in tokens]
             only_grows[np.repeat(np.arange(num_rows), counts)[stops]] = False
         chosen = None if np.count_nonzero(only_grows) == num_rows else only_grows
-        if step.is_ahead or np.count_nonzero(step.drafts):
+        if step.num_decodes > 1:
+            columns.computed[places] = columns.computed[places] - (step.num_decodes - counts)
+        elif step.is_ahead or np.count_nonzero(step.drafts):
             self._count_cohort(step, results.fed_drafts(step), counts - 1, chosen)
         if results.next_drafts is not None:
             self._take_drafts(step, results.next_drafts, chosen)
@@ -132,8 +134,10 @@ class Outcome:
                 most, drafted = int(step.drafts[number]), int(fed[number])
                 if seq.status is RequestStatus.RUNNING:
                     seq.num_computed += drafted - most
-                row = Row(seq, starts[number], 1 + drafted, drafted, True)
-                self._take(row, results.of_row(number), takes_drafts=bool(is_newest[number]))
+                result = results.of_row(number)
+                num_fed = 1 + drafted if step.num_decodes == 1 else len(result.token_ids)
+                row = Row(seq, starts[number], num_fed, drafted, True)
+                self._take(row, result, takes_drafts=bool(is_newest[number]))
             # One that ran until this very step has left already if it ended with it.
             if not ran and not seq.num_in_flight:
                 self._roster.settle(seq)

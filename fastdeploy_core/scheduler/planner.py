@@ -12,10 +12,11 @@ from itertools import compress
 
 import numpy as np
 
-from fastdeploy_core.types import RequestStatus
+from fastdeploy_core.types import ModelRunnerOutput, RequestStatus
 
 from .admission import Admission
 from .counters import Counters
+from .decode_count import DecodeCount
 from .draft_length import DraftLength
 from .roster import Roster
 from .sequence import Sequence
@@ -39,6 +40,7 @@ class StepPlanner:
         self._kv = roster.kv
         self._settings = settings
         self._on_stuck = on_stuck  # called with a sequence that cannot get the blocks it needs
+        self._count = DecodeCount(settings.max_decodes)
         self._lookahead = 0
         self._free: np.ndarray | None = None  # places of sequences that all go ahead
         # Running places and number of waiting sequences, and what drafts are chosen by for these.
@@ -93,6 +95,13 @@ class StepPlanner:
         if planned.is_awaited:
             self._roster.awaited_step = planned.output.step_id
         return planned
+
+    def note(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
+        """A step was done."""
+        number, counts = step.num_decodes, output.counts
+        self._count.note(number * step.is_decode, output.execute_s)
+        if number > 1 and counts is not None and np.count_nonzero(counts < number):
+            self._step.break_off()
 
     def _choose(self, length: DraftLength) -> int:
         """Drafts to ask for. Batches are told apart by the rows that the step, or the next one, will have,
@@ -190,11 +199,23 @@ class StepPlanner:
         drafts = None
         if columns.has_drafts or self._lookahead:
             drafts = self._plan_drafts(seqs, places, is_due)
+        num_decodes = 1
+        if self._count.most > 1 and np.count_nonzero(is_due) == places.size:
+            num_decodes = self._plan_several(seqs, places)
         if np.count_nonzero(is_due) < places.size:
             places, seqs = places[is_due], list(compress(seqs, is_due))
             drafts = None if drafts is None else drafts[is_due]
         if seqs:
-            self._step.put_decodes(seqs, places, drafts)
+            self._step.put_decodes(seqs, places, drafts, num_decodes)
+
+    def _plan_several(self, seqs: list[Sequence], places: np.ndarray) -> int:
+        """How many times all running sequences decode in this step, with blocks for what that makes."""
+        columns = self._roster.columns
+        if self._has_prompts() or not columns.goes_ahead[places].all():
+            return 1
+        number = self._count.choose(int((columns.limit[places] - columns.known[places]).min()))
+        end = columns.computed[places] + number
+        return number if number > 1 and self._grow_all(seqs, places, end) else 1
 
     def _plan_drafts(
         self, seqs: list[Sequence], places: np.ndarray, is_due: np.ndarray

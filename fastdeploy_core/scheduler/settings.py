@@ -38,6 +38,7 @@ class SchedulerSettings:
     lookahead_tokens: int = 0
     # Rows up to which a step can be planned before it is known how many drafts of the one before are right.
     max_rows_ahead: int = 0
+    max_decodes: int = 1  # of each row in a step; see SchedulerOutput.num_decodes
     seed: int = 0
 
     @property
@@ -76,6 +77,7 @@ def make_settings(
         drafts_with_cache=info.drafts_with_cache,
         lookahead_tokens=needs.lookahead_tokens,
         max_rows_ahead=info.max_rows_ahead,
+        max_decodes=info.max_decodes,
         seed=config.model.seed,
     )
 

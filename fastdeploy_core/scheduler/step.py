@@ -40,14 +40,14 @@ class Cohort:
         self.request_ids: list[str] = list(map(_REQUEST_ID, seqs))
         self.attempts: list[int] = list(map(_ATTEMPT, seqs))
         self.tenants: Counter[str] = Counter(map(_TENANT, seqs))
-        self._decodes: dict[int, _Decodes] = {}
+        self._decodes: dict[tuple[int, int], _Decodes] = {}
 
-    def decodes(self, number: int) -> _Decodes:
-        """Of a step in which every one has so many drafts."""
-        found = self._decodes.get(number)
+    def decodes(self, num_drafts: int, num_decodes: int = 1) -> _Decodes:
+        """Of a step in which every one has so many drafts, or decodes so many times."""
+        found = self._decodes.get((num_drafts, num_decodes))
         if found is None:
-            drafts = np.full(len(self.seqs), number, dtype=np.int64)
-            found = self._decodes[number] = _Decodes.of(drafts)
+            drafts = np.full(len(self.seqs), num_drafts, dtype=np.int64)
+            found = self._decodes[num_drafts, num_decodes] = _Decodes.of(drafts, num_decodes)
         return found
 
 
@@ -59,9 +59,9 @@ class _Decodes(NamedTuple):
     samples: np.ndarray
 
     @classmethod
-    def of(cls, num_drafts: np.ndarray) -> _Decodes:
-        """With so many drafts."""
-        return cls(num_drafts, 1 + num_drafts, num_drafts >= 0)
+    def of(cls, num_drafts: np.ndarray, num_decodes: int = 1) -> _Decodes:
+        """With so many drafts, or so many tokens one after the other."""
+        return cls(num_drafts, num_decodes + num_drafts, num_drafts >= 0)
 
 
 NO_COHORT = Cohort([], np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
@@ -79,6 +79,7 @@ class ScheduledStep(NamedTuple):
     is_decode: bool = False  # no row computes a prompt
     is_awaited: bool = False  # it makes or judges drafts, which tell what its rows do next
     is_ahead: bool = False  # see BatchRows
+    num_decodes: int = 1  # see SchedulerOutput
 
     @property
     def num_rows(self) -> int:
@@ -115,6 +116,7 @@ class StepBuilder:
         self.num_prefills = 0
         self.is_stalled = False  # a running sequence got no room: nobody new may start
         self._has_cohort = self._is_ahead = False
+        self._num_decodes = 1
         self._decodes = NO_COHORT.decodes(0)
         self._starts = self._draft_ids = NO_COHORT.places
         self._rows: list[Row] = []
@@ -141,11 +143,13 @@ class StepBuilder:
         seqs: list[Sequence],
         places: np.ndarray,
         num_drafts: np.ndarray | None = None,
+        num_decodes: int = 1,
     ) -> None:
         """Rows for sequences that decode, of their newest token and so many of their drafts; once per
-        step. They are its first rows."""
+        step. They are its first rows. num_decodes: see SchedulerOutput."""
         columns = self._columns
-        self._put_cohort(seqs, places, 1)
+        self._num_decodes = num_decodes
+        self._put_cohort(seqs, places, num_decodes=num_decodes)
         if num_drafts is None:
             return
         self._decodes = _Decodes.of(num_drafts)
@@ -158,11 +162,13 @@ class StepBuilder:
     def put_ahead(self, seqs: list[Sequence], places: np.ndarray, num_drafts: int) -> None:
         """The same for rows that go ahead of results, each with so many drafts: see BatchRows."""
         self._is_ahead = True
-        self._put_cohort(seqs, places, 1 + num_drafts)
+        self._put_cohort(seqs, places, num_drafts)
         self._columns.num_drafts[places] = 0
 
-    def _put_cohort(self, seqs: list[Sequence], places: np.ndarray, num_tokens: int) -> None:
-        columns = self._columns
+    def _put_cohort(
+        self, seqs: list[Sequence], places: np.ndarray, num_drafts: int = 0, num_decodes: int = 1
+    ) -> None:
+        columns, num_tokens = self._columns, num_drafts + num_decodes
         if places is not self._cohort.places:
             seq_ids = columns.seq_id[places]
             if not np.array_equal(seq_ids, self._cohort.seq_ids):
@@ -174,7 +180,7 @@ class StepBuilder:
         columns.pending[places] = columns.pending[places] + 1
         columns.in_flight[places] = columns.in_flight[places] + 1
         columns.step[places] = self._number
-        self._decodes = self._cohort.decodes(num_tokens - 1)
+        self._decodes = self._cohort.decodes(num_drafts, num_decodes)
         self.budget -= places.size * num_tokens
 
     def put(self, seq: Sequence, num_tokens: int) -> None:
@@ -232,6 +238,7 @@ class StepBuilder:
             finished_seq_ids=forgotten,
             new_sequences=self._new,
             copies=copies,
+            num_decodes=self._num_decodes,
         )
         if self._rows or has_drafts or not self._is_last(cohort):
             message.rows = self._columns_of(cohort)
@@ -248,6 +255,7 @@ class StepBuilder:
             # One that only goes ahead tells nothing that the step before it does not.
             (max_drafts > 0 and draws) or (has_drafts and bool(self._decodes.num_drafts.any())),
             self._is_ahead,
+            self._num_decodes,
         )
         if self._new_blocks:
             blocks = self._new_blocks
@@ -261,6 +269,10 @@ class StepBuilder:
         self.num_drawn = step.num_rows if all(row.sample for row in self._rows) else 0
         self._ask(step, max_drafts, rests=rests, fills=fills)
         return step
+
+    def break_off(self) -> None:
+        """The rows of the step before have not come as far as it said: the next one says where they stand."""
+        self._last_seq_ids = NO_COHORT.seq_ids
 
     def _is_last(self, cohort: Cohort) -> bool:
         """Whether the cohort is all that the step before had."""

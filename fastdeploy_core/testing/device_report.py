@@ -78,6 +78,7 @@ def sample_arguments(device: DeviceBackend) -> Arguments:
         _drawing_arguments(make)
         | _fused_arguments(make)
         | _step_arguments(make)
+        | _history_arguments(make)
         | {
             "embedding": lambda: (make.ids(1, 3), make.floats(8, 16)),
             "linear": lambda: (
@@ -144,6 +145,10 @@ def _drawing_arguments(make: _Make) -> Arguments:
             make.column(0.0),
         ),
         "sample": lambda: (make.floats(2, 32), make.ids(1, 2), make.ids(3, 4)),
+        "draw": lambda: (
+            *(make.floats(2, 32), make.ids(1, 0), make.ids(5, 0), make.ids(1, 2)),
+            *(make.column(0.7), make.column(0.9), make.column(0.0), make.ids(3, 4), True),
+        ),
         "greedy": lambda: (make.floats(2, 32),),
         "log_softmax": lambda: (make.floats(2, 32),),
     }
@@ -221,16 +226,6 @@ def _step_arguments(make: _Make) -> Arguments:
             *(make.ids(2), 32, make.ids(3, 6, 0), make.ids(8, 8, 0)),
             *(make.zeros([3, 2], "int64"), make.ids(0, 0, 0)),
         ),
-        "append_history": lambda: (
-            make.ids(1, 0),
-            make.ids(9, -1, 7, 8).reshape([2, 2]),
-            make.ids(3, 6, 0),
-            make.zeros([3, 9], "int32"),
-        ),
-        "match_ngrams": lambda: (
-            make.ids(5, 6, 5, 6, 5, 0, 0, 0, 0, 0, 0, 0, dtype="int32").reshape([2, 6]),
-            *(make.ids(0), make.ids(4), 1, 3, 2),
-        ),
         "finish_decode": lambda: (
             *(
                 make.ids(1, 0),
@@ -241,6 +236,26 @@ def _step_arguments(make: _Make) -> Arguments:
                 make.ids(7, 8, 0),
             ),
             make.ids(0, 0).reshape([2, 1]),
+        ),
+    }
+
+
+def _history_arguments(make: _Make) -> Arguments:
+    """Operations on what several steps have drawn."""
+    return {
+        "keep_results": lambda: (
+            *(make.ids(1, 0), make.ids(9, -2).reshape([2, 1]), make.ids(3, 6, 0)),
+            make.zeros([2, 4], "int64"),
+        ),
+        "append_history": lambda: (
+            make.ids(1, 0),
+            make.ids(9, -1, 7, 8).reshape([2, 2]),
+            make.ids(3, 6, 0),
+            make.zeros([3, 9], "int32"),
+        ),
+        "match_ngrams": lambda: (
+            make.ids(5, 6, 5, 6, 5, 0, 0, 0, 0, 0, 0, 0, dtype="int32").reshape([2, 6]),
+            *(make.ids(0), make.ids(4), 1, 3, 2),
         ),
     }
 

@@ -60,6 +60,7 @@ class NullOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logprobs: bool = True
     # False: tokens are just numbers and nothing is cached, so that a step costs the host nothing.
     predictable: bool = True
+    decodes_per_step: int = 1  # see DeviceLimits; without overlap and speculation
     draft_accuracy: float = 0.6  # share of drafts that are right, with speculation configured
 
 
@@ -150,6 +151,7 @@ class NullWorker:
     def load(self) -> WorkerInfo:
         """No weights, no memory; limits as the options say."""
         options = self.options
+        overlaps = options.overlap and self.config.batch.overlap
         return WorkerInfo(
             num_layers=1,
             vocab_size=options.vocab_size,
@@ -167,6 +169,7 @@ class NullWorker:
             asynchronous=options.asynchronous,
             host_tier=options.host_tier,
             logprobs=options.logprobs,
+            max_decodes=1 if overlaps or self._num_drafts else options.decodes_per_step,
             device="null",
             tensor_library="none",
             report=[f"rank {self.rank}: a fake device, no model is run"],
@@ -181,11 +184,15 @@ class NullWorker:
     def launch(self, step: SchedulerOutput) -> NullPending:
         """Do the step."""
         started = time.perf_counter()
-        rows = self._rows = step.rows if step.rows is not None else self._rows.next()
+        rows = self._rows = (
+            step.rows if step.rows is not None else self._rows.next(step.num_decodes)
+        )
         output = ModelRunnerOutput(step_id=step.step_id, token_ids=rows.starts)
         if self.options.predictable:
             self._prepare(step)
             self._run_rows(step, rows, output)
+        elif step.num_decodes > 1:
+            output.counts, output.token_ids = rows.counts, np.repeat(rows.starts, rows.counts)
         elif not rows.is_decode:
             output.counts = rows.samples.astype(np.int64)
             output.token_ids = rows.starts[rows.samples]
@@ -239,13 +246,15 @@ class NullWorker:
             start, count = int(rows.starts[row]), int(rows.counts[row])
             drafts = rows.draft_token_ids[first_draft : first_draft + rows.num_drafts[row]].tolist()
             first_draft += len(drafts)
+            several = self._decode(state, start, count - 1) if step.num_decodes > 1 else []
+            start, count = start + len(several), count - len(several)
             self._feed(state, start, count, drafts)
             sampling = state.new.sampling
             if sampling.prompt_logprobs is not None:
                 output.prompt_logprobs[row] = self._prompt_logprobs(state, start, count)
-            tokens.append([])
+            tokens.append(several)
             if rows.samples[row]:  # every rank: they all come to the same token without being told
-                tokens[row] = self._sample(state, drafts, start + count - len(drafts))
+                tokens[row] += self._sample(state, drafts, start + count - len(drafts))
                 proposals = self._draft(state)[:num_drafts]
                 next_drafts[row, : len(proposals)] = proposals
             if sampling.logprobs is not None:
@@ -254,6 +263,14 @@ class NullWorker:
         output.counts = np.array([len(some) for some in tokens], dtype=np.int64)
         if num_drafts:
             output.next_drafts = next_drafts
+
+    def _decode(self, state: _State, start: int, count: int) -> list[int]:
+        """So many tokens, each fed to the next."""
+        tokens: list[int] = []
+        for position in range(start, start + count):
+            self._feed(state, position, 1, [])
+            tokens += self._sample(state, [], position + 1)
+        return tokens
 
     def _feed(self, state: _State, start: int, count: int, drafts: list[int]) -> None:
         num_known = count - len(drafts)

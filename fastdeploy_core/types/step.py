@@ -53,7 +53,8 @@ class BatchRows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     seq_ids: np.ndarray  # [B] int64
     starts: np.ndarray  # [B] int64: tokens whose keys and values lie in the cache before this step
-    counts: np.ndarray  # [B] int64: tokens fed: a prefill chunk, or the newest token plus drafts
+    # [B] int64: tokens fed: a prefill chunk, the newest token plus drafts, or SchedulerOutput.num_decodes
+    counts: np.ndarray
     samples: np.ndarray  # [B] bool; False: a prefill chunk that does not reach the last known token
     num_drafts: np.ndarray  # [B] int64: the last so many of the tokens fed are unverified drafts
     draft_token_ids: np.ndarray  # [sum of num_drafts] int64: these, row after row
@@ -94,13 +95,13 @@ class BatchRows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """Whether every row is fed exactly one token and samples the next."""
         return bool((self.counts == 1).all() and self.samples.all())
 
-    def next(self) -> BatchRows:
+    def next(self, num_decodes: int = 1) -> BatchRows:
         """The rows of a step that only says that these go on: each with the token it has sampled."""
         size = self.seq_ids.size
         return BatchRows(
             seq_ids=self.seq_ids,
             starts=self.starts + self.counts,
-            counts=np.ones(size, dtype=np.int64),
+            counts=np.full(size, num_decodes, dtype=np.int64),
             samples=np.ones(size, dtype=bool),
             num_drafts=np.zeros(size, dtype=np.int64),
             draft_token_ids=np.zeros(0, dtype=np.int64),
@@ -124,6 +125,8 @@ class SchedulerOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     # None: those of the step before, `next()`, which is nearly always so: every row sampled there,
     # none had drafts, and each is fed the one token that it sampled.
     rows: BatchRows | None = None
+    # Above 1: every row decodes, and does so that many times, each time fed what it drew before.
+    num_decodes: int = 1
     new_block_ids: dict[int, list[int]] = {}  # by row: appended to its block table before this step
     copies: BlockCopies = BlockCopies()
     # Drafts to make behind this step for each row that samples; 0: drafters with a cache of their own
@@ -137,7 +140,8 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True, eq=False):
     step_id: int
     token_ids: np.ndarray  # int64: the new tokens of all rows, row after row
     # [B] int64: how many of these are each row's: none of a prefill that is not complete or of a row
-    # with an error, else one more than the drafts that were right. None: one of each row.
+    # with an error, else one more than the drafts that were right, or num_decodes and less only where one of
+    # these led to nothing. None: one of each row.
     counts: np.ndarray | None = None
     # [B] int64: drafts that each row was fed in a step that went ahead of results (BatchRows.is_ahead).
     num_drafts: np.ndarray | None = None

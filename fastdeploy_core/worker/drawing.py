@@ -190,6 +190,11 @@ class TokenDrawer:
         )
 
 
+def has_processors(config: EngineConfig) -> bool:
+    """Whether there are logits processors of plugins, which may look at any text."""
+    return any(name not in BUILTIN_PROCESSORS for name in config.logits_processors)
+
+
 def is_simple(new: NewSequence, config: EngineConfig) -> bool:
     """Whether a sequence wants its likeliest tokens and nothing else, by what every rank knows of it."""
     params = new.sampling
@@ -198,5 +203,5 @@ def is_simple(new: NewSequence, config: EngineConfig) -> bool:
         and params.is_unconstrained
         and params.logprobs is None
         and new.grammar is None
-        and all(name in BUILTIN_PROCESSORS for name in config.logits_processors)
+        and not has_processors(config)
     )

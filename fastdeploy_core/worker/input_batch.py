@@ -65,7 +65,6 @@ class InputBatch:
         # Host buffers, one row per slot. Zeroed pages cost nothing until they are written.
         longest = max_model_len + 1
         self.token_ids = np.zeros((max_num_seqs, longest + 1 + max_drafts), dtype=np.int32)
-        self._nth = np.arange(1 + max_drafts)
         self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.room = np.zeros(max_num_seqs, dtype=np.int64)  # tokens that its blocks hold
@@ -85,7 +84,7 @@ class InputBatch:
         )
         self._tables: tuple[np.ndarray, int, np.ndarray, Tensor] | None = None
         self._decode_cu: dict[int, tuple[np.ndarray, Tensor]] = {}
-        self._same: dict[int, tuple[np.ndarray, ...]] = {}
+        self._same: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
         self._even: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
         # Arrays are kept while the rows stay, so that others see at a glance that they did.
         self._last: StepRows | None = None
@@ -163,8 +162,8 @@ class InputBatch:
             self._append_blocks(int(slots[row]), block_ids)
         if message.is_ahead:
             rows = self._rows_ahead(message, slots)
-        elif message.is_decode:
-            rows = self._decode_rows(slots, message.starts)
+        elif step.num_decodes > 1 or message.is_decode:
+            rows = self._decode_rows(slots, message.starts, step.num_decodes)
         else:
             rows = self._mixed_rows(message, slots)
         self._last = self._shaped(rows)
@@ -180,7 +179,7 @@ class InputBatch:
         self._num_gone = 0
         for row, block_ids in step.new_block_ids.items():
             self._append_blocks(int(last.slots[row]), block_ids)
-        self._last = self._shaped(self._decode_rows(last.slots, last.seq_lens))
+        self._last = self._shaped(self._decode_rows(last.slots, last.seq_lens, step.num_decodes))
         return self._last
 
     def _is_missing(self, last: StepRows | None) -> bool:
@@ -205,17 +204,19 @@ class InputBatch:
             raise WorkerError(f"a step is inconsistent: it names a sequence twice, slots {slots}")
         return np.array(slots, dtype=np.int64)
 
-    def _decode_rows(self, slots: np.ndarray, starts: np.ndarray) -> StepRows:
-        """One token per row."""
-        if slots.size not in self._same:
+    def _decode_rows(self, slots: np.ndarray, starts: np.ndarray, num_decodes: int) -> StepRows:
+        """One token per row, so many times."""
+        key = (slots.size, num_decodes)
+        if key not in self._same:
             zeros = np.zeros(slots.size, dtype=np.int64)
-            self._same[slots.size] = (zeros + 1, zeros, zeros == 0, np.arange(slots.size))
-        ones, none, samples, every = self._same[slots.size]
-        seq_lens = starts + 1
+            self._same[key] = (zeros + num_decodes, zeros, zeros == 0, np.arange(slots.size))
+        counts, none, samples, every = self._same[key]
+        seq_lens = starts + num_decodes
         self._check(slots, seq_lens)
         return StepRows(
-            *(slots, starts, ones, seq_lens, none, samples, True),
+            *(slots, starts, counts, seq_lens, none, samples, True),
             *(every, every, seq_lens),
+            num_decodes=num_decodes,
         )
 
     def _rows_ahead(self, message: BatchRows, slots: np.ndarray) -> StepRows:
@@ -374,7 +375,7 @@ class InputBatch:
         """The host learns the next tokens of each slot. token_ids: [slots, n], of which a row's first
         `counts` count."""
         known = self.num_known[slots]
-        where = known[:, None] + self._nth[: token_ids.shape[1]]
+        where = known[:, None] + np.arange(token_ids.shape[1])
         self.token_ids[slots[:, None], where] = token_ids
         # What has come to its end goes on until the scheduler knows.
         self.num_known[slots] = np.minimum(known + counts, self.max_model_len + 1)

@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastdeploy_core.config import EngineConfig
-from fastdeploy_core.errors import RequestError, ResourceError, WorkerError
+from fastdeploy_core.errors import RequestError, WorkerError
 from fastdeploy_core.sampling.columns import FILTER, SamplingColumns, SamplingPlan
-from fastdeploy_core.sampling.processors import BUILTIN_PROCESSORS
 from fastdeploy_core.types import NewSequence, SchedulerOutput
 
 from .caches import Caches
 from .device_slots import DeviceSlots
-from .drawing import TokenDrawer, is_simple
+from .drawing import TokenDrawer, has_processors, is_simple
+from .failures import raise_if_device_failed
 from .input_batch import InputBatch
 from .judging import DraftJudge
+from .multi_step import MultiStep, max_decodes
 from .pending import Launched, PendingOutput
 from .prompt_graphs import forward
 from .reading import NOT_KEPT, StepReader
@@ -104,6 +105,8 @@ class ModelRunner:
         self._reader = StepReader(device, batch, self._state, self._lock, self._speculation)
         self._slots: DeviceSlots | None = None
         self._graphs: StepGraphs | None = None
+        self._multi: MultiStep | None = None
+        self.max_decodes = 1  # see WorkerInfo
         if graph_sizes:
             self._graphs = self._make_graphs(graph_sizes, communicator)
         self._num_ranks = 1 if communicator is None else communicator.world_size
@@ -124,7 +127,12 @@ class ModelRunner:
             keeps_history=speculation is not None and speculation.reads_history,
         )
         self.batch.watch(slots)
-        can_draw = can_record_draws(self._device, self._kernels)
+        # One rank knows what all rows need.
+        can_draw = communicator is None and can_record_draws(self._device, self._kernels)
+        if can_draw and max(sizes) >= config.batch.max_num_seqs:
+            self.max_decodes = max_decodes(config, self._device.limits)
+        if self.max_decodes > 1:
+            self._multi = MultiStep(self._device, self._kernels, max(sizes), self.max_decodes)
         return StepGraphs(
             self._device,
             self._kernels,
@@ -143,21 +151,18 @@ class ModelRunner:
             prompt_sizes=prompt_sizes(
                 self._loaded.attention.values(), config, self._loaded.builder.expert_ranks
             ),
-            # One rank knows what all rows need.
-            draws=self._draws if communicator is None and can_draw else None,
+            draws=self._draws if can_draw else None,
+            multi=self._multi,
         )
 
     @property
     def max_rows_ahead(self) -> int:
-        """WorkerInfo.max_rows_ahead: of decode steps that neither wait for a host drafter nor for
-        processors, which may look at any text."""
-        speculation, config = self._speculation, self._config
+        """WorkerInfo.max_rows_ahead: of decode steps that wait for no host drafter and no processors."""
+        speculation, speculative = self._speculation, self._config.speculative
         if self._graphs is None or speculation is None or not speculation.leaves_drafts:
             return 0
-        assert config.speculative is not None
-        if config.speculative.acceptance != "lossless" or any(
-            name not in BUILTIN_PROCESSORS for name in config.logits_processors
-        ):
+        assert speculative is not None
+        if speculative.acceptance != "lossless" or has_processors(self._config):
             return 0
         return max(self._graphs.sizes)
 
@@ -211,7 +216,7 @@ class ModelRunner:
             # A lost device fails whatever is asked of it, which would hide why.
             if self._slots is not None and not self._device.is_lost(error):
                 self._slots.forget()
-            self._raise_if_device_failed(error, step.step_id)
+            raise_if_device_failed(self._device, self._rank, step.step_id, error)
             raise
 
     def _launch(self, step: SchedulerOutput) -> PendingOutput:
@@ -238,6 +243,8 @@ class ModelRunner:
             results: Tensor | None = None
             if recorded is not None or logits is not None:
                 results = self._draw(launched, logits, recorded)
+                if launched.rows.num_decodes > 1:
+                    results = self._go_on(launched, recorded)
         drafts = None
         if self._speculation is not None and launched.concerns_drafters:
             drafts = self._speculation.propose(launched, recorded, self._slots)
@@ -276,7 +283,7 @@ class ModelRunner:
         if width == 1 and not rows.is_decode:
             return None
         recorded = graphs.find(rows.slots.size, width)
-        if recorded is None and rows.is_ahead:
+        if recorded is None and (rows.is_ahead or rows.num_decodes > 1):
             raise WorkerError(f"no recorded step takes {rows.slots.size} rows ahead of results")
         fits = rows.is_decode or rows.is_ahead or rows.fits(self._max_drafts)
         if recorded is None or not fits:
@@ -353,6 +360,15 @@ class ModelRunner:
         batch.drawn_behind_drafts(slots, self._device.to_device(slots), verdict.next_ids)
         return verdict.mark(drawn.marked)
 
+    def _go_on(self, launched: Launched, recorded: RecordedStep | None) -> Tensor:
+        """Queue the decodes behind a recorded step's first one: results of all of them."""
+        assert self._multi is not None and launched.plan is not None and recorded is not None
+        began, filters = time.perf_counter(), bool(launched.plan.flags & FILTER)
+        graphs = recorded.parts(is_random=launched.is_random, filters=filters)
+        results = self._multi.go_on(graphs, launched.rows)
+        launched.model_s += time.perf_counter() - began
+        return results
+
     def _is_plain(self, plan: SamplingPlan, rows: StepRows) -> bool:
         """Whether the likeliest tokens are all that is wanted. Ranks must agree on it, although rank 0
         alone knows everything."""
@@ -380,18 +396,5 @@ class ModelRunner:
             wait_for(launched.event)  # without the lock
             self._reader.read_until(launched)
         except Exception as error:
-            self._raise_if_device_failed(error, launched.step_id)
+            raise_if_device_failed(self._device, self._rank, launched.step_id, error)
             raise
-
-    def _raise_if_device_failed(self, error: Exception, step_id: int) -> None:
-        """What the device's library raised, in this project's terms; anything else is the step's."""
-        if self._device.is_oom(error):
-            raise ResourceError(
-                f"device memory ran out in step {step_id}; lower --gpu-memory-utilization, "
-                "--max-num-batched-tokens or --max-num-seqs"
-            ) from error
-        if self._device.is_lost(error):
-            what = f"{type(error).__name__}: {error}"
-            raise WorkerError(
-                f"the device of rank {self._rank} is lost in step {step_id}: {what}"
-            ) from error

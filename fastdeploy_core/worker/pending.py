@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
     from .draft_batch import TargetStep
-    from .step_graphs import DraftsWithResults
+    from .step_buffers import DraftsWithResults
 
 
 @dataclass(slots=True)
@@ -121,7 +121,7 @@ def build_output(launched: Launched) -> ModelRunnerOutput:
         draft_failures=launched.draft_failures,
     )
     if launched.counts is not None:
-        output.counts = launched.counts
+        output.counts, output.errors = launched.counts, launched.errors
         return output
     if rows.is_decode and not launched.errors and launched.token_ids is not None:
         output.logprobs = {row: [entry] for row, entry in launched.logprobs.items()}

@@ -19,8 +19,9 @@ import numpy as np
 from fastdeploy_core.sampling import columns as bits
 from fastdeploy_core.sampling.logprobs import read
 
+from .multi_step import in_order
 from .staging import Downloads, wait_for
-from .step_graphs import DraftsWithResults
+from .step_buffers import DraftsWithResults
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
@@ -99,7 +100,9 @@ class StepReader:
         wait_for(launched.event)
         download = launched.download
         assert download is not None
-        if not self._take_ahead(launched, download.arrays):
+        if launched.rows.num_decodes > 1:
+            self._take_several(launched, download.arrays[0])
+        elif not self._take_ahead(launched, download.arrays):
             self._take_any(launched, iter(download.arrays))
         if self._speculation is not None:
             launched.draft_failures = self._speculation.num_failures
@@ -128,6 +131,21 @@ class StepReader:
             slots, tokens, counts = slots[stays], tokens[stays], counts[stays]
         batch.learn_several(slots, tokens, counts)
         return True
+
+    def _take_several(self, launched: Launched, kept: np.ndarray) -> None:
+        """Of steps that ran one behind the other. A row is cut before what leads to nothing: it tries that
+        place once more, since it may have come to its end before."""
+        rows, batch = launched.rows, self._batch
+        marked = in_order(kept, rows)
+        is_kept = np.logical_and.accumulate(marked >= 0, 1)
+        launched.counts = counts = np.add.reduce(is_kept, 1)
+        launched.token_ids = marked[is_kept]
+        for row in np.flatnonzero(counts < rows.num_decodes).tolist():
+            if not counts[row]:
+                launched.errors[row] = MARKS[int(marked[row, 0])]
+            batch.forget_newest(int(rows.slots[row]))
+        stays = batch.owner[rows.slots] == launched.owners
+        batch.learn_several(rows.slots[stays], marked[stays], counts[stays])
 
     def _take_any(self, launched: Launched, arrays: Iterator[np.ndarray]) -> None:
         rows, batch = launched.rows, self._batch

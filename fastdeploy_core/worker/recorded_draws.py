@@ -41,8 +41,7 @@ class RecordedDraws:
     ) -> None:
         xp = self._xp = device.xp
         self._device, self._columns = device, columns
-        self._greedy, self._sample = kernels["greedy"], kernels["sample"]
-        self._filter = kernels["filter_logits"]
+        self._draw = kernels["draw"]
         self._numbers = xp.zeros((3, max_rows), dtype=xp.int64, device=device.device)
         self._floats = xp.zeros((3, max_rows), dtype=xp.float32, device=device.device) + 1
         self._filled = (np.empty(0, dtype=np.int64), -1)  # slots; version of the columns
@@ -62,20 +61,16 @@ class RecordedDraws:
 
     def draw(
         self, logits: Tensor, positions: Tensor, width: int = 1, *, filters: bool = True
-    ) -> Tensor:
-        """int64 tokens at these positions, `width` of each row; consumes the logits. Without `filters`
-        top_k, top_p and min_p are ones that keep everything."""
-        xp, size = self._xp, int(logits.shape[0])
+    ) -> tuple[Tensor, Tensor]:
+        """See kernel draw: int64 tokens behind these positions, `width` of each row, and peaks; consumes the
+        logits. Without `filters` top_k, top_p and min_p are ones that keep everything."""
+        size = int(logits.shape[0])
         numbers, floats = self._numbers[:, : size // width], self._floats[:, : size // width]
         if width > 1:
             numbers, floats = (
                 x.unsqueeze(2).expand([3, size // width, width]).reshape([3, size])
                 for x in (numbers, floats)
             )
-        is_random, top_k, seed = (numbers[n] for n in range(3))
-        temperature, top_p, min_p = (floats[n] for n in range(3))
-        likeliest = self._greedy(logits)
-        logits = logits.div_(temperature.unsqueeze(1))
-        if filters:
-            logits = self._filter(logits, top_k, top_p, min_p)
-        return xp.where(is_random > 0, self._sample(logits, seed, positions), likeliest)
+        rows = (numbers[0], numbers[1], numbers[2], floats[0], floats[1], floats[2])
+        ids, peaks = self._draw(logits, *rows, positions, filters)
+        return ids, peaks

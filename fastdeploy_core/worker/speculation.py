@@ -15,7 +15,7 @@ from fastdeploy_core.contracts.speculative import NO_DRAFT, Drafter, HostDraftIn
 from fastdeploy_core.sampling.columns import SamplingColumns, SamplingPlan
 
 from .draft_batch import DraftBatches, TargetStep
-from .step_graphs import DraftsWithResults
+from .step_buffers import DraftsWithResults
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -155,7 +155,7 @@ class Speculation:
         def draw(logits: Tensor, step: int) -> Tensor:
             if is_random:
                 last = self._xp.index_select(batch.attention.positions, 0, batch.last)
-                ids = self._draws.draw(logits, last + (2 + step))
+                ids, _ = self._draws.draw(logits, last + (1 + step))
             else:
                 ids = self._greedy(logits)
             return ids if self._communicator is None else self._communicator.broadcast(ids, 0)

@@ -181,6 +181,11 @@ def kernel_lines(kernels: ChosenKernels) -> list[str]:
     return lines
 
 
+def several_lines(max_decodes: int) -> list[str]:
+    """What is said of decodes that follow each other without the host."""
+    return [f"decode steps in one go: up to {max_decodes}"] if max_decodes > 1 else []
+
+
 def turned_off_lines(config: EngineConfig, device: DeviceBackend) -> list[str]:
     """For the start-up table: what was asked for and the device cannot do."""
     limits, batch, cache = device.limits, config.batch, config.cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -11,6 +11,13 @@ from fastdeploy_core.contracts.attention import AttentionBatch
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.tensor import Tensor
+
+
+class DraftsWithResults(NamedTuple):
+    """What the host is told of a recorded step that drafts: its results, then drafts for the next one."""
+
+    values: Tensor  # [size, width + number] int64
+    width: int
 
 
 class StepBuffers:

@@ -13,7 +13,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -24,7 +24,7 @@ from fastdeploy_core.layers.context import ForwardContext
 
 from .prompt_graphs import PromptGraphs
 from .recorded_sizes import unlike
-from .step_buffers import DecodeBuffers
+from .step_buffers import DecodeBuffers, DraftsWithResults
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,18 +39,12 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
     from .device_slots import DeviceSlots
+    from .multi_step import MultiStep
     from .prompt_graphs import RecordedPrompt
     from .recorded_draws import RecordedDraws
     from .step_rows import StepRows
 
 logger = logging.getLogger(__name__)
-
-
-class DraftsWithResults(NamedTuple):
-    """What the host is told of a recorded step that drafts: its results, then drafts for the next one."""
-
-    values: Tensor  # [size, width + number] int64
-    width: int
 
 
 class RecordedStep:
@@ -161,6 +155,11 @@ class RecordedStep:
         self._random[filters].replay()
         return self._buffers.results_of(slots.size)
 
+    def parts(self, *, is_random: bool, filters: bool) -> tuple[CapturedGraph, CapturedGraph]:
+        """What `replay` and then a draw replay."""
+        assert self._forward is not None and self._greedy is not None
+        return self._forward, self._random[filters] if is_random else self._greedy
+
     def compute(self) -> None:
         """What is recorded first: from slots to hidden states."""
         graphs, slots, batch = self._graphs, self._graphs.slots, self.attention
@@ -203,8 +202,7 @@ class RecordedStep:
         graphs, draws = self._graphs, self._graphs.draws
         assert draws is not None
         logits = graphs.model.compute_logits(self.hidden)
-        peaks = graphs.xp.amax(logits, -1)
-        drawn = draws.draw(logits, self.attention.positions + 1, self.width, filters=filters)
+        drawn, peaks = draws.draw(logits, self.attention.positions, self.width, filters=filters)
         self._hand_on(self._finish(self.size, drawn, graphs.mark(drawn, peaks, None)), drawn)
 
     def write_back(self, num_rows: int, drawn: Tensor, marked: Tensor) -> Tensor:
@@ -219,7 +217,9 @@ class RecordedStep:
         return self._buffers.results_of(num_rows)
 
     def _hand_on(self, accepted: Tensor | None, drawn: Tensor) -> None:
-        """Put what was drawn where recorded proposals look for it: where `draw_greedily` does."""
+        """Put what was drawn where proposals look for it, if some are recorded: where `draw_greedily` does."""
+        if not self._graphs.draft_numbers:
+            return
         self.drawn[: drawn.shape[0]].copy_(drawn)
         if accepted is not None and self.accepted is not None:
             self.accepted[: accepted.shape[0]].copy_(accepted)
@@ -233,6 +233,8 @@ class RecordedStep:
             shape = [num_rows, self.width]
             accepted = slots.count_accepted(rows, drawn.view(shape), marked.view(shape))
         graphs.finish(rows, drawn, marked, accepted, slots.num_computed, slots.newest, results)
+        if graphs.multi is not None and self.width == 1:
+            graphs.multi.keep(rows, results, slots.num_computed)
         return accepted
 
 
@@ -261,8 +263,9 @@ class StepGraphs:
         fill: Callable[[RecordedPrompt], None] | None = None,
         prompt_sizes: tuple[int, ...] = (),
         draws: RecordedDraws | None = None,
+        multi: MultiStep | None = None,
     ) -> None:
-        self.draws = draws
+        self.draws, self.multi = draws, multi
         self.draft_numbers, self.draft_draws, self.propose = draft_numbers, draft_draws, propose
         self.device, self.xp, self.slots, self.block_size = device, device.xp, slots, block_size
         self.model, self.communicator, self._loaded = loaded.model, communicator, loaded

@@ -36,6 +36,7 @@ from .start_up import (
     dummy_step,
     kernel_lines,
     largest_padded_step,
+    several_lines,
     step_limits,
     turned_off_lines,
     warm_up,
@@ -223,6 +224,7 @@ class Worker:
             *kernel_lines(kernels),
             f"memory: {arithmetic}",
             about_graphs,
+            *several_lines(runner.max_decodes),
             *loaded.report,
             *device_lines(device),
             *turned_off_lines(config, device),
@@ -246,6 +248,7 @@ class Worker:
             logprobs=limits.logprobs,
             drafts_with_cache=runner.drafts_with_cache,
             max_rows_ahead=runner.max_rows_ahead,
+            max_decodes=runner.max_decodes,
             device=device.name,
             tensor_library=device.xp.name,
             drivers={

@@ -247,8 +247,9 @@ def test_draws_in_a_recording_are_those_of_the_sampler(bench: Bench) -> None:
             positions = device.to_device(rng.integers(0, 99, slots.size))
             plan = SamplingPlan(bench.columns, slots, device)
             expected = bench.state.sampler.draw_at(xp.from_numpy(logits.copy()), plan, positions)
-            found = draws.draw(xp.from_numpy(logits), positions)
+            found, peaks = draws.draw(xp.from_numpy(logits.copy()), positions - 1)
             assert device.to_host(found).tolist() == device.to_host(expected).tolist()
+            assert device.to_host(peaks).tolist() == logits.max(-1).tolist()
 
 
 def test_a_plain_greedy_batch_is_one_argmax(bench: Bench) -> None:

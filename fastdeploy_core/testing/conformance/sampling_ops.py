@@ -123,6 +123,33 @@ class SamplingOps(OnDevice):
         drawn = self._draw(device, kernels, logits, np.arange(64), np.arange(64))
         assert set(drawn[1::2]) == {17} and set(drawn[::2]) <= {17, 80}
 
+    @pytest.mark.parametrize("filters", [False, True])
+    def test_rows_are_drawn_as_each_asks(self, device: Any, kernels: Any, filters: bool) -> None:
+        """What the separate operations make of every row."""
+        rng, logits = np.random.default_rng(2), values(4, 6, 300) * 3
+        logits[5, 7] = logits[5, 90] = logits[5].max() + 1  # the smallest of equals
+        is_random = np.array([1, 0, 1, 1, 1, 0])
+        top_k, seeds = np.array([0, 3, 5, 0, 40, 0]), rng.integers(-(2**62), 2**62, 6)
+        heat = np.array([0.5, 1.0, 1.7, 1.0, 0.9, 1.0], "float32")
+        top_p = np.array([0.8, 1.0, 1.0, 0.5, 1.0, 1.0], "float32")
+        min_p = np.array([0.0, 0.0, 0.1, 0.0, 0.2, 0.0], "float32")
+        places = np.array([0, 5, 99, 2**31, 7, 3])
+        rows = (is_random, top_k, seeds, heat, top_p, min_p, places)
+        send = self.to_device
+        ids, peaks = kernels["draw"](
+            send(device, logits.copy()), *(send(device, x.copy()) for x in rows), filters
+        )
+        scaled = send(device, logits / heat[:, None])
+        if filters:
+            limits = [send(device, x.copy()) for x in (top_k, top_p, min_p)]
+            scaled = kernels["filter_logits"](scaled, *limits)
+        drawn = self.to_host(
+            device, kernels["sample"](scaled, send(device, seeds), send(device, places + 1))
+        )
+        wanted = np.where(is_random, drawn, logits.argmax(-1))
+        assert np.array_equal(self.to_host(device, ids), wanted)
+        assert np.array_equal(self.to_host(device, peaks), logits.max(-1))
+
     def _draw(
         self, device: Any, kernels: Any, logits: np.ndarray, seeds: np.ndarray, places: np.ndarray
     ) -> np.ndarray:

@@ -14,7 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastdeploy_core.contracts.device import DeviceLimits, DeviceOptions, PackingDevice
+from fastdeploy_core.contracts.device import (
+    DeviceLimits,
+    DeviceOptions,
+    PackingDevice,
+    RepeatingDevice,
+)
 from fastdeploy_core.errors import CapabilityError
 
 from .base import OnDevice, assert_memory_returns, wait_until
@@ -44,6 +49,9 @@ class DeviceConformance(OnDevice):
             for sizes in dataclasses.astuple(buckets):
                 assert sizes and sizes == tuple(sorted(set(sizes))) and sizes[0] >= 1, sizes
             assert not limits.mixed_batches, "a padded step is of prompts or of decodes"
+        assert limits.decodes_per_step >= 1
+        if limits.decodes_per_step > 1:
+            assert limits.graph_capture, "steps that run without the host are recorded ones"
 
     def test_worker_is_declared_by_the_class(self, driver: Any) -> None:
         # The engine reads it before it makes an instance.
@@ -176,6 +184,26 @@ class DeviceConformance(OnDevice):
             kept = made[rows] if device.device == "cpu" else kept
             expected = device.xp.silu(x[:rows] + x[:rows]) * rows
             assert np.array_equal(device.to_host(kept + 0), device.to_host(expected))
+
+    @pytest.mark.capability("graph_capture")
+    def test_graphs_are_replayed_in_turns(self, device: Any) -> None:
+        if not isinstance(device, RepeatingDevice):
+            pytest.skip("the device leaves it to the core")
+        backend: Any = device
+        x = self.to_device(backend, np.ones(8, "float32"))
+
+        def double() -> None:
+            x.copy_(x + x)
+
+        def less() -> None:
+            x.copy_(x - 1)
+
+        graphs = [backend.capture(run) for run in (double, less)]
+        for times in (1, 4):
+            x.copy_(self.to_device(backend, np.full(8, 3, "float32")))
+            backend.replay_times(graphs, times)
+            wanted = 2**times * 2 + 1  # x - 1 is doubled each time
+            assert backend.to_host(x).tolist() == [wanted] * 8
 
     @pytest.mark.capability("max_tensor_parallel_size")
     def test_collectives_between_two_processes(

@@ -341,6 +341,17 @@ class OpsConformance(SamplingOps):
         )
         self.assert_close(device, got, expected, dtype)
 
+    @pytest.mark.parametrize("size", [1, 3, 8])
+    def test_keep_results(self, device: Any, kernels: Any, size: int) -> None:
+        rng, slots = np.random.default_rng(size), np.array([2, 0, 4, 3, 4])  # 4 is nobody's
+        computed, results = rng.integers(0, 99, 5), rng.integers(-3, 999, (5, 1))
+        kept = rng.integers(0, 999, (5, size))
+        on_device = [self.to_device(device, x.copy()) for x in (slots, results, computed, kept)]
+        kernels["keep_results"](*on_device)
+        for row in (0, 1, 3):
+            kept[row, computed[slots[row]] % size] = results[row, 0]
+        assert np.array_equal(device.to_host(on_device[-1]), kept)
+
 
 class TestOps(OpsConformance):
     """Run by `fastdeploy plugins check`."""

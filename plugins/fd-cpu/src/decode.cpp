@@ -50,6 +50,15 @@ void finish_decode(const FinishDecodeOp &op, const Worker &worker) {
     }
 }
 
+void keep_results(const KeepResultsOp &op, const Worker &worker) {
+    int64_t first, last;
+    worker.share(op.num_rows, first, last);
+    for (int64_t row = first; row < last; ++row) {
+        const int64_t slot = op.slots[row];
+        if (slot < op.num_slots - 1) op.kept[row * op.num_kept + op.num_computed[slot] % op.num_kept] = op.results[row];
+    }
+}
+
 void mark_broken(const MarkBrokenOp &op, const Worker &worker) {
     int64_t first, last;
     worker.share(op.num_rows, first, last);

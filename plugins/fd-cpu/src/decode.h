@@ -20,6 +20,12 @@ struct FinishDecodeOp {
     int64_t num_rows, width, num_slots;
 };
 
+struct KeepResultsOp {
+    const int64_t *slots, *results, *num_computed;
+    int64_t *kept;  // [num_rows, num_kept]
+    int64_t num_rows, num_kept, num_slots;
+};
+
 struct MarkBrokenOp {
     const int64_t *drawn;
     const float *peaks, *possible;  // possible may be null
@@ -40,6 +46,7 @@ void prepare_decode(const PrepareDecodeOp &op, const Worker &worker);
 // Tokens up to the last row that is somebody's.
 int64_t count_tokens(const PrepareDecodeOp &op);
 void finish_decode(const FinishDecodeOp &op, const Worker &worker);
+void keep_results(const KeepResultsOp &op, const Worker &worker);
 void mark_broken(const MarkBrokenOp &op, const Worker &worker);
 void route(const RoutingOp &op, const Worker &worker);
 size_t routing_scratch(const RoutingOp &op, int num_threads);

@@ -33,6 +33,6 @@ namespace fdcpu::FDCPU_NAMESPACE {
 
 const Kernels kernels = {linear,  linear_scratch,  norm,   gate,     embedding, attention, attention_scratch,
                          experts, experts_scratch, greedy, greedy_scratch, greedy_linear, greedy_linear_scratch, head_norm,
-                         sample,  filter,          filter_scratch, penalize, mask, log_softmax};
+                         sample,  temper, filter,          filter_scratch, penalize, mask, log_softmax};
 
 }  // namespace fdcpu::FDCPU_NAMESPACE

@@ -219,6 +219,14 @@ void submit_finish_decode(Runtime &runtime, std::vector<uintptr_t> a, std::vecto
     runtime.submit({"finish decode", run}, 0);
 }
 
+void submit_keep_results(Runtime &runtime, uintptr_t slots, uintptr_t results, uintptr_t num_computed, uintptr_t kept,
+                         int64_t num_rows, int64_t num_kept, int64_t num_slots) {
+    nb::gil_scoped_release release;
+    const KeepResultsOp op{at<const int64_t>(slots), at<const int64_t>(results), at<const int64_t>(num_computed),
+                           at<int64_t>(kept), num_rows, num_kept, num_slots};
+    runtime.submit(clipped("keep results", op, &KeepResultsOp::num_rows, keep_results), 0);
+}
+
 void submit_mark_broken(Runtime &runtime, uintptr_t drawn, uintptr_t peaks, uintptr_t possible, uintptr_t marked,
                         int64_t num_rows) {
     nb::gil_scoped_release release;
@@ -228,12 +236,18 @@ void submit_mark_broken(Runtime &runtime, uintptr_t drawn, uintptr_t peaks, uint
 }
 
 void submit_sample(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width, uintptr_t seeds,
-                   uintptr_t positions, uintptr_t ids) {
+                   uintptr_t positions, uintptr_t ids, uintptr_t is_random, int64_t ahead) {
     nb::gil_scoped_release release;
     const SampleOp op{at<const float>(logits), num_rows, width, at<const int64_t>(seeds),
-                      at<const int64_t>(positions), at<int64_t>(ids)};
+                      at<const int64_t>(positions), at<int64_t>(ids), at<const int64_t>(is_random), ahead};
     runtime.submit(clipped("sample", op, &SampleOp::num_rows, runtime.kernels().sample),
                    size_t(num_rows * runtime.num_threads() + 2) * 12);
+}
+
+void submit_temper(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width, uintptr_t temperatures) {
+    nb::gil_scoped_release release;
+    const TemperatureOp op{at<float>(logits), num_rows, width, at<const float>(temperatures)};
+    runtime.submit(clipped("temperature", op, &TemperatureOp::num_rows, runtime.kernels().temper), 0);
 }
 
 void submit_filter(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width, uintptr_t top_k,
@@ -327,7 +341,8 @@ NB_MODULE(_native, m) {
         .def_prop_ro("num_threads", &Runtime::num_threads)
         .def("begin", &Runtime::begin, nb::keep_alive<1, 2>())
         .def("end", &Runtime::end)
-        .def("replay", &Runtime::replay, nb::call_guard<nb::gil_scoped_release>())
+        .def("replay", &Runtime::replay, nb::arg("plans"), nb::arg("times") = 1,
+             nb::call_guard<nb::gil_scoped_release>())
         .def("begin_profile", &Runtime::begin_profile)
         .def("times", [](Runtime &runtime) {
             nb::dict found;
@@ -349,9 +364,11 @@ NB_MODULE(_native, m) {
         .def("head_norm", &submit_head_norm)
         .def("prepare_decode", &submit_prepare_decode)
         .def("finish_decode", &submit_finish_decode)
+        .def("keep_results", &submit_keep_results)
         .def("mark_broken", &submit_mark_broken)
         .def("route", &submit_route)
         .def("sample", &submit_sample)
+        .def("temper", &submit_temper)
         .def("filter", &submit_filter)
         .def("penalize", &submit_penalize)
         .def("mask", &submit_mask)

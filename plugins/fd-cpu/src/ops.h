@@ -143,6 +143,15 @@ struct SampleOp {
     int64_t num_rows, width;
     const int64_t *seeds, *positions;
     int64_t *ids;
+    const int64_t *is_random;  // null: all rows are; 0: its id stays as it is
+    int64_t ahead;             // the token stands so far behind its position
+};
+
+// Each row divided by its temperature, in place.
+struct TemperatureOp {
+    float *logits;
+    int64_t num_rows, width;
+    const float *temperatures;
 };
 
 struct FilterOp {
@@ -189,6 +198,7 @@ struct Kernels {
     size_t (*greedy_linear_scratch)(const GreedyLinearOp &, int num_threads);
     void (*head_norm)(const HeadNormOp &, const Worker &);
     void (*sample)(const SampleOp &, const Worker &);
+    void (*temper)(const TemperatureOp &, const Worker &);
     void (*filter)(const FilterOp &, const Worker &);
     size_t (*filter_scratch)(const FilterOp &, int num_threads);
     void (*penalize)(const PenaltyOp &, const Worker &);

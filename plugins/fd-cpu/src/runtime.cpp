@@ -60,12 +60,16 @@ void Runtime::begin(Plan *plan) {
 
 void Runtime::end() { recording = nullptr; }
 
-void Runtime::replay(const Plan &plan) {
+void Runtime::replay(const std::vector<const Plan *> &plans, int64_t times) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (plan.count_rows) *plan.most_rows = plan.count_rows();
+    for (const Plan *plan : plans)
+        if (plan->count_rows) *plan->most_rows = plan->count_rows();
     team_.run([&](int thread) {
-        const Worker mine{team_, thread, scratch_.data(), *plan.most_rows};
-        for (const Step &step : plan.steps) run(step, mine);
+        for (int64_t i = 0; i < times; ++i)
+            for (const Plan *plan : plans) {
+                const Worker mine{team_, thread, scratch_.data(), *plan->most_rows};
+                for (const Step &step : plan->steps) run(step, mine);
+            }
     });
 }
 

@@ -47,7 +47,8 @@ public:
     void divide(int64_t count, const std::function<void(int64_t)> &work);
     void begin(Plan *plan);
     void end();
-    void replay(const Plan &plan);
+    // All of the plans, one behind the other, so many times.
+    void replay(const std::vector<const Plan *> &plans, int64_t times);
 
     // From now on every operation is timed, until times() is called.
     void begin_profile() { is_profiling_ = true; }

@@ -50,9 +50,12 @@ void sample(const SampleOp &op, const Worker &worker) {
     auto *ids = reinterpret_cast<int64_t *>(arrivals + (op.num_rows * worker.size() + 1) / 2 * 2);
     int64_t first, last;
     worker.share((op.width + kLanes - 1) / kLanes, first, last);
+    const auto is_drawn = [&](int64_t row) { return !op.is_random || op.is_random[row]; };
     for (int64_t m = 0; m < op.num_rows; ++m) {
+        if (!is_drawn(m)) continue;
         const float *row = op.logits + m * op.width;
-        const int64_t key = mix(plus(mix(plus(op.seeds[m], kGolden)), times(op.positions[m], kGolden)));
+        const int64_t place = op.positions[m] + op.ahead;
+        const int64_t key = mix(plus(mix(plus(op.seeds[m], kGolden)), times(place, kGolden)));
         float best = -INFINITY;
         int64_t winner = op.width;
         for (int64_t begin = first * kLanes; begin < std::min(op.width, last * kLanes); begin += kLanes) {
@@ -81,11 +84,23 @@ void sample(const SampleOp &op, const Worker &worker) {
     worker.barrier();
     if (worker.thread) return;
     for (int64_t m = 0; m < op.num_rows; ++m) {
+        if (!is_drawn(m)) continue;
         int64_t best = 0;
         for (int64_t t = 1; t < worker.size(); ++t)
             if (arrivals[m * worker.size() + t] > arrivals[m * worker.size() + best]) best = t;
         const int64_t id = ids[m * worker.size() + best];
         op.ids[m] = id < op.width ? id : 0;
+    }
+}
+
+void temper(const TemperatureOp &op, const Worker &worker) {
+    int64_t first, last;
+    worker.share(op.num_rows * op.width, first, last);
+    for (int64_t row = first / op.width; row * op.width < last; ++row) {
+        const float temperature = op.temperatures[row];
+        if (temperature == 1.f) continue;
+        const int64_t end = std::min(last, (row + 1) * op.width);
+        for (int64_t i = std::max(first, row * op.width); i < end; ++i) op.logits[i] /= temperature;
     }
 }
 

@@ -76,6 +76,69 @@ def test_a_recorded_step_is_one_plan_and_leaves_rows_of_nobody_alone(device):
         assert (got[real:] == 777.0).all() and (drawn[real:] == -7).all()
 
 
+def test_plans_are_walked_through_many_times_in_one_call(device):
+    """Each step is fed what the one before drew; the last results of each row are kept."""
+    xp, rows, size = device.xp, 4, 5
+    table, weight = random(device, 40, 64), prepare(random(device, 40, 64))
+    where, state, batch = slots_of(device, rows)
+    results, kept = xp.zeros((rows, 1), dtype=xp.int64), xp.zeros((rows, size), dtype=xp.int64)
+    made = {}
+
+    def forward():
+        kernels.prepare_decode(where, *state, 16, *batch)
+        made["x"] = kernels.embedding(batch[0], table)
+
+    def draw():
+        ids, peaks = kernels.greedy_linear(made["x"], weight, None)
+        marked = kernels.mark_broken(ids, peaks, None)
+        kernels.finish_decode(where, ids, marked, None, state[1], state[2], results)
+        kernels.keep_results(where, results, state[1], kept)
+
+    def begin():
+        where.copy_(device.to_device(np.array([2, 0, 1, 8])))  # the last row is nobody's
+        state[1].copy_(device.to_device(np.array([3, 1, 7, *[0] * 6])))
+        state[2].copy_(device.to_device(np.array([5, 30, 17, *[0] * 6])))
+        kept.fill_(-9)
+
+    for call in (forward, draw):
+        call()
+    graphs = [device.capture(call) for call in (forward, draw)]
+    assert all(isinstance(graph, NativeGraph) for graph in graphs)
+    for times in (1, 3, 5, 8):
+        begin()
+        device.replay_times(graphs, times)
+        got = [np.array(device.to_host(x)) for x in (kept, state[1], state[2])]
+        begin()
+        drawn = []
+        for _ in range(times):
+            forward()
+            draw()
+            drawn.append(np.array(device.to_host(results))[:, 0])
+        for found, wanted in zip(got, (kept, state[1], state[2]), strict=True):
+            assert np.array_equal(found, device.to_host(wanted))
+        start = np.array([7, 3, 1])
+        for nth, tokens in enumerate(drawn[-size:], max(0, times - size) + 1):
+            assert np.array_equal(got[0][range(3), (start + nth) % size], tokens[:3])
+        assert (got[0][3] == -9).all()
+
+
+def test_recordings_that_are_no_plans_are_repeated_too(device):
+    weight, x = prepare(random(device, 64, 64)), random(device, 3, 64)
+
+    def own():
+        x.copy_(kernels.linear(x, weight, None))
+
+    graph = device.capture(own)
+    assert isinstance(graph, RepeatedCall)
+    before = np.array(device.to_host(x))
+    device.replay_times([graph], 2)
+    got = np.array(device.to_host(x))
+    x.copy_(device.to_device(before))
+    for _ in range(2):
+        own()
+    assert np.array_equal(got, device.to_host(x)) and not np.array_equal(got, before)
+
+
 def test_work_of_the_library_makes_a_recording_repeat_its_call(device):
     weight, x = prepare(random(device, 64, 64)), random(device, 3, 64)
     out = device.xp.zeros((3, 64))

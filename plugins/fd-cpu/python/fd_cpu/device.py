@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ class X86Device(HostDevice):
             graph_any_size=True,
             # The next step would be scheduled on a processor where one of our threads spins.
             overlap=False,
+            decodes_per_step=8,
             max_tensor_parallel_size=MAX_TENSOR_PARALLEL,
             shares_host_memory=True,
         )
@@ -46,6 +47,10 @@ class X86Device(HostDevice):
     ) -> CapturedGraph:
         """A native plan, or the call itself where the tensor library takes part in the work."""
         return self._recorder.capture(run)
+
+    def replay_times(self, graphs: Sequence[CapturedGraph], times: int) -> None:
+        """The threads walk through all plans without coming back to Python."""
+        self._recorder.replay_times(graphs, times)
 
     @property
     def weight_layout(self) -> str:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 _OWN = (
     *("embedding", "norm_linear", "linear_add", "linear_logits", "greedy_linear"),
     *("rms_norm", "add_rms_norm", "silu_and_mul", "qk_norm"),
-    *("moe_routing", "prepare_decode", "finish_decode", "mark_broken", "greedy"),
+    *("moe_routing", "prepare_decode", "finish_decode", "keep_results"),
+    *("mark_broken", "greedy"),
 )
 TABLE: Final[dict[str, str | Kernel]] = {
     **{name: f"fd_cpu.kernels:{name}" for name in _OWN},
@@ -318,6 +319,18 @@ def finish_decode(
         t.keep(*tensors)
         sizes = (num_rows, width, int(num_computed.shape[0]))
         t.native.finish_decode([address(x) for x in tensors], sizes)
+
+
+def keep_results(slots: Tensor, results: Tensor, num_computed: Tensor, kept: Tensor) -> None:
+    """What a step drew, beside what the steps before did."""
+    t = team()
+    num_rows, num_kept = map(int, kept.shape)
+    if num_rows:
+        t.reads(results)
+        t.owns(kept)
+        t.keep(slots, results, num_computed, kept)
+        where = (address(slots), address(results), address(num_computed), address(kept))
+        t.native.keep_results(*where, num_rows, num_kept, int(num_computed.shape[0]))
 
 
 def mark_broken(drawn: Tensor, peaks: Tensor, possible: Tensor | None) -> Tensor:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import weakref
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fastdeploy_core.contracts.device import CapturedGraph
     from fastdeploy_core.tensor import Tensor, TensorLibrary
 
     from . import _native
@@ -80,10 +81,11 @@ class NativeGraph:
 
     def __init__(self, team: Team, recording: Recording) -> None:
         self._native, self.recording = team.native, recording
+        self._plans = [recording.native]
 
     def replay(self) -> None:
         """All threads walk through the plan."""
-        self._native.replay(self.recording.native)
+        self._native.replay(self._plans)
 
 
 class RepeatedCall:
@@ -100,6 +102,15 @@ class Recorder:
     def __init__(self, team: Team) -> None:
         self._team = team
         self._finished: weakref.WeakSet[Recording] = weakref.WeakSet()
+
+    def replay_times(self, graphs: Sequence[CapturedGraph], times: int) -> None:
+        """In one call where all of them are plans."""
+        plans = [graph.recording.native for graph in graphs if isinstance(graph, NativeGraph)]
+        if len(plans) == len(graphs):
+            self._team.native.replay(plans, times)
+            return
+        for graph in [*graphs] * times:
+            graph.replay()
 
     def capture(self, run: Callable[[], None]) -> NativeGraph | RepeatedCall:
         """Run once; see the module's docstring."""

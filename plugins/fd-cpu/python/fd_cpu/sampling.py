@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
 CELLS: Final = {
     name: f"fd_cpu.sampling:{name}"
-    for name in ("apply_penalties", "apply_bitmask", "filter_logits", "sample", "log_softmax")
+    for name in (
+        *("apply_penalties", "apply_bitmask", "filter_logits", "sample", "draw", "log_softmax"),
+    )
 }
 
 
@@ -64,9 +66,43 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         _note(t, logits, seeds, positions)
         t.keep(ids)
         t.native.sample(
-            address(logits), *_size(logits), address(seeds), address(positions), address(ids)
+            *(address(logits), *_size(logits), address(seeds), address(positions), address(ids)),
+            *(0, 0),
         )
     return ids
+
+
+def draw(
+    logits: Tensor,
+    is_random: Tensor,
+    top_k: Tensor,
+    seeds: Tensor,
+    temperature: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    positions: Tensor,
+    filters: bool,
+) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens, over which those of random rows are written. Rows of parameters are the
+    caller's, who may change them between replays."""
+    t, logits, positions = team(), logits.contiguous(), positions.contiguous()
+    rows, width = _size(logits)
+    ids, peaks = t.new((rows,), t.xp.int64), t.new((rows,), t.xp.float32)
+    parameters = (is_random, top_k, seeds, temperature, top_p, min_p)
+    if not rows:
+        return ids, peaks
+    kinds = [x.contiguous() for x in parameters]
+    t.owns(*kinds)
+    _note(t, logits, positions)
+    t.keep(*kinds, ids, peaks)
+    chosen, ks, seed, heat, ps, least = map(address, kinds)
+    where, native = address(logits), t.native
+    native.greedy(where, rows, width, address(ids), address(peaks))
+    native.temper(where, rows, width, heat)
+    if filters:
+        native.filter(where, rows, width, ks, ps, least)
+    native.sample(where, rows, width, seed, address(positions), address(ids), chosen, 1)
+    return ids, peaks
 
 
 def log_softmax(logits: Tensor) -> Tensor:

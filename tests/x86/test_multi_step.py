@@ -1,0 +1,99 @@
+"""Several decode steps in one go on fd-cpu's device: the tokens of steps one by one, in fewer of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdeploy import LLM, SamplingParams
+from fastdeploy_core.scheduler import decode_count
+from fastdeploy_core.worker import model_runner
+
+pytest.importorskip("fd_cpu._native", reason="fd-cpu is not installed")
+recording = pytest.importorskip("fd_cpu.recording")
+DEMO = Path(__file__).parents[2] / "models" / "ernie-tiny"
+PROMPTS = ["12 + 30 =", "Sort: d a c b", "The capital of", "Count to ten: 1 2", "Reverse: abcdef"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patience() -> Iterator[None]:
+    """A slow machine changes nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_count, "MOST_S", 1e6)
+        yield
+
+
+def make(library: str, **options: Any) -> LLM:
+    settings = {"max_num_seqs": 4, "num_threads": 2, "max_model_len": 256, "dtype": "float32"}
+    settings |= {"num_gpu_blocks_override": 64, "block_size": 16}
+    return LLM(str(DEMO), device="x86", tensor_library=library, **(settings | options))
+
+
+@pytest.fixture(scope="module")
+def engines(tensor_library: str) -> Iterator[tuple[LLM, LLM]]:
+    """As it is, and one step at a time."""
+    several = make(tensor_library)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_runner, "max_decodes", lambda config, limits: 1)
+        single = make(tensor_library)
+    yield several, single
+    several.close()
+    single.close()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0, "max_tokens": 40},
+    "to the limit": {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True},
+    "random": {"temperature": 1.0, "seed": 5, "max_tokens": 40},
+    "filtered": {"temperature": 0.9, "top_k": 20, "top_p": 0.8, "seed": 5, "max_tokens": 33},
+    "stop string": {"temperature": 0.0, "max_tokens": 40, "stop": ["a", "3", "e"]},
+    "stop token": {"temperature": 0.8, "seed": 1, "max_tokens": 40, "stop_token_ids": [*range(300, 400)]},
+    "penalties": {"temperature": 0.8, "seed": 1, "max_tokens": 20, "repetition_penalty": 1.3},
+}  # fmt: skip
+
+
+def answers(llm: LLM, case: dict[str, Any]) -> list[Any]:
+    found = llm.generate(PROMPTS, SamplingParams(**case), use_tqdm=False)
+    return [(x.outputs[0].token_ids, x.outputs[0].text, x.outputs[0].finish_reason) for x in found]
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"seed": 1}, {"seed": 1, "top_p": 0.9}])
+def test_steps_and_their_draws_are_native_plans(
+    engines: tuple[LLM, LLM], params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engines[0]
+    case = {"max_tokens": 9, "ignore_eos": True, **params}
+    replayed: list[int] = []
+    replay = recording.Recorder.replay_times
+
+    def note(self: Any, graphs: Any, times: int) -> None:
+        assert all(isinstance(graph, recording.NativeGraph) for graph in graphs)
+        replayed.append(times)
+        replay(self, graphs, times)
+
+    monkeypatch.setattr(recording.Recorder, "replay_times", note)
+    answers(llm, case)
+    assert replayed
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_answers_in_fewer_steps(engines: tuple[LLM, LLM], name: str) -> None:
+    several, single = engines
+    before = [llm.get_metrics()["steps_total"] for llm in engines]
+    assert answers(several, CASES[name]) == answers(single, CASES[name])
+    mine, theirs = (
+        llm.get_metrics()["steps_total"] - was for llm, was in zip(engines, before, strict=True)
+    )
+    assert mine == theirs if name == "penalties" else mine < theirs
+
+
+def test_a_pool_that_is_too_small_changes_no_token(
+    engines: tuple[LLM, LLM], tensor_library: str
+) -> None:
+    case = {"temperature": 0.0, "max_tokens": 50, "ignore_eos": True}
+    with make(tensor_library, num_gpu_blocks_override=9) as small:
+        assert answers(small, case) == answers(engines[1], case)
+        assert small.get_metrics()["preemptions_total"] > 0
