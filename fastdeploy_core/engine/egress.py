@@ -4,8 +4,8 @@ Tokens in columns are taken apart by front end, for which a list of requests tha
 looked at only once.
 
 Where the model runs on the processors that front ends and clients need, too, each chunk that they handle
-takes them from the model. There the thread rests after it sent tokens, so that a stream gets several at
-once when steps are short; steps of tens of milliseconds find it awake.
+takes them from the model. There the thread rests after it sent something, so that a stream gets several
+tokens at once when steps are short; steps of tens of milliseconds find it awake.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _take(tokens: TokenDeltas, places: list[int]) -> TokenDeltas:
 
 class Egress:
     """The thread. `get` waits a moment for outputs; after `stop` it sends what is left and ends.
-    `is_resting`: whether it rests after tokens (see above), until somebody calls `hurry`."""
+    `is_resting`: whether it rests after it sent something (see above)."""
 
     def __init__(
         self,
@@ -119,7 +119,6 @@ class Egress:
         self._sockets = [connect(context, address) for address in addresses]
         self._get = get
         self._is_resting = is_resting
-        self._is_urgent = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fd-egress", daemon=True)
 
@@ -130,24 +129,18 @@ class Egress:
     def stop(self, wait_s: float) -> None:
         """Send what there is and end."""
         self._stopping.set()
-        self._is_urgent.set()
         self._thread.join(wait_s)
-
-    def hurry(self) -> None:
-        """Something is there that should not wait: a first token, an end."""
-        self._is_urgent.set()
 
     def _run(self) -> None:
         while True:
             is_last = self._stopping.is_set()
-            self._is_urgent.clear()
             outputs = self._get(not is_last)
             for front_end, part in self.routes.sort(outputs) if outputs else ():
                 self._send(front_end, wire.encode(wire.Deltas(part)))
             if is_last:
                 return
             if self._is_resting and outputs:
-                self._is_urgent.wait(rest_after(outputs))
+                self._stopping.wait(rest_after(outputs))
 
     def _send(self, front_end: int, data: bytes) -> None:
         try:
@@ -158,9 +151,14 @@ class Egress:
 
 
 def rest_after(outputs: Iterable[Output]) -> float:
-    """Seconds for which tokens may gather, after these were sent."""
-    most = max(len(o.request_ids) if isinstance(o, TokenDeltas) else 1 for o in outputs)
-    return min(most * REST_PER_CHUNK_S, MAX_REST_S)
+    """Seconds for which output gathers after this was sent."""
+    streams: set[str] = set()
+    for output in outputs:
+        if isinstance(output, TokenDeltas):
+            streams.update(output.request_ids)
+        else:
+            streams.add(output.request_id)
+    return min(len(streams) * REST_PER_CHUNK_S, MAX_REST_S)
 
 
 def connect(context: zmq.Context[zmq.Socket[bytes]], address: str) -> Any:

@@ -136,8 +136,6 @@ class EngineProcess:
         outputs = core.step() if core.has_work() else []
         if outputs:
             scheduler.put_results(outputs)
-            if not all(isinstance(output, TokenDeltas) for output in outputs):
-                self._egress.hurry()
             self._observer.delivered(outputs)
         self._observer.tick(core.stats)
         self._progress.mark()
