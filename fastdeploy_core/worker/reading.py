@@ -1,8 +1,8 @@
 """What a step produced, brought to the host: tokens into the history, errors and log-probabilities to
 their rows, grammars advanced.
 
-Copies are started when a step is launched; reading looks at host memory only, once their event has
-happened, so it disturbs nothing that the device does meanwhile.
+Copies are started when a step is launched, unless its results come by themselves (posting.py); reading looks at
+host memory only, once they are there, so it disturbs nothing that the device does meanwhile.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
     from .input_batch import InputBatch
     from .pending import Launched
+    from .recorded_step import RecordedStep
     from .sequence_state import SequenceState
     from .speculation import Speculation
 
@@ -57,31 +57,40 @@ class StepReader:
         self._unread: deque[Launched] = deque()
         # By slot: drafts that the newest step which was read has left on the device.
         self._num_kept = np.zeros(batch.max_num_seqs, dtype=np.int64)
+        self._unsettled: Launched | None = None
 
     def start(
         self,
         launched: Launched,
         results: Tensor | None,
         drafts: Tensor | DraftsWithResults | None = None,
+        recorded: RecordedStep | None = None,
     ) -> None:
-        """Queue the copies of a step that has just been launched. `results`: its marked tokens, one
-        per sampled position, -1 behind a row's last accepted one. `drafts`: [rows, k] for the next
-        step, made on the device."""
+        """Queue the copies of a step that has just been launched, unless all it tells comes by itself.
+        `results`: its marked tokens, one per sampled position, -1 behind a row's last accepted one.
+        `drafts`: [rows, k] for the next step, made on the device."""
         if isinstance(drafts, DraftsWithResults):
             launched.together, tensors = drafts, [drafts.values]
         else:
             tensors = [x for x in (results, drafts) if x is not None]
-        launched.has_drafts = drafts is not None
-        for _, records in launched.logprob_parts():
-            tensors += records.tensors()
-        launched.has_results = results is not None
+        launched.has_drafts, launched.has_results = drafts is not None, results is not None
+        self._unread.append(launched)
+        records = [record for _, record in launched.logprob_parts()]
+        if recorded is not None and not records:
+            number = 0 if drafts is None else max(0, launched.max_drafts)
+            launched.posted = recorded.expect(launched.rows.slots.size, number)
+        if launched.posted is not None:
+            launched.event = launched.posted.results
+            return
+        for record in records:
+            tensors += record.tensors()
         launched.download = self._downloads.start(tensors)
         launched.event = self._device.record_event()
-        self._unread.append(launched)
 
     def clear(self) -> None:
         """Nobody will ask for what is on its way."""
         self._unread.clear()
+        self._unsettled = None
 
     def read_all(self) -> None:
         """Every launched step."""
@@ -98,18 +107,28 @@ class StepReader:
 
     def _read(self, launched: Launched) -> None:
         wait_for(launched.event)
-        download = launched.download
-        assert download is not None
+        self._settle()
         if launched.rows.num_decodes > 1:
-            self._take_several(launched, download.arrays[0])
-        elif not self._take_ahead(launched, download.arrays):
-            self._take_any(launched, iter(download.arrays))
+            self._take_several(launched)
+        elif not self._take_ahead(launched):
+            self._take_any(launched)
         if self._speculation is not None:
             launched.draft_failures = self._speculation.num_failures
-        download.release()
+        if launched.download is not None:
+            launched.download.release()
         launched.is_read = True  # last: another thread may be looking at it without the lock
 
-    def _take_ahead(self, launched: Launched, arrays: list[np.ndarray]) -> bool:
+    def _settle(self) -> None:
+        """Look at the drafts of the step that was read last, which came behind its results."""
+        launched, self._unsettled = self._unsettled, None
+        if launched is None:
+            return
+        drafts = posted_drafts(launched)
+        self._num_kept[launched.rows.slots] = np.add.reduce(drafts >= 0, 1)
+        if self._speculation is not None:
+            self._speculation.check_kept(drafts)
+
+    def _take_ahead(self, launched: Launched) -> bool:
         """In short what `_take_any` does, for a step that went ahead of results and behind which another
         one has: nobody asks for its drafts. False, and nothing is taken, where more is to be done."""
         rows, together, batch = launched.rows, launched.together, self._batch
@@ -117,26 +136,33 @@ class StepReader:
         if not rows.is_ahead or together is None or not is_steady:
             return False
         slots, width = rows.slots, together.width
-        values = arrays[0][: slots.size]
-        if values.min() < NOT_KEPT:
+        values = posted_tokens(launched)
+        if values is None:
+            assert launched.download is not None
+            values = launched.download.arrays[0][: slots.size]
+        if np.count_nonzero(values < NOT_KEPT):
             return False
         tokens, is_token = values[:, :width], values >= 0
         launched.counts = counts = np.add.reduce(is_token[:, :width], 1)
         launched.token_ids = tokens[is_token[:, :width]]
         launched.fed_ahead = np.minimum(rows.num_drafts, self._num_kept[slots])
-        drafts = is_token[:, width : width + launched.max_drafts]
-        self._num_kept[slots] = np.add.reduce(drafts, 1)
+        if launched.posted is None:
+            drafts = is_token[:, width : width + launched.max_drafts]
+            self._num_kept[slots] = np.add.reduce(drafts, 1)
+        else:
+            self._unsettled = launched
         stays = batch.owner[slots] == launched.owners
         if np.count_nonzero(stays) < slots.size:
             slots, tokens, counts = slots[stays], tokens[stays], counts[stays]
         batch.learn_several(slots, tokens, counts)
         return True
 
-    def _take_several(self, launched: Launched, kept: np.ndarray) -> None:
+    def _take_several(self, launched: Launched) -> None:
         """Of steps that ran one behind the other. A row is cut before what leads to nothing: it tries that
         place once more, since it may have come to its end before."""
         rows, batch = launched.rows, self._batch
-        marked = in_order(kept, rows)
+        assert launched.download is not None
+        marked = in_order(launched.download.arrays[0], rows)
         is_kept = np.logical_and.accumulate(marked >= 0, 1)
         launched.counts = counts = np.add.reduce(is_kept, 1)
         launched.token_ids = marked[is_kept]
@@ -147,14 +173,19 @@ class StepReader:
         stays = batch.owner[rows.slots] == launched.owners
         batch.learn_several(rows.slots[stays], marked[stays], counts[stays])
 
-    def _take_any(self, launched: Launched, arrays: Iterator[np.ndarray]) -> None:
+    def _take_any(self, launched: Launched) -> None:
         rows, batch = launched.rows, self._batch
         if rows.is_ahead:
             most, kept = rows.num_drafts, self._num_kept[rows.slots]
             rows.settle(batch.num_known[rows.slots] - 1, np.minimum(most, kept))
             launched.fed_ahead = rows.num_drafts
+        arrays = iter(() if launched.download is None else launched.download.arrays)
         drafts: np.ndarray | None = None
-        if launched.together is not None:
+        tokens = posted_tokens(launched)
+        if tokens is not None:
+            self._take_tokens(launched, tokens)
+            drafts = posted_drafts(launched) if launched.has_drafts else None
+        elif launched.together is not None:
             width, values = launched.together.width, next(arrays)[: rows.slots.size]
             drafts = values[:, width : width + launched.max_drafts]
             self._take_tokens(launched, values[:, :width].copy())
@@ -239,3 +270,17 @@ class StepReader:
             for row, slot, token in zip(sample_rows, slots.tolist(), ids.tolist(), strict=True):
                 if row not in launched.errors and not self._state.advance(slot, token):
                     launched.errors[row] = NOT_IN_GRAMMAR
+
+
+def posted_tokens(launched: Launched) -> np.ndarray | None:
+    """[B, width] of a step whose results came by themselves; None: they did not."""
+    return None if launched.posted is None else launched.posted.results.values
+
+
+def posted_drafts(launched: Launched) -> np.ndarray:
+    """[B, max_drafts] of such a step, once they are there."""
+    assert launched.posted is not None
+    arrival = launched.posted.drafts
+    wait_for(arrival)
+    assert arrival.values is not None
+    return arrival.values
