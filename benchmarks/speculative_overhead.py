@@ -136,6 +136,7 @@ def post(postbox: Any, width: int) -> None:
     results[1 - LOW], drafts[1 - LOW] = turn, turn
     results[LOW, :, :right] = drafts[LOW] = 7
     results[LOW, :, right:width] = -1
+    results[LOW, :, width], results[LOW, :, width + 1] = width - 1, right - 1
 
 
 def turn_off(engine: LocalEngine, sizes: list[int]) -> None:

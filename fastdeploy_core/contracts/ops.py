@@ -78,8 +78,8 @@ OPERATIONS: Final[dict[str, str]] = {
     "results [B,q] int64, post) -> [B] int64; in place. Where peaks is not finite, marked counts as -2. With a, how "
     "many leading drafts of the row, of num_drafts and at most q - 1, are what was drawn in their place, "
     "before one behind which marked is negative: newest becomes drawn token a of the row, num_computed grows "
-    "by 1 + a, results are the row's marked tokens up to a, then -1, and are posted. Returned is where in drawn "
-    "each row's token a stands. The last slot stays as it is",
+    "by 1 + a, results are the row's marked tokens up to a, then -1; these are posted, behind them how many "
+    "drafts were judged, and a. Returned is where in drawn each row's token a stands. The last slot stays as it is",
     "keep_results": "(slots [B] int64, results [B,1] int64: of finish_decode, num_computed [S] int64: behind it, "
     "kept [B,n] int64) -> None; in place: each row's result stands in column num_computed % n. Rows of the "
     "last slot stay as they are",

@@ -101,7 +101,9 @@ def finish_decode(
     nth = xp.arange(width, dtype=xp.int64, device=slots.device).unsqueeze(0)
     nothing = xp.full([1, 1], NOT_ACCEPTED, dtype=xp.int64, device=slots.device)
     results.copy_(xp.where(nth <= accepted.unsqueeze(1), marked, nothing))
-    _post(results, post)
+    judged = xp.index_select(num_drafts, 0, slots)
+    judged = xp.where(judged < width, judged, xp.zeros_like(judged) + (width - 1))
+    _post(xp.cat((results, judged.unsqueeze(1), accepted.unsqueeze(1)), 1), post)
     return last
 
 

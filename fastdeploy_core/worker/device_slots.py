@@ -71,7 +71,7 @@ class DeviceSlots:
         self.postbox: Postbox | None = None
         if isinstance(device, PostingDevice):
             self.postbox = Postbox(device, self.turn, batch.max_num_seqs, max_drafts)
-        self._none = zeros(num_slots)
+        self._none = zeros(num_slots, max_drafts) - 1  # drafts that are never right
         self.rows = zeros(batch.max_num_seqs) + batch.max_num_seqs
         self.history: Tensor | None = None
         if keeps_history:
@@ -227,8 +227,8 @@ class DeviceSlots:
         self, rows: Tensor, drawn: Tensor, marked: Tensor, peaks: Tensor | None, results: Tensor
     ) -> Tensor:
         """The slots of these rows take what was drawn, as far as drafts are right: kernel finish_decode."""
-        fed = self._none if self._refuses_drafts else self.num_drafts
-        state = (self.drafts, fed, self.num_computed, self.newest)
+        drafts = self._none if self._refuses_drafts else self.drafts
+        state = (drafts, self.num_drafts, self.num_computed, self.newest)
         post = None if self.postbox is None else self.postbox.results
         last: Tensor = self._finish(rows, drawn, marked, peaks, *state, results, post)
         return last

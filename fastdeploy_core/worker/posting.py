@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # Steps that may be on their way while one is read, and those whose drafts nobody has looked at yet.
 NUM_PAGES = 4
+# Behind a row's results: how many drafts were judged, and how many of them were right.
+NUM_MORE = 2
 # Then a lost device is looked for, which would never write: some 20 ms.
 PATIENCE = 500
 # Which half of a word the host reads as the number; the other one is the turn.
@@ -32,7 +34,7 @@ class Postbox:
     def __init__(self, device: DeviceBackend, turn: Tensor, max_rows: int, max_drafts: int) -> None:
         assert isinstance(device, PostingDevice)
         self._device, self._turn, self._count = device, turn, -1
-        self._results, self._results_host = self._box(max_rows, 1 + max_drafts)
+        self._results, self._results_host = self._box(max_rows, 1 + max_drafts + NUM_MORE)
         self._drafts, self._drafts_host = self._box(max_rows, max(1, max_drafts))
         self.results, self.drafts = (
             (self._results, turn),
@@ -59,7 +61,8 @@ class Postbox:
         """What the step launched last will write: tokens of the rows, and drafts if it makes any."""
         page, tag = self._count % NUM_PAGES, (self._count + 2**31) % 2**32 - 2**31
         results, drafts = self._results_host[page], self._drafts_host[page]
-        of_results, of_drafts = results[:, :num_rows, :width], drafts[:, :num_rows, :num_drafts]
+        of_results = results[:, :num_rows, : width + NUM_MORE]
+        of_drafts = drafts[:, :num_rows, :num_drafts]
         return Posted(
             Arrival(self._device, of_results[LOW], of_results[1 - LOW], tag),
             Arrival(self._device, of_drafts[LOW], of_drafts[1 - LOW], tag),
@@ -78,13 +81,14 @@ class Posted:
 class Arrival:
     """A DeviceEvent: these numbers are there. Then `values` holds them."""
 
-    __slots__ = ("_device", "_event", "_num_queries", "_numbers", "_tag", "_tags", "values")
+    __slots__ = ("_device", "_event", "_num_queries", "_tag", "_tags", "numbers", "values")
 
     def __init__(
         self, device: DeviceBackend, numbers: np.ndarray, tags: np.ndarray, tag: int
     ) -> None:
-        """numbers, tags: [rows, width] int32, each pair of them one word."""
-        self._device, self._numbers, self._tags, self._tag = device, numbers, tags, tag
+        """numbers, tags: [rows, width] int32, each pair of them one word. Until the values are there, or where
+        nobody waits for them, `numbers` may be of another turn."""
+        self._device, self.numbers, self._tags, self._tag = device, numbers, tags, tag
         self._num_queries = 0
         self._event: DeviceEvent | None = None
         self.values: np.ndarray | None = None
@@ -98,7 +102,7 @@ class Arrival:
         if not tags.size or (
             tags[-1, -1] == self._tag and np.count_nonzero(tags == self._tag) == tags.size
         ):
-            self.values = self._numbers.astype(np.int64)
+            self.values = self.numbers.astype(np.int64)
         elif is_over:
             raise WorkerError("a step has ended, and its results are not in the host's memory")
         return self.values is not None

@@ -19,6 +19,7 @@ from fastdeploy_core.sampling import columns as bits
 from fastdeploy_core.sampling.logprobs import read
 
 from .multi_step import in_order
+from .posting import NUM_MORE
 from .staging import Downloads, wait_for
 from .step_buffers import DraftsWithResults
 
@@ -28,9 +29,11 @@ if TYPE_CHECKING:
 
     from .input_batch import InputBatch
     from .pending import Launched
+    from .posting import Arrival
     from .recorded_step import RecordedStep
     from .sequence_state import SequenceState
     from .speculation import Speculation
+    from .step_rows import StepRows
 
 NAN = "nan_logits"
 FORBIDDEN = "no_possible_token"
@@ -57,7 +60,7 @@ class StepReader:
         self._unread: deque[Launched] = deque()
         # By slot: drafts that the newest step which was read has left on the device.
         self._num_kept = np.zeros(batch.max_num_seqs, dtype=np.int64)
-        self._unsettled: Launched | None = None
+        self._drafts_before: Arrival | None = None
 
     def start(
         self,
@@ -75,22 +78,21 @@ class StepReader:
             tensors = [x for x in (results, drafts) if x is not None]
         launched.has_drafts, launched.has_results = drafts is not None, results is not None
         self._unread.append(launched)
-        records = [record for _, record in launched.logprob_parts()]
-        if recorded is not None and not records:
+        if recorded is not None and launched.rows.num_decodes == 1:
             number = 0 if drafts is None else max(0, launched.max_drafts)
             launched.posted = recorded.expect(launched.rows.slots.size, number)
         if launched.posted is not None:
-            launched.event = launched.posted.results
-            return
-        for record in records:
+            launched.event, tensors = launched.posted.results, []
+        for _, record in launched.logprob_parts():
             tensors += record.tensors()
+        if launched.posted is not None and not tensors:
+            return
         launched.download = self._downloads.start(tensors)
         launched.event = self._device.record_event()
 
     def clear(self) -> None:
         """Nobody will ask for what is on its way."""
         self._unread.clear()
-        self._unsettled = None
 
     def read_all(self) -> None:
         """Every launched step."""
@@ -107,7 +109,6 @@ class StepReader:
 
     def _read(self, launched: Launched) -> None:
         wait_for(launched.event)
-        self._settle()
         if launched.rows.num_decodes > 1:
             self._take_several(launched)
         elif not self._take_ahead(launched):
@@ -118,16 +119,6 @@ class StepReader:
             launched.download.release()
         launched.is_read = True  # last: another thread may be looking at it without the lock
 
-    def _settle(self) -> None:
-        """Look at the drafts of the step that was read last, which came behind its results."""
-        launched, self._unsettled = self._unsettled, None
-        if launched is None:
-            return
-        drafts = posted_drafts(launched)
-        self._num_kept[launched.rows.slots] = np.add.reduce(drafts >= 0, 1)
-        if self._speculation is not None:
-            self._speculation.check_kept(drafts)
-
     def _take_ahead(self, launched: Launched) -> bool:
         """In short what `_take_any` does, for a step that went ahead of results and behind which another
         one has: nobody asks for its drafts. False, and nothing is taken, where more is to be done."""
@@ -135,27 +126,37 @@ class StepReader:
         is_steady = self._unread and self._unread[0].rows.is_ahead and not launched.sample_errors
         if not rows.is_ahead or together is None or not is_steady:
             return False
-        slots, width = rows.slots, together.width
-        values = posted_tokens(launched)
-        if values is None:
+        slots, width, posted = rows.slots, together.width, launched.posted
+        if posted is not None:
+            values = arrived(posted.results)
+            tokens, counts, fed = values[:, :width], values[:, width + 1] + 1, values[:, width]
+            is_broken = np.count_nonzero(tokens[:, 0] < 0)
+            if self._drafts_before is not None and self._speculation is not None:
+                self._speculation.check_kept(self._drafts_before.numbers)
+            self._drafts_before = posted.drafts
+        else:
             assert launched.download is not None
             values = launched.download.arrays[0][: slots.size]
-        if np.count_nonzero(values < NOT_KEPT):
+            tokens, is_token = values[:, :width], values >= 0
+            counts = np.add.reduce(is_token[:, :width], 1)
+            fed, is_broken = self._fed(rows), np.count_nonzero(values < NOT_KEPT)
+        if is_broken:
             return False
-        tokens, is_token = values[:, :width], values >= 0
-        launched.counts = counts = np.add.reduce(is_token[:, :width], 1)
-        launched.token_ids = tokens[is_token[:, :width]]
-        launched.fed_ahead = np.minimum(rows.num_drafts, self._num_kept[slots])
-        if launched.posted is None:
+        launched.counts, launched.fed_ahead = counts, fed
+        launched.token_ids = tokens[tokens >= 0]
+        if posted is None:
             drafts = is_token[:, width : width + launched.max_drafts]
             self._num_kept[slots] = np.add.reduce(drafts, 1)
-        else:
-            self._unsettled = launched
         stays = batch.owner[slots] == launched.owners
         if np.count_nonzero(stays) < slots.size:
             slots, tokens, counts = slots[stays], tokens[stays], counts[stays]
         batch.learn_several(slots, tokens, counts)
         return True
+
+    def _fed(self, rows: StepRows) -> np.ndarray:
+        """[B] drafts that rows which went ahead were fed, as the step before tells."""
+        fed: np.ndarray = np.minimum(rows.num_drafts, self._num_kept[rows.slots])
+        return fed
 
     def _take_several(self, launched: Launched) -> None:
         """Of steps that ran one behind the other. A row is cut before what leads to nothing: it tries that
@@ -174,17 +175,17 @@ class StepReader:
         batch.learn_several(rows.slots[stays], marked[stays], counts[stays])
 
     def _take_any(self, launched: Launched) -> None:
-        rows, batch = launched.rows, self._batch
+        rows, batch, posted = launched.rows, self._batch, launched.posted
+        values = None if posted is None else arrived(posted.results)
         if rows.is_ahead:
-            most, kept = rows.num_drafts, self._num_kept[rows.slots]
-            rows.settle(batch.num_known[rows.slots] - 1, np.minimum(most, kept))
+            fed = self._fed(rows) if values is None else values[:, -NUM_MORE]
+            rows.settle(batch.num_known[rows.slots] - 1, fed)
             launched.fed_ahead = rows.num_drafts
         arrays = iter(() if launched.download is None else launched.download.arrays)
         drafts: np.ndarray | None = None
-        tokens = posted_tokens(launched)
-        if tokens is not None:
-            self._take_tokens(launched, tokens)
-            drafts = posted_drafts(launched) if launched.has_drafts else None
+        if posted is not None and values is not None:
+            self._take_tokens(launched, values[:, :-NUM_MORE])
+            drafts = arrived(posted.drafts) if launched.has_drafts else None
         elif launched.together is not None:
             width, values = launched.together.width, next(arrays)[: rows.slots.size]
             drafts = values[:, width : width + launched.max_drafts]
@@ -272,15 +273,8 @@ class StepReader:
                     launched.errors[row] = NOT_IN_GRAMMAR
 
 
-def posted_tokens(launched: Launched) -> np.ndarray | None:
-    """[B, width] of a step whose results came by themselves; None: they did not."""
-    return None if launched.posted is None else launched.posted.results.values
-
-
-def posted_drafts(launched: Launched) -> np.ndarray:
-    """[B, max_drafts] of such a step, once they are there."""
-    assert launched.posted is not None
-    arrival = launched.posted.drafts
+def arrived(arrival: Arrival) -> np.ndarray:
+    """The values, once they are there."""
     wait_for(arrival)
     assert arrival.values is not None
     return arrival.values

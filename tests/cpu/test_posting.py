@@ -76,11 +76,13 @@ def test_values_are_there_once_all_of_them_are_of_the_turn(device: Writer, turn:
         posted = postbox.expect(2, 2, 1)
         assert not posted.results.query(), "what is there is of another turn"
         tag = (number + 2**31) % 2**32 - 2**31
-        device.write(results, [[7, -1]], tag)
+        device.write(results, [[7, -1, 1, 0]], tag)
         assert not posted.results.query(), "the second row is missing"
-        device.write(results, [[7, -1], [number % 1000, -2]], tag)
+        device.write(results, [[7, -1, 1, 0], [number % 1000, -2, 1]], tag)
+        assert not posted.results.query(), "its last number is missing"
+        device.write(results, [[7, -1, 1, 0], [number % 1000, -2, 1, 1]], tag)
         assert posted.results.query()
-        assert posted.results.values.tolist() == [[7, -1], [number % 1000, -2]]
+        assert posted.results.values.tolist() == [[7, -1, 1, 0], [number % 1000, -2, 1, 1]]
         assert not posted.drafts.query()
         device.write(drafts, [[3], [-1]], tag)
         assert posted.drafts.query() and posted.drafts.values.tolist() == [[3], [-1]]
@@ -91,10 +93,10 @@ def test_what_was_read_stays_when_the_page_is_written_again(device: Writer) -> N
     postbox = make(device)
     postbox.begin()
     posted = postbox.expect(1, 1, 0)
-    device.write(postbox.results[0], [[9]], 1)
+    device.write(postbox.results[0], [[9, 0, 0]], 1)
     assert posted.results.query()
-    device.write(postbox.results[0], [[8]], 1 + NUM_PAGES)
-    assert posted.results.query() and posted.results.values.tolist() == [[9]]
+    device.write(postbox.results[0], [[8, 0, 0]], 1 + NUM_PAGES)
+    assert posted.results.query() and posted.results.values.tolist() == [[9, 0, 0]]
 
 
 def test_a_step_without_drafts_has_nothing_to_wait_for(device: Writer) -> None:
@@ -109,7 +111,7 @@ def test_behind_a_step_that_failed_the_device_is_asked_for_its_count(device: Wri
     postbox.forget()
     device.turn[0] = 1 + NUM_PAGES  # more steps than the host knows of
     postbox.begin()
-    device.write(postbox.results[0], [[4]], 2 + NUM_PAGES)
+    device.write(postbox.results[0], [[4, 0, 0]], 2 + NUM_PAGES)
     assert postbox.expect(1, 1, 0).results.query()
 
 

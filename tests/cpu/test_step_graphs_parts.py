@@ -138,7 +138,7 @@ TURN = 2**31 - 1
 def a_box(device: CapturingDevice) -> tuple[Any, Any]:
     """What a kernel posts to, in the last turn whose number is positive in 32 bits."""
     put = CpuDevice.to_device
-    return put(device, np.full((3, 6, 4), -5, np.int64)), put(device, np.array([TURN]))
+    return put(device, np.full((3, 6, 6), -5, np.int64)), put(device, np.array([TURN]))
 
 
 def check_box(device: CapturingDevice, post: tuple[Any, Any], values: np.ndarray) -> None:
@@ -260,7 +260,9 @@ def test_finish_decode_is_what_a_slow_loop_says(
         *(*held.values(), results, post),
     )
     found, computed, newest = (np.array(device.to_host(t)) for t in (results, *held.values()))
-    check_box(device, post, found)
+    judged = np.minimum(given["num_drafts"][rows], width - 1)
+    right = np.array(device.to_host(last)) - np.arange(5) * width
+    check_box(device, post, np.column_stack((found, judged, right)))
     if has_peaks:
         marked = np.where(np.isnan(peaks), -2, marked)
     for row, slot in enumerate(rows.tolist()):

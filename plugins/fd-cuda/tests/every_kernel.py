@@ -157,7 +157,7 @@ def steps() -> None:
         )
         drawn, results = integers(99, rows * width), integers(9, rows, width)
         held = (drafts, num_drafts, computed, newest, results)
-        for peaks, post in ((None, None), (random(rows * width), (integers(9, 4, rows, 4), turn))):
+        for peaks, post in ((None, None), (random(rows * width), (integers(9, 4, rows, 5), turn))):
             table["finish_decode"](slots, drawn, drawn, peaks, *held, post)
         table["mark_broken"](drawn, random(rows * width), None)
         table["mark_broken"](drawn, random(rows * width), random(rows * width))

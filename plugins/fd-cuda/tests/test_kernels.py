@@ -189,7 +189,7 @@ def test_step_state_equals_the_references(width: int, rows: int) -> None:
     assert int(turns[0]) == int(turns[1]) == 2**31 - 1
 
     def boxes() -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [(torch.full((3, rows, 4), -5, device=turn.device), turn) for turn in turns]
+        return [(torch.full((3, rows, 5), -5, device=turn.device), turn) for turn in turns]
 
     for mine, theirs in zip(got, expected, strict=True):
         assert torch.equal(mine.cpu(), theirs)

@@ -102,7 +102,8 @@ def _finish(
     inside = nth < WIDTH
     drawn = tl.load(drawn_p + place, mask=inside, other=-1)
     start = tl.load(computed_p + slot)
-    fed = (nth < tl.load(num_drafts_p + slot)) & (nth < WIDTH - 1)
+    judged = tl.minimum(tl.load(num_drafts_p + slot), WIDTH - 1)
+    fed = nth < judged
     drafts = tl.load(drafts_p + slot * k + nth, mask=fed, other=-2)
     behind = tl.load(marked_p + place + 1, mask=fed, other=-1)
     marked = tl.load(marked_p + place, mask=inside, other=0)
@@ -124,6 +125,8 @@ def _finish(
     tl.store(results_p + place, results, mask=inside)
     if HAS_POST:
         _post(results, inside, box_p, turn_p, row, nth, PAGES, POST_ROWS, POST_WIDTH)
+        _post(judged, row >= 0, box_p, turn_p, row, WIDTH, PAGES, POST_ROWS, POST_WIDTH)
+        _post(accepted, row >= 0, box_p, turn_p, row, WIDTH + 1, PAGES, POST_ROWS, POST_WIDTH)
     tl.store(last_p + row, row * WIDTH + accepted)
 
 
