@@ -281,7 +281,7 @@ class ModelRunner:
         rows, graphs, slots = launched.rows, self._graphs, self._slots
         if graphs is None or slots is None:
             return None
-        width = 1 if rows.is_decode else 1 + int(rows.num_drafts.max(initial=0))
+        width = 1 if rows.is_decode else 1 + rows.most_drafts()
         if width == 1 and not rows.is_decode:
             return None
         recorded = graphs.find(rows.slots.size, width)
