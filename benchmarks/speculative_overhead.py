@@ -32,7 +32,7 @@ from fastdeploy_core.testing.capturing import CapturingDevice, OnCapturingDevice
 from fastdeploy_core.types import Request, SamplingParams, TokenDeltas
 from fastdeploy_core.worker import model_runner
 from fastdeploy_core.worker import worker as worker_module
-from fastdeploy_core.worker.posting import LOW, NUM_PAGES
+from fastdeploy_core.worker.posting import NUM_PAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT, WARM_STEPS = 16, 12
@@ -133,10 +133,10 @@ def post(postbox: Any, width: int) -> None:
         box[turn % NUM_PAGES] for box in (postbox._results_host, postbox._drafts_host)
     )
     right = (width + 1) // 2
-    results[1 - LOW], drafts[1 - LOW] = turn, turn
-    results[LOW, :, :right] = drafts[LOW] = 7
-    results[LOW, :, right:width] = -1
-    results[LOW, :, width], results[LOW, :, width + 1] = width - 1, right - 1
+    tag = turn * 2**32
+    results[:, :right] = drafts[:] = tag + 7
+    results[:, right:width] = tag + 2**32 - 1
+    results[:, width], results[:, width + 1] = tag + width - 1, tag + right - 1
 
 
 def turn_off(engine: LocalEngine, sizes: list[int]) -> None:

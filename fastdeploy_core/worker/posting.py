@@ -36,16 +36,14 @@ class Postbox:
         self._device, self._turn, self._count = device, turn, -1
         self._results, self._results_host = self._box(max_rows, 1 + max_drafts + NUM_MORE)
         self._drafts, self._drafts_host = self._box(max_rows, max(1, max_drafts))
-        self.results, self.drafts = (
-            (self._results, turn),
-            (self._drafts, turn),
-        )  # as kernels take it
+        # As kernels take them.
+        self.results, self.drafts = (self._results, turn), (self._drafts, turn)
 
     def _box(self, rows: int, width: int) -> tuple[Tensor, np.ndarray]:
         assert isinstance(self._device, PostingDevice)
         box, host = self._device.host_box(NUM_PAGES * rows * width)
-        halves = host.view(np.int32).reshape(NUM_PAGES, rows, width, 2)
-        return box.view([NUM_PAGES, rows, width]), halves.transpose(0, 3, 1, 2)
+        shape = (NUM_PAGES, rows, width)
+        return box.view(list(shape)), host.reshape(shape)
 
     def begin(self) -> None:
         """A recorded step is launched."""
@@ -60,13 +58,9 @@ class Postbox:
     def expect(self, num_rows: int, width: int, num_drafts: int) -> Posted:
         """What the step launched last will write: tokens of the rows, and drafts if it makes any."""
         page, tag = self._count % NUM_PAGES, (self._count + 2**31) % 2**32 - 2**31
-        results, drafts = self._results_host[page], self._drafts_host[page]
-        of_results = results[:, :num_rows, : width + NUM_MORE]
-        of_drafts = drafts[:, :num_rows, :num_drafts]
-        return Posted(
-            Arrival(self._device, of_results[LOW], of_results[1 - LOW], tag),
-            Arrival(self._device, of_drafts[LOW], of_drafts[1 - LOW], tag),
-        )
+        results = self._results_host[page, :num_rows, : width + NUM_MORE]
+        drafts = self._drafts_host[page, :num_rows, :num_drafts]
+        return Posted(Arrival(self._device, results, tag), Arrival(self._device, drafts, tag))
 
 
 class Posted:
@@ -81,14 +75,10 @@ class Posted:
 class Arrival:
     """A DeviceEvent: these numbers are there. Then `values` holds them."""
 
-    __slots__ = ("_device", "_event", "_num_queries", "_tag", "_tags", "numbers", "values")
+    __slots__ = ("_device", "_event", "_num_queries", "_tag", "_words", "values")
 
-    def __init__(
-        self, device: DeviceBackend, numbers: np.ndarray, tags: np.ndarray, tag: int
-    ) -> None:
-        """numbers, tags: [rows, width] int32, each pair of them one word. Until the values are there, or where
-        nobody waits for them, `numbers` may be of another turn."""
-        self._device, self.numbers, self._tags, self._tag = device, numbers, tags, tag
+    def __init__(self, device: DeviceBackend, words: np.ndarray, tag: int) -> None:
+        self._device, self._words, self._tag = device, words, tag
         self._num_queries = 0
         self._event: DeviceEvent | None = None
         self.values: np.ndarray | None = None
@@ -97,15 +87,20 @@ class Arrival:
         """Whether they are; WorkerError, or what the device says, if they never will be."""
         if self.values is not None:
             return True
-        is_over, tags = self._is_over(), self._tags
+        is_over, words = self._is_over(), self._words
         # The last one first: while the host waits, most queries end here.
-        if not tags.size or (
-            tags[-1, -1] == self._tag and np.count_nonzero(tags == self._tag) == tags.size
-        ):
-            self.values = self.numbers.astype(np.int64)
-        elif is_over:
+        if not words.size or words[-1, -1] >> 32 == self._tag:
+            halves = words.copy().view(np.int32)  # number and turn of a word are read at once
+            if np.count_nonzero(halves[:, 1 - LOW :: 2] == self._tag) == words.size:
+                self.values = halves[:, LOW::2].astype(np.int64)
+                return True
+        if is_over:
             raise WorkerError("a step has ended, and its results are not in the host's memory")
-        return self.values is not None
+        return False
+
+    def peek(self) -> np.ndarray:
+        """What lies there, which may be of another turn."""
+        return self._words.view(np.int32)[:, LOW::2]
 
     def _is_over(self) -> bool:
         """Whether, as far as was looked, everything queued until now has ended; raises what the device died

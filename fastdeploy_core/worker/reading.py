@@ -132,7 +132,7 @@ class StepReader:
             tokens, counts, fed = values[:, :width], values[:, width + 1] + 1, values[:, width]
             is_broken = np.count_nonzero(tokens[:, 0] < 0)
             if self._drafts_before is not None and self._speculation is not None:
-                self._speculation.check_kept(self._drafts_before.numbers)
+                self._speculation.check_kept(self._drafts_before.peek())
             self._drafts_before = posted.drafts
         else:
             assert launched.download is not None
