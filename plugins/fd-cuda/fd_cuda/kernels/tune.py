@@ -17,7 +17,6 @@ from tqdm import tqdm
 
 from . import native
 from .linear import compute
-from .norm import rms_norm
 from .plans import LIBRARY, ROWS, Plan, Product, candidates
 from .rehearsal import suspended
 
@@ -70,13 +69,9 @@ def _runs(
     dtype, device = weights[0].dtype, weights[0].device
     x = torch.randn(size, product.depth, dtype=dtype, device=device)
     residual = torch.zeros(size, product.width, dtype=dtype, device=device)
-    row, gain = x[:1, :64].contiguous(), torch.ones(64, dtype=dtype, device=device)
 
     def run() -> None:
         for weight in weights:
-            # In a model kernels of ours stand around a product. They and our products start while the one
-            # before still runs; the library's do not, which costs a small product more than it takes.
-            rms_norm(row, gain, _EPS)
             compute(
                 plan,
                 product.epilogue,
