@@ -121,6 +121,7 @@ def body() -> None:
         table["rms_norm"](x, weight, EPS)
         table["rms_norm"](random(3, 4, 264, dtype=dtype)[:, 1:], weight, EPS)
         table["add_rms_norm"](x, random(5, 264, dtype=dtype), weight, EPS)
+        table["concat_rms_norm"](x, weight, random(5, 264, dtype=dtype), weight, EPS)
         table["silu_and_mul"](x)
         table["embedding"](integers(31, 7), random(31, 1100, dtype=dtype))
         qkv = random(5, 9 * 40, dtype=dtype).view(5, 9, 40)
@@ -149,12 +150,15 @@ def steps() -> None:
         lengths = integers(9, rows, dtype=torch.int32)
         blocks = integers(9, rows, 11, dtype=torch.int32)
         num_drafts, room = integers(width, last + 1), integers(40, last + 1)
+        turn = integers(9, 1)
         table["prepare_decode"](
-            slots, tables, computed, newest, drafts, num_drafts, room, 4, *outputs, lengths, blocks
+            *(slots, tables, computed, newest, drafts, num_drafts, room, 4, turn),
+            *(*outputs, lengths, blocks),
         )
         drawn, results = integers(99, rows * width), integers(9, rows, width)
-        for accepted in (None, integers(width, rows)):
-            table["finish_decode"](slots, drawn, drawn, accepted, computed, newest, results)
+        held = (drafts, num_drafts, computed, newest, results)
+        for peaks, post in ((None, None), (random(rows * width), (integers(9, 4, rows, 5), turn))):
+            table["finish_decode"](slots, drawn, drawn, peaks, *held, post)
         table["mark_broken"](drawn, random(rows * width), None)
         table["mark_broken"](drawn, random(rows * width), random(rows * width))
 
@@ -204,14 +208,14 @@ def many_rows() -> None:
 
 
 def drafting() -> None:
-    """Judging and keeping drafts, histories and what is found in them."""
+    """Keeping drafts, histories and what is found in them."""
     table = build_kernel_table("cuda", {"tensor_library": "torch"})
     slots = torch.tensor([2, 0, 3, 4], device=DEVICE)  # 4 is nobody's
     results, drafts = integers(9, 4, 3), integers(9, 5, 2)
     num_drafts, computed, limit = integers(3, 5), integers(9, 5), integers(20, 5)
-    table["judge_drafts"](slots, results, results, drafts, num_drafts)
-    rest = (integers(99, 4, 2), limit, 99, computed, limit, drafts, num_drafts)
-    table["keep_drafts"](slots, *rest)
+    for told, post in ((results, None), (results[:, :0], (integers(9, 4, 4, 2), integers(9, 1)))):
+        rest = (integers(99, 4, 2), told, limit, 99, computed, limit, drafts, num_drafts, post)
+        table["keep_drafts"](slots, *rest)
     table["place_tokens"](slots, limit[slots] + 1, integers(9, 4, 3, dtype=torch.int32), 16)
     history = integers(3, 5, 1100, dtype=torch.int32)
     table["append_history"](slots, results, computed + 20, history)
