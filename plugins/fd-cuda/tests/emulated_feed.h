@@ -5,8 +5,8 @@
 struct TensorMap {  // quant_emulation.py makes it
   const char* data;
   long long row_bytes;
-  int inputs, rows, box_rows;
-  char rest[100];
+  int inputs, rows, box_rows, size;
+  char rest[96];
 };
 struct Barrier {
   unsigned char phase, arrivals;
@@ -54,12 +54,10 @@ inline void await_own_copies() {}
 inline void prefetch(const TensorMap&) {}
 inline void copy_box(u32 to, const TensorMap& map, int input, int row, u32 barrier) {
   for (int r = 0; r < map.box_rows; ++r)
-    for (int k = 0; k < 64; ++k) {
-      u16 x = 0;
-      if (row + r < map.rows && input + k < map.inputs)
-        std::memcpy(&x, map.data + (row + r) * map.row_bytes + (input + k) * 2, 2);
-      const u32 at = to + r * 128 + ((k / 8 ^ ((to >> 7) + r & 7)) << 4) + k % 8 * 2;
-      std::memcpy(in_cluster(at), &x, 2);
+    for (int k = 0; k < 128; ++k) {
+      const bool inside = row + r < map.rows && input * map.size + k < map.inputs * map.size;
+      const u32 at = to + r * 128 + ((k / 16 ^ ((to >> 7) + r & 7)) << 4) + k % 16;
+      *in_cluster(at) = inside ? map.data[(row + r) * map.row_bytes + input * map.size + k] : 0;
     }
   count(barrier, 0, -map.box_rows * 128);
 }

@@ -31,6 +31,7 @@ inline void copy_async(u32 to, const void* from, bool inside) {
 }
 inline void commit() {}
 inline void __syncwarp() { gather(block->warp_turn, warp_first(), 32); }
+inline void meet_group(int) { gather(block->group_turn, block->current / 128 * 128, 128); }
 inline void await_turn() {}
 inline void await_turns() { __syncwarp(); }
 inline void load_chunk(u32* b, u32 address) { std::memcpy(b, (char*)shared + address, 16); }

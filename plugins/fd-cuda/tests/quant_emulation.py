@@ -19,7 +19,10 @@ class Emulation(emulation.Emulation):
 
 def boxes(x: torch.Tensor, rows: int) -> bytes:
     """What emulated_feed.h takes for a tensor map."""
-    record = struct.pack("@Pqiii", x.data_ptr(), x.stride(0) * 2, x.shape[1], x.shape[0], rows)
+    size = x.element_size()
+    record = struct.pack(
+        "@Pqiiii", x.data_ptr(), x.stride(0) * size, x.shape[1], x.shape[0], rows, size
+    )
     return record.ljust(128, b"\0")
 
 

@@ -8,6 +8,7 @@ the call.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import ceil
 from typing import Final
 
 import torch
@@ -20,8 +21,9 @@ from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, Slabs
 from .quant_linear import native_runs, with_copies
 from .quant_native import Grouping, as_numbers, product, rows_product, unpack
 from .quant_order import gathered
+from .quant_persistent import persistent_product, seen
 from .quant_rows import multiply_rows, tiles_for
-from .quant_shapes import Gemm, Gemv, RowGemm, Shape, Tile
+from .quant_shapes import Gemm, Gemv, Persistent, RowGemm, Shape, Tile, persistent
 from .quant_weights import Weights
 from .routing import order_by_expert
 
@@ -29,6 +31,9 @@ from .routing import order_by_expert
 _ALONE: Final = 2
 # Rows an expert from which CCQ is unpacked for the call, and numbers that are unpacked at most.
 _MANY_CODES: Final = 192
+# Rows an expert from which quant_persistent.cu is faster, and rows of its blocks.
+_MANY_EACH: Final = 128
+_PERSISTENT_ROWS: Final = (128, 160, 192, 208)
 # Rows an expert from which int4 with rounded activations is unpacked to int8.
 _MANY_NUMBERS: Final = 192
 _MOST_UNPACKED: Final = 1 << 30
@@ -66,6 +71,8 @@ def moe_experts(
             return _dequantized(x, topk_ids, topk_weights, gate_up, down)
         y = _by_triton(x, topk_ids, gate_up, down, first, second)
         return combined(y, topk_weights)
+    if isinstance(shape, Persistent):
+        return _persistent(shape, x, topk_ids, topk_weights, (gate_up, first), (down, second))
     slots = tokens * top_k
     if isinstance(shape, Tile):
         order = order_by_expert(topk_ids, first.num_experts, shape.rows)
@@ -79,6 +86,35 @@ def moe_experts(
         groups = [Grouping(slots, divisor, order) for divisor in (top_k, 1)]
     hidden = _product(shape, x, gate_up, first, groups[0], paired=True)
     return combined(_product(shape, hidden, down, second, groups[1], paired=False), topk_weights)
+
+
+def _persistent(
+    shape: Persistent,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate_up: tuple[Weights, Slabs],
+    down: tuple[Weights, Slabs],
+) -> torch.Tensor:
+    slots, top_k = topk_ids.numel(), topk_ids.shape[1]
+    order = order_by_expert(topk_ids, gate_up[1].num_experts, shape.rows)
+    grouping = Grouping(slots, 1, order)
+
+    def multiply(
+        rows: torch.Tensor, scales: torch.Tensor | None, of: tuple[Weights, Slabs], *, paired: bool
+    ) -> torch.Tensor:
+        weight, slabs = of
+        own = persistent(
+            shape.rows, slabs.kind, slabs.scaled, by_block=weight.rounding == "block"
+        )
+        return persistent_product(
+            own, rows, scales, slabs, None, x.dtype,
+            by_block=weight.rounding == "block", grouping=grouping, paired=paired,
+        )  # fmt: skip
+
+    hidden = multiply(*seen(x, *gate_up, order, slots, top_k), gate_up, paired=True)
+    y = multiply(*seen(hidden, *down, order, slots, 0), down, paired=False)
+    return combined(y, topk_weights)
 
 
 def _product(
@@ -103,7 +139,7 @@ def _product(
     )
 
 
-def choose(slabs: Slabs, each: float) -> Shape | RowGemm | None:
+def choose(slabs: Slabs, each: float) -> Shape | RowGemm | Persistent | None:
     """The kernel for so many rows an expert, as measured on an H200 with 64 experts of 2560 x 1536; None
     for Triton's."""
     by_rows = slabs.kind in (INT8_ROWS, FP8_ROWS)
@@ -111,6 +147,8 @@ def choose(slabs: Slabs, each: float) -> Shape | RowGemm | None:
         if slabs.kind == CCQ:
             return Gemv(4, 2, 8, 4, 1)
         return RowGemm(64, 2, 1, 5) if by_rows else Gemm(64, 2, 1, 5, 4)
+    if each > _MANY_EACH:
+        return persistent(persistent_rows(each), slabs.kind, slabs.scaled)
     if each <= 16:
         return Gemv(1 if each <= 8 else 2, 2, 4, 4, 4)
     if slabs.kind == CCQ:
@@ -122,6 +160,13 @@ def choose(slabs: Slabs, each: float) -> Shape | RowGemm | None:
     if by_rows:
         return RowGemm(32 if each <= 28 else 64, 2, 1, 4)
     return Gemm(32 if each <= 28 else 64 if each <= 64 else 128, 1, 1, 5, 4, 2)
+
+
+def persistent_rows(each: float) -> int:
+    """Of a block, so that most experts have as few blocks as that of the average."""
+    most = each + 1.5 * each**0.5
+    blocks = ceil(most / _PERSISTENT_ROWS[-1])
+    return next(rows for rows in _PERSISTENT_ROWS if rows * blocks >= most)
 
 
 def grouped_tile(rows: int, kind: int) -> Tile:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from .quant_layout import CCQ, INT4, TRELLIS
+from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, TRELLIS
 
 MOST_SHARED: Final = 224 << 10  # bytes of a block, beside its table of up to 256 rows (wide.cuh)
+MOST_DYNAMIC: Final = 227 << 10  # of a block without such a table
 _ROW_BYTES: Final = 12  # of that table
 _MULTIPROCESSOR: Final = (
     228 << 10
@@ -124,6 +125,23 @@ class Tile:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Persistent:
+    """How quant_persistent.cu is specialized."""
+
+    rows: int  # of x, of a tile
+    stages: int
+    groups: int = 2  # of four warps, 64 outputs each
+
+    @property
+    def threads(self) -> int:
+        """Those that multiply, and four warps of which one feeds."""
+        return self.groups * 128 + 128
+
+    def __str__(self) -> str:
+        return f"persistent {self.rows}x{self.groups * 64} {self.stages}st"
+
+
 Shape = Gemv | Gemm | Pipe | Tile
 
 
@@ -196,6 +214,25 @@ def tile_room(shape: Tile) -> int:
     if shape.resident == 1:
         return MOST_SHARED
     return _MULTIPROCESSOR // shape.resident - 1024 - _ROW_BYTES * shape.rows
+
+
+def persistent_shared(shape: Persistent, kind: int, scaled: int, *, by_block: bool) -> int:
+    """Bytes of shared memory of a block of quant_persistent.cu: barriers, a ring of turns, two tables of rows for every
+    group of warps, what warps are about to store."""
+    warps = shape.groups * 4
+    if kind in (INT8_ROWS, FP8_ROWS):
+        weights, line = shape.groups * 64 * 128, shape.rows * 4 * by_block
+    else:
+        weights, line = warps * slab_bytes(kind), warps * group_bytes(kind, scaled)
+    turn = shape.rows * 128 + weights + -(-line // 1024) * 1024
+    tables = shape.groups * 2 * shape.rows * _ROW_BYTES
+    return 16 * shape.stages + 1024 + shape.stages * turn + tables + warps * 512
+
+
+def persistent(rows: int, kind: int, scaled: int, *, by_block: bool = False) -> Persistent:
+    """With as many turns ahead, to eight, as there is shared memory for."""
+    shapes = (Persistent(rows, stages) for stages in range(8, 1, -1))
+    return next(s for s in shapes if persistent_shared(s, kind, scaled, by_block=by_block) <= MOST_DYNAMIC)
 
 
 def rows_shared(shape: RowGemm, *, by_block: bool) -> int:

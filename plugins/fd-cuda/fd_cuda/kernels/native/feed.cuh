@@ -57,3 +57,8 @@ struct Place {
   int stage;
   u32 parity;
 };
+
+template <int stages>
+__device__ __forceinline__ void advance(Place& place) {
+  if (++place.stage == stages) place = {0, place.parity ^ 1};
+}

@@ -1,0 +1,415 @@
+// y[M, N] = x[M, K] W[N, K]^T with packed W, for hundreds of rows, or hundreds of rows an expert: as many blocks as there
+// are multiprocessors take one tile of BN rows by 64 * GROUPS outputs after the other.
+//
+// One warp feeds: the copy engine brings 128 bytes of every row of x (64 half floats, or BY_ROWS 128 numbers) and of W what
+// belongs to them, STAGES such turns ahead, those of the next tile while the last one is stored. GROUPS of four warps
+// multiply 64 outputs each and share nothing: slabs of quant.cuh are unpacked into registers while wgmma multiplies the slab
+// before; numbers that lie BY_ROWS are multiplied from shared memory as they are. BY_BLOCK: sums of a turn are multiplied
+// with scales of x [turns, num_x] and of W [N / 128, turns].
+// GROUPED: blocks of rows have an expert each, and x lies in their order; `slots` says where rows of y go, without it they
+// lie like those of x. PAIRED: the first eight of a warp's 16 outputs are gates, the others what belongs to them.
+// A row of x comes out the same whatever M is.
+
+#include "common.cuh"
+#include "quant.cuh"
+#define SPLIT 1
+#include "wide.cuh"
+#include "feed.cuh"
+
+#define MULTIPLIERS (GROUPS * 4)  // warps; four more have the feeder, and give it their registers
+#define OUT (PAIRED ? GROUPS * 32 : GROUPS * 64)
+#define TILE_X (BN * 128)
+#if BY_ROWS
+#define TILE_W (GROUPS * 64 * 128)
+#define BOX (PAIRED ? 8 : 64)  // rows of W that one copy brings
+#define LINE_BYTES (BY_BLOCK ? (BN * 4 + 1023) / 1024 * 1024 : 0)
+#define TURN_BYTES (TILE_X + TILE_W + (BY_BLOCK ? BN * 4 : 0))
+typedef TensorMap Weight;
+#else
+#define TILE_W (MULTIPLIERS * SLAB_BYTES)
+#define LINE_BYTES ((MULTIPLIERS * GROUP_BYTES + 1023) / 1024 * 1024)  // scales of groups
+#define TURN_BYTES (TILE_X + TILE_W + MULTIPLIERS * GROUP_BYTES)
+typedef const unsigned char* Weight;
+#endif
+#define STAGE (TILE_X + TILE_W + LINE_BYTES)
+
+#if FORMAT == INT8_ROWS
+typedef int Sum;
+#else
+typedef float Sum;
+#endif
+
+// INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
+
+#if BY_ROWS
+// Plus what is in d, or in its place.
+template <int add>
+__device__ __forceinline__ void multiply(Sum* d, u64 a, u64 b) {
+#if FORMAT == INT8_ROWS
+  asm volatile("wgmma.mma_async.sync.aligned." SIZE "k32.s32.s8.s8 " D_LIST ", " BOTH_SHARED ", " FLAG ";"
+               : D_REGS("+r", d) : "l"(a), "l"(b), "n"(add));
+#else
+  asm volatile("wgmma.mma_async.sync.aligned." SIZE "k32.f32.e4m3.e4m3 " D_LIST ", " BOTH_SHARED ", " FLAG ", 1, 1;"
+               : D_REGS("+f", d) : "l"(a), "l"(b), "n"(add));
+#endif
+}
+#else
+__device__ __forceinline__ void multiply(float* d, const u32* a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned." SIZE "k16.f32." TYPE "." TYPE " " D_LIST ", " ONE_SHARED ", 1, 1, 1, 0;"
+               : D_REGS("+f", d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+#endif
+
+// All threads of a group of four warps.
+__device__ __forceinline__ void meet_group(int group) {
+  asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+}
+
+#define GIVE_REGISTERS() asm volatile("setmaxnreg.dec.sync.aligned.u32 24;")
+#define TAKE_REGISTERS() asm volatile("setmaxnreg.inc.sync.aligned.u32 240;")
+
+// END OF INSTRUCTIONS
+
+#ifndef GIVE_REGISTERS
+#define GIVE_REGISTERS()
+#define TAKE_REGISTERS()
+#endif
+
+// What is multiplied, and the tiles of the result: those of BAND blocks of rows together, so that what they share is in the
+// second-level cache.
+#define BAND 8
+struct Problem {
+  const unsigned char* groups;
+  const float *scales, *x_scales;
+  const float2* codes;
+  const int* experts;
+  int N, slabs, turns, per_group, scale_width, num_x, blocks, across;
+
+  // Bytes of a slab's groups.
+  __device__ __forceinline__ int group_bytes() const {
+    return (turns + per_group - 1) / per_group * (FORMAT == CCQ ? 8 : GROUP_BYTES);
+  }
+};
+
+struct Tile {
+  int block, nth, expert;  // of rows; of outputs; negative where nobody has the rows
+};
+
+__device__ __forceinline__ Tile tile_of(const Problem& of, int id) {
+  const int band = id / (BAND * of.across) * BAND, within = id - band * of.across;
+  const int together = min(BAND, of.blocks - band), block = band + within % together;
+  return {block, within / together, GROUPED ? of.experts[block] : 0};
+}
+
+// Of a block of threads: barriers of turns that are there and of those that are free, and their memory.
+struct Ring {
+  u32 full, empty, base;
+  unsigned char* tiles;
+};
+
+// Ask for what one turn of a tile of W takes; a lane for every copy.
+__device__ __forceinline__ void feed_weight(const Weight& w, const Problem& of, const Tile& tile, int turn, u32 to,
+                                            u32 barrier, int lane) {
+#if BY_ROWS
+  if (lane < GROUPS * 64 / BOX) {
+    const int half = PAIRED ? lane % 2 : 0, nth = PAIRED ? lane / 2 : lane;
+    const int row = tile.expert * of.N + half * (of.N / 2) + tile.nth * OUT + nth * BOX;
+    copy_box(to + lane * BOX * 128, w, turn * 128, row, barrier);
+  }
+#else
+  if (lane < MULTIPLIERS) {
+    const u64 slab = (u64)tile.expert * of.slabs + nth_slab<MULTIPLIERS>(tile.nth, lane, of.slabs);
+    copy_line(to + lane * SLAB_BYTES, w + (slab * of.turns + turn) * SLAB_BYTES, SLAB_BYTES, barrier);
+    if (GROUP_BYTES) {
+      const int group = turn / of.per_group / (FORMAT == CCQ ? 2 : 1);
+      copy_line(to + TILE_W + lane * GROUP_BYTES, of.groups + slab * of.group_bytes() + group * GROUP_BYTES, GROUP_BYTES,
+                barrier);
+    }
+  }
+#endif
+}
+
+__device__ __forceinline__ void feed(const TensorMap& x, const Weight& w, const Problem& of, const Ring& ring, int lane) {
+  Place at = {0, 1};  // the phase before the first one counts as ended
+  for (int id = blockIdx.x; id < of.blocks * of.across; id += gridDim.x) {
+    const Tile tile = tile_of(of, id);
+    if (tile.expert < 0) continue;
+    for (int t = 0; t < of.turns; t++, advance<STAGES>(at)) {
+      const u32 to = ring.base + at.stage * STAGE, barrier = ring.full + 8 * at.stage;
+      await_phase(ring.empty + 8 * at.stage, at.parity);
+      if (lane == 0) {
+        expect(barrier, TURN_BYTES);
+        copy_box(to, x, t * (BY_ROWS ? 128 : 64), tile.block * BN, barrier);
+#if BY_BLOCK
+        copy_line(to + TILE_X + TILE_W, of.x_scales + (u64)t * of.num_x + tile.block * BN, BN * 4, barrier);
+#endif
+      }
+      __syncwarp();
+      feed_weight(w, of, tile, t, to + TILE_X, barrier, lane);
+    }
+  }
+}
+
+// The outputs whose sums a thread has: of elements 0 and 1 of four, and of 2 and 3. Without PAIRED eight apart, with it a
+// gate and what belongs to it. Behind the last they repeat it.
+struct Outputs {
+  int upper, lower;
+};
+
+// The first output of a warp, among the tile's.
+__device__ __forceinline__ int column_of(int warp) {
+  if (!PAIRED) return warp * 16;
+  return BY_ROWS ? warp * 8 : warp % (MULTIPLIERS / 2) * 16 + warp / (MULTIPLIERS / 2) * 8;
+}
+
+__device__ __forceinline__ Outputs outputs_of(const Problem& of, const Tile& tile, int warp, int lane) {
+  const int width = PAIRED ? of.N / 2 : of.N, first = tile.nth * OUT + column_of(warp) + (lane >> 2);
+  const int upper = min(first, width - 1);
+  return {upper, PAIRED ? upper + width : min(first + 8, width - 1)};
+}
+
+#if !BY_ROWS
+// Of a warp's slab, or of its gates and of what belongs to them, eight rows each.
+struct Operand {
+  Slab slab;
+  Group group;
+};
+
+__device__ __forceinline__ Operand operand_at(const unsigned char* stage, int warp, int turn, int lane) {
+  const unsigned char *slabs = stage + TILE_X, *entries = slabs + TILE_W;
+  Operand own;
+#if PAIRED
+  const int gate = warp % (MULTIPLIERS / 2), up = gate + MULTIPLIERS / 2, lower = warp / (MULTIPLIERS / 2);
+  const Slab first = slab_at(slabs + gate * SLAB_BYTES, lane), second = slab_at(slabs + up * SLAB_BYTES, lane);
+#if FORMAT == CCQ
+  own.slab.piece = lower ? make_uint2(first.piece.y, second.piece.y) : make_uint2(first.piece.x, second.piece.x);
+#else
+#pragma unroll
+  for (int p = 0; p < PIECES; p++) {
+    const auto mixed = [&](u32 of_first, u32 of_second) {
+#if FORMAT == INT4
+      return lower ? of_first >> 4 & 0x0f0f0f0fu | of_second & 0xf0f0f0f0u
+                   : of_first & 0x0f0f0f0fu | of_second << 4 & 0xf0f0f0f0u;
+#else
+      return __byte_perm(of_first, of_second, lower ? 0x7351u : 0x6240u);
+#endif
+    };
+    const uint4 &a = first.piece[p], &b = second.piece[p];
+    own.slab.piece[p] = make_uint4(mixed(a.x, b.x), mixed(a.y, b.y), mixed(a.z, b.z), mixed(a.w, b.w));
+  }
+#endif
+  if (GROUP_BYTES) {
+    const Group of_first = group_at(entries + gate * GROUP_BYTES, turn, lane);
+    const Group of_second = group_at(entries + up * GROUP_BYTES, turn, lane);
+    const u32 halves = lower ? 0x7632u : 0x5410u;
+    own.group.scales = __byte_perm(of_first.scales, of_second.scales, halves);
+    own.group.offsets = __byte_perm(of_first.offsets, of_second.offsets, halves);
+  }
+#else
+  own.slab = slab_at(slabs + warp * SLAB_BYTES, lane);
+  own.group = group_at(entries + warp * GROUP_BYTES, turn, lane);
+#endif
+  return own;
+}
+
+__device__ __forceinline__ void unpack_operand(u32 (*a)[4], const Operand& from, const Code& maps) {
+#pragma unroll
+  for (int s = 0; s < 4; s++) {
+    unpack(from.slab, s, maps, a[s]);
+    apply_group(a[s], from.group);
+  }
+}
+__device__ __forceinline__ Code maps_of(const Problem& of, const Tile& tile, int warp, int lane) {
+#if FORMAT == CCQ
+  const float2* codes = of.codes + (u64)tile.expert * of.slabs * 16 + (lane >> 2);
+  const auto slab = [&](int nth) { return nth_slab<MULTIPLIERS>(tile.nth, nth, of.slabs) * 16; };
+  constexpr int gates = MULTIPLIERS / 2;
+  if (PAIRED) return {codes[slab(warp % gates) + warp / gates * 8], codes[slab(warp % gates + gates) + warp / gates * 8]};
+  return {codes[slab(warp)], codes[slab(warp) + 8]};
+#else
+  return {};
+#endif
+}
+
+// A tile's sums, from `at` on in the ring.
+__device__ __forceinline__ void add_up(float (&sum)[BN / 2], const Problem& of, const Tile& tile, const Ring& ring,
+                                       Place& at, int warp, int lane) {
+  const Code maps = maps_of(of, tile, warp, lane);
+  u32 a[2][4][4];  // of the slab that is multiplied, and of the next one
+  int last = 0;
+  await_phase(ring.full + 8 * at.stage, at.parity);
+  unpack_operand(a[0], operand_at(ring.tiles + at.stage * STAGE, warp, 0, lane), maps);
+  for (int begin = 0; begin < of.turns; begin += 2) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int t = begin + i, stage = at.stage;
+      if (t >= of.turns) break;
+      const u64 tile_x = descriptor(ring.base + stage * STAGE);
+      const bool goes_on = t + 1 < of.turns;
+      advance<STAGES>(at);
+      Operand next;
+      begin_products();
+#pragma unroll
+      for (int s = 0; s < 4; s++) multiply(sum, a[i][s], tile_x + s * 2);
+      end_products();
+      if (goes_on) {
+        await_phase(ring.full + 8 * at.stage, at.parity);
+        next = operand_at(ring.tiles + at.stage * STAGE, warp, t + 1, lane);
+      }
+      await_products<1>();  // those of the slab before: its operands and its tile of x are free
+      if (t > 0 && lane == 0) arrive_at(ring.empty + 8 * last);
+      if (goes_on) unpack_operand(a[i ^ 1], next, maps);
+      last = stage;
+    }
+  }
+  await_products<0>();
+  fence_registers(sum);
+  if (lane == 0) arrive_at(ring.empty + 8 * last);
+}
+#elif BY_BLOCK
+// A tile's sums, from `at` on in the ring: those of every turn times its scales.
+__device__ __forceinline__ void add_up(float (&total)[BN / 2], const Problem& of, const Tile& tile, const Ring& ring,
+                                       Place& at, int warp, int lane) {
+  const Outputs own = outputs_of(of, tile, warp, lane);
+  const float* scales = of.scales + (u64)tile.expert * of.scale_width;
+  const float *upper = scales + (u64)(own.upper / 128) * of.turns, *lower = scales + (u64)(own.lower / 128) * of.turns;
+  float next_upper = upper[0], next_lower = lower[0], sum[BN / 2];
+  for (int t = 0; t < of.turns; t++, advance<STAGES>(at)) {
+    const u32 tile_at = ring.base + at.stage * STAGE;
+    const u64 tile_x = descriptor(tile_at), tile_w = descriptor(tile_at + TILE_X + warp / 4 * 64 * 128);
+    await_phase(ring.full + 8 * at.stage, at.parity);
+    fence_registers(sum);
+    begin_products();
+    multiply<0>(sum, tile_w, tile_x);
+#pragma unroll
+    for (int s = 1; s < 4; s++) multiply<1>(sum, tile_w + s * 2, tile_x + s * 2);
+    end_products();
+    const float* line = (const float*)(ring.tiles + at.stage * STAGE + TILE_X + TILE_W) + (lane & 3) * 2;
+    const float factors[2] = {next_upper, next_lower};
+    if (t + 1 < of.turns) next_upper = upper[t + 1], next_lower = lower[t + 1];
+    await_products<0>();
+    fence_registers(sum);
+#pragma unroll
+    for (int i = 0; i < BN / 2; i++)
+      total[i] = fmaf(sum[i], line[i / 4 * 8 + (i & 1)] * factors[i / 2 % 2], total[i]);
+    __syncwarp();
+    if (lane == 0) arrive_at(ring.empty + 8 * at.stage);
+  }
+}
+#else
+// A tile's sums, from `at` on in the ring.
+__device__ __forceinline__ void add_up(Sum (&sum)[BN / 2], const Problem& of, const Tile&, const Ring& ring, Place& at,
+                                       int warp, int lane) {
+  int last = 0;
+  for (int t = 0; t < of.turns; t++, advance<STAGES>(at)) {
+    const u32 tile_at = ring.base + at.stage * STAGE;
+    const u64 tile_x = descriptor(tile_at), tile_w = descriptor(tile_at + TILE_X + warp / 4 * 64 * 128);
+    await_phase(ring.full + 8 * at.stage, at.parity);
+    begin_products();
+#pragma unroll
+    for (int s = 0; s < 4; s++) multiply<1>(sum, tile_w + s * 2, tile_x + s * 2);
+    end_products();
+    await_products<1>();  // those of the turn before
+    if (t > 0 && lane == 0) arrive_at(ring.empty + 8 * last);
+    last = at.stage;
+  }
+  await_products<0>();
+  fence_registers(sum);
+  if (lane == 0) arrive_at(ring.empty + 8 * last);
+}
+#endif
+
+// What a thread multiplies its sums with, and adds.
+struct Own {
+  float scale[2], bias[2];
+};
+
+__device__ __forceinline__ Own factors_of(const Problem& of, const Tile& tile, const u16* bias, int warp, int lane) {
+  const Outputs own = outputs_of(of, tile, warp, lane);
+  const float* scales = of.scales + (u64)tile.expert * of.scale_width;
+  return {{BY_BLOCK ? 1.f : scales[own.upper], BY_BLOCK ? 1.f : scales[own.lower]},
+          {bias == nullptr ? 0.f : widen_y(bias[own.upper]), bias == nullptr ? 0.f : widen_y(bias[own.lower])}};
+}
+
+// 16 rows at a time through a piece of shared memory that is the warp's own, where matrix stores turn them.
+template <class Total>
+__device__ __forceinline__ void store_tile(const Ending& to, const Row* rows, const Own& own, const Total& sum, int column,
+                                           unsigned char* room, int lane) {
+  const int width = PAIRED ? to.N / 2 : to.N, matrix = lane >> 3 & 1;
+  const u32 place = shared_address(room) + (PAIRED ? (lane & 15) * 16 : (lane & 7) * 32 + ((matrix ^ lane >> 2 & 1) << 4));
+#pragma unroll
+  for (int begin = 0; begin < BN; begin += 16) {
+    u32 pairs[2][2];
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      float4 v = four_of(sum, begin / 8 + j);
+      const Row* of = rows + begin + j * 8 + (lane & 3) * 2;
+      finish_four((float*)&v, own.scale, of[0], of[1]);
+      if (PAIRED) v = make_float4(silu(v.x) * v.z, silu(v.y) * v.w, 0.f, 0.f);
+      else v = make_float4(v.x + own.bias[0], v.y + own.bias[0], v.z + own.bias[1], v.w + own.bias[1]);
+      pairs[j][0] = narrow_y(v.x, v.y), pairs[j][1] = narrow_y(v.z, v.w);
+    }
+    __syncwarp();
+    if (PAIRED) store_transposed(place, pairs[0][0], pairs[1][0]);
+    else
+#pragma unroll
+      for (int j = 0; j < 2; j++) store_transposed(place + j * 256, pairs[j][0], pairs[j][1]);
+    __syncwarp();
+    const int n = PAIRED ? lane : lane / 2, half = PAIRED ? 0 : lane % 2;
+    if (!PAIRED || lane < 16)
+      store_piece(to, rows[begin + n].at, column + half * 8, width,
+                  *(const uint4*)(room + (PAIRED ? n * 16 : n * 32 + ((half ^ n >> 2 & 1) << 4))));
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ Weight w,
+                 const unsigned char* __restrict__ groups, const float* __restrict__ scales, const float* x_scales,
+                 const u16* __restrict__ bias, u16* y, const int* slots, const int* experts, int M, int N, int slabs,
+                 int turns, int per_group, const float2* __restrict__ codes, int scale_width, int num_x, int blocks) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, group = warp / 4;
+  const u32 full = shared_address(memory), empty = full + 8 * STAGES, base = (empty + 8 * STAGES + 1023) & ~1023u;
+  const Ring ring{full, empty, base, memory + (base - full)};
+  const int across = ((PAIRED ? N / 2 : N) + OUT - 1) / OUT;
+  const Problem of{groups, scales, x_scales, codes, experts, N, slabs, turns, per_group, scale_width, num_x, blocks, across};
+  if (thread == 0) {
+    prefetch(x);
+#pragma unroll
+    for (int s = 0; s < STAGES; s++) {
+      make_barrier(full + 8 * s, 1);
+      make_barrier(empty + 8 * s, MULTIPLIERS);
+    }
+    publish_barriers();
+  }
+  __syncthreads();
+  let_next_start();
+  wait_for_previous();
+
+  if (warp >= MULTIPLIERS) {
+    GIVE_REGISTERS();
+    if (warp == MULTIPLIERS) feed(x, w, of, ring, lane);
+    return;
+  }
+  TAKE_REGISTERS();
+  Row* const tables = (Row*)(ring.tiles + STAGES * STAGE) + group * 2 * BN;  // of this tile, and of the next one
+  unsigned char* const room = ring.tiles + STAGES * STAGE + GROUPS * 2 * BN * sizeof(Row) + warp * 512;
+  Place at = {0, 0};
+  int odd = 0;
+  for (int id = blockIdx.x; id < blocks * across; id += gridDim.x) {
+    const Tile tile = tile_of(of, id);
+    if (tile.expert < 0) continue;
+    const Ending ending{nullptr, nullptr, BY_BLOCK ? nullptr : x_scales, nullptr, bias, y, slots, 0, tile.block * BN, 0, M, N};
+    Row* const rows = tables + odd * BN;
+    odd ^= 1;
+    find_rows<128>(ending, rows, thread % 128);
+    const Own own = factors_of(of, tile, bias, warp, lane);
+    Sum sum[BN / 2];
+#pragma unroll
+    for (int i = 0; i < BN / 2; i++) sum[i] = 0;
+    fence_registers(sum);
+    add_up(sum, of, tile, ring, at, warp, lane);
+    meet_group(group);  // for the table of rows
+    store_tile(ending, rows, own, sum, tile.nth * OUT + column_of(warp), room, lane);
+  }
+}

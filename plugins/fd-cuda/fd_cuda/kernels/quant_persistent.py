@@ -1,0 +1,104 @@
+"""Products of hundreds of rows, or of hundreds of rows an expert, by quant_persistent.cu."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import native
+from .common import num_processors
+from .native import tensor_map
+from .quant_layout import CCQ, FP8_ROWS, INT8_ROWS, TURN, Slabs
+from .quant_native import Grouping
+from .quant_order import gathered
+from .quant_shapes import Persistent, persistent_shared
+
+if TYPE_CHECKING:
+    from .quant_weights import Weights
+    from .routing import Order
+
+_PAIRED_ROWS, _PLAIN_ROWS = 8, 64  # of a weight, of one copy
+
+
+def persistent_product(
+    shape: Persistent,
+    x: torch.Tensor,
+    x_scales: torch.Tensor | None,
+    weight: Slabs,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    *,
+    by_block: bool = False,
+    grouping: Grouping | None = None,
+    paired: bool = False,
+) -> torch.Tensor:
+    """x [T, K], half floats or for weights that lie row by row int8 or fp8 numbers, times the weight, in dtype. Rows of
+    experts lie in the order of the blocks, in x and, where it is `paired`, in what comes out; CCQ's inputs are turned
+    (`gathered`). `x_scales`: [T], or `by_block` [T, K / 128] with tokens fastest, T in whole blocks of rows."""
+    by_rows = weight.kind in (INT8_ROWS, FP8_ROWS)
+    num_rows = x.shape[0] if grouping is None or paired else grouping.num_slots
+    width = weight.out_features // 2 if paired else weight.out_features
+    y = torch.empty((num_rows, width), dtype=dtype, device=x.device)
+    scales = weight.block_scales if by_block else weight.scales
+    if scales is None:
+        raise TypeError("a weight without scales of blocks was asked for a product by blocks")
+    defines = {
+        "HALF": int(x.dtype == torch.float16),
+        "Y_HALF": int(dtype == torch.float16),
+        "FORMAT": weight.kind,
+        "SCALED": weight.scaled if not by_rows else 0,
+        "BY_BLOCK": int(by_block),
+        "PAIRED": int(paired),
+        "GROUPED": int(grouping is not None),
+        "BN": shape.rows,
+        "GROUPS": shape.groups,
+        "STAGES": shape.stages,
+        "THREADS": shape.threads,
+    }
+    box = _PAIRED_ROWS if paired else _PLAIN_ROWS
+    order = None if grouping is None else grouping.order
+    blocks = -(-x.shape[0] // shape.rows) if grouping is None else grouping.blocks
+    turns = -(-weight.in_features // (2 * TURN)) if by_rows else weight.num_turns
+    arguments = [
+        tensor_map.boxes(x, shape.rows),
+        tensor_map.boxes(weight.data.view(-1, weight.in_features), box) if by_rows else weight.data,
+        None if by_rows else weight.table(x.dtype),
+        scales,
+        x_scales,
+        bias,
+        y,
+        None if order is None or paired else order.slots,
+        None if order is None else order.experts,
+        num_rows,
+        weight.out_features,
+        weight.num_slabs,
+        turns,
+        weight.group_size // TURN if weight.group_size and not by_rows else turns,
+        weight.codes,
+        scales[0].numel() if weight.num_experts else 0,
+        x_scales.stride(1) if by_block and x_scales is not None else 0,
+        blocks,
+    ]
+    tiles = blocks * -(-width // (shape.groups * (32 if paired else 64)))
+    kernel = native.function("quant_persistent", defines)
+    shared = persistent_shared(shape, weight.kind, defines["SCALED"], by_block=by_block)
+    grid = (min(tiles, num_processors()), 1, 1)
+    native.launch(kernel, grid, shape.threads, arguments, shared=shared)
+    return y
+
+
+def seen(
+    x: torch.Tensor, weight: Weights, slabs: Slabs, order: Order, num_slots: int, divisor: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x in the order of the blocks as the product of the slabs sees it, and its scales. `divisor`: slots of a row, 0 where
+    x is in that order. What no slot has is any."""
+    by_rows, turned = slabs.kind in (INT8_ROWS, FP8_ROWS), slabs.kind == CCQ
+    rows, scales = weight.numbers(x) if by_rows else weight.round(x)
+    if divisor == 0 and not turned:
+        return rows, scales
+    rows = gathered(rows.view(torch.int16), order, num_slots, divisor, turned=turned).view(rows.dtype)
+    if scales is None or divisor == 0:
+        return rows, scales
+    places = (order.slots // divisor).clamp_(0, len(scales) - 1)
+    return rows, scales[places] if scales.dim() == 1 else scales.t()[:, places].t()
