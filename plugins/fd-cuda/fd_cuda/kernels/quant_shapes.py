@@ -132,6 +132,7 @@ class Persistent:
     rows: int  # of x, of a tile
     stages: int
     groups: int = 2  # of four warps, 64 outputs each
+    cluster: int = 1  # blocks that share rows of x
 
     @property
     def threads(self) -> int:
@@ -139,7 +140,7 @@ class Persistent:
         return self.groups * 128 + 128
 
     def __str__(self) -> str:
-        return f"persistent {self.rows}x{self.groups * 64} {self.stages}st"
+        return f"persistent {self.rows}x{self.groups * 64} *{self.cluster} {self.stages}st"
 
 
 Shape = Gemv | Gemm | Pipe | Tile
@@ -229,9 +230,11 @@ def persistent_shared(shape: Persistent, kind: int, scaled: int, *, by_block: bo
     return 16 * shape.stages + 1024 + shape.stages * turn + tables + warps * 512
 
 
-def persistent(rows: int, kind: int, scaled: int, *, by_block: bool = False) -> Persistent:
+def persistent(
+    rows: int, kind: int, scaled: int, *, by_block: bool = False, cluster: int = 1
+) -> Persistent:
     """With as many turns ahead, to eight, as there is shared memory for."""
-    shapes = (Persistent(rows, stages) for stages in range(8, 1, -1))
+    shapes = (Persistent(rows, stages, 2, cluster) for stages in range(8, 1, -1))
     return next(s for s in shapes if persistent_shared(s, kind, scaled, by_block=by_block) <= MOST_DYNAMIC)
 
 

@@ -6,6 +6,7 @@
 // multiply 64 outputs each and share nothing: slabs of quant.cuh are unpacked into registers while wgmma multiplies the slab
 // before; numbers that lie BY_ROWS are multiplied from shared memory as they are. BY_BLOCK: sums of a turn are multiplied
 // with scales of x [turns, num_x] and of W [N / 128, turns].
+// The CLUSTER blocks of a cluster take tiles beside each other: each brings its part of their rows of x to all of them.
 // GROUPED: blocks of rows have an expert each, and x lies in their order; `slots` says where rows of y go, without it they
 // lie like those of x. PAIRED: the first eight of a warp's 16 outputs are gates, the others what belongs to them.
 // A row of x comes out the same whatever M is.
@@ -65,8 +66,34 @@ __device__ __forceinline__ void meet_group(int group) {
   asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
 }
 
-#define GIVE_REGISTERS() asm volatile("setmaxnreg.dec.sync.aligned.u32 24;")
-#define TAKE_REGISTERS() asm volatile("setmaxnreg.inc.sync.aligned.u32 240;")
+#if CLUSTER > 1
+// All blocks of the cluster.
+__device__ __forceinline__ void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ u32 of_block(u32 address, int rank) {
+  u32 remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+}
+
+__device__ __forceinline__ void arrive_there(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// The box to the same place of every block's memory, announced to every block's barrier.
+__device__ __forceinline__ void copy_box_to_all(u32 to, const TensorMap& map, int input, int row, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+               " [%0], [%1, {%2, %3}], [%4], %5;"
+               ::"r"(to), "l"(&map), "r"(input), "r"(row), "r"(barrier), "h"((u16)((1 << CLUSTER) - 1)) : "memory");
+}
+#else
+__device__ __forceinline__ void meet_cluster() { __syncthreads(); }
+#endif
+
+#define GIVE_REGISTERS() asm volatile("setmaxnreg.dec.sync.aligned.u32 40;")
+#define TAKE_REGISTERS() asm volatile("setmaxnreg.inc.sync.aligned.u32 232;")
 
 // END OF INSTRUCTIONS
 
@@ -95,10 +122,13 @@ struct Tile {
   int block, nth, expert;  // of rows; of outputs; negative where nobody has the rows
 };
 
+// How many the blocks of a cluster take, one after the other.
+__device__ __forceinline__ int num_works(const Problem& of) { return of.blocks * ((of.across + CLUSTER - 1) / CLUSTER); }
+
 __device__ __forceinline__ Tile tile_of(const Problem& of, int id) {
-  const int band = id / (BAND * of.across) * BAND, within = id - band * of.across;
+  const int works = (of.across + CLUSTER - 1) / CLUSTER, band = id / (BAND * works) * BAND, within = id - band * works;
   const int together = min(BAND, of.blocks - band), block = band + within % together;
-  return {block, within / together, GROUPED ? of.experts[block] : 0};
+  return {block, within / together * CLUSTER + (int)blockIdx.z, GROUPED ? of.experts[block] : 0};
 }
 
 // Of a block of threads: barriers of turns that are there and of those that are free, and their memory.
@@ -106,6 +136,15 @@ struct Ring {
   u32 full, empty, base;
   unsigned char* tiles;
 };
+
+// A turn's place is free as far as this warp goes: for all that bring something there.
+__device__ __forceinline__ void release(const Ring& ring, int stage, int lane) {
+#if CLUSTER > 1
+  if (lane < CLUSTER) arrive_there(of_block(ring.empty + 8 * stage, lane));
+#else
+  if (lane == 0) arrive_at(ring.empty + 8 * stage);
+#endif
+}
 
 // Ask for what one turn of a tile of W takes; a lane for every copy.
 __device__ __forceinline__ void feed_weight(const Weight& w, const Problem& of, const Tile& tile, int turn, u32 to,
@@ -131,7 +170,7 @@ __device__ __forceinline__ void feed_weight(const Weight& w, const Problem& of, 
 
 __device__ __forceinline__ void feed(const TensorMap& x, const Weight& w, const Problem& of, const Ring& ring, int lane) {
   Place at = {0, 1};  // the phase before the first one counts as ended
-  for (int id = blockIdx.x; id < of.blocks * of.across; id += gridDim.x) {
+  for (int id = blockIdx.x; id < num_works(of); id += gridDim.x) {
     const Tile tile = tile_of(of, id);
     if (tile.expert < 0) continue;
     for (int t = 0; t < of.turns; t++, advance<STAGES>(at)) {
@@ -139,7 +178,12 @@ __device__ __forceinline__ void feed(const TensorMap& x, const Weight& w, const 
       await_phase(ring.empty + 8 * at.stage, at.parity);
       if (lane == 0) {
         expect(barrier, TURN_BYTES);
-        copy_box(to, x, t * (BY_ROWS ? 128 : 64), tile.block * BN, barrier);
+        const int input = t * (BY_ROWS ? 128 : 64), row = tile.block * BN;
+#if CLUSTER > 1
+        copy_box_to_all(to + blockIdx.z * TILE_X / CLUSTER, x, input, row + blockIdx.z * BN / CLUSTER, barrier);
+#else
+        copy_box(to, x, input, row, barrier);
+#endif
 #if BY_BLOCK
         copy_line(to + TILE_X + TILE_W, of.x_scales + (u64)t * of.num_x + tile.block * BN, BN * 4, barrier);
 #endif
@@ -257,14 +301,14 @@ __device__ __forceinline__ void add_up(float (&sum)[BN / 2], const Problem& of, 
         next = operand_at(ring.tiles + at.stage * STAGE, warp, t + 1, lane);
       }
       await_products<1>();  // those of the slab before: its operands and its tile of x are free
-      if (t > 0 && lane == 0) arrive_at(ring.empty + 8 * last);
+      if (t > 0) release(ring, last, lane);
       if (goes_on) unpack_operand(a[i ^ 1], next, maps);
       last = stage;
     }
   }
   await_products<0>();
   fence_registers(sum);
-  if (lane == 0) arrive_at(ring.empty + 8 * last);
+  release(ring, last, lane);
 }
 #elif BY_BLOCK
 // A tile's sums, from `at` on in the ring: those of every turn times its scales.
@@ -293,7 +337,7 @@ __device__ __forceinline__ void add_up(float (&total)[BN / 2], const Problem& of
     for (int i = 0; i < BN / 2; i++)
       total[i] = fmaf(sum[i], line[i / 4 * 8 + (i & 1)] * factors[i / 2 % 2], total[i]);
     __syncwarp();
-    if (lane == 0) arrive_at(ring.empty + 8 * at.stage);
+    release(ring, at.stage, lane);
   }
 }
 #else
@@ -310,12 +354,12 @@ __device__ __forceinline__ void add_up(Sum (&sum)[BN / 2], const Problem& of, co
     for (int s = 0; s < 4; s++) multiply<1>(sum, tile_w + s * 2, tile_x + s * 2);
     end_products();
     await_products<1>();  // those of the turn before
-    if (t > 0 && lane == 0) arrive_at(ring.empty + 8 * last);
+    if (t > 0) release(ring, last, lane);
     last = at.stage;
   }
   await_products<0>();
   fence_registers(sum);
-  if (lane == 0) arrive_at(ring.empty + 8 * last);
+  release(ring, last, lane);
 }
 #endif
 
@@ -378,17 +422,19 @@ quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ We
 #pragma unroll
     for (int s = 0; s < STAGES; s++) {
       make_barrier(full + 8 * s, 1);
-      make_barrier(empty + 8 * s, MULTIPLIERS);
+      make_barrier(empty + 8 * s, MULTIPLIERS * CLUSTER);
     }
     publish_barriers();
   }
-  __syncthreads();
+  meet_cluster();
   let_next_start();
   wait_for_previous();
 
   if (warp >= MULTIPLIERS) {
     GIVE_REGISTERS();
     if (warp == MULTIPLIERS) feed(x, w, of, ring, lane);
+    __syncwarp();
+    if (CLUSTER > 1) meet_cluster();  // others bring something here as long as they work
     return;
   }
   TAKE_REGISTERS();
@@ -396,7 +442,7 @@ quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ We
   unsigned char* const room = ring.tiles + STAGES * STAGE + GROUPS * 2 * BN * sizeof(Row) + warp * 512;
   Place at = {0, 0};
   int odd = 0;
-  for (int id = blockIdx.x; id < blocks * across; id += gridDim.x) {
+  for (int id = blockIdx.x; id < num_works(of); id += gridDim.x) {
     const Tile tile = tile_of(of, id);
     if (tile.expert < 0) continue;
     const Ending ending{nullptr, nullptr, BY_BLOCK ? nullptr : x_scales, nullptr, bias, y, slots, 0, tile.block * BN, 0, M, N};
@@ -412,4 +458,5 @@ quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ We
     meet_group(group);  // for the table of rows
     store_tile(ending, rows, own, sum, tile.nth * OUT + column_of(warp), room, lane);
   }
+  if (CLUSTER > 1) meet_cluster();
 }
