@@ -98,22 +98,21 @@ def _persistent(
 ) -> torch.Tensor:
     slots, top_k = topk_ids.numel(), topk_ids.shape[1]
     order = order_by_expert(topk_ids, gate_up[1].num_experts, shape.rows)
-    grouping = Grouping(slots, 1, order)
+    grouping, by_rows = Grouping(slots, 1, order), gate_up[1].kind in (INT8_ROWS, FP8_ROWS)
 
     def multiply(
         rows: torch.Tensor, scales: torch.Tensor | None, of: tuple[Weights, Slabs], *, paired: bool
     ) -> torch.Tensor:
         weight, slabs = of
-        own = persistent(
-            shape.rows, slabs.kind, slabs.scaled, by_block=weight.rounding == "block"
-        )
+        own = persistent(shape.rows, slabs.kind, slabs.scaled, by_block=weight.rounding == "block")
         return persistent_product(
             own, rows, scales, slabs, None, x.dtype,
             by_block=weight.rounding == "block", grouping=grouping, paired=paired,
         )  # fmt: skip
 
     hidden = multiply(*seen(x, *gate_up, order, slots, top_k), gate_up, paired=True)
-    y = multiply(*seen(hidden, *down, order, slots, 0), down, paired=False)
+    rounded = down[0].numbers(hidden, order) if by_rows else down[0].round(hidden)
+    y = multiply(*rounded, down, paired=False)
     return combined(y, topk_weights)
 
 
@@ -147,7 +146,7 @@ def choose(slabs: Slabs, each: float) -> Shape | RowGemm | Persistent | None:
         if slabs.kind == CCQ:
             return Gemv(4, 2, 8, 4, 1)
         return RowGemm(64, 2, 1, 5) if by_rows else Gemm(64, 2, 1, 5, 4)
-    if each > _MANY_EACH:
+    if each > _MANY_EACH and slabs.kind != CCQ:
         return persistent(persistent_rows(each), slabs.kind, slabs.scaled)
     if each <= 16:
         return Gemv(1 if each <= 8 else 2, 2, 4, 4, 4)

@@ -9,7 +9,7 @@ import torch
 from . import native
 from .common import num_processors
 from .native import tensor_map
-from .quant_layout import CCQ, FP8_ROWS, INT8_ROWS, TURN, Slabs
+from .quant_layout import FP8_ROWS, INT8_ROWS, TURN, Slabs
 from .quant_native import Grouping
 from .quant_order import gathered
 from .quant_shapes import Persistent, persistent_shared
@@ -34,8 +34,7 @@ def persistent_product(
     paired: bool = False,
 ) -> torch.Tensor:
     """x [T, K], half floats or for weights that lie row by row int8 or fp8 numbers, times the weight, in dtype. Rows of
-    experts lie in the order of the blocks, in x and, where it is `paired`, in what comes out; CCQ's inputs are turned
-    (`gathered`). `x_scales`: [T], or `by_block` [T, K / 128] with tokens fastest, T in whole blocks of rows."""
+    experts lie in the order of the blocks, in x and, where it is `paired`, in what comes out. `x_scales`: [T], or `by_block` [T, K / 128] with tokens fastest, T in whole blocks of rows."""
     by_rows = weight.kind in (INT8_ROWS, FP8_ROWS)
     num_rows = x.shape[0] if grouping is None or paired else grouping.num_slots
     width = weight.out_features // 2 if paired else weight.out_features
@@ -76,7 +75,6 @@ def persistent_product(
         weight.num_slabs,
         turns,
         weight.group_size // TURN if weight.group_size and not by_rows else turns,
-        weight.codes,
         scales[0].numel() if weight.num_experts else 0,
         x_scales.stride(1) if by_block and x_scales is not None else 0,
         blocks,
@@ -93,14 +91,12 @@ def persistent_product(
 def seen(
     x: torch.Tensor, weight: Weights, slabs: Slabs, order: Order, num_slots: int, divisor: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x in the order of the blocks as the product of the slabs sees it, and its scales. `divisor`: slots of a row, 0 where
-    x is in that order. What no slot has is any."""
-    by_rows, turned = slabs.kind in (INT8_ROWS, FP8_ROWS), slabs.kind == CCQ
+    """Rows slot // divisor of x in the order of the blocks as the product of the slabs sees them, and their scales; what
+    no slot has is any."""
+    by_rows = slabs.kind in (INT8_ROWS, FP8_ROWS)
     rows, scales = weight.numbers(x) if by_rows else weight.round(x)
-    if divisor == 0 and not turned:
-        return rows, scales
-    rows = gathered(rows.view(torch.int16), order, num_slots, divisor, turned=turned).view(rows.dtype)
-    if scales is None or divisor == 0:
-        return rows, scales
+    rows = gathered(rows.view(torch.int16), order, num_slots, divisor).view(rows.dtype)
+    if scales is None:
+        return rows, None
     places = (order.slots // divisor).clamp_(0, len(scales) - 1)
     return rows, scales[places] if scales.dim() == 1 else scales.t()[:, places].t()

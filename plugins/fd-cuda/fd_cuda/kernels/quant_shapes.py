@@ -226,7 +226,7 @@ def persistent_shared(shape: Persistent, kind: int, scaled: int, *, by_block: bo
     else:
         weights, line = warps * slab_bytes(kind), warps * group_bytes(kind, scaled)
     turn = shape.rows * 128 + weights + -(-line // 1024) * 1024
-    tables = shape.groups * 2 * shape.rows * _ROW_BYTES
+    tables = shape.groups * 2 * shape.rows * 8
     return 16 * shape.stages + 1024 + shape.stages * turn + tables + warps * 512
 
 
@@ -235,7 +235,9 @@ def persistent(
 ) -> Persistent:
     """With as many turns ahead, to eight, as there is shared memory for."""
     shapes = (Persistent(rows, stages, 2, cluster) for stages in range(8, 1, -1))
-    return next(s for s in shapes if persistent_shared(s, kind, scaled, by_block=by_block) <= MOST_DYNAMIC)
+    return next(
+        s for s in shapes if persistent_shared(s, kind, scaled, by_block=by_block) <= MOST_DYNAMIC
+    )
 
 
 def rows_shared(shape: RowGemm, *, by_block: bool) -> int:

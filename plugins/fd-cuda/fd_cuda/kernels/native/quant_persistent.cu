@@ -102,20 +102,17 @@ __device__ __forceinline__ void meet_cluster() { __syncthreads(); }
 #define TAKE_REGISTERS()
 #endif
 
+// The division is not rounded correctly, what becomes of it is rounded to fewer bits.
+__device__ __forceinline__ float quick_silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
+
 // What is multiplied, and the tiles of the result: those of BAND blocks of rows together, so that what they share is in the
 // second-level cache.
 #define BAND 8
 struct Problem {
   const unsigned char* groups;
   const float *scales, *x_scales;
-  const float2* codes;
-  const int* experts;
-  int N, slabs, turns, per_group, scale_width, num_x, blocks, across;
-
-  // Bytes of a slab's groups.
-  __device__ __forceinline__ int group_bytes() const {
-    return (turns + per_group - 1) / per_group * (FORMAT == CCQ ? 8 : GROUP_BYTES);
-  }
+  const int *slots, *experts;
+  int M, N, slabs, turns, per_group, scale_width, num_x, blocks, across;
 };
 
 struct Tile {
@@ -160,9 +157,9 @@ __device__ __forceinline__ void feed_weight(const Weight& w, const Problem& of, 
     const u64 slab = (u64)tile.expert * of.slabs + nth_slab<MULTIPLIERS>(tile.nth, lane, of.slabs);
     copy_line(to + lane * SLAB_BYTES, w + (slab * of.turns + turn) * SLAB_BYTES, SLAB_BYTES, barrier);
     if (GROUP_BYTES) {
-      const int group = turn / of.per_group / (FORMAT == CCQ ? 2 : 1);
-      copy_line(to + TILE_W + lane * GROUP_BYTES, of.groups + slab * of.group_bytes() + group * GROUP_BYTES, GROUP_BYTES,
-                barrier);
+      const int groups = (of.turns + of.per_group - 1) / of.per_group;
+      copy_line(to + TILE_W + lane * GROUP_BYTES, of.groups + (slab * groups + turn / of.per_group) * GROUP_BYTES,
+                GROUP_BYTES, barrier);
     }
   }
 #endif
@@ -225,9 +222,6 @@ __device__ __forceinline__ Operand operand_at(const unsigned char* stage, int wa
 #if PAIRED
   const int gate = warp % (MULTIPLIERS / 2), up = gate + MULTIPLIERS / 2, lower = warp / (MULTIPLIERS / 2);
   const Slab first = slab_at(slabs + gate * SLAB_BYTES, lane), second = slab_at(slabs + up * SLAB_BYTES, lane);
-#if FORMAT == CCQ
-  own.slab.piece = lower ? make_uint2(first.piece.y, second.piece.y) : make_uint2(first.piece.x, second.piece.x);
-#else
 #pragma unroll
   for (int p = 0; p < PIECES; p++) {
     const auto mixed = [&](u32 of_first, u32 of_second) {
@@ -241,7 +235,6 @@ __device__ __forceinline__ Operand operand_at(const unsigned char* stage, int wa
     const uint4 &a = first.piece[p], &b = second.piece[p];
     own.slab.piece[p] = make_uint4(mixed(a.x, b.x), mixed(a.y, b.y), mixed(a.z, b.z), mixed(a.w, b.w));
   }
-#endif
   if (GROUP_BYTES) {
     const Group of_first = group_at(entries + gate * GROUP_BYTES, turn, lane);
     const Group of_second = group_at(entries + up * GROUP_BYTES, turn, lane);
@@ -256,33 +249,20 @@ __device__ __forceinline__ Operand operand_at(const unsigned char* stage, int wa
   return own;
 }
 
-__device__ __forceinline__ void unpack_operand(u32 (*a)[4], const Operand& from, const Code& maps) {
+__device__ __forceinline__ void unpack_operand(u32 (*a)[4], const Operand& from) {
 #pragma unroll
   for (int s = 0; s < 4; s++) {
-    unpack(from.slab, s, maps, a[s]);
+    unpack(from.slab, s, Code{}, a[s]);
     apply_group(a[s], from.group);
   }
 }
-__device__ __forceinline__ Code maps_of(const Problem& of, const Tile& tile, int warp, int lane) {
-#if FORMAT == CCQ
-  const float2* codes = of.codes + (u64)tile.expert * of.slabs * 16 + (lane >> 2);
-  const auto slab = [&](int nth) { return nth_slab<MULTIPLIERS>(tile.nth, nth, of.slabs) * 16; };
-  constexpr int gates = MULTIPLIERS / 2;
-  if (PAIRED) return {codes[slab(warp % gates) + warp / gates * 8], codes[slab(warp % gates + gates) + warp / gates * 8]};
-  return {codes[slab(warp)], codes[slab(warp) + 8]};
-#else
-  return {};
-#endif
-}
-
 // A tile's sums, from `at` on in the ring.
-__device__ __forceinline__ void add_up(float (&sum)[BN / 2], const Problem& of, const Tile& tile, const Ring& ring,
-                                       Place& at, int warp, int lane) {
-  const Code maps = maps_of(of, tile, warp, lane);
+__device__ __forceinline__ void add_up(float (&sum)[BN / 2], const Problem& of, const Tile&, const Ring& ring, Place& at,
+                                       int warp, int lane) {
   u32 a[2][4][4];  // of the slab that is multiplied, and of the next one
   int last = 0;
   await_phase(ring.full + 8 * at.stage, at.parity);
-  unpack_operand(a[0], operand_at(ring.tiles + at.stage * STAGE, warp, 0, lane), maps);
+  unpack_operand(a[0], operand_at(ring.tiles + at.stage * STAGE, warp, 0, lane));
   for (int begin = 0; begin < of.turns; begin += 2) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -302,7 +282,7 @@ __device__ __forceinline__ void add_up(float (&sum)[BN / 2], const Problem& of, 
       }
       await_products<1>();  // those of the slab before: its operands and its tile of x are free
       if (t > 0) release(ring, last, lane);
-      if (goes_on) unpack_operand(a[i ^ 1], next, maps);
+      if (goes_on) unpack_operand(a[i ^ 1], next);
       last = stage;
     }
   }
@@ -363,46 +343,68 @@ __device__ __forceinline__ void add_up(Sum (&sum)[BN / 2], const Problem& of, co
 }
 #endif
 
-// What a thread multiplies its sums with, and adds.
-struct Own {
-  float scale[2], bias[2];
+// What a thread multiplies its sums with and adds, and two rows or less of its group's table: asked for before the products,
+// looked at behind them.
+struct Known {
+  float scale[2], bias[2], of_row[2];
+  int at[2];
 };
 
-__device__ __forceinline__ Own factors_of(const Problem& of, const Tile& tile, const u16* bias, int warp, int lane) {
-  const Outputs own = outputs_of(of, tile, warp, lane);
+__device__ __forceinline__ Known find(const Problem& of, const Tile& tile, const u16* bias, int thread) {
+  const Outputs own = outputs_of(of, tile, thread / 32, thread % 32);
   const float* scales = of.scales + (u64)tile.expert * of.scale_width;
-  return {{BY_BLOCK ? 1.f : scales[own.upper], BY_BLOCK ? 1.f : scales[own.lower]},
-          {bias == nullptr ? 0.f : widen_y(bias[own.upper]), bias == nullptr ? 0.f : widen_y(bias[own.lower])}};
+  Known found = {{BY_BLOCK ? 1.f : scales[own.upper], BY_BLOCK ? 1.f : scales[own.lower]},
+                   {bias == nullptr ? 0.f : widen_y(bias[own.upper]), bias == nullptr ? 0.f : widen_y(bias[own.lower])}};
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int row = tile.block * BN + min(thread % 128 + i * 128, BN - 1);
+    found.at[i] = of.slots == nullptr ? row : of.slots[row];
+    found.of_row[i] = !BY_BLOCK && of.x_scales != nullptr && (GROUPED || row < of.M) ? of.x_scales[row] : 1.f;
+  }
+  return found;
 }
 
+// Where a tile's rows go (M and more: nowhere), and what they are multiplied with.
+struct Table {
+  float scale[BN];
+  int at[BN];
+
+  __device__ __forceinline__ void fill(const Known& found, int nth) {
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      if (nth + i * 128 < BN) scale[nth + i * 128] = found.of_row[i], at[nth + i * 128] = found.at[i];
+  }
+};
+
 // 16 rows at a time through a piece of shared memory that is the warp's own, where matrix stores turn them.
-template <class Total>
-__device__ __forceinline__ void store_tile(const Ending& to, const Row* rows, const Own& own, const Total& sum, int column,
-                                           unsigned char* room, int lane) {
-  const int width = PAIRED ? to.N / 2 : to.N, matrix = lane >> 3 & 1;
+__device__ __forceinline__ void store_tile(const Problem& of, const Tile& tile, u16* y, const Table& rows,
+                                           const Known& own, const Sum* sum, unsigned char* room, int warp, int lane) {
+  const int width = PAIRED ? of.N / 2 : of.N, matrix = lane >> 3 & 1, n = PAIRED ? lane : lane / 2;
+  const int half = PAIRED ? 0 : lane % 2, column = tile.nth * OUT + column_of(warp) + half * 8;
   const u32 place = shared_address(room) + (PAIRED ? (lane & 15) * 16 : (lane & 7) * 32 + ((matrix ^ lane >> 2 & 1) << 4));
+  const uint4* from = (const uint4*)(room + (PAIRED ? n * 16 : n * 32 + ((half ^ n >> 2 & 1) << 4)));
 #pragma unroll
   for (int begin = 0; begin < BN; begin += 16) {
     u32 pairs[2][2];
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-      float4 v = four_of(sum, begin / 8 + j);
-      const Row* of = rows + begin + j * 8 + (lane & 3) * 2;
-      finish_four((float*)&v, own.scale, of[0], of[1]);
-      if (PAIRED) v = make_float4(silu(v.x) * v.z, silu(v.y) * v.w, 0.f, 0.f);
-      else v = make_float4(v.x + own.bias[0], v.y + own.bias[0], v.z + own.bias[1], v.w + own.bias[1]);
-      pairs[j][0] = narrow_y(v.x, v.y), pairs[j][1] = narrow_y(v.z, v.w);
+      const float4 v = four_of(sum, begin / 8 + j);
+      const float2 row = *(const float2*)(rows.scale + begin + j * 8 + (lane & 3) * 2);
+      float4 z = make_float4(v.x * own.scale[0] * row.x, v.y * own.scale[0] * row.y, v.z * own.scale[1] * row.x,
+                             v.w * own.scale[1] * row.y);
+      if (PAIRED) z = make_float4(quick_silu(z.x) * z.z, quick_silu(z.y) * z.w, 0.f, 0.f);
+      else z = make_float4(z.x + own.bias[0], z.y + own.bias[0], z.z + own.bias[1], z.w + own.bias[1]);
+      pairs[j][0] = narrow_y(z.x, z.y), pairs[j][1] = narrow_y(z.z, z.w);
     }
     __syncwarp();
-    if (PAIRED) store_transposed(place, pairs[0][0], pairs[1][0]);
-    else
+    if (PAIRED) {
+      store_transposed(place, pairs[0][0], pairs[1][0]);
+    } else {
 #pragma unroll
       for (int j = 0; j < 2; j++) store_transposed(place + j * 256, pairs[j][0], pairs[j][1]);
+    }
     __syncwarp();
-    const int n = PAIRED ? lane : lane / 2, half = PAIRED ? 0 : lane % 2;
-    if (!PAIRED || lane < 16)
-      store_piece(to, rows[begin + n].at, column + half * 8, width,
-                  *(const uint4*)(room + (PAIRED ? n * 16 : n * 32 + ((half ^ n >> 2 & 1) << 4))));
+    if (n < 16) store_piece(y, rows.at[begin + n], of.M, column, width, *from);
   }
 }
 
@@ -410,13 +412,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ Weight w,
                  const unsigned char* __restrict__ groups, const float* __restrict__ scales, const float* x_scales,
                  const u16* __restrict__ bias, u16* y, const int* slots, const int* experts, int M, int N, int slabs,
-                 int turns, int per_group, const float2* __restrict__ codes, int scale_width, int num_x, int blocks) {
+                 int turns, int per_group, int scale_width, int num_x, int blocks) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, group = warp / 4;
   const u32 full = shared_address(memory), empty = full + 8 * STAGES, base = (empty + 8 * STAGES + 1023) & ~1023u;
   const Ring ring{full, empty, base, memory + (base - full)};
   const int across = ((PAIRED ? N / 2 : N) + OUT - 1) / OUT;
-  const Problem of{groups, scales, x_scales, codes, experts, N, slabs, turns, per_group, scale_width, num_x, blocks, across};
+  const Problem of{groups, scales, x_scales, slots, experts, M, N, slabs, turns, per_group, scale_width, num_x, blocks,
+                   across};
   if (thread == 0) {
     prefetch(x);
 #pragma unroll
@@ -438,25 +441,28 @@ quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ We
     return;
   }
   TAKE_REGISTERS();
-  Row* const tables = (Row*)(ring.tiles + STAGES * STAGE) + group * 2 * BN;  // of this tile, and of the next one
-  unsigned char* const room = ring.tiles + STAGES * STAGE + GROUPS * 2 * BN * sizeof(Row) + warp * 512;
+#ifdef LAG
+  if (group == 1) __nanosleep(LAG);
+#endif
+  Table* const tables = (Table*)(ring.tiles + STAGES * STAGE) + group * 2;  // of this tile, and of the next one
+  unsigned char* const room = ring.tiles + STAGES * STAGE + GROUPS * 2 * sizeof(Table) + warp * 512;
   Place at = {0, 0};
   int odd = 0;
+  Tile next = tile_of(of, blockIdx.x);
   for (int id = blockIdx.x; id < num_works(of); id += gridDim.x) {
-    const Tile tile = tile_of(of, id);
+    const Tile tile = next;
+    if (id + gridDim.x < num_works(of)) next = tile_of(of, id + gridDim.x);
     if (tile.expert < 0) continue;
-    const Ending ending{nullptr, nullptr, BY_BLOCK ? nullptr : x_scales, nullptr, bias, y, slots, 0, tile.block * BN, 0, M, N};
-    Row* const rows = tables + odd * BN;
-    odd ^= 1;
-    find_rows<128>(ending, rows, thread % 128);
-    const Own own = factors_of(of, tile, bias, warp, lane);
+    const Known found = find(of, tile, bias, thread);
     Sum sum[BN / 2];
 #pragma unroll
     for (int i = 0; i < BN / 2; i++) sum[i] = 0;
     fence_registers(sum);
     add_up(sum, of, tile, ring, at, warp, lane);
-    meet_group(group);  // for the table of rows
-    store_tile(ending, rows, own, sum, tile.nth * OUT + column_of(warp), room, lane);
+    tables[odd].fill(found, thread % 128);
+    meet_group(group);
+    store_tile(of, tile, y, tables[odd], found, sum, room, warp, lane);
+    odd ^= 1;
   }
   if (CLUSTER > 1) meet_cluster();
 }

@@ -263,10 +263,10 @@ __device__ __forceinline__ void finish_four(float* v, const float* scale, const 
   }
 }
 
-// Eight outputs of a row, from `column` on.
-__device__ __forceinline__ void store_piece(const Ending& to, int at, int column, int width, const uint4& v) {
-  if (at >= to.M || column >= width) return;
-  u16* y = to.y + (u64)at * width + column;
+// Eight outputs, from `column` on, of row `at` of y, which has M.
+__device__ __forceinline__ void store_piece(u16* y, int at, int M, int column, int width, const uint4& v) {
+  if (at >= M || column >= width) return;
+  y += (u64)at * width + column;
   if (width % 8 == 0) {
     *(uint4*)y = v;
   } else {
@@ -283,7 +283,8 @@ __device__ __forceinline__ void store_rows(const Ending& to, const unsigned char
 #pragma unroll 4
   for (int e = lane; e < SHARE * 2; e += 32) {
     const int n = e / 2;
-    store_piece(to, rows[n].at, column + e % 2 * 8, width, *(const uint4*)(stage + n * 32 + ((e ^ n >> 2) % 2 << 4)));
+    const uint4 v = *(const uint4*)(stage + n * 32 + ((e ^ n >> 2) % 2 << 4));
+    store_piece(to.y, rows[n].at, to.M, column + e % 2 * 8, width, v);
   }
 }
 
