@@ -13,11 +13,13 @@ from quant_emulation import use_kernels
 from test_quant_native import DEVICE, HAS_GPU, check, rounded
 
 from fd_cuda.kernels import quant_experts, quant_weights
+from fd_cuda.kernels.experts import combined
 from fd_cuda.kernels.quant_layout import FP8_ROWS, INT8_ROWS
 from fd_cuda.kernels.quant_native import Grouping
-from fd_cuda.kernels.quant_persistent import persistent_product, seen
+from fd_cuda.kernels.quant_persistent import experts as layer_of
+from fd_cuda.kernels.quant_persistent import in_order, persistent_product
 from fd_cuda.kernels.quant_shapes import MOST_DYNAMIC, Persistent, persistent, persistent_shared
-from fd_cuda.kernels.routing import Order
+from fd_cuda.kernels.routing import Order, order_by_expert
 
 pytestmark = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, reason="needs g++")
 # Format, outputs, inputs, group, dtype, rows of x, rows of a tile.
@@ -102,7 +104,7 @@ def test_experts_pair_gate_and_up(name: str, group: int, cluster: int) -> None:
     rows = torch.full((4, block), slots, dtype=torch.int32, device=DEVICE)
     rows[0, :1], rows[1], rows[3, : len(own[1]) - block] = own[0], own[1][:block], own[1][block:]
     order = Order(rows.view(-1), torch.tensor([0, 1, -1, 1], dtype=torch.int32, device=DEVICE))
-    given, of_rows = seen(x, weight, slabs, order, slots, 2)
+    given, of_rows = in_order(x, (weight, slabs), order, slots, 2)
     got, plain = (
         persistent_product(
             shape_of(name, block, slabs, cluster), given, of_rows, slabs, None, torch.bfloat16,
@@ -132,9 +134,9 @@ def test_layer_of_experts(name: str) -> None:
     ids = torch.stack([torch.randperm(experts)[:2] for _ in range(tokens)]).to(DEVICE)
     shares = torch.rand(tokens, 2, device=DEVICE)
     shape = shape_of(name, 16, gate_up.slabs)
-    got = quant_experts._persistent(
-        shape, x, ids, shares, (gate_up, gate_up.slabs), (down, down.slabs)
-    )
+    order = order_by_expert(ids, experts, shape.rows)
+    y = layer_of(shape, x, order, 2 * tokens, 2, (gate_up, gate_up.slabs), (down, down.slabs))
+    got = combined(y, shares)
     first, second = (w.dequantized(torch.float32).double() for w in (gate_up, down))
     expected = torch.zeros(tokens, hidden, dtype=torch.float64, device=DEVICE)
     for token in range(tokens):

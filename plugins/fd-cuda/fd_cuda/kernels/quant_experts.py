@@ -13,6 +13,7 @@ from typing import Final
 
 import torch
 
+from . import quant_persistent
 from .common import INTERPRETED, batch_invariant
 from .experts import combined, grouped
 from .experts import tiles_for as tiles_of_experts
@@ -21,7 +22,6 @@ from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, Slabs
 from .quant_linear import native_runs, with_copies
 from .quant_native import Grouping, as_numbers, product, rows_product, unpack
 from .quant_order import gathered
-from .quant_persistent import persistent_product, seen
 from .quant_rows import multiply_rows, tiles_for
 from .quant_shapes import Gemm, Gemv, Persistent, RowGemm, Shape, Tile, persistent
 from .quant_weights import Weights
@@ -71,9 +71,11 @@ def moe_experts(
             return _dequantized(x, topk_ids, topk_weights, gate_up, down)
         y = _by_triton(x, topk_ids, gate_up, down, first, second)
         return combined(y, topk_weights)
-    if isinstance(shape, Persistent):
-        return _persistent(shape, x, topk_ids, topk_weights, (gate_up, first), (down, second))
     slots = tokens * top_k
+    if isinstance(shape, Persistent):
+        order, of = order_by_expert(topk_ids, first.num_experts, shape.rows), (gate_up, first)
+        y = quant_persistent.experts(shape, x, order, slots, top_k, of, (down, second))
+        return combined(y, topk_weights)
     if isinstance(shape, Tile):
         order = order_by_expert(topk_ids, first.num_experts, shape.rows)
         grouping, rows = Grouping(slots, 1, order), gathered(x, order, slots, top_k)
@@ -86,34 +88,6 @@ def moe_experts(
         groups = [Grouping(slots, divisor, order) for divisor in (top_k, 1)]
     hidden = _product(shape, x, gate_up, first, groups[0], paired=True)
     return combined(_product(shape, hidden, down, second, groups[1], paired=False), topk_weights)
-
-
-def _persistent(
-    shape: Persistent,
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    gate_up: tuple[Weights, Slabs],
-    down: tuple[Weights, Slabs],
-) -> torch.Tensor:
-    slots, top_k = topk_ids.numel(), topk_ids.shape[1]
-    order = order_by_expert(topk_ids, gate_up[1].num_experts, shape.rows)
-    grouping, by_rows = Grouping(slots, 1, order), gate_up[1].kind in (INT8_ROWS, FP8_ROWS)
-
-    def multiply(
-        rows: torch.Tensor, scales: torch.Tensor | None, of: tuple[Weights, Slabs], *, paired: bool
-    ) -> torch.Tensor:
-        weight, slabs = of
-        own = persistent(shape.rows, slabs.kind, slabs.scaled, by_block=weight.rounding == "block")
-        return persistent_product(
-            own, rows, scales, slabs, None, x.dtype,
-            by_block=weight.rounding == "block", grouping=grouping, paired=paired,
-        )  # fmt: skip
-
-    hidden = multiply(*seen(x, *gate_up, order, slots, top_k), gate_up, paired=True)
-    rounded = down[0].numbers(hidden, order) if by_rows else down[0].round(hidden)
-    y = multiply(*rounded, down, paired=False)
-    return combined(y, topk_weights)
 
 
 def _product(

@@ -12,7 +12,7 @@ from .native import tensor_map
 from .quant_layout import FP8_ROWS, INT8_ROWS, TURN, Slabs
 from .quant_native import Grouping
 from .quant_order import gathered
-from .quant_shapes import Persistent, persistent_shared
+from .quant_shapes import Persistent, persistent, persistent_shared
 
 if TYPE_CHECKING:
     from .quant_weights import Weights
@@ -88,15 +88,56 @@ def persistent_product(
     return y
 
 
-def seen(
-    x: torch.Tensor, weight: Weights, slabs: Slabs, order: Order, num_slots: int, divisor: int
+def dense(
+    shape: Persistent, x: torch.Tensor, weight: Weights, slabs: Slabs, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """x [T, K], rounded as the weight wants it, times one matrix."""
+    rows, scales = _rounded(x, weight, slabs)
+    return persistent_product(shape, rows, scales, slabs, bias, x.dtype)
+
+
+def experts(
+    shape: Persistent,
+    x: torch.Tensor,
+    order: Order,
+    num_slots: int,
+    top_k: int,
+    gate_up: tuple[Weights, Slabs],
+    down: tuple[Weights, Slabs],
+) -> torch.Tensor:
+    """[num_slots, H]: the gated MLPs of the experts that rows slot // top_k of x go to in this order."""
+    grouping = Grouping(num_slots, 1, order)
+
+    def multiply(
+        rows: torch.Tensor, scales: torch.Tensor | None, of: tuple[Weights, Slabs], *, paired: bool
+    ) -> torch.Tensor:
+        weight, slabs = of
+        by_block = weight.rounding == "block"
+        own = persistent(shape.rows, slabs.kind, slabs.scaled, by_block=by_block)
+        return persistent_product(
+            own, rows, scales, slabs, None, x.dtype,
+            by_block=by_block, grouping=grouping, paired=paired,
+        )  # fmt: skip
+
+    hidden = multiply(*in_order(x, gate_up, order, num_slots, top_k), gate_up, paired=True)
+    return multiply(*_rounded(hidden, *down, order), down, paired=False)
+
+
+def in_order(
+    x: torch.Tensor, of: tuple[Weights, Slabs], order: Order, num_slots: int, divisor: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows slot // divisor of x in the order of the blocks as the product of the slabs sees them, and their scales; what
-    no slot has is any."""
-    by_rows = slabs.kind in (INT8_ROWS, FP8_ROWS)
-    rows, scales = weight.numbers(x) if by_rows else weight.round(x)
+    """Rows slot // divisor of x in the order of the blocks as the product sees them, and their scales; what no slot
+    has is any."""
+    rows, scales = _rounded(x, *of)
     rows = gathered(rows.view(torch.int16), order, num_slots, divisor).view(rows.dtype)
     if scales is None:
         return rows, None
     places = (order.slots // divisor).clamp_(0, len(scales) - 1)
     return rows, scales[places] if scales.dim() == 1 else scales.t()[:, places].t()
+
+
+def _rounded(
+    x: torch.Tensor, weight: Weights, slabs: Slabs, order: Order | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    by_rows = slabs.kind in (INT8_ROWS, FP8_ROWS)
+    return weight.numbers(x, order) if by_rows else weight.round(x)
