@@ -61,13 +61,6 @@ inline void copy_box(u32 to, const TensorMap& map, int input, int row, u32 barri
     }
   count(barrier, 0, -map.box_rows * 128);
 }
-inline void copy_box_to_all(u32 to, const TensorMap& map, int input, int row, u32 barrier) {
-  for (int rank = 0; rank < (int)block->anchors->size(); ++rank)
-    copy_box(at_rank(to, rank), map, input, row, at_rank(barrier, rank));
-}
-inline void meet_cluster() { meet(); }
-inline u32 of_block(u32 address, int rank) { return at_rank(address, rank); }
-inline void arrive_there(u32 address) { count(address, 1, 0); }
 inline void copy_line(u32 to, const void* from, int bytes, u32 barrier) {
   std::memcpy(in_cluster(to), from, bytes);
   count(barrier, 0, -bytes);

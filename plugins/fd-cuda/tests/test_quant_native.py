@@ -32,12 +32,14 @@ from fd_cuda.kernels.quant_shapes import (
     Few,
     Gemm,
     Gemv,
+    Persistent,
     Pipe,
     RowGemm,
     Shape,
     Tile,
     gemm_shared,
     gemv_shared,
+    persistent_shared,
     pipe_shared,
     rows_shared,
     tile_shared,
@@ -170,7 +172,7 @@ def test_weights_that_the_kernel_before_unpacks_are_awaited(
 ) -> None:
     """Kernels overlap: a product asks for its weights before the kernel in front has ended, unless that one
     writes them."""
-    rows, count, tokens = (1024, 3072, 4096) if HAS_GPU else (48, 64, 300)
+    rows, count, tokens = (1024, 3072, 300) if HAS_GPU else (48, 64, 300)
     weight, told = quant_weights.prepare(packed("w4a8", rows, count)), []
 
     def watched(*arguments: Any, **options: Any) -> torch.Tensor:
@@ -314,6 +316,8 @@ def test_chosen_kernels_fit_into_shared_memory(room: Any, monkeypatch: pytest.Mo
                     assert shape.teams <= shape.stages
                 elif isinstance(shape, RowGemm):
                     assert rows_shared(shape, by_block=kind == FP8_ROWS) <= most
+                elif isinstance(shape, Persistent):
+                    assert persistent_shared(shape, kind, slabs.scaled, by_block=False) <= 227 << 10
 
 
 @pytest.mark.parametrize("is_alone", [False, True])

@@ -44,9 +44,9 @@ def kernels(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use_kernels(tmp_path_factory.getbasetemp(), monkeypatch)
 
 
-def shape_of(name: str, rows: int, slabs: quant_weights.Slabs, cluster: int = 1) -> Persistent:
+def shape_of(name: str, rows: int, slabs: quant_weights.Slabs) -> Persistent:
     by_block = name == "block_fp8"
-    return persistent(rows, slabs.kind, slabs.scaled, by_block=by_block, cluster=cluster)
+    return persistent(rows, slabs.kind, slabs.scaled, by_block=by_block)
 
 
 def test_blocks_have_the_shared_memory_that_turns_take() -> None:
@@ -64,9 +64,8 @@ def made(name: str, rows: int, count: int, group: int = 0, experts: int = 0) -> 
     return packed_on(name, rows, count, group, experts, DEVICE)
 
 
-@pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("case", [*SMALL, *(LARGE if HAS_GPU else [])], ids=str)
-def test_product(case: Case, cluster: int) -> None:
+def test_product(case: Case) -> None:
     name, rows, count, group, dtype, tokens, tile = case
     slabs = quant_weights.prepare(made(name, rows, count, group)).slabs
     assert slabs is not None
@@ -79,18 +78,17 @@ def test_product(case: Case, cluster: int) -> None:
     expected = meant @ quant_weights.dequantized(slabs, torch.float32).double().T + bias.double()
     for _ in range(20 if HAS_GPU else 1):
         got = persistent_product(
-            shape_of(name, tile, slabs, cluster), x, scales, slabs, bias, dtype,
+            shape_of(name, tile, slabs), x, scales, slabs, bias, dtype,
             by_block=name == "block_fp8",
         )  # fmt: skip
         check(got, expected, dtype)
 
 
-@pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize(
     ("name", "group"),
     [("wint4", 0), ("wint8", 0), ("wint4_zp", 64), ("wfp8", 0), ("w8a8", 0), ("wfp8afp8", 0), ("block_fp8", 0)],
 )  # fmt: skip
-def test_experts_pair_gate_and_up(name: str, group: int, cluster: int) -> None:
+def test_experts_pair_gate_and_up(name: str, group: int) -> None:
     """Rows gathered by expert, two blocks of one of them, and a block that nobody has."""
     experts, inner, hidden, tokens, block = 2, 112, 256, 12, 16
     weight = quant_weights.prepare(made(name, 2 * inner, hidden, group, experts))
@@ -107,7 +105,7 @@ def test_experts_pair_gate_and_up(name: str, group: int, cluster: int) -> None:
     given, of_rows = in_order(x, (weight, slabs), order, slots, 2)
     got, plain = (
         persistent_product(
-            shape_of(name, block, slabs, cluster), given, of_rows, slabs, None, torch.bfloat16,
+            shape_of(name, block, slabs), given, of_rows, slabs, None, torch.bfloat16,
             by_block=name == "block_fp8", grouping=Grouping(slots, 1, order), paired=paired,
         )
         for paired in (True, False)

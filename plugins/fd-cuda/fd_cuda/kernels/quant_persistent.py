@@ -53,7 +53,6 @@ def persistent_product(
         "BN": shape.rows,
         "GROUPS": shape.groups,
         "STAGES": shape.stages,
-        "CLUSTER": shape.cluster,
         "THREADS": shape.threads,
     }
     box = _PAIRED_ROWS if paired else _PLAIN_ROWS
@@ -61,7 +60,7 @@ def persistent_product(
     blocks = -(-x.shape[0] // shape.rows) if grouping is None else grouping.blocks
     turns = -(-weight.in_features // (2 * TURN)) if by_rows else weight.num_turns
     arguments = [
-        tensor_map.boxes(x, shape.rows // shape.cluster),
+        tensor_map.boxes(x, shape.rows),
         tensor_map.boxes(weight.data.view(-1, weight.in_features), box) if by_rows else weight.data,
         None if by_rows else weight.table(x.dtype),
         scales,
@@ -79,12 +78,11 @@ def persistent_product(
         x_scales.stride(1) if by_block and x_scales is not None else 0,
         blocks,
     ]
-    across = -(-width // (shape.groups * (32 if paired else 64)))
-    works, clusters = blocks * -(-across // shape.cluster), num_processors() // shape.cluster
+    tiles = blocks * -(-width // (shape.groups * (32 if paired else 64)))
     kernel = native.function("quant_persistent", defines)
     shared = persistent_shared(shape, weight.kind, defines["SCALED"], by_block=by_block)
-    grid = (min(works, clusters), 1, shape.cluster)
-    native.launch(kernel, grid, shape.threads, arguments, shared=shared, cluster=shape.cluster)
+    grid = (min(tiles, num_processors()), 1, 1)
+    native.launch(kernel, grid, shape.threads, arguments, shared=shared)
     return y
 
 

@@ -132,7 +132,6 @@ class Persistent:
     rows: int  # of x, of a tile
     stages: int
     groups: int = 2  # of four warps, 64 outputs each
-    cluster: int = 1  # blocks that share rows of x
 
     @property
     def threads(self) -> int:
@@ -140,7 +139,7 @@ class Persistent:
         return self.groups * 128 + 128
 
     def __str__(self) -> str:
-        return f"persistent {self.rows}x{self.groups * 64} *{self.cluster} {self.stages}st"
+        return f"persistent {self.rows}x{self.groups * 64} {self.stages}st"
 
 
 Shape = Gemv | Gemm | Pipe | Tile
@@ -230,14 +229,13 @@ def persistent_shared(shape: Persistent, kind: int, scaled: int, *, by_block: bo
     return 16 * shape.stages + 1024 + shape.stages * turn + tables + warps * 512
 
 
-def persistent(
-    rows: int, kind: int, scaled: int, *, by_block: bool = False, cluster: int = 1
-) -> Persistent:
+def persistent(rows: int, kind: int, scaled: int, *, by_block: bool = False) -> Persistent:
     """With as many turns ahead, to eight, as there is shared memory for."""
-    shapes = (Persistent(rows, stages, 2, cluster) for stages in range(8, 1, -1))
-    return next(
-        s for s in shapes if persistent_shared(s, kind, scaled, by_block=by_block) <= MOST_DYNAMIC
-    )
+    for stages in range(8, 2, -1):
+        shape = Persistent(rows, stages)
+        if persistent_shared(shape, kind, scaled, by_block=by_block) <= MOST_DYNAMIC:
+            return shape
+    raise ValueError(f"no three turns of {rows} rows find a place in {MOST_DYNAMIC} bytes")
 
 
 def rows_shared(shape: RowGemm, *, by_block: bool) -> int:

@@ -6,7 +6,6 @@
 // multiply 64 outputs each and share nothing: slabs of quant.cuh are unpacked into registers while wgmma multiplies the slab
 // before; numbers that lie BY_ROWS are multiplied from shared memory as they are. BY_BLOCK: sums of a turn are multiplied
 // with scales of x [turns, num_x] and of W [N / 128, turns].
-// The CLUSTER blocks of a cluster take tiles beside each other: each brings its part of their rows of x to all of them.
 // GROUPED: blocks of rows have an expert each, and x lies in their order; `slots` says where rows of y go, without it they
 // lie like those of x. PAIRED: the first eight of a warp's 16 outputs are gates, the others what belongs to them.
 // A row of x comes out the same whatever M is.
@@ -153,14 +152,14 @@ __device__ __forceinline__ void add_up(float (&sum)[BN / 2], const Problem& of, 
         next = operand_at(ring.tiles + at.stage * STAGE, warp, t + 1, lane);
       }
       await_products<1>();  // those of the slab before: its operands and its tile of x are free
-      if (t > 0) release(ring, last, lane);
+      if (t > 0 && lane == 0) arrive_at(ring.empty + 8 * last);
       if (goes_on) unpack_operand(a[i ^ 1], next);
       last = stage;
     }
   }
   await_products<0>();
   fence_registers(sum);
-  release(ring, last, lane);
+  if (lane == 0) arrive_at(ring.empty + 8 * last);
 }
 #elif BY_BLOCK
 // A tile's sums, from `at` on in the ring: those of every turn times its scales.
@@ -189,7 +188,7 @@ __device__ __forceinline__ void add_up(float (&total)[BN / 2], const Problem& of
     for (int i = 0; i < BN / 2; i++)
       total[i] = fmaf(sum[i], line[i / 4 * 8 + (i & 1)] * factors[i / 2 % 2], total[i]);
     __syncwarp();
-    release(ring, at.stage, lane);
+    if (lane == 0) arrive_at(ring.empty + 8 * at.stage);
   }
 }
 #else
@@ -206,12 +205,12 @@ __device__ __forceinline__ void add_up(Sum (&sum)[BN / 2], const Problem& of, co
     for (int s = 0; s < 4; s++) multiply<1>(sum, tile_w + s * 2, tile_x + s * 2);
     end_products();
     await_products<1>();  // those of the turn before
-    if (t > 0) release(ring, last, lane);
+    if (t > 0 && lane == 0) arrive_at(ring.empty + 8 * last);
     last = at.stage;
   }
   await_products<0>();
   fence_registers(sum);
-  release(ring, last, lane);
+  if (lane == 0) arrive_at(ring.empty + 8 * last);
 }
 #endif
 
@@ -297,33 +296,29 @@ quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ We
 #pragma unroll
     for (int s = 0; s < STAGES; s++) {
       make_barrier(full + 8 * s, 1);
-      make_barrier(empty + 8 * s, MULTIPLIERS * CLUSTER);
+      make_barrier(empty + 8 * s, MULTIPLIERS);
     }
     publish_barriers();
   }
-  meet_cluster();
+  __syncthreads();
   let_next_start();
   wait_for_previous();
 
   if (warp >= MULTIPLIERS) {
     GIVE_REGISTERS();
     if (warp == MULTIPLIERS) feed(x, w, of, ring, lane);
-    __syncwarp();
-    if (CLUSTER > 1) meet_cluster();  // others bring something here as long as they work
     return;
   }
   TAKE_REGISTERS();
-#ifdef LAG
-  if (group == 1) __nanosleep(LAG);
-#endif
   Table* const tables = (Table*)(ring.tiles + STAGES * STAGE) + group * 2;  // of this tile, and of the next one
   unsigned char* const room = ring.tiles + STAGES * STAGE + GROUPS * 2 * sizeof(Table) + warp * 512;
+  const int num_tiles = blocks * across;
   Place at = {0, 0};
   int odd = 0;
   Tile next = tile_of(of, blockIdx.x);
-  for (int id = blockIdx.x; id < num_works(of); id += gridDim.x) {
+  for (int id = blockIdx.x; id < num_tiles; id += gridDim.x) {
     const Tile tile = next;
-    if (id + gridDim.x < num_works(of)) next = tile_of(of, id + gridDim.x);
+    if (id + gridDim.x < num_tiles) next = tile_of(of, id + gridDim.x);
     if (tile.expert < 0) continue;
     const Known found = find(of, tile, bias, thread);
     Sum sum[BN / 2];
@@ -336,5 +331,4 @@ quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ We
     store_tile(of, tile, y, tables[odd], found, sum, room, warp, lane);
     odd ^= 1;
   }
-  if (CLUSTER > 1) meet_cluster();
 }

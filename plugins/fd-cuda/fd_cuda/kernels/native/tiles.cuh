@@ -18,36 +18,6 @@ typedef const unsigned char* Weight;
 #endif
 #define STAGE (TILE_X + TILE_W + LINE_BYTES)
 
-// INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
-
-#if CLUSTER > 1
-// All blocks of the cluster.
-__device__ __forceinline__ void meet_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ u32 of_block(u32 address, int rank) {
-  u32 remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  return remote;
-}
-
-__device__ __forceinline__ void arrive_there(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// The box to the same place of every block's memory, announced to every block's barrier.
-__device__ __forceinline__ void copy_box_to_all(u32 to, const TensorMap& map, int input, int row, u32 barrier) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-               " [%0], [%1, {%2, %3}], [%4], %5;"
-               ::"r"(to), "l"(&map), "r"(input), "r"(row), "r"(barrier), "h"((u16)((1 << CLUSTER) - 1)) : "memory");
-}
-#else
-__device__ __forceinline__ void meet_cluster() { __syncthreads(); }
-#endif
-
-// END OF INSTRUCTIONS
-
 // What is multiplied, and the tiles of the result: those of BAND blocks of rows together, so that what they share is in the
 // second-level cache.
 #define BAND 8
@@ -62,13 +32,10 @@ struct Tile {
   int block, nth, expert;  // of rows; of outputs; negative where nobody has the rows
 };
 
-// How many the blocks of a cluster take, one after the other.
-__device__ __forceinline__ int num_works(const Problem& of) { return of.blocks * ((of.across + CLUSTER - 1) / CLUSTER); }
-
 __device__ __forceinline__ Tile tile_of(const Problem& of, int id) {
-  const int works = (of.across + CLUSTER - 1) / CLUSTER, band = id / (BAND * works) * BAND, within = id - band * works;
+  const int band = id / (BAND * of.across) * BAND, within = id - band * of.across;
   const int together = min(BAND, of.blocks - band), block = band + within % together;
-  return {block, within / together * CLUSTER + (int)blockIdx.z, GROUPED ? of.experts[block] : 0};
+  return {block, within / together, GROUPED ? of.experts[block] : 0};
 }
 
 // Of a block of threads: barriers of turns that are there and of those that are free, and their memory.
@@ -76,15 +43,6 @@ struct Ring {
   u32 full, empty, base;
   unsigned char* tiles;
 };
-
-// A turn's place is free as far as this warp goes: for all that bring something there.
-__device__ __forceinline__ void release(const Ring& ring, int stage, int lane) {
-#if CLUSTER > 1
-  if (lane < CLUSTER) arrive_there(of_block(ring.empty + 8 * stage, lane));
-#else
-  if (lane == 0) arrive_at(ring.empty + 8 * stage);
-#endif
-}
 
 // Ask for what one turn of a tile of W takes; a lane for every copy.
 __device__ __forceinline__ void feed_weight(const Weight& w, const Problem& of, const Tile& tile, int turn, u32 to,
@@ -110,7 +68,7 @@ __device__ __forceinline__ void feed_weight(const Weight& w, const Problem& of, 
 
 __device__ __forceinline__ void feed(const TensorMap& x, const Weight& w, const Problem& of, const Ring& ring, int lane) {
   Place at = {0, 1};  // the phase before the first one counts as ended
-  for (int id = blockIdx.x; id < num_works(of); id += gridDim.x) {
+  for (int id = blockIdx.x; id < of.blocks * of.across; id += gridDim.x) {
     const Tile tile = tile_of(of, id);
     if (tile.expert < 0) continue;
     for (int t = 0; t < of.turns; t++, advance<STAGES>(at)) {
@@ -118,12 +76,7 @@ __device__ __forceinline__ void feed(const TensorMap& x, const Weight& w, const 
       await_phase(ring.empty + 8 * at.stage, at.parity);
       if (lane == 0) {
         expect(barrier, TURN_BYTES);
-        const int input = t * (BY_ROWS ? 128 : 64), row = tile.block * BN;
-#if CLUSTER > 1
-        copy_box_to_all(to + blockIdx.z * TILE_X / CLUSTER, x, input, row + blockIdx.z * BN / CLUSTER, barrier);
-#else
-        copy_box(to, x, input, row, barrier);
-#endif
+        copy_box(to, x, t * (BY_ROWS ? 128 : 64), tile.block * BN, barrier);
 #if BY_BLOCK
         copy_line(to + TILE_X + TILE_W, of.x_scales + (u64)t * of.num_x + tile.block * BN, BN * 4, barrier);
 #endif
