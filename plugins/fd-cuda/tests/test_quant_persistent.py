@@ -46,7 +46,7 @@ def kernels(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shape_of(name: str, rows: int, slabs: quant_weights.Slabs) -> Persistent:
     by_block = name == "block_fp8"
-    return persistent(rows, slabs.kind, slabs.scaled, by_block=by_block)
+    return persistent(rows, slabs.kind, by_block=by_block)
 
 
 def test_blocks_have_the_shared_memory_that_turns_take() -> None:
@@ -56,7 +56,7 @@ def test_blocks_have_the_shared_memory_that_turns_take() -> None:
         by_block = name == "block_fp8"
         shape = shape_of(name, tile, slabs)
         assert shape.stages > 2
-        assert persistent_shared(shape, slabs.kind, slabs.scaled, by_block=by_block) <= MOST_DYNAMIC
+        assert persistent_shared(shape, slabs.kind, by_block=by_block) <= MOST_DYNAMIC
 
 
 def made(name: str, rows: int, count: int, group: int = 0, experts: int = 0) -> PackedWeight:
@@ -151,4 +151,4 @@ def test_layer_of_experts(name: str) -> None:
 def test_experts_of_many_rows_have_hardly_more_blocks_than_rows_fill() -> None:
     for each in range(quant_experts._MANY_EACH + 1, 2000):
         rows = quant_experts.persistent_rows(each)
-        assert -(-each // rows) * rows < 1.5 * each
+        assert -(-each // rows) * rows < 1.6 * each

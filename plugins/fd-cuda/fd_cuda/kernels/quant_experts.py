@@ -124,7 +124,7 @@ def choose(slabs: Slabs, each: float) -> Shape | RowGemm | Persistent | None:
             return Gemv(4, 2, 8, 4, 1)
         return RowGemm(64, 2, 1, 5) if by_rows else Gemm(64, 2, 1, 5, 4)
     if each > _MANY_EACH and slabs.kind != CCQ and not (is_fp8 and each <= _MANY_FP8):
-        return persistent(persistent_rows(each), slabs.kind, slabs.scaled)
+        return persistent(persistent_rows(each), slabs.kind)
     if each <= 16:
         return Gemv(1 if each <= 8 else 2, 2, 4, 4, 4)
     if slabs.kind == CCQ:

@@ -243,7 +243,7 @@ def _pipe_shape(slabs: Slabs, rows: int) -> Pipe | Persistent | None:
         return Pipe(128, 2, _parts(across, 1.0, 2), 7)
     if (size or rows > _MANY_ROWS) and slabs.num_turns >= 48 and fills(count, rows):
         split = _parts(across * -(-rows // 256), 1.0, 2)
-        return Pipe(256, 2, split, stages) if split > 1 else persistent(256, slabs.kind, 0)
+        return Pipe(256, 2, split, stages) if split > 1 else persistent(256, slabs.kind)
     if size != 1 or rows > 512:
         return None
     groups = 2 if rows <= _SOME_ROWS else 3
@@ -268,7 +268,7 @@ def _persistent_shape(slabs: Slabs, rows: int) -> Persistent | None:
     tile = min(_TILES, key=taken)
     if tiles(tile) < 0.6 * num_processors():
         return None
-    return persistent(tile, slabs.kind, 0)
+    return persistent(tile, slabs.kind)
 
 
 def _rows_shape(slabs: Slabs, rows: int) -> RowGemm:

@@ -9,16 +9,14 @@ import torch
 from . import native
 from .common import num_processors
 from .native import tensor_map
-from .quant_layout import FP8_ROWS, INT8_ROWS, TURN, Slabs
+from .quant_layout import FP8_ROWS, INT8_ROWS, SLAB_ROWS, TURN, Slabs
 from .quant_native import Grouping
 from .quant_order import gathered
-from .quant_shapes import Persistent, persistent, persistent_shared
+from .quant_shapes import Persistent, persistent, persistent_shared, slab_bytes
 
 if TYPE_CHECKING:
     from .quant_weights import Weights
     from .routing import Order
-
-_PAIRED_ROWS, _PLAIN_ROWS = 8, 64  # of a weight, of one copy
 
 
 def persistent_product(
@@ -55,13 +53,12 @@ def persistent_product(
         "STAGES": shape.stages,
         "THREADS": shape.threads,
     }
-    box = _PAIRED_ROWS if paired else _PLAIN_ROWS
     order = None if grouping is None else grouping.order
     blocks = -(-x.shape[0] // shape.rows) if grouping is None else grouping.blocks
     turns = -(-weight.in_features // (2 * TURN)) if by_rows else weight.num_turns
     arguments = [
         tensor_map.boxes(x, shape.rows),
-        tensor_map.boxes(weight.data.view(-1, weight.in_features), box) if by_rows else weight.data,
+        _weight_boxes(weight, shape.groups * 64, paired=paired),
         None if by_rows else weight.table(x.dtype),
         scales,
         x_scales,
@@ -80,10 +77,22 @@ def persistent_product(
     ]
     tiles = blocks * -(-width // (shape.groups * (32 if paired else 64)))
     kernel = native.function("quant_persistent", defines)
-    shared = persistent_shared(shape, weight.kind, defines["SCALED"], by_block=by_block)
+    shared = persistent_shared(shape, weight.kind, by_block=by_block)
     grid = (min(tiles, num_processors()), 1, 1)
     native.launch(kernel, grid, shape.threads, arguments, shared=shared)
     return y
+
+
+def _weight_boxes(weight: Slabs, outputs: int, *, paired: bool) -> bytes:
+    """What one copy brings of a tile of so many outputs; of slabs of gates and what belongs to them it takes two."""
+    if weight.kind not in (INT8_ROWS, FP8_ROWS):
+        size = slab_bytes(weight.kind)
+        slabs = weight.data.view(-1, weight.num_turns * size)
+        return tensor_map.slab_boxes(slabs, size, outputs // SLAB_ROWS // (1 + paired))
+    if paired:
+        stored = weight.data.view(-1, weight.out_features, weight.in_features)
+        return tensor_map.gate_boxes(stored, outputs)
+    return tensor_map.boxes(weight.data.view(-1, weight.in_features), outputs)
 
 
 def dense(
@@ -111,7 +120,7 @@ def experts(
     ) -> torch.Tensor:
         weight, slabs = of
         by_block = weight.rounding == "block"
-        own = persistent(shape.rows, slabs.kind, slabs.scaled, by_block=by_block)
+        own = persistent(shape.rows, slabs.kind, by_block=by_block)
         return persistent_product(
             own, rows, scales, slabs, None, x.dtype,
             by_block=by_block, grouping=grouping, paired=paired,

@@ -24,7 +24,7 @@ FP8_BOUND: Final = 448.0
 FP8_BLOCK: Final = 128
 _TINY: Final = tl.constexpr(1e-12)
 _MOST_AT_ONCE: Final = 8192
-_MANY_ROWS: Final = 1024  # fill the card with four warps each
+_MANY_ROWS: Final = 1024  # fill the card with few warps each
 _INTERPRETED: Final = tl.constexpr(INTERPRETED)
 
 
@@ -171,13 +171,14 @@ def round_rows(
     scales = torch.empty((rows,), dtype=torch.float32, device=x.device)
     if rows:
         block = min(pad2(width), _MOST_AT_ONCE)
-        many = rows >= _MANY_ROWS and block <= 4096
+        # A warp for two thousand numbers, or all four or eight at a row's reduction.
+        warps = max(1, block // 2048) if rows >= _MANY_ROWS else 8 if block > 1024 else 4
         _round_rows[(rows,)](
             x, y, scales, scales if scale is None else scale,
             scales if order is None else order.experts, width, x.stride(0), BLOCK=block,
             TURNS=triton.cdiv(width, block), BOUND=FP8_BOUND if is_fp8 else INT8_BOUND,
             IS_FP8=is_fp8, IS_STATIC=scale is not None, CONVERTS=_converts_fp8(),
-            EACH=_each(order, rows), **options(num_warps=8 if block > 1024 and not many else 4),
+            EACH=_each(order, rows), **options(num_warps=warps),
         )  # fmt: skip
     return y, scales
 
@@ -202,7 +203,8 @@ def fp8_blocks(
         _round_blocks[(rows, triton.cdiv(blocks, each))](
             x, y, scales, scales if order is None else order.experts, width, x.stride(0), blocks,
             scales.stride(0), BLOCKS=each, SIZE=FP8_BLOCK, BOUND=FP8_BOUND,
-            CONVERTS=_converts_fp8(), EACH=_each(order, rows), **options(num_warps=4),
+            CONVERTS=_converts_fp8(), EACH=_each(order, rows),
+            **options(num_warps=max(1, each // 16) if rows >= _MANY_ROWS else 4),
         )  # fmt: skip
     return y, scales.t()
 

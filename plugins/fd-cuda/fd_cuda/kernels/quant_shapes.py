@@ -10,6 +10,7 @@ from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, TRELLIS
 MOST_SHARED: Final = 224 << 10  # bytes of a block, beside its table of up to 256 rows (wide.cuh)
 MOST_DYNAMIC: Final = 227 << 10  # of a block without such a table
 _ROW_BYTES: Final = 12  # of that table
+_STORED: Final = 64  # rows that a warp of quant_persistent.cu stores at a time
 _MULTIPROCESSOR: Final = (
     228 << 10
 )  # bytes of shared memory, of which a block takes 1,024 besides its own
@@ -216,24 +217,21 @@ def tile_room(shape: Tile) -> int:
     return _MULTIPROCESSOR // shape.resident - 1024 - _ROW_BYTES * shape.rows
 
 
-def persistent_shared(shape: Persistent, kind: int, scaled: int, *, by_block: bool) -> int:
+def persistent_shared(shape: Persistent, kind: int, *, by_block: bool) -> int:
     """Bytes of shared memory of a block of quant_persistent.cu: barriers, a ring of turns, two tables of rows for every
     group of warps, what warps are about to store."""
-    warps = shape.groups * 4
-    if kind in (INT8_ROWS, FP8_ROWS):
-        weights, line = shape.groups * 64 * 128, shape.rows * 4 * by_block
-    else:
-        weights, line = warps * slab_bytes(kind), warps * group_bytes(kind, scaled)
-    turn = shape.rows * 128 + weights + -(-line // 1024) * 1024
+    warps, by_rows = shape.groups * 4, kind in (INT8_ROWS, FP8_ROWS)
+    weights = shape.groups * 64 * 128 if by_rows else warps * slab_bytes(kind)
+    turn = shape.rows * 128 + weights + -(-shape.rows * 4 * by_block // 1024) * 1024
     tables = shape.groups * 2 * shape.rows * 8
-    return 16 * shape.stages + 1024 + shape.stages * turn + tables + warps * 512
+    return 16 * shape.stages + 1024 + shape.stages * turn + tables + warps * _STORED * 32
 
 
-def persistent(rows: int, kind: int, scaled: int, *, by_block: bool = False) -> Persistent:
+def persistent(rows: int, kind: int, *, by_block: bool = False) -> Persistent:
     """With as many turns ahead, to eight, as there is shared memory for."""
     for stages in range(8, 2, -1):
         shape = Persistent(rows, stages)
-        if persistent_shared(shape, kind, scaled, by_block=by_block) <= MOST_DYNAMIC:
+        if persistent_shared(shape, kind, by_block=by_block) <= MOST_DYNAMIC:
             return shape
     raise ValueError(f"no three turns of {rows} rows find a place in {MOST_DYNAMIC} bytes")
 

@@ -17,6 +17,8 @@
 #include "feed.cuh"
 #include "tiles.cuh"
 
+#define PIECE 64  // rows that a warp stores at a time
+
 #if FORMAT == INT8_ROWS
 typedef int Sum;
 #else
@@ -81,59 +83,74 @@ __device__ __forceinline__ Outputs outputs_of(const Problem& of, const Tile& til
 }
 
 #if !BY_ROWS
-// Of a warp's slab, or of its gates and of what belongs to them, eight rows each.
-struct Operand {
-  Slab slab;
-  Group group;
-};
-
-__device__ __forceinline__ Operand operand_at(const unsigned char* stage, int warp, int turn, int lane) {
-  const unsigned char *slabs = stage + TILE_X, *entries = slabs + TILE_W;
-  Operand own;
+// A warp's slab, or of its gates and of what belongs to them eight rows each.
+__device__ __forceinline__ Slab slab_of(const unsigned char* slabs, int warp, int lane) {
 #if PAIRED
   const int gate = warp % (MULTIPLIERS / 2), up = gate + MULTIPLIERS / 2, lower = warp / (MULTIPLIERS / 2);
   const Slab first = slab_at(slabs + gate * SLAB_BYTES, lane), second = slab_at(slabs + up * SLAB_BYTES, lane);
+  const auto mixed = [&](u32 of_first, u32 of_second) {
+#if FORMAT == INT4
+    return lower ? of_first >> 4 & 0x0f0f0f0fu | of_second & 0xf0f0f0f0u
+                 : of_first & 0x0f0f0f0fu | of_second << 4 & 0xf0f0f0f0u;
+#else
+    return __byte_perm(of_first, of_second, lower ? 0x7351u : 0x6240u);
+#endif
+  };
+  Slab own;
 #pragma unroll
   for (int p = 0; p < PIECES; p++) {
-    const auto mixed = [&](u32 of_first, u32 of_second) {
-#if FORMAT == INT4
-      return lower ? of_first >> 4 & 0x0f0f0f0fu | of_second & 0xf0f0f0f0u
-                   : of_first & 0x0f0f0f0fu | of_second << 4 & 0xf0f0f0f0u;
-#else
-      return __byte_perm(of_first, of_second, lower ? 0x7351u : 0x6240u);
-#endif
-    };
     const uint4 &a = first.piece[p], &b = second.piece[p];
-    own.slab.piece[p] = make_uint4(mixed(a.x, b.x), mixed(a.y, b.y), mixed(a.z, b.z), mixed(a.w, b.w));
+    own.piece[p] = make_uint4(mixed(a.x, b.x), mixed(a.y, b.y), mixed(a.z, b.z), mixed(a.w, b.w));
   }
-  if (GROUP_BYTES) {
-    const Group of_first = group_at(entries + gate * GROUP_BYTES, turn, lane);
-    const Group of_second = group_at(entries + up * GROUP_BYTES, turn, lane);
-    const u32 halves = lower ? 0x7632u : 0x5410u;
-    own.group.scales = __byte_perm(of_first.scales, of_second.scales, halves);
-    own.group.offsets = __byte_perm(of_first.offsets, of_second.offsets, halves);
-  }
-#else
-  own.slab = slab_at(slabs + warp * SLAB_BYTES, lane);
-  own.group = group_at(entries + warp * GROUP_BYTES, turn, lane);
-#endif
   return own;
+#else
+  return slab_at(slabs + warp * SLAB_BYTES, lane);
+#endif
 }
 
-__device__ __forceinline__ void unpack_operand(u32 (*a)[4], const Operand& from) {
+// Where scales of groups are: of a warp's slab, or of its gates and of what belongs to them.
+struct Groups {
+  const u32 *first, *second;
+  u32 halves;
+  int per_group;
+
+  __device__ __forceinline__ Group at(int turn) const {
+    Group own = load_group(first, turn / per_group);
+    if (SCALED && PAIRED) {
+      const Group other = load_group(second, turn / per_group);
+      own.scales = __byte_perm(own.scales, other.scales, halves);
+      own.offsets = __byte_perm(own.offsets, other.offsets, halves);
+    }
+    return own;
+  }
+};
+
+__device__ __forceinline__ Groups groups_of(const Problem& of, const Tile& tile, int warp, int lane) {
+  const int num_groups = (of.turns + of.per_group - 1) / of.per_group, held = MULTIPLIERS / (1 + PAIRED);
+  const auto entries = [&](int nth) {
+    const u64 slab = (u64)tile.expert * of.slabs + nth_slab<MULTIPLIERS>(tile.nth, nth, of.slabs);
+    return of.groups + slab * num_groups * 8 * SCALED + (lane >> 2);
+  };
+  return {entries(warp % held), entries(warp % held + MULTIPLIERS - held), warp < held ? 0x5410u : 0x7632u, of.per_group};
+}
+
+__device__ __forceinline__ void unpack_slab(u32 (*a)[4], const Slab& slab, const Group& group) {
 #pragma unroll
   for (int s = 0; s < 4; s++) {
-    unpack(from.slab, s, Code{}, a[s]);
-    apply_group(a[s], from.group);
+    unpack(slab, s, Code{}, a[s]);
+    apply_group(a[s], group);
   }
 }
+
 // A tile's sums, from `at` on in the ring.
-__device__ __forceinline__ void add_up(float (&sum)[BN / 2], const Problem& of, const Tile&, const Ring& ring, Place& at,
-                                       int warp, int lane) {
+__device__ __forceinline__ void add_up(float (&sum)[BN / 2], const Problem& of, const Tile& tile, const Ring& ring,
+                                       Place& at, int warp, int lane) {
+  const Groups groups = groups_of(of, tile, warp, lane);
   u32 a[2][4][4];  // of the slab that is multiplied, and of the next one
   int last = 0;
+  const Group first = groups.at(0);
   await_phase(ring.full + 8 * at.stage, at.parity);
-  unpack_operand(a[0], operand_at(ring.tiles + at.stage * STAGE, warp, 0, lane));
+  unpack_slab(a[0], slab_of(ring.tiles + at.stage * STAGE + TILE_X, warp, lane), first);
   for (int begin = 0; begin < of.turns; begin += 2) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -142,18 +159,19 @@ __device__ __forceinline__ void add_up(float (&sum)[BN / 2], const Problem& of, 
       const u64 tile_x = descriptor(ring.base + stage * STAGE);
       const bool goes_on = t + 1 < of.turns;
       advance<STAGES>(at);
-      Operand next;
+      Slab next;
+      const Group group = groups.at(min(t + 1, of.turns - 1));  // long before it is looked at
       begin_products();
 #pragma unroll
       for (int s = 0; s < 4; s++) multiply(sum, a[i][s], tile_x + s * 2);
       end_products();
       if (goes_on) {
         await_phase(ring.full + 8 * at.stage, at.parity);
-        next = operand_at(ring.tiles + at.stage * STAGE, warp, t + 1, lane);
+        next = slab_of(ring.tiles + at.stage * STAGE + TILE_X, warp, lane);
       }
       await_products<1>();  // those of the slab before: its operands and its tile of x are free
       if (t > 0 && lane == 0) arrive_at(ring.empty + 8 * last);
-      if (goes_on) unpack_operand(a[i ^ 1], next);
+      if (goes_on) unpack_slab(a[i ^ 1], next, group);
       last = stage;
     }
   }
@@ -247,41 +265,59 @@ struct Table {
   }
 };
 
-// 16 rows at a time through a piece of shared memory that is the warp's own, where matrix stores turn them.
+// What becomes of the sums of 16 rows from `begin` on, as matrix stores take it: with PAIRED one register for eight rows.
+struct Sixteen {
+  u32 pairs[2][2];
+};
+
+__device__ __forceinline__ Sixteen finished(const Sum* sum, const Table& rows, const Known& own, int begin, int lane) {
+  Sixteen all;
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    const float4 v = four_of(sum, begin / 8 + j);
+    const float2 row = *(const float2*)(rows.scale + begin + j * 8 + (lane & 3) * 2);
+    float4 z = make_float4(v.x * own.scale[0] * row.x, v.y * own.scale[0] * row.y, v.z * own.scale[1] * row.x,
+                           v.w * own.scale[1] * row.y);
+    if (PAIRED) z = make_float4(quick_silu(z.x) * z.z, quick_silu(z.y) * z.w, 0.f, 0.f);
+    else z = make_float4(z.x + own.bias[0], z.y + own.bias[0], z.z + own.bias[1], z.w + own.bias[1]);
+    all.pairs[j][0] = narrow_y(z.x, z.y), all.pairs[j][1] = narrow_y(z.z, z.w);
+  }
+  return all;
+}
+
+// Through a piece of shared memory that is the warp's own, where matrix stores turn PIECE rows at a time.
 __device__ __forceinline__ void store_tile(const Problem& of, const Tile& tile, u16* y, const Table& rows,
                                            const Known& own, const Sum* sum, unsigned char* room, int warp, int lane) {
   const int width = PAIRED ? of.N / 2 : of.N, matrix = lane >> 3 & 1, n = PAIRED ? lane : lane / 2;
   const int half = PAIRED ? 0 : lane % 2, column = tile.nth * OUT + column_of(warp) + half * 8;
+  constexpr int bytes = PAIRED ? 256 : 512;  // of 16 rows
   const u32 place = shared_address(room) + (PAIRED ? (lane & 15) * 16 : (lane & 7) * 32 + ((matrix ^ lane >> 2 & 1) << 4));
-  const uint4* from = (const uint4*)(room + (PAIRED ? n * 16 : n * 32 + ((half ^ n >> 2 & 1) << 4)));
+  const unsigned char* from = room + (PAIRED ? n * 16 : n * 32 + ((half ^ n >> 2 & 1) << 4));
 #pragma unroll
-  for (int begin = 0; begin < BN; begin += 16) {
-    u32 pairs[2][2];
+  for (int first = 0; first < BN; first += PIECE) {
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const float4 v = four_of(sum, begin / 8 + j);
-      const float2 row = *(const float2*)(rows.scale + begin + j * 8 + (lane & 3) * 2);
-      float4 z = make_float4(v.x * own.scale[0] * row.x, v.y * own.scale[0] * row.y, v.z * own.scale[1] * row.x,
-                             v.w * own.scale[1] * row.y);
-      if (PAIRED) z = make_float4(quick_silu(z.x) * z.z, quick_silu(z.y) * z.w, 0.f, 0.f);
-      else z = make_float4(z.x + own.bias[0], z.y + own.bias[0], z.z + own.bias[1], z.w + own.bias[1]);
-      pairs[j][0] = narrow_y(z.x, z.y), pairs[j][1] = narrow_y(z.z, z.w);
+    for (int i = 0; i < PIECE / 16 && first + i * 16 < BN; i++) {
+      const Sixteen all = finished(sum, rows, own, first + i * 16, lane);
+      if (PAIRED) {
+        store_transposed(place + i * bytes, all.pairs[0][0], all.pairs[1][0]);
+      } else {
+        store_transposed(place + i * bytes, all.pairs[0][0], all.pairs[0][1]);
+        store_transposed(place + i * bytes + 256, all.pairs[1][0], all.pairs[1][1]);
+      }
     }
     __syncwarp();
-    if (PAIRED) {
-      store_transposed(place, pairs[0][0], pairs[1][0]);
-    } else {
+    if (n < 16) {
 #pragma unroll
-      for (int j = 0; j < 2; j++) store_transposed(place + j * 256, pairs[j][0], pairs[j][1]);
+      for (int i = 0; i < PIECE / 16 && first + i * 16 < BN; i++)
+        store_piece(y, rows.at[first + i * 16 + n], of.M, column, width, *(const uint4*)(from + i * bytes));
     }
     __syncwarp();
-    if (n < 16) store_piece(y, rows.at[begin + n], of.M, column, width, *from);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ Weight w,
-                 const unsigned char* __restrict__ groups, const float* __restrict__ scales, const float* x_scales,
+quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
+                 const u32* __restrict__ groups, const float* __restrict__ scales, const float* x_scales,
                  const u16* __restrict__ bias, u16* y, const int* slots, const int* experts, int M, int N, int slabs,
                  int turns, int per_group, int scale_width, int num_x, int blocks) {
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -293,6 +329,7 @@ quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ We
                    across};
   if (thread == 0) {
     prefetch(x);
+    prefetch(w);
 #pragma unroll
     for (int s = 0; s < STAGES; s++) {
       make_barrier(full + 8 * s, 1);
@@ -306,12 +343,12 @@ quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ We
 
   if (warp >= MULTIPLIERS) {
     GIVE_REGISTERS();
-    if (warp == MULTIPLIERS) feed(x, w, of, ring, lane);
+    if (thread == MULTIPLIERS * 32) feed(x, w, of, ring);
     return;
   }
   TAKE_REGISTERS();
   Table* const tables = (Table*)(ring.tiles + STAGES * STAGE) + group * 2;  // of this tile, and of the next one
-  unsigned char* const room = ring.tiles + STAGES * STAGE + GROUPS * 2 * sizeof(Table) + warp * 512;
+  unsigned char* const room = ring.tiles + STAGES * STAGE + GROUPS * 2 * sizeof(Table) + warp * PIECE * 32;
   const int num_tiles = blocks * across;
   Place at = {0, 0};
   int odd = 0;
