@@ -50,7 +50,8 @@ from fd_cuda.kernels import (
     routing,
 )
 from fd_cuda.kernels.plans import Plan
-from fd_cuda.kernels.quant_shapes import Few, Pipe, Tile
+from fd_cuda.kernels.quant_persistent import persistent_product
+from fd_cuda.kernels.quant_shapes import Few, Pipe, Tile, persistent
 from fd_cuda.kernels.trellis_native import Rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -281,7 +282,7 @@ def packed_products(name: str) -> None:
 
 
 def packed_pipe() -> None:
-    """quant_pipe.cu, quant_tile.cu and quant_few.cu in sizes that no small product is given."""
+    """quant_pipe.cu, quant_tile.cu, quant_few.cu and quant_persistent.cu in sizes that no small product is given."""
     for name in ("wint4", "wint8", "wfp8", "ccq2"):
         slabs = quant_weights.prepare(packed(name, 264, 1024, 0, 0, DEVICE)).slabs
         pipes = () if name == "ccq2" else (Pipe(128, 3, 4, 4), Pipe(256, 2, 2, 4))
@@ -295,6 +296,9 @@ def packed_pipe() -> None:
         if name != "ccq2":
             few = random(11, 1024, dtype=torch.float16)
             quant_native.product(Few(2, 2, 4, 3, 2), few, slabs, None)
+            for rows, tile in ((300, 208), (3000, 64)):  # more tiles than blocks
+                x, shape = random(rows, 1024, dtype=torch.float16), persistent(tile, slabs.kind)
+                persistent_product(shape, x, None, slabs, None, torch.float16)
     weight = quant_trellis.prepare(packed("tet2", 320, 1024, 0, 0, DEVICE))
     for tile in (
         Tile(128, 192, 2, 4, 4, 4, 2),
