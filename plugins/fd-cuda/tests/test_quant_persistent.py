@@ -148,7 +148,22 @@ def test_layer_of_experts(name: str) -> None:
     assert error < 2e-2, f"off by {error:.2g}"
 
 
+def test_blocks_of_an_expert_are_counted_as_they_fall() -> None:
+    torch.manual_seed(0)
+    for each, rows in ((96, 128), (192, 208), (192, 192), (384, 160), (384, 208)):
+        ids = torch.randint(0, 64, (200, 64 * each))
+        counts = torch.stack([torch.bincount(own, minlength=64) for own in ids])
+        expected = float((-(-counts // rows)).double().mean())
+        assert quant_experts.blocks_of(each, rows) == pytest.approx(expected, rel=0.02)
+
+
 def test_experts_of_many_rows_have_hardly_more_blocks_than_rows_fill() -> None:
     for each in range(quant_experts._MANY_EACH + 1, 2000):
         rows = quant_experts.persistent_rows(each)
-        assert -(-each // rows) * rows < 1.6 * each
+        assert quant_experts.blocks_of(each, rows) * rows < 1.6 * each
+    assert [quant_experts.persistent_rows(each) for each in (96, 192, 256, 384)] == [
+        128,
+        208,
+        160,
+        208,
+    ]

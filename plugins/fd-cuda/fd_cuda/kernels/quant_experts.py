@@ -8,7 +8,7 @@ the call.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import ceil
+from math import ceil, erfc
 from typing import Final
 
 import torch
@@ -20,7 +20,7 @@ from .experts import moe_experts as experts_in_halves
 from .experts import tiles_for as tiles_of_experts
 from .norm import silu_and_mul
 from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, Slabs
-from .quant_linear import native_runs, with_copies
+from .quant_linear import TILE_ENDS, native_runs, with_copies
 from .quant_native import Grouping, as_numbers, product, rows_product, unpack
 from .quant_order import gathered
 from .quant_rows import multiply_rows, tiles_for
@@ -34,7 +34,6 @@ _ALONE: Final = 2
 _MANY_CODES: Final = 192
 # Rows an expert from which quant_persistent.cu is faster, and rows of its blocks.
 _MANY_EACH: Final = 80
-_MANY_FP8: Final = 128  # with one scale a row; Triton's kernel below
 _PERSISTENT_ROWS: Final = (128, 160, 192, 208)
 # Rows an expert from which int4 with rounded activations is unpacked to int8.
 _MANY_NUMBERS: Final = 256
@@ -118,18 +117,17 @@ def choose(slabs: Slabs, each: float) -> Shape | RowGemm | Persistent | None:
     """The kernel for so many rows an expert, as measured on an H200 with 64 experts of 2560 x 1536; None
     for Triton's."""
     by_rows = slabs.kind in (INT8_ROWS, FP8_ROWS)
-    is_fp8 = slabs.kind == FP8_ROWS and slabs.block_scales is None
     if batch_invariant():
         if slabs.kind == CCQ:
             return Gemv(4, 2, 8, 4, 1)
         return RowGemm(64, 2, 1, 5) if by_rows else Gemm(64, 2, 1, 5, 4)
-    if each > _MANY_EACH and slabs.kind != CCQ and not (is_fp8 and each <= _MANY_FP8):
+    if each > _MANY_EACH and slabs.kind != CCQ:
         return persistent(persistent_rows(each), slabs.kind)
     if each <= 16:
         return Gemv(1 if each <= 8 else 2, 2, 4, 4, 4)
     if slabs.kind == CCQ:
         return grouped_tile(32 if each <= 28 else 64 if each <= 60 else 128, CCQ)
-    if is_fp8 and each > 28:
+    if slabs.kind == FP8_ROWS and slabs.block_scales is None and each > 28:
         return None
     if by_rows:
         return RowGemm(32 if each <= 28 else 64, 2, 1, 4)
@@ -137,10 +135,14 @@ def choose(slabs: Slabs, each: float) -> Shape | RowGemm | Persistent | None:
 
 
 def persistent_rows(each: float) -> int:
-    """Of a block, so that most experts have as few blocks as that of the average."""
-    most = each + 1.5 * each**0.5
-    blocks = ceil(most / _PERSISTENT_ROWS[-1])
-    return next(rows for rows in _PERSISTENT_ROWS if rows * blocks >= most)
+    """Of a block, so that what blocks compute and cost besides is least."""
+    return min(_PERSISTENT_ROWS, key=lambda rows: blocks_of(each, rows) * (rows + TILE_ENDS))
+
+
+def blocks_of(each: float, rows: int) -> float:
+    """How many an expert has where tokens choose at random: the chances that it has a first, a second, ..."""
+    last = ceil((each + 6 * each**0.5) / rows)
+    return sum(0.5 * erfc((n * rows + 0.5 - each) / (2 * each) ** 0.5) for n in range(last))
 
 
 def grouped_tile(rows: int, kind: int) -> Tile:

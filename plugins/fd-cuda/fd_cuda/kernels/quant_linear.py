@@ -43,7 +43,7 @@ _SOME_ROWS: Final = 256
 _MANY_ROWS: Final = 1024
 # Rows of a tile of quant_persistent.cu, and what a tile costs besides, in rows.
 _TILES: Final = (64, 128, 256)
-_TILE_ENDS: Final = 60
+TILE_ENDS: Final = 60
 
 
 def linear(x: torch.Tensor, weight: Weights, bias: torch.Tensor | None) -> torch.Tensor:
@@ -263,7 +263,7 @@ def _persistent_shape(slabs: Slabs, rows: int) -> Persistent | None:
         return across * -(-rows // tile)
 
     def taken(tile: int) -> int:
-        return -(-tiles(tile) // num_processors()) * (tile + _TILE_ENDS)
+        return -(-tiles(tile) // num_processors()) * (tile + TILE_ENDS)
 
     tile = min(_TILES, key=taken)
     if tiles(tile) < 0.6 * num_processors():
