@@ -1,7 +1,7 @@
 """Products with packed weights, `linear_<format>` of contracts/quant_formats.py.
 
-The native kernels read packed weights as they are. Many rows: int8 by a native kernel too, fp8 by
-cuBLAS; where activations are not rounded, cuBLAS on weights unpacked for the call. Where native kernels
+The native kernels read packed weights as they are. Many rows: fp8 of large layers by cuBLAS; codes and groups with scales,
+and layers too small for native tiles, by cuBLAS on weights unpacked for the call. Where native kernels
 cannot run (no Hopper GPU, float32) plain tensor code dequantizes at every call; so it does for what
 they cannot read.
 """
@@ -285,8 +285,6 @@ def _rows_shape(slabs: Slabs, rows: int) -> RowGemm:
     if rows <= 128:
         return RowGemm(128, 2, _parts(wide, 1.1, 4), 4)
     # Two blocks a multiprocessor: one's matrix units work while the other one waits.
-    if slabs.kind == INT8_ROWS and rows > 256 and wide * -(-rows // 128) >= 192:
-        return RowGemm(128, 2, 1, 3)
     return RowGemm(64, 2, _parts(wide * -(-rows // 64), 1.1, 2), 4)
 
 
