@@ -82,16 +82,16 @@ def test_plans_are_walked_through_many_times_in_one_call(device):
     table, weight = random(device, 40, 64), prepare(random(device, 40, 64))
     where, state, batch = slots_of(device, rows)
     results, kept = xp.zeros((rows, 1), dtype=xp.int64), xp.zeros((rows, size), dtype=xp.int64)
-    made = {}
+    made, turn = {}, xp.zeros((1,), dtype=xp.int64)
 
     def forward():
-        kernels.prepare_decode(where, *state, 16, *batch)
+        kernels.prepare_decode(where, *state, 16, turn, *batch)
         made["x"] = kernels.embedding(batch[0], table)
 
     def draw():
         ids, peaks = kernels.greedy_linear(made["x"], weight, None)
-        marked = kernels.mark_broken(ids, peaks, None)
-        kernels.finish_decode(where, ids, marked, None, state[1], state[2], results)
+        held = (state[3], state[4], state[1], state[2], results)
+        kernels.finish_decode(where, ids, ids, peaks, *held, None)
         kernels.keep_results(where, results, state[1], kept)
 
     def begin():
