@@ -18,8 +18,11 @@ import pstats
 import statistics
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fastdeploy_core.config.arguments import build_engine_config
 from fastdeploy_core.contracts.device import DeviceOptions
@@ -29,6 +32,7 @@ from fastdeploy_core.testing.capturing import CapturingDevice, OnCapturingDevice
 from fastdeploy_core.types import Request, SamplingParams, TokenDeltas
 from fastdeploy_core.worker import model_runner
 from fastdeploy_core.worker import worker as worker_module
+from fastdeploy_core.worker.posting import NUM_PAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT, WARM_STEPS = 16, 12
@@ -57,6 +61,11 @@ class QueuingDevice(CapturingDevice):
     def __init__(self, options: DeviceOptions) -> None:
         super().__init__(options)
         self.limits = replace(self.limits, asynchronous=True)
+
+    def host_box(self, num_words: int) -> tuple[Any, np.ndarray]:
+        """See PostingDevice."""
+        host = np.zeros(num_words, dtype=np.int64)
+        return self.to_device(host), host
 
 
 class OnQueuingDevice(OnCapturingDevice):
@@ -95,9 +104,9 @@ def make_engine(options: argparse.Namespace, speculative: dict[str, Any] | None)
     forget_the_model(worker)
     for work in worker.device.recorded:
         work.replay = lambda: None
-    with worker.device.xp.no_grad():
-        for recorded in worker._runner._graphs._steps.values():
-            fill(recorded)
+    postbox = worker._runner._slots.postbox
+    for recorded in worker._runner._graphs._steps.values():
+        recorded._forward.replay = partial(post, postbox, recorded.width)
     return engine
 
 
@@ -117,14 +126,17 @@ def forget_the_model(worker: Any) -> None:
         ]
 
 
-def fill(recorded: Any) -> None:
-    """What a replay will seem to have left: the first half of the tokens, and as many drafts as fit."""
-    results = recorded._buffers.results
-    results[:] = 7
-    results[:, (recorded.width + 1) // 2 :] = -1
-    for together in recorded._drafts.values():
-        together.values[:, : together.width] = results[: together.values.shape[0]]
-        together.values[:, together.width :] = 7
+def post(postbox: Any, width: int) -> None:
+    """What a step will seem to have left: the first half of the tokens, and as many drafts as fit."""
+    turn = postbox._count
+    results, drafts = (
+        box[turn % NUM_PAGES] for box in (postbox._results_host, postbox._drafts_host)
+    )
+    right = (width + 1) // 2
+    tag = turn * 2**32
+    results[:, :right] = drafts[:] = tag + 7
+    results[:, right:width] = tag + 2**32 - 1
+    results[:, width], results[:, width + 1] = tag + width - 1, tag + right - 1
 
 
 def turn_off(engine: LocalEngine, sizes: list[int]) -> None:

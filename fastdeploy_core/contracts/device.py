@@ -211,6 +211,20 @@ class PackingDevice(Protocol):
 
 
 @runtime_checkable
+class PostingDevice(Protocol):
+    """A device whose kernels write into the host's memory. What recorded steps tell the host arrives by itself
+    then: nobody queues a copy or an event for it, and tokens arrive before drafts are made.
+
+    Added in contract 0.9.
+    """
+
+    def host_box(self, num_words: int) -> tuple[Tensor, np.ndarray]:
+        """[num_words] int64 zeros in host memory, as kernels see it and as the host does. What a kernel
+        writes there, the host sees soon, every number as a whole, in no certain order."""
+        ...
+
+
+@runtime_checkable
 class DeviceBackend(Protocol):
     """One accelerator as one process sees it.
 

@@ -38,6 +38,8 @@ OPERATIONS: Final[dict[str, str]] = {
     "overwrite residual",
     "qk_norm": "(q [T,Hq,D], k [T,Hk,D], q_weight [D], k_weight [D], eps) -> (q, k), each head rms_norm'ed; "
     "q and k may be slices of one tensor and may be overwritten",
+    "concat_rms_norm": "(x [T,H], x_weight [H], y [T,H], y_weight [H], eps) -> [T,2H]; rms_norm of x, beside it "
+    "rms_norm of y",
     "linear_float32": "(x [T,K], weight [N,K] float32) -> [T,N] float32; computed in float32",
     "linear_logits": "(x [T,K], weight [V,K], bias [V] | None) -> [T,V] float32; linear, not rounded to x's "
     "dtype where the kernel can help it",
@@ -52,29 +54,32 @@ OPERATIONS: Final[dict[str, str]] = {
     "kv_write_blocks": "(cache: tuple of [blocks,...], blocks [n] int64, data: tuple of [n,...]) -> "
     "None; in place",
     # Decode steps on the device: S slots hold a sequence each, but the last one nobody's, which stands
-    # in for missing rows. W block numbers per slot, up to k drafts. q tokens per row, q <= 1 + k.
+    # in for missing rows. W block numbers per slot, up to k drafts. q tokens per row, q <= 1 + k. `post` is (box
+    # [R,P,...] int64, turn [1] int64) where the device is a PostingDevice, else None: what is posted in row r,
+    # column j also becomes box[turn % R,r,j] = turn << 32 | its low 32 bits, written as one number.
     "prepare_decode": "(slots [B] int64: of each row, tables [S,W] int32, num_computed [S] int64, newest "
-    "[S] int64, drafts [S,k] int64, num_drafts [S] int64, room [S] int64, block_size, input_ids [B*q] int64, positions "
-    "[B*q] int64, slot_mapping [B*q] int64, seq_lens [B] int32, block_tables [B,W] int32) -> None; fills "
-    "the last five: token 0 of a row is its newest one at position num_computed, token j its j-th draft at "
+    "[S] int64, drafts [S,k] int64, num_drafts [S] int64, room [S] int64, block_size, turn [1] int64, input_ids [B*q] int64, "
+    "positions [B*q] int64, slot_mapping [B*q] int64, seq_lens [B] int32, block_tables [B,W] int32) -> None; "
+    "adds 1 to turn and fills the last five: token 0 of a row is its newest one at position num_computed, token j its j-th draft at "
     "num_computed + j, seq_lens is num_computed + q. Tokens behind num_drafts: id 0, slot_mapping -1, the "
     "row's first position. Rows of the last slot, and those whose num_computed is not below their room: id "
     "0, slot_mapping -1 and position 0 for all tokens, seq_lens 0",
     "place_tokens": "(positions [B] int64, room [B] int64, block_tables [B,W] int32, block_size) -> (positions "
     "[B] int64, slot_mapping [B] int64, seq_lens [B] int32) of a step with one token of each row at these "
     "positions. Rows whose position is not below their room: position 0, slot_mapping -1, seq_lens 0",
-    "judge_drafts": "(slots [B] int64, drawn [B,q] int64, marked [B,q] int64: see mark_broken, drafts [S,k] "
-    "int64, num_drafts [S] int64) -> [B] int64: how many leading drafts of the row, of num_drafts and at most "
-    "q - 1, are what was drawn in their place, before one behind which marked is negative",
-    "keep_drafts": "(slots [B] int64, proposals [B,n] int64, limit [1] int64, vocab_size, num_computed [S] "
-    "int64, room [S] int64, drafts [S,k] int64, num_drafts [S] int64) -> [B,n] int64; in place, n <= k: "
-    "each row's proposals up to the first outside 0 to vocab_size - 1 become its drafts, at most limit of "
-    "them and room - 1 - num_computed; what was taken is returned, behind it -1, or -2 for what is neither "
-    "a token nor -1. The last slot gets none",
-    "finish_decode": "(slots [B] int64, drawn [B*q] int64, marked [B*q] int64, num_accepted [B] int64 | "
-    "None: all 0, num_computed [S] int64, newest [S] int64, results [B,q] int64) -> None; in place, with a "
-    "accepted drafts: newest becomes drawn token a of the row, num_computed grows by 1 + a, results are "
-    "the row's marked tokens up to a, then -1. The last slot stays as it is",
+    "keep_drafts": "(slots [B] int64, proposals [B,n] int64, results [B,m] int64, limit [1] int64, vocab_size, "
+    "num_computed [S] int64, room [S] int64, drafts [S,k] int64, num_drafts [S] int64, post) -> [B,m+n] int64; "
+    "in place, n <= k: each row's proposals up to the first outside 0 to vocab_size - 1 become its drafts, at "
+    "most limit of them and room - 1 - num_computed; returned are the results as they are, beside them what "
+    "was taken and behind that -1, or -2 for what is neither a token nor -1: these n are posted. The last slot "
+    "gets none; m may be 0",
+    "finish_decode": "(slots [B] int64, drawn [B*q] int64, marked [B*q] int64: see mark_broken, peaks [B*q] "
+    "float32 | None, drafts [S,k] int64, num_drafts [S] int64, num_computed [S] int64, newest [S] int64, "
+    "results [B,q] int64, post) -> [B] int64; in place. Where peaks is not finite, marked counts as -2. With a, how "
+    "many leading drafts of the row, of num_drafts and at most q - 1, are what was drawn in their place, "
+    "before one behind which marked is negative: newest becomes drawn token a of the row, num_computed grows "
+    "by 1 + a, results are the row's marked tokens up to a, then -1; these are posted, behind them how many "
+    "drafts were judged, and a. Returned is where in drawn each row's token a stands. The last slot stays as it is",
     "keep_results": "(slots [B] int64, results [B,1] int64: of finish_decode, num_computed [S] int64: behind it, "
     "kept [B,n] int64) -> None; in place: each row's result stands in column num_computed % n. Rows of the "
     "last slot stay as they are",

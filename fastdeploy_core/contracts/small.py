@@ -60,7 +60,8 @@ class ExtensibleLM(CausalLM, Protocol):
     embedding: Callable[[Tensor], Tensor]  # [num_tokens] int64 to [num_tokens, hidden]
     # The final one: norm(x), and norm.add(x, residual or None) -> (norm of the sum, the sum)
     norm: Any
-    lm_head: Callable[[Tensor], Tensor]  # what compute_logits calls
+    # lm_head(hidden) is what compute_logits returns, lm_head.greedy(hidden) what GreedyLM.greedy does
+    lm_head: Any
 
     @property
     def mtp_weights(self) -> Mapping[str, StoredTensor]:

@@ -129,6 +129,9 @@ class DraftBatch:
     history: Tensor | None = None  # [S, L] int32
     history_rows: Tensor | None = None  # [B] int64
     num_known: Tensor | None = None  # [B] int64
+    # Every row draws greedily, so a drafter may find the likeliest tokens without `draw` and without logits
+    # (small.GreedyLM); they have to be the same on all ranks.
+    is_greedy: bool = False
 
 
 @runtime_checkable

@@ -63,6 +63,16 @@ def qk_norm(kernels: KernelTable) -> Composed:
     return run
 
 
+def concat_rms_norm(kernels: KernelTable) -> Composed:
+    """rms_norm of x and of y, side by side."""
+    norm = kernels["rms_norm"]
+
+    def run(x: Tensor, x_weight: Tensor, y: Tensor, y_weight: Tensor, eps: float) -> Tensor:
+        return namespace(x).cat((norm(x, x_weight, eps), norm(y, y_weight, eps)), -1)
+
+    return run
+
+
 def linear_float32(kernels: KernelTable) -> Composed:
     """linear in float32, whatever x's dtype: which experts run hangs on small differences."""
     linear = kernels["linear"]

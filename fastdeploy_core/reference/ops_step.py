@@ -5,13 +5,14 @@ Everything is in place and in fixed shapes, so that the step can be captured.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from fastdeploy_core.tensor import namespace
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
+Post: TypeAlias = "tuple[Tensor, Tensor]"
 NOT_ACCEPTED = NOTHING = -1
 NOT_FINITE = -2
 NOTHING_POSSIBLE = -3
@@ -26,16 +27,18 @@ def prepare_decode(
     num_drafts: Tensor,
     room: Tensor,
     block_size: int,
+    turn: Tensor,
     input_ids: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
 ) -> None:
-    """Fill the last five tensors from the slots of the rows. Entries of the tables are numbers of blocks
+    """Begin a turn: fill the last five tensors from the slots of the rows. Entries of the tables are numbers of blocks
     or 0; what stands behind a row's last block is copied, too."""
     xp = namespace(slots)
     num_rows, select = slots.shape[0], xp.index_select
+    turn.copy_(turn + 1)
     width = input_ids.shape[0] // max(1, num_rows)
     nth = xp.arange(width, dtype=xp.int64, device=slots.device).unsqueeze(0)
     start = select(num_computed, 0, slots).unsqueeze(1)
@@ -73,26 +76,35 @@ def finish_decode(
     slots: Tensor,
     drawn: Tensor,
     marked: Tensor,
-    num_accepted: Tensor | None,
+    peaks: Tensor | None,
+    drafts: Tensor,
+    num_drafts: Tensor,
     num_computed: Tensor,
     newest: Tensor,
     results: Tensor,
-) -> None:
-    """Write what was drawn back to the slots, and what the host is to know to `results`."""
+    post: Post | None,
+) -> Tensor:
+    """Judge the drafts, write what was drawn back to the slots, and what the host is to know to `results`."""
     xp = namespace(slots)
     num_rows, width = results.shape
+    if peaks is not None:
+        marked = mark_broken(marked, peaks, None)
+    marked = marked.view([num_rows, width])
+    accepted = _count_accepted(slots, drawn.view([num_rows, width]), marked, drafts, num_drafts)
     is_row = (slots < num_computed.shape[0] - 1).to(xp.int64)
     start = xp.index_select(num_computed, 0, slots)
-    if num_accepted is None:
-        num_accepted = xp.zeros([num_rows], dtype=xp.int64, device=slots.device)
-    last = num_accepted.unsqueeze(1)
-    token = xp.gather(drawn.view([num_rows, width]), 1, last).squeeze(1)
+    last = xp.arange(num_rows, dtype=xp.int64, device=slots.device) * width + accepted
+    token = xp.index_select(drawn, 0, last)
     # Several rows may name the last slot; all of them write what it holds already.
     xp.index_copy_(newest, 0, slots, token * is_row)
-    xp.index_copy_(num_computed, 0, slots, (start + 1 + num_accepted) * is_row)
+    xp.index_copy_(num_computed, 0, slots, (start + 1 + accepted) * is_row)
     nth = xp.arange(width, dtype=xp.int64, device=slots.device).unsqueeze(0)
     nothing = xp.full([1, 1], NOT_ACCEPTED, dtype=xp.int64, device=slots.device)
-    results.copy_(xp.where(nth <= last, marked.view([num_rows, width]), nothing))
+    results.copy_(xp.where(nth <= accepted.unsqueeze(1), marked, nothing))
+    judged = xp.index_select(num_drafts, 0, slots)
+    judged = xp.where(judged < width, judged, xp.zeros_like(judged) + (width - 1))
+    _post(xp.cat((results, judged.unsqueeze(1), accepted.unsqueeze(1)), 1), post)
+    return last
 
 
 def keep_results(slots: Tensor, results: Tensor, num_computed: Tensor, kept: Tensor) -> None:
@@ -104,12 +116,14 @@ def keep_results(slots: Tensor, results: Tensor, num_computed: Tensor, kept: Ten
     kept.copy_(xp.where((nth == column) & is_row, results, kept))
 
 
-def judge_drafts(
+def _count_accepted(
     slots: Tensor, drawn: Tensor, marked: Tensor, drafts: Tensor, num_drafts: Tensor
 ) -> Tensor:
     """Leading drafts of each row that are what was drawn in their place and led to something."""
     xp = namespace(slots)
     width = drawn.shape[1] - 1
+    if not width:
+        return xp.zeros([drawn.shape[0]], dtype=xp.int64, device=slots.device)
     fed = xp.index_select(drafts, 0, slots)[:, :width]
     nth = xp.arange(width, dtype=xp.int64, device=slots.device).unsqueeze(0)
     is_right = (drawn[:, :width] == fed) & (marked[:, 1:] >= 0)
@@ -120,14 +134,17 @@ def judge_drafts(
 def keep_drafts(
     slots: Tensor,
     proposals: Tensor,
+    results: Tensor,
     limit: Tensor,
     vocab_size: int,
     num_computed: Tensor,
     room: Tensor,
     drafts: Tensor,
     num_drafts: Tensor,
+    post: Post | None,
 ) -> Tensor:
-    """Write proposals to the slots up to the first that is no token, and as far as there is room."""
+    """Write proposals to the slots up to the first that is no token, and as far as there is room. What was
+    taken, behind the results."""
     xp = namespace(slots)
     num_rows, width = proposals.shape
     select = xp.index_select
@@ -145,7 +162,21 @@ def keep_drafts(
     xp.index_copy_(drafts, 0, slots, taken)
     xp.index_copy_(num_drafts, 0, slots, kept.sum(dim=1))
     strange = ((proposals < NOTHING) | (proposals >= vocab_size)).to(xp.int64)
-    return (proposals + 1) * kept - 1 - strange
+    told = (proposals + 1) * kept - 1 - strange
+    _post(told, post)
+    return xp.cat((results, told), 1)
+
+
+def _post(values: Tensor, post: Post | None) -> None:
+    """Write values [B, n] to this turn's page of a box."""
+    if post is None:
+        return
+    box, turn = post
+    xp, (rows, width) = namespace(values), values.shape
+    place = turn % box.shape[0]
+    page = xp.index_select(box, 0, place)
+    page[0, :rows, :width] = turn * 2**32 + values % 2**32
+    xp.index_copy_(box, 0, place, page)
 
 
 def mark_broken(drawn: Tensor, peaks: Tensor, possible: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from fastdeploy_core.contracts.base import CONTRACT
+from fastdeploy_core.contracts.small import GreedyLM
 from fastdeploy_core.contracts.speculative import DraftBatch, DrafterContext
 from fastdeploy_core.errors import ConfigError
 
@@ -44,7 +45,10 @@ class DraftModel:
         for step in range(batch.max_drafts):
             attention, context = batch.decode(positions + (1 + step))
             hidden = model.forward(ids, attention.positions, context)
-            ids = batch.draw(model.compute_logits(hidden), step)
+            if batch.is_greedy and isinstance(model, GreedyLM):
+                ids = model.greedy(hidden)[0]
+            else:
+                ids = batch.draw(model.compute_logits(hidden), step)
             drafts.append(ids.unsqueeze(1))
         if drafts:
             return xp.cat(drafts, 1)

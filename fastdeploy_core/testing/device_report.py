@@ -173,6 +173,10 @@ def _fused_arguments(make: _Make) -> Arguments:
             None,
             make.floats(3, 8, seed=2),
         ),
+        "concat_rms_norm": lambda: (
+            *(make.floats(3, 16), make.floats(16, seed=1)),
+            *(make.floats(3, 16, seed=2), make.floats(16, seed=3), 1e-5),
+        ),
         "qk_norm": lambda: (
             *(
                 make.floats(3, 4, 8),
@@ -204,15 +208,10 @@ def _step_arguments(make: _Make) -> Arguments:
                 make.zeros([3, 0], "int64"),
                 make.ids(0, 0, 0),
                 make.ids(8, 8, 0),
-                4,
+                *(4, make.ids(6)),
             ),
             *(make.ids(0, 0), make.ids(0, 0), make.ids(0, 0), make.ids(0, 0, dtype="int32")),
             make.ids(0, 0, 0, 0, dtype="int32").reshape([2, 2]),
-        ),
-        "judge_drafts": lambda: (
-            make.ids(1, 0),
-            *(make.ids(9, 8, 7, 6).reshape([2, 2]), make.ids(9, 8, 7, -2).reshape([2, 2])),
-            *(make.ids(7, 0, 9, 0, 0, 0).reshape([3, 2]), make.ids(1, 1, 0)),
         ),
         "place_tokens": lambda: (
             make.ids(5, 3),
@@ -222,20 +221,14 @@ def _step_arguments(make: _Make) -> Arguments:
         ),
         "keep_drafts": lambda: (
             make.ids(1, 0),
-            make.ids(9, 8, 7, -1).reshape([2, 2]),
+            *(make.ids(9, 8, 7, -1).reshape([2, 2]), make.ids(6, 5).reshape([2, 1])),
             *(make.ids(2), 32, make.ids(3, 6, 0), make.ids(8, 8, 0)),
-            *(make.zeros([3, 2], "int64"), make.ids(0, 0, 0)),
+            *(make.zeros([3, 2], "int64"), make.ids(0, 0, 0), None),
         ),
         "finish_decode": lambda: (
-            *(
-                make.ids(1, 0),
-                make.ids(9, 8),
-                make.ids(9, 8),
-                None,
-                make.ids(3, 6, 0),
-                make.ids(7, 8, 0),
-            ),
-            make.ids(0, 0).reshape([2, 1]),
+            *(make.ids(1, 0), make.ids(9, 8, 7, 6), make.ids(9, 8, 7, -3), make.floats(4)),
+            *(make.ids(7, 0, 9, 0, 0, 0).reshape([3, 2]), make.ids(1, 1, 0)),
+            *(make.ids(3, 6, 0), make.ids(7, 8, 0), make.ids(0, 0, 0, 0).reshape([2, 2]), None),
         ),
     }
 

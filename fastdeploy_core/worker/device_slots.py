@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from fastdeploy_core.contracts.device import PostingDevice
 from fastdeploy_core.errors import WorkerError
 
 from .input_batch import NOWHERE, TRUSTED
+from .posting import Postbox
 from .staging import Uploads
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ class DeviceSlots:
         keeps_history: bool = False,
     ) -> None:
         """refuses_drafts: see DraftJudge. keeps_history: see DraftBatch.history."""
-        self._append, self._judge = kernels["append_history"], kernels["judge_drafts"]
+        self._append, self._finish = kernels["append_history"], kernels["finish_decode"]
         self._keep, self._vocab_size = kernels["keep_drafts"], vocab_size
         xp, num_slots = device.xp, batch.max_num_seqs + 1
         self._refuses_drafts = refuses_drafts
@@ -65,7 +67,11 @@ class DeviceSlots:
         self.num_drafts = zeros(num_slots)
         self.room = zeros(num_slots)  # tokens that the slot's blocks hold
         self.limit = zeros(1)  # drafts that a row may have
-        self._none = zeros(num_slots)
+        self.turn = zeros(1)  # recorded steps so far
+        self.postbox: Postbox | None = None
+        if isinstance(device, PostingDevice):
+            self.postbox = Postbox(device, self.turn, batch.max_num_seqs, max_drafts)
+        self._none = zeros(num_slots, max_drafts) - 1  # drafts that are never right
         self.rows = zeros(batch.max_num_seqs) + batch.max_num_seqs
         self.history: Tensor | None = None
         if keeps_history:
@@ -101,6 +107,8 @@ class DeviceSlots:
 
     def forget(self) -> None:
         """A step failed: what the device holds is not known."""
+        if self.postbox is not None:
+            self.postbox.forget()
         self._last, self._ahead = (None, 0), None
         self._rows[:] = UNKNOWN
         self._limit = UNKNOWN
@@ -164,12 +172,16 @@ class DeviceSlots:
         """These rows go on in a step that the slots take no part in."""
         self._computed[rows.slots] = UNKNOWN
 
-    def keep_drafts(self, rows: Tensor, proposals: Tensor) -> Tensor:
+    def keep_drafts(
+        self, rows: Tensor, proposals: Tensor, results: Tensor, *, posts: bool
+    ) -> Tensor:
         """The slots of these rows take what a drafter proposes, as far as it is tokens and there is room.
-        proposals: [B, n] int64; the same with -1 behind what was taken."""
+        proposals: [B, n] int64; the results, beside them what was taken and -1 behind it. posts: in a recorded
+        step, whose page of the postbox it is."""
+        post = self.postbox.drafts if posts and self.postbox is not None else None
         return self._keep(
-            *(rows, proposals, self.limit, self._vocab_size, self.num_computed, self.room),
-            *(self.drafts, self.num_drafts),
+            *(rows, proposals, results, self.limit, self._vocab_size, self.num_computed, self.room),
+            *(self.drafts, self.num_drafts, post),
         )
 
     def holds_drafts(self, rows: StepRows) -> None:
@@ -211,13 +223,15 @@ class DeviceSlots:
         if self.history is not None:
             self._append(self.rows[: results.shape[0]], results, self.num_computed, self.history)
 
-    def count_accepted(self, rows: Tensor, drawn: Tensor, marked: Tensor) -> Tensor:
-        """[B] int64: leading drafts of each row that equal what was drawn in their place. Behind a draft
-        that leads to nothing (mark_broken) the row is cut. rows: [B] slots; drawn, marked: [B, 1 + drafts
-        fed] int64."""
-        fed = self._none if self._refuses_drafts else self.num_drafts
-        found: Tensor = self._judge(rows, drawn, marked, self.drafts, fed)
-        return found
+    def finish(
+        self, rows: Tensor, drawn: Tensor, marked: Tensor, peaks: Tensor | None, results: Tensor
+    ) -> Tensor:
+        """The slots of these rows take what was drawn, as far as drafts are right: kernel finish_decode."""
+        drafts = self._none if self._refuses_drafts else self.drafts
+        state = (drafts, self.num_drafts, self.num_computed, self.newest)
+        post = None if self.postbox is None else self.postbox.results
+        last: Tensor = self._finish(rows, drawn, marked, peaks, *state, results, post)
+        return last
 
     # -- what differs: (where to, at which entries, what); None: at its beginning ------------------
 

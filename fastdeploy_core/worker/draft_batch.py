@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .device_slots import DeviceSlots
     from .input_batch import InputBatch
     from .prompt_graphs import RecordedPrompt
-    from .step_graphs import RecordedStep
+    from .recorded_step import RecordedStep
     from .step_rows import StepRows
 
 
@@ -93,14 +93,14 @@ class DraftBatches:
         slots: DeviceSlots,
         max_drafts: int,
         draw: Callable[[Tensor, int], Tensor],
+        *,
+        is_greedy: bool,
     ) -> DraftBatch:
-        """Behind a recorded step that draws greedily: of all its rows, and without the host. Those that
-        stand for nobody have no room, so they write nothing."""
+        """Behind a recorded step: of all its rows, and without the host. Those that stand for nobody have no
+        room, so they write nothing."""
         xp, size, attention = self._xp, recorded.size, recorded.attention
         assert recorded.context is not None
-        rows, last = slots.rows[:size], recorded.firsts
-        if recorded.accepted is not None:
-            last = last + recorded.accepted
+        rows = slots.rows[:size]
         tables, caches = (
             (attention.block_tables, attention.block_tables_dev),
             recorded.context.caches,
@@ -127,12 +127,13 @@ class DraftBatches:
             input_ids=recorded.input_ids,
             next_token_ids=recorded.drawn,
             hidden_states=recorded.hidden,
-            last=last,
+            last=recorded.last,
             draw=draw,
             decode=decode,
             history=slots.history,
             history_rows=rows,
             num_known=num_known,
+            is_greedy=is_greedy,
         )
 
     def make_prompt(

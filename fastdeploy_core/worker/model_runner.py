@@ -32,10 +32,11 @@ from .prompt_graphs import forward
 from .reading import NOT_KEPT, StepReader
 from .recorded_draws import RECORDED, RecordedDraws, can_record_draws
 from .recorded_sizes import prompt_sizes
+from .recorded_step import RecordedStep
 from .sequence_state import SequenceState
 from .speculation import Speculation, recorded_widths
 from .staging import wait_for
-from .step_graphs import RecordedStep, StepGraphs
+from .step_graphs import StepGraphs
 from .step_shapes import StepShapes
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class ModelRunner:
             self.max_decodes = max_decodes(config, self._device.limits)
         if self.max_decodes > 1:
             self._multi = MultiStep(self._device, self._kernels, max(sizes), self.max_decodes)
+            slots.postbox = None  # which is for one step at a time
         return StepGraphs(
             self._device,
             self._kernels,
@@ -145,7 +147,7 @@ class ModelRunner:
             communicator=communicator,
             draft_numbers=() if speculation is None else speculation.recorded_numbers(),
             # A drafter that reads histories draws nothing.
-            draft_draws=(False,) if slots.history is not None else (False, True),
+            drafts_at_random=slots.history is None,
             propose=None if speculation is None else partial(speculation.propose_recorded, slots),
             fill=None if speculation is None else speculation.recorded_fill,
             prompt_sizes=prompt_sizes(
@@ -252,7 +254,7 @@ class ModelRunner:
             if self._rank:  # rank 0 answers; this one only keeps the tokens on its device
                 launched.event, launched.is_read = self._device.record_event(), True
             else:
-                self._reader.start(launched, results, drafts)
+                self._reader.start(launched, results, drafts, recorded)
         launched.launch_s = time.perf_counter() - began
         return PendingOutput(launched, self._read)
 
@@ -279,7 +281,7 @@ class ModelRunner:
         rows, graphs, slots = launched.rows, self._graphs, self._slots
         if graphs is None or slots is None:
             return None
-        width = 1 if rows.is_decode else 1 + int(rows.num_drafts.max(initial=0))
+        width = 1 if rows.is_decode else 1 + rows.most_drafts()
         if width == 1 and not rows.is_decode:
             return None
         recorded = graphs.find(rows.slots.size, width)
@@ -315,14 +317,14 @@ class ModelRunner:
         self, launched: Launched, logits: Tensor | None, recorded: RecordedStep | None
     ) -> Tensor:
         """Tokens of the sampled positions, on the device; the next step finds them there."""
-        batch, rows = self.batch, launched.rows
+        batch, rows, num_rows = self.batch, launched.rows, launched.rows.slots.size
         plan = launched.plan = self._drawer.plan(rows)
-        num_rows = rows.slots.size
         if recorded is not None and self._slots is not None:
             self._slots.advance(rows)
             if self._is_plain(plan, rows):
-                return recorded.replay_greedy(num_rows)
-            launched.is_random = True
+                drafting = self._speculation
+                both = None if drafting is None else drafting.draw_and_draft(launched, recorded)
+                return recorded.replay_greedy(num_rows) if both is None else both.values
             if recorded.draws_at_random and not plan.flags & ~RECORDED:
                 return recorded.replay_random(rows.slots, filters=bool(plan.flags & FILTER))
             logits = recorded.replay_head(num_rows)
@@ -362,12 +364,10 @@ class ModelRunner:
 
     def _go_on(self, launched: Launched, recorded: RecordedStep | None) -> Tensor:
         """Queue the decodes behind a recorded step's first one: results of all of them."""
-        assert self._multi is not None and launched.plan is not None and recorded is not None
-        began, filters = time.perf_counter(), bool(launched.plan.flags & FILTER)
-        graphs = recorded.parts(is_random=launched.is_random, filters=filters)
-        results = self._multi.go_on(graphs, launched.rows)
-        launched.model_s += time.perf_counter() - began
-        return results
+        plan = launched.plan
+        assert self._multi is not None and plan is not None and recorded is not None
+        is_random, filters = not self._is_plain(plan, launched.rows), bool(plan.flags & FILTER)
+        return self._multi.go_on(recorded.parts(is_random=is_random, filters=filters), launched)
 
     def _is_plain(self, plan: SamplingPlan, rows: StepRows) -> bool:
         """Whether the likeliest tokens are all that is wanted. Ranks must agree on it, although rank 0

@@ -6,6 +6,7 @@ leaves its results in memory that holds those of the last few steps, which the h
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
 
+    from .pending import Launched
     from .step_rows import StepRows
 
 
@@ -44,14 +46,16 @@ class MultiStep:
         """What is recorded behind each draw; see kernel keep_results."""
         self._keep(slots, results, num_computed, self._kept[: slots.shape[0]])
 
-    def go_on(self, graphs: tuple[CapturedGraph, ...], rows: StepRows) -> Tensor:
+    def go_on(self, graphs: tuple[CapturedGraph, ...], launched: Launched) -> Tensor:
         """Queue the rest of the rows' steps: results of all of them, for `in_order`."""
-        times, device = rows.num_decodes - 1, self._device
+        rows, device, began = launched.rows, self._device, time.perf_counter()
+        times = rows.num_decodes - 1
         if isinstance(device, RepeatingDevice):
             device.replay_times(graphs, times)
         else:
             for graph in graphs * times:
                 graph.replay()
+        launched.model_s += time.perf_counter() - began
         return self._kept[: rows.slots.size]
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
     from .draft_batch import TargetStep
+    from .posting import Posted
     from .step_buffers import DraftsWithResults
 
 
@@ -40,7 +41,6 @@ class Launched:
     target: TargetStep | None = None  # for drafters; None once they have been asked
     draft_ids: np.ndarray | None = None  # [R] the drafts that were fed, -1: none at that position
     drawn: Tensor | None = None  # [R] on the device
-    is_random: bool = False  # a recorded step did not draw greedily
     accepted: Tensor | None = (
         None  # [S] on the device, of rows that sample; None: there were no drafts
     )
@@ -54,6 +54,7 @@ class Launched:
     # What is on its way to the host; there when the event has happened.
     has_results: bool = False
     download: Download | None = None
+    posted: Posted | None = None  # in place of a download
     event: DeviceEvent | None = None
     # Filled when the tokens are read.
     is_read: bool = False

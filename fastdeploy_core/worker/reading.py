@@ -1,8 +1,8 @@
 """What a step produced, brought to the host: tokens into the history, errors and log-probabilities to
 their rows, grammars advanced.
 
-Copies are started when a step is launched; reading looks at host memory only, once their event has
-happened, so it disturbs nothing that the device does meanwhile.
+Copies are started when a step is launched, unless its results come by themselves (posting.py); reading looks at
+host memory only, once they are there, so it disturbs nothing that the device does meanwhile.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +19,7 @@ from fastdeploy_core.sampling import columns as bits
 from fastdeploy_core.sampling.logprobs import read
 
 from .multi_step import in_order
+from .posting import NUM_MORE
 from .staging import Downloads, wait_for
 from .step_buffers import DraftsWithResults
 
@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 
     from .input_batch import InputBatch
     from .pending import Launched
+    from .posting import Arrival
+    from .recorded_step import RecordedStep
     from .sequence_state import SequenceState
     from .speculation import Speculation
+    from .step_rows import StepRows
 
 NAN = "nan_logits"
 FORBIDDEN = "no_possible_token"
@@ -57,27 +60,35 @@ class StepReader:
         self._unread: deque[Launched] = deque()
         # By slot: drafts that the newest step which was read has left on the device.
         self._num_kept = np.zeros(batch.max_num_seqs, dtype=np.int64)
+        self._drafts_before: Arrival | None = None
 
     def start(
         self,
         launched: Launched,
         results: Tensor | None,
         drafts: Tensor | DraftsWithResults | None = None,
+        recorded: RecordedStep | None = None,
     ) -> None:
-        """Queue the copies of a step that has just been launched. `results`: its marked tokens, one
-        per sampled position, -1 behind a row's last accepted one. `drafts`: [rows, k] for the next
-        step, made on the device."""
+        """Queue the copies of a step that has just been launched, unless all it tells comes by itself.
+        `results`: its marked tokens, one per sampled position, -1 behind a row's last accepted one.
+        `drafts`: [rows, k] for the next step, made on the device."""
         if isinstance(drafts, DraftsWithResults):
             launched.together, tensors = drafts, [drafts.values]
         else:
             tensors = [x for x in (results, drafts) if x is not None]
-        launched.has_drafts = drafts is not None
-        for _, records in launched.logprob_parts():
-            tensors += records.tensors()
-        launched.has_results = results is not None
+        launched.has_drafts, launched.has_results = drafts is not None, results is not None
+        self._unread.append(launched)
+        if recorded is not None and launched.rows.num_decodes == 1:
+            number = 0 if drafts is None else max(0, launched.max_drafts)
+            launched.posted = recorded.expect(launched.rows.slots.size, number)
+        if launched.posted is not None:
+            launched.event, tensors = launched.posted.results, []
+        for _, record in launched.logprob_parts():
+            tensors += record.tensors()
+        if launched.posted is not None and not tensors:
+            return
         launched.download = self._downloads.start(tensors)
         launched.event = self._device.record_event()
-        self._unread.append(launched)
 
     def clear(self) -> None:
         """Nobody will ask for what is on its way."""
@@ -98,45 +109,61 @@ class StepReader:
 
     def _read(self, launched: Launched) -> None:
         wait_for(launched.event)
-        download = launched.download
-        assert download is not None
         if launched.rows.num_decodes > 1:
-            self._take_several(launched, download.arrays[0])
-        elif not self._take_ahead(launched, download.arrays):
-            self._take_any(launched, iter(download.arrays))
+            self._take_several(launched)
+        elif not self._take_ahead(launched):
+            self._take_any(launched)
         if self._speculation is not None:
             launched.draft_failures = self._speculation.num_failures
-        download.release()
+        if launched.download is not None:
+            launched.download.release()
         launched.is_read = True  # last: another thread may be looking at it without the lock
 
-    def _take_ahead(self, launched: Launched, arrays: list[np.ndarray]) -> bool:
+    def _take_ahead(self, launched: Launched) -> bool:
         """In short what `_take_any` does, for a step that went ahead of results and behind which another
         one has: nobody asks for its drafts. False, and nothing is taken, where more is to be done."""
         rows, together, batch = launched.rows, launched.together, self._batch
         is_steady = self._unread and self._unread[0].rows.is_ahead and not launched.sample_errors
         if not rows.is_ahead or together is None or not is_steady:
             return False
-        slots, width = rows.slots, together.width
-        values = arrays[0][: slots.size]
-        if values.min() < NOT_KEPT:
+        slots, width, posted = rows.slots, together.width, launched.posted
+        if posted is not None:
+            values = arrived(posted.results)
+            tokens, counts, fed = values[:, :width], values[:, width + 1] + 1, values[:, width]
+            is_broken = np.count_nonzero(tokens[:, 0] < 0)
+            if self._drafts_before is not None and self._speculation is not None:
+                self._speculation.check_kept(self._drafts_before.peek())
+            self._drafts_before = posted.drafts
+        else:
+            assert launched.download is not None
+            values = launched.download.arrays[0][: slots.size]
+            tokens, is_token = values[:, :width], values >= 0
+            counts = np.add.reduce(is_token[:, :width], 1)
+            fed, is_broken = self._fed(rows), np.count_nonzero(values < NOT_KEPT)
+        if is_broken:
             return False
-        tokens, is_token = values[:, :width], values >= 0
-        launched.counts = counts = np.add.reduce(is_token[:, :width], 1)
-        launched.token_ids = tokens[is_token[:, :width]]
-        launched.fed_ahead = np.minimum(rows.num_drafts, self._num_kept[slots])
-        drafts = is_token[:, width : width + launched.max_drafts]
-        self._num_kept[slots] = np.add.reduce(drafts, 1)
+        launched.counts, launched.fed_ahead = counts, fed
+        launched.token_ids = tokens[tokens >= 0]
+        if posted is None:
+            drafts = is_token[:, width : width + launched.max_drafts]
+            self._num_kept[slots] = np.add.reduce(drafts, 1)
         stays = batch.owner[slots] == launched.owners
         if np.count_nonzero(stays) < slots.size:
             slots, tokens, counts = slots[stays], tokens[stays], counts[stays]
         batch.learn_several(slots, tokens, counts)
         return True
 
-    def _take_several(self, launched: Launched, kept: np.ndarray) -> None:
+    def _fed(self, rows: StepRows) -> np.ndarray:
+        """[B] drafts that rows which went ahead were fed, as the step before tells."""
+        fed: np.ndarray = np.minimum(rows.num_drafts, self._num_kept[rows.slots])
+        return fed
+
+    def _take_several(self, launched: Launched) -> None:
         """Of steps that ran one behind the other. A row is cut before what leads to nothing: it tries that
         place once more, since it may have come to its end before."""
         rows, batch = launched.rows, self._batch
-        marked = in_order(kept, rows)
+        assert launched.download is not None
+        marked = in_order(launched.download.arrays[0], rows)
         is_kept = np.logical_and.accumulate(marked >= 0, 1)
         launched.counts = counts = np.add.reduce(is_kept, 1)
         launched.token_ids = marked[is_kept]
@@ -147,14 +174,19 @@ class StepReader:
         stays = batch.owner[rows.slots] == launched.owners
         batch.learn_several(rows.slots[stays], marked[stays], counts[stays])
 
-    def _take_any(self, launched: Launched, arrays: Iterator[np.ndarray]) -> None:
-        rows, batch = launched.rows, self._batch
+    def _take_any(self, launched: Launched) -> None:
+        rows, batch, posted = launched.rows, self._batch, launched.posted
+        values = None if posted is None else arrived(posted.results)
         if rows.is_ahead:
-            most, kept = rows.num_drafts, self._num_kept[rows.slots]
-            rows.settle(batch.num_known[rows.slots] - 1, np.minimum(most, kept))
+            fed = self._fed(rows) if values is None else values[:, -NUM_MORE]
+            rows.settle(batch.num_known[rows.slots] - 1, fed)
             launched.fed_ahead = rows.num_drafts
+        arrays = iter(() if launched.download is None else launched.download.arrays)
         drafts: np.ndarray | None = None
-        if launched.together is not None:
+        if posted is not None and values is not None:
+            self._take_tokens(launched, values[:, :-NUM_MORE])
+            drafts = arrived(posted.drafts) if launched.has_drafts else None
+        elif launched.together is not None:
             width, values = launched.together.width, next(arrays)[: rows.slots.size]
             drafts = values[:, width : width + launched.max_drafts]
             self._take_tokens(launched, values[:, :width].copy())
@@ -239,3 +271,10 @@ class StepReader:
             for row, slot, token in zip(sample_rows, slots.tolist(), ids.tolist(), strict=True):
                 if row not in launched.errors and not self._state.advance(slot, token):
                     launched.errors[row] = NOT_IN_GRAMMAR
+
+
+def arrived(arrival: Arrival) -> np.ndarray:
+    """The values, once they are there."""
+    wait_for(arrival)
+    assert arrival.values is not None
+    return arrival.values

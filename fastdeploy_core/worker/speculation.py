@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from .pending import Launched
     from .prompt_graphs import RecordedPrompt
     from .recorded_draws import RecordedDraws
+    from .recorded_step import RecordedStep
     from .sequence_state import SequenceState
-    from .step_graphs import RecordedStep
 
 logger = logging.getLogger(__name__)
 
@@ -107,22 +107,38 @@ class Speculation:
             return drafts
         if drafts is None:
             drafts = self._nothing(rows.slots.size, limit)
-        return slots.keep_drafts(self._device.to_device(rows.slots), drafts)
+        no_results = self._xp.zeros(
+            (rows.slots.size, 0), dtype=self._xp.int64, device=drafts.device
+        )
+        where = self._device.to_device(rows.slots)
+        return slots.keep_drafts(where, drafts, no_results, posts=False)
+
+    def draw_and_draft(
+        self, launched: Launched, recorded: RecordedStep
+    ) -> DraftsWithResults | None:
+        """Queue the greedy tokens of a recorded step and the drafts behind them; None, and nothing is queued,
+        where no drafts belong to the step."""
+        if launched.concerns_drafters and self._drafts_behind(launched):
+            launched.together = recorded.replay_greedy_and_draft(launched.max_drafts)
+        return launched.together
+
+    def _drafts_behind(self, launched: Launched) -> bool:
+        """Whether a drafter on the device has something to do behind the step."""
+        return self.on_device and launched.max_drafts >= int(self.reads_history)
 
     def _make(
         self, launched: Launched, recorded: RecordedStep | None, slots: DeviceSlots | None
     ) -> Tensor | DraftsWithResults | None:
         drafter, step, max_drafts = self._drafter, launched.target, launched.max_drafts
         launched.target = None
-        if drafter is None or not self.on_device or max_drafts < int(self.reads_history):
-            return None
+        if launched.together is not None or drafter is None or not self._drafts_behind(launched):
+            return launched.together
         began = time.perf_counter()
         drafts: Tensor | DraftsWithResults | None = None
         if recorded is not None:
-            is_random = launched.is_random and not self.reads_history
-            if is_random:
+            if not self.reads_history:
                 self._draws.fill(launched.rows.slots)
-            drafts = recorded.replay_proposal(max_drafts, is_random)
+            drafts = recorded.replay_drafts(max_drafts)
         elif step is not None and step.recorded is not None and not max_drafts:
             rows, batches = launched.rows, self._batches
             next_ids = batches.next_ids(rows, step, launched.drawn)
@@ -160,7 +176,9 @@ class Speculation:
                 ids = self._greedy(logits)
             return ids if self._communicator is None else self._communicator.broadcast(ids, 0)
 
-        batch = self._batches.make_recorded(recorded, slots, max_drafts, draw)
+        batch = self._batches.make_recorded(
+            recorded, slots, max_drafts, draw, is_greedy=not is_random
+        )
         return self._checked(self._drafter.propose(batch), recorded.size, max_drafts)
 
     def _propose(
@@ -251,14 +269,16 @@ class Speculation:
     def _as_kept(self, launched: Launched, drafts: np.ndarray) -> np.ndarray | None:
         """Drafts that the device keeps, which has taken only what fits: for steps that go by what the host
         says, as those of grammars do."""
-        table = drafts.copy()  # the memory is lent
-        lowest = int(table.min(initial=0))
-        if lowest < NO_DRAFT and self._drafter is not None:
-            self._count_failure(self._drafter, self._no_token(lowest))
-            table = np.maximum(table, NO_DRAFT)
+        self.check_kept(drafts)
+        table: np.ndarray = np.maximum(drafts, NO_DRAFT)  # a copy: the memory is lent
         if self._state is not None:
             self._state.cut_forbidden(launched.rows.slots, table)
         return table
+
+    def check_kept(self, drafts: np.ndarray) -> None:
+        """Count it if the device has found something among a drafter's proposals that is no token."""
+        if np.count_nonzero(drafts < NO_DRAFT) and self._drafter is not None:
+            self._count_failure(self._drafter, self._no_token(int(drafts.min())))
 
     def _valid_rows(self, drafter: Drafter, drafts: np.ndarray, limits: np.ndarray) -> np.ndarray:
         """Each row up to its limit and to the first that is no draft; what is no token of the

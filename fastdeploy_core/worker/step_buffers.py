@@ -75,8 +75,10 @@ class DecodeBuffers(StepBuffers):
         self._width = width
         self._offsets = np.arange(max_rows + 1, dtype=np.int32) * np.int32(width)
         self._offsets_dev = device.to_device(self._offsets.copy())
-        self.firsts = device.to_device(np.arange(max_rows, dtype=np.int64) * width)
         self.results = self.zeros(max_rows, width)
+        # For drafters, where the step itself does not record them: what was drawn, and where each row's last
+        # kept token stands in it.
+        self.drawn, self.last = self.zeros(max_rows * width), self.zeros(max_rows)
         self._results_of: dict[int, Tensor] = {}
 
     def results_of(self, num_rows: int) -> Tensor:
@@ -85,6 +87,10 @@ class DecodeBuffers(StepBuffers):
         if found is None:
             found = self._results_of[num_rows] = self.results[:num_rows]
         return found
+
+    def drawn_of(self, size: int) -> Tensor:
+        """Of the first `size` rows."""
+        return self.drawn[: size * self._width]
 
     def batch(self, size: int) -> AttentionBatch:
         """The attention batch of `size` rows."""

@@ -57,6 +57,10 @@ class StepRows:
         """Whether each row can be fed the token it sampled, with nothing to be judged before."""
         return bool(self.samples.all()) and not self.num_drafts.any()
 
+    def most_drafts(self) -> int:
+        """Of any row; those that go ahead all have as many."""
+        return int(self.num_drafts[0] if self.is_ahead else self.num_drafts.max(initial=0))
+
     def fits(self, num_drafts: int) -> bool:
         """Whether every row feeds its newest token and at most so many drafts, and samples."""
         return (

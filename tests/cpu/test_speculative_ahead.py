@@ -24,12 +24,12 @@ from fastdeploy_core.engine.core import EngineCore
 from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.engine.worker_process import make_worker
 from fastdeploy_core.speculative.ngram import DeviceNgramDrafter
-from fastdeploy_core.testing.capturing import OnCapturingDevice
+from fastdeploy_core.testing.capturing import CapturingDevice, OnCapturingDevice
 from fastdeploy_core.types import SchedulerOutput
 from fastdeploy_core.worker import recorded_sizes
 from fastdeploy_core.worker.draft_batch import DraftBatches
 from fastdeploy_core.worker.prompt_graphs import RecordedPrompt
-from fastdeploy_core.worker.step_graphs import RecordedStep
+from fastdeploy_core.worker.recorded_step import RecordedStep
 from tests.cpu.engine_mixes import LateResult, Settings, play
 from tests.cpu.speculative_mixes import (
     DetailCollector,
@@ -58,17 +58,28 @@ def world(folder: Path, tensor_library: str) -> tuple[list[Any], DetailCollector
     return requests, answers_alone(plain, requests)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {"ngram_match": {"min_ngram_size": 1}, "draft_model": {}}
+METHODS = ("ngram_match", "draft_model", "draft_model, posting")
 
 
-@pytest.fixture(scope="module", params=OPTIONS)
+def host_box(device: CapturingDevice, num_words: int) -> tuple[Any, np.ndarray]:
+    """PostingDevice.host_box of a processor, whose memory is the host's anyway."""
+    host = np.zeros(num_words, dtype=np.int64)
+    return device.xp.from_numpy(host), host
+
+
+@pytest.fixture(scope="module", params=METHODS)
 def bench(
     folder: Path, tensor_library: str, request: pytest.FixtureRequest
 ) -> Iterator[SpeculativeBench]:
-    """Drafts by the target's double, every third of them spoilt, or by n-grams on the device."""
-    method = request.param
-    options = OPTIONS[method] or {"model": str(folder)}
+    """Drafts by the target's double, every third of them spoilt, or by n-grams on the device. Results are
+    copied to the host, or come by themselves."""
+    method, _, posts = request.param.partition(", ")
+    if posts and tensor_library != "torch":
+        pytest.skip("PaddlePaddle's tensors on a processor do not share memory with arrays")
+    options = {"min_ngram_size": 1} if method == "ngram_match" else {"model": str(folder)}
     with pytest.MonkeyPatch.context() as patch:
+        if posts:
+            patch.setattr(CapturingDevice, "host_box", host_box, raising=False)
         patch.setattr(recorded_sizes, "prompt_ladder", lambda most: PROMPT_SIZES)
         made = SpeculativeBench(
             folder, tensor_library, method, options, captures=True, processors=()
@@ -78,6 +89,7 @@ def bench(
             drafter, xp = made.speculation._drafter, made.worker.device.xp
             made.speculation._drafter = SpoilsDevice(drafter, xp, made.vocab_size)
         yield made
+        assert (made.worker._runner._slots.postbox is not None) == bool(posts)
 
 
 def lose_what_was_left(bench: SpeculativeBench) -> None:
@@ -86,7 +98,7 @@ def lose_what_was_left(bench: SpeculativeBench) -> None:
     for step in [] if graphs is None else graphs._steps.values():
         if step._forward is bench.worker.device.current:
             for other in graphs._steps.values():
-                for left in (other.drawn, other.accepted):
+                for left in (other.drawn, other.last):
                     if left is not None:
                         left[:] = 2**40
 

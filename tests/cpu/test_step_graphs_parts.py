@@ -132,6 +132,25 @@ def state(rng: np.random.Generator, num_slots: int, drafts: int) -> dict[str, np
     return state
 
 
+TURN = 2**31 - 1
+
+
+def a_box(device: CapturingDevice) -> tuple[Any, Any]:
+    """What a kernel posts to, in the last turn whose number is positive in 32 bits."""
+    put = CpuDevice.to_device
+    return put(device, np.full((3, 6, 6), -5, np.int64)), put(device, np.array([TURN]))
+
+
+def check_box(device: CapturingDevice, post: tuple[Any, Any], values: np.ndarray) -> None:
+    """The turn's page, and nothing else, holds these values beside the turn."""
+    box = np.array(device.to_host(post[0]))
+    rows, width = values.shape
+    page = box[TURN % 3, :rows, :width]
+    assert (page >> 32 == TURN).all() and ((page << 32) >> 32 == values).all()
+    box[TURN % 3, :rows, :width] = -5
+    assert (box == -5).all()
+
+
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(3))
 def test_prepare_decode_is_what_a_slow_loop_says(
@@ -145,7 +164,10 @@ def test_prepare_decode_is_what_a_slow_loop_says(
     out = [np.full(5 * width, -9, np.int64) for _ in range(3)]
     out += [np.full(5, -9, np.int32), np.full((5, 5), -9, np.int32)]
     outputs = [put(device, array) for array in out]
-    build_kernel_table("cpu")["prepare_decode"](put(device, rows), *tensors, block_size, *outputs)
+    turn = put(device, np.array([41]))
+    given_tensors = (put(device, rows), *tensors, block_size, turn)
+    build_kernel_table("cpu")["prepare_decode"](*given_tensors, *outputs)
+    assert device.to_host(turn).tolist() == [42]
     ids, positions, mapping, seq_lens, tables = (np.array(device.to_host(t)) for t in outputs)
     for row, slot in enumerate(rows.tolist()):
         start = int(given["num_computed"][slot])
@@ -164,42 +186,26 @@ def test_prepare_decode_is_what_a_slow_loop_says(
             assert (ids[place], positions[place], mapping[place]) == wanted
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_judge_drafts_is_what_a_slow_loop_says(device: CapturingDevice, seed: int) -> None:
-    rng, width = np.random.default_rng(seed), 3
-    rows = np.array([3, 0, 2, 5])
-    drafts, num_drafts = rng.integers(0, 2, (6, 4)), rng.integers(0, 5, 6)
-    drawn = rng.integers(0, 2, (4, width))
-    marked = np.where(rng.random(drawn.shape) < 0.1, -2, drawn)
-    given = (CpuDevice.to_device(device, a.copy()) for a in (rows, drawn, marked, drafts))
-    table = build_kernel_table("cpu")
-    found = table["judge_drafts"](*given, CpuDevice.to_device(device, num_drafts.copy()))
-    for row, slot in enumerate(rows.tolist()):
-        count = 0
-        while count < min(num_drafts[slot], width - 1):
-            if drawn[row, count] != drafts[slot, count] or marked[row, count + 1] < 0:
-                break
-            count += 1
-        assert int(device.to_host(found)[row]) == count
-
-
+@pytest.mark.parametrize("num_results", [0, 2])
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
 def test_keep_drafts_is_what_a_slow_loop_says(
-    device: CapturingDevice, width: int, seed: int
+    device: CapturingDevice, width: int, num_results: int, seed: int
 ) -> None:
     rng, vocab_size, limit = np.random.default_rng(seed), 50, int(seed + 1)
     given = state(rng, 6, 3)
     rows = np.array([3, 0, 2, 5, 5])
-    proposals = rng.integers(-1, 60, (5, width))
+    proposals, results = rng.integers(-1, 60, (5, width)), rng.integers(-2, 60, (5, num_results))
     put = CpuDevice.to_device
+    post = a_box(device)
     names = ("num_computed", "room", "drafts", "num_drafts")
     held = [put(device, given[name].copy()) for name in names]
     taken = build_kernel_table("cpu")["keep_drafts"](
-        *(put(device, array) for array in (rows, proposals.copy(), np.array([limit]))),
-        *(vocab_size, *held),
+        *(put(device, a) for a in (rows, proposals.copy(), results.copy(), np.array([limit]))),
+        *(vocab_size, *held, post),
     )
     found, drafts, num_drafts = (np.array(device.to_host(t)) for t in (taken, *held[2:]))
+    check_box(device, post, found[:, num_results:])
     for row, slot in enumerate(rows.tolist()):
         wanted: list[int] = []
         left = given["room"][slot] - 1 - given["num_computed"][slot] if slot != 5 else 0
@@ -208,7 +214,7 @@ def test_keep_drafts_is_what_a_slow_loop_says(
                 break
             wanted.append(token)
         behind = [-2 if token >= vocab_size else -1 for token in proposals[row, len(wanted) :]]
-        assert found[row].tolist() == wanted + behind
+        assert found[row].tolist() == results[row].tolist() + wanted + behind
         assert drafts[slot].tolist() == wanted + [0] * (3 - len(wanted))
         assert num_drafts[slot] == len(wanted)
 
@@ -232,40 +238,48 @@ def test_place_tokens_is_what_a_slow_loop_says(device: CapturingDevice) -> None:
             assert (where, slot, length) == (0, -1, 0)
 
 
-@pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("width", [1, 3, 4])
+@pytest.mark.parametrize("has_peaks", [False, True])
+@pytest.mark.parametrize("seed", range(5))
 def test_finish_decode_is_what_a_slow_loop_says(
-    device: CapturingDevice, width: int, seed: int
+    device: CapturingDevice, width: int, has_peaks: bool, seed: int
 ) -> None:
-    rng = np.random.default_rng(seed)
-    given = state(rng, 6, 3)
-    rows = np.array([3, 0, 5, 5])
-    drawn = rng.integers(1, 99, 4 * width)
-    marked = np.where(rng.random(drawn.size) < 0.2, -2, drawn)
-    accepted = rng.integers(0, width, 4)
-    put = CpuDevice.to_device
-    num_computed, newest = put(device, given["num_computed"]), put(device, given["newest"])
-    before = {name: value.copy() for name, value in given.items()}
-    results = put(device, np.full((4, width), -9, np.int64))
-    build_kernel_table("cpu")["finish_decode"](
-        *(put(device, array.copy()) for array in (rows, drawn, marked)),
-        put(device, accepted.copy()) if width > 1 else None,
-        num_computed,
-        newest,
-        results,
+    rng, put = np.random.default_rng(seed), CpuDevice.to_device
+    given = state(rng, 6, 4)
+    given["drafts"] %= 2
+    rows = np.array([3, 0, 5, 2, 5])
+    drawn = rng.integers(0, 2, (5, width))
+    marked = np.where(rng.random(drawn.shape) < 0.1, -3, drawn)
+    peaks = np.where(rng.random(drawn.shape) < 0.1, np.nan, 1.0).astype(np.float32)
+    held = {name: put(device, given[name].copy()) for name in ("num_computed", "newest")}
+    results, post = put(device, np.full((5, width), -9, np.int64)), a_box(device)
+    last = build_kernel_table("cpu")["finish_decode"](
+        *(put(device, array) for array in (rows, drawn.reshape(-1), marked.reshape(-1))),
+        put(device, peaks.reshape(-1)) if has_peaks else None,
+        *(put(device, given[name].copy()) for name in ("drafts", "num_drafts")),
+        *(*held.values(), results, post),
     )
-    found = np.array(device.to_host(results))
-    computed, tokens = np.array(device.to_host(num_computed)), np.array(device.to_host(newest))
+    found, computed, newest = (np.array(device.to_host(t)) for t in (results, *held.values()))
+    judged = np.minimum(given["num_drafts"][rows], width - 1)
+    right = np.array(device.to_host(last)) - np.arange(5) * width
+    check_box(device, post, np.column_stack((found, judged, right)))
+    if has_peaks:
+        marked = np.where(np.isnan(peaks), -2, marked)
     for row, slot in enumerate(rows.tolist()):
-        last = int(accepted[row]) if width > 1 else 0
-        part = marked[row * width : (row + 1) * width].tolist()
-        assert found[row].tolist() == part[: last + 1] + [-1] * (width - last - 1)
+        count = 0
+        while count < min(given["num_drafts"][slot], width - 1):
+            if drawn[row, count] != given["drafts"][slot, count] or marked[row, count + 1] < 0:
+                break
+            count += 1
+        assert int(device.to_host(last)[row]) == row * width + count
+        kept = marked[row, : count + 1].tolist()
+        assert found[row].tolist() == kept + [-1] * (width - 1 - count)
         if slot != 5:
-            assert computed[slot] == before["num_computed"][slot] + 1 + last
-            assert tokens[slot] == drawn[row * width + last]
-    for slot in set(range(6)) - {0, 3}:
-        assert computed[slot] == before["num_computed"][slot]
-        assert tokens[slot] == before["newest"][slot]
+            assert computed[slot] == given["num_computed"][slot] + 1 + count
+            assert newest[slot] == drawn[row, count]
+    for slot in set(range(6)) - {0, 2, 3}:
+        assert computed[slot] == given["num_computed"][slot]
+        assert newest[slot] == given["newest"][slot]
 
 
 def test_broken_rows_are_marked_and_nan_is_the_worse(device: CapturingDevice) -> None:

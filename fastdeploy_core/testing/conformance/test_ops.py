@@ -190,6 +190,21 @@ class OpsConformance(SamplingOps):
         assert np.array_equal(after[:, end:], whole[:, end:]), "values were changed"
 
     @pytest.mark.parametrize("tokens", TOKENS)
+    @pytest.mark.parametrize("width", [48, 64])
+    def test_concat_rms_norm(
+        self, device: Any, kernels: Any, dtype: str, tokens: int, width: int
+    ) -> None:
+        arrays = [values(n, tokens, width) * (n + 1) for n in (0, 1)]
+        weights = [values(n, width) for n in (2, 3)]
+        x, y, *gains = (self.to_device(device, array, dtype) for array in (*arrays, *weights))
+        got = kernels["concat_rms_norm"](x, gains[0], y, gains[1], 1e-5)
+        expected = [
+            oracle.rms_norm(self.rounded(device, a, dtype), self.rounded(device, w, dtype), 1e-5)
+            for a, w in zip(arrays, weights, strict=True)
+        ]
+        self.assert_close(device, got, np.concatenate(expected, -1), dtype)
+
+    @pytest.mark.parametrize("tokens", TOKENS)
     def test_linear_float32(self, device: Any, kernels: Any, dtype: str, tokens: int) -> None:
         x, weight = values(0, tokens, 80), values(1, 12, 80)
         got = kernels["linear_float32"](

@@ -19,6 +19,7 @@ int64_t count_tokens(const PrepareDecodeOp &op) {
 void prepare_decode(const PrepareDecodeOp &op, const Worker &worker) {
     int64_t first, last;
     worker.share(op.num_rows, first, last);
+    if (worker.thread == 0) ++*op.turn;
     for (int64_t row = first; row < last; ++row) {
         const int64_t slot = op.slots[row];
         const bool is_row = slot < op.num_slots - 1 && op.num_computed[slot] < op.room[slot];
@@ -41,11 +42,20 @@ void finish_decode(const FinishDecodeOp &op, const Worker &worker) {
     int64_t first, last;
     worker.share(op.num_rows, first, last);
     for (int64_t row = first; row < last; ++row) {
-        const int64_t accepted = op.num_accepted ? op.num_accepted[row] : 0, slot = op.slots[row];
-        for (int64_t j = 0; j < op.width; ++j)
-            op.results[row * op.width + j] = j <= accepted ? op.marked[row * op.width + j] : kNotAccepted;
+        const int64_t begin = row * op.width, slot = op.slots[row];
+        const auto marked = [&](int64_t j) {
+            const bool is_broken = op.peaks && !std::isfinite(op.peaks[begin + j]);
+            return is_broken ? kNotFinite : op.marked[begin + j];
+        };
+        const int64_t fed = std::min(op.num_drafts[slot], op.width - 1);
+        const int64_t *drafts = op.drafts + slot * op.draft_width;
+        int64_t accepted = 0;
+        while (accepted < fed && op.drawn[begin + accepted] == drafts[accepted] && marked(accepted + 1) >= 0)
+            ++accepted;
+        for (int64_t j = 0; j < op.width; ++j) op.results[begin + j] = j <= accepted ? marked(j) : kNotAccepted;
+        op.last[row] = begin + accepted;
         if (slot >= op.num_slots - 1) continue;
-        op.newest[slot] = op.drawn[row * op.width + accepted];
+        op.newest[slot] = op.drawn[begin + accepted];
         op.num_computed[slot] += 1 + accepted;
     }
 }

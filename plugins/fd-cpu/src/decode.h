@@ -11,13 +11,16 @@ struct PrepareDecodeOp {
     const int64_t *num_computed, *newest, *drafts, *num_drafts, *room;
     int64_t *input_ids, *positions, *slot_mapping;
     int32_t *seq_lens, *block_tables;
+    int64_t *turn;
     int64_t num_rows, width, num_slots, num_blocks, draft_width, block_size;
 };
 
 struct FinishDecodeOp {
-    const int64_t *slots, *drawn, *marked, *num_accepted;  // the last may be null
-    int64_t *num_computed, *newest, *results;
-    int64_t num_rows, width, num_slots;
+    const int64_t *slots, *drawn, *marked;
+    const float *peaks;  // may be null
+    const int64_t *drafts, *num_drafts;
+    int64_t *num_computed, *newest, *results, *last;
+    int64_t num_rows, width, num_slots, draft_width;
 };
 
 struct KeepResultsOp {

@@ -201,7 +201,8 @@ void submit_prepare_decode(Runtime &runtime, std::vector<uintptr_t> a, std::vect
     const PrepareDecodeOp op{at<const int64_t>(a[0]), at<const int32_t>(a[1]), at<const int64_t>(a[2]),
                              at<const int64_t>(a[3]), at<const int64_t>(a[4]), at<const int64_t>(a[5]),
                              at<const int64_t>(a.at(6)), at<int64_t>(a.at(7)), at<int64_t>(a.at(8)),
-                             at<int64_t>(a.at(9)), at<int32_t>(a.at(10)), at<int32_t>(a.at(11)), n[0], n[1], n[2], n[3], n[4], n[5]};
+                             at<int64_t>(a.at(9)), at<int32_t>(a.at(10)), at<int32_t>(a.at(11)),
+                             at<int64_t>(a.at(12)), n[0], n[1], n[2], n[3], n[4], n[5]};
     runtime.submit_first({"prepare decode", [op](const Worker &w) { prepare_decode(op, w); }},
                          [op] { return count_tokens(op); });
 }
@@ -209,11 +210,15 @@ void submit_prepare_decode(Runtime &runtime, std::vector<uintptr_t> a, std::vect
 void submit_finish_decode(Runtime &runtime, std::vector<uintptr_t> a, std::vector<int64_t> n) {
     nb::gil_scoped_release release;
     const FinishDecodeOp op{at<const int64_t>(a[0]), at<const int64_t>(a[1]), at<const int64_t>(a[2]),
-                            at<const int64_t>(a[3]), at<int64_t>(a[4]), at<int64_t>(a[5]), at<int64_t>(a[6]),
-                            n[0], n[1], n[2]};
+                            at<const float>(a[3]), at<const int64_t>(a[4]), at<const int64_t>(a[5]),
+                            at<int64_t>(a.at(6)), at<int64_t>(a.at(7)), at<int64_t>(a.at(8)), at<int64_t>(a.at(9)),
+                            n[0], n[1], n[2], n[3]};
     const auto run = [op](const Worker &w) {
         FinishDecodeOp mine = op;
         mine.num_rows = w.clip(op.num_rows * op.width) / op.width;
+        // Who drafts does so for rows of nobody, too.
+        if (w.thread == 0)
+            for (int64_t row = mine.num_rows; row < op.num_rows; ++row) op.last[row] = row * op.width;
         finish_decode(mine, w);
     };
     runtime.submit({"finish decode", run}, 0);

@@ -46,10 +46,10 @@ def slots_of(device, rows, num_slots=9):
 def test_a_recorded_step_is_one_plan_and_leaves_rows_of_nobody_alone(device):
     table, weight = random(device, 40, 64), prepare(random(device, 64, 64))
     rows, state, batch = slots_of(device, 8)
-    made = {}
+    made, turn = {}, device.xp.zeros((1,), dtype=device.xp.int64)
 
     def run():
-        kernels.prepare_decode(rows, *state, 16, *batch)
+        kernels.prepare_decode(rows, *state, 16, turn, *batch)
         made["x"] = kernels.embedding(batch[0], table)
         made["y"] = kernels.linear(made["x"], weight, None)
 

@@ -2,13 +2,15 @@
 that must move.
 
     python plugins/fd-cuda/benchmarks/quantized.py dense [--rows 1,8] [--shapes 8192x8192] [--formats wint4]
-    python plugins/fd-cuda/benchmarks/quantized.py experts cache
+    python plugins/fd-cuda/benchmarks/quantized.py experts [--rows 4096] [--unpacked]
+    python plugins/fd-cuda/benchmarks/quantized.py cache
     python plugins/fd-cuda/benchmarks/quantized.py model
 
 Every figure is a median of graph replays over rotating weights, so that the card's cache does not
 help; rounding of activations is included and also shown by itself. Floor: bytes of weights over
 4.30 TB/s, or operations over 790 TFLOP/s (1580 with rounded activations), whichever takes longer.
-"error" compares with the same weights dequantized in float32. model: ERNIE-4.5-300B-A47B's shapes with
+"error" compares with the same weights dequantized in float32. --unpacked: beside it the same layer whose experts are
+unpacked to half floats for the call and multiplied as such (tet2: without the rotations). model: ERNIE-4.5-300B-A47B's shapes with
 2-bit experts, random packed weights, whole greedy steps through LLM.generate.
 """
 
@@ -37,8 +39,9 @@ from fastdeploy_core.contracts.kv_formats import KV_FORMATS
 from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight, QuantFormat
 
 from fd_cuda.kernels import experts, quant_experts, quant_linear, quant_trellis, quant_weights
+from fd_cuda.kernels.quant_native import unpack
 from fd_cuda.kernels.quant_weights import Weights
-from fd_cuda.kernels.trellis_native import Trellis, rotate
+from fd_cuda.kernels.trellis_native import Trellis, decoded, rotate
 from fd_cuda.kernels.tune import time_s
 
 BYTES_S, FLOPS_S, FLOPS_8BIT_S = 4.30e12, 790e12, 1580e12
@@ -52,6 +55,7 @@ EXPERTS = {
 }
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 4096)
 LARGE_KINDS = ("wint4", "tet2")  # of experts that fill gigabytes
+BY_ROWS = ("w8a8", "wfp8afp8", "block_fp8")  # whose numbers no kernel unpacks
 _CODE = "fd_quant_wint2.code"  # many rows are multiplied with what it decodes
 TRELLIS = QuantFormat(
     "tet2", "trellis", MappingProxyType({}), f"{_CODE}:dequantize", f"{_CODE}:rotate_inputs"
@@ -193,7 +197,18 @@ def guarded(label: str, run: Callable[[], str]) -> None:
         print(f"{label}: {type(error).__name__}: {str(error)[:300]}", flush=True)
 
 
-def experts_cell(kind: str, size: tuple[int, int, int, int], tokens: list[int]) -> str:
+def unpacked(weight: Weights | Trellis) -> torch.Tensor:
+    """All experts in half floats, by the kernel that unpacks fastest."""
+    if isinstance(weight, Trellis):
+        return decoded(weight, DTYPE)
+    if weight.slabs is None:
+        raise TypeError("a weight is not laid out for the kernels")
+    return unpack(weight.slabs, DTYPE)
+
+
+def experts_cell(
+    kind: str, size: tuple[int, int, int, int], tokens: list[int], also_unpacked: bool
+) -> str:
     count, top_k, hidden, inner = size
     layers: list[tuple[Any, Any]] = []
     for _ in range(2):
@@ -216,11 +231,21 @@ def experts_cell(kind: str, size: tuple[int, int, int, int], tokens: list[int]) 
         used = len(torch.unique(ids))
         each = 3 * hidden * inner
         floor = floor_us(kind, used * each, number * top_k * each)
-        cells.append(f"{number}: {taken * 1e6:.0f} ({floor:.0f})")
+        cell = f"{number}: {taken * 1e6:.0f} ({floor:.0f})"
+        if also_unpacked and kind not in ("bf16", *BY_ROWS):
+
+            def whole(x: torch.Tensor, i: torch.Tensor, s: torch.Tensor) -> None:
+                for pair in layers:
+                    experts.moe_experts(x, i, s, unpacked(pair[0]), unpacked(pair[1]))
+
+            apart = time_s(lambda: [[unpacked(own) for own in pair] for pair in layers], 2)
+            in_all = time_s(partial(whole, x, ids, shares), 2)
+            cell += f" [unpacked {in_all * 1e6:.0f}, of which unpacking {apart * 1e6:.0f}]"
+        cells.append(cell)
     return "; ".join(cells)
 
 
-def moe(tokens: list[int], kinds: list[str]) -> None:
+def moe(tokens: list[int], kinds: list[str], also_unpacked: bool) -> None:
     for name, size in EXPERTS.items():
         print(f"\nexperts {name}: tokens: us a layer (floor)", flush=True)
         large = size[2] > 4096
@@ -228,7 +253,7 @@ def moe(tokens: list[int], kinds: list[str]) -> None:
             if (large and kind not in LARGE_KINDS) or "/" in kind:
                 continue
             own = [n for n in tokens if not large or n <= 1024]
-            guarded(f"  {kind}", partial(experts_cell, kind, size, own))
+            guarded(f"  {kind}", partial(experts_cell, kind, size, own, also_unpacked))
             torch.cuda.empty_cache()
 
 
@@ -339,6 +364,7 @@ def main() -> int:
     parser.add_argument("--rows", help="of dense products, or tokens of experts")
     parser.add_argument("--shapes", default=",".join(DENSE))
     parser.add_argument("--formats", default=",".join(KINDS))
+    parser.add_argument("--unpacked", action="store_true", help="experts: also unpacked")
     options = parser.parse_args()
     kinds = options.formats.split(",")
     rows = [int(n) for n in options.rows.split(",")] if options.rows else []
@@ -350,7 +376,7 @@ def main() -> int:
         if "dense" in options.what:
             dense(options.shapes.split(","), rows or list(ROWS), kinds)
         if "experts" in options.what:
-            moe(rows or list(TOKENS), kinds)
+            moe(rows or list(TOKENS), kinds, options.unpacked)
         if "cache" in options.what:
             cache()
     if "model" in options.what:

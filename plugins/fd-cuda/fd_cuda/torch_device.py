@@ -97,6 +97,12 @@ class TorchCudaDevice(CudaDevice):
         self._bind()
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
 
+    def host_box(self, num_words: int) -> tuple[Tensor, np.ndarray]:
+        """See PostingDevice: page-locked memory has one address for the host and for the GPU."""
+        self._bind()
+        memory = torch.zeros(num_words, dtype=torch.int64, pin_memory=True)
+        return torch.as_tensor(_OnDevice(memory), device=self._torch_device), memory.numpy()
+
     def upload(self, source: np.ndarray, target: Tensor) -> None:
         """Queued on the current stream."""
         self._bind()
@@ -168,6 +174,19 @@ class TorchCudaDevice(CudaDevice):
     def _bind(self) -> None:
         if torch.cuda.current_device() != self.index:
             torch.cuda.set_device(self.index)
+
+
+class _OnDevice:
+    """Page-locked memory under the name by which torch takes memory of a GPU."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": tuple(memory.shape),
+            "typestr": "<i8",
+            "data": (memory.data_ptr(), False),
+            "version": 3,
+        }
 
 
 class TorchGraph:

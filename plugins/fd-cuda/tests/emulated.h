@@ -35,6 +35,7 @@ inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline int min(int a, int b) { return a < b ? a : b; }
 
 static thread_local Index threadIdx, blockIdx;
+static Index gridDim;
 alignas(16) static thread_local float shared[65536];
 static thread_local char anchor;
 
@@ -50,8 +51,8 @@ struct Block {
   std::vector<char> stacks = std::vector<char>(FIBERS * STACK);
   bool done[FIBERS] = {};
   int current = 0;
-  // How often each has come to: its warp's meetings, the block's, the cluster's.
-  long warp_turn[FIBERS] = {}, block_turn[FIBERS] = {};
+  // How often each has come to its warp's meetings, to those of its group of four warps, to the block's.
+  long warp_turn[FIBERS] = {}, group_turn[FIBERS] = {}, block_turn[FIBERS] = {};
   char lanes[FIBERS][64];  // operands
   std::vector<char*>* anchors;
   std::barrier<>* cluster;

@@ -5,8 +5,8 @@
 struct TensorMap {  // quant_emulation.py makes it
   const char* data;
   long long row_bytes;
-  int inputs, rows, box_rows;
-  char rest[100];
+  int inputs, rows, box_rows, size, box_bytes, swizzles, matrix_rows;
+  char rest[84];
 };
 struct Barrier {
   unsigned char phase, arrivals;
@@ -52,16 +52,25 @@ inline void await_phase(u32 address, u32 parity) {
 template <int left>
 inline void await_own_copies() {}
 inline void prefetch(const TensorMap&) {}
-inline void copy_box(u32 to, const TensorMap& map, int input, int row, u32 barrier) {
+template <class RowOf>
+inline void copy_rows(u32 to, const TensorMap& map, int input, u32 barrier, const RowOf& row_of) {
   for (int r = 0; r < map.box_rows; ++r)
-    for (int k = 0; k < 64; ++k) {
-      u16 x = 0;
-      if (row + r < map.rows && input + k < map.inputs)
-        std::memcpy(&x, map.data + (row + r) * map.row_bytes + (input + k) * 2, 2);
-      const u32 at = to + r * 128 + ((k / 8 ^ ((to >> 7) + r & 7)) << 4) + k % 8 * 2;
-      std::memcpy(in_cluster(at), &x, 2);
+    for (int k = 0; k < map.box_bytes; ++k) {
+      const int row = row_of(r), byte = input * map.size + k;
+      const u32 at = to + r * map.box_bytes + (map.swizzles ? ((k / 16 ^ ((to >> 7) + r & 7)) << 4) + k % 16 : k);
+      const bool inside = row >= 0 && row < map.rows && byte < map.inputs * map.size;
+      *in_cluster(at) = inside ? map.data[row * map.row_bytes + byte] : 0;
     }
-  count(barrier, 0, -map.box_rows * 128);
+  count(barrier, 0, -map.box_rows * map.box_bytes);
+}
+inline void copy_box(u32 to, const TensorMap& map, int input, int row, u32 barrier) {
+  copy_rows(to, map, input, barrier, [&](int r) { return row + r; });
+}
+inline void copy_gates(u32 to, const TensorMap& map, int input, int eight, int matrix, u32 barrier) {
+  copy_rows(to, map, input, barrier, [&](int r) {
+    const int half = map.matrix_rows / 2, own = eight * 8 + r / 16 * 8 + r % 8;
+    return own < half ? matrix * map.matrix_rows + r / 8 % 2 * half + own : -1;
+  });
 }
 inline void copy_line(u32 to, const void* from, int bytes, u32 barrier) {
   std::memcpy(in_cluster(to), from, bytes);

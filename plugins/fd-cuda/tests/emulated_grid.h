@@ -51,7 +51,7 @@ static void run_block(Index at, std::vector<char*>* anchors, std::barrier<>* clu
 }
 
 extern "C" void run_grid(int width, int height, void** arguments) {
-  given = arguments;
+  given = arguments, gridDim = {width, height, CLUSTER};
   for (int x = 0; x < width; ++x)
     for (int y = 0; y < height; ++y) {
       std::vector<char*> anchors(CLUSTER);

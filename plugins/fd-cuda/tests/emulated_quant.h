@@ -31,6 +31,7 @@ inline void copy_async(u32 to, const void* from, bool inside) {
 }
 inline void commit() {}
 inline void __syncwarp() { gather(block->warp_turn, warp_first(), 32); }
+inline void meet_group(int) { gather(block->group_turn, block->current / 128 * 128, 128); }
 inline void await_turn() {}
 inline void await_turns() { __syncwarp(); }
 inline void load_chunk(u32* b, u32 address) { std::memcpy(b, (char*)shared + address, 16); }
@@ -108,6 +109,8 @@ inline void multiply(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 }
 inline u32 __funnelshift_r(u32 first, u32 second, int by) { return (u32)(((u64)second << 32 | first) >> by); }
 inline float silu(float x) { return x / (1.f + std::exp(-x)); }
+inline float __expf(float x) { return std::exp(x); }
+inline float __fdividef(float x, float y) { return x / y; }
 inline int __float2int_rn(float x) { return (int)std::nearbyint(x); }
 inline u32 masked_or(u32 v, u32 mask, u32 bits) { return (v & mask) | bits; }
 inline u32 lower_half(u32 v) { return v & 0xffff; }

@@ -50,7 +50,8 @@ from fd_cuda.kernels import (
     routing,
 )
 from fd_cuda.kernels.plans import Plan
-from fd_cuda.kernels.quant_shapes import Few, Pipe, Tile
+from fd_cuda.kernels.quant_persistent import persistent_product
+from fd_cuda.kernels.quant_shapes import Few, Pipe, Tile, persistent
 from fd_cuda.kernels.trellis_native import Rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -121,6 +122,7 @@ def body() -> None:
         table["rms_norm"](x, weight, EPS)
         table["rms_norm"](random(3, 4, 264, dtype=dtype)[:, 1:], weight, EPS)
         table["add_rms_norm"](x, random(5, 264, dtype=dtype), weight, EPS)
+        table["concat_rms_norm"](x, weight, random(5, 264, dtype=dtype), weight, EPS)
         table["silu_and_mul"](x)
         table["embedding"](integers(31, 7), random(31, 1100, dtype=dtype))
         qkv = random(5, 9 * 40, dtype=dtype).view(5, 9, 40)
@@ -149,12 +151,15 @@ def steps() -> None:
         lengths = integers(9, rows, dtype=torch.int32)
         blocks = integers(9, rows, 11, dtype=torch.int32)
         num_drafts, room = integers(width, last + 1), integers(40, last + 1)
+        turn = integers(9, 1)
         table["prepare_decode"](
-            slots, tables, computed, newest, drafts, num_drafts, room, 4, *outputs, lengths, blocks
+            *(slots, tables, computed, newest, drafts, num_drafts, room, 4, turn),
+            *(*outputs, lengths, blocks),
         )
         drawn, results = integers(99, rows * width), integers(9, rows, width)
-        for accepted in (None, integers(width, rows)):
-            table["finish_decode"](slots, drawn, drawn, accepted, computed, newest, results)
+        held = (drafts, num_drafts, computed, newest, results)
+        for peaks, post in ((None, None), (random(rows * width), (integers(9, 4, rows, 5), turn))):
+            table["finish_decode"](slots, drawn, drawn, peaks, *held, post)
         table["mark_broken"](drawn, random(rows * width), None)
         table["mark_broken"](drawn, random(rows * width), random(rows * width))
 
@@ -204,14 +209,14 @@ def many_rows() -> None:
 
 
 def drafting() -> None:
-    """Judging and keeping drafts, histories and what is found in them."""
+    """Keeping drafts, histories and what is found in them."""
     table = build_kernel_table("cuda", {"tensor_library": "torch"})
     slots = torch.tensor([2, 0, 3, 4], device=DEVICE)  # 4 is nobody's
     results, drafts = integers(9, 4, 3), integers(9, 5, 2)
     num_drafts, computed, limit = integers(3, 5), integers(9, 5), integers(20, 5)
-    table["judge_drafts"](slots, results, results, drafts, num_drafts)
-    rest = (integers(99, 4, 2), limit, 99, computed, limit, drafts, num_drafts)
-    table["keep_drafts"](slots, *rest)
+    for told, post in ((results, None), (results[:, :0], (integers(9, 4, 4, 2), integers(9, 1)))):
+        rest = (integers(99, 4, 2), told, limit, 99, computed, limit, drafts, num_drafts, post)
+        table["keep_drafts"](slots, *rest)
     table["place_tokens"](slots, limit[slots] + 1, integers(9, 4, 3, dtype=torch.int32), 16)
     history = integers(3, 5, 1100, dtype=torch.int32)
     table["append_history"](slots, results, computed + 20, history)
@@ -277,7 +282,7 @@ def packed_products(name: str) -> None:
 
 
 def packed_pipe() -> None:
-    """quant_pipe.cu, quant_tile.cu and quant_few.cu in sizes that no small product is given."""
+    """quant_pipe.cu, quant_tile.cu, quant_few.cu and quant_persistent.cu in sizes that no small product is given."""
     for name in ("wint4", "wint8", "wfp8", "ccq2"):
         slabs = quant_weights.prepare(packed(name, 264, 1024, 0, 0, DEVICE)).slabs
         pipes = () if name == "ccq2" else (Pipe(128, 3, 4, 4), Pipe(256, 2, 2, 4))
@@ -291,6 +296,9 @@ def packed_pipe() -> None:
         if name != "ccq2":
             few = random(11, 1024, dtype=torch.float16)
             quant_native.product(Few(2, 2, 4, 3, 2), few, slabs, None)
+            for rows, tile in ((300, 208), (3000, 64)):  # more tiles than blocks
+                x, shape = random(rows, 1024, dtype=torch.float16), persistent(tile, slabs.kind)
+                persistent_product(shape, x, None, slabs, None, torch.float16)
     weight = quant_trellis.prepare(packed("tet2", 320, 1024, 0, 0, DEVICE))
     for tile in (
         Tile(128, 192, 2, 4, 4, 4, 2),

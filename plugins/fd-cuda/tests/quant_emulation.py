@@ -17,10 +17,25 @@ class Emulation(emulation.Emulation):
     header = "emulated_quant.h"
 
 
+def _record(x: torch.Tensor, size: int, rows: int, row_bytes: int, matrix_rows: int = 0) -> bytes:
+    """What emulated_feed.h takes for a tensor map: rows of numbers of `size` bytes, of a box so many rows and bytes."""
+    stride = x.stride(-2) * x.element_size()
+    height, inputs = x.numel() // x.shape[-1], x.shape[-1] * x.element_size() // size
+    swizzles = int(size < 8)
+    fields = (x.data_ptr(), stride, inputs, height, rows, size, row_bytes, swizzles, matrix_rows)
+    return struct.pack("@Pqiiiiiii", *fields).ljust(128, b"\0")
+
+
 def boxes(x: torch.Tensor, rows: int) -> bytes:
-    """What emulated_feed.h takes for a tensor map."""
-    record = struct.pack("@Pqiii", x.data_ptr(), x.stride(0) * 2, x.shape[1], x.shape[0], rows)
-    return record.ljust(128, b"\0")
+    return _record(x, x.element_size(), rows, 128)
+
+
+def gate_boxes(x: torch.Tensor, rows: int) -> bytes:
+    return _record(x, 1, rows, 128, x.shape[1])
+
+
+def slab_boxes(x: torch.Tensor, size: int, slabs: int) -> bytes:
+    return _record(x, 8, slabs, size)
 
 
 def use_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,6 +44,7 @@ def use_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         emulated = Emulation(folder)
         monkeypatch.setattr(native, "function", emulated.function)
         monkeypatch.setattr(native, "launch", emulated.launch)
-        monkeypatch.setattr(tensor_map, "boxes", boxes)
+        for own in (boxes, gate_boxes, slab_boxes):
+            monkeypatch.setattr(tensor_map, own.__name__, own)
     elif not native.has_wgmma():
         pytest.skip("needs a Hopper GPU")

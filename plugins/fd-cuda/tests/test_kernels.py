@@ -183,34 +183,43 @@ def test_step_state_equals_the_references(width: int, rows: int) -> None:
 
     state = (slots, tables, computed, newest, drafts, num_drafts, room)
     expected, got = outputs(), [t.to(DEVICE) for t in outputs()]
-    ops_step.prepare_decode(*state, 4, *expected)
-    step.prepare_decode(*(t.to(DEVICE) for t in state), 4, *got)
+    turns = [torch.tensor([2**31 - 2]), torch.tensor([2**31 - 2], device=DEVICE)]
+    ops_step.prepare_decode(*state, 4, turns[0], *expected)
+    step.prepare_decode(*(t.to(DEVICE) for t in state), 4, turns[1], *got)
+    assert int(turns[0]) == int(turns[1]) == 2**31 - 1
+
+    def boxes() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(torch.full((3, rows, 5), -5, device=turn.device), turn) for turn in turns]
+
     for mine, theirs in zip(got, expected, strict=True):
         assert torch.equal(mine.cpu(), theirs)
-    drawn = torch.randint(0, 3, (rows, width))
-    marked = torch.where(torch.rand(rows, width) < 0.2, -2, drawn)
-    few = drafts % 3
-    wanted = ops_step.judge_drafts(slots, drawn, marked, few, num_drafts)
-    moved = (t.to(DEVICE) for t in (slots, drawn, marked, few, num_drafts))
-    assert torch.equal(step.judge_drafts(*moved).cpu(), wanted)
-    for n in (1, 2):
+    for n, num_results in ((1, 0), (2, width)):
         proposals, limit = torch.randint(-1, 60, (rows, n)), torch.tensor([width])
+        results = torch.randint(-2, 60, (rows, num_results))
         theirs = (drafts.clone(), num_drafts.clone())
         mine = tuple(t.to(DEVICE) for t in theirs)
-        taken = ops_step.keep_drafts(slots, proposals, limit, 50, computed, room, *theirs)
-        moved = (t.to(DEVICE) for t in (slots, proposals, limit))
+        given = (slots, proposals, results, limit)
+        posts = boxes()
+        taken = ops_step.keep_drafts(*given, 50, computed, room, *theirs, posts[0])
         places = (t.to(DEVICE) for t in (computed, room))
-        found = step.keep_drafts(*moved, 50, *places, *mine)
-        for ours, reference in zip((*mine, found), (*theirs, taken), strict=True):
+        moved = (t.to(DEVICE) for t in given)
+        found = step.keep_drafts(*moved, 50, *places, *mine, posts[1])
+        both = zip((*mine, found, posts[1][0]), (*theirs, taken, posts[0][0]), strict=True)
+        for ours, reference in both:
             assert torch.equal(ours.cpu(), reference)
-    drawn, accepted = torch.randint(0, 99, (rows * width,)), torch.randint(0, width, (rows,))
-    for num_accepted in (None, accepted):
+    drawn = torch.randint(0, 3, (rows * width,))
+    marked = torch.where(torch.rand(rows * width) < 0.2, -3, drawn)
+    peaks = torch.where(torch.rand(rows * width) < 0.2, float("nan"), torch.rand(rows * width))
+    for given in ((slots, drawn, marked, None), (slots, drawn, drawn, peaks)):
+        held = (drafts % 3, num_drafts)
         theirs = (computed.clone(), newest.clone(), torch.full((rows, width), -9))
         mine = tuple(t.to(DEVICE) for t in theirs)
-        ops_step.finish_decode(slots, drawn, drawn + 1, num_accepted, *theirs)
-        on_device = None if num_accepted is None else num_accepted.to(DEVICE)
-        moved = (t.to(DEVICE) for t in (slots, drawn, drawn + 1))
-        step.finish_decode(*moved, on_device, *mine)
+        posts = boxes() if given[3] is None else [None, None]
+        wanted = ops_step.finish_decode(*given, *held, *theirs, posts[0])
+        moved = (None if t is None else t.to(DEVICE) for t in given)
+        last = step.finish_decode(*moved, *(t.to(DEVICE) for t in held), *mine, posts[1])
+        assert torch.equal(last.cpu(), wanted)
+        assert posts[0] is None or torch.equal(posts[1][0].cpu(), posts[0][0])
         for ours, reference in zip(mine[:2], theirs[:2], strict=True):
             assert torch.equal(ours.cpu()[:-1], reference[:-1])
         assert torch.equal(mine[2].cpu(), theirs[2])

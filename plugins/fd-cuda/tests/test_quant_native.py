@@ -32,12 +32,14 @@ from fd_cuda.kernels.quant_shapes import (
     Few,
     Gemm,
     Gemv,
+    Persistent,
     Pipe,
     RowGemm,
     Shape,
     Tile,
     gemm_shared,
     gemv_shared,
+    persistent_shared,
     pipe_shared,
     rows_shared,
     tile_shared,
@@ -165,11 +167,12 @@ def test_product_of_rows(case: tuple[str, int, int, torch.dtype, int, RowGemm]) 
     check(got, x @ weight.T + bias.double(), dtype)
 
 
+@pytest.mark.parametrize("by_tiles", [False, True])
 def test_weights_that_the_kernel_before_unpacks_are_awaited(
-    monkeypatch: pytest.MonkeyPatch,
+    by_tiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels overlap: a product asks for its weights before the kernel in front has ended, unless that one
-    writes them."""
+    """Kernels overlap: quant_rows.cu asks for its weights before the kernel in front has ended, unless that one
+    writes them; quant_persistent.cu never does."""
     rows, count, tokens = (1024, 3072, 4096) if HAS_GPU else (48, 64, 300)
     weight, told = quant_weights.prepare(packed("w4a8", rows, count)), []
 
@@ -179,6 +182,8 @@ def test_weights_that_the_kernel_before_unpacks_are_awaited(
 
     monkeypatch.setattr(quant_linear, "rows_product", watched)
     monkeypatch.setattr(quant_linear, "native_runs", lambda x: True)
+    if not by_tiles:
+        monkeypatch.setattr(quant_linear, "_persistent_shape", lambda slabs, rows: None)
     x = torch.randn(tokens, count, device=DEVICE).to(torch.bfloat16)
     assert weight.slabs is not None
     expected = (
@@ -186,7 +191,7 @@ def test_weights_that_the_kernel_before_unpacks_are_awaited(
     )
     for _ in range(20 if HAS_GPU else 1):
         check(quant_linear.linear(x, weight, None), expected, torch.bfloat16)
-    assert set(told) == {True}
+    assert set(told) == (set() if by_tiles else {True})
 
 
 def rounded(name: str, tokens: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -314,6 +319,8 @@ def test_chosen_kernels_fit_into_shared_memory(room: Any, monkeypatch: pytest.Mo
                     assert shape.teams <= shape.stages
                 elif isinstance(shape, RowGemm):
                     assert rows_shared(shape, by_block=kind == FP8_ROWS) <= most
+                elif isinstance(shape, Persistent):
+                    assert persistent_shared(shape, kind, by_block=False) <= 227 << 10
 
 
 @pytest.mark.parametrize("is_alone", [False, True])

@@ -46,7 +46,8 @@ class MTPDrafter:
                 "method 'mtp' has layers of its own and was built without builder and load_weights "
                 "(contracts.speculative.DrafterContext); it drafts on the device only"
             )
-        self._xp = build.xp
+        # Rows of a tensor by their numbers: a lookup like any other.
+        self._xp, self._rows = build.xp, build.kernels["embedding"]
         config = draft_config(context.hf_config, context.options)
         steps = num_model_steps(context.options, context.num_speculative_tokens)
         names = modules(context.hf_config, min(num_modules(config), steps))
@@ -80,7 +81,7 @@ class MTPDrafter:
             hidden = module.forward(next_ids, hidden, positions, batch.context)
             if number + 1 == len(self._modules) and number >= count:
                 break  # its cache is complete, and nobody asks for its draft
-            newest = xp.index_select(hidden, 0, batch.last)
+            newest = self._rows(batch.last, hidden)
             drafts.append(self._draft(batch, module, newest, number))
         last = self._modules[-1]
         if len(drafts) < count:
@@ -108,10 +109,10 @@ class MTPDrafter:
 
     def _draft(self, batch: DraftBatch, module: MTPModule, hidden: Tensor, number: int) -> Tensor:
         """[B] int64: the number-th draft."""
-        logits = module.logits(hidden)
-        if number < batch.max_drafts:
-            return batch.draw(logits, number)
-        return self._xp.argmax(logits, -1)  # only stands in for a token that is not known yet
+        # Behind the last one wanted it only stands in for a token that is not known yet.
+        if batch.is_greedy or number >= batch.max_drafts:
+            return module.likeliest(hidden)
+        return batch.draw(module.logits(hidden), number)
 
     def _shifted(self, ids: Tensor, last: Tensor, guess: Tensor) -> Tensor:
         """For the next module every token of a row moves up by one place. Behind the last stands a

@@ -30,7 +30,7 @@ class MTPModule:
         eps: float,
     ) -> None:
         """`number` is the block's in the family's count; `build` a layers.ModelBuilder."""
-        self._cat = build.xp.cat
+        self._concat_norms = build.kernels["concat_rms_norm"]
         self._embedding = target.embedding
         if names.embedding:
             self._embedding = build.embedding(
@@ -51,11 +51,18 @@ class MTPModule:
     def forward(self, next_ids: Tensor, hidden: Tensor, positions: Tensor, context: Any) -> Tensor:
         """next_ids [num_tokens] int64, hidden [num_tokens, hidden]: the new hidden states behind the
         final norm, which the head and the next step both read."""
-        embedded = self._embedding_norm(self._embedding(next_ids))
-        joined = self._cat((embedded, self._hidden_norm(hidden)), -1)
+        first, second = self._embedding_norm, self._hidden_norm
+        embedded = self._embedding(next_ids)
+        joined = self._concat_norms(embedded, first.weight, hidden, second.weight, first.eps)
         x, residual = self._block(self._projection(joined), None, positions, context)
         return self._norm.add(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[num_rows, hidden] to [num_rows, vocab_size] float32."""
-        return self._head(hidden)
+        logits: Tensor = self._head(hidden)
+        return logits
+
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """[num_rows, hidden] to ids [num_rows] int64."""
+        ids: Tensor = self._head.greedy(hidden)[0]
+        return ids

@@ -281,13 +281,14 @@ def prepare_decode(
     num_drafts: Tensor,
     room: Tensor,
     block_size: int,
+    turn: Tensor,
     *results: Tensor,
 ) -> None:
-    """Fill input_ids, positions, slot_mapping, seq_lens and block_tables."""
+    """Begin a turn; fill input_ids, positions, slot_mapping, seq_lens and block_tables."""
     t, num_rows = team(), int(slots.shape[0])
     if num_rows == 0:
         return
-    tensors = (slots, tables, num_computed, newest, drafts, num_drafts, room, *results)
+    tensors = (slots, tables, num_computed, newest, drafts, num_drafts, room, *results, turn)
     t.owns(*tensors)
     sizes = (
         num_rows,
@@ -304,21 +305,28 @@ def finish_decode(
     slots: Tensor,
     drawn: Tensor,
     marked: Tensor,
-    num_accepted: Tensor | None,
+    peaks: Tensor | None,
+    drafts: Tensor,
+    num_drafts: Tensor,
     num_computed: Tensor,
     newest: Tensor,
     results: Tensor,
-) -> None:
-    """Write back what was drawn."""
+    post: None,  # this is no PostingDevice
+) -> Tensor:
+    """Judge drafts and write back what was drawn; where each row's last kept token stands."""
     t = team()
     num_rows, width = map(int, results.shape)
+    peaks = None if peaks is None else peaks.contiguous()
+    last = t.new((num_rows,), t.xp.int64)
     if num_rows:
-        tensors = (slots, drawn, marked, num_accepted, num_computed, newest, results)
-        t.reads(drawn, marked, num_accepted)
-        t.owns(num_computed, newest, results)
+        t.reads(drawn, marked, peaks)
+        held = (drafts, num_drafts, num_computed, newest, results)
+        t.owns(*held)
+        tensors = (slots, drawn, marked, peaks, *held, last)
         t.keep(*tensors)
-        sizes = (num_rows, width, int(num_computed.shape[0]))
+        sizes = (num_rows, width, int(num_computed.shape[0]), int(drafts.shape[1]))
         t.native.finish_decode([address(x) for x in tensors], sizes)
+    return last
 
 
 def keep_results(slots: Tensor, results: Tensor, num_computed: Tensor, kept: Tensor) -> None:

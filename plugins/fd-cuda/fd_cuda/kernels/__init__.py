@@ -18,7 +18,7 @@ from fastdeploy_core.contracts.quant_formats import FORMATS
 _MODULES: Final = {
     "linear": ("linear", "norm_linear", "gated_linear", "linear_add", "greedy_linear"),
     "matmul": ("linear_float32",),
-    "norm": ("rms_norm", "add_rms_norm", "qk_norm", "silu_and_mul"),
+    "norm": ("rms_norm", "add_rms_norm", "concat_rms_norm", "qk_norm", "silu_and_mul"),
     "cache": (
         "embedding",
         "rotary_embedding",
@@ -32,7 +32,6 @@ _MODULES: Final = {
         "prepare_decode",
         "place_tokens",
         "finish_decode",
-        "judge_drafts",
         "keep_drafts",
         "mark_broken",
     ),

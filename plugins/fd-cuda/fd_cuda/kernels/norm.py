@@ -46,6 +46,26 @@ def _add_rms_norm(
     tl.store(y_p + row * WIDTH + cols, y.to(y_p.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _concat_rms_norm(
+    x_p, y_p, x_weight_p, y_weight_p, out_p, x_stride, y_stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    cols = tl.arange(0, BLOCK)
+    inside = cols < WIDTH
+    row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if half == 0:
+        place = x_p + row * x_stride + cols
+        weight = tl.load(x_weight_p + cols, mask=inside, other=0.0)
+    else:
+        place = y_p + row * y_stride + cols
+        weight = tl.load(y_weight_p + cols, mask=inside, other=0.0)
+    join_chain(PDL)
+    x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * weight.to(tl.float32)
+    tl.store(out_p + (2 * row + half) * WIDTH + cols, y.to(out_p.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["num_q", "num_k"])
 def _qk_norm(
     q_p, k_p, qw_p, kw_p, num_q, num_k, q0, q1, k0, k1, eps,
@@ -120,6 +140,22 @@ def add_rms_norm(
             WIDTH=width, BLOCK=pad2(width), **options(num_warps=_warps(width)),
         )  # fmt: skip
     return y, total
+
+
+def concat_rms_norm(
+    x: torch.Tensor, x_weight: torch.Tensor, y: torch.Tensor, y_weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """rms_norm of x [T, H], beside it rms_norm of y [T, H]: [T, 2H]."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    y = y if y.stride(-1) == 1 else y.contiguous()
+    num_rows, width = x.shape
+    out = torch.empty((num_rows, 2 * width), dtype=x.dtype, device=x.device)
+    if num_rows:
+        _concat_rms_norm[(num_rows, 2)](
+            x, y, x_weight, y_weight, out, x.stride(0), y.stride(0), eps,
+            WIDTH=width, BLOCK=pad2(width), **options(num_warps=_warps(width)),
+        )  # fmt: skip
+    return out
 
 
 def qk_norm(

@@ -8,12 +8,15 @@ the call.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import ceil
 from typing import Final
 
 import torch
 
+from . import quant_persistent
 from .common import INTERPRETED, batch_invariant
 from .experts import combined, grouped
+from .experts import moe_experts as experts_in_halves
 from .experts import tiles_for as tiles_of_experts
 from .norm import silu_and_mul
 from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, Slabs
@@ -21,7 +24,7 @@ from .quant_linear import native_runs, with_copies
 from .quant_native import Grouping, as_numbers, product, rows_product, unpack
 from .quant_order import gathered
 from .quant_rows import multiply_rows, tiles_for
-from .quant_shapes import Gemm, Gemv, RowGemm, Shape, Tile
+from .quant_shapes import Gemm, Gemv, Persistent, RowGemm, Shape, Tile, persistent
 from .quant_weights import Weights
 from .routing import order_by_expert
 
@@ -29,8 +32,12 @@ from .routing import order_by_expert
 _ALONE: Final = 2
 # Rows an expert from which CCQ is unpacked for the call, and numbers that are unpacked at most.
 _MANY_CODES: Final = 192
+# Rows an expert from which quant_persistent.cu is faster, and rows of its blocks.
+_MANY_EACH: Final = 80
+_MANY_FP8: Final = 128  # with one scale a row; Triton's kernel below
+_PERSISTENT_ROWS: Final = (128, 160, 192, 208)
 # Rows an expert from which int4 with rounded activations is unpacked to int8.
-_MANY_NUMBERS: Final = 192
+_MANY_NUMBERS: Final = 256
 _MOST_UNPACKED: Final = 1 << 30
 
 
@@ -56,7 +63,7 @@ def moe_experts(
     if shape is not None and not batch_invariant() and may_unpack(*sizes):
         if first.kind == CCQ and each > _MANY_CODES:
             wide = [unpack(slabs, x.dtype) for slabs in (first, second)]
-            return by_halves(x, topk_ids, topk_weights, wide, (gate_up.seen, down.seen))
+            return experts_in_halves(x, topk_ids, topk_weights, *wide)
         of_numbers = first.kind == INT4 and gate_up.rounding == "int8"
         if of_numbers and each > _MANY_NUMBERS and first.in_features % 16 == 0:
             first, second = as_numbers(first), as_numbers(second)
@@ -67,6 +74,10 @@ def moe_experts(
         y = _by_triton(x, topk_ids, gate_up, down, first, second)
         return combined(y, topk_weights)
     slots = tokens * top_k
+    if isinstance(shape, Persistent):
+        order, of = order_by_expert(topk_ids, first.num_experts, shape.rows), (gate_up, first)
+        y = quant_persistent.experts(shape, x, order, slots, top_k, of, (down, second))
+        return combined(y, topk_weights)
     if isinstance(shape, Tile):
         order = order_by_expert(topk_ids, first.num_experts, shape.rows)
         grouping, rows = Grouping(slots, 1, order), gathered(x, order, slots, top_k)
@@ -103,25 +114,33 @@ def _product(
     )
 
 
-def choose(slabs: Slabs, each: float) -> Shape | RowGemm | None:
+def choose(slabs: Slabs, each: float) -> Shape | RowGemm | Persistent | None:
     """The kernel for so many rows an expert, as measured on an H200 with 64 experts of 2560 x 1536; None
     for Triton's."""
     by_rows = slabs.kind in (INT8_ROWS, FP8_ROWS)
+    is_fp8 = slabs.kind == FP8_ROWS and slabs.block_scales is None
     if batch_invariant():
         if slabs.kind == CCQ:
             return Gemv(4, 2, 8, 4, 1)
         return RowGemm(64, 2, 1, 5) if by_rows else Gemm(64, 2, 1, 5, 4)
+    if each > _MANY_EACH and slabs.kind != CCQ and not (is_fp8 and each <= _MANY_FP8):
+        return persistent(persistent_rows(each), slabs.kind)
     if each <= 16:
         return Gemv(1 if each <= 8 else 2, 2, 4, 4, 4)
     if slabs.kind == CCQ:
         return grouped_tile(32 if each <= 28 else 64 if each <= 60 else 128, CCQ)
-    if by_rows and each > 28 and slabs.kind == FP8_ROWS and slabs.block_scales is None:
+    if is_fp8 and each > 28:
         return None
-    if slabs.kind == INT8_ROWS and each > 192:
-        return RowGemm(128, 2, 1, 3)
     if by_rows:
         return RowGemm(32 if each <= 28 else 64, 2, 1, 4)
     return Gemm(32 if each <= 28 else 64 if each <= 64 else 128, 1, 1, 5, 4, 2)
+
+
+def persistent_rows(each: float) -> int:
+    """Of a block, so that most experts have as few blocks as that of the average."""
+    most = each + 1.5 * each**0.5
+    blocks = ceil(most / _PERSISTENT_ROWS[-1])
+    return next(rows for rows in _PERSISTENT_ROWS if rows * blocks >= most)
 
 
 def grouped_tile(rows: int, kind: int) -> Tile:

@@ -19,8 +19,21 @@ from .common import batch_invariant, num_processors
 from .matmul import matmul
 from .quant_layout import CCQ, FP8, FP8_ROWS, INT4, INT8, INT8_ROWS, TRELLIS, Slabs
 from .quant_native import as_numbers, product, rows_product, unpack
+from .quant_persistent import dense, persistent_product
 from .quant_round import FP8_BLOCK, fp8_blocks, round_rows
-from .quant_shapes import Few, Gemm, Gemv, Pipe, RowGemm, Shape, Tile, tile_room, tile_shared
+from .quant_shapes import (
+    Few,
+    Gemm,
+    Gemv,
+    Persistent,
+    Pipe,
+    RowGemm,
+    Shape,
+    Tile,
+    persistent,
+    tile_room,
+    tile_shared,
+)
 from .quant_weights import Weights, dequantized
 
 _FEW_ROWS: Final = 16
@@ -28,6 +41,9 @@ _SHORT, _LONG = 32, 96  # turns up to which inputs are few, and from which they 
 _SOME_ROWS: Final = 256
 # Rows from which the library is faster on what took long to unpack.
 _MANY_ROWS: Final = 1024
+# Rows of a tile of quant_persistent.cu, and what a tile costs besides, in rows.
+_TILES: Final = (64, 128, 256)
+_TILE_ENDS: Final = 60
 
 
 def linear(x: torch.Tensor, weight: Weights, bias: torch.Tensor | None) -> torch.Tensor:
@@ -41,6 +57,8 @@ def linear(x: torch.Tensor, weight: Weights, bias: torch.Tensor | None) -> torch
     if not native_runs(x):
         return _multiply(weight.seen(x), dequantized(slabs, x.dtype), bias)
     shape = choose(slabs, rows, rounds=bool(weight.rounding))
+    if isinstance(shape, Persistent):
+        return dense(shape, x, weight, slabs, bias)
     if isinstance(shape, RowGemm):
         numbers, of_rows = weight.numbers(x)
         by_block = weight.rounding == "block"
@@ -56,7 +74,7 @@ def native_runs(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and native.has_wgmma()
 
 
-def choose(slabs: Slabs, rows: int, *, rounds: bool = False) -> Shape | RowGemm | None:
+def choose(slabs: Slabs, rows: int, *, rounds: bool = False) -> Shape | RowGemm | Persistent | None:
     """The kernel for so many rows, as measured on an H200; None for the library. `rounds`: activations are
     rounded, so that many rows of int4 are better multiplied as int8."""
     if batch_invariant():
@@ -68,7 +86,8 @@ def choose(slabs: Slabs, rows: int, *, rounds: bool = False) -> Shape | RowGemm 
         # Eight rows of x are read as float16 with the weights; more are worth the matrix units' own int8 and fp8.
         if rows <= 8:
             return _gemv_shape(slabs, rows)
-        return None if _library_wins(slabs, rows) else _rows_shape(slabs, rows)
+        shape = _persistent_shape(slabs, rows)
+        return shape or (None if _library_wins(slabs, rows) else _rows_shape(slabs, rows))
     size = size_of(slabs.num_slabs)
     few = (slabs.kind == INT4 and size > bool(slabs.scaled)) or (slabs.kind == CCQ and not size)
     if rows <= _FEW_ROWS or (rows <= 32 and few):
@@ -214,7 +233,7 @@ def fills(count: int, rows: int) -> bool:
     return busy >= (0.5 if rounds == 1 else 0.7 if rows <= 512 else 0.85 if rows <= 1024 else 0.92)
 
 
-def _pipe_shape(slabs: Slabs, rows: int) -> Pipe | None:
+def _pipe_shape(slabs: Slabs, rows: int) -> Pipe | Persistent | None:
     """None where other kernels, or the library, are faster: tiles that leave the GPU idle, short rows of weights."""
     count, size, stages = slabs.num_slabs, size_of(slabs.num_slabs), 6 if slabs.kind == INT4 else 5
     across = -(-count // 8)
@@ -223,11 +242,33 @@ def _pipe_shape(slabs: Slabs, rows: int) -> Pipe | None:
     if rows <= 128:
         return Pipe(128, 2, _parts(across, 1.0, 2), 7)
     if (size or rows > _MANY_ROWS) and slabs.num_turns >= 48 and fills(count, rows):
-        return Pipe(256, 2, _parts(across * -(-rows // 256), 1.0, 2), stages)
+        split = _parts(across * -(-rows // 256), 1.0, 2)
+        return Pipe(256, 2, split, stages) if split > 1 else persistent(256, slabs.kind)
     if size != 1 or rows > 512:
         return None
     groups = 2 if rows <= _SOME_ROWS else 3
     return Pipe(128, groups, _parts(-(-count // (4 * groups)) * -(-rows // 128), 1.0, 2), 7)
+
+
+def _persistent_shape(slabs: Slabs, rows: int) -> Persistent | None:
+    """int8 and fp8 numbers by rows: tiles of as many rows as keep the GPU busy. None where the library, or blocks that
+    divide K, are faster."""
+    size, across = size_of(slabs.num_slabs), -(-slabs.num_slabs // 8)
+    if rows <= 64 or slabs.block_scales is not None:
+        return None
+    if slabs.kind == FP8_ROWS and (size == 2 or rows > _MANY_ROWS):
+        return None
+
+    def tiles(tile: int) -> int:
+        return across * -(-rows // tile)
+
+    def taken(tile: int) -> int:
+        return -(-tiles(tile) // num_processors()) * (tile + _TILE_ENDS)
+
+    tile = min(_TILES, key=taken)
+    if tiles(tile) < 0.6 * num_processors():
+        return None
+    return persistent(tile, slabs.kind)
 
 
 def _rows_shape(slabs: Slabs, rows: int) -> RowGemm:
@@ -267,7 +308,9 @@ def _by_library(
         # int4 weights with rounded activations: as int8 they have a faster kernel.
         numbers, of_rows = weight.numbers(x)
         plain = as_numbers(slabs)
-        shape = _rows_shape(plain, x.shape[0])
+        shape = _persistent_shape(plain, x.shape[0]) or _rows_shape(plain, x.shape[0])
+        if isinstance(shape, Persistent):
+            return persistent_product(shape, numbers, of_rows, plain, bias, x.dtype)
         return rows_product(
             shape, numbers, of_rows, plain, bias, x.dtype, by_block=False, is_fresh=True
         )

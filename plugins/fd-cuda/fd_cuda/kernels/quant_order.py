@@ -1,4 +1,4 @@
-"""Activations put in the order in which quant_tile.cu reads them: rows by expert."""
+"""Activations put in the order in which quant_tile.cu and quant_persistent.cu read them: rows by expert."""
 
 from __future__ import annotations
 

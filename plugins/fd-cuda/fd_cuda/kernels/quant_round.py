@@ -8,7 +8,7 @@ them.
 from __future__ import annotations
 
 import functools
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 import triton
@@ -16,11 +16,15 @@ import triton.language as tl
 
 from .common import INTERPRETED, join_chain, num_processors, options, pad2
 
+if TYPE_CHECKING:
+    from .routing import Order
+
 INT8_BOUND: Final = 127.0
 FP8_BOUND: Final = 448.0
 FP8_BLOCK: Final = 128
 _TINY: Final = tl.constexpr(1e-12)
 _MOST_AT_ONCE: Final = 8192
+_MANY_ROWS: Final = 1024  # fill the card with few warps each
 _INTERPRETED: Final = tl.constexpr(INTERPRETED)
 
 
@@ -61,49 +65,60 @@ def _rounded(
 
 
 @triton.jit
+def _is_used(row, experts_p, EACH: tl.constexpr):
+    """Whether the row's block of EACH has an expert; 0: there are no such blocks."""
+    expert = 0
+    if EACH:
+        expert = tl.load(experts_p + row // EACH)
+    return expert >= 0
+
+
+@triton.jit
 def _round_rows(
-    x_p, y_p, scales_p, given_p, width, stride,
+    x_p, y_p, scales_p, given_p, experts_p, width, stride,
     BLOCK: tl.constexpr, TURNS: tl.constexpr, BOUND: tl.constexpr, IS_FP8: tl.constexpr,
-    IS_STATIC: tl.constexpr, CONVERTS: tl.constexpr, PDL: tl.constexpr,
+    IS_STATIC: tl.constexpr, CONVERTS: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     join_chain(PDL)
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    x = tl.load(x_p + row * stride + columns, mask=columns < width, other=0.0).to(tl.float32)
-    if IS_STATIC:
-        scale = tl.load(given_p)
-    else:
-        peak = tl.abs(x)
-        for turn in tl.static_range(1, TURNS):
+    if _is_used(row, experts_p, EACH):
+        columns = tl.arange(0, BLOCK)
+        x = tl.load(x_p + row * stride + columns, mask=columns < width, other=0.0).to(tl.float32)
+        if IS_STATIC:
+            scale = tl.load(given_p)
+        else:
+            peak = tl.abs(x)
+            for turn in tl.static_range(1, TURNS):
+                at = columns + turn * BLOCK
+                more = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
+                peak = tl.maximum(peak, tl.abs(more))
+            scale = tl.maximum(tl.div_rn(tl.max(peak, 0), BOUND), _TINY)
+        tl.store(scales_p + row, scale)
+        for turn in tl.static_range(TURNS):
             at = columns + turn * BLOCK
-            more = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
-            peak = tl.maximum(peak, tl.abs(more))
-        scale = tl.maximum(tl.div_rn(tl.max(peak, 0), BOUND), _TINY)
-    tl.store(scales_p + row, scale)
-    for turn in tl.static_range(TURNS):
-        at = columns + turn * BLOCK
-        if turn:
-            x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
-        number = _rounded(x, scale, y_p.dtype.element_ty, BOUND, IS_FP8, CONVERTS)
-        tl.store(y_p + row * width + at, number, mask=at < width)
+            if turn:
+                x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
+            number = _rounded(x, scale, y_p.dtype.element_ty, BOUND, IS_FP8, CONVERTS)
+            tl.store(y_p + row * width + at, number, mask=at < width)
 
 
 @triton.jit
 def _round_blocks(
-    x_p, y_p, scales_p, width, stride, num_blocks, scale_stride,
+    x_p, y_p, scales_p, experts_p, width, stride, num_blocks, scale_stride,
     BLOCKS: tl.constexpr, SIZE: tl.constexpr, BOUND: tl.constexpr, CONVERTS: tl.constexpr,
-    PDL: tl.constexpr,
+    EACH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """scales_p: [blocks, T], blocks apart by scale_stride."""
     join_chain(PDL)
     row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), BOUND), _TINY)
-    number = _rounded(x, scale[:, None], y_p.dtype.element_ty, BOUND, True, CONVERTS)
-    tl.store(scales_p + block * scale_stride + row, scale, mask=block < num_blocks)
-    tl.store(y_p + row * width + at, number, mask=at < width)
+    if _is_used(row, experts_p, EACH):
+        block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+        at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+        x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
+        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), BOUND), _TINY)
+        number = _rounded(x, scale[:, None], y_p.dtype.element_ty, BOUND, True, CONVERTS)
+        tl.store(scales_p + block * scale_stride + row, scale, mask=block < num_blocks)
+        tl.store(y_p + row * width + at, number, mask=at < width)
 
 
 @triton.jit
@@ -142,26 +157,42 @@ def _converts_fp8() -> bool:
 
 
 def round_rows(
-    x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None, *, is_fp8: bool
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    *,
+    is_fp8: bool,
+    order: Order | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(numbers [T, K] in dtype, what each row is to be multiplied with [T]). `scale` [1] is fixed."""
+    """(numbers [T, K] in dtype, what each row is to be multiplied with [T]). `scale` [1] is fixed. `order`: that of
+    the rows, of which blocks without an expert are left out."""
     rows, width = x.shape
     y = torch.empty((rows, width), dtype=dtype, device=x.device)
     scales = torch.empty((rows,), dtype=torch.float32, device=x.device)
     if rows:
         block = min(pad2(width), _MOST_AT_ONCE)
+        # A warp for two thousand numbers, or all four or eight at a row's reduction.
+        warps = max(1, block // 2048) if rows >= _MANY_ROWS else 8 if block > 1024 else 4
         _round_rows[(rows,)](
-            x, y, scales, scales if scale is None else scale, width, x.stride(0), BLOCK=block,
+            x, y, scales, scales if scale is None else scale,
+            scales if order is None else order.experts, width, x.stride(0), BLOCK=block,
             TURNS=triton.cdiv(width, block), BOUND=FP8_BOUND if is_fp8 else INT8_BOUND,
             IS_FP8=is_fp8, IS_STATIC=scale is not None, CONVERTS=_converts_fp8(),
-            **options(num_warps=8 if block > 1024 else 4),
+            EACH=_each(order, rows), **options(num_warps=warps),
         )  # fmt: skip
     return y, scales
 
 
-def fp8_blocks(x: torch.Tensor, whole: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def _each(order: Order | None, rows: int) -> int:
+    """Rows of its blocks."""
+    return 0 if order is None else rows // len(order.experts)
+
+
+def fp8_blocks(
+    x: torch.Tensor, whole: int = 1, order: Order | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(fp8 [T, K], scales [T, blocks of 128 inputs], tokens fastest), T up to whole fours or such: what is
-    filled up with means nothing."""
+    filled up with means nothing. `order` as in round_rows."""
     rows, width = x.shape
     held = -(-rows // whole) * whole
     y = torch.empty((held, width), dtype=torch.float8_e4m3fn, device=x.device)
@@ -170,8 +201,10 @@ def fp8_blocks(x: torch.Tensor, whole: int = 1) -> tuple[torch.Tensor, torch.Ten
     if rows:
         each = min(pad2(blocks), 4 if INTERPRETED else 8 if rows < num_processors() else 32)
         _round_blocks[(rows, triton.cdiv(blocks, each))](
-            x, y, scales, width, x.stride(0), blocks, scales.stride(0), BLOCKS=each,
-            SIZE=FP8_BLOCK, BOUND=FP8_BOUND, CONVERTS=_converts_fp8(), **options(num_warps=4),
+            x, y, scales, scales if order is None else order.experts, width, x.stride(0), blocks,
+            scales.stride(0), BLOCKS=each, SIZE=FP8_BLOCK, BOUND=FP8_BOUND,
+            CONVERTS=_converts_fp8(), EACH=_each(order, rows),
+            **options(num_warps=max(1, each // 16) if rows >= _MANY_ROWS else 4),
         )  # fmt: skip
     return y, scales.t()
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from .quant_layout import CCQ, INT4, TRELLIS
+from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, TRELLIS
 
 MOST_SHARED: Final = 224 << 10  # bytes of a block, beside its table of up to 256 rows (wide.cuh)
+MOST_DYNAMIC: Final = 227 << 10  # of a block without such a table
 _ROW_BYTES: Final = 12  # of that table
+_STORED: Final = 64  # rows that a warp of quant_persistent.cu stores at a time
 _MULTIPROCESSOR: Final = (
     228 << 10
 )  # bytes of shared memory, of which a block takes 1,024 besides its own
@@ -124,6 +126,23 @@ class Tile:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Persistent:
+    """How quant_persistent.cu is specialized."""
+
+    rows: int  # of x, of a tile
+    stages: int
+    groups: int = 2  # of four warps, 64 outputs each
+
+    @property
+    def threads(self) -> int:
+        """Those that multiply, and four warps of which one feeds."""
+        return self.groups * 128 + 128
+
+    def __str__(self) -> str:
+        return f"persistent {self.rows}x{self.groups * 64} {self.stages}st"
+
+
 Shape = Gemv | Gemm | Pipe | Tile
 
 
@@ -196,6 +215,25 @@ def tile_room(shape: Tile) -> int:
     if shape.resident == 1:
         return MOST_SHARED
     return _MULTIPROCESSOR // shape.resident - 1024 - _ROW_BYTES * shape.rows
+
+
+def persistent_shared(shape: Persistent, kind: int, *, by_block: bool) -> int:
+    """Bytes of shared memory of a block of quant_persistent.cu: barriers, a ring of turns, two tables of rows for every
+    group of warps, what warps are about to store."""
+    warps, by_rows = shape.groups * 4, kind in (INT8_ROWS, FP8_ROWS)
+    weights = shape.groups * 64 * 128 if by_rows else warps * slab_bytes(kind)
+    turn = shape.rows * 128 + weights + -(-shape.rows * 4 * by_block // 1024) * 1024
+    tables = shape.groups * 2 * shape.rows * 8
+    return 16 * shape.stages + 1024 + shape.stages * turn + tables + warps * _STORED * 32
+
+
+def persistent(rows: int, kind: int, *, by_block: bool = False) -> Persistent:
+    """With as many turns ahead, to eight, as there is shared memory for."""
+    for stages in range(8, 2, -1):
+        shape = Persistent(rows, stages)
+        if persistent_shared(shape, kind, by_block=by_block) <= MOST_DYNAMIC:
+            return shape
+    raise ValueError(f"no three turns of {rows} rows find a place in {MOST_DYNAMIC} bytes")
 
 
 def rows_shared(shape: RowGemm, *, by_block: bool) -> int:

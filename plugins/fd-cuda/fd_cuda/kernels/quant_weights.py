@@ -35,6 +35,8 @@ from .quant_round import FP8_BLOCK, fp8_blocks, round_blocks, round_rows
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.quant_formats import PackedWeight
 
+    from .routing import Order
+
 # How numbers lie, and how activations are rounded: to "int8" or "fp8" by token, to fp8 by "block", or not.
 _KINDS: Final = {
     "wint8": (INT8, ""),
@@ -98,13 +100,16 @@ class Weights:
             return round_blocks(x, dtype)
         return round_rows(x, dtype, self.input_scale, is_fp8=self.rounding == "fp8")
 
-    def numbers(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x as int8 or fp8 numbers, with scales [T], or [T, blocks of 128 inputs] with tokens fastest."""
+    def numbers(
+        self, x: torch.Tensor, order: Order | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x as int8 or fp8 numbers, with scales [T], or [T, blocks of 128 inputs] with tokens fastest. `order`: that of
+        the rows, of which blocks without an expert are left out."""
         if self.rounding == "block":
-            return fp8_blocks(x)
+            return fp8_blocks(x, order=order)
         is_fp8 = self.rounding == "fp8"
         dtype = torch.float8_e4m3fn if is_fp8 else torch.int8
-        return round_rows(x, dtype, self.input_scale, is_fp8=is_fp8)
+        return round_rows(x, dtype, self.input_scale, is_fp8=is_fp8, order=order)
 
 
 def prepare(weight: PackedWeight) -> Weights:

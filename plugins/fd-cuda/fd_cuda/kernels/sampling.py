@@ -183,8 +183,10 @@ def greedy_of(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def largest(value: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids [B] int64, values [B] float32): of each row of value [B, n] float32 the largest, of index
-    [B, n] int32 what belongs to it, the smallest among equals."""
+    [B, n] int32, or int64 if n is 1, what belongs to it, the smallest among equals."""
     rows, count = value.shape
+    if count == 1:
+        return index.view(rows), value.view(rows)
     ids = torch.empty(rows, dtype=torch.int64, device=value.device)
     peaks = torch.empty(rows, dtype=torch.float32, device=value.device)
     if rows:
@@ -268,4 +270,5 @@ def _chunks(logits: torch.Tensor, rows: int, width: int) -> tuple[torch.Tensor, 
     """Room for a value and an index of every chunk of every row."""
     shape = (rows, cdiv(width, _chunk(width)))
     value = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    return value, torch.empty(shape, dtype=torch.int32, device=logits.device)
+    dtype = torch.int64 if shape[1] == 1 else torch.int32  # of one chunk, indices are the ids
+    return value, torch.empty(shape, dtype=dtype, device=logits.device)

@@ -43,6 +43,13 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int input
                " [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(&map), "r"(input), "r"(row), "r"(barrier) : "memory");
 }
 
+// The same of a map of gates and what belongs to them, from this eight of a matrix on.
+__device__ __forceinline__ void copy_gates(u32 to, const TensorMap& map, int input, int eight, int matrix, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%2, %3, %3, %4, %5}], [%6];"
+               ::"r"(to), "l"(&map), "r"(input), "r"(0), "r"(eight), "r"(matrix), "r"(barrier) : "memory");
+}
+
 // Bytes that lie together, whole sixteens of them.
 __device__ __forceinline__ void copy_line(u32 to, const void* from, int bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
@@ -57,3 +64,8 @@ struct Place {
   int stage;
   u32 parity;
 };
+
+template <int stages>
+__device__ __forceinline__ void advance(Place& place) {
+  if (++place.stage == stages) place = {0, place.parity ^ 1};
+}

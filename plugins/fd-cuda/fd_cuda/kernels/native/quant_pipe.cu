@@ -37,10 +37,6 @@ __device__ __forceinline__ void multiply(float* d, const u32* a, u64 b) {
 #define TAKE_REGISTERS()
 #endif
 
-__device__ __forceinline__ void advance(Place& place) {
-  if (++place.stage == STAGES) place = {0, place.parity ^ 1};
-}
-
 // What a warp that multiplies knows.
 struct Source {
   const unsigned char *w, *groups;   // its first slab, and the slab's scales
@@ -114,7 +110,7 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
     GIVE_REGISTERS();
     if (warp == FEEDER) {
       Place at = {0, 1};  // the phase before the first one counts as ended
-      for (int t = 0; t < count; t++, advance(at)) {
+      for (int t = 0; t < count; t++, advance<STAGES>(at)) {
         await_phase(empty + 8 * at.stage, at.parity);
         if (lane == 0) {
           expect(full + 8 * at.stage, TILE_X);
@@ -154,7 +150,7 @@ quant_pipe(const __grid_constant__ TensorMap x, const unsigned char* __restrict_
       if (t >= count) break;
       const u64 tile_x = descriptor(base + stage * STAGE);
       const bool goes_on = t + 1 < count;
-      advance(next);
+      advance<STAGES>(next);
       Slab slab;
       Group group;
       begin_products();

@@ -50,27 +50,56 @@ __device__ __forceinline__ void store_transposed(u32 address, u32 first, u32 sec
 #define D32 D16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define D40 D32 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define D48 D40 ",%40,%41,%42,%43,%44,%45,%46,%47"
-#define D64 D48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define D56 D48 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define D64 D56 ",%56,%57,%58,%59,%60,%61,%62,%63"
 #define D80 D64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
-#define D112 D80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95," \
-  "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
-#define D128 D112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define D96 D80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define D104 D96 ",%96,%97,%98,%99,%100,%101,%102,%103"
+#define D112 D104 ",%104,%105,%106,%107,%108,%109,%110,%111"
+#define D120 D112 ",%112,%113,%114,%115,%116,%117,%118,%119"
+#define D128 D120 ",%120,%121,%122,%123,%124,%125,%126,%127"
 #if BN == 256
 #define D_LIST "{" D128 "}"
 #define D_REGS(c, d) R32(c, d, 0), R32(c, d, 32), R32(c, d, 64), R32(c, d, 96)
 #define SIZE "m64n256"
 #define BOTH_SHARED "%128, %129"
+#define FLAG "%130"
 #define ONE_SHARED "{%128,%129,%130,%131}, %132"
+#elif BN == 240
+#define D_LIST "{" D120 "}"
+#define D_REGS(c, d) R32(c, d, 0), R32(c, d, 32), R32(c, d, 64), R16(c, d, 96), R8(c, d, 112)
+#define SIZE "m64n240"
+#define BOTH_SHARED "%120, %121"
+#define FLAG "%122"
+#define ONE_SHARED "{%120,%121,%122,%123}, %124"
 #elif BN == 224
 #define D_LIST "{" D112 "}"
 #define D_REGS(c, d) R32(c, d, 0), R32(c, d, 32), R32(c, d, 64), R16(c, d, 96)
 #define SIZE "m64n224"
 #define BOTH_SHARED "%112, %113"
+#define FLAG "%114"
+#define ONE_SHARED "{%112,%113,%114,%115}, %116"
+#elif BN == 208
+#define D_LIST "{" D104 "}"
+#define D_REGS(c, d) R32(c, d, 0), R32(c, d, 32), R32(c, d, 64), R8(c, d, 96)
+#define SIZE "m64n208"
+#define BOTH_SHARED "%104, %105"
+#define FLAG "%106"
+#define ONE_SHARED "{%104,%105,%106,%107}, %108"
+#elif BN == 192
+#define D_LIST "{" D96 "}"
+#define D_REGS(c, d) R32(c, d, 0), R32(c, d, 32), R32(c, d, 64)
+#define SIZE "m64n192"
+#define BOTH_SHARED "%96, %97"
+#define FLAG "%98"
+#define ONE_SHARED "{%96,%97,%98,%99}, %100"
 #elif BN == 160
 #define D_LIST "{" D80 "}"
 #define D_REGS(c, d) R32(c, d, 0), R32(c, d, 32), R16(c, d, 64)
 #define SIZE "m64n160"
 #define BOTH_SHARED "%80, %81"
+#define FLAG "%82"
+#define ONE_SHARED "{%80,%81,%82,%83}, %84"
 #elif BN == 128
 #define D_LIST "{" D64 "}"
 #define D_REGS(c, d) R32(c, d, 0), R32(c, d, 32)
@@ -78,16 +107,27 @@ __device__ __forceinline__ void store_transposed(u32 address, u32 first, u32 sec
 #define BOTH_SHARED "%64, %65"
 #define FLAG "%66"
 #define ONE_SHARED "{%64,%65,%66,%67}, %68"
+#elif BN == 112
+#define D_LIST "{" D56 "}"
+#define D_REGS(c, d) R32(c, d, 0), R16(c, d, 32), R8(c, d, 48)
+#define SIZE "m64n112"
+#define BOTH_SHARED "%56, %57"
+#define FLAG "%58"
+#define ONE_SHARED "{%56,%57,%58,%59}, %60"
 #elif BN == 96
 #define D_LIST "{" D48 "}"
 #define D_REGS(c, d) R32(c, d, 0), R16(c, d, 32)
 #define SIZE "m64n96"
 #define BOTH_SHARED "%48, %49"
+#define FLAG "%50"
+#define ONE_SHARED "{%48,%49,%50,%51}, %52"
 #elif BN == 80
 #define D_LIST "{" D40 "}"
 #define D_REGS(c, d) R32(c, d, 0), R8(c, d, 32)
 #define SIZE "m64n80"
 #define BOTH_SHARED "%40, %41"
+#define FLAG "%42"
+#define ONE_SHARED "{%40,%41,%42,%43}, %44"
 #elif BN == 64
 #define D_LIST "{" D32 "}"
 #define D_REGS(c, d) R32(c, d, 0)
@@ -223,23 +263,28 @@ __device__ __forceinline__ void finish_four(float* v, const float* scale, const 
   }
 }
 
+// Eight outputs, from `column` on, of row `at` of y, which has M.
+__device__ __forceinline__ void store_piece(u16* y, int at, int M, int column, int width, const uint4& v) {
+  if (at >= M || column >= width) return;
+  y += (u64)at * width + column;
+  if (width % 8 == 0) {
+    *(uint4*)y = v;
+  } else {
+    const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+      if (column + j < width) y[j] = (u16)(pairs[j / 2] >> j % 2 * 16);
+  }
+}
+
 // What a warp has put into its stage: 16 outputs of a row after those of the row before, halves exchanged by n / 4.
 __device__ __forceinline__ void store_rows(const Ending& to, const unsigned char* stage, const Row* rows, int column,
                                            int width, int lane) {
 #pragma unroll 4
   for (int e = lane; e < SHARE * 2; e += 32) {
-    const int n = e / 2, at = rows[n].at, c = column + e % 2 * 8;
-    if (at >= to.M || c >= width) continue;
+    const int n = e / 2;
     const uint4 v = *(const uint4*)(stage + n * 32 + ((e ^ n >> 2) % 2 << 4));
-    u16* y = to.y + (u64)at * width + c;
-    if (width % 8 == 0) {
-      *(uint4*)y = v;
-    } else {
-      const u32 pairs[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-      for (int j = 0; j < 8; j++)
-        if (c + j < width) y[j] = (u16)(pairs[j / 2] >> j % 2 * 16);
-    }
+    store_piece(to.y, rows[n].at, to.M, column + e % 2 * 8, width, v);
   }
 }
 

@@ -1,0 +1,371 @@
+// y[M, N] = x[M, K] W[N, K]^T with packed W, for hundreds of rows, or hundreds of rows an expert: as many blocks as there
+// are multiprocessors take one tile of BN rows by 64 * GROUPS outputs after the other.
+//
+// One warp feeds: the copy engine brings 128 bytes of every row of x (64 half floats, or BY_ROWS 128 numbers) and of W what
+// belongs to them, STAGES such turns ahead, those of the next tile while the last one is stored. GROUPS of four warps
+// multiply 64 outputs each and share nothing: slabs of quant.cuh are unpacked into registers while wgmma multiplies the slab
+// before; numbers that lie BY_ROWS are multiplied from shared memory as they are. BY_BLOCK: sums of a turn are multiplied
+// with scales of x [turns, num_x] and of W [N / 128, turns].
+// GROUPED: blocks of rows have an expert each, and x lies in their order; `slots` says where rows of y go, without it they
+// lie like those of x. PAIRED: the first eight of a warp's 16 outputs are gates, the others what belongs to them.
+// A row of x comes out the same whatever M is.
+
+#include "common.cuh"
+#include "quant.cuh"
+#define SPLIT 1
+#include "wide.cuh"
+#include "feed.cuh"
+#include "tiles.cuh"
+
+#define PIECE 64  // rows that a warp stores at a time
+
+#if FORMAT == INT8_ROWS
+typedef int Sum;
+#else
+typedef float Sum;
+#endif
+
+// INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
+
+#if BY_ROWS
+// Plus what is in d, or in its place.
+template <int add>
+__device__ __forceinline__ void multiply(Sum* d, u64 a, u64 b) {
+#if FORMAT == INT8_ROWS
+  asm volatile("wgmma.mma_async.sync.aligned." SIZE "k32.s32.s8.s8 " D_LIST ", " BOTH_SHARED ", " FLAG ";"
+               : D_REGS("+r", d) : "l"(a), "l"(b), "n"(add));
+#else
+  asm volatile("wgmma.mma_async.sync.aligned." SIZE "k32.f32.e4m3.e4m3 " D_LIST ", " BOTH_SHARED ", " FLAG ", 1, 1;"
+               : D_REGS("+f", d) : "l"(a), "l"(b), "n"(add));
+#endif
+}
+#else
+__device__ __forceinline__ void multiply(float* d, const u32* a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned." SIZE "k16.f32." TYPE "." TYPE " " D_LIST ", " ONE_SHARED ", 1, 1, 1, 0;"
+               : D_REGS("+f", d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+#endif
+
+// All threads of a group of four warps.
+__device__ __forceinline__ void meet_group(int group) {
+  asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+}
+
+#define GIVE_REGISTERS() asm volatile("setmaxnreg.dec.sync.aligned.u32 40;")
+#define TAKE_REGISTERS() asm volatile("setmaxnreg.inc.sync.aligned.u32 232;")
+
+// END OF INSTRUCTIONS
+
+#ifndef GIVE_REGISTERS
+#define GIVE_REGISTERS()
+#define TAKE_REGISTERS()
+#endif
+
+// The division is not rounded correctly, what becomes of it is rounded to fewer bits.
+__device__ __forceinline__ float quick_silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
+
+// The outputs whose sums a thread has: of elements 0 and 1 of four, and of 2 and 3. Without PAIRED eight apart, with it a
+// gate and what belongs to it. Behind the last they repeat it.
+struct Outputs {
+  int upper, lower;
+};
+
+// The first output of a warp, among the tile's.
+__device__ __forceinline__ int column_of(int warp) {
+  if (!PAIRED) return warp * 16;
+  return BY_ROWS ? warp * 8 : warp % (MULTIPLIERS / 2) * 16 + warp / (MULTIPLIERS / 2) * 8;
+}
+
+__device__ __forceinline__ Outputs outputs_of(const Problem& of, const Tile& tile, int warp, int lane) {
+  const int width = PAIRED ? of.N / 2 : of.N, first = tile.nth * OUT + column_of(warp) + (lane >> 2);
+  const int upper = min(first, width - 1);
+  return {upper, PAIRED ? upper + width : min(first + 8, width - 1)};
+}
+
+#if !BY_ROWS
+// A warp's slab, or of its gates and of what belongs to them eight rows each.
+__device__ __forceinline__ Slab slab_of(const unsigned char* slabs, int warp, int lane) {
+#if PAIRED
+  const int gate = warp % (MULTIPLIERS / 2), up = gate + MULTIPLIERS / 2, lower = warp / (MULTIPLIERS / 2);
+  const Slab first = slab_at(slabs + gate * SLAB_BYTES, lane), second = slab_at(slabs + up * SLAB_BYTES, lane);
+  const auto mixed = [&](u32 of_first, u32 of_second) {
+#if FORMAT == INT4
+    return lower ? of_first >> 4 & 0x0f0f0f0fu | of_second & 0xf0f0f0f0u
+                 : of_first & 0x0f0f0f0fu | of_second << 4 & 0xf0f0f0f0u;
+#else
+    return __byte_perm(of_first, of_second, lower ? 0x7351u : 0x6240u);
+#endif
+  };
+  Slab own;
+#pragma unroll
+  for (int p = 0; p < PIECES; p++) {
+    const uint4 &a = first.piece[p], &b = second.piece[p];
+    own.piece[p] = make_uint4(mixed(a.x, b.x), mixed(a.y, b.y), mixed(a.z, b.z), mixed(a.w, b.w));
+  }
+  return own;
+#else
+  return slab_at(slabs + warp * SLAB_BYTES, lane);
+#endif
+}
+
+// Where scales of groups are: of a warp's slab, or of its gates and of what belongs to them.
+struct Groups {
+  const u32 *first, *second;
+  u32 halves;
+  int per_group;
+
+  __device__ __forceinline__ Group at(int turn) const {
+    Group own = load_group(first, turn / per_group);
+    if (SCALED && PAIRED) {
+      const Group other = load_group(second, turn / per_group);
+      own.scales = __byte_perm(own.scales, other.scales, halves);
+      own.offsets = __byte_perm(own.offsets, other.offsets, halves);
+    }
+    return own;
+  }
+};
+
+__device__ __forceinline__ Groups groups_of(const Problem& of, const Tile& tile, int warp, int lane) {
+  const int num_groups = (of.turns + of.per_group - 1) / of.per_group, held = MULTIPLIERS / (1 + PAIRED);
+  const auto entries = [&](int nth) {
+    const u64 slab = (u64)tile.expert * of.slabs + nth_slab<MULTIPLIERS>(tile.nth, nth, of.slabs);
+    return of.groups + slab * num_groups * 8 * SCALED + (lane >> 2);
+  };
+  return {entries(warp % held), entries(warp % held + MULTIPLIERS - held), warp < held ? 0x5410u : 0x7632u, of.per_group};
+}
+
+__device__ __forceinline__ void unpack_slab(u32 (*a)[4], const Slab& slab, const Group& group) {
+#pragma unroll
+  for (int s = 0; s < 4; s++) {
+    unpack(slab, s, Code{}, a[s]);
+    apply_group(a[s], group);
+  }
+}
+
+// A tile's sums, from `at` on in the ring.
+__device__ __forceinline__ void add_up(float (&sum)[BN / 2], const Problem& of, const Tile& tile, const Ring& ring,
+                                       Place& at, int warp, int lane) {
+  const Groups groups = groups_of(of, tile, warp, lane);
+  u32 a[2][4][4];  // of the slab that is multiplied, and of the next one
+  int last = 0;
+  const Group first = groups.at(0);
+  await_phase(ring.full + 8 * at.stage, at.parity);
+  unpack_slab(a[0], slab_of(ring.tiles + at.stage * STAGE + TILE_X, warp, lane), first);
+  for (int begin = 0; begin < of.turns; begin += 2) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int t = begin + i, stage = at.stage;
+      if (t >= of.turns) break;
+      const u64 tile_x = descriptor(ring.base + stage * STAGE);
+      const bool goes_on = t + 1 < of.turns;
+      advance<STAGES>(at);
+      Slab next;
+      const Group group = groups.at(min(t + 1, of.turns - 1));  // long before it is looked at
+      begin_products();
+#pragma unroll
+      for (int s = 0; s < 4; s++) multiply(sum, a[i][s], tile_x + s * 2);
+      end_products();
+      if (goes_on) {
+        await_phase(ring.full + 8 * at.stage, at.parity);
+        next = slab_of(ring.tiles + at.stage * STAGE + TILE_X, warp, lane);
+      }
+      await_products<1>();  // those of the slab before: its operands and its tile of x are free
+      if (t > 0 && lane == 0) arrive_at(ring.empty + 8 * last);
+      if (goes_on) unpack_slab(a[i ^ 1], next, group);
+      last = stage;
+    }
+  }
+  await_products<0>();
+  fence_registers(sum);
+  if (lane == 0) arrive_at(ring.empty + 8 * last);
+}
+#elif BY_BLOCK
+// A tile's sums, from `at` on in the ring: those of every turn times its scales.
+__device__ __forceinline__ void add_up(float (&total)[BN / 2], const Problem& of, const Tile& tile, const Ring& ring,
+                                       Place& at, int warp, int lane) {
+  const Outputs own = outputs_of(of, tile, warp, lane);
+  const float* scales = of.scales + (u64)tile.expert * of.scale_width;
+  const float *upper = scales + (u64)(own.upper / 128) * of.turns, *lower = scales + (u64)(own.lower / 128) * of.turns;
+  float next_upper = upper[0], next_lower = lower[0], sum[BN / 2];
+  for (int t = 0; t < of.turns; t++, advance<STAGES>(at)) {
+    const u32 tile_at = ring.base + at.stage * STAGE;
+    const u64 tile_x = descriptor(tile_at), tile_w = descriptor(tile_at + TILE_X + warp / 4 * 64 * 128);
+    await_phase(ring.full + 8 * at.stage, at.parity);
+    fence_registers(sum);
+    begin_products();
+    multiply<0>(sum, tile_w, tile_x);
+#pragma unroll
+    for (int s = 1; s < 4; s++) multiply<1>(sum, tile_w + s * 2, tile_x + s * 2);
+    end_products();
+    const float* line = (const float*)(ring.tiles + at.stage * STAGE + TILE_X + TILE_W) + (lane & 3) * 2;
+    const float factors[2] = {next_upper, next_lower};
+    if (t + 1 < of.turns) next_upper = upper[t + 1], next_lower = lower[t + 1];
+    await_products<0>();
+    fence_registers(sum);
+#pragma unroll
+    for (int i = 0; i < BN / 2; i++)
+      total[i] = fmaf(sum[i], line[i / 4 * 8 + (i & 1)] * factors[i / 2 % 2], total[i]);
+    __syncwarp();
+    if (lane == 0) arrive_at(ring.empty + 8 * at.stage);
+  }
+}
+#else
+// A tile's sums, from `at` on in the ring.
+__device__ __forceinline__ void add_up(Sum (&sum)[BN / 2], const Problem& of, const Tile&, const Ring& ring, Place& at,
+                                       int warp, int lane) {
+  int last = 0;
+  for (int t = 0; t < of.turns; t++, advance<STAGES>(at)) {
+    const u32 tile_at = ring.base + at.stage * STAGE;
+    const u64 tile_x = descriptor(tile_at), tile_w = descriptor(tile_at + TILE_X + warp / 4 * 64 * 128);
+    await_phase(ring.full + 8 * at.stage, at.parity);
+    begin_products();
+#pragma unroll
+    for (int s = 0; s < 4; s++) multiply<1>(sum, tile_w + s * 2, tile_x + s * 2);
+    end_products();
+    await_products<1>();  // those of the turn before
+    if (t > 0 && lane == 0) arrive_at(ring.empty + 8 * last);
+    last = at.stage;
+  }
+  await_products<0>();
+  fence_registers(sum);
+  if (lane == 0) arrive_at(ring.empty + 8 * last);
+}
+#endif
+
+// What a thread multiplies its sums with and adds, and two rows or less of its group's table: asked for before the products,
+// looked at behind them.
+struct Known {
+  float scale[2], bias[2], of_row[2];
+  int at[2];
+};
+
+__device__ __forceinline__ Known find(const Problem& of, const Tile& tile, const u16* bias, int thread) {
+  const Outputs own = outputs_of(of, tile, thread / 32, thread % 32);
+  const float* scales = of.scales + (u64)tile.expert * of.scale_width;
+  Known found = {{BY_BLOCK ? 1.f : scales[own.upper], BY_BLOCK ? 1.f : scales[own.lower]},
+                   {bias == nullptr ? 0.f : widen_y(bias[own.upper]), bias == nullptr ? 0.f : widen_y(bias[own.lower])}};
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int row = tile.block * BN + min(thread % 128 + i * 128, BN - 1);
+    found.at[i] = of.slots == nullptr ? row : of.slots[row];
+    found.of_row[i] = !BY_BLOCK && of.x_scales != nullptr && (GROUPED || row < of.M) ? of.x_scales[row] : 1.f;
+  }
+  return found;
+}
+
+// Where a tile's rows go (M and more: nowhere), and what they are multiplied with.
+struct Table {
+  float scale[BN];
+  int at[BN];
+
+  __device__ __forceinline__ void fill(const Known& found, int nth) {
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      if (nth + i * 128 < BN) scale[nth + i * 128] = found.of_row[i], at[nth + i * 128] = found.at[i];
+  }
+};
+
+// What becomes of the sums of 16 rows from `begin` on, as matrix stores take it: with PAIRED one register for eight rows.
+struct Sixteen {
+  u32 pairs[2][2];
+};
+
+__device__ __forceinline__ Sixteen finished(const Sum* sum, const Table& rows, const Known& own, int begin, int lane) {
+  Sixteen all;
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    const float4 v = four_of(sum, begin / 8 + j);
+    const float2 row = *(const float2*)(rows.scale + begin + j * 8 + (lane & 3) * 2);
+    float4 z = make_float4(v.x * own.scale[0] * row.x, v.y * own.scale[0] * row.y, v.z * own.scale[1] * row.x,
+                           v.w * own.scale[1] * row.y);
+    if (PAIRED) z = make_float4(quick_silu(z.x) * z.z, quick_silu(z.y) * z.w, 0.f, 0.f);
+    else z = make_float4(z.x + own.bias[0], z.y + own.bias[0], z.z + own.bias[1], z.w + own.bias[1]);
+    all.pairs[j][0] = narrow_y(z.x, z.y), all.pairs[j][1] = narrow_y(z.z, z.w);
+  }
+  return all;
+}
+
+// Through a piece of shared memory that is the warp's own, where matrix stores turn PIECE rows at a time.
+__device__ __forceinline__ void store_tile(const Problem& of, const Tile& tile, u16* y, const Table& rows,
+                                           const Known& own, const Sum* sum, unsigned char* room, int warp, int lane) {
+  const int width = PAIRED ? of.N / 2 : of.N, matrix = lane >> 3 & 1, n = PAIRED ? lane : lane / 2;
+  const int half = PAIRED ? 0 : lane % 2, column = tile.nth * OUT + column_of(warp) + half * 8;
+  constexpr int bytes = PAIRED ? 256 : 512;  // of 16 rows
+  const u32 place = shared_address(room) + (PAIRED ? (lane & 15) * 16 : (lane & 7) * 32 + ((matrix ^ lane >> 2 & 1) << 4));
+  const unsigned char* from = room + (PAIRED ? n * 16 : n * 32 + ((half ^ n >> 2 & 1) << 4));
+#pragma unroll
+  for (int first = 0; first < BN; first += PIECE) {
+#pragma unroll
+    for (int i = 0; i < PIECE / 16 && first + i * 16 < BN; i++) {
+      const Sixteen all = finished(sum, rows, own, first + i * 16, lane);
+      if (PAIRED) {
+        store_transposed(place + i * bytes, all.pairs[0][0], all.pairs[1][0]);
+      } else {
+        store_transposed(place + i * bytes, all.pairs[0][0], all.pairs[0][1]);
+        store_transposed(place + i * bytes + 256, all.pairs[1][0], all.pairs[1][1]);
+      }
+    }
+    __syncwarp();
+    if (n < 16) {
+#pragma unroll
+      for (int i = 0; i < PIECE / 16 && first + i * 16 < BN; i++)
+        store_piece(y, rows.at[first + i * 16 + n], of.M, column, width, *(const uint4*)(from + i * bytes));
+    }
+    __syncwarp();
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
+                 const u32* __restrict__ groups, const float* __restrict__ scales, const float* x_scales,
+                 const u16* __restrict__ bias, u16* y, const int* slots, const int* experts, int M, int N, int slabs,
+                 int turns, int per_group, int scale_width, int num_x, int blocks) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, group = warp / 4;
+  const u32 full = shared_address(memory), empty = full + 8 * STAGES, base = (empty + 8 * STAGES + 1023) & ~1023u;
+  const Ring ring{full, empty, base, memory + (base - full)};
+  const int across = ((PAIRED ? N / 2 : N) + OUT - 1) / OUT;
+  const Problem of{groups, scales, x_scales, slots, experts, M, N, slabs, turns, per_group, scale_width, num_x, blocks,
+                   across};
+  if (thread == 0) {
+    prefetch(x);
+    prefetch(w);
+#pragma unroll
+    for (int s = 0; s < STAGES; s++) {
+      make_barrier(full + 8 * s, 1);
+      make_barrier(empty + 8 * s, MULTIPLIERS);
+    }
+    publish_barriers();
+  }
+  __syncthreads();
+  let_next_start();
+  wait_for_previous();
+
+  if (warp >= MULTIPLIERS) {
+    GIVE_REGISTERS();
+    if (thread == MULTIPLIERS * 32) feed(x, w, of, ring);
+    return;
+  }
+  TAKE_REGISTERS();
+  Table* const tables = (Table*)(ring.tiles + STAGES * STAGE) + group * 2;  // of this tile, and of the next one
+  unsigned char* const room = ring.tiles + STAGES * STAGE + GROUPS * 2 * sizeof(Table) + warp * PIECE * 32;
+  const int num_tiles = blocks * across;
+  Place at = {0, 0};
+  int odd = 0;
+  Tile next = tile_of(of, blockIdx.x);
+  for (int id = blockIdx.x; id < num_tiles; id += gridDim.x) {
+    const Tile tile = next;
+    if (id + gridDim.x < num_tiles) next = tile_of(of, id + gridDim.x);
+    if (tile.expert < 0) continue;
+    const Known found = find(of, tile, bias, thread);
+    Sum sum[BN / 2];
+#pragma unroll
+    for (int i = 0; i < BN / 2; i++) sum[i] = 0;
+    fence_registers(sum);
+    add_up(sum, of, tile, ring, at, warp, lane);
+    tables[odd].fill(found, thread % 128);
+    meet_group(group);
+    store_tile(of, tile, y, tables[odd], found, sum, room, warp, lane);
+    odd ^= 1;
+  }
+}

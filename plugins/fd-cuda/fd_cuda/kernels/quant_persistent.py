@@ -1,0 +1,150 @@
+"""Products of hundreds of rows, or of hundreds of rows an expert, by quant_persistent.cu."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import native
+from .common import num_processors
+from .native import tensor_map
+from .quant_layout import FP8_ROWS, INT8_ROWS, SLAB_ROWS, TURN, Slabs
+from .quant_native import Grouping
+from .quant_order import gathered
+from .quant_shapes import Persistent, persistent, persistent_shared, slab_bytes
+
+if TYPE_CHECKING:
+    from .quant_weights import Weights
+    from .routing import Order
+
+
+def persistent_product(
+    shape: Persistent,
+    x: torch.Tensor,
+    x_scales: torch.Tensor | None,
+    weight: Slabs,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    *,
+    by_block: bool = False,
+    grouping: Grouping | None = None,
+    paired: bool = False,
+) -> torch.Tensor:
+    """x [T, K], half floats or for weights that lie row by row int8 or fp8 numbers, times the weight, in dtype. Rows of
+    experts lie in the order of the blocks, in x and, where it is `paired`, in what comes out. `x_scales`: [T], or `by_block` [T, K / 128] with tokens fastest, T in whole blocks of rows."""
+    by_rows = weight.kind in (INT8_ROWS, FP8_ROWS)
+    num_rows = x.shape[0] if grouping is None or paired else grouping.num_slots
+    width = weight.out_features // 2 if paired else weight.out_features
+    y = torch.empty((num_rows, width), dtype=dtype, device=x.device)
+    scales = weight.block_scales if by_block else weight.scales
+    if scales is None:
+        raise TypeError("a weight without scales of blocks was asked for a product by blocks")
+    defines = {
+        "HALF": int(x.dtype == torch.float16),
+        "Y_HALF": int(dtype == torch.float16),
+        "FORMAT": weight.kind,
+        "SCALED": weight.scaled if not by_rows else 0,
+        "BY_BLOCK": int(by_block),
+        "PAIRED": int(paired),
+        "GROUPED": int(grouping is not None),
+        "BN": shape.rows,
+        "GROUPS": shape.groups,
+        "STAGES": shape.stages,
+        "THREADS": shape.threads,
+    }
+    order = None if grouping is None else grouping.order
+    blocks = -(-x.shape[0] // shape.rows) if grouping is None else grouping.blocks
+    turns = -(-weight.in_features // (2 * TURN)) if by_rows else weight.num_turns
+    arguments = [
+        tensor_map.boxes(x, shape.rows),
+        _weight_boxes(weight, shape.groups * 64, paired=paired),
+        None if by_rows else weight.table(x.dtype),
+        scales,
+        x_scales,
+        bias,
+        y,
+        None if order is None or paired else order.slots,
+        None if order is None else order.experts,
+        num_rows,
+        weight.out_features,
+        weight.num_slabs,
+        turns,
+        weight.group_size // TURN if weight.group_size and not by_rows else turns,
+        scales[0].numel() if weight.num_experts else 0,
+        x_scales.stride(1) if by_block and x_scales is not None else 0,
+        blocks,
+    ]
+    tiles = blocks * -(-width // (shape.groups * (32 if paired else 64)))
+    kernel = native.function("quant_persistent", defines)
+    shared = persistent_shared(shape, weight.kind, by_block=by_block)
+    grid = (min(tiles, num_processors()), 1, 1)
+    native.launch(kernel, grid, shape.threads, arguments, shared=shared)
+    return y
+
+
+def _weight_boxes(weight: Slabs, outputs: int, *, paired: bool) -> bytes:
+    """What one copy brings of a tile of so many outputs; of slabs of gates and what belongs to them it takes two."""
+    if weight.kind not in (INT8_ROWS, FP8_ROWS):
+        size = slab_bytes(weight.kind)
+        slabs = weight.data.view(-1, weight.num_turns * size)
+        return tensor_map.slab_boxes(slabs, size, outputs // SLAB_ROWS // (1 + paired))
+    if paired:
+        stored = weight.data.view(-1, weight.out_features, weight.in_features)
+        return tensor_map.gate_boxes(stored, outputs)
+    return tensor_map.boxes(weight.data.view(-1, weight.in_features), outputs)
+
+
+def dense(
+    shape: Persistent, x: torch.Tensor, weight: Weights, slabs: Slabs, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """x [T, K], rounded as the weight wants it, times one matrix."""
+    rows, scales = _rounded(x, weight, slabs)
+    return persistent_product(shape, rows, scales, slabs, bias, x.dtype)
+
+
+def experts(
+    shape: Persistent,
+    x: torch.Tensor,
+    order: Order,
+    num_slots: int,
+    top_k: int,
+    gate_up: tuple[Weights, Slabs],
+    down: tuple[Weights, Slabs],
+) -> torch.Tensor:
+    """[num_slots, H]: the gated MLPs of the experts that rows slot // top_k of x go to in this order."""
+    grouping = Grouping(num_slots, 1, order)
+
+    def multiply(
+        rows: torch.Tensor, scales: torch.Tensor | None, of: tuple[Weights, Slabs], *, paired: bool
+    ) -> torch.Tensor:
+        weight, slabs = of
+        by_block = weight.rounding == "block"
+        own = persistent(shape.rows, slabs.kind, by_block=by_block)
+        return persistent_product(
+            own, rows, scales, slabs, None, x.dtype,
+            by_block=by_block, grouping=grouping, paired=paired,
+        )  # fmt: skip
+
+    hidden = multiply(*in_order(x, gate_up, order, num_slots, top_k), gate_up, paired=True)
+    return multiply(*_rounded(hidden, *down, order), down, paired=False)
+
+
+def in_order(
+    x: torch.Tensor, of: tuple[Weights, Slabs], order: Order, num_slots: int, divisor: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows slot // divisor of x in the order of the blocks as the product sees them, and their scales; what no slot
+    has is any."""
+    rows, scales = _rounded(x, *of)
+    rows = gathered(rows.view(torch.int16), order, num_slots, divisor).view(rows.dtype)
+    if scales is None:
+        return rows, None
+    places = (order.slots // divisor).clamp_(0, len(scales) - 1)
+    return rows, scales[places] if scales.dim() == 1 else scales.t()[:, places].t()
+
+
+def _rounded(
+    x: torch.Tensor, weight: Weights, slabs: Slabs, order: Order | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    by_rows = slabs.kind in (INT8_ROWS, FP8_ROWS)
+    return weight.numbers(x, order) if by_rows else weight.round(x)

@@ -1,0 +1,154 @@
+"""quant_persistent.cu against dequantization in float64: emulated, the copy engine included, or on the GPU."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from fastdeploy_core.contracts.quant_formats import PackedWeight
+from packed_weights import packed as packed_on
+from quant_emulation import use_kernels
+from test_quant_native import DEVICE, HAS_GPU, check, rounded
+
+from fd_cuda.kernels import quant_experts, quant_weights
+from fd_cuda.kernels.experts import combined
+from fd_cuda.kernels.quant_layout import FP8_ROWS, INT8_ROWS
+from fd_cuda.kernels.quant_native import Grouping
+from fd_cuda.kernels.quant_persistent import experts as layer_of
+from fd_cuda.kernels.quant_persistent import in_order, persistent_product
+from fd_cuda.kernels.quant_shapes import MOST_DYNAMIC, Persistent, persistent, persistent_shared
+from fd_cuda.kernels.routing import Order, order_by_expert
+
+pytestmark = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, reason="needs g++")
+# Format, outputs, inputs, group, dtype, rows of x, rows of a tile.
+Case = tuple[str, int, int, int, torch.dtype, int, int]
+SMALL: list[Case] = [
+    ("wint4", 136, 200, 0, torch.bfloat16, 70, 16),
+    ("wint8_zp", 264, 320, 64, torch.float16, 33, 32),
+    ("wfp8", 600, 136, 0, torch.bfloat16, 17, 16),
+    ("w8a8", 264, 400, 0, torch.bfloat16, 40, 16),
+    ("wfp8afp8", 136, 272, 0, torch.float16, 40, 32),
+    ("block_fp8", 264, 400, 0, torch.bfloat16, 32, 16),
+]
+LARGE: list[Case] = [
+    (name, 1032, 1024, 0, torch.bfloat16, 900, rows)
+    for name in ("wint4", "wint8", "w8a8", "wfp8afp8")
+    for rows in (128, 208, 256)
+] + [("block_fp8", 3080, 1040, 0, torch.bfloat16, 208 * 7, 208)]
+
+
+@pytest.fixture(autouse=True)
+def kernels(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_kernels(tmp_path_factory.getbasetemp(), monkeypatch)
+
+
+def shape_of(name: str, rows: int, slabs: quant_weights.Slabs) -> Persistent:
+    by_block = name == "block_fp8"
+    return persistent(rows, slabs.kind, by_block=by_block)
+
+
+def test_blocks_have_the_shared_memory_that_turns_take() -> None:
+    for name, rows, count, group, _, _, tile in (*SMALL, *LARGE):
+        slabs = quant_weights.prepare(made(name, rows, count, group)).slabs
+        assert slabs is not None
+        by_block = name == "block_fp8"
+        shape = shape_of(name, tile, slabs)
+        assert shape.stages > 2
+        assert persistent_shared(shape, slabs.kind, by_block=by_block) <= MOST_DYNAMIC
+
+
+def made(name: str, rows: int, count: int, group: int = 0, experts: int = 0) -> PackedWeight:
+    torch.manual_seed(rows + count)
+    return packed_on(name, rows, count, group, experts, DEVICE)
+
+
+@pytest.mark.parametrize("case", [*SMALL, *(LARGE if HAS_GPU else [])], ids=str)
+def test_product(case: Case) -> None:
+    name, rows, count, group, dtype, tokens, tile = case
+    slabs = quant_weights.prepare(made(name, rows, count, group)).slabs
+    assert slabs is not None
+    bias = torch.randn(rows, device=DEVICE).to(dtype)
+    if slabs.kind in (INT8_ROWS, FP8_ROWS):
+        x, scales, meant = rounded(name, tokens, count)
+    else:
+        x, scales = torch.randn(tokens, count, device=DEVICE).to(dtype), None
+        meant = x.double()
+    expected = meant @ quant_weights.dequantized(slabs, torch.float32).double().T + bias.double()
+    for _ in range(20 if HAS_GPU else 1):
+        got = persistent_product(
+            shape_of(name, tile, slabs), x, scales, slabs, bias, dtype,
+            by_block=name == "block_fp8",
+        )  # fmt: skip
+        check(got, expected, dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [("wint4", 0), ("wint8", 0), ("wint4_zp", 64), ("wfp8", 0), ("w8a8", 0), ("wfp8afp8", 0), ("block_fp8", 0)],
+)  # fmt: skip
+def test_experts_pair_gate_and_up(name: str, group: int) -> None:
+    """Rows gathered by expert, two blocks of one of them, and a block that nobody has."""
+    experts, inner, hidden, tokens, block = 2, 112, 256, 12, 16
+    weight = quant_weights.prepare(made(name, 2 * inner, hidden, group, experts))
+    slabs = weight.slabs
+    assert slabs is not None
+    x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
+    meant = weight.seen(x).double()
+    ids = torch.tensor([[0, 1]] + [[1, 1]] * (tokens - 1), device=DEVICE)
+    slots = 2 * tokens
+    own = [torch.nonzero(ids.view(-1) == e)[:, 0] for e in range(experts)]
+    rows = torch.full((4, block), slots, dtype=torch.int32, device=DEVICE)
+    rows[0, :1], rows[1], rows[3, : len(own[1]) - block] = own[0], own[1][:block], own[1][block:]
+    order = Order(rows.view(-1), torch.tensor([0, 1, -1, 1], dtype=torch.int32, device=DEVICE))
+    given, of_rows = in_order(x, (weight, slabs), order, slots, 2)
+    got, plain = (
+        persistent_product(
+            shape_of(name, block, slabs), given, of_rows, slabs, None, torch.bfloat16,
+            by_block=name == "block_fp8", grouping=Grouping(slots, 1, order), paired=paired,
+        )
+        for paired in (True, False)
+    )  # fmt: skip
+    wide = quant_weights.dequantized(slabs, torch.float32).double()
+    for place, slot in enumerate(rows.view(-1).tolist()):
+        if slot == slots:
+            continue
+        y = meant[slot // 2] @ wide[int(ids.view(-1)[slot])].T
+        check(got[place], torch.nn.functional.silu(y[:inner]) * y[inner:], torch.bfloat16)
+        check(plain[slot], y, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["wint4", "block_fp8", "w8a8"])
+def test_layer_of_experts(name: str) -> None:
+    """Both products of every assignment, and their weighted sum."""
+    experts, inner, hidden, tokens = 3, 128, 256, 40
+    gate_up, down = (
+        quant_weights.prepare(made(name, *shape, 0, experts))
+        for shape in ((2 * inner, hidden), (hidden, inner))
+    )
+    assert gate_up.slabs is not None and down.slabs is not None
+    x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
+    ids = torch.stack([torch.randperm(experts)[:2] for _ in range(tokens)]).to(DEVICE)
+    shares = torch.rand(tokens, 2, device=DEVICE)
+    shape = shape_of(name, 16, gate_up.slabs)
+    order = order_by_expert(ids, experts, shape.rows)
+    y = layer_of(shape, x, order, 2 * tokens, 2, (gate_up, gate_up.slabs), (down, down.slabs))
+    got = combined(y, shares)
+    first, second = (w.dequantized(torch.float32).double() for w in (gate_up, down))
+    expected = torch.zeros(tokens, hidden, dtype=torch.float64, device=DEVICE)
+    for token in range(tokens):
+        for nth, expert in enumerate(ids[token].tolist()):
+            both = gate_up.seen(x[token : token + 1]).double() @ first[expert].T
+            inside = (torch.nn.functional.silu(both[:, :inner]) * both[:, inner:]).bfloat16()
+            y = down.seen(inside).double() @ second[expert].T
+            expected[token] += shares[token, nth] * y[0]
+    # What lies between the products is rounded by formats: a number on the edge may go to either side.
+    error = float((got.double() - expected).norm() / expected.norm())
+    assert error < 2e-2, f"off by {error:.2g}"
+
+
+def test_experts_of_many_rows_have_hardly_more_blocks_than_rows_fill() -> None:
+    for each in range(quant_experts._MANY_EACH + 1, 2000):
+        rows = quant_experts.persistent_rows(each)
+        assert -(-each // rows) * rows < 1.6 * each
