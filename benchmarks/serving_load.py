@@ -6,7 +6,8 @@
 First the engine alone generates for `--num-prompts` prompts, `--streams` at once; then a server does,
 for as many clients, and then the engine alone again, because machines change their pace; then requests arrive at random (Poisson) for `--seconds` at each rate. Prompts are
 random ids, answers have a fixed length, the prefix cache is off. What follows -- goes to both. With
-`--cpus` engine and server run on those processors only, clients too or on `--client-cpus`.
+`--cpus` engine and server run on those processors only, clients too or on `--client-cpus`. With
+`--in-turn` the engine alone also generates before each round of the server, which idles meanwhile.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--input-len", type=int, default=256)
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3, help="of the comparison with offline")
+    parser.add_argument("--in-turn", action="store_true", help="where there is memory for both")
     parser.add_argument("--rates", default="", help="requests per second, several with commas")
     parser.add_argument("--seconds", type=float, default=6.0, help="of arrivals at each rate")
     parser.add_argument("--rate-output-len", type=int, default=128, help="answers at the rates")
@@ -113,14 +115,14 @@ def main() -> None:
     """Run and print."""
     options = parse_arguments()
     move_to(options.cpus)
-    before = offline(options)
+    alone = [offline(options)]
     print(
         f"{options.model}: {options.input_len} tokens in, {options.output_len} out; "
         f"{options.api_server_count} API servers, {options.clients} clients, {os.cpu_count()} cores "
-        f"(server on {options.cpus or 'all'}, clients on {options.client_cpus or 'the same'}), chunks of "
-        f"{options.stream_interval} tokens, Python {platform.python_version()}, "
+        f"(server on {options.cpus or 'all'}, clients on {options.client_cpus or 'the same'}), stream interval "
+        f"{options.stream_interval}, Python {platform.python_version()}, "
         f"{time.strftime('%Y-%m-%d')}\n"
-        f"offline, {options.streams} at once: {before:.0f} output tokens/s",
+        f"offline, {options.streams} at once: {alone[0]:.0f} output tokens/s",
         flush=True,
     )
     start = argparse.Namespace(
@@ -143,7 +145,12 @@ def main() -> None:
             f"{'ITL p50':>9} {'p99, ms':>9} {'failed':>7}"
         )
         speeds = []
-        for _ in range(options.rounds):
+        for number in range(options.rounds):
+            if options.in_turn and number:
+                move_to(options.cpus)
+                alone.append(offline(options))
+                print(f"{'offline':>16} {'':>9} {alone[-1]:>10.0f}")
+                move_to(options.client_cpus)
             result = load(options, server, "inf", options.num_prompts, options.output_len)
             speeds.append(result["output_tokens_per_s"])
             show(f"{options.streams} at once", result)
@@ -153,11 +160,11 @@ def main() -> None:
     finally:
         server.stop()
     move_to(options.cpus)
-    after = offline(options)
-    served, alone = statistics.median(speeds), (before + after) / 2
+    alone.append(offline(options))
+    served, engine = statistics.median(speeds), statistics.median(alone)
     print(
-        f"offline again: {after:.0f}; server {served:.0f} tokens/s (median), "
-        f"{100 * served / alone:.1f} % of offline (mean)"
+        f"offline again: {alone[-1]:.0f}; server {served:.0f} tokens/s, "
+        f"{100 * served / engine:.1f} % of offline (medians)"
     )
 
 
