@@ -33,28 +33,15 @@ def persistent_product(
 ) -> torch.Tensor:
     """x [T, K], half floats or for weights that lie row by row int8 or fp8 numbers, times the weight, in dtype. Rows of
     experts lie in the order of the blocks, in x and, where it is `paired`, in what comes out. `x_scales`: [T], or `by_block` [T, K / 128] with tokens fastest, T in whole blocks of rows."""
-    by_rows = weight.kind in (INT8_ROWS, FP8_ROWS)
     num_rows = x.shape[0] if grouping is None or paired else grouping.num_slots
     width = weight.out_features // 2 if paired else weight.out_features
     y = torch.empty((num_rows, width), dtype=dtype, device=x.device)
     scales = weight.block_scales if by_block else weight.scales
     if scales is None:
         raise TypeError("a weight without scales of blocks was asked for a product by blocks")
-    defines = {
-        "HALF": int(x.dtype == torch.float16),
-        "Y_HALF": int(dtype == torch.float16),
-        "FORMAT": weight.kind,
-        "SCALED": weight.scaled if not by_rows else 0,
-        "BY_BLOCK": int(by_block),
-        "PAIRED": int(paired),
-        "GROUPED": int(grouping is not None),
-        "BN": shape.rows,
-        "GROUPS": shape.groups,
-        "STAGES": shape.stages,
-        "THREADS": shape.threads,
-    }
     order = None if grouping is None else grouping.order
     blocks = -(-x.shape[0] // shape.rows) if grouping is None else grouping.blocks
+    by_rows = _is_by_rows(weight)
     turns = -(-weight.in_features // (2 * TURN)) if by_rows else weight.num_turns
     arguments = [
         tensor_map.boxes(x, shape.rows),
@@ -76,16 +63,43 @@ def persistent_product(
         blocks,
     ]
     tiles = blocks * -(-width // (shape.groups * (32 if paired else 64)))
-    kernel = native.function("quant_persistent", defines)
+    flags = {"BY_BLOCK": by_block, "PAIRED": paired, "GROUPED": grouping is not None}
+    kernel = _kernel(shape, weight, x.dtype, dtype, flags)
     shared = persistent_shared(shape, weight.kind, by_block=by_block)
     grid = (min(tiles, num_processors()), 1, 1)
     native.launch(kernel, grid, shape.threads, arguments, shared=shared)
     return y
 
 
+def _is_by_rows(weight: Slabs) -> bool:
+    return weight.kind in (INT8_ROWS, FP8_ROWS)
+
+
+def _kernel(
+    shape: Persistent,
+    weight: Slabs,
+    of_x: torch.dtype,
+    of_y: torch.dtype,
+    flags: dict[str, bool],
+) -> native.Function:
+    defines = {
+        "HALF": int(of_x == torch.float16),
+        "Y_HALF": int(of_y == torch.float16),
+        "FORMAT": weight.kind,
+        "SCALED": 0 if _is_by_rows(weight) else weight.scaled,
+        "BN": shape.rows,
+        "GROUPS": shape.groups,
+        "STAGES": shape.stages,
+        "THREADS": shape.threads,
+    }
+    return native.function(
+        "quant_persistent", {**defines, **{name: int(flag) for name, flag in flags.items()}}
+    )
+
+
 def _weight_boxes(weight: Slabs, outputs: int, *, paired: bool) -> bytes:
     """What one copy brings of a tile of so many outputs; of slabs of gates and what belongs to them it takes two."""
-    if weight.kind not in (INT8_ROWS, FP8_ROWS):
+    if not _is_by_rows(weight):
         size = slab_bytes(weight.kind)
         slabs = weight.data.view(-1, weight.num_turns * size)
         return tensor_map.slab_boxes(slabs, size, outputs // SLAB_ROWS // (1 + paired))
@@ -146,5 +160,4 @@ def in_order(
 def _rounded(
     x: torch.Tensor, weight: Weights, slabs: Slabs, order: Order | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    by_rows = slabs.kind in (INT8_ROWS, FP8_ROWS)
-    return weight.numbers(x, order) if by_rows else weight.round(x)
+    return weight.numbers(x, order) if _is_by_rows(slabs) else weight.round(x)
