@@ -5,6 +5,8 @@ namespace fdcpu::FDCPU_NAMESPACE {
 
 constexpr int kVectors = kPanel / kLanes;   // registers across a panel
 constexpr int kMostRows = FDCPU_LEVEL >= 2 ? 6 : 2;  // rows of a register tile
+constexpr int64_t kTileRowsApart = 32;               // threads that divide rows for tiles keep two tiles together
+constexpr size_t kOwnBytes = 512 << 10;              // of weights that every thread may read for itself
 
 #if !FDCPU_TILES
 struct TileUse {};
@@ -311,7 +313,15 @@ size_t linear_scratch(const LinearOp &op, int num_threads) {
     return most;
 }
 
-// finish(panel, row, half, sums, sums) for all rows of this thread's panels.
+// Whether threads divide rows instead of panels: with few panels they have to. Many rows they better divide
+// where the weights fit every thread's cache: nobody waits until all are prepared, and rows stay in the cache of
+// their thread from one operation to the next.
+FDCPU_INLINE bool divides_rows(const PackedMatrix &w, int64_t num_rows, int num_threads, bool in_tiles) {
+    if (num_rows >= 64 * num_threads && w.num_bytes() <= kOwnBytes) return true;
+    return w.num_panels < num_threads && !in_tiles;
+}
+
+// finish(panel, row, half, sums, sums) for all rows of this thread's panels, or its rows of all panels.
 template <class X, class Finish>
 void product(const LinearOp &op, const Worker &worker, const Finish &finish) {
     if (op.num_rows == 0) return;  // of a plan, when nobody is there
@@ -322,21 +332,21 @@ void product(const LinearOp &op, const Worker &worker, const Finish &finish) {
     uint8_t *mine = aligned + (a.num_bytes(op.num_rows) + 63) / 64 * 64 + parts.num_bytes() * size_t(worker.thread);
     float *row = reinterpret_cast<float *>(mine);
     const bool in_tiles = is_tiled(w, op.num_rows);
-    // Threads divide panels, or rows if there are fewer panels than threads.
-    const bool by_rows = w.num_panels < worker.size() && !in_tiles;
+    const bool by_rows = divides_rows(w, op.num_rows, worker.size(), in_tiles);
     int64_t first, last, top = 0, bottom = op.num_rows;
+    worker.share_steps(op.num_rows, in_tiles ? kTileRowsApart : 1, first, last);
     if (op.num_rows == 1) {  // cheaper than to wait for another thread
         a = form_of(op, mine + parts.row + parts.unpacked);
         prepare_row<X>(op, a, 0, 0, row);
     } else {
-        worker.share(op.num_rows, first, last);
         for (int64_t m = first; m < last; ++m) prepare_row<X>(op, a, m, m, row);
         if (!by_rows) worker.barrier();
     }
-    worker.share(w.num_panels, first, last);
     if (by_rows) {
-        worker.share(op.num_rows, top, bottom);
+        top = first, bottom = last;
         first = 0, last = w.num_panels;
+    } else {
+        worker.share(w.num_panels, first, last);
     }
     TileUse use;
     const int64_t block = rows_of_block(a, op.num_rows, in_tiles);

@@ -1,8 +1,10 @@
-// Experts: tokens are ordered by expert, then every expert's panels are one pool of work for the team.
+// Experts: tokens are ordered by expert. Then all panels are one pool of work for the team; or, where experts
+// are small and rows many, some rows of an expert are, which one thread takes through both products.
 
 namespace fdcpu::FDCPU_NAMESPACE {
 
 constexpr int64_t kMoeTokens = 256;  // tokens taken at once; bounds the scratch
+constexpr int64_t kItemRows = 64;    // of an expert that one thread takes
 
 struct ExpertScratch {
     std::atomic<int64_t> *next;
@@ -13,6 +15,7 @@ struct ExpertScratch {
     uint8_t *unpacked;  // weights, and
     float *rows;        // inputs: one for each thread
     size_t unpacked_step;
+    size_t item_bytes;  // activations of an item; 0: there is no room for as many as threads
     size_t num_bytes;
 
     ExpertScratch(const ExpertsOp &op, uint8_t *at, int num_threads) {
@@ -32,6 +35,10 @@ struct ExpertScratch {
         const size_t widest = std::max(Activations(up, most, nullptr).num_bytes(most),
                                        Activations(down, most, nullptr).num_bytes(most));
         take(activations, widest);
+        item_bytes = std::max(Activations(up, kItemRows, nullptr).num_bytes(kItemRows),
+                              Activations(down, kItemRows, nullptr).num_bytes(kItemRows));
+        item_bytes = (item_bytes + 63) / 64 * 64;
+        if (item_bytes * size_t(num_threads) > widest || kItemRows * num_threads > most) item_bytes = 0;
         unpacked_step = std::max(unpacked_bytes(up), unpacked_bytes(down));
         take(unpacked, unpacked_step * size_t(num_threads));
         take(rows, size_t(std::max(up.padded_inputs, down.padded_inputs) + kLanes) * 4 * size_t(num_threads));
@@ -89,6 +96,81 @@ FDCPU_INLINE void expert_products(const ExpertsOp &op, const ExpertScratch &s, c
     }
 }
 
+// All panels of a matrix for rows [0, rows).
+FDCPU_INLINE void whole_product(const LinearOp &op, TileUse &use, const Activations &a, int64_t rows, uint8_t *unpacked) {
+    const PackedMatrix &w = *op.weight;
+    const Outputs<float> out(op);
+    for (int64_t p = 0; p < w.num_panels; ++p)
+        panel_rows(use, is_tiled(w, rows), w, p, a, 0, rows, unpacked, PanelFinish<Outputs<float>>{out, p});
+}
+
+// Ordered rows [begin, begin + rows) of expert e, from the tokens to `out`.
+template <class T>
+FDCPU_INLINE void expert_rows(const ExpertsOp &op, const ExpertScratch &s, int thread, TileUse &use, int64_t e,
+                              int64_t begin, int64_t rows, float *row) {
+    LinearOp up{}, down{};
+    up.weight = op.gate_up[e];
+    down.weight = op.down[e];
+    up.x = op.x;
+    up.x_stride = op.width;
+    up.y_stride = down.x_stride = up.weight->half();
+    up.y = s.hidden + thread * kItemRows * up.y_stride;
+    down.x = up.y;
+    down.y = s.out + begin * op.width;
+    down.y_stride = op.width;
+    uint8_t *form = s.activations + s.item_bytes * size_t(thread), *unpacked = s.unpacked + s.unpacked_step * size_t(thread);
+    const Activations a(*up.weight, rows, form), b(*down.weight, rows, form);
+    for (int64_t m = 0; m < rows; ++m) prepare_row<T>(up, a, m, s.token[begin + m], row);
+    whole_product(up, use, a, rows, unpacked);
+    for (int64_t m = 0; m < rows; ++m) prepare_row<float>(down, b, m, m, row);
+    whole_product(down, use, b, rows, unpacked);
+}
+
+template <class T>
+FDCPU_INLINE void experts_by_rows(const ExpertsOp &op, const ExpertScratch &s, const Worker &worker, float *row) {
+    TileUse use;
+    int64_t item = 0, mine = s.next->fetch_add(1);
+    for (int64_t e = 0; e < op.num_experts; ++e)
+        for (int64_t begin = s.starts[e]; begin < s.starts[e + 1]; begin += kItemRows, ++item) {
+            if (item != mine) continue;
+            const int64_t rows = std::min(kItemRows, s.starts[e + 1] - begin);
+            expert_rows<T>(op, s, worker.thread, use, e, begin, rows, row);
+            mine = s.next->fetch_add(1);
+        }
+}
+
+template <class T>
+FDCPU_INLINE void experts_by_panels(const ExpertsOp &op, const ExpertScratch &s, const Worker &worker, float *row) {
+    const PackedMatrix &up = *op.gate_up[0], &down = *op.down[0];
+    const int64_t num_rows = s.starts[op.num_experts];
+    int64_t begin, end;
+    worker.share(num_rows, begin, end);
+    Activations a(up, num_rows, s.activations);
+    LinearOp input{};
+    input.x = op.x;
+    input.x_stride = op.width;
+    for (int64_t m = begin, e = 0; m < end; ++m) {
+        while (s.starts[e + 1] <= m) ++e;
+        input.weight = op.gate_up[e];  // experts may rotate their inputs differently
+        prepare_row<T>(input, a, m, s.token[m], row);
+    }
+    worker.barrier();
+    expert_products(op, s, worker, op.gate_up, a, s.hidden, up.half());
+    worker.barrier();
+    if (worker.thread == 0) s.next->store(0);
+    Activations b(down, num_rows, s.activations);
+    LinearOp between{};
+    between.x = s.hidden;
+    between.x_stride = up.half();
+    for (int64_t m = begin, e = 0; m < end; ++m) {
+        while (s.starts[e + 1] <= m) ++e;
+        between.weight = op.down[e];
+        prepare_row<float>(between, b, m, m, row);
+    }
+    worker.barrier();
+    expert_products(op, s, worker, op.down, b, s.out, op.width);
+}
+
 template <class T>
 void experts_of(const ExpertsOp &op, const Worker &worker) {
     auto *aligned = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(worker.scratch) + 63) & ~uintptr_t(63));
@@ -103,34 +185,13 @@ void experts_of(const ExpertsOp &op, const Worker &worker) {
             s.next->store(0);
         }
         worker.barrier();
-        const int64_t num_rows = s.starts[op.num_experts];
+        if (s.item_bytes && s.starts[op.num_experts] >= 2 * kItemRows * worker.size() &&
+            up.num_bytes() + down.num_bytes() <= kOwnBytes)
+            experts_by_rows<T>(op, s, worker, row);
+        else
+            experts_by_panels<T>(op, s, worker, row);
+        worker.barrier();
         int64_t begin, end;
-        worker.share(num_rows, begin, end);
-        Activations a(up, num_rows, s.activations);
-        LinearOp input{};
-        input.x = op.x;
-        input.x_stride = op.width;
-        for (int64_t m = begin, e = 0; m < end; ++m) {
-            while (s.starts[e + 1] <= m) ++e;
-            input.weight = op.gate_up[e];  // experts may rotate their inputs differently
-            prepare_row<T>(input, a, m, s.token[m], row);
-        }
-        worker.barrier();
-        expert_products(op, s, worker, op.gate_up, a, s.hidden, up.half());
-        worker.barrier();
-        if (worker.thread == 0) s.next->store(0);
-        Activations b(down, num_rows, s.activations);
-        LinearOp between{};
-        between.x = s.hidden;
-        between.x_stride = up.half();
-        for (int64_t m = begin, e = 0; m < end; ++m) {
-            while (s.starts[e + 1] <= m) ++e;
-            between.weight = op.down[e];
-            prepare_row<float>(between, b, m, m, row);
-        }
-        worker.barrier();
-        expert_products(op, s, worker, op.down, b, s.out, op.width);
-        worker.barrier();
         worker.share(count, begin, end);
         for (int64_t t = begin; t < end; ++t) {
             std::memset(row, 0, size_t(op.width) * sizeof(float));

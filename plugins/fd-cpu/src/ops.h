@@ -25,6 +25,12 @@ struct Worker {
         first = count * thread / size();
         last = count * (thread + 1) / size();
     }
+    // The same in whole steps, but for the last one.
+    void share_steps(int64_t count, int64_t step, int64_t &first, int64_t &last) const {
+        share((count + step - 1) / step, first, last);
+        first = first * step < count ? first * step : count;
+        last = last * step < count ? last * step : count;
+    }
 };
 
 // y = W norm(x) + bias (+ residual), or silu(gate) * up of a gated matrix.

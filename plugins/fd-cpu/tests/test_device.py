@@ -292,7 +292,10 @@ def test_groups_that_the_layout_cannot_hold_are_named(device):
 
 
 def test_memory_of_a_large_result_is_used_again_when_nobody_has_it(device):
-    weight, x = prepare(random(device, 192, 128)), random(device, 300, 128)
+    weight, x = (
+        prepare(random(device, 192, 128)),
+        random(device, 1500, 128),
+    )  # results above a megabyte
     first = kernels.linear(x, weight, None)
     where, values = first.data_ptr(), np.array(device.to_host(first))
     second = kernels.linear(x + x, weight, None)
