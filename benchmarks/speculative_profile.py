@@ -3,8 +3,11 @@
     python benchmarks/speculative_profile.py --methods mtp ngram_match --k 1 --batch 1 32
 
 Tells, from the device's own time stamps, what each recorded part of a step takes (the model with its drafts
-to judge, drawing and judging, drafting), how long the device waits between them and between steps, and which
+to judge; drawing, judging and drafting), how long the device waits between them and between steps, and which
 calls that wait for the device the host made meanwhile. Needs torch with a device that its profiler knows.
+
+Before that, without the profiler, what a greedy step takes where the host is never late: its recordings queued
+many times over, alone and with a copy of the results to the host, as there is one on devices that cannot post them.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import json
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median
@@ -61,6 +65,50 @@ def profile(llm: Any, prompts: list[str], num_steps: int, folder: Path) -> list[
     return [event for event in events if event.get("ph") == "X"]
 
 
+def queued(llm: Any, batch: int, times: int = 100) -> None:
+    """Print microseconds of a step of so many rows whose recordings the device finds queued."""
+    import torch
+
+    runner = llm._live_engine()._core._executor._worker._runner
+    graphs, slots, device = runner._graphs, runner._slots, runner._device
+    step = graphs.find(batch, graphs.widths[-1])
+    target = device.host_buffer(1 << 16)
+    parts = {"the model": step._forward.replay, "drawn": step._greedy.replay}
+    results = step._buffers.results
+    if graphs.draft_numbers:
+        key = (True, graphs.draft_numbers[-1])
+        parts["drawn and drafted"] = step._drafting[key].replay
+        results = step._drafts[key].values
+    slots.rows[:batch] = torch.arange(batch, device=slots.rows.device)
+    slots.room[:batch], slots.limit[:] = 1024, slots.max_drafts
+
+    def measured(*calls: Callable[[], None]) -> float:
+        found = []
+        for _ in range(7):
+            slots.num_computed[:batch], slots.newest[:batch] = 100, 100
+            ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            torch.cuda._sleep(2_000_000)  # until some of them are queued
+            ends[0].record()
+            for _ in range(times):
+                for call in calls:
+                    call()
+            ends[1].record()
+            torch.cuda.synchronize()
+            found.append(1000 * ends[0].elapsed_time(ends[1]) / times)
+        return median(found)
+
+    def copy() -> None:
+        device.download(results, target[: results.numel() * results.element_size()])
+
+    model, *others = parts.values()
+    words = [f"{measured(model):.0f} the model"]
+    for name, other in zip(list(parts)[1:], others, strict=True):
+        words.append(f"{measured(model, other):.0f} {name}")
+    words.append(f"{measured(model, others[-1], copy):.0f} and copied")
+    print(f"  queued, us a step: {', '.join(words)}", flush=True)
+    slots.forget()  # the host did not do this
+
+
 def busy(events: list[dict[str, Any]]) -> float:
     """Microseconds in which any of them ran; kernels overlap where one waits for the one before."""
     total, end = 0.0, 0.0
@@ -91,7 +139,7 @@ def report(events: list[dict[str, Any]]) -> None:
         for graph in graphs
     ]
     sizes = [span[3] for span in spans]
-    # Drawing and judging is the smallest recording of all; in front of it a step's first one, the model.
+    # What draws is the smallest recording; in front of it a step's first one, the model.
     drawing = min(sizes, default=0)
     firsts = [n - 1 for n, size in enumerate(sizes) if size == drawing and n]
     width = firsts[1] - firsts[0] if len(firsts) > 1 else 1
@@ -141,6 +189,7 @@ def main() -> None:
                     for batch in options.batch:
                         prompts = questions(options.model, "reciting", batch)
                         print(f"{method or 'none'} k={k} batch {batch}", flush=True)
+                        queued(llm, batch)
                         report(profile(llm, prompts, options.steps, Path(folder)))
 
 
