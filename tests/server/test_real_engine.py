@@ -198,16 +198,18 @@ def engine_process(process: ServerProcess) -> int:
 def test_a_killed_engine_ends_streams_with_an_error_and_comes_back(model: Path) -> None:
     with (
         serving(model, *NULL) as process,
-        ThreadPoolExecutor(2) as threads,
+        ThreadPoolExecutor(1) as threads,
         httpx.Client(base_url=process.url, timeout=60) as client,
     ):
         body = {**BODY, "max_tokens": 500}
         whole = threads.submit(client.post, "/v1/completions", json=body)
-        streamed = threads.submit(client.post, "/v1/completions", json={**body, "stream": True})
-        wait_for(lambda: gauge(client, "num_requests_running") == 2, "two requests")
-        os.kill(engine_process(process), signal.SIGKILL)
+        wait_for(lambda: gauge(client, "num_requests_running") == 1, "a request")
+        with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as streamed:
+            events = streamed.iter_text()
+            text = next(events)  # before it has begun it would be refused as a whole
+            os.kill(engine_process(process), signal.SIGKILL)
+            text += "".join(events)
         assert whole.result().status_code == 503
-        text = streamed.result().text
         assert '"error"' in text
         assert '"finish_reason":"' not in text
         assert text.endswith("data: [DONE]\n\n")
