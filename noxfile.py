@@ -31,6 +31,7 @@ TEST_TOOLS = (
     "jsonschema>=4.23",
     "hatchling>=1.27",
     "openai>=2",
+    "pip>=24",  # tests install wheels with it, and environments made by uv have none
     "scipy>=1.14",
     "transformers>=5,<6",
 )
