@@ -346,7 +346,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("num_threads", &Runtime::num_threads)
         .def("begin", &Runtime::begin, nb::keep_alive<1, 2>())
         .def("end", &Runtime::end)
-        .def("replay", &Runtime::replay, nb::arg("plans"), nb::arg("times") = 1,
+        .def("replay", &Runtime::replay, nb::arg("plans"), nb::arg("times"),
              nb::call_guard<nb::gil_scoped_release>())
         .def("begin_profile", &Runtime::begin_profile)
         .def("times", [](Runtime &runtime) {

@@ -177,5 +177,5 @@ def test_a_recorded_plan_reads_what_its_buffers_hold_now(runtime):
     runtime.end()
     assert len(plan) == 2
     x[:] = np.arange(64)
-    runtime.replay(plan)
+    runtime.replay([plan], 1)
     assert np.array_equal(y, 2 * x)

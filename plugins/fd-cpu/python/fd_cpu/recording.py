@@ -85,7 +85,7 @@ class NativeGraph:
 
     def replay(self) -> None:
         """All threads walk through the plan."""
-        self._native.replay(self._plans)
+        self._native.replay(self._plans, 1)
 
 
 class RepeatedCall:
