@@ -25,9 +25,8 @@ class StepRows:
     # Rows that sample, expanded by drafts: sampled position r belongs to batch row sample_rows[r].
     sample_rows: np.ndarray  # [R] int64
     sample_tokens: np.ndarray  # [R] int64: which of the T tokens its logits come from
-    sample_positions: (
-        np.ndarray
-    )  # [R] int64: where the sampled token will stand; with num_decodes the last
+    # [R] int64: where the sampled token will stand; with num_decodes the last
+    sample_positions: np.ndarray
     # BatchRows.is_ahead: positions and num_drafts are the most until `settle`.
     is_ahead: bool = False
     num_decodes: int = 1  # see SchedulerOutput
