@@ -286,7 +286,7 @@ class ModelRunner:
             return None
         recorded = graphs.find(rows.slots.size, width)
         if recorded is None and (rows.is_ahead or rows.num_decodes > 1):
-            raise WorkerError(f"no recorded step takes {rows.slots.size} rows ahead of results")
+            raise WorkerError(f"no recorded step takes {rows.slots.size} rows without the host")
         fits = rows.is_decode or rows.is_ahead or rows.fits(self._max_drafts)
         if recorded is None or not fits:
             return None
