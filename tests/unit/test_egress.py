@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import time
 from random import Random
 
 import pytest
@@ -91,6 +90,10 @@ class Engine:
         message = wire.decoder(wire.FromEngine).decode(self._front_end.recv())
         return [delta.position for delta in each_delta(message.deltas)]
 
+    def is_quiet(self) -> bool:
+        """Whether nothing is sent for a while."""
+        return not self._front_end.poll(100)
+
     def close(self) -> None:
         self.egress.stop(5.0)
         self._context.destroy(linger=0)
@@ -108,30 +111,29 @@ def tokens(position: int, rows: int = 1) -> TokenDeltas:
     return TokenDeltas([f"r{i}" for i in range(rows)], [position] * rows, [1] * rows, [7] * rows)
 
 
-@pytest.mark.parametrize("is_resting", [False, True])
-def test_tokens_gather_while_an_egress_rests_and_none_is_lost(
-    is_resting: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(egress, "MAX_REST_S", 0.3)
-    monkeypatch.setattr(egress, "REST_PER_CHUNK_S", 0.3)
-    engine = Engine(is_resting=is_resting)
-    engine.put(tokens(0))
-    assert engine.receive() == [0]
-    for position in (1, 2):
+@pytest.fixture
+def long_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than anything here waits."""
+    monkeypatch.setattr(egress, "MAX_REST_S", 60.0)
+    monkeypatch.setattr(egress, "REST_PER_CHUNK_S", 60.0)
+
+
+@pytest.mark.usefixtures("long_rests")
+def test_without_rests_everything_leaves_at_once() -> None:
+    engine = Engine(is_resting=False)
+    for position in range(3):
         engine.put(tokens(position))
-        time.sleep(0.05)
-    assert engine.receive() == ([1, 2] if is_resting else [1])
-    engine.put(tokens(3))
+        assert engine.receive() == [position]
     engine.close()
 
 
-def test_a_rest_ends_with_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(egress, "MAX_REST_S", 60.0)
-    monkeypatch.setattr(egress, "REST_PER_CHUNK_S", 60.0)
+@pytest.mark.usefixtures("long_rests")
+def test_tokens_gather_during_a_rest_which_ends_with_the_thread() -> None:
     engine = Engine(is_resting=True)
     engine.put(tokens(0))
     assert engine.receive() == [0]
     engine.put(tokens(1), single("r0", 2, finished=True))
+    assert engine.is_quiet()
     engine.egress.stop(5.0)
     assert engine.receive() == [1, 2]
     engine.close()
