@@ -6,8 +6,9 @@ start-up report. Who can serve the method is a question of the quantizer plugins
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -22,6 +23,9 @@ _ERNIE_WINT4: Final = {
     "moe_quant_type": "wint4",
 }
 _KV_ONLY: Final = "kvcache"
+_OWN_WORDS: Final = (
+    "quantization", "algo", "kv_cache_quant_type", "is_quantized", "is_moe_quantized",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,7 @@ class QuantizationSettings:
     kv_format: str = ""  # as spelled; empty: the cache holds the model's dtype
     kv_static: bool = False  # the checkpoint has the scales
     kv_unused: bool = False  # the checkpoint has scales, and another cache format was asked for
+    asked: tuple[str, ...] = ()  # of `config`, the options that --quantization brought
     notes: tuple[str, ...] = ()
 
 
@@ -56,6 +61,11 @@ def read_quantization(model: ModelConfig, kv_dtype: str = "auto") -> Quantizatio
             notes.append(
                 f"--quantization {_method(asked)} has no effect: the checkpoint is quantized with "
                 f"{_method(config)} (config.json)"
+            )
+        elif len(asked) > 1:
+            notes.append(
+                f"{', '.join(_options(asked))} of --quantization have no effect: how the checkpoint is "
+                "quantized is up to its config.json"
             )
     else:
         config = dict(asked)
@@ -82,8 +92,18 @@ def read_quantization(model: ModelConfig, kv_dtype: str = "auto") -> Quantizatio
         kv_format=kv_format,
         kv_static=kv_static,
         kv_unused=bool(declared and stored) and not kv_static,
+        asked=() if stored else _options(asked),
         notes=tuple(notes),
     )
+
+
+def check_options(settings: QuantizationSettings, possible: Sequence[str]) -> None:
+    """ConfigError for an option of --quantization that the method does not have."""
+    for name in settings.asked:
+        if name not in possible:
+            near = difflib.get_close_matches(name, possible, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"possible: {', '.join(possible)}"
+            raise ConfigError(f"--quantization {settings.method} has no option {name}; {hint}")
 
 
 def parse_quantization(text: str) -> dict[str, Any]:
@@ -101,6 +121,11 @@ def parse_quantization(text: str) -> dict[str, Any]:
             'JSON such as {"quantization": "wint4", "group_size": 128}'
         )
     return value
+
+
+def _options(asked: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of --quantization, what is about weights and no word of the core's own."""
+    return tuple(name for name in asked if name not in _OWN_WORDS)
 
 
 def _method(config: Mapping[str, Any]) -> str:

@@ -98,8 +98,9 @@ class Quantizer(Protocol):
     ) -> None: ...
 
     def supports(self, layer: LayerSpec) -> bool:
-        """False leaves the layer in the model's dtype (and the start-up report says so). A layer that
-        the format cannot hold although the configuration wants it to is a ConfigError naming it.
+        """False leaves the layer in the model's dtype (and the start-up report says so); nothing below
+        is asked about it then. A layer that the format cannot hold although the configuration wants
+        it to is a ConfigError naming it.
 
         Of experts both matrices are asked about; one that stays keeps the other in full precision.
         """

@@ -108,7 +108,7 @@ class VocabMatrix:
         self.operation, quantizer = "linear", build.quantizer
         spec = self._head_spec(name)
         rounds = (
-            quantizer is not None and not quantizer.is_stored(spec) and quantizer.supports(spec)
+            quantizer is not None and quantizer.supports(spec) and not quantizer.is_stored(spec)
         )
         if rounds and build.kernels.takes("linear", HEAD_FORMAT):
             self._format = HEAD_FORMAT

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fastdeploy_core.config.model import read_json
 from fastdeploy_core.config.quantization import (
     QuantizationSettings,
+    check_options,
     quantization_of,
     read_quantization,
 )
@@ -203,6 +204,8 @@ class _Resolver:
             candidate: Candidate = answer.value
             candidates = [(candidate, answer.plugin.distribution)]
             self._take(decide("quantizer", name, candidates), place)
+            if "options" in candidate.details:
+                check_options(settings, candidate.details["options"].split(","))
             return candidate.details.get("experts", "")
         if config.get("is_quantized"):
             raise UnsupportedModel(

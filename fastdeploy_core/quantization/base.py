@@ -33,8 +33,12 @@ class PackedQuantizer:
         self.config, self.device, self.xp = config, device, device.xp
         self._kernels = kernels
         self._stored = bool(config.get("is_quantized", False))
-        self._ignored = tuple(str(n) for key in _IGNORE_KEYS for n in config.get(key) or ())
-        self._quantizes_head = bool(config.get("lm_head", False))
+        self._ignored = tuple(name for key in _IGNORE_KEYS for name in _names(config, key))
+        self._quantizes_head = config.get("lm_head") or False
+        if not isinstance(self._quantizes_head, bool):
+            raise ConfigError(
+                f"lm_head of the quantization is {self._quantizes_head!r}; possible: true, false"
+            )
 
     # -- for subclasses ---------------------------------------------------------------------------
 
@@ -144,6 +148,13 @@ class OrderedQuantizer(PackedQuantizer):
         if order is None:
             return weight
         return self.xp.index_select(weight, 1, self.xp.argsort(order, 0))
+
+
+def _names(config: Mapping[str, Any], key: str) -> list[str]:
+    names = config.get(key) or []
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{key} of the quantization is {names!r:.80}; expected a list of names")
+    return list(names)
 
 
 def check_scale(xp: Any, name: str, scale: Tensor) -> None:

@@ -24,6 +24,17 @@ _DRIVERS: Final = (
     "compressed-tensors", "gguf",
 )  # fmt: skip
 _STORED_ONLY: Final = ("gptq", "awq", "compressed-tensors", "gguf")
+# What --quantization may say beside the method: of all formats that are made while loading, and of each.
+_SHARED_OPTIONS: Final = ("lm_head", "modules_to_not_convert", "ignored_layers")
+_PARTS: Final = ("dense_quant_type", "moe_quant_type")
+_OPTIONS: Final[dict[str, tuple[str, ...]]] = {
+    "wint8": ("group_size",),
+    "wint4": ("group_size",),
+    "w8a8": ("group_size", "activation_scheme"),
+    "w4a8": ("group_size", "activation_scheme"),
+    "block_wise_fp8": ("weight_block_size", "activation_scheme"),
+    "wfp8afp8": ("activation_scheme",),
+}
 # Known elsewhere, not here: what to use instead.
 _REFUSED: Final[dict[str, str]] = {
     "w4afp8": "int4 weights with fp8 activations; possible: w4a8, wint4",
@@ -58,7 +69,11 @@ def fd_quantizer_for(question: QuantizationQuestion) -> Candidate | None:
     if problem:
         return Candidate(name, Decline(problem))
     note = "from the checkpoint" if config.get("is_quantized") else "while loading"
-    return Candidate(name, Accept(_SCORE, note), {"experts": _experts(name, config)})
+    details = {"experts": _experts(name, config)}
+    options = _options(name, config)
+    if options:
+        details["options"] = ",".join(options)
+    return Candidate(name, Accept(_SCORE, note), details)
 
 
 def _driver_name(name: str, config: Mapping[str, Any]) -> str:
@@ -71,7 +86,13 @@ def _driver_name(name: str, config: Mapping[str, Any]) -> str:
 
 
 def _problem(name: str, config: Mapping[str, Any]) -> str:
-    """Why a checkpoint of another tool cannot be read; empty when it can."""
+    """Why this configuration cannot be obeyed or this checkpoint be read; empty when it can."""
+    if name == "mix_quant" and not any(_part(config, key) for key in _PARTS):
+        return (
+            "mix_quant without dense_quant_type and moe_quant_type leaves everything in full precision; "
+            'name a method for one of them at least, as in {"quantization": "mix_quant", '
+            '"dense_quant_type": "wint8", "moe_quant_type": "wint4"}'
+        )
     if name == "gptq":
         from .gptq import gptq_problem
 
@@ -87,11 +108,27 @@ def _problem(name: str, config: Mapping[str, Any]) -> str:
     return ""
 
 
+def _part(config: Mapping[str, Any], key: str) -> str:
+    """The driver of one part of mix_quant; empty for full precision."""
+    name = _driver_name(str(config.get(key) or ""), config)
+    return "" if name == "none" else name
+
+
+def _options(name: str, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What --quantization may say beside the method; empty: not known here."""
+    if name != "mix_quant":
+        return _OPTIONS[name] + _SHARED_OPTIONS if name in _OPTIONS else ()
+    parts = [part for key in _PARTS if (part := _part(config, key))]
+    if any(part not in _OPTIONS for part in parts):
+        return ()  # of a stranger's method only the stranger knows
+    return (*_PARTS, *(option for part in parts for option in _OPTIONS[part]), *_SHARED_OPTIONS)
+
+
 def _experts(name: str, config: Mapping[str, Any]) -> str:
     """Internal formats the experts may come in, for the MoE drivers' question."""
     if name == "mix_quant":
-        name = _driver_name(str(config.get("moe_quant_type") or ""), config)
-        if not name or name == "none":
+        name = _part(config, "moe_quant_type")
+        if not name:
             return ""
     if name == "gptq":
         return f"wint{config.get('bits', 4)}" + ("" if config.get("sym", True) else "_zp")

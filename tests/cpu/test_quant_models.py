@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,32 @@ def write(model: Path, method: str, output: Path, library: str, **more: Any) -> 
     )
     quantize(options)
     return output
+
+
+def test_experts_alone_beside_a_tied_head(
+    tiny_model: Path, tensor_library: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "tied"
+    shutil.copytree(tiny_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    asked = '{"quantization": "mix_quant", "moe_quant_type": "wint8"}'
+    online = logits(folder, tensor_library, "mix_quant", asked)
+    assert 1e-5 < distance(online, logits(folder, tensor_library)) < FAR["wint8"]
+    stored = write(folder, asked, tmp_path / "q", tensor_library)
+    np.testing.assert_array_equal(online, logits(stored, tensor_library, "mix_quant"))
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [('"lm_head": "maybe"', "true, false"), ('"ignored_layers": "lm_head"', "a list of names")],
+)
+def test_options_of_the_wrong_kind_are_refused(
+    option: str, words: str, tiny_model: Path, tensor_library: str
+) -> None:
+    asked = f'{{"quantization": "wint8", {option}}}'
+    with pytest.raises(ConfigError, match=words):
+        logits(tiny_model, tensor_library, "wint8", asked)
 
 
 @pytest.mark.parametrize("method", METHODS)

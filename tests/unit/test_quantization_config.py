@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_core.config import ModelConfig
-from fastdeploy_core.config.quantization import parse_quantization, read_quantization
+from fastdeploy_core.config.quantization import (
+    check_options,
+    parse_quantization,
+    read_quantization,
+)
 from fastdeploy_core.contracts.base import Accept, Decline
 from fastdeploy_core.contracts.kv_formats import KV_FORMATS, kv_format
 from fastdeploy_core.contracts.quant_formats import FORMATS
@@ -34,9 +38,7 @@ def test_full_precision_asks_for_nothing():
     assert (settings.method, settings.kv_format, settings.notes) == ("", "", ())
 
 
-@pytest.mark.parametrize(
-    "name", ["wint8", "wint4", "w8a8", "w4a8", "block_wise_fp8", "wfp8afp8", "mix_quant"]
-)
+@pytest.mark.parametrize("name", ["wint8", "wint4", "w8a8", "w4a8", "block_wise_fp8", "wfp8afp8"])
 def test_methods_while_loading(name):
     settings = read_quantization(model(name))
     assert settings.method == name and settings.config["is_quantized"] is False
@@ -55,9 +57,42 @@ def test_wint4_of_ernie_is_a_mix_as_in_fastdeploy_2():
     assert plain.method == "wint4" and not plain.notes
 
 
+def test_a_mix_of_nothing_is_refused():
+    for asked in ('"moe_quant_type": "none"', '"dense_quant_typ": "wint8"'):
+        verdict = answer(f'{{"quantization": "mix_quant", {asked}}}').verdict
+        assert isinstance(verdict, Decline) and "dense_quant_type" in verdict.reason
+
+
 def test_config_json_wins_and_the_other_is_noted():
-    settings = read_quantization(model("wint4", quant_method="fp8", weight_block_size=[128, 128]))
+    stored = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    settings = read_quantization(model("wint4", **stored))
     assert settings.method == "fp8" and "wint4 has no effect" in settings.notes[0]
+    settings = read_quantization(model('{"quantization": "fp8", "lm_head": true}', **stored))
+    assert "lm_head of --quantization" in settings.notes[0] and not settings.asked
+    assert not read_quantization(model("fp8", **stored)).notes
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ('"wint4", "grup_size": 64', "no option grup_size; did you mean group_size"),
+        ('"wint8", "bits": 8', "no option bits; possible: group_size, lm_head"),
+        ('"mix_quant", "moe_quant_type": "w4a8", "dense_type": "wint8"', "dense_quant_type"),
+    ],
+)
+def test_an_option_that_no_method_has_is_refused(asked, words):
+    asked = f'{{"quantization": {asked}}}'
+    details = answer(asked).details
+    with pytest.raises(ConfigError, match=words):
+        check_options(read_quantization(model(asked)), details["options"].split(","))
+
+
+def test_options_that_a_method_has_are_taken():
+    asked = '{"quantization": "mix_quant", "moe_quant_type": "wint4", "group_size": 64, "lm_head": true}'
+    possible = answer(asked).details["options"].split(",")
+    check_options(read_quantization(model(asked)), possible)
+    strangers = answer('{"quantization": "mix_quant", "moe_quant_type": "tet3", "seed": 1}')
+    assert "options" not in strangers.details
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"quantization": 4}', '["wint4"]{'])

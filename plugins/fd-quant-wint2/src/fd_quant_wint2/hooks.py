@@ -10,6 +10,12 @@ from fastdeploy_core.contracts.quantizer import QuantizationQuestion
 
 _SCORE: Final = 20
 _TET: Final = ("tet2", "tet3", "tet4")
+# What --quantization may say beside the method.
+_TET_OPTIONS: Final = "dense,seed,hadamard_block_size,modules_to_not_convert"
+_WINT2_OPTIONS: Final = (
+    "dense_quant_type,moe_quant_type,seed,hadamard_block_size,activation_scheme,lm_head,"
+    "modules_to_not_convert,ignored_layers"
+)
 
 
 @hookimpl
@@ -21,7 +27,9 @@ def fd_quantizer_for(question: QuantizationQuestion) -> Candidate | None:
     if question.name == "wint2":
         kind = str(config.get("moe_quant_type") or ("w4w2" if is_stored else "tet2"))
         experts = "wint4,ccq2" if kind == "w4w2" else kind
-        return Candidate("wint2", Accept(_SCORE, note), {"experts": experts})
+        details = {"experts": experts, "options": _WINT2_OPTIONS}
+        return Candidate("wint2", Accept(_SCORE, note), details)
     if question.name in _TET:
-        return Candidate(question.name, Accept(_SCORE, note), {"experts": question.name})
+        details = {"experts": question.name, "options": _TET_OPTIONS}
+        return Candidate(question.name, Accept(_SCORE, note), details)
     return None
