@@ -72,6 +72,8 @@ class _Run:
 
     def __init__(self, options: QuantizeOptions) -> None:
         self.options = options
+        if not parse_quantization(options.method, "--method"):
+            raise ConfigError("--method is empty; name a number format, such as wint8 or wint4")
         asked = {"quantization": options.method}
         model = read_model_config(options.model, asked)
         if model.hf_config.get("quantization_config"):
@@ -115,6 +117,7 @@ class _Run:
                 self.config, self.device, kernels, family, observer, self.cache.show
             )
         self.observer = observer
+        self.samples = self._read_samples()  # before the output folder becomes this run's
         self.writer = CheckpointWriter(options.output, _state(options), self.device)
         if self.writer.num_written:
             logger.info("going on with %d tensors that are there", self.writer.num_written)
@@ -137,10 +140,10 @@ class _Run:
     def execute(self) -> None:
         """Round, copy the rest, finish."""
         with self.xp.no_grad(), self.bar:
-            if self.options.calibration is None:
+            if self.samples is None:
                 self.source.load(lambda name: True)
             else:
-                self._calibrated(self.options.calibration)
+                self._calibrated(self.samples)
             self.source.check_whole()
             for name, tensor in self.source.copied():
                 if not self.writer.has(name):
@@ -155,10 +158,15 @@ class _Run:
 
     # -- with calibration -------------------------------------------------------------------------
 
-    def _calibrated(self, path: Path) -> None:
+    def _read_samples(self) -> list[list[int]] | None:
+        path = self.options.calibration
+        if path is None:
+            return None
         tokenizer = Tokenizer.load(self.config.model.tokenizer_path)
         limit = min(self.options.max_length, self.config.model.max_model_len)
-        samples = read_calibration(path, tokenizer, self.options.max_tokens, limit)
+        return read_calibration(path, tokenizer, self.options.max_tokens, limit)
+
+    def _calibrated(self, samples: list[list[int]]) -> None:
         source = self.source
         source.load(lambda name: not name.startswith("model.layers."))
         batches = source.batches(samples, _TOKENS_AT_ONCE)
@@ -331,14 +339,8 @@ def _cache_kind(options: QuantizeOptions) -> KVFormat | None:
 
 def _state(options: QuantizeOptions) -> dict[str, Any]:
     """What must be equal for a run to go on where another one stopped."""
-    text = ""
-    if options.calibration is not None:
-        try:
-            text = hashlib.sha256(options.calibration.read_bytes()).hexdigest()
-        except OSError as error:
-            raise ConfigError(
-                f"calibration file {options.calibration} cannot be read: {error}"
-            ) from None
+    path = options.calibration
+    text = "" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
     return {
         "model": str(options.model.resolve()),
         "method": json.dumps(parse_quantization(options.method), sort_keys=True),

@@ -21,7 +21,8 @@ def read_calibration(
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"calibration file {path} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"calibration file {path} cannot be read: {reason}") from None
     samples: list[list[int]] = []
     left = max_tokens
     texts = _json_lines(path, content, tokenizer) if path.suffix == ".jsonl" else _plain(content)
@@ -55,14 +56,20 @@ def _json_lines(path: Path, content: str, tokenizer: Tokenizer) -> list[tuple[st
             continue
         try:
             value: Any = json.loads(line)
-            if "messages" in value:
-                chat = tokenizer.apply_chat_template(value["messages"], add_generation_prompt=False)
-                texts.append((chat, True))
-            else:
-                texts.append((str(value["text"]), False))
-        except (ValueError, TypeError, KeyError, RecursionError, InvalidRequest) as error:
+            texts.append(_text(value, tokenizer))
+        except (ValueError, TypeError, RecursionError, InvalidRequest) as error:
             raise ConfigError(
-                f'{path}:{number} is no calibration sample: {error!r}; expected {{"text": ...}} or '
+                f'{path}:{number} is no calibration sample: {error}; expected {{"text": "..."}} or '
                 '{"messages": [...]}'
             ) from None
     return texts
+
+
+def _text(value: Any, tokenizer: Tokenizer) -> tuple[str, bool]:
+    if not isinstance(value, dict):
+        raise ValueError(f"it is a {type(value).__name__}")
+    if "messages" in value:
+        return tokenizer.apply_chat_template(value["messages"], add_generation_prompt=False), True
+    if not isinstance(value.get("text"), str):
+        raise ValueError("it has neither a text nor messages")
+    return value["text"], False

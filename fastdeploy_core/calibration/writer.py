@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -52,8 +53,9 @@ class CheckpointWriter:
         self._pending_bytes = 0
         self.report: dict[str, dict[str, Any]] = {}
         self._written: dict[str, Path] = {}
-        folder.mkdir(parents=True, exist_ok=True)
-        self._resume(state)
+        with _writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._resume(state)
 
     def _resume(self, state: Mapping[str, Any]) -> None:
         path = self._folder / STATE_NAME
@@ -70,10 +72,12 @@ class CheckpointWriter:
             found = json.loads(path.read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} is damaged: {error}; empty the folder") from None
-        if found.get("run") != dict(state):
+        earlier = found.get("run") or {}
+        other = [f"{key} {earlier.get(key)!r}" for key in state if earlier.get(key) != state[key]]
+        if other:
             raise ConfigError(
-                f"output folder {self._folder} holds an unfinished run with other settings or of another "
-                f"model: {found.get('run')}; choose another folder with --output, or empty it"
+                f"output folder {self._folder} holds an unfinished run of another model or with other "
+                f"settings: {', '.join(other)}; choose another folder with --output, or empty it"
             )
         for shard in sorted(self._folder.glob("part-*.safetensors")):
             for name in SafetensorsFile(shard, self._device).entries:
@@ -116,14 +120,19 @@ class CheckpointWriter:
             return
         number = len(list(self._folder.glob("part-*.safetensors"))) + 1
         path = self._folder / f"part-{number:05d}.safetensors"
-        _write_safetensors(path, self._pending)
-        self._written.update(dict.fromkeys(self._pending, path))
-        self._pending, self._pending_bytes = {}, 0
-        _replace(self._folder / REPORT_NAME, json.dumps(self.report, indent=1) + "\n")
+        with _writing(self._folder):
+            _write_safetensors(path, self._pending)
+            self._written.update(dict.fromkeys(self._pending, path))
+            self._pending, self._pending_bytes = {}, 0
+            _replace(self._folder / REPORT_NAME, json.dumps(self.report, indent=1) + "\n")
 
     def finish(self, source: Path, config: Mapping[str, Any]) -> None:
         """Final names, index, everything else of the model folder, and config.json last."""
         self.flush()
+        with _writing(self._folder):
+            self._finish(source, config)
+
+    def _finish(self, source: Path, config: Mapping[str, Any]) -> None:
         parts = sorted(self._folder.glob("part-*.safetensors"))
         names = {
             part: f"model-{n:05d}-of-{len(parts):05d}.safetensors"
@@ -141,6 +150,18 @@ class CheckpointWriter:
                 shutil.copyfile(file, self._folder / file.name)
         _replace(self._folder / "config.json", json.dumps(dict(config), indent=1) + "\n")
         (self._folder / STATE_NAME).unlink()
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """What the file system refuses is said in words."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"output folder {folder} cannot be written: {error.strerror or error}; make room or choose "
+            "another with --output; a run that was stopped goes on where it was"
+        ) from None
 
 
 def _replace(path: Path, text: str) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from fastdeploy_core.errors import ConfigError
 
+from .parsing import whole
+
 KINDS = {
     "throughput": ("bench_offline", "run_throughput", "tokens per second of many prompts at once"),
     "latency": ("bench_offline", "run_latency", "seconds of one batch, repeated"),
@@ -28,19 +30,23 @@ def main(argv: Sequence[str]) -> int:
     return int(getattr(found, function)(argv[1:]))
 
 
-def add_dataset_arguments(parser: argparse.ArgumentParser, num_prompts: int) -> None:
-    """Options about prompts that all benchmarks share."""
+def add_dataset_arguments(
+    parser: argparse.ArgumentParser, num_prompts: int, flag: str = "--num-prompts"
+) -> None:
+    """Options about prompts that all benchmarks share; `flag` says how many there are."""
     group = parser.add_argument_group("prompts")
-    group.add_argument("--num-prompts", type=int, default=num_prompts, metavar="N")
+    group.add_argument(flag, dest="num_prompts", type=whole(1), default=num_prompts, metavar="N")
     group.add_argument(
         "--dataset",
         metavar="FILE",
         help='JSONL with "prompt" or "messages" in each line; default: random token ids',
     )
     group.add_argument(
-        "--input-len", type=int, default=64, metavar="N", help="random prompt tokens"
+        "--input-len", type=whole(1), default=64, metavar="N", help="random prompt tokens"
     )
-    group.add_argument("--output-len", type=int, default=64, metavar="N", help="tokens to generate")
+    group.add_argument(
+        "--output-len", type=whole(1), default=64, metavar="N", help="tokens to generate"
+    )
     group.add_argument(
         "--range-ratio",
         type=float,

@@ -27,9 +27,6 @@ class BenchPrompt:
 
 def load_prompts(arguments: argparse.Namespace, vocab_size: int) -> list[BenchPrompt]:
     """As many prompts as asked for."""
-    for name in ("num_prompts", "input_len", "output_len"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
     if not 0.0 <= arguments.range_ratio <= 0.9:
         raise ConfigError("--range-ratio must be between 0 and 0.9")
     draw = random.Random(arguments.dataset_seed)  # noqa: S311 - prompts, not secrets

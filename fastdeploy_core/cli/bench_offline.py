@@ -12,7 +12,7 @@ from fastdeploy_core.errors import ConfigError
 from .bench import add_dataset_arguments
 from .bench_data import BenchPrompt, load_prompts
 from .bench_report import save, show, spread
-from .parsing import parse_table
+from .parsing import parse_table, whole
 
 
 def run_throughput(argv: Sequence[str]) -> int:
@@ -62,7 +62,6 @@ def run_latency(argv: Sequence[str]) -> int:
         ("engine",),
         _latency_arguments,
     )
-    own.num_prompts = own.batch_size
     with _load(values) as llm:
         inputs, params = _inputs(llm, load_prompts(own, _vocab_size(llm)), own.temperature)
         seconds = []
@@ -73,7 +72,7 @@ def run_latency(argv: Sequence[str]) -> int:
                 seconds.append(time.perf_counter() - started)
     per_token = [value / own.output_len for value in seconds]
     result = {
-        "batch_size": own.batch_size,
+        "batch_size": own.num_prompts,
         "iterations": own.num_iterations,
         **spread("batch", seconds),
         **spread("output_token", per_token),
@@ -86,16 +85,19 @@ def run_latency(argv: Sequence[str]) -> int:
 def _throughput_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_arguments(parser, 100)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--num-warmup", type=int, default=2, metavar="N", help="prompts run before")
+    parser.add_argument(
+        "--num-warmup", type=whole(0), default=2, metavar="N", help="prompts run before"
+    )
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
 
 
 def _latency_arguments(parser: argparse.ArgumentParser) -> None:
-    add_dataset_arguments(parser, 8)
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N")
+    add_dataset_arguments(parser, 8, "--batch-size")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--num-warmup", type=int, default=1, metavar="N", help="batches run before")
-    parser.add_argument("--num-iterations", type=int, default=5, metavar="N")
+    parser.add_argument(
+        "--num-warmup", type=whole(0), default=1, metavar="N", help="batches run before"
+    )
+    parser.add_argument("--num-iterations", type=whole(1), default=5, metavar="N")
 
 
 def _load(values: Mapping[str, Any]) -> Any:

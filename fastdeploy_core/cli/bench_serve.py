@@ -19,9 +19,10 @@ from fastdeploy_core.errors import ConfigError
 
 from .bench import add_dataset_arguments
 from .bench_client import BenchClient, Call, Measured
-from .bench_data import BenchPrompt, load_prompts
+from .bench_data import LOWEST_RANDOM_ID, BenchPrompt, load_prompts
 from .bench_report import percentile, save, show, spread
 from .bench_worker import run_in_processes
+from .parsing import whole
 
 SLO_NAMES = ("ttft", "tpot", "e2e")
 
@@ -57,12 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--num-clients",
-        type=int,
+        type=whole(1),
         default=1,
         metavar="N",
         help="client processes; one takes some ten thousand tokens per second",
     )
-    parser.add_argument("--max-concurrency", type=int, metavar="N", help="requests in flight")
+    parser.add_argument("--max-concurrency", type=whole(1), metavar="N", help="requests in flight")
     parser.add_argument(
         "--goodput",
         nargs="+",
@@ -74,14 +75,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument(
         "--stream-interval",
-        type=int,
+        type=whole(1),
         metavar="N",
         help="tokens that a chunk waits for; default: the server's",
     )
     parser.add_argument("--respect-eos", action="store_true", help="let answers end by themselves")
-    parser.add_argument("--vocab-size", type=int, default=256, help="random ids stay below it")
     parser.add_argument(
-        "--num-warmup", type=int, default=1, metavar="N", help="requests sent before"
+        "--vocab-size",
+        type=whole(LOWEST_RANDOM_ID + 1),
+        default=256,
+        help="random ids stay below it",
+    )
+    parser.add_argument(
+        "--num-warmup", type=whole(0), default=1, metavar="N", help="requests sent before"
     )
     add_dataset_arguments(parser, 100)
     return parser

@@ -29,6 +29,21 @@ from fastdeploy_core.errors import ConfigError
 _DOTTED = re.compile(r"--([A-Za-z][\w-]*)\.([\w.-]+)")
 
 
+def whole(low: int) -> Callable[[str], int]:
+    """argparse's `type` of a command's own whole numbers from `low` on."""
+
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if value < low:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {low} on, got {text!r}")
+        return value
+
+    return convert
+
+
 class TableParser(argparse.ArgumentParser):
     """argparse whose errors are ConfigErrors, so that they print as one line."""
 

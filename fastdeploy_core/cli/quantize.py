@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from .parsing import whole
+
 _EPILOG = """\
 METHOD is what --quantization takes: a name (wint8, wint4, w8a8, w4a8, block_wise_fp8, wfp8afp8; with
 fd-quant-wint2 also wint2, tet2) or JSON, such as
@@ -19,8 +21,10 @@ def main(argv: Sequence[str]) -> int:
     """Run it, print the report."""
     arguments = _parser().parse_args(argv)
     from fastdeploy_core.calibration.run import QuantizeOptions, quantize, summary
+    from fastdeploy_core.config.argument_values import normalise
     from fastdeploy_core.plugins.report import table
 
+    on = {name: getattr(arguments, name) for name in ("device", "tensor_library", "num_threads")}
     report = quantize(
         QuantizeOptions(
             model=arguments.model,
@@ -30,9 +34,7 @@ def main(argv: Sequence[str]) -> int:
             kv_cache=arguments.kv_cache,
             max_tokens=arguments.calibration_tokens,
             max_length=arguments.calibration_length,
-            device=arguments.device,
-            tensor_library=arguments.tensor_library,
-            num_threads=arguments.num_threads,
+            **normalise(on),
             show_progress=False if arguments.no_progress else None,
         )
     )
@@ -59,10 +61,18 @@ def _parser() -> argparse.ArgumentParser:
         help="text the model should stay good at: .txt, or .jsonl with text or messages",
     )
     parser.add_argument(
-        "--calibration-tokens", type=int, default=65536, metavar="N", help="use at most so many"
+        "--calibration-tokens",
+        type=whole(2),
+        default=65536,
+        metavar="N",
+        help="use at most so many (default: 65536)",
     )
     parser.add_argument(
-        "--calibration-length", type=int, default=1024, metavar="N", help="cut samples to N tokens"
+        "--calibration-length",
+        type=whole(2),
+        default=1024,
+        metavar="N",
+        help="cut samples to N tokens (default: 1024)",
     )
     parser.add_argument(
         "--kv-cache",
@@ -72,6 +82,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", default="", help="device to compute on; default: the best")
     parser.add_argument("--tensor-library", default="", help="torch or paddle")
-    parser.add_argument("--num-threads", type=int, default=0, metavar="N")
+    parser.add_argument("--num-threads", default=0, metavar="N", help="0: all (default)")
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
     return parser

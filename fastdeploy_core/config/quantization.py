@@ -103,21 +103,21 @@ def check_options(settings: QuantizationSettings, possible: Sequence[str]) -> No
         if name not in possible:
             near = difflib.get_close_matches(name, possible, n=1)
             hint = f"did you mean {near[0]}?" if near else f"possible: {', '.join(possible)}"
-            raise ConfigError(f"--quantization {settings.method} has no option {name}; {hint}")
+            raise ConfigError(f"quantization {settings.method} has no option {name}; {hint}")
 
 
-def parse_quantization(text: str) -> dict[str, Any]:
-    """--quantization: a name, or a JSON object with the key "quantization"."""
+def parse_quantization(text: str, flag: str = "--quantization") -> dict[str, Any]:
+    """What `flag` says: a name, or a JSON object with the key "quantization"."""
     text = text.strip()
     if not text.startswith("{"):
         return {"quantization": text} if text else {}
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--quantization {text!r} is not JSON: {error}") from None
+        raise ConfigError(f"{flag} {text!r} is not JSON: {error}") from None
     if not isinstance(value, dict) or not isinstance(value.get("quantization"), str):
         raise ConfigError(
-            f'--quantization {text!r} lacks the key "quantization"; expected a name such as wint8, or '
+            f'{flag} {text!r} lacks the key "quantization"; expected a name such as wint8, or '
             'JSON such as {"quantization": "wint4", "group_size": 128}'
         )
     return value

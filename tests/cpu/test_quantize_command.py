@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from fastdeploy import LLM, SamplingParams
+from fastdeploy_core.calibration import writer
 from fastdeploy_core.calibration.run import QuantizeOptions, quantize, summary
 from fastdeploy_core.calibration.source import SourceModel
 from fastdeploy_core.cli.main import main
@@ -215,6 +217,23 @@ def test_command_prints_the_report(
     assert summary(report)[-1][0] == "mean of 16 layers"
     assert main(["quantize", *arguments]) == 1  # the folder is taken
     assert "not empty" in capsys.readouterr().err
+    assert main(["quantize", *arguments, "--num-threads", "-3"]) == 1
+    assert "--num-threads must be between 0 and" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_named(
+    model: Path, tensor_library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match=r"file cannot be written: File exists"):
+        run(model, tmp_path / "file", tensor_library, "wint8")
+
+    def full(path: Path, tensors: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(writer, "_write_safetensors", full)
+    with pytest.raises(ConfigError, match=r"q cannot be written: No space left .* goes on where"):
+        run(model, tmp_path / "q", tensor_library, "wint8")
 
 
 @pytest.mark.parametrize(
@@ -222,6 +241,8 @@ def test_command_prints_the_report(
     [
         ("gptq", {}, "gptq"),
         ("wint7", {}, "wint7"),
+        ("", {}, "--method is empty"),
+        ("{", {}, "--method '{' is not JSON"),
         ("wint8", {"kv_cache": "int8"}, "--calibration"),
         ("wint8", {"kv_cache": "int2"}, "int4_zp"),
         ('{"quantization": "w8a8", "activation_scheme": "static"}', {}, "--calibration"),
@@ -240,7 +261,8 @@ def test_refusals(
     ("name", "content", "words"),
     [
         ("a.txt", "\n\n \n", "no text"),
-        ("a.jsonl", "{}\n", "a.jsonl:1"),
+        ("a.jsonl", "{}\n", "a.jsonl:1 .* neither a text nor messages"),
+        ("a.jsonl", "[1]\n", "a.jsonl:1 .* a list"),
         ("a.jsonl", '{"text": "x y z"}\n[1', "a.jsonl:2"),
         ("missing.txt", None, "cannot be read"),
     ],
@@ -253,6 +275,7 @@ def test_bad_calibration_files(
         path.write_text(content)
     with pytest.raises(ConfigError, match=words):
         run(model, tmp_path / "q", tensor_library, "wint4", calibration=path)
+    assert not (tmp_path / "q").exists()  # the command with a better file finds no unfinished run
 
 
 def test_quantized_model_is_not_quantized_again(

@@ -72,7 +72,7 @@ def test_each_command_explains_itself(name: str, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize("kind", ["throughput", "latency", "serve"])
 def test_each_benchmark_explains_itself(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", kind, "--help"]) == 0
-    assert "--num-prompts" in capsys.readouterr().out
+    assert "--input-len" in capsys.readouterr().out
 
 
 def test_version_in_three_spellings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,6 +91,9 @@ def test_version_in_three_spellings(capsys: pytest.CaptureFixture[str]) -> None:
         (["chat", "-q", "x", "--url", "http://127.0.0.1:9"], "no server answers"),
         (["chat", "-q", "x", "--url", "ftp://x"], "--url"),
         (["bench", "serve", "--request-rate", "fast"], "--request-rate"),
+        (["bench", "latency", "--batch-size", "0"], "--batch-size: expected a whole number from 1"),
+        (["bench", "latency", "--num-prompts", "3"], "--num-prompts"),
+        (["bench", "throughput", "--num-prompts", "many"], "--num-prompts: expected a whole"),
         (["bench", "serve", "--goodput", "speed:3"], "--goodput"),
         (["run-batch", "-i", "/nowhere", "-o", "x", "m"], "does not exist"),
         (["tokenizer", "info", "--model", "/nowhere"], "/nowhere"),
