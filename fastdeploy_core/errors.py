@@ -67,6 +67,11 @@ class CapabilityError(PluginError):
     """A driver is asked for something it declares it cannot do."""
 
 
+def needs_trace(error: BaseException) -> bool:
+    """Whether where it was raised tells more than its words: not of what this project refuses."""
+    return not isinstance(error, FastDeployError) or isinstance(error, PluginLoadError)
+
+
 class RequestError(FastDeployError):
     """Ends one request and never the engine. `param` names the offending field, if one does."""
 

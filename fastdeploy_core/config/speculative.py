@@ -6,6 +6,7 @@ What belongs to a method stays in `options`, under the inside name, and is judge
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
@@ -126,9 +127,11 @@ def _method(left: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if method is None and isinstance(left.get("model"), str):
         method = "draft_model"
     if not isinstance(method, str) or not method:
+        near = difflib.get_close_matches("method", left, n=1)
+        unknown = f" and has no key {near[0]}" if near else ""
         raise ConfigError(
-            f"{FLAG} needs a method, such as {FLAG}.method ngram_match; see: fastdeploy plugins list "
-            "--kind speculative"
+            f"{FLAG} needs a method{unknown}, such as {FLAG}.method ngram_match; see: fastdeploy plugins "
+            "list --kind speculative"
         )
     if method in NO_METHOD:
         raise ConfigError(

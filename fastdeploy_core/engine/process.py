@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad, RequestScheduler
-from fastdeploy_core.errors import FastDeployError, InvalidRequest
+from fastdeploy_core.errors import FastDeployError, InvalidRequest, needs_trace
 from fastdeploy_core.plugins.manager import hook_manager
 from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas
 
@@ -47,7 +47,9 @@ def main(data: bytes) -> int:
         init.resolved.verify(init.digest)
         process = EngineProcess(init, context, output, progress)
     except BaseException as error:
-        logger.error("the engine did not start", exc_info=error)
+        # The supervisor logs the words.
+        level = logging.ERROR if needs_trace(error) else logging.DEBUG
+        logger.log(level, "the engine did not start", exc_info=error)
         output.send(wire.encode(_failure(error)))
         context.destroy(linger=1000)
         return 1

@@ -13,6 +13,7 @@ from typing import Any
 import zmq
 
 from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.errors import needs_trace
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.types import SchedulerOutput
 
@@ -56,7 +57,8 @@ def main(data: bytes) -> int:
         init.resolved.verify(init.digest)
         _serve(init, commands, status)
     except BaseException as error:
-        logger.exception("rank %s failed", init.rank)
+        trace = error if needs_trace(error) else None
+        logger.error("rank %s failed: %s", init.rank, error, exc_info=trace)
         failure = wire.WorkerFailed(init.rank, type(error).__name__, str(error))
         status.send(wire.encode(failure))
         context.destroy(linger=1000)

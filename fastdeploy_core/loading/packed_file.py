@@ -48,11 +48,14 @@ class PackedFile:
 
     def __init__(self, path: Path, layout: str) -> None:
         self.path = path
-        size = path.stat().st_size
-        if size < _TRAILER.size:
-            raise self._damaged(f"it has {size} bytes")
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            with path.open("rb") as file:
+                size = path.stat().st_size
+                if size < _TRAILER.size:
+                    raise self._damaged(f"it has {size} bytes")
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise self._refused(f"it cannot be read: {error.strerror or error}") from None
         index = self._read_index(size)
         if index.layout != layout:
             raise self._refused(f"its weights are laid out as {index.layout!r}, this is {layout!r}")

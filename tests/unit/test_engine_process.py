@@ -468,7 +468,7 @@ def test_engine_that_keeps_dying_stays_dead():
         ({"num_blocks": None, "null": {"num_blocks": 3}}, ResourceError, "needs 32 blocks"),
     ],
 )
-def test_engine_that_cannot_start_says_why_and_leaves_nothing(options, error, reason):
+def test_engine_that_cannot_start_says_why_and_leaves_nothing(options, error, reason, capfd):
     async def main():
         before = descendants()
         config = make_config(device="faulty", **options)
@@ -478,6 +478,8 @@ def test_engine_that_cannot_start_says_why_and_leaves_nothing(options, error, re
         assert descendants() <= before and folders() == []
 
     asyncio.run(main())
+    # Where it was raised helps with a bug, not with a configuration that cannot be served.
+    assert ("Traceback" in capfd.readouterr().err) == (reason == "injected fault")
 
 
 def test_drain_lets_running_requests_end_and_refuses_new_ones():

@@ -65,6 +65,11 @@ def test_another_layout_is_refused_by_name(path: Path) -> None:
         PackedFile(path, "chip 2")
 
 
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WeightError, match="cannot be read: Is a directory; delete"):
+        PackedFile(tmp_path, "chip 1")
+
+
 def test_another_version_of_the_file_is_refused(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,7 @@ def test_values_reach_the_configuration() -> None:
     [
         ({"num_speculative_tokens": 2}, "needs a method"),
         ({"method": 3}, "needs a method"),
+        ({"methd": "mtp"}, "needs a method and has no key methd"),
         ({"method": "x", "num_speculative_tokens": 0}, "between 1 and 32, got 0"),
         ({"method": "x", "num_speculative_tokens": 33}, "between 1 and 32, got 33"),
         ({"method": "x", "num_speculative_tokens": True}, "between 1 and 32"),

@@ -59,9 +59,14 @@ def refusals(options: Mapping[str, Any], num_speculative_tokens: int) -> list[st
             if key in options
         ]
     folder = options.get("model")
-    if folder is not None and not (isinstance(folder, str) and Path(folder).is_dir()):
+    if folder is not None and not (isinstance(folder, str) and _holds_a_checkpoint(Path(folder))):
         found.append(
-            f"model {folder!r:.200} is no folder; give the folder of a checkpoint with the draft's "
+            f"model {folder!r:.200} is no folder of a checkpoint; give one with the draft's "
             "weights, or leave it out to take those of the target's own checkpoint"
         )
     return found
+
+
+def _holds_a_checkpoint(folder: Path) -> bool:
+    """Random weights need no more than a config.json."""
+    return (folder / "config.json").is_file() or any(folder.glob("*.safetensors"))

@@ -144,5 +144,10 @@ def test_the_draft_folder_says_how_many_modules_it_has(tmp_path: Path) -> None:
     assert ask(target, 3, model=str(draft)).key_lookahead == 2
 
 
+def test_a_folder_without_a_checkpoint_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    (refusal,) = ask(ERNIE, 1, model=str(tmp_path)).refusals
+    assert f"model {str(tmp_path)!r} is no folder of a checkpoint" in refusal
+
+
 def test_random_weights_need_no_files(tmp_path: Path) -> None:
     assert not ask(ERNIE, 1, tmp_path).refusals
