@@ -33,7 +33,7 @@ class PackedQuantizer:
         self.config, self.device, self.xp = config, device, device.xp
         self._kernels = kernels
         self._stored = bool(config.get("is_quantized", False))
-        self._ignored = tuple(name for key in _IGNORE_KEYS for name in _names(config, key))
+        self._ignored = tuple(name for key in _IGNORE_KEYS for name in names_in(config, key))
         self._quantizes_head = config.get("lm_head") or False
         if not isinstance(self._quantizes_head, bool):
             raise ConfigError(
@@ -150,11 +150,12 @@ class OrderedQuantizer(PackedQuantizer):
         return self.xp.index_select(weight, 1, self.xp.argsort(order, 0))
 
 
-def _names(config: Mapping[str, Any], key: str) -> list[str]:
-    names = config.get(key) or []
+def names_in(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """The list of names under a key of quantization_config; none where there is no such key."""
+    names = config.get(key) or ()
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{key} of the quantization is {names!r:.80}; expected a list of names")
-    return list(names)
+    return tuple(names)
 
 
 def check_scale(xp: Any, name: str, scale: Tensor) -> None:

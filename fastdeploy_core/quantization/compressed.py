@@ -15,7 +15,7 @@ from fastdeploy_core.contracts.quant_formats import FORMATS, FP8_BLOCK, PackedWe
 from fastdeploy_core.contracts.quantizer import ParameterSpec
 from fastdeploy_core.errors import ConfigError, UnsupportedModel
 
-from .base import OrderedQuantizer, check_group
+from .base import OrderedQuantizer, check_group, names_in
 from .fp8 import spread_parts
 from .integer import largest_scale
 from .packing import pack_int4, unpack_int32
@@ -38,7 +38,7 @@ class CompressedTensors(OrderedQuantizer):
     ) -> None:
         super().__init__(config, device, kernels)
         self._schemes = read_schemes(config)
-        self._ignore = tuple(str(name) for name in config.get("ignore") or ())
+        self._ignore = names_in(config, "ignore")
         self._quantizes_head = True  # unless it is ignored, which is the rule
 
     def is_ignored(self, name: str) -> bool:

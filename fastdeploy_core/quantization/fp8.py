@@ -41,7 +41,7 @@ class BlockFp8(PackedQuantizer):
     ) -> None:
         super().__init__(config, device, kernels)
         block = config.get("weight_block_size") or [FP8_BLOCK, FP8_BLOCK]
-        if list(block) != [FP8_BLOCK, FP8_BLOCK]:
+        if block not in ([FP8_BLOCK] * 2, (FP8_BLOCK,) * 2):
             raise ConfigError(
                 f"{self.name}: weight_block_size {block!r} is not supported; possible: "
                 f"[{FP8_BLOCK}, {FP8_BLOCK}]"

@@ -14,6 +14,8 @@ from typing import Any, Final
 from fastdeploy_core.contracts.quant_formats import FP8_BLOCK
 from fastdeploy_core.errors import ConfigError
 
+from .base import names_in
+
 _CLASS: Final = "Linear"
 
 
@@ -70,7 +72,9 @@ def _scheme(name: str, group: Mapping[str, Any], form: str) -> Scheme:
     bits, kind = weights.get("num_bits"), weights.get("type", "int")
     strategy = str(weights.get("strategy") or "tensor")
     is_symmetric = bool(weights.get("symmetric", True))
-    group_size = int(weights.get("group_size") or 0)
+    group_size = weights.get("group_size") or 0
+    if not isinstance(group_size, int):
+        raise ConfigError(f"compressed-tensors: group_size of {name} is {group_size!r}")
     if strategy == "group" and group_size < 1:
         raise ConfigError(f"compressed-tensors: {name} has groups without a group_size")
     is_static = isinstance(inputs, Mapping) and not inputs.get("dynamic", False)
@@ -83,7 +87,7 @@ def _scheme(name: str, group: Mapping[str, Any], form: str) -> Scheme:
         is_symmetric=is_symmetric,
         is_scattered=weights.get("actorder") in ("group", True),
         is_static=is_static,
-        targets=tuple(str(t) for t in group.get("targets") or (_CLASS,)),
+        targets=names_in(group, "targets") or (_CLASS,),
     )
 
 
@@ -97,7 +101,7 @@ def _format(name: str, weights: Mapping[str, Any], inputs: Any, is_static: bool)
     refusal = ConfigError(f"compressed-tensors: {name} is {asked}; possible: {possible}")
     if kind == "float" and bits == 8:
         if strategy == "block":
-            block = list(weights.get("block_structure") or [])
+            block = weights.get("block_structure")
             if block != [FP8_BLOCK, FP8_BLOCK] or inputs is None or is_static:
                 raise refusal
             return "block_fp8"
@@ -106,7 +110,7 @@ def _format(name: str, weights: Mapping[str, Any], inputs: Any, is_static: bool)
         if inputs is None:
             return "wfp8"
         return "wfp8afp8_static" if is_static else "wfp8afp8"
-    if kind != "int" or bits not in (4, 8):
+    if kind != "int" or bits not in (4, 8) or strategy not in ("tensor", "channel", "group"):
         raise refusal
     is_symmetric = bool(weights.get("symmetric", True))
     if inputs is None:
@@ -120,7 +124,12 @@ def _format(name: str, weights: Mapping[str, Any], inputs: Any, is_static: bool)
 def matches(name: str, target: str) -> bool:
     """Whether a module of that name, always a linear one, is meant by a target."""
     if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), name) is not None
+        try:
+            return re.match(target.removeprefix("re:"), name) is not None
+        except re.error as error:
+            raise ConfigError(
+                f"compressed-tensors: {target!r:.80} is no pattern: {error}"
+            ) from None
     return target in (name, _CLASS)
 
 

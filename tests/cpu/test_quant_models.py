@@ -81,15 +81,19 @@ def test_experts_alone_beside_a_tied_head(
 
 
 @pytest.mark.parametrize(
-    ("option", "words"),
-    [('"lm_head": "maybe"', "true, false"), ('"ignored_layers": "lm_head"', "a list of names")],
+    ("method", "option", "words"),
+    [
+        ("wint8", '"lm_head": "maybe"', "true, false"),
+        ("wint8", '"ignored_layers": "lm_head"', "a list of names"),
+        ("block_wise_fp8", '"weight_block_size": 3', r"possible: \[128, 128\]"),
+    ],
 )
 def test_options_of_the_wrong_kind_are_refused(
-    option: str, words: str, tiny_model: Path, tensor_library: str
+    method: str, option: str, words: str, tiny_model: Path, tensor_library: str
 ) -> None:
-    asked = f'{{"quantization": "wint8", {option}}}'
+    asked = f'{{"quantization": "{method}", {option}}}'
     with pytest.raises(ConfigError, match=words):
-        logits(tiny_model, tensor_library, "wint8", asked)
+        logits(tiny_model, tensor_library, method, asked)
 
 
 @pytest.mark.parametrize("method", METHODS)

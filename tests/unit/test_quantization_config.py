@@ -18,6 +18,7 @@ from fastdeploy_core.contracts.quant_formats import FORMATS
 from fastdeploy_core.contracts.quantizer import QuantizationQuestion
 from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.quantization.hooks import fd_quantizer_for
+from fastdeploy_core.quantization.schemes import matches
 
 
 def model(asked="", architecture="LlamaForCausalLM", **quantization_config):
@@ -192,6 +193,39 @@ def test_who_reads_a_checkpoint_and_what_its_experts_are(config, driver, experts
 def test_what_cannot_be_read_says_what_can(config, words):
     verdict = answer(**config).verdict
     assert isinstance(verdict, Decline) and words in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        ({"targets": 3}, "targets of the quantization is 3; expected a list"),
+        (
+            {"weights": {"num_bits": 4, "strategy": "group", "group_size": "x"}},
+            "group_size of a is 'x'",
+        ),
+        ({"weights": {"num_bits": 4, "strategy": "rows"}}, "int4 weights per rows"),
+        (
+            {
+                "weights": {
+                    "num_bits": 8,
+                    "type": "float",
+                    "strategy": "block",
+                    "block_structure": 1,
+                }
+            },
+            "block",
+        ),
+    ],
+)
+def test_config_groups_of_the_wrong_kind_are_named(group, words):
+    group = {"weights": {"num_bits": 4, "strategy": "channel"}, **group}
+    verdict = answer(quant_method="compressed-tensors", config_groups={"a": group}).verdict
+    assert isinstance(verdict, Decline) and words in verdict.reason
+
+
+def test_a_target_that_is_no_pattern_is_named():
+    with pytest.raises(ConfigError, match="no pattern"):
+        matches("model.layers.0.mlp", "re:(")
 
 
 def test_checkpoint_formats_are_not_made_while_loading():

@@ -103,7 +103,6 @@ class Wint2:
         self, config: Mapping[str, Any], device: DeviceBackend, kernels: KernelTable
     ) -> None:
         self._stored = bool(config.get("is_quantized", False))
-        moe = config.get("moe_quant_config") or {}
         kind = str(config.get("moe_quant_type") or ("w4w2" if self._stored else "tet2"))
         if kind not in KINDS or (kind == "w4w2" and not self._stored):
             raise ConfigError(
@@ -114,7 +113,7 @@ class Wint2:
         self._kind = kind
         self._last_w4 = -1
         if kind == "w4w2":
-            self._last_w4 = _last_layer(moe.get("moe_w4_quant_config") or {})
+            self._last_w4 = _last_layer(config)
         # The documented key is dense_quant_type; FastDeploy 2.x reads another and has this default.
         dense = str(config.get("dense_quant_type") or "wint8")
         options = {k: v for k, v in config.items() if k not in ("group_size", "quantization")}
@@ -211,6 +210,12 @@ class Wint2:
 
 def _last_layer(config: Mapping[str, Any]) -> int:
     """quant_end_layer of the layers in wint4; FastDeploy 2.x's default is 6."""
+    for key in ("moe_quant_config", "moe_w4_quant_config"):
+        config = config.get(key) or {}
+        if not isinstance(config, Mapping):
+            raise ConfigError(
+                f"wint2: {key} of the quantization is {config!r:.80}; expected an object"
+            )
     value = config.get("quant_end_layer", 6)
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(
