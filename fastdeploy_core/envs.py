@@ -57,16 +57,6 @@ def _number(low: float, high: float) -> Callable[[str], float]:
     return parse
 
 
-def _integer(low: int, high: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        value = int(text)
-        if not low <= value <= high:
-            raise ValueError(f"not between {low} and {high}")
-        return value
-
-    return parse
-
-
 def _choice(*possible: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text.lower() not in possible:

@@ -249,7 +249,15 @@ _DEVICE = group(
     row("tensor_library", "str", "", "paddle or torch; default: what the device driver names"),
     row("attention_backend", "str", "", "attention driver by name; default: negotiated"),
     row("moe_backend", "str", "", "MoE driver by name; default: negotiated"),
-    row("num_threads", "int", 0, "threads a host device may use; 0: all", low=0, high=4096),
+    row(
+        "num_threads",
+        "int",
+        0,
+        "threads a host device may use; 0: all",
+        low=0,
+        high=4096,
+        aliases=("cpu_threads",),
+    ),
     row(
         "fallback",
         "bool",

@@ -33,7 +33,8 @@ def fd_device_probe(question: DeviceQuestion) -> Candidate:
         )
     chosen = wanted or found[0]
     details = {"tensor_library": chosen, "installed": ", ".join(found)}
-    return Candidate("cpu", Accept(_DEVICE_SCORE, f"runs on {chosen}"), details)
+    note = f"on {chosen}, exact and slow; docs/how-to/cpu.md says how to get native kernels"
+    return Candidate("cpu", Accept(_DEVICE_SCORE, note), details)
 
 
 @hookimpl

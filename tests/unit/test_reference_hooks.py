@@ -56,6 +56,7 @@ def test_kernel_has_the_arguments_the_contract_names(operation):
 def test_processor_is_offered_with_the_library_asked_for():
     answer = hooks.fd_device_probe(DeviceQuestion())
     assert answer.name == "cpu" and isinstance(answer.verdict, Accept)
+    assert "docs/how-to/cpu.md says how to get native kernels" in answer.verdict.note
     assert answer.details["tensor_library"] in answer.details["installed"]
 
 
