@@ -52,7 +52,7 @@ class DeviceLimits:
     graph_any_size: bool = False
     graph_collectives: bool = False  # a captured graph may hold the communicator's collectives
     # Decode steps that may run one behind the other before the host sees a token: above 1 where it takes
-    # the host as long as the device, and overlap does not hide it. Needs graph_capture.
+    # the host about as long as the device. Needs graph_capture; with overlap, and with drafts, a PostingDevice.
     decodes_per_step: int = 1
     # A step may be queued before the previous one's tokens reached the host. False, too, where nothing
     # is gained: whoever computes on all processors takes them from the scheduler.

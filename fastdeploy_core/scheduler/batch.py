@@ -179,7 +179,8 @@ class BatchScheduler:
         now, began = self._clock(), self._busy_since
         self._busy_since = now if self._roster.running else None
         seconds = now - began if began is not None and is_usual else 0.0
-        length.observe(step.asked, num_tokens, seconds, num_prompt_tokens)
+        number = step.num_decodes
+        length.observe(step.asked, num_tokens / number, seconds / number, num_prompt_tokens)
 
     def fail(self, steps: list[ScheduledStep], message: str) -> None:
         """The first of these steps failed, and the later ones, submitted before that was known, are

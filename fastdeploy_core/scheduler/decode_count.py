@@ -2,7 +2,8 @@
 
 On a device that computes for microseconds the host's part of a step is a large share of it. Tokens that come
 several at a time share that part, and come so much later: by MOST_S at most, going by the step before. What is
-computed behind a stop is lost, so a batch begins with few.
+computed behind a stop is lost, so a batch begins with few; where steps are queued ahead, which loses twice as
+much, with one until some have passed since its last prompts.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ MOST_S = 0.003
 class DecodeCount:
     """Asked of every step whose rows could, told of every step. Output never depends on it."""
 
-    def __init__(self, most: int) -> None:
-        """most: what the device takes; 1: never several."""
-        self.most = most
+    def __init__(self, most: int, begins_after: int = 0) -> None:
+        """most: what the device takes; 1: never several. begins_after: decodes behind prompts."""
+        self.most, self._begins_after = most, begins_after
         self._last = 0  # of the step before; 0: it computed prompts
+        self._num_since = 0  # decodes since there were prompts
         self._seconds = math.inf  # of each of its decodes
 
     def choose(self, left: int) -> int:
         """For rows of which none may get more than `left` tokens."""
+        if self._num_since < self._begins_after:
+            return 1
         in_time = int(MOST_S / self._seconds)
         return max(1, min(self.most, 2 * self._last, in_time, left))
 
     def note(self, num_decodes: int, seconds: float) -> None:
         """A step took so long. num_decodes: 0 if it computed prompts."""
         self._last, self._seconds = num_decodes, max(1e-6, seconds) / max(1, num_decodes)
+        self._num_since = self._num_since + num_decodes if num_decodes else 0

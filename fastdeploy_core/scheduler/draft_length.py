@@ -180,9 +180,9 @@ class DraftLength:
         return is_off
 
     def observe(
-        self, asked: int, num_tokens: int, seconds: float, num_prompt_tokens: int = 0
+        self, asked: int, num_tokens: float, seconds: float, num_prompt_tokens: int = 0
     ) -> None:
-        """A step took so long and gave so many tokens. asked: the drafts that its rows could have had.
+        """A step, or each decode of one, took so long and gave so many tokens. asked: the drafts that its rows could have had.
         seconds 0: its time says nothing. num_prompt_tokens: that it has computed."""
         regime = self._now
         if regime is None:

@@ -7,7 +7,7 @@ an ended one is dropped, that of a preempted one is kept, since it is as good as
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import compress, repeat
 
 import numpy as np
@@ -95,7 +95,7 @@ class Outcome:
         known, counts = columns.known[places], results.leading_counts(num_rows)
         grown = known + counts
         columns.in_flight[places] = columns.in_flight[places] - 1
-        columns.pending[places] = columns.pending[places] - 1
+        columns.pending[places] = columns.pending[places] - step.num_decodes
         only_grows = grown <= columns.quiet_until[places]
         if results.has_counts:
             only_grows &= counts > 0
@@ -105,10 +105,12 @@ class Outcome:
             stops = [token in cohort.stop_ids for token in tokens]
             only_grows[np.repeat(np.arange(num_rows), counts)[stops]] = False
         chosen = None if np.count_nonzero(only_grows) == num_rows else only_grows
-        if step.num_decodes > 1:
-            columns.computed[places] = columns.computed[places] - (step.num_decodes - counts)
-        elif step.is_ahead or np.count_nonzero(step.drafts):
-            self._count_cohort(step, results.fed_drafts(step), counts - 1, chosen)
+        has_drafts = step.is_ahead or bool(np.count_nonzero(step.drafts))
+        if has_drafts or step.num_decodes > 1:
+            most = step.drafts + step.num_decodes
+            columns.computed[places] = columns.computed[places] - (most - counts)
+        if has_drafts:
+            self._count_drafts(step, results, chosen)
         if results.next_drafts is not None:
             self._take_drafts(step, results.next_drafts, chosen)
         self._grow(cohort, tokens, counts if results.has_counts else None, grown, chosen)
@@ -124,37 +126,29 @@ class Outcome:
         numbers: list[int],
     ) -> None:
         """Rows of the cohort with more to them. starts: where what they were fed began."""
-        cohort, fed = step.cohort, results.fed_drafts(step)
+        cohort, fared = step.cohort, list(results.fed_drafts(step))
         is_newest = step.is_newest_of(self._roster.columns)
         # Before any of them is taken: one that fails takes the others of its request along.
         was_running = [cohort.seqs[number].status is RequestStatus.RUNNING for number in numbers]
         for number, ran in zip(numbers, was_running, strict=True):
             seq = cohort.seqs[number]
             if seq.status is not RequestStatus.FINISHED:
-                most, drafted = int(step.drafts[number]), int(fed[number])
-                if seq.status is RequestStatus.RUNNING:
-                    seq.num_computed += drafted - most
                 result = results.of_row(number)
-                num_fed = 1 + drafted if step.num_decodes == 1 else len(result.token_ids)
-                row = Row(seq, starts[number], num_fed, drafted, True)
-                self._take(row, result, takes_drafts=bool(is_newest[number]))
+                row = Row(seq, starts[number], len(result.token_ids), True)
+                drafts = [(int(fed[number]), int(right[number])) for fed, right in fared]
+                self._take(row, result, drafts, takes_drafts=bool(is_newest[number]))
             # One that ran until this very step has left already if it ended with it.
             if not ran and not seq.num_in_flight:
                 self._roster.settle(seq)
 
-    def _count_cohort(
-        self,
-        step: ScheduledStep,
-        fed: np.ndarray,
-        accepted: np.ndarray,
-        chosen: np.ndarray | None,
+    def _count_drafts(
+        self, step: ScheduledStep, results: StepResults, chosen: np.ndarray | None
     ) -> None:
         """How the drafts fared that were fed to the cohort's chosen rows, None: all of them."""
-        columns, places, refused = self._roster.columns, step.cohort.places, step.drafts - accepted
-        if chosen is not None:
-            refused, fed = refused * chosen, fed * chosen
-        columns.computed[places] = columns.computed[places] - refused
-        columns.tally.note(places, fed, accepted)
+        for fed, right in results.fed_drafts(step):
+            self._roster.columns.tally.note(
+                step.cohort.places, fed if chosen is None else fed * chosen, right
+            )
 
     def _take_drafts(
         self, step: ScheduledStep, proposals: np.ndarray, chosen: np.ndarray | None
@@ -225,10 +219,10 @@ class Outcome:
         are told once more whom to forget."""
         self._roster.forget(step.output.finished_seq_ids)
         self._arrived(step.output.step_id)
-        samples = [True] * len(step.cohort.seqs) + [row.sample for row in step.rows]
-        for seq, sample in zip(step.seqs(), samples, strict=True):
+        drawn = [step.num_decodes] * len(step.cohort.seqs) + [int(row.sample) for row in step.rows]
+        for seq, number in zip(step.seqs(), drawn, strict=True):
             seq.num_in_flight -= 1
-            seq.num_pending -= sample
+            seq.num_pending -= number
             if seq.status is not RequestStatus.RUNNING:
                 if not seq.num_in_flight:
                     self._roster.settle(seq)
@@ -256,33 +250,36 @@ class Outcome:
             if seq.status is not RequestStatus.FINISHED:
                 self._end(seq, SequenceDelta(index=index), FinishReason.ABORT, None)
 
-    def _take(self, row: Row, result: RowResult, *, takes_drafts: bool = True) -> None:
-        """takes_drafts: those for the next step have not been fed already."""
+    def _take(
+        self,
+        row: Row,
+        result: RowResult,
+        drafts: Iterable[tuple[int, int]] = (),
+        *,
+        takes_drafts: bool = True,
+    ) -> None:
+        """drafts: that the row was fed each time, and how many were right. takes_drafts: those for the next step
+        have not been fed already."""
         seq = row.seq
         request = seq.request
-        if result.error is not None:
+        tokens = result.token_ids
+        if result.error is not None and not tokens:
             self._fail_row(request, result.error)
             return
-        tokens = result.token_ids
         if row.sample and not tokens:
             self.fail(request, "the model runner returned no token", "FastDeployError")
             return
         if result.prompt_logprobs is not None and request.wants_prompt_logprobs:
             self._add_prompt_logprobs(request, row, result.prompt_logprobs)
         num_computed = row.start + row.num_tokens
-        if row.num_drafts:
-            refused = row.num_drafts - (len(tokens) - 1)
-            num_computed -= refused
-            if seq.status is RequestStatus.RUNNING:
-                seq.num_computed -= refused
         if not row.sample:
             self._commit(seq, num_computed)
             return
         if seq.num_output_tokens == 0 and request.followers_wait and seq.index == 0:
             self._roster.release_followers(request)
         reason, stop_reason, num_kept = self._append(seq, tokens)
-        if row.num_drafts:
-            self._count_drafts(seq, row.num_drafts, len(tokens) - 1, num_kept if reason else None)
+        if drafts:
+            self._count_drafts_of(seq, drafts, num_kept if reason else None)
         is_running = seq.status is RequestStatus.RUNNING
         if is_running and not reason and takes_drafts and result.drafts is not None:
             seq.columns.take_drafts(np.array([seq.place]), result.drafts[None])
@@ -295,18 +292,21 @@ class Outcome:
             delta.logprobs = result.logprobs[:num_kept]
         self._counters.num_generated_tokens += num_kept
         self._roster.arrived.charge(request.tenant, num_kept)
-        if reason is None:
-            self._delta_of(request).sequences.append(delta)
-        else:
+        if reason is not None:
             self._end(seq, delta, reason, stop_reason)
+            return
+        self._delta_of(request).sequences.append(delta)
+        if result.error is not None:  # behind these tokens
+            self._fail_row(request, result.error)
 
-    def _count_drafts(
-        self, seq: Sequence, drafted: int, accepted: int, num_kept: int | None
+    def _count_drafts_of(
+        self, seq: Sequence, drafts: Iterable[tuple[int, int]], num_kept: int | None
     ) -> None:
         """num_kept: tokens of a sequence that ended; drafts behind its end were neither right nor wrong."""
-        if num_kept is not None:
-            drafted, accepted = min(drafted, num_kept), min(accepted, num_kept)
-        seq.columns.tally.add(seq.place, drafted, accepted)
+        for drafted, right in drafts:
+            left = drafted if num_kept is None else max(0, num_kept)
+            seq.columns.tally.add(seq.place, min(drafted, left), min(right, left))
+            num_kept = None if num_kept is None else num_kept - right - 1
 
     def _commit(self, seq: Sequence, num_tokens: int) -> None:
         self._kv.commit(seq.table, seq.token_ids, num_tokens)

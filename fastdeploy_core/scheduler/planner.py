@@ -40,7 +40,8 @@ class StepPlanner:
         self._kv = roster.kv
         self._settings = settings
         self._on_stuck = on_stuck  # called with a sequence that cannot get the blocks it needs
-        self._count = DecodeCount(settings.max_decodes)
+        self._count = DecodeCount(settings.max_decodes, settings.decodes_before_several)
+        self._repeats = True  # whether a step without drafts may be one of several decodes
         self._lookahead = 0
         self._free: np.ndarray | None = None  # places of sequences that all go ahead
         # Running places and number of waiting sequences, and what drafts are chosen by for these.
@@ -60,9 +61,10 @@ class StepPlanner:
         if self._length is not None:
             is_ahead = self._roster.awaited_step >= 0
             num_drafts = self._choose(self._length)
+            self._repeats = not num_drafts and self._length.is_off
         self._lookahead = self._settings.lookahead_tokens if num_drafts else 0
         if is_ahead:
-            self._plan_ahead()
+            self._plan_ahead(num_drafts)
             if step.is_empty and self._settings.max_rows_ahead and not self._roster.num_suspects:
                 self._plan_prompts_ahead()
         elif self._roster.num_suspects:
@@ -98,10 +100,7 @@ class StepPlanner:
 
     def note(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
         """A step was done."""
-        number, counts = step.num_decodes, output.counts
-        self._count.note(number * step.is_decode, output.execute_s)
-        if number > 1 and counts is not None and np.count_nonzero(counts < number):
-            self._step.break_off()
+        self._count.note(step.num_decodes * step.is_decode, output.execute_s)
 
     def _choose(self, length: DraftLength) -> int:
         """Drafts to ask for. Batches are told apart by the rows that the step, or the next one, will have,
@@ -116,7 +115,7 @@ class StepPlanner:
             self._kind = int(roster.columns.kind[places].max(initial=0))
         return length.choose(self._num_rows, self._kind)
 
-    def _plan_ahead(self) -> None:
+    def _plan_ahead(self, num_drafts: int) -> None:
         """Have the rows of the step before go on before it is known how many of its drafts are right:
         the device knows. Otherwise the whole batch waits for that step: what could run meanwhile would
         only take the device from it."""
@@ -137,10 +136,15 @@ class StepPlanner:
             places, seqs, limit = places[is_due], list(compress(seqs, is_due)), limit[is_due]
         if not seqs or np.count_nonzero(columns.step[places] != step.step_id):
             return
-        end = np.minimum(columns.computed[places] + (1 + asked + self._lookahead), limit)
-        has_budget = len(seqs) * (1 + asked) <= step.budget
-        if has_budget and self._grow_all(seqs, places, end):
-            step.put_ahead(seqs, places, asked)
+        if len(seqs) * (1 + asked) > step.budget:
+            return
+        # One number of drafts throughout.
+        several = self._num_decodes(places, 1 + asked) if asked == num_drafts else 1
+        for number in sorted({several, 1}, reverse=True):
+            end = columns.computed[places] + (number * (1 + asked) + self._lookahead)
+            if self._grow_all(seqs, places, np.minimum(end, limit)):
+                step.put_ahead(seqs, places, asked, number)
+                return
 
     def _plan_prompts_ahead(self) -> None:
         """Rows that wait for their results are in nobody's way: prompts go in between, where they take
@@ -200,7 +204,7 @@ class StepPlanner:
         if columns.has_drafts or self._lookahead:
             drafts = self._plan_drafts(seqs, places, is_due)
         num_decodes = 1
-        if self._count.most > 1 and np.count_nonzero(is_due) == places.size:
+        if drafts is None and self._repeats and np.count_nonzero(is_due) == places.size:
             num_decodes = self._plan_several(seqs, places)
         if np.count_nonzero(is_due) < places.size:
             places, seqs = places[is_due], list(compress(seqs, is_due))
@@ -210,12 +214,17 @@ class StepPlanner:
 
     def _plan_several(self, seqs: list[Sequence], places: np.ndarray) -> int:
         """How many times all running sequences decode in this step, with blocks for what that makes."""
-        columns = self._roster.columns
-        if self._has_prompts() or not columns.goes_ahead[places].all():
-            return 1
-        number = self._count.choose(int((columns.limit[places] - columns.known[places]).min()))
-        end = columns.computed[places] + number
+        number = self._num_decodes(places, 1)
+        end = self._roster.columns.computed[places] + number
         return number if number > 1 and self._grow_all(seqs, places, end) else 1
+
+    def _num_decodes(self, places: np.ndarray, num_tokens: int) -> int:
+        """How many times rows may decode in a step, if each time they may get so many tokens."""
+        columns = self._roster.columns
+        if self._count.most == 1 or self._has_prompts() or not columns.goes_ahead[places].all():
+            return 1
+        left = int((columns.limit[places] - columns.computed[places]).min()) - 1
+        return self._count.choose(left // num_tokens)
 
     def _plan_drafts(
         self, seqs: list[Sequence], places: np.ndarray, is_due: np.ndarray

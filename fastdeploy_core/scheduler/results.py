@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -45,10 +46,16 @@ class StepResults:
         """Whether rows may have another number of tokens than one."""
         return self._output.counts is not None
 
-    def fed_drafts(self, step: ScheduledStep) -> np.ndarray:
-        """[cohort] drafts that were fed to the step's cohort; it may be that only the device knew."""
-        found = self._output.num_drafts
-        return step.drafts if found is None else found[: step.drafts.size]
+    def fed_drafts(self, step: ScheduledStep) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """For each decode: [cohort] drafts that were fed to the step's cohort, which it may be that only the
+        device knew, and how many of them were right."""
+        output, size = self._output, step.drafts.size
+        if output.num_drafts is None or output.num_right is None:
+            fed = step.drafts if output.num_drafts is None else output.num_drafts[0, :size]
+            yield fed, self.leading_counts(size) - 1
+            return
+        for fed, right in zip(output.num_drafts, output.num_right, strict=True):
+            yield fed[:size], right[:size]
 
     @property
     def next_drafts(self) -> np.ndarray | None:

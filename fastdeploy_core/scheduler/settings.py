@@ -13,6 +13,8 @@ from fastdeploy_core.types.worker import WorkerInfo
 # Share of max_model_len above which a prompt counts as long, when prompts may overtake each other
 # and no threshold is given (FastDeploy's and vLLM's default).
 LONG_PREFILL_SHARE = 0.04
+# Decodes behind prompts before steps that are queued ahead decode several times.
+BEFORE_SEVERAL = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class SchedulerSettings:
     # Rows up to which a step can be planned before it is known how many drafts of the one before are right.
     max_rows_ahead: int = 0
     max_decodes: int = 1  # of each row in a step; see SchedulerOutput.num_decodes
+    decodes_before_several: int = 0  # behind prompts
     seed: int = 0
 
     @property
@@ -78,6 +81,7 @@ def make_settings(
         lookahead_tokens=needs.lookahead_tokens,
         max_rows_ahead=info.max_rows_ahead,
         max_decodes=info.max_decodes,
+        decodes_before_several=BEFORE_SEVERAL if batch.overlap and info.overlap else 0,
         seed=config.model.seed,
     )
 

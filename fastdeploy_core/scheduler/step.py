@@ -24,12 +24,11 @@ class Row(NamedTuple):
     seq: Sequence
     start: int  # the first token fed
     num_tokens: int
-    num_drafts: int
     sample: bool
 
 
 class Cohort:
-    """Sequences that decode together, one token each per step; kept while they stay the same."""
+    """Sequences that decode together; kept while they stay the same."""
 
     def __init__(self, seqs: list[Sequence], places: np.ndarray, seq_ids: np.ndarray) -> None:
         self.seqs = seqs
@@ -43,7 +42,7 @@ class Cohort:
         self._decodes: dict[tuple[int, int], _Decodes] = {}
 
     def decodes(self, num_drafts: int, num_decodes: int = 1) -> _Decodes:
-        """Of a step in which every one has so many drafts, or decodes so many times."""
+        """Of a step in which every one has so many drafts in all, and decodes so many times."""
         found = self._decodes.get((num_drafts, num_decodes))
         if found is None:
             drafts = np.full(len(self.seqs), num_drafts, dtype=np.int64)
@@ -60,7 +59,7 @@ class _Decodes(NamedTuple):
 
     @classmethod
     def of(cls, num_drafts: np.ndarray, num_decodes: int = 1) -> _Decodes:
-        """With so many drafts, or so many tokens one after the other."""
+        """With so many drafts in all, and so many tokens one after the other."""
         return cls(num_drafts, num_decodes + num_drafts, num_drafts >= 0)
 
 
@@ -72,7 +71,7 @@ class ScheduledStep(NamedTuple):
 
     output: SchedulerOutput
     cohort: Cohort
-    drafts: np.ndarray  # how many each of the cohort's rows has, behind its newest token; the most
+    drafts: np.ndarray  # how many each of the cohort's rows has beside its newest tokens; the most
     rows: list[Row]  # behind them
     num_tokens: int
     asked: int = 0  # drafts that each of its rows could have had
@@ -159,10 +158,12 @@ class StepBuilder:
         self._draft_ids = columns.drafts[places][fed]
         self.budget -= self._draft_ids.size
 
-    def put_ahead(self, seqs: list[Sequence], places: np.ndarray, num_drafts: int) -> None:
-        """The same for rows that go ahead of results, each with so many drafts: see BatchRows."""
-        self._is_ahead = True
-        self._put_cohort(seqs, places, num_drafts)
+    def put_ahead(
+        self, seqs: list[Sequence], places: np.ndarray, num_drafts: int, num_decodes: int = 1
+    ) -> None:
+        """The same for rows that go ahead of results, each with so many drafts each time: see BatchRows."""
+        self._is_ahead, self._num_decodes = True, num_decodes
+        self._put_cohort(seqs, places, num_drafts * num_decodes, num_decodes)
         self._columns.num_drafts[places] = 0
 
     def _put_cohort(
@@ -177,7 +178,7 @@ class StepBuilder:
         # In short, since it is done in every step: `x[places] += 1` takes numpy twice as long.
         self._starts = starts = columns.computed[places]
         columns.computed[places] = starts + num_tokens
-        columns.pending[places] = columns.pending[places] + 1
+        columns.pending[places] = columns.pending[places] + num_decodes
         columns.in_flight[places] = columns.in_flight[places] + 1
         columns.step[places] = self._number
         self._decodes = self._cohort.decodes(num_drafts, num_decodes)
@@ -190,7 +191,7 @@ class StepBuilder:
         if start < at_start:
             self.num_prefills += 1
         sample = end >= at_start
-        self._rows.append(Row(seq, start, num_tokens, 0, sample))
+        self._rows.append(Row(seq, start, num_tokens, sample))
         seq.num_computed = end
         seq.num_pending += sample
         seq.num_in_flight += 1
@@ -269,10 +270,6 @@ class StepBuilder:
         self.num_drawn = step.num_rows if all(row.sample for row in self._rows) else 0
         self._ask(step, max_drafts, rests=rests, fills=fills)
         return step
-
-    def break_off(self) -> None:
-        """The rows of the step before have not come as far as it said: the next one says where they stand."""
-        self._last_seq_ids = NO_COHORT.seq_ids
 
     def _is_last(self, cohort: Cohort) -> bool:
         """Whether the cohort is all that the step before had."""

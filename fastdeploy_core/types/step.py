@@ -53,10 +53,11 @@ class BatchRows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     seq_ids: np.ndarray  # [B] int64
     starts: np.ndarray  # [B] int64: tokens whose keys and values lie in the cache before this step
-    # [B] int64: tokens fed: a prefill chunk, the newest token plus drafts, or SchedulerOutput.num_decodes
+    # [B] int64: tokens fed: a prefill chunk, or the newest token plus drafts, num_decodes times
     counts: np.ndarray
     samples: np.ndarray  # [B] bool; False: a prefill chunk that does not reach the last known token
-    num_drafts: np.ndarray  # [B] int64: the last so many of the tokens fed are unverified drafts
+    # [B] int64: so many of the tokens fed are unverified drafts, the last ones unless there are several decodes
+    num_drafts: np.ndarray
     draft_token_ids: np.ndarray  # [sum of num_drafts] int64: these, row after row
     # The results of the step before, in which all of these rows decoded, are not known: starts and counts
     # are the most that they can be, and what the device holds counts, as many drafts of each row as the
@@ -125,7 +126,8 @@ class SchedulerOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     # None: those of the step before, `next()`, which is nearly always so: every row sampled there,
     # none had drafts, and each is fed the one token that it sampled.
     rows: BatchRows | None = None
-    # Above 1: every row decodes, and does so that many times, each time fed what it drew before.
+    # Above 1: every row decodes, and does so that many times, each time fed what it drew before; with drafts
+    # where it goes ahead, which behind each but the last one are as many as max_drafts.
     num_decodes: int = 1
     new_block_ids: dict[int, list[int]] = {}  # by row: appended to its block table before this step
     copies: BlockCopies = BlockCopies()
@@ -140,11 +142,13 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True, eq=False):
     step_id: int
     token_ids: np.ndarray  # int64: the new tokens of all rows, row after row
     # [B] int64: how many of these are each row's: none of a prefill that is not complete or of a row
-    # with an error, else one more than the drafts that were right, or num_decodes and less only where one of
-    # these led to nothing. None: one of each row.
+    # with an error, else one more than the drafts that were right for each of num_decodes, and less only where
+    # one of these led to nothing: an error of the row is then what comes behind its tokens. None: one of each row.
     counts: np.ndarray | None = None
-    # [B] int64: drafts that each row was fed in a step that went ahead of results (BatchRows.is_ahead).
+    # [num_decodes, B] int64: drafts that each row was fed in a step that went ahead of results
+    # (BatchRows.is_ahead), and how many of them were right, if counts do not say it.
     num_drafts: np.ndarray | None = None
+    num_right: np.ndarray | None = None
     # [B, k] int64: proposals for each row's next step, -1 behind its last one. None: there are none.
     next_drafts: np.ndarray | None = None
     logprobs: dict[int, list[TokenLogprobs]] = {}  # one for each of the row's tokens

@@ -47,8 +47,9 @@ class DeviceSlots:
         vocab_size: int,
         refuses_drafts: bool = False,
         keeps_history: bool = False,
+        max_decodes: int = 1,
     ) -> None:
-        """refuses_drafts: see DraftJudge. keeps_history: see DraftBatch.history."""
+        """refuses_drafts: see DraftJudge. keeps_history: see DraftBatch.history. max_decodes: see WorkerInfo."""
         self._append, self._finish = kernels["append_history"], kernels["finish_decode"]
         self._keep, self._vocab_size = kernels["keep_drafts"], vocab_size
         xp, num_slots = device.xp, batch.max_num_seqs + 1
@@ -70,12 +71,13 @@ class DeviceSlots:
         self.turn = zeros(1)  # recorded steps so far
         self.postbox: Postbox | None = None
         if isinstance(device, PostingDevice):
-            self.postbox = Postbox(device, self.turn, batch.max_num_seqs, max_drafts)
+            self.postbox = Postbox(device, self.turn, batch.max_num_seqs, max_drafts, max_decodes)
         self._none = zeros(num_slots, max_drafts) - 1  # drafts that are never right
         self.rows = zeros(batch.max_num_seqs) + batch.max_num_seqs
         self.history: Tensor | None = None
         if keeps_history:
-            longest = batch.max_model_len + max_drafts + 4  # what ended may go on for two steps
+            # What ended may go on for two steps.
+            longest = batch.max_model_len + max_drafts + 2 + 2 * max_decodes
             self.history = zeros(num_slots, longest, dtype=xp.int32)
         self._has_history = np.zeros(batch.max_num_seqs, dtype=bool)
         # What the device holds, as far as the host knows.

@@ -161,7 +161,7 @@ class InputBatch:
         for row, block_ids in step.new_block_ids.items():
             self._append_blocks(int(slots[row]), block_ids)
         if message.is_ahead:
-            rows = self._rows_ahead(message, slots)
+            rows = self._rows_ahead(message, slots, step.num_decodes)
         elif step.num_decodes > 1 or message.is_decode:
             rows = self._decode_rows(slots, message.starts, step.num_decodes)
         else:
@@ -219,9 +219,9 @@ class InputBatch:
             num_decodes=num_decodes,
         )
 
-    def _rows_ahead(self, message: BatchRows, slots: np.ndarray) -> StepRows:
+    def _rows_ahead(self, message: BatchRows, slots: np.ndarray, num_decodes: int) -> StepRows:
         """Rows of which the device knows more; those without room write nothing there."""
-        width = int(message.counts[0])  # the same for all of them
+        width = int(message.counts[0]) // num_decodes  # the same for all of them
         key = (slots.size, width)
         if key not in self._even:
             self._even[key] = (
@@ -232,9 +232,10 @@ class InputBatch:
         rows, every, nth = self._even[key]
         starts, seq_lens = message.starts, message.starts + message.counts
         return StepRows(
-            *(slots, starts, message.counts, seq_lens, message.num_drafts, message.samples),
-            *(width == 1, rows, every, starts[rows] + 1 + nth),
+            *(slots, starts, message.counts, seq_lens, message.num_drafts // num_decodes),
+            *(message.samples, width == 1, rows, every, starts[rows] + 1 + nth),
             is_ahead=True,
+            num_decodes=num_decodes,
         )
 
     def _mixed_rows(self, message: BatchRows, slots: np.ndarray) -> StepRows:

@@ -26,7 +26,7 @@ from .drawing import TokenDrawer, has_processors, is_simple
 from .failures import raise_if_device_failed
 from .input_batch import InputBatch
 from .judging import DraftJudge
-from .multi_step import MultiStep, max_decodes
+from .multi_step import KeptResults, max_decodes
 from .pending import Launched, PendingOutput
 from .prompt_graphs import forward
 from .reading import NOT_KEPT, StepReader
@@ -106,7 +106,7 @@ class ModelRunner:
         self._reader = StepReader(device, batch, self._state, self._lock, self._speculation)
         self._slots: DeviceSlots | None = None
         self._graphs: StepGraphs | None = None
-        self._multi: MultiStep | None = None
+        self._kept: KeptResults | None = None
         self.max_decodes = 1  # see WorkerInfo
         if graph_sizes:
             self._graphs = self._make_graphs(graph_sizes, communicator)
@@ -118,6 +118,10 @@ class ModelRunner:
     def _make_graphs(self, sizes: tuple[int, ...], communicator: Communicator | None) -> StepGraphs:
         """Recordings to be made, and the device's own state of the sequences that they work on."""
         config, speculation = self._config, self._speculation
+        # One rank knows what all rows need.
+        can_draw = communicator is None and can_record_draws(self._device, self._kernels)
+        if can_draw and max(sizes) >= config.batch.max_num_seqs:
+            self.max_decodes = max_decodes(config, self._device)
         slots = self._slots = DeviceSlots(
             self._device,
             self.batch,
@@ -126,15 +130,11 @@ class ModelRunner:
             vocab_size=self.vocab_size,
             refuses_drafts=self._judge.refuses_all,
             keeps_history=speculation is not None and speculation.reads_history,
+            max_decodes=self.max_decodes,
         )
         self.batch.watch(slots)
-        # One rank knows what all rows need.
-        can_draw = communicator is None and can_record_draws(self._device, self._kernels)
-        if can_draw and max(sizes) >= config.batch.max_num_seqs:
-            self.max_decodes = max_decodes(config, self._device.limits)
-        if self.max_decodes > 1:
-            self._multi = MultiStep(self._device, self._kernels, max(sizes), self.max_decodes)
-            slots.postbox = None  # which is for one step at a time
+        if self.max_decodes > 1 and slots.postbox is None:
+            self._kept = KeptResults(self._device, self._kernels, max(sizes), self.max_decodes)
         return StepGraphs(
             self._device,
             self._kernels,
@@ -154,7 +154,7 @@ class ModelRunner:
                 self._loaded.attention.values(), config, self._loaded.builder.expert_ranks
             ),
             draws=self._draws if can_draw else None,
-            multi=self._multi,
+            kept=self._kept,
         )
 
     @property
@@ -245,11 +245,11 @@ class ModelRunner:
             results: Tensor | None = None
             if recorded is not None or logits is not None:
                 results = self._draw(launched, logits, recorded)
-                if launched.rows.num_decodes > 1:
-                    results = self._go_on(launched, recorded)
         drafts = None
         if self._speculation is not None and launched.concerns_drafters:
             drafts = self._speculation.propose(launched, recorded, self._slots)
+        if launched.rows.num_decodes > 1:
+            results = self._go_on(launched, recorded, results)
         with self._lock:
             if self._rank:  # rank 0 answers; this one only keeps the tokens on its device
                 launched.event, launched.is_read = self._device.record_event(), True
@@ -362,12 +362,16 @@ class ModelRunner:
         batch.drawn_behind_drafts(slots, self._device.to_device(slots), verdict.next_ids)
         return verdict.mark(drawn.marked)
 
-    def _go_on(self, launched: Launched, recorded: RecordedStep | None) -> Tensor:
-        """Queue the decodes behind a recorded step's first one: results of all of them."""
-        plan = launched.plan
-        assert self._multi is not None and plan is not None and recorded is not None
-        is_random, filters = not self._is_plain(plan, launched.rows), bool(plan.flags & FILTER)
-        return self._multi.go_on(recorded.parts(is_random=is_random, filters=filters), launched)
+    def _go_on(
+        self, launched: Launched, recorded: RecordedStep | None, results: Tensor | None
+    ) -> Tensor | None:
+        """Queue the decodes behind a recorded step's first one, whose results these are: where all of theirs
+        are, unless they are posted."""
+        assert recorded is not None
+        began = time.perf_counter()
+        recorded.repeat(launched.rows.num_decodes - 1)
+        launched.model_s += time.perf_counter() - began
+        return results if self._kept is None else self._kept.of(launched.rows.slots.size)
 
     def _is_plain(self, plan: SamplingPlan, rows: StepRows) -> bool:
         """Whether the likeliest tokens are all that is wanted. Ranks must agree on it, although rank 0

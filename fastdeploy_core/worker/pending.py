@@ -45,6 +45,7 @@ class Launched:
         None  # [S] on the device, of rows that sample; None: there were no drafts
     )
     fed_ahead: np.ndarray | None = None  # ModelRunnerOutput.num_drafts
+    right_ahead: np.ndarray | None = None  # ModelRunnerOutput.num_right
     together: DraftsWithResults | None = None  # results and drafts in one
     has_drafts: bool = False  # drafts made on the device come to the host, too
     model_s: float = 0.0
@@ -54,7 +55,7 @@ class Launched:
     # What is on its way to the host; there when the event has happened.
     has_results: bool = False
     download: Download | None = None
-    posted: Posted | None = None  # in place of a download
+    posted: list[Posted] = field(default_factory=list)  # of each decode, in place of a download
     event: DeviceEvent | None = None
     # Filled when the tokens are read.
     is_read: bool = False
@@ -116,6 +117,7 @@ def build_output(launched: Launched) -> ModelRunnerOutput:
         step_id=launched.step_id,
         token_ids=token_ids,
         num_drafts=launched.fed_ahead,
+        num_right=launched.right_ahead,
         next_drafts=launched.next_drafts,
         model_s=launched.model_s,
         draft_s=launched.draft_s,

@@ -18,7 +18,8 @@ from fastdeploy_core.errors import WorkerError
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
-# Steps that may be on their way while one is read, and those whose drafts nobody has looked at yet.
+# Steps that may be on their way while one is read, and those whose drafts nobody has looked at yet; of each
+# decode of a step that are several.
 NUM_PAGES = 4
 # Behind a row's results: how many drafts were judged, and how many of them were right.
 NUM_MORE = 2
@@ -31,9 +32,17 @@ LOW = 0 if sys.byteorder == "little" else 1
 class Postbox:
     """Boxes of one worker; `turn` is the device's count."""
 
-    def __init__(self, device: DeviceBackend, turn: Tensor, max_rows: int, max_drafts: int) -> None:
+    def __init__(
+        self,
+        device: DeviceBackend,
+        turn: Tensor,
+        max_rows: int,
+        max_drafts: int,
+        max_decodes: int = 1,
+    ) -> None:
         assert isinstance(device, PostingDevice)
         self._device, self._turn, self._count = device, turn, -1
+        self._num_pages = NUM_PAGES * max_decodes
         self._results, self._results_host = self._box(max_rows, 1 + max_drafts + NUM_MORE)
         self._drafts, self._drafts_host = self._box(max_rows, max(1, max_drafts))
         # As kernels take them.
@@ -41,23 +50,25 @@ class Postbox:
 
     def _box(self, rows: int, width: int) -> tuple[Tensor, np.ndarray]:
         assert isinstance(self._device, PostingDevice)
-        box, host = self._device.host_box(NUM_PAGES * rows * width)
-        shape = (NUM_PAGES, rows, width)
+        box, host = self._device.host_box(self._num_pages * rows * width)
+        shape = (self._num_pages, rows, width)
         return box.view(list(shape)), host.reshape(shape)
 
-    def begin(self) -> None:
-        """A recorded step is launched."""
+    def begin(self, times: int = 1) -> None:
+        """A recorded step is launched, so many times."""
         if self._count < 0:
             self._count = int(self._device.to_host(self._turn)[0])
-        self._count += 1
+        self._count += times
 
     def forget(self) -> None:
         """A step failed: whether the device has counted it is not known."""
         self._count = -1
 
-    def expect(self, num_rows: int, width: int, num_drafts: int) -> Posted:
-        """What the step launched last will write: tokens of the rows, and drafts if it makes any."""
-        page, tag = self._count % NUM_PAGES, (self._count + 2**31) % 2**32 - 2**31
+    def expect(self, num_rows: int, width: int, num_drafts: int, back: int = 0) -> Posted:
+        """What the step launched last, or so many before it, will write: tokens of the rows, and drafts if it
+        makes any."""
+        turn = self._count - back
+        page, tag = turn % self._num_pages, (turn + 2**31) % 2**32 - 2**31
         results = self._results_host[page, :num_rows, : width + NUM_MORE]
         drafts = self._drafts_host[page, :num_rows, :num_drafts]
         return Posted(Arrival(self._device, results, tag), Arrival(self._device, drafts, tag))

@@ -78,14 +78,14 @@ class StepReader:
             tensors = [x for x in (results, drafts) if x is not None]
         launched.has_drafts, launched.has_results = drafts is not None, results is not None
         self._unread.append(launched)
-        if recorded is not None and launched.rows.num_decodes == 1:
-            number = 0 if drafts is None else max(0, launched.max_drafts)
-            launched.posted = recorded.expect(launched.rows.slots.size, number)
-        if launched.posted is not None:
-            launched.event, tensors = launched.posted.results, []
+        if recorded is not None:
+            number, rows = 0 if drafts is None else max(0, launched.max_drafts), launched.rows
+            launched.posted = recorded.expect(rows.slots.size, number, rows.num_decodes)
+        if launched.posted:
+            launched.event, tensors = launched.posted[-1].results, []
         for _, record in launched.logprob_parts():
             tensors += record.tensors()
-        if launched.posted is not None and not tensors:
+        if launched.posted and not tensors:
             return
         launched.download = self._downloads.start(tensors)
         launched.event = self._device.record_event()
@@ -109,9 +109,12 @@ class StepReader:
 
     def _read(self, launched: Launched) -> None:
         wait_for(launched.event)
-        if launched.rows.num_decodes > 1:
-            self._take_several(launched)
-        elif not self._take_ahead(launched):
+        num_decodes, is_steady = launched.rows.num_decodes, self._is_steady(launched)
+        if launched.posted and (is_steady or num_decodes > 1):
+            self._take_posted(launched, is_steady=is_steady)
+        elif num_decodes > 1:
+            self._take_kept(launched)
+        elif not (is_steady and self._take_ahead(launched)):
             self._take_any(launched)
         if self._speculation is not None:
             launched.draft_failures = self._speculation.num_failures
@@ -119,73 +122,96 @@ class StepReader:
             launched.download.release()
         launched.is_read = True  # last: another thread may be looking at it without the lock
 
+    def _is_steady(self, launched: Launched) -> bool:
+        """Whether the step went ahead of results with drafts, and another one has gone ahead of its own: nobody
+        asks for the drafts that it made."""
+        goes_on = self._unread and self._unread[0].rows.is_ahead and not launched.sample_errors
+        return bool(goes_on and launched.rows.is_ahead and launched.together is not None)
+
+    def _take_posted(self, launched: Launched, *, is_steady: bool) -> None:
+        """In short what `_take_any` does, for rows that tell nothing but tokens, of one decode or several. A row
+        is cut before what means nothing, and fails if it has not come to its end before."""
+        rows, posted, speculation = launched.rows, launched.posted, self._speculation
+        pages = [arrived(post.results) for post in posted]
+        width = pages[0].shape[1] - NUM_MORE
+        for page in pages:
+            if launched.errors or np.count_nonzero(page[:, 0] < 0):
+                _cut(launched, page)
+        tokens = pages[0][:, :width]
+        if len(pages) > 1:
+            tokens = np.concatenate([page[:, :width] for page in pages], 1)
+        right = np.stack([page[:, width + 1] for page in pages])
+        launched.token_ids, launched.counts = tokens[tokens >= 0], np.add.reduce(right + 1, 0)
+        if rows.is_ahead:
+            launched.fed_ahead = np.stack([page[:, width] for page in pages])
+            launched.right_ahead = right
+        for page in pages:
+            self._learn_rows(launched, page[:, :width], page[:, width + 1] + 1)
+        if speculation is None or not launched.concerns_drafters:
+            return
+        if is_steady:
+            if self._drafts_before is not None:
+                speculation.check_kept(self._drafts_before.peek())
+            self._drafts_before = posted[-1].drafts
+            return
+        drafts = arrived(posted[-1].drafts) if launched.has_drafts else None
+        launched.next_drafts = speculation.collect(launched, drafts)
+
     def _take_ahead(self, launched: Launched) -> bool:
-        """In short what `_take_any` does, for a step that went ahead of results and behind which another
-        one has: nobody asks for its drafts. False, and nothing is taken, where more is to be done."""
-        rows, together, batch = launched.rows, launched.together, self._batch
-        is_steady = self._unread and self._unread[0].rows.is_ahead and not launched.sample_errors
-        if not rows.is_ahead or together is None or not is_steady:
+        """The same for a step that is steady and posts nothing. False, and nothing is taken, where more is to be
+        done."""
+        rows, together = launched.rows, launched.together
+        assert launched.download is not None and together is not None
+        slots, width = rows.slots, together.width
+        values = launched.download.arrays[0][: slots.size]
+        if np.count_nonzero(values < NOT_KEPT):
             return False
-        slots, width, posted = rows.slots, together.width, launched.posted
-        if posted is not None:
-            values = arrived(posted.results)
-            tokens, counts, fed = values[:, :width], values[:, width + 1] + 1, values[:, width]
-            is_broken = np.count_nonzero(tokens[:, 0] < 0)
-            if self._drafts_before is not None and self._speculation is not None:
-                self._speculation.check_kept(self._drafts_before.peek())
-            self._drafts_before = posted.drafts
-        else:
-            assert launched.download is not None
-            values = launched.download.arrays[0][: slots.size]
-            tokens, is_token = values[:, :width], values >= 0
-            counts = np.add.reduce(is_token[:, :width], 1)
-            fed, is_broken = self._fed(rows), np.count_nonzero(values < NOT_KEPT)
-        if is_broken:
-            return False
-        launched.counts, launched.fed_ahead = counts, fed
+        tokens, is_token = values[:, :width], values >= 0
+        launched.counts = counts = np.add.reduce(is_token[:, :width], 1)
+        launched.fed_ahead = self._fed(rows)[None]
         launched.token_ids = tokens[tokens >= 0]
-        if posted is None:
-            drafts = is_token[:, width : width + launched.max_drafts]
-            self._num_kept[slots] = np.add.reduce(drafts, 1)
+        drafts = is_token[:, width : width + launched.max_drafts]
+        self._num_kept[slots] = np.add.reduce(drafts, 1)
+        self._learn_rows(launched, tokens, counts)
+        return True
+
+    def _learn_rows(self, launched: Launched, tokens: np.ndarray, counts: np.ndarray) -> None:
+        """The host learns the first `counts` tokens of each row whose slot has not changed hands."""
+        batch, slots = self._batch, launched.rows.slots
         stays = batch.owner[slots] == launched.owners
         if np.count_nonzero(stays) < slots.size:
             slots, tokens, counts = slots[stays], tokens[stays], counts[stays]
         batch.learn_several(slots, tokens, counts)
-        return True
 
     def _fed(self, rows: StepRows) -> np.ndarray:
         """[B] drafts that rows which went ahead were fed, as the step before tells."""
         fed: np.ndarray = np.minimum(rows.num_drafts, self._num_kept[rows.slots])
         return fed
 
-    def _take_several(self, launched: Launched) -> None:
-        """Of steps that ran one behind the other. A row is cut before what leads to nothing: it tries that
-        place once more, since it may have come to its end before."""
-        rows, batch = launched.rows, self._batch
+    def _take_kept(self, launched: Launched) -> None:
+        """`_take_posted` where results are kept on the device."""
+        rows = launched.rows
         assert launched.download is not None
         marked = in_order(launched.download.arrays[0], rows)
         is_kept = np.logical_and.accumulate(marked >= 0, 1)
         launched.counts = counts = np.add.reduce(is_kept, 1)
         launched.token_ids = marked[is_kept]
         for row in np.flatnonzero(counts < rows.num_decodes).tolist():
-            if not counts[row]:
-                launched.errors[row] = MARKS[int(marked[row, 0])]
-            batch.forget_newest(int(rows.slots[row]))
-        stays = batch.owner[rows.slots] == launched.owners
-        batch.learn_several(rows.slots[stays], marked[stays], counts[stays])
+            launched.errors[row] = MARKS[int(marked[row, counts[row]])]
+        self._learn_rows(launched, marked, counts)
 
     def _take_any(self, launched: Launched) -> None:
         rows, batch, posted = launched.rows, self._batch, launched.posted
-        values = None if posted is None else arrived(posted.results)
+        values = arrived(posted[0].results) if posted else None
         if rows.is_ahead:
             fed = self._fed(rows) if values is None else values[:, -NUM_MORE]
             rows.settle(batch.num_known[rows.slots] - 1, fed)
-            launched.fed_ahead = rows.num_drafts
+            launched.fed_ahead = rows.num_drafts[None]
         arrays = iter(() if launched.download is None else launched.download.arrays)
         drafts: np.ndarray | None = None
-        if posted is not None and values is not None:
+        if values is not None:
             self._take_tokens(launched, values[:, :-NUM_MORE])
-            drafts = arrived(posted.drafts) if launched.has_drafts else None
+            drafts = arrived(posted[0].drafts) if launched.has_drafts else None
         elif launched.together is not None:
             width, values = launched.together.width, next(arrays)[: rows.slots.size]
             drafts = values[:, width : width + launched.max_drafts]
@@ -271,6 +297,14 @@ class StepReader:
             for row, slot, token in zip(sample_rows, slots.tolist(), ids.tolist(), strict=True):
                 if row not in launched.errors and not self._state.advance(slot, token):
                     launched.errors[row] = NOT_IN_GRAMMAR
+
+
+def _cut(launched: Launched, page: np.ndarray) -> None:
+    """Rows whose token means nothing have come to an error, and give nothing from here on."""
+    for row in np.flatnonzero(page[:, 0] < 0).tolist():
+        launched.errors.setdefault(row, MARKS.get(int(page[row, 0]), NAN))
+    rows = list(launched.errors)
+    page[rows, :-NUM_MORE], page[rows, -2], page[rows, -1] = NOT_KEPT, 0, -1
 
 
 def arrived(arrival: Arrival) -> np.ndarray:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from fastdeploy_core.contracts.device import RepeatingDevice
 from fastdeploy_core.contracts.small import GreedyLM
 
 from .step_buffers import DraftsWithResults
@@ -37,6 +38,7 @@ class RecordedStep:
         self._head: CapturedGraph | None = None
         self._greedy: CapturedGraph | None = None
         self._random: dict[bool, CapturedGraph] = {}  # by whether rows are filtered
+        self._replayed: list[CapturedGraph] = []  # since `replay`
         # What a replay leaves here stays until the next replay of any step.
         self.context: ForwardContext | None = None
         self.hidden: Tensor = None  # [size * width, hidden size]
@@ -98,28 +100,48 @@ class RecordedStep:
 
     def replay(self) -> None:
         """Queue everything up to the hidden states."""
-        assert self._forward is not None
         postbox = self._graphs.slots.postbox
         if postbox is not None:
             postbox.begin()
-        self._forward.replay()
+        self._replayed.clear()
+        self._queue(self._forward)
 
-    def expect(self, num_rows: int, num_drafts: int) -> Posted | None:
-        """What the step whose replay began last tells the host of its rows by itself; None: nothing."""
+    def repeat(self, times: int) -> None:
+        """Queue so many times more what was replayed since `replay`, each time over what the one before left."""
+        device, postbox = self._graphs.device, self._graphs.slots.postbox
+        if postbox is not None:
+            postbox.begin(times)
+        if isinstance(device, RepeatingDevice):
+            device.replay_times(self._replayed, times)
+            return
+        for graph in self._replayed * times:
+            graph.replay()
+
+    def _queue(self, graph: CapturedGraph | None) -> None:
+        assert graph is not None
+        graph.replay()
+        self._replayed.append(graph)
+
+    def expect(self, num_rows: int, num_drafts: int, num_decodes: int) -> list[Posted]:
+        """What the last so many replays tell the host of their rows by themselves, and of the last one's drafts;
+        empty: nothing."""
         postbox = self._graphs.slots.postbox
-        return None if postbox is None else postbox.expect(num_rows, self.width, num_drafts)
+        if postbox is None:
+            return []
+        earlier = [
+            postbox.expect(num_rows, self.width, 0, n) for n in range(num_decodes - 1, 0, -1)
+        ]
+        return [*earlier, postbox.expect(num_rows, self.width, num_drafts)]
 
     def replay_head(self, num_rows: int) -> Tensor:
         """Queue the logits of the rows; behind `replay`."""
-        assert self._head is not None
-        self._head.replay()
+        self._queue(self._head)
         return self.logits[: num_rows * self.width]
 
     def replay_greedy(self, num_rows: int) -> Tensor:
         """Queue the likeliest tokens, and their writing back: marked tokens of the rows; behind
         `replay`."""
-        assert self._greedy is not None
-        self._greedy.replay()
+        self._queue(self._greedy)
         return self._buffers.results_of(num_rows)
 
     def replay_greedy_and_draft(self, number: int) -> DraftsWithResults:
@@ -135,13 +157,8 @@ class RecordedStep:
         """replay_greedy for rows of which some draw at random."""
         assert self._graphs.draws is not None
         self._graphs.draws.fill(slots)
-        self._random[filters].replay()
+        self._queue(self._random[filters])
         return self._buffers.results_of(slots.size)
-
-    def parts(self, *, is_random: bool, filters: bool) -> tuple[CapturedGraph, CapturedGraph]:
-        """What `replay` and then a draw replay."""
-        assert self._forward is not None and self._greedy is not None
-        return self._forward, self._random[filters] if is_random else self._greedy
 
     def replay_drafts(self, number: int) -> DraftsWithResults:
         """Queue the drafts behind `replay_random` or `write_back`: those of the smallest recorded number, of
@@ -150,7 +167,7 @@ class RecordedStep:
 
     def _replay_drafts(self, number: int, *, is_greedy: bool) -> DraftsWithResults:
         key = (is_greedy, next(n for n in self._graphs.draft_numbers if n >= number))
-        self._drafting[key].replay()
+        self._queue(self._drafting[key])
         return self._drafts[key]
 
     def compute(self) -> None:
@@ -221,6 +238,6 @@ class RecordedStep:
         graphs, slots = self._graphs, self._graphs.slots
         rows, results = slots.rows[:num_rows], self._buffers.results[:num_rows]
         last = slots.finish(rows, drawn, marked, peaks, results)
-        if graphs.multi is not None and self.width == 1:
-            graphs.multi.keep(rows, results, slots.num_computed)
+        if graphs.kept is not None and self.width == 1:
+            graphs.kept.keep(rows, results, slots.num_computed)
         return last

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
     from .device_slots import DeviceSlots
-    from .multi_step import MultiStep
+    from .multi_step import KeptResults
     from .prompt_graphs import RecordedPrompt
     from .recorded_draws import RecordedDraws
     from .step_rows import StepRows
@@ -68,9 +68,9 @@ class StepGraphs:
         fill: Callable[[RecordedPrompt], None] | None = None,
         prompt_sizes: tuple[int, ...] = (),
         draws: RecordedDraws | None = None,
-        multi: MultiStep | None = None,
+        kept: KeptResults | None = None,
     ) -> None:
-        self.draws, self.multi = draws, multi
+        self.draws, self.kept = draws, kept
         self.draft_numbers, self.drafts_at_random = draft_numbers, drafts_at_random
         self.propose = propose
         self.device, self.xp, self.slots, self.block_size = device, device.xp, slots, block_size

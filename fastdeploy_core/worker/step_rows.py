@@ -17,15 +17,15 @@ class StepRows:
 
     slots: np.ndarray  # [B] int64
     starts: np.ndarray  # [B] int64: tokens in the cache before this step
-    counts: np.ndarray  # [B] int64: tokens fed; num_decodes of each row of decodes
+    counts: np.ndarray  # [B] int64: tokens fed, in all decodes
     seq_lens: np.ndarray  # [B] int64: starts + counts
-    num_drafts: np.ndarray  # [B] int64: the last tokens fed are unverified drafts
+    num_drafts: np.ndarray  # [B] int64: the last tokens fed, each time, are unverified drafts
     samples: np.ndarray  # [B] bool: whether the row samples
     is_decode: bool  # one token per row at a time, every row samples
     # Rows that sample, expanded by drafts: sampled position r belongs to batch row sample_rows[r].
     sample_rows: np.ndarray  # [R] int64
     sample_tokens: np.ndarray  # [R] int64: which of the T tokens its logits come from
-    # [R] int64: where the sampled token will stand; with num_decodes the last
+    # [R] int64: where the sampled token will stand; with several decodes of one token the last
     sample_positions: np.ndarray
     # BatchRows.is_ahead: positions and num_drafts are the most until `settle`.
     is_ahead: bool = False

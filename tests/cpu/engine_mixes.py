@@ -82,7 +82,7 @@ class SharedExecutor:
     def __init__(self, config: EngineConfig, resolved: ResolvedPlugins) -> None:
         self._worker = make_worker(config, resolved, 0, 1, "")
         self._info = self._worker.load()
-        self.num_steps = self.num_ahead = 0
+        self.num_steps = self.num_ahead = self.num_several = 0
 
     def load(self) -> list[Any]:
         return [self._info]
@@ -92,7 +92,9 @@ class SharedExecutor:
 
     def submit(self, step: SchedulerOutput) -> LateResult:
         self.num_steps += 1
-        self.num_ahead += step.rows is not None and step.rows.is_ahead
+        is_ahead = step.rows is not None and step.rows.is_ahead
+        self.num_ahead += is_ahead
+        self.num_several += is_ahead and step.num_decodes > 1
         try:
             return LateResult(self._worker.launch(step))
         except Exception as error:

@@ -23,6 +23,8 @@ from fastdeploy_core.config import ParallelConfig, SpeculativeConfig
 from fastdeploy_core.engine.core import EngineCore
 from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.engine.worker_process import make_worker
+from fastdeploy_core.scheduler import decode_count
+from fastdeploy_core.scheduler import settings as scheduler_settings
 from fastdeploy_core.speculative.ngram import DeviceNgramDrafter
 from fastdeploy_core.testing.capturing import CapturingDevice, OnCapturingDevice
 from fastdeploy_core.types import SchedulerOutput
@@ -58,7 +60,11 @@ def world(folder: Path, tensor_library: str) -> tuple[list[Any], DetailCollector
     return requests, answers_alone(plain, requests)
 
 
-METHODS = ("ngram_match", "draft_model", "draft_model, posting")
+METHODS = (
+    *("ngram_match", "draft_model", "draft_model, posting"),
+    *("draft_model, posting several", "ngram_match, posting several"),
+)
+MOST = 3  # decodes of a step that are several
 
 
 def host_box(device: CapturingDevice, num_words: int) -> tuple[Any, np.ndarray]:
@@ -72,7 +78,7 @@ def bench(
     folder: Path, tensor_library: str, request: pytest.FixtureRequest
 ) -> Iterator[SpeculativeBench]:
     """Drafts by the target's double, every third of them spoilt, or by n-grams on the device. Results are
-    copied to the host, or come by themselves."""
+    copied to the host, or come by themselves; then steps may be of several decodes."""
     method, _, posts = request.param.partition(", ")
     if posts and tensor_library != "torch":
         pytest.skip("PaddlePaddle's tensors on a processor do not share memory with arrays")
@@ -80,6 +86,16 @@ def bench(
     with pytest.MonkeyPatch.context() as patch:
         if posts:
             patch.setattr(CapturingDevice, "host_box", host_box, raising=False)
+        if posts.endswith("several"):
+            made_device = CapturingDevice.__init__
+
+            def several(device: CapturingDevice, options: Any) -> None:
+                made_device(device, options)
+                device.limits = replace(device.limits, decodes_per_step=MOST)
+
+            patch.setattr(CapturingDevice, "__init__", several)
+            patch.setattr(decode_count, "MOST_S", 1e6)
+            patch.setattr(scheduler_settings, "BEFORE_SEVERAL", 2)
         patch.setattr(recorded_sizes, "prompt_ladder", lambda most: PROMPT_SIZES)
         made = SpeculativeBench(
             folder, tensor_library, method, options, captures=True, processors=()
@@ -109,15 +125,17 @@ def run_mix(bench: SpeculativeBench, world: Any, seed: int, seen: Counter[str]) 
     settings = replace(Settings.random(random), overlap=True, max_num_seqs=random.choice([2, 5, 8]))
     chosen = random.sample(requests, random.randrange(2, 9))
     varied = random if random.random() < 0.5 else None
-    before = bench._executor.num_ahead, bench._executor.num_steps
+    executor = bench._executor
+    before = executor.num_ahead, executor.num_steps, executor.num_several
     arrivals = [(random.choice([0, 0, random.randrange(12)]), r) for r in chosen]
     core, collector = bench.run_varied(settings, arrivals, varied)
     check(collector, chosen, truth)
     stats = core.stats()
     assert sum(stats.accepted_drafts_at_total) == stats.accepted_draft_tokens_total
     assert stats.accepted_draft_tokens_total <= stats.draft_tokens_total
-    seen["ahead"] += bench._executor.num_ahead - before[0]
-    seen["steps"] += bench._executor.num_steps - before[1]
+    seen["ahead"] += executor.num_ahead - before[0]
+    seen["steps"] += executor.num_steps - before[1]
+    seen["several"] += executor.num_several - before[2]
     seen["accepted"] += stats.accepted_draft_tokens_total
     seen["refused"] += stats.draft_tokens_total - stats.accepted_draft_tokens_total
     seen["preemptions"] += stats.preemptions_total
@@ -135,7 +153,9 @@ def test_steps_ahead_of_results_change_no_token(
     seen: Counter[str] = Counter()
     for seed in range(num_mixes):
         run_mix(bench, world, seed, seen)
-    assert seen["ahead"] > seen["steps"] // 6, seen
+    takes_several = bench._executor._info.max_decodes > 1
+    assert seen["ahead"] > seen["steps"] // (12 if takes_several else 6), seen
+    assert (seen["several"] > num_mixes) == takes_several, seen
     assert seen["accepted"] > 2 * num_mixes and seen["refused"] > 2 * num_mixes
     assert seen["preemptions"] and not seen["failures"]
     assert seen["prompts"] > num_mixes, "steps with prompts are recorded, too"
@@ -197,6 +217,8 @@ def test_rows_of_nobody_beside_sampled_ones_are_drafted_for_from_numbers_of_thei
     bench: SpeculativeBench, world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three rows in a step recorded for four, whose tokens a sampler draws that is not recorded."""
+    if bench._executor._info.max_decodes > 1:
+        pytest.skip("where steps may be of several decodes all draws are recorded")
     requests, truth = world
     padded, write_back = [], RecordedStep.write_back
 

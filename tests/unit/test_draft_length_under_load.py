@@ -104,7 +104,7 @@ class Accelerator:
                 step_id=step.output.step_id,
                 token_ids=np.full(int(counts.sum()), 7, dtype=np.int64),
                 counts=counts,
-                num_drafts=fed if step.is_ahead else None,
+                num_drafts=fed[None] if step.is_ahead else None,
                 next_drafts=np.full((counts.size, most), 9, dtype=np.int64) if most else None,
             ),
         )

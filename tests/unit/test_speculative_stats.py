@@ -137,7 +137,7 @@ def answer(step, tokens: list[list[int]], drafts: list[list[int]]) -> ModelRunne
         step_id=step.output.step_id,
         token_ids=np.array([t for row in tokens for t in row], dtype=np.int64),
         counts=np.array([len(row) for row in tokens], dtype=np.int64),
-        num_drafts=step.drafts if step.is_ahead else None,
+        num_drafts=step.drafts[None] if step.is_ahead else None,
         next_drafts=np.array(drafts, dtype=np.int64) if drafts else None,
     )
 
