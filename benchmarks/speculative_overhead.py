@@ -32,7 +32,6 @@ from fastdeploy_core.testing.capturing import CapturingDevice, OnCapturingDevice
 from fastdeploy_core.types import Request, SamplingParams, TokenDeltas
 from fastdeploy_core.worker import model_runner
 from fastdeploy_core.worker import worker as worker_module
-from fastdeploy_core.worker.posting import NUM_PAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT, WARM_STEPS = 16, 12
@@ -56,11 +55,11 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class QueuingDevice(CapturingDevice):
-    """Says that it only queues work, as an accelerator does."""
+    """Says that it only queues work, as an accelerator does, and takes steps as fd-cuda does."""
 
     def __init__(self, options: DeviceOptions) -> None:
         super().__init__(options)
-        self.limits = replace(self.limits, asynchronous=True)
+        self.limits = replace(self.limits, asynchronous=True, decodes_per_step=2)
 
     def host_box(self, num_words: int) -> tuple[Any, np.ndarray]:
         """See PostingDevice."""
@@ -130,7 +129,7 @@ def post(postbox: Any, width: int) -> None:
     """What a step will seem to have left: the first half of the tokens, and as many drafts as fit."""
     turn = postbox._count
     results, drafts = (
-        box[turn % NUM_PAGES] for box in (postbox._results_host, postbox._drafts_host)
+        box[turn % len(box)] for box in (postbox._results_host, postbox._drafts_host)
     )
     right = (width + 1) // 2
     tag = turn * 2**32

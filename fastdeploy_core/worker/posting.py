@@ -54,11 +54,11 @@ class Postbox:
         shape = (self._num_pages, rows, width)
         return box.view(list(shape)), host.reshape(shape)
 
-    def begin(self, times: int = 1) -> None:
-        """A recorded step is launched, so many times."""
+    def begin(self) -> None:
+        """A recorded step is launched."""
         if self._count < 0:
             self._count = int(self._device.to_host(self._turn)[0])
-        self._count += times
+        self._count += 1
 
     def forget(self) -> None:
         """A step failed: whether the device has counted it is not known."""

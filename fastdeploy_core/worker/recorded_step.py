@@ -109,13 +109,14 @@ class RecordedStep:
     def repeat(self, times: int) -> None:
         """Queue so many times more what was replayed since `replay`, each time over what the one before left."""
         device, postbox = self._graphs.device, self._graphs.slots.postbox
-        if postbox is not None:
-            postbox.begin(times)
-        if isinstance(device, RepeatingDevice):
+        if postbox is None and isinstance(device, RepeatingDevice):
             device.replay_times(self._replayed, times)
             return
-        for graph in self._replayed * times:
-            graph.replay()
+        for _ in range(times):
+            if postbox is not None:
+                postbox.begin()
+            for graph in self._replayed:
+                graph.replay()
 
     def _queue(self, graph: CapturedGraph | None) -> None:
         assert graph is not None

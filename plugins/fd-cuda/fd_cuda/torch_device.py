@@ -63,6 +63,7 @@ class TorchCudaDevice(CudaDevice):
             dtypes=("float32", "float16", "bfloat16") if new_enough else ("float32", "float16"),
             graph_capture=True,
             graph_collectives=True,
+            decodes_per_step=2,
             asynchronous=True,
             max_tensor_parallel_size=torch.cuda.device_count(),
         )
