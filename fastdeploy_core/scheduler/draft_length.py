@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .draft_trial import Load, TimedStep, Trial
+from .draft_trial import CLEAR, Load, TimedStep, Trial
 
 # Batch sizes up to this begin with a trial; larger ones have to be in use for some time first.
 SMALL = 8
 # Steps that are not counted behind a change of the number: up to the first one with it, at most so many.
 SETTLE = 8
-# What is not in use is tried after so many steps, then twice as many, while nothing changes.
-FIRST_TRY, TRY_AGAIN, TRY_AGAIN_AT_MOST = 24, 400, 3200
+# What is not in use is tried after so many steps, what has just come into use without a clear gain after a few more,
+# then after twice as many, while nothing changes.
+FIRST_TRY, CONFIRM, TRY_AGAIN, TRY_AGAIN_AT_MOST = 24, 100, 400, 12800
 # Share of the time that trials may cost where drafts turn out not to pay; steps that one costs at least,
 # since queues run empty.
-TRIAL_SHARE, LEAST_LOST = 0.01, 4.0
+TRIAL_SHARE, LEAST_LOST = 0.005, 4.0
 # What drafts must bring before they are used, and to go on.
-LEAST_GAIN, KEEP_GAIN = 1.15, 1.05
+LEAST_GAIN, KEEP_GAIN = 1.1, 1.05
 # Steps of which nobody asks or tells while drafts are off, behind each that is told of.
 RESTS = 7
 # Tokens drawn, and steps at least and at most, behind which it is looked whether drafts are still as often right.
@@ -116,10 +117,15 @@ class _Regime:
         self.is_judged = True
         needed = KEEP_GAIN if self._best else LEAST_GAIN
         best = trial.best(needed)
+        if best and not self._best and not trial.is_sure(best):
+            self.turn_off(CONFIRM)
+            return
         is_same = bool(best) == bool(self._best)
-        pause = min(2 * self._pause, TRY_AGAIN_AT_MOST) if is_same else TRY_AGAIN
+        is_doubtful = best and trial.gain(best) < CLEAR
+        first = CONFIRM if is_doubtful else TRY_AGAIN
+        pause = min(2 * self._pause, TRY_AGAIN_AT_MOST) if is_same else first
         if not best:
-            lost = max(LEAST_LOST, trial.lost_steps)
+            lost = max(LEAST_LOST, trial.lost_steps) if is_same else 0.0
             self.turn_off(max(pause, int(lost / TRIAL_SHARE)))
             return
         self._best, self._trial, self._since, self._pause = best, None, 0, pause

@@ -6,18 +6,25 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from statistics import median
+from math import inf, log, sqrt
+from statistics import quantiles, variance
 from typing import NamedTuple
 
-# Steps of a block, blocks of each number, and steps of a block behind which a number may have failed at once.
-BLOCK, ROUNDS, FEWEST = 12, 3, 4
+# Steps of a block, blocks of each number at least and at most, and steps of a block behind which a number may have
+# failed at once.
+BLOCK, ROUNDS, MOST_ROUNDS, FEWEST = 12, 3, 6, 4
+# Where more than this share of the steps have prompts, whose rows outlast such a block, blocks are so many steps, and
+# the first ones do not count: their rows began with another number.
+OFTEN, LONG_BLOCK, CARRIED_OVER = 0.02, 60, 12
+# Standard errors that are more than chance, and a gain that is clear behind two blocks.
+SURE, CLEAR = 2.0, 1.3
 # A number that is slower than this share of the fastest is tried no more: in its first block, behind it, behind
 # the next one and so on. Before so many tokens were drawn with it, only if it is slower than bad luck could
 # make it.
 FAILED, EVIDENCE, NO_LUCK = (0.8, 0.9, 0.95, 1.0), 12, 0.6
 # Drafts are hopeless that do not make a step give so many times as many tokens.
 HOPELESS = 1.1
-# How many times as long as others of its kind a step may count.
+# How many times as long as nine in ten others of its kind a step may count.
 HELD_UP = 3.0
 # What older steps keep with every new one of their share of what is known of the load.
 KEPT_LOAD = 0.997
@@ -46,13 +53,13 @@ class Window(NamedTuple):
 
     @classmethod
     def of(cls, steps: list[TimedStep]) -> Window:
-        """None counts for more than HELD_UP times what half of its kind took at most."""
+        """None counts for more than HELD_UP times what nine in ten of its kind took at most."""
         taken: defaultdict[tuple[bool, bool], list[float]] = defaultdict(list)
         for step in steps:
             taken[step.num_prompt_tokens > 0, step.has_drafts].append(step.seconds)
         sums = {False: 0.0, True: 0.0}
         for (has_prompts, _), found in taken.items():
-            most = HELD_UP * median(found)
+            most = HELD_UP * quantiles(found, n=10, method="inclusive")[8] if found[1:] else inf
             sums[has_prompts] += sum(min(seconds, most) for seconds in found)
         return cls(
             sum(step.tokens for step in steps),
@@ -70,11 +77,18 @@ class Load:
     def __init__(self) -> None:
         # Of all steps, as if there had been some before.
         self._tokens, self._prompt_tokens = FIRST_ANSWER, 0.0
+        self._often = 0.0
 
     def note(self, tokens: float, num_prompt_tokens: int) -> None:
         """One more step: what it gave a row, and what it computed of prompts."""
         self._tokens = KEPT_LOAD * self._tokens + tokens
         self._prompt_tokens = KEPT_LOAD * self._prompt_tokens + num_prompt_tokens
+        self._often += (1 - KEPT_LOAD) * ((num_prompt_tokens > 0) - self._often)
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Steps of a trial's block, and how many of them do not count."""
+        return (LONG_BLOCK, CARRIED_OVER) if self._often > OFTEN else (BLOCK, 0)
 
     def seconds_per_token(self, window: Window, others: Window) -> float:
         """Of a row, at the usual share of prompts: a window may have more or fewer, since requests that
@@ -94,9 +108,11 @@ class Trial:
     def __init__(self, numbers: tuple[int, ...], num_rows: int, load: Load) -> None:
         """numbers: in the order of their turns; 0 is one of them."""
         self._num_rows, self._load = num_rows, load
-        self._steps: dict[int, list[TimedStep]] = {number: [] for number in numbers}
+        self._blocks: dict[int, list[list[TimedStep]]] = {number: [] for number in numbers}
         self._turns = deque(numbers)
+        self._size, self._carried_over = load.block
         self._count = 0  # steps of the block
+        self._num_first = 0  # of those that do not count
 
     @property
     def current(self) -> int:
@@ -105,29 +121,41 @@ class Trial:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to compare."""
-        enough = all(len(self._steps[number]) >= ROUNDS * BLOCK for number in self._turns)
-        return len(self._turns) == 1 or enough
+        """Whether nothing is left to compare, or nothing would change by it."""
+        if len(self._turns) == 1:
+            return True
+        num_blocks = min(map(self._num_blocks, self._turns))
+        if not ROUNDS <= num_blocks < MOST_ROUNDS:
+            return num_blocks >= MOST_ROUNDS
+        best = max(filter(None, self._turns), key=self.gain)
+        return abs(log(max(1e-9, self.ratio(best)))) > SURE * self.error(best)
 
     def add(self, step: TimedStep) -> bool:
         """One more step; whether another number is in turn with it, or none."""
-        number = self.current
-        self._steps[number].append(step)
+        if self._num_first < self._carried_over:
+            self._num_first += 1
+            return False
+        number, blocks = self.current, self._blocks[self.current]
+        if not self._count:
+            blocks.append([])
+        blocks[-1].append(step)
         self._count += 1
-        if self._count >= (BLOCK if self._steps[0] else FEWEST):  # what none takes is wanted soon
+        if self._count >= (
+            self._size if self._blocks[0] else FEWEST
+        ):  # what none takes is wanted soon
             self._count = 0
             self._turns.rotate(-1)
             self._give_up(self._turns)
         elif self._count == FEWEST:
             self._give_up([number])
         if self.current != number:
-            self._count = 0
+            self._count = self._num_first = 0
         return self.is_over or self.current != number
 
     def _give_up(self, numbers: Iterable[int]) -> None:
         """Go on without those of them that have failed. Fewer drafts give no more tokens: if some gave next
         to none, fewer will not."""
-        known = [n for n in self._turns if len(self._steps[n]) >= BLOCK]
+        known = [n for n in self._turns if self._num_blocks(n)]
         best = max(known, key=self.ratio, default=-1)
         for number in tuple(numbers):
             if best >= 0 and number != best and self._has_failed(number, best):
@@ -136,20 +164,29 @@ class Trial:
                 self._turns = deque(n for n in self._turns if n == best or not least <= n <= number)
 
     def _has_failed(self, number: int, best: int) -> bool:
-        num_steps = len(self._steps[number])
+        steps, num_blocks = self._steps(number), self._num_blocks(number)
         # Prompts between steps with drafts say nothing by themselves.
-        if 2 * sum(step.has_drafts or not number for step in self._steps[number]) < FEWEST:
+        if 2 * sum(step.has_drafts or not number for step in steps) < FEWEST:
             return False
-        ratio, least = self.ratio(number), FAILED[min(num_steps // BLOCK, ROUNDS)]
-        if number and ratio < (least if num_steps * self._num_rows >= EVIDENCE else NO_LUCK):
+        ratio, least = self.ratio(number), FAILED[min(num_blocks, ROUNDS)]
+        if number and ratio < (least if len(steps) * self._num_rows >= EVIDENCE else NO_LUCK):
             return True
         # One block is too little for drafts to win by, where prompts come now and then.
-        is_known = min(num_steps, len(self._steps[best])) >= 2 * BLOCK
-        return best > 0 and is_known and ratio < least * self.ratio(best)
+        least_blocks = 2 if number or self.gain(best) > CLEAR else ROUNDS
+        if not best or min(num_blocks, self._num_blocks(best)) < least_blocks:
+            return False
+        return ratio < least * self.ratio(best) and (number > 0 or self.is_sure(best))
+
+    def _steps(self, number: int) -> list[TimedStep]:
+        return [step for block in self._blocks[number] for step in block]
+
+    def _num_blocks(self, number: int) -> int:
+        """Complete ones."""
+        return sum(len(block) >= self._size for block in self._blocks[number])
 
     def ratio(self, number: int) -> float:
         """How many times as fast as without drafts."""
-        own, plain = Window.of(self._steps[number]), Window.of(self._steps[0])
+        own, plain = Window.of(self._steps(number)), Window.of(self._steps(0))
         return self._load.seconds_per_token(plain, own) / self._load.seconds_per_token(own, plain)
 
     def gain(self, number: int) -> float:
@@ -157,9 +194,24 @@ class Trial:
         above that is chance."""
         return min(self.ratio(number), self.tokens(number) / max(self.tokens(0), 1e-9))
 
+    def error(self, number: int) -> float:
+        """Standard error of the logarithm of its ratio, as far as blocks differ."""
+        return sqrt(self._squared_error(0) + self._squared_error(number))
+
+    def _squared_error(self, number: int) -> float:
+        whole = Window.of(self._steps(number))
+        windows = [Window.of(block) for block in self._blocks[number] if len(block) >= self._size]
+        found = [self._load.seconds_per_token(w, whole) for w in windows if w.tokens and w.seconds]
+        return variance(map(log, found)) / len(found) if len(found) > 1 else inf
+
+    def is_sure(self, number: int) -> bool:
+        """Whether it is faster than none by more than chance."""
+        return log(max(1e-9, self.gain(number))) > SURE * self.error(number)
+
     def tokens(self, number: int) -> float:
-        """Of a row in a step."""
-        counts = [step.tokens for step in self._steps[number] if step.has_drafts or not number]
+        """Of a row in a step without prompts, whose rows may get none."""
+        steps = [step for step in self._steps(number) if not step.num_prompt_tokens]
+        counts = [step.tokens for step in steps if step.has_drafts == (number > 0)]
         return sum(counts) / max(1, len(counts))
 
     def best(self, needed: float) -> int:
@@ -170,10 +222,10 @@ class Trial:
     @property
     def lost_steps(self) -> float:
         """Steps without drafts that could have been done in what drafts have lost."""
-        plain = Window.of(self._steps[0])
+        num_plain, plain = len(self._steps(0)), Window.of(self._steps(0))
         lost = 0.0
-        for number, steps in self._steps.items():
-            if number and steps and plain.tokens:
+        for number in self._blocks:
+            if number and (steps := self._steps(number)) and plain.tokens:
                 slower = max(0.0, 1 - self.ratio(number))
                 lost += slower * sum(step.seconds for step in steps)
-        return lost / max(1e-9, plain.seconds / max(1, len(self._steps[0])))
+        return lost / max(1e-9, plain.seconds / max(1, num_plain))

@@ -62,7 +62,8 @@ class StepPlanner:
             is_ahead = self._roster.awaited_step >= 0
             num_drafts = self._choose(self._length)
             self._repeats = not num_drafts and self._length.is_off
-        self._lookahead = self._settings.lookahead_tokens if num_drafts else 0
+        drafts_follow = num_drafts > 0
+        self._lookahead = self._settings.lookahead_tokens if drafts_follow else 0
         if is_ahead:
             self._plan_ahead(num_drafts)
             if step.is_empty and self._settings.max_rows_ahead and not self._roster.num_suspects:
@@ -92,7 +93,7 @@ class StepPlanner:
             self._kv.take_copies(),
             num_drafts,
             rests=self._settings.drafts_with_cache,
-            fills=self._length is not None and not self._length.is_off,
+            fills=drafts_follow,
         )
         if planned.is_awaited:
             self._roster.awaited_step = planned.output.step_id
