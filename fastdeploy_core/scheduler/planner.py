@@ -92,7 +92,6 @@ class StepPlanner:
             self._roster.take_forgotten(),
             self._kv.take_copies(),
             num_drafts,
-            rests=self._settings.drafts_with_cache,
             fills=drafts_follow,
         )
         if planned.is_awaited:

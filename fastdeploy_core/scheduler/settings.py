@@ -36,7 +36,6 @@ class SchedulerSettings:
     num_speculative_tokens: int = 0
     adaptive_length: bool = True
     disable_by_batch_size: int = 0
-    drafts_with_cache: bool = False  # the drafter has entries of its own in the sequences' blocks
     lookahead_tokens: int = 0
     # Rows up to which a step can be planned before it is known how many drafts of the one before are right.
     max_rows_ahead: int = 0
@@ -77,7 +76,6 @@ def make_settings(
         num_speculative_tokens=speculative.num_speculative_tokens if speculative else 0,
         adaptive_length=speculative is None or speculative.adaptive_length,
         disable_by_batch_size=speculative.disable_by_batch_size if speculative else 0,
-        drafts_with_cache=info.drafts_with_cache,
         lookahead_tokens=needs.lookahead_tokens,
         max_rows_ahead=info.max_rows_ahead,
         max_decodes=info.max_decodes,

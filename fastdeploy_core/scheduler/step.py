@@ -227,10 +227,11 @@ class StepBuilder:
         copies: BlockCopies,
         max_drafts: int = 0,
         *,
-        rests: bool = False,
         fills: bool = False,
     ) -> ScheduledStep:
-        """The step. max_drafts, rests, fills: see `_ask`."""
+        """The step. max_drafts: wanted behind it. fills: drafters keep what the step computes for drafts that later
+        steps want; otherwise, where it wants none itself, they miss it. That costs some right drafts, and the output
+        nothing."""
         cohort = self._cohort if self._has_cohort else NO_COHORT
         has_drafts = self.has_drafts
         draws = bool(cohort.seqs) or any(row.sample for row in self._rows)
@@ -268,7 +269,10 @@ class StepBuilder:
             }
         self.step_id = self._number
         self.num_drawn = step.num_rows if all(row.sample for row in self._rows) else 0
-        self._ask(step, max_drafts, rests=rests, fills=fills)
+        if cohort.seqs or max_drafts:  # drafts outlast a step of prompts alone
+            self.asked = max_drafts
+        if max_drafts or fills:
+            message.max_drafts = max_drafts
         return step
 
     def _is_last(self, cohort: Cohort) -> bool:
@@ -277,16 +281,6 @@ class StepBuilder:
         if seq_ids is not last and np.array_equal(seq_ids, last):
             self._last_seq_ids = seq_ids
         return seq_ids is self._last_seq_ids
-
-    def _ask(self, step: ScheduledStep, max_drafts: int, *, rests: bool, fills: bool) -> None:
-        """Say in the message how many drafts are wanted behind the step. Where there are none, a drafter
-        that `rests` misses what decodes here, for it would cost it a pass through layers of its own; unless
-        it `fills` what it keeps for later, it misses everything. That costs it some right drafts, and its
-        output nothing."""
-        if step.cohort.seqs or max_drafts:  # drafts outlast a step of prompts alone
-            self.asked = max_drafts
-        if max_drafts or (fills and (self.num_prefills or not rests)):
-            step.output.max_drafts = max_drafts
 
     def _columns_of(self, cohort: Cohort) -> BatchRows:
         """Explicit rows for a message: the cohort's, then the others."""

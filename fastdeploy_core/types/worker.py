@@ -30,7 +30,6 @@ class WorkerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     on_host: bool = False  # the device computes on this host's processors, all through a step
     host_tier: bool = True  # blocks can move to host memory and back
     logprobs: bool = True
-    drafts_with_cache: bool = False  # the drafter's layers have entries in every block
     # A decode step of up to so many rows finds its drafts on the device (BatchRows.is_ahead); 0: none
     max_rows_ahead: int = 0
     max_decodes: int = 1  # the most of SchedulerOutput.num_decodes

@@ -91,10 +91,6 @@ class ModelRunner:
         self._drawer = TokenDrawer(
             device, kernels, loaded.model, batch, self._columns, self._state, communicator
         )
-        # Whether drafters have layers of their own, which share the sequences' blocks.
-        self.drafts_with_cache = drafters is not None and drafters.first_layer < len(
-            loaded.kv_layers
-        )
         self._judge = DraftJudge(
             device, batch, refuses_all=speculative is not None and speculative.benchmark_mode
         )
@@ -248,8 +244,10 @@ class ModelRunner:
         drafts = None
         if self._speculation is not None and launched.concerns_drafters:
             drafts = self._speculation.propose(launched, recorded, self._slots)
-        if launched.rows.num_decodes > 1:
-            results = self._go_on(launched, recorded, results)
+        if recorded is not None and launched.rows.num_decodes > 1:
+            recorded.repeat(launched.rows.num_decodes - 1)
+            if self._kept is not None:
+                results = self._kept.of(launched.rows.slots.size)
         with self._lock:
             if self._rank:  # rank 0 answers; this one only keeps the tokens on its device
                 launched.event, launched.is_read = self._device.record_event(), True
@@ -361,17 +359,6 @@ class ModelRunner:
         slots = plan.slots[drafts.layout.first]
         batch.drawn_behind_drafts(slots, self._device.to_device(slots), verdict.next_ids)
         return verdict.mark(drawn.marked)
-
-    def _go_on(
-        self, launched: Launched, recorded: RecordedStep | None, results: Tensor | None
-    ) -> Tensor | None:
-        """Queue the decodes behind a recorded step's first one, whose results these are: where all of theirs
-        are, unless they are posted."""
-        assert recorded is not None
-        began = time.perf_counter()
-        recorded.repeat(launched.rows.num_decodes - 1)
-        launched.model_s += time.perf_counter() - began
-        return results if self._kept is None else self._kept.of(launched.rows.slots.size)
 
     def _is_plain(self, plan: SamplingPlan, rows: StepRows) -> bool:
         """Whether the likeliest tokens are all that is wanted. Ranks must agree on it, although rank 0

@@ -246,7 +246,6 @@ class Worker:
             on_host=limits.shares_host_memory and not limits.overlap,
             host_tier=limits.host_tier,
             logprobs=limits.logprobs,
-            drafts_with_cache=runner.drafts_with_cache,
             max_rows_ahead=runner.max_rows_ahead,
             max_decodes=runner.max_decodes,
             device=device.name,
