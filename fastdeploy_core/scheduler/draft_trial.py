@@ -15,19 +15,22 @@ from typing import NamedTuple
 BLOCK, ROUNDS, MOST_ROUNDS, FEWEST = 12, 3, 6, 4
 # Where more than this share of the steps have prompts, whose rows outlast such a block, blocks are so many steps, and
 # the first ones do not count: their rows began with another number.
-OFTEN, LONG_BLOCK, CARRIED_OVER = 0.02, 60, 12
+OFTEN, LONG_BLOCK, CARRIED_OVER = 0.04, 60, 12
 # Standard errors that are more than chance, and a gain that is clear behind two blocks.
 SURE, CLEAR = 2.0, 1.3
 # A number that is slower than this share of the fastest is tried no more: in its first block, behind it, behind
 # the next one and so on. Before so many tokens were drawn with it, only if it is slower than bad luck could
 # make it.
-FAILED, EVIDENCE, NO_LUCK = (0.8, 0.9, 0.95, 1.0), 12, 0.6
-# Drafts are hopeless that do not make a step give so many times as many tokens.
-HOPELESS = 1.1
+FAILED, EVIDENCE, NO_LUCK = (0.8, 0.95, 1.0, 1.05), 12, 0.6
+# Drafts are hopeless that do not make a step give so many times as many tokens, drawn with them so many: those who ask
+# for them, and the step itself, take some of that.
+HOPELESS, HOPE = 1.15, 24
 # How many times as long as nine in ten others of its kind a step may count.
 HELD_UP = 3.0
 # What older steps keep with every new one of their share of what is known of the load.
 KEPT_LOAD = 0.997
+# Weight of the newest step in how often steps have prompts.
+LATELY = 1 / 32
 # Tokens of a row before prompts come, until that is known.
 FIRST_ANSWER = 8.0
 
@@ -83,7 +86,7 @@ class Load:
         """One more step: what it gave a row, and what it computed of prompts."""
         self._tokens = KEPT_LOAD * self._tokens + tokens
         self._prompt_tokens = KEPT_LOAD * self._prompt_tokens + num_prompt_tokens
-        self._often += (1 - KEPT_LOAD) * ((num_prompt_tokens > 0) - self._often)
+        self._often += LATELY * ((num_prompt_tokens > 0) - self._often)
 
     @property
     def block(self) -> tuple[int, int]:
@@ -159,8 +162,7 @@ class Trial:
         best = max(known, key=self.ratio, default=-1)
         for number in tuple(numbers):
             if best >= 0 and number != best and self._has_failed(number, best):
-                is_hopeless = self.tokens(number) < HOPELESS * self.tokens(0)
-                least = 1 if number and is_hopeless else number
+                least = 1 if number and self._is_hopeless(number) else number
                 self._turns = deque(n for n in self._turns if n == best or not least <= n <= number)
 
     def _has_failed(self, number: int, best: int) -> bool:
@@ -168,6 +170,8 @@ class Trial:
         # Prompts between steps with drafts say nothing by themselves.
         if 2 * sum(step.has_drafts or not number for step in steps) < FEWEST:
             return False
+        if number and len(steps) * self._num_rows >= HOPE and self._is_hopeless(number):
+            return True
         ratio, least = self.ratio(number), FAILED[min(num_blocks, ROUNDS)]
         if number and ratio < (least if len(steps) * self._num_rows >= EVIDENCE else NO_LUCK):
             return True
@@ -176,6 +180,9 @@ class Trial:
         if not best or min(num_blocks, self._num_blocks(best)) < least_blocks:
             return False
         return ratio < least * self.ratio(best) and (number > 0 or self.is_sure(best))
+
+    def _is_hopeless(self, number: int) -> bool:
+        return self.tokens(number) < HOPELESS * self.tokens(0)
 
     def _steps(self, number: int) -> list[TimedStep]:
         return [step for block in self._blocks[number] for step in block]

@@ -15,7 +15,7 @@ import pytest
 from fastdeploy_core.config import GraphConfig
 from fastdeploy_core.contracts.device import CapturedGraph
 from fastdeploy_core.plugins.kernels import build_kernel_table
-from fastdeploy_core.scheduler import decode_count
+from fastdeploy_core.scheduler import decode_count, settings
 from fastdeploy_core.tensor import load
 from fastdeploy_core.testing.capturing import CapturingDevice, OnCapturingDevice
 from tests.cpu import engine_mixes
@@ -54,6 +54,14 @@ class RepeatingDevice(MultiDevice):
                 graph.replay()
 
 
+class PostingDevice(MultiDevice):
+    """And whose results come by themselves, so that steps are queued ahead of them."""
+
+    def host_box(self, num_words: int) -> tuple[Any, np.ndarray]:
+        host = np.zeros(num_words, dtype=np.int64)
+        return self.xp.from_numpy(host), host
+
+
 class OnMultiDevice(OnCapturingDevice):
     """OnCapturingDevice with that device."""
 
@@ -61,6 +69,12 @@ class OnMultiDevice(OnCapturingDevice):
 
     def load(self, kind: str, name: str = "") -> Any:
         return self.device if kind == "device" else super().load(kind, name)
+
+
+class OnPostingDevice(OnMultiDevice):
+    """The same with that one."""
+
+    device = PostingDevice
 
 
 class OnRepeatingDevice(OnMultiDevice):
@@ -77,11 +91,18 @@ def patience() -> Iterator[None]:
         yield
 
 
-def make(checkpoint: Path, tensor_library: str, plugins: Any, graphs: GraphConfig) -> Bench:
+def make(
+    checkpoint: Path,
+    tensor_library: str,
+    plugins: Any,
+    graphs: GraphConfig,
+    *,
+    overlap: bool = False,
+) -> Bench:
     def config(path: Path, library: str, num_ranks: int = 1) -> tuple[Any, Any]:
         made, resolved = original(path, library, num_ranks)
         model = replace(made.model, load_format="dummy")
-        batch = replace(made.batch, overlap=False)
+        batch = replace(made.batch, overlap=overlap)
         return replace(made, model=model, graphs=graphs, batch=batch), plugins(resolved)
 
     original = engine_mixes.make_engine_config
@@ -119,6 +140,40 @@ def counted(bench: Bench) -> Iterator[list[int]]:
         yield found
 
 
+@pytest.fixture(scope="module")
+def posting(
+    tmp_path_factory: pytest.TempPathFactory, tensor_library: str, benches: tuple[Bench, Bench]
+) -> Iterator[Bench]:
+    """The same model where steps are queued ahead and results posted."""
+    if tensor_library != "torch":
+        pytest.skip("PaddlePaddle's tensors on a processor do not share memory with arrays")
+    checkpoint = write_model(tmp_path_factory.mktemp("llama"))
+    graphs = GraphConfig(sizes=(1, 2, 4, 8))
+    bench = make(checkpoint, tensor_library, OnPostingDevice, graphs, overlap=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settings, "BEFORE_SEVERAL", 2)
+        yield bench
+    bench.worker.close()
+
+
+def test_steps_queued_ahead_decode_several_times(
+    posting: Bench, benches: tuple[Bench, Bench]
+) -> None:
+    requests = make_requests(Random(6), 14)
+    alone = answers_alone(benches[1], requests)
+    preemptions, numbers = 0, list[int]()
+    for seed in range(NUM_MIXES):
+        random = Random(seed)
+        chosen = random.sample(requests, random.randrange(2, 7))
+        with counted(posting) as found:
+            arrivals = [(random.randrange(10), request) for request in chosen]
+            core, collector = posting.run(replace(Settings.random(random), overlap=True), arrivals)
+        numbers += found
+        check(collector, chosen, alone)
+        preemptions += core.stats().preemptions_total
+    assert preemptions > 3 and {1, 2, 4} <= set(numbers)
+
+
 def test_random_mixes_give_the_tokens_of_each_request_alone(benches: tuple[Bench, Bench]) -> None:
     several, eager = benches
     requests = make_requests(Random(5), 14)
@@ -126,10 +181,12 @@ def test_random_mixes_give_the_tokens_of_each_request_alone(benches: tuple[Bench
     preemptions, numbers = 0, list[int]()
     for seed in range(NUM_MIXES):
         random = Random(seed)
-        settings = replace(Settings.random(random), overlap=False)
+        chosen_settings = replace(Settings.random(random), overlap=False)
         chosen = random.sample(requests, random.randrange(2, 7))
         with counted(several) as found:
-            core, collector = several.run(settings, [(random.randrange(10), r) for r in chosen])
+            core, collector = several.run(
+                chosen_settings, [(random.randrange(10), r) for r in chosen]
+            )
         numbers += found
         check(collector, chosen, alone)
         preemptions += core.stats().preemptions_total
@@ -157,14 +214,22 @@ def test_request_that_breaks_a_step_fails_alone(
     check_poisoned_step(several, requests, answers_alone(eager, requests), False, monkeypatch)
 
 
+@pytest.mark.parametrize("is_posting", [False, True])
 @pytest.mark.parametrize("stops", [False, True])
 @pytest.mark.parametrize("place", [8, 9, 10, 11])
 def test_a_row_is_cut_before_what_means_nothing(
-    benches: tuple[Bench, Bench], monkeypatch: pytest.MonkeyPatch, place: int, stops: bool
+    benches: tuple[Bench, Bench],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    place: int,
+    stops: bool,
+    is_posting: bool,
 ) -> None:
     """Logits are NaN in the midst of several decodes: the sequence fails there, as it does alone, if it has not
     ended before; its neighbour goes on."""
     several, eager = benches
+    if is_posting:
+        several = request.getfixturevalue("posting")
     prompts = {"bad": [5, 6, 7], "good": list(range(30, 60))}
     common = {"max_tokens": 18, "ignore_eos": True}
     requests = [make_request(name, prompt, **common) for name, prompt in prompts.items()]
@@ -183,7 +248,8 @@ def test_a_row_is_cut_before_what_means_nothing(
 
     monkeypatch.setattr(model, "forward", fragile)
     with counted(several) as found:
-        _, collector = several.run(Settings(max_num_seqs=4), [(0, r) for r in requests])
+        options = Settings(max_num_seqs=4, overlap=is_posting)
+        _, collector = several.run(options, [(0, r) for r in requests])
     assert MOST in found
     assert collector.answers("good") == alone["good"] and "good" not in collector.errors
     assert collector.answers("bad") == [tokens]

@@ -127,3 +127,15 @@ def test_it_is_not_for_devices_that_hide_the_host_or_draft(options: dict[str, An
     core = make(**options)
     run(core, [make_request("r", [4, 5, 6], max_tokens=20)])
     assert set(counts(core)) == {1}
+
+
+def test_where_steps_are_queued_ahead_a_batch_begins_with_one_decode_per_step() -> None:
+    count, found = DecodeCount(4, begins_after=5), []
+    for prompts in (False, False, True):
+        for _ in range(12):
+            count.note(found[-1] if found else 1, 1e-4)
+            found.append(count.choose(100))
+        if prompts:
+            count.note(0, 1e-4)
+            assert count.choose(100) == 1
+    assert found[:7] == [1, 1, 1, 1, 2, 4, 4] and set(found[7:]) == {4}
