@@ -61,8 +61,9 @@ class StepPlanner:
         if self._length is not None:
             is_ahead = self._roster.awaited_step >= 0
             num_drafts = self._choose(self._length)
-            self._repeats = not num_drafts and self._length.is_off
         drafts_follow = num_drafts > 0
+        # Also while numbers of drafts are compared, or none would seem slower than it is.
+        self._repeats = not drafts_follow
         self._lookahead = self._settings.lookahead_tokens if drafts_follow else 0
         if is_ahead:
             self._plan_ahead(num_drafts)
