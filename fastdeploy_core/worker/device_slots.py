@@ -305,8 +305,9 @@ class DeviceSlots:
         ]
 
     def _catch_up(self, rows: StepRows) -> None:
-        """Give the device the histories that it does not have. It goes on with them itself; a token that is
-        still on its way to the host it has, too."""
+        """Give the device the histories that it does not have. It goes on with them itself; the newest token,
+        if that is still on its way to the host, it has, too. Further ones on their way, which only several decodes
+        without drafts leave, are missing: that costs right drafts, and the output nothing."""
         assert self.history is not None
         is_new = ~self._has_history[rows.slots]
         if not is_new.any():
