@@ -23,7 +23,8 @@ using B = uint8_t __attribute__((vector_size(64)));
 
 constexpr I kLaneNumbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-FDCPU_INLINE F splat(float x) { return F{} + x; }
+// Minus zero, which changes no number: plus zero would, so that it would be computed.
+FDCPU_INLINE F splat(float x) { return x - F{}; }
 FDCPU_INLINE I splat_int(int32_t x) { return I{} + x; }
 
 template <class V>
