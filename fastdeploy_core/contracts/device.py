@@ -48,7 +48,8 @@ class DeviceLimits:
     step_buckets: StepBuckets | None = None  # None: steps of any shape
     graph_capture: bool = False
     # Rows of nobody at the end of a captured step cost nothing, so one recording of the largest batch
-    # serves every batch.
+    # serves every batch, and one of the largest step every prompt: that one is captured without having run.
+    # A graph with a false attribute `is_any_size` costs what the largest one does, and serves no prompts.
     graph_any_size: bool = False
     graph_collectives: bool = False  # a captured graph may hold the communicator's collectives
     # Decode steps that may run one behind the other before the host sees a token: above 1 where it takes

@@ -113,7 +113,7 @@ class ModelRunner:
 
     def _make_graphs(self, sizes: tuple[int, ...], communicator: Communicator | None) -> StepGraphs:
         """Recordings to be made, and the device's own state of the sequences that they work on."""
-        config, speculation = self._config, self._speculation
+        config, speculation, loaded = self._config, self._speculation, self._loaded
         # One rank knows what all rows need.
         can_draw = communicator is None and can_record_draws(self._device, self._kernels)
         if can_draw and max(sizes) >= config.batch.max_num_seqs:
@@ -147,7 +147,7 @@ class ModelRunner:
             propose=None if speculation is None else partial(speculation.propose_recorded, slots),
             fill=None if speculation is None else speculation.recorded_fill,
             prompt_sizes=prompt_sizes(
-                self._loaded.attention.values(), config, self._loaded.builder.expert_ranks
+                config, self._device.limits, loaded.attention.values(), loaded.builder.expert_ranks
             ),
             draws=self._draws if can_draw else None,
             kept=self._kept,

@@ -1,7 +1,8 @@
 """Recorded steps of prompts, and of prompts beside decodes: the forward pass of up to so many tokens.
 
 A model of small layers computes a short prompt faster than the host can queue its kernels. Such steps are
-padded to the next size of a ladder and replayed: what differs between them lies in buffers on the device.
+padded to the next size of a ladder and replayed: what differs between them lies in buffers on the device. Where
+padding costs nothing (limits.graph_any_size) the largest step serves all.
 Logits and the draw stay outside; step_graphs.py owns the recordings of decode steps.
 """
 
@@ -47,9 +48,11 @@ class RecordedPrompt:
         self._fill: CapturedGraph | None = None
 
     def record(self, beside: CapturedGraph | None) -> CapturedGraph:
-        """Run once to get ready, then record; the memory of `beside` is used again."""
+        """Run once to get ready, then record; the memory of `beside` is used again. On a device where one
+        recording serves any size running all of it would take as long as such a step, and nothing needs it."""
         capture, fill = self._graphs.device.capture, self._graphs.fill
-        self.run_once()
+        if not self._graphs.any_size:
+            self.run_once()
         self._forward = capture(self.run_once, beside)
         if fill is not None:
             # Recording computes nothing, and what the drafter's layers are given has to be numbers.
@@ -57,6 +60,11 @@ class RecordedPrompt:
             fill(self)
             self._fill = capture(partial(fill, self), beside or self._forward)
         return self._forward
+
+    @property
+    def is_any_size(self) -> bool:
+        """Whether fewer tokens cost less, where the device records that."""
+        return all(getattr(graph, "is_any_size", True) for graph in (self._forward, self._fill))
 
     def run(self, batch: AttentionBatch, input_ids: Tensor) -> TargetStep:
         """Queue a step."""
@@ -97,6 +105,7 @@ class PromptGraphs:
     ) -> None:
         self.fill = fill
         self.device, self.model, self.context, self.sizes = device, model, context, sizes
+        self.any_size = device.limits.graph_any_size
         most = max(sizes)
         rows = min(max_num_seqs, most)
         self.buffers = PromptBuffers(device, most, rows, max_blocks, max_model_len)
@@ -108,7 +117,8 @@ class PromptGraphs:
             return None
         tokens = int(rows.counts.sum())
         size = next((size for size in self.sizes if size >= tokens), 0)
-        if rows.slots.size > size or (size > FEW_TOKENS and tokens < LEAST_SHARE * size):
+        is_padding_dear = size > FEW_TOKENS and not self.any_size
+        if rows.slots.size > size or (is_padding_dear and tokens < LEAST_SHARE * size):
             return None
         return self._steps.get(size)
 
@@ -119,7 +129,7 @@ class PromptGraphs:
 
     def rehearse(self) -> None:
         """Run a step of each size once, so that its kernels are met."""
-        for size in self.sizes:
+        for size in () if self.any_size else self.sizes:
             RecordedPrompt(self, size).run_once()
 
     def estimate(self, beside: CapturedGraph | None) -> int:
@@ -146,7 +156,8 @@ class PromptGraphs:
                 f"a step of {size} prompt tokens cannot be recorded: {type(error).__name__}: {error}; "
                 "try --enforce-eager"
             ) from error
-        self._steps[size] = step
+        if step.is_any_size or not self.any_size:
+            self._steps[size] = step
         return beside
 
     def drop(self) -> None:

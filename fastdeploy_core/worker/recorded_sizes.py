@@ -83,11 +83,17 @@ def prompt_ladder(max_step_tokens: int) -> tuple[int, ...]:
 
 
 def prompt_sizes(
-    drivers: Iterable[AttentionBackend], config: EngineConfig, ranks: ExpertRanks | None = None
+    config: EngineConfig,
+    limits: DeviceLimits,
+    drivers: Iterable[AttentionBackend],
+    ranks: ExpertRanks | None = None,
 ) -> tuple[int, ...]:
-    """The ladder if every attention driver can be recorded in such steps, as far as divided experts can."""
+    """The ladder if every attention driver can be recorded in such steps, as far as divided experts can; the
+    largest step alone where it serves any size."""
     if not all(driver.can_capture_mixed for driver in drivers):
         return ()
     sizes = prompt_ladder(config.batch.max_num_batched_tokens)
+    if limits.graph_any_size:
+        return sizes[-1:]
     most = None if ranks is None else ranks.most_recorded
     return sizes if most is None else tuple(size for size in sizes if size <= most)

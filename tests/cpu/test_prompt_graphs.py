@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_core.config import GraphConfig, SpeculativeConfig
+from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.models.decoder import DecoderLM
 from fastdeploy_core.testing.capturing import CapturingDevice, RecordableAttention
 from fastdeploy_core.worker import recorded_sizes
@@ -95,10 +96,15 @@ def test_what_is_recorded(folder: Path) -> None:
     config = engine_config(folder, "torch", max_num_seqs=6)
     tokens = config.batch.max_num_batched_tokens
     able: list[Any] = [RecordablePrompts]
-    assert recorded_sizes.prompt_sizes(able, config) == recorded_sizes.prompt_ladder(tokens)
-    assert recorded_sizes.prompt_sizes([*able, RecordableAttention], config) == ()
+    limits = CapturingDevice(DeviceOptions(tensor_library="torch")).limits
     drafts = dataclasses.replace(config, speculative=SpeculativeConfig("ngram", 2))
-    assert recorded_sizes.prompt_sizes(able, drafts) == recorded_sizes.prompt_ladder(tokens)
+    for wanted in (config, drafts):
+        found = recorded_sizes.prompt_sizes(wanted, limits, able)
+        assert found == recorded_sizes.prompt_ladder(tokens)
+    any_size = dataclasses.replace(limits, graph_any_size=True)
+    assert recorded_sizes.prompt_sizes(config, any_size, able) == (tokens,)
+    for device in (limits, any_size):
+        assert recorded_sizes.prompt_sizes(config, device, [*able, RecordableAttention]) == ()
 
 
 class Compiling(CapturingDevice):

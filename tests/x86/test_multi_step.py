@@ -10,7 +10,7 @@ import pytest
 
 from fastdeploy import LLM, SamplingParams
 from fastdeploy_core.scheduler import decode_count
-from fastdeploy_core.worker import model_runner
+from fastdeploy_core.worker import model_runner, prompt_graphs
 
 pytest.importorskip("fd_cpu._native", reason="fd-cpu is not installed")
 recording = pytest.importorskip("fd_cpu.recording")
@@ -42,6 +42,30 @@ def engines(tensor_library: str) -> Iterator[tuple[LLM, LLM]]:
     yield several, single
     several.close()
     single.close()
+
+
+def test_recorded_prompts_answer_as_prompts_operation_by_operation(
+    tensor_library: str, engines: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One recording takes them all: alone, several in a step, in chunks, beside decodes."""
+    replayed: list[int] = []
+    replay = prompt_graphs.RecordedPrompt.run
+    monkeypatch.setattr(
+        prompt_graphs.RecordedPrompt,
+        "run",
+        lambda self, *step: (replayed.append(self.size), replay(self, *step))[1],
+    )
+    prompts = ["12 + 30 =", "Count: " + "1 2 3 " * 30, "Sort: d a c b", "Reverse: " + "abc " * 17]
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    eager = make(tensor_library, enforce_eager=True)
+    found = []
+    for llm in (engines[0], eager):
+        several = llm.generate(prompts * 3, params, use_tqdm=False)
+        alone = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
+        found.append([x.outputs[0].token_ids for x in (*several, *alone)])
+    eager.close()
+    assert found[0] == found[1]
+    assert len(replayed) > 4 and len(set(replayed)) == 1
 
 
 CASES: dict[str, dict[str, Any]] = {

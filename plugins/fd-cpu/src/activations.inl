@@ -44,21 +44,20 @@ struct Activations {
 
 // Per group: int8 by absmax / 127. int8 weights are multiplied with x + 128, which is unsigned.
 // What loops read is copied first: a store of bytes might change anything, for all that the compiler knows.
-FDCPU_INLINE void quantize_row(const PackedMatrix &w, const float *row, const Activations &form, int64_t m) {
+template <class T>
+FDCPU_INLINE void quantize_row(const PackedMatrix &w, const T *row, const Activations &form, int64_t m) {
     const Activations out = form;
     const int64_t group = w.group, groups = out.groups;
     uint8_t *bytes = out.row(m);
     const int offset = w.kind == WeightKind::int8 ? 128 : 0;
     for (int64_t g = 0; g < groups; ++g) {
-        const float *x = row + g * group;
-        F peaks = splat(0), squares = splat(0);
-        for (int64_t k = 0; k < group; k += kLanes) {
-            const F value = load(x + k);
-            peaks = maximum(peaks, absolute(value));
-            squares = value * value + squares;
-        }
-        const float peak = max_of(peaks);
-        const float scale = peak / 127.f, inverse = peak > 0 ? 127.f / peak : 0.f;
+        const T *x = row + g * group;
+        // Magnitudes are in the order of their bits, and what is no number above all of them.
+        I peaks = splat_int(0);
+        for (int64_t k = 0; k < group; k += kLanes) peaks = maximum(I(absolute(load(x + k))), peaks);
+        const float peak = float_of(max_of_ints(peaks));
+        const bool is_finite = std::isfinite(peak);
+        const float inverse = is_finite && peak > 0 ? 127.f / peak : 0.f;
         I total = splat_int(0);
         for (int64_t k = 0; k < group; k += kLanes) {
             const I q = round_to_int(load(x + k) * inverse);
@@ -66,8 +65,7 @@ FDCPU_INLINE void quantize_row(const PackedMatrix &w, const float *row, const Ac
             store_bytes(bytes + out.at(g * group + k), q + offset);
         }
         // A value that is no number must reach the result, not vanish in an integer.
-        const bool is_finite = std::isfinite(sum_of(squares));
-        out.scales[m * groups + g] = is_finite ? scale : std::nanf("");
+        out.scales[m * groups + g] = is_finite ? peak / 127.f : std::nanf("");
         out.sums[m * groups + g] = is_finite ? sum_of_ints(total) : 0;
     }
 }
@@ -111,7 +109,10 @@ template <class T>
 FDCPU_INLINE void prepare_row(const LinearOp &op, const Activations &form, int64_t m, int64_t from, float *row) {
     const PackedMatrix &w = *op.weight;
     const int64_t inputs = w.inputs, padded = w.padded_inputs;
-    widen_row(static_cast<const T *>(op.x) + from * op.x_stride, row, inputs);
+    const T *x = static_cast<const T *>(op.x) + from * op.x_stride;
+    const bool is_as_it_is = !op.norm_weight && inputs == padded && w.kind != WeightKind::tet2;
+    if (is_as_it_is && form.is_int) return quantize_row(w, x, form, m);
+    widen_row(x, row, inputs);
     const int64_t whole = (padded + kLanes - 1) / kLanes * kLanes;
     for (int64_t k = inputs; k < whole; ++k) row[k] = 0;
     if (op.norm_weight) normalize(row, static_cast<const T *>(op.norm_weight), op.eps, inputs, row);

@@ -1,8 +1,8 @@
 // Paged attention over this device's own cache layout, with rotation and the cache write before it.
 //
 // An item of work is one kv head and a few tokens of one sequence; with g query heads for a kv head its
-// rows are these tokens times g. Blocks of the cache are taken one after another with a running maximum
-// and sum (online softmax, arXiv 1805.02867), so that the scores of one block are all that is kept.
+// rows are these tokens times g. Blocks of the cache are taken one after another (attention_softmax.inl), so
+// that the scores of one block are all that is kept.
 
 namespace fdcpu::FDCPU_NAMESPACE {
 
@@ -22,7 +22,8 @@ FDCPU_INLINE bool is_paired(const AttentionOp &op) {
 }
 
 struct AttentionScratch {
-    float *q, *scores, *out, *peak, *sum;
+    float *q, *scores, *out, *peak;
+    float *sum;  // [rows][kLanes]: see attention_softmax.inl
     int64_t *limit;
     uint16_t *q_pairs, *weights, *tail;  // of bfloat16 in pairs
     float *key_scale, *value_scale;      // of int8: the tokens' at hand, and
@@ -42,7 +43,7 @@ struct AttentionScratch {
         out = scores + num_scores(op);
         peak = out + rows * op.v_head_dim;
         sum = peak + rows;
-        limit = reinterpret_cast<int64_t *>(sum + rows);
+        limit = reinterpret_cast<int64_t *>(sum + rows * kLanes);
         q_pairs = reinterpret_cast<uint16_t *>(limit + rows);
         weights = q_pairs + rows * op.head_dim;
         tail = weights + num_scores(op);
@@ -55,7 +56,7 @@ struct AttentionScratch {
     static int64_t num_wide(const AttentionOp &op) { return op.is_int8 ? std::max(kSpan, op.block_size) : 0; }
     static int64_t wide_bytes(const AttentionOp &op) { return op.type == DType::f32 ? 4 : 2; }
     static size_t num_bytes(const AttentionOp &op) {
-        const size_t per_row = size_t(op.head_dim) * 6 + size_t(op.v_head_dim + 2) * 4 + 8;
+        const size_t per_row = size_t(op.head_dim) * 6 + size_t(op.v_head_dim + 1 + kLanes) * 4 + 8;
         const size_t wide = size_t(num_wide(op) * (8 + (op.head_dim + op.v_head_dim) * wide_bytes(op)));
         return size_t(num_rows(op)) * per_row + size_t(num_scores(op)) * 6 + size_t(op.v_head_dim) * 64 + wide;
     }
@@ -261,54 +262,6 @@ FDCPU_INLINE void score_block(const AttentionOp &op, const C *keys, int64_t toke
         score_tile<R>(op, keys, q, scores);
     else
         score_rows<R>(op, keys, tokens, q, scores);
-}
-
-// Scores of row r for `width` tokens from `first_token` on become weights, in `pairs` as bfloat16 unless that
-// is null; what was summed before is scaled to the new maximum.
-FDCPU_INLINE void soften(const AttentionOp &op, const AttentionScratch &s, int64_t r, int64_t first_token, int64_t width,
-                         float *scores, uint16_t *pairs) {
-    const int64_t valid = std::max<int64_t>(0, std::min(width, s.limit[r] - first_token));
-    const int64_t whole = (valid + kLanes - 1) / kLanes * kLanes;
-    if (pairs)
-        std::memset(pairs + whole, 0, size_t(width - whole) * sizeof(uint16_t));
-    else
-        std::memset(scores + whole, 0, size_t(width - whole) * sizeof(float));
-    if (valid == 0) return;
-    if (op.key_scales)
-        for (int64_t t = 0; t < whole; t += kLanes) store(scores + t, load(scores + t) * load(s.key_scale + t));
-    for (int64_t t = valid; t < whole; ++t) scores[t] = -INFINITY;
-    F peaks = splat(-INFINITY);
-    for (int64_t t = 0; t < whole; t += kLanes) peaks = maximum(load(scores + t), peaks);
-    const float peak = std::max(s.peak[r], max_of(peaks)), scale = op.scale;
-    const float factor = peak == s.peak[r] || s.sum[r] == 0 ? 1.f : std::exp((s.peak[r] - peak) * scale);
-    F total = splat(0);  // of which a score that is no number makes none, too
-    for (int64_t t = 0; t < whole; t += kLanes) {
-        const F below = load(scores + t) - peak;
-        F weight = pairs ? rough_power_of_two(below * (scale * 1.44269504f)) : exponential(below * scale);
-        total += weight;
-        // Scales behind the last token may be anything.
-        if (op.value_scales) weight = weight == splat(0) ? weight : weight * load(s.value_scale + t);
-        if (pairs)
-            store(pairs + t, weight);
-        else
-            store(scores + t, weight);
-    }
-    s.sum[r] = s.sum[r] * factor + sum_of(total);
-    s.peak[r] = peak;
-    if (factor != 1.f)
-        for (int64_t d = 0; d < op.v_head_dim; ++d) s.out[r * op.v_head_dim + d] *= factor;
-}
-
-FDCPU_INLINE void attend_pairs(const AttentionOp &op, const AttentionScratch &s, const uint16_t *keys,
-                               const uint16_t *values, int64_t rows, int64_t first, int64_t tokens) {
-    in_tiles_of_rows(rows, 0, [&](auto count, int64_t r) {
-        paired_scores<count>(op, keys, tokens, s.q_pairs + r * op.head_dim, s.scores + r * op.block_size);
-    });
-    for (int64_t r = 0; r < rows; ++r)
-        soften(op, s, r, first, op.block_size, s.scores + r * op.block_size, s.weights + r * op.block_size);
-    in_tiles_of_rows(rows, 0, [&](auto count, int64_t r) {
-        paired_values<count>(op, values, tokens, s.weights + r * op.block_size, s.out + r * op.v_head_dim);
-    });
 }
 
 }  // namespace fdcpu::FDCPU_NAMESPACE

@@ -2,6 +2,17 @@
 
 namespace fdcpu::FDCPU_NAMESPACE {
 
+FDCPU_INLINE void attend_pairs(const AttentionOp &op, const AttentionScratch &s, const uint16_t *keys,
+                               const uint16_t *values, int64_t rows, int64_t first, int64_t tokens) {
+    in_tiles_of_rows(rows, 0, [&](auto count, int64_t r) {
+        paired_scores<count>(op, keys, tokens, s.q_pairs + r * op.head_dim, s.scores + r * op.block_size);
+    });
+    soften(op, s, 0, rows, first, op.block_size, op.block_size, s.scores, s.weights);
+    in_tiles_of_rows(rows, 0, [&](auto count, int64_t r) {
+        paired_values<count>(op, values, tokens, s.weights + r * op.block_size, s.out + r * op.v_head_dim);
+    });
+}
+
 template <class C>
 void attend(const AttentionOp &op, const AttentionScratch &s, TileUse &use, int64_t seq, int64_t head, int64_t rows,
             int64_t top) {
@@ -28,7 +39,7 @@ void attend(const AttentionOp &op, const AttentionScratch &s, TileUse &use, int6
             score_block<kTileRows>(op, keys, tokens, s.q + r * op.head_dim, s.scores + r * op.block_size);
         for (; r < rows; ++r)
             score_block<1>(op, keys, tokens, s.q + r * op.head_dim, s.scores + r * op.block_size);
-        for (r = 0; r < rows; ++r) soften(op, s, r, first, op.block_size, s.scores + r * op.block_size, nullptr);
+        soften(op, s, 0, rows, first, op.block_size, op.block_size, s.scores, nullptr);
         for (r = 0; r + kTileRows <= rows; r += kTileRows)
             value_tile<kTileRows>(op, values, tokens, s.scores + r * op.block_size, s.out + r * op.v_head_dim);
         for (; r < rows; ++r)
@@ -62,7 +73,7 @@ void attend_item(const AttentionOp &op, const AttentionScratch &s, TileUse &use,
         const int64_t t = begin + r / shared;
         s.limit[r] = std::min(top, seq_len - num_new + t + 1);
         s.peak[r] = -INFINITY;
-        s.sum[r] = 0;
+        store(s.sum + r * kLanes, splat(0));
         float *q = is_paired<T>(op) ? s.q : s.q + r * op.head_dim;
         rotate(op, query(r), op.positions[first_token + t], op.head_dim, q);
         for (int64_t d = 0; d < op.head_dim && op.key_factors; ++d) q[d] *= op.key_factors[head * op.head_dim + d];
@@ -73,7 +84,7 @@ void attend_item(const AttentionOp &op, const AttentionScratch &s, TileUse &use,
     for (int64_t r = 0; r < rows; ++r) {
         const int64_t token = first_token + begin + r / shared, column = head * shared + r % shared;
         float *out = s.out + r * op.v_head_dim;
-        const float factor = s.sum[r] == 0 ? 0.f : 1.f / s.sum[r];
+        const float sum = sum_of(load(s.sum + r * kLanes)), factor = sum == 0 ? 0.f : 1.f / sum;
         for (int64_t d = 0; d < op.v_head_dim; ++d) out[d] *= factor;
         for (int64_t d = 0; d < op.v_head_dim && op.value_factors; ++d) out[d] *= op.value_factors[head * op.v_head_dim + d];
         narrow_row(out, static_cast<T *>(op.y) + (token * op.num_heads + column) * op.v_head_dim, op.v_head_dim);

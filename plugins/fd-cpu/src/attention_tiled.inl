@@ -129,8 +129,7 @@ FDCPU_INLINE void attend_tiles(const AttentionOp &op, const AttentionScratch &s,
             if (rest) copy_tail(op, cache.values(last - rest), rest, s.tail);
             score_tiles(op, cache, first, last, rows, s.q_pairs + begin * op.head_dim, s.scores);
             const int64_t width = (last - first + 31) / 32 * 32;
-            for (int64_t r = 0; r < rows; ++r)
-                soften(op, s, begin + r, first, width, s.scores + r * kSpan, s.weights + r * kSpan);
+            soften(op, s, begin, rows, first, width, kSpan, s.scores, s.weights);
             value_tiles(op, cache, first, last, rows, s.weights, s.tail, s.out + begin * op.v_head_dim);
         }
     }

@@ -41,22 +41,6 @@ FDCPU_INLINE void write_head(const AttentionOp &op, const AttentionScratch &s, i
 
 // ---- kLanes tokens at once, which is a register of keys
 
-// Rows that are W apart exchange the lanes that differ in bit W.
-template <int W, int... kLane>
-FDCPU_INLINE void exchange(U &first, U &second, std::integer_sequence<int, kLane...>) {
-    const U low = first, high = second;
-    first = __builtin_shufflevector(low, high, (kLane & W ? kLane - W + kLanes : kLane)...);
-    second = __builtin_shufflevector(low, high, (kLane & W ? kLane + kLanes : kLane + W)...);
-}
-
-// rows[r][lane] becomes rows[lane][r].
-template <int W = kLanes / 2>
-FDCPU_INLINE void transpose(U (&rows)[kLanes]) {
-    for (int r = 0; r < kLanes; ++r)
-        if (!(r & W)) exchange<W>(rows[r], rows[r + W], std::make_integer_sequence<int, kLanes>());
-    if constexpr (W > 1) transpose<W / 2>(rows);
-}
-
 // Whether tokens from t on fill a register of keys, and all of them lie before `last`.
 FDCPU_INLINE bool are_together(const AttentionOp &op, int64_t t, int64_t last) {
     const int64_t slot = op.slot_mapping[t];

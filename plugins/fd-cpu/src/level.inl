@@ -23,6 +23,7 @@
 #include "greedy.inl"
 #include "attention_int8.inl"
 #include "attention.inl"
+#include "attention_softmax.inl"
 #include "attention_write.inl"
 #include "attention_tiled.inl"
 #include "attention_items.inl"

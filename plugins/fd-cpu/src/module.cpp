@@ -196,6 +196,11 @@ void submit_head_norm(Runtime &runtime, uintptr_t q, uintptr_t k, uintptr_t q_we
                    size_t(head_dim * runtime.num_threads()) * sizeof(float));
 }
 
+// From here on the operations of the plan are for so many tokens as the sequences have together.
+void count_tokens_of(Runtime &runtime, uintptr_t starts, int64_t num_seqs) {
+    runtime.count_rows([starts, num_seqs] { return int64_t(at<const int32_t>(starts)[num_seqs]); });
+}
+
 void submit_prepare_decode(Runtime &runtime, std::vector<uintptr_t> a, std::vector<int64_t> n) {
     nb::gil_scoped_release release;
     const PrepareDecodeOp op{at<const int64_t>(a[0]), at<const int32_t>(a[1]), at<const int64_t>(a[2]),
@@ -367,6 +372,7 @@ NB_MODULE(_native, m) {
         .def("greedy", &submit_greedy)
         .def("greedy_linear", &submit_greedy_linear)
         .def("head_norm", &submit_head_norm)
+        .def("count_tokens", &count_tokens_of)
         .def("prepare_decode", &submit_prepare_decode)
         .def("finish_decode", &submit_finish_decode)
         .def("keep_results", &submit_keep_results)

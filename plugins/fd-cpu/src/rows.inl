@@ -32,13 +32,39 @@ FDCPU_INLINE float sum_of_squares(const float *row, int64_t size) {
     return rest;
 }
 
-// `to`, which may be the row itself, becomes rms_norm(row).
+// The row over its root mean square, of which `squares` is the sum; `to` may be the row itself.
 template <class T, class Y>
-FDCPU_INLINE void normalize(const float *row, const T *weight, float eps, int64_t size, Y *to) {
-    const float factor = 1.f / std::sqrt(sum_of_squares(row, size) / float(size) + eps);
+FDCPU_INLINE void scale_row(const float *row, const T *weight, float squares, float eps, int64_t size, Y *to) {
+    const float factor = 1.f / std::sqrt(squares / float(size) + eps);
     int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes) store(to + i, load(row + i) * factor * load(weight + i));
     for (; i < size; ++i) store_one(to + i, row[i] * factor * load_one(weight + i));
+}
+
+// `to`, which may be the row itself, becomes rms_norm(row).
+template <class T, class Y>
+FDCPU_INLINE void normalize(const float *row, const T *weight, float eps, int64_t size, Y *to) {
+    scale_row(row, weight, sum_of_squares(row, size), eps, size, to);
+}
+
+// x + update becomes the total, and what the next layer will read of it the row: its sum of squares.
+template <class T>
+FDCPU_INLINE float add_update(const T *x, const T *update, T *total, float *row, int64_t size) {
+    F squares = splat(0);
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) {
+        store(total + i, load(x + i) + load(update + i));
+        const F value = load(total + i);
+        store(row + i, value);
+        squares = value * value + squares;
+    }
+    float rest = sum_of(squares);
+    for (; i < size; ++i) {
+        store_one(total + i, load_one(x + i) + load_one(update + i));
+        row[i] = load_one(total + i);
+        rest += row[i] * row[i];
+    }
+    return rest;
 }
 
 template <class T>
@@ -46,16 +72,18 @@ void norm_rows(const NormOp &op, const Worker &worker) {
     int64_t first, last;
     worker.share(op.num_rows, first, last);
     float *row = reinterpret_cast<float *>(worker.scratch) + worker.thread * op.width;
+    const T *weight = static_cast<const T *>(op.weight);
     for (int64_t m = first; m < last; ++m) {
-        widen_row(static_cast<const T *>(op.x) + m * op.width, row, op.width);
-        if (op.update) {
-            const T *update = static_cast<const T *>(op.update) + m * op.width;
+        const T *x = static_cast<const T *>(op.x) + m * op.width, *update = static_cast<const T *>(op.update);
+        T *y = static_cast<T *>(op.y) + m * op.width;
+        if (update) {
             T *total = static_cast<T *>(op.total) + m * op.width;
-            add_row(update, row, op.width);
-            narrow_row(row, total, op.width);
-            widen_row(total, row, op.width);  // what the next layer will read
+            const float squares = add_update(x, update + m * op.width, total, row, op.width);
+            scale_row(row, weight, squares, op.eps, op.width, y);
+        } else {
+            widen_row(x, row, op.width);
+            normalize(row, weight, op.eps, op.width, y);
         }
-        normalize(row, static_cast<const T *>(op.weight), op.eps, op.width, static_cast<T *>(op.y) + m * op.width);
     }
 }
 

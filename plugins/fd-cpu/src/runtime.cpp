@@ -36,11 +36,14 @@ void Runtime::submit(Step step, size_t scratch_bytes) {
     if (recording) recording->steps.push_back(std::move(step));
 }
 
-void Runtime::submit_first(Step step, std::function<int64_t()> count_rows) {
-    if (recording && recording->steps.empty()) {
-        *recording->most_rows = count_rows();
-        recording->count_rows = std::move(count_rows);
-    }
+void Runtime::count_rows(std::function<int64_t()> count) {
+    if (!recording || !recording->steps.empty()) return;
+    *recording->most_rows = count();
+    recording->count_rows = std::move(count);
+}
+
+void Runtime::submit_first(Step step, std::function<int64_t()> count) {
+    count_rows(std::move(count));
     submit(std::move(step), 0);
 }
 

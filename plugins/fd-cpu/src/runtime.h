@@ -22,8 +22,8 @@ struct Step {
 
 // Operations that ran once while recording; replayed by one call, all threads walking through them.
 //
-// A plan that begins with prepare_decode is recorded for the largest batch. Rows of nobody stand at its
-// end, so each replay counts the rows that are somebody's, and every operation leaves the others alone.
+// A plan that counts its rows is recorded for the largest batch, or the longest prompts. Rows of nobody stand
+// at its end, so each replay counts the rows that are somebody's, and every operation leaves the others alone.
 // Plans that go on where another one ended share its count.
 struct Plan {
     std::vector<Step> steps;
@@ -41,8 +41,10 @@ public:
 
     // Runs the step now, and keeps it when this thread is recording a plan.
     void submit(Step step, size_t scratch_bytes);
-    // The same, and from here on the plan's operations are for so many rows.
-    void submit_first(Step step, std::function<int64_t()> count_rows);
+    // When this thread's plan is empty yet: its operations are for so many rows, counted at each replay.
+    void count_rows(std::function<int64_t()> count);
+    // Both, in this order.
+    void submit_first(Step step, std::function<int64_t()> count);
     // Calls work(i) for i below count, divided among the threads; never part of a plan.
     void divide(int64_t count, const std::function<void(int64_t)> &work);
     void begin(Plan *plan);

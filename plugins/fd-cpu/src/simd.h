@@ -1,9 +1,11 @@
 // Sixteen lanes of float, int32 and so on, written once for every instruction set with the compiler's
 // vector types; only what has its own instruction is spelled out. Included inside each level's namespace.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #if FDCPU_LEVEL >= 1
 #include <immintrin.h>
 #endif
@@ -19,7 +21,10 @@ using U = uint32_t __attribute__((vector_size(64)));
 using H = uint16_t __attribute__((vector_size(32)));
 using B = uint8_t __attribute__((vector_size(64)));
 
-FDCPU_INLINE F splat(float x) { return F{} + x; }
+constexpr I kLaneNumbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+// Minus zero, which changes no number: plus zero would, so that it would be computed.
+FDCPU_INLINE F splat(float x) { return x - F{}; }
 FDCPU_INLINE I splat_int(int32_t x) { return I{} + x; }
 
 template <class V>
@@ -81,6 +86,7 @@ FDCPU_INLINE void store_one(uint16_t *to, float x) {
 }
 
 FDCPU_INLINE F maximum(F a, F b) { return a > b ? a : b; }
+FDCPU_INLINE I maximum(I a, I b) { return a > b ? a : b; }
 FDCPU_INLINE F absolute(F x) { return F(U(x) & 0x7fffffff); }
 
 FDCPU_INLINE float sum_of(F x) {
@@ -105,6 +111,20 @@ FDCPU_INLINE float max_of(F x) {
     for (int i = 1; i < kLanes; ++i) most = lanes[i] > most ? lanes[i] : most;
     return most;
 #endif
+}
+FDCPU_INLINE int32_t max_of_ints(I x) {
+#if FDCPU_LEVEL >= 2
+    return _mm512_reduce_max_epi32(__m512i(x));
+#else
+    int32_t lanes[kLanes];
+    store_as(lanes, x);
+    return *std::max_element(lanes, lanes + kLanes);
+#endif
+}
+FDCPU_INLINE float float_of(int32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
 }
 FDCPU_INLINE int32_t sum_of_ints(I x) {
 #if FDCPU_LEVEL >= 2
@@ -164,22 +184,21 @@ FDCPU_INLINE F exponential(F x) {
 #endif
 }
 
-// 2^x to within 1e-4, for results that become bfloat16; x is not above 0, and far below -126 this is 0.
+// 2^x to within 1e-4, for results that become bfloat16; x is not far above 0, and far below -126 this is 0.
 FDCPU_INLINE F rough_power_of_two(F x) {
+    // r: what x has above the next lower integer; of minus infinity that is 0.
 #if FDCPU_LEVEL >= 2
-    x = F(_mm512_max_ps(_mm512_set1_ps(-160.f), __m512(x)));  // in this order NaN stays
-    const F whole = F(_mm512_roundscale_ps(__m512(x), 0));
+    const F r = F(_mm512_reduce_ps(__m512(x), 1));
 #else
     const F low = splat(-126.f);
     const I is_low = x < low;
     x = x < low ? low : x;
-    const I n = round_to_int(x);
-    const F whole = __builtin_convertvector(n, F);
+    const I n = round_to_int(x - 0.5f);
+    const F r = x - __builtin_convertvector(n, F);
 #endif
-    const F r = x - whole;
-    const F p = ((r * 0.05516989f + 0.24260701f) * r + 0.69326091f) * r + 0.99992836f;
+    const F p = ((r * 0.07802201f + 0.22606511f) * r + 0.69583736f) * r + 0.99992454f;
 #if FDCPU_LEVEL >= 2
-    return F(_mm512_scalef_ps(__m512(p), __m512(whole)));
+    return F(_mm512_scalef_ps(__m512(p), __m512(x)));
 #else
     return F(U(p * F((n + 127) << 23)) & ~U(is_low));
 #endif
@@ -228,6 +247,22 @@ FDCPU_INLINE F dot_pairs(F acc, I a, I b) {
     const F low = F(a << 16) * F(b << 16) + acc;
     return F(U(a) & 0xffff0000u) * F(U(b) & 0xffff0000u) + low;
 #endif
+}
+
+// Rows that are W apart exchange the lanes that differ in bit W.
+template <int W, int... kLane>
+FDCPU_INLINE void exchange(U &first, U &second, std::integer_sequence<int, kLane...>) {
+    const U low = first, high = second;
+    first = __builtin_shufflevector(low, high, (kLane & W ? kLane - W + kLanes : kLane)...);
+    second = __builtin_shufflevector(low, high, (kLane & W ? kLane + kLanes : kLane + W)...);
+}
+
+// rows[r][lane] becomes rows[lane][r].
+template <int W = kLanes / 2>
+FDCPU_INLINE void transpose(U (&rows)[kLanes]) {
+    for (int r = 0; r < kLanes; ++r)
+        if (!(r & W)) exchange<W>(rows[r], rows[r + W], std::make_integer_sequence<int, kLanes>());
+    if constexpr (W > 1) transpose<W / 2>(rows);
 }
 
 }  // namespace fdcpu::FDCPU_NAMESPACE

@@ -6,10 +6,12 @@ import time
 
 import numpy as np
 import pytest
+from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
 from fastdeploy_core.contracts.device import DeviceOptions, DeviceQuestion
 from fastdeploy_core.errors import CapabilityError, ConfigError, WorkerError
 from fastdeploy_core.tensor import available
 from fd_cpu import hooks, kernels
+from fd_cpu.attention import X86Attention
 from fd_cpu.device import X86Device
 from fd_cpu.formats import prepare
 from fd_cpu.recording import NativeGraph, RepeatedCall
@@ -139,6 +141,59 @@ def test_recordings_that_are_no_plans_are_repeated_too(device):
     assert np.array_equal(got, device.to_host(x)) and not np.array_equal(got, before)
 
 
+def prompt_batch(device, starts, size):
+    """What a recorded step of up to `size` tokens in as many rows as `starts` says is given."""
+    xp, rows = device.xp, starts.shape[0] - 1
+    tokens, lengths = xp.zeros((size,), dtype=xp.int64), xp.zeros((rows,), dtype=xp.int32)
+    return AttentionBatch(
+        num_seqs=rows,
+        num_tokens=size,
+        cu_seqlens_q=np.array([0] + [size] * rows, np.int32),
+        seq_lens=np.full(rows, size, np.int32),
+        block_tables=np.zeros((rows, 1), np.int32),
+        cu_seqlens_q_dev=starts,
+        seq_lens_dev=lengths,
+        block_tables_dev=xp.zeros((rows, 1), dtype=xp.int32),
+        slot_mapping=tokens - 1,
+        positions=tokens,
+        is_exact=False,
+    )
+
+
+def test_a_recorded_prompt_takes_any_number_of_tokens_and_little_memory(device):
+    """Numbers of tokens are read at each replay, and results go over the memory of earlier ones."""
+    xp, size = device.xp, 400
+    table, weight = random(device, 40, 64), prepare(random(device, 64, 64))
+    spec = AttentionSpec("gqa", 1, 1, 64, 64, 1.0, dtype="float32")
+    attention = X86Attention(spec, 16, device, {})
+    starts, ids = xp.zeros((3,), dtype=xp.int32), xp.zeros((size,), dtype=xp.int64)
+    ids.copy_(device.to_device(np.arange(size) % 40))
+    batch = prompt_batch(device, starts, size)
+    made = []
+
+    def run():
+        attention.prepare(batch)
+        x = kernels.embedding(ids, table)
+        for _ in range(6):
+            x = kernels.linear(x, weight, None)
+            made.append(x.data_ptr())
+        return x
+
+    kept = []
+    graph = device.capture(lambda: kept.append(run()))
+    assert isinstance(graph, NativeGraph) and graph.is_any_size
+    assert len(set(made)) < 4
+    (recorded,) = kept
+    expected = np.array(device.to_host(run()))
+    for first, last in ((3, 399), (0, 7), (400, 400)):
+        starts.copy_(device.to_device(np.array([0, first, last], np.int32)))
+        recorded.fill_(777.0)
+        graph.replay()
+        got = np.array(device.to_host(recorded))
+        assert np.array_equal(got[:last], expected[:last])
+        assert (got[last:] == 777.0).all()
+
+
 def test_work_of_the_library_makes_a_recording_repeat_its_call(device):
     weight, x = prepare(random(device, 64, 64)), random(device, 3, 64)
     out = device.xp.zeros((3, 64))
@@ -148,7 +203,7 @@ def test_work_of_the_library_makes_a_recording_repeat_its_call(device):
 
     run()
     graph = device.capture(run)
-    assert isinstance(graph, RepeatedCall)
+    assert isinstance(graph, RepeatedCall) and not graph.is_any_size
     x.copy_(random(device, 3, 64) * 2)
     graph.replay()
     got = np.array(device.to_host(out))

@@ -24,7 +24,7 @@ class X86Attention:
     contract = CONTRACT
     unit: Literal["core", "rope_kv"] = "rope_kv"
     can_capture_decode = True
-    can_capture_mixed = False
+    can_capture_mixed = True
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable
@@ -51,7 +51,15 @@ class X86Attention:
         return (*numbers, (*lead, size), (*lead, size)) if has_scales else numbers
 
     def prepare(self, batch: AttentionBatch) -> AttentionBatch:
-        """Kernels read the batch's own tensors."""
+        """Kernels read the batch's own tensors; a recorded step of prompts begins with them."""
+        t = team()
+        if t.recording is not None and not batch.is_exact and not batch.tokens_per_row:
+            starts = batch.cu_seqlens_q_dev
+            t.begin_prompts(
+                starts,
+                *(batch.positions, batch.slot_mapping, batch.seq_lens_dev, batch.block_tables_dev),
+            )
+            t.native.count_tokens(address(starts), batch.num_seqs)
         return batch
 
     def forward(

@@ -143,6 +143,7 @@ def embedding(input_ids: Tensor, weight: Tensor | Packed) -> Tensor:
     packed = weight.native if isinstance(weight, Packed) else None
     table = 0 if packed is not None else address(weight)
     if num_ids:
+        t.begins_with(input_ids)
         t.reads(input_ids)
         t.keep(input_ids, weight, y)
         t.native.embedding(

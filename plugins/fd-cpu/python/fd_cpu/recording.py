@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor, TensorLibrary
 
     from . import _native
-    from .team import Team
+    from .team import Results, Team
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +45,24 @@ class Recording:
     def __init__(self, native: _native.Plan, others: Iterator[Recording]) -> None:
         self.native = native
         self.kept: list[Any] = []
+        self.results: Results | None = None  # whose memory later results may have; None: nobody's
         self.foreign = ""  # what the plan lacks; empty: nothing
         self._own: list[tuple[int, int]] = []  # (begin, end) of memory, sorted
         self._others = list(others)
 
-    def made(self, x: Tensor) -> None:
+    def made(self, x: Tensor, *, is_kept: bool = True) -> None:
         """The plan writes this tensor, or its owner does between replays."""
         begin = int(x.data_ptr())
         insort(self._own, (begin, begin + _num_bytes(x)))
-        self.kept.append(x)
+        if is_kept:
+            self.kept.append(x)
+
+    def keep(self, *things: Any) -> None:
+        """What the plan points to lives as long as it does: `results` keep their memory themselves."""
+        for thing in things:
+            is_own = hasattr(thing, "data_ptr") and self.holds(int(thing.data_ptr()))
+            if self.results is None or not is_own:
+                self.kept.append(thing)
 
     def holds(self, where: int) -> bool:
         """Whether the plan makes what lies there."""
@@ -79,6 +88,8 @@ class Recording:
 class NativeGraph:
     """A plan, replayed in one call."""
 
+    is_any_size = True
+
     def __init__(self, team: Team, recording: Recording) -> None:
         self._native, self.recording = team.native, recording
         self._plans = [recording.native]
@@ -89,7 +100,9 @@ class NativeGraph:
 
 
 class RepeatedCall:
-    """Work that is not ours alone: called again at each replay."""
+    """Work that is not ours alone: called again at each replay, for as many rows as were recorded."""
+
+    is_any_size = False
 
     def __init__(self, run: Callable[[], None], why: str) -> None:
         self.replay = run

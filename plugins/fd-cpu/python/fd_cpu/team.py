@@ -10,6 +10,7 @@ import math
 import os
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -50,7 +51,8 @@ class Results:
 
     LEAST = 1 << 20  # bytes; below, making one out of kept memory takes longer than its pages
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[..., np.ndarray] = np.empty) -> None:
+        self._make = make
         self._free: dict[int, list[_Memory]] = defaultdict(list)
 
     def take(self, num_bytes: int, shape: tuple[int, ...], typestr: str) -> np.ndarray:
@@ -60,7 +62,7 @@ class Results:
         try:
             memory = free.pop()
         except IndexError:
-            array = np.empty(size, np.uint8)
+            array = self._make(size, np.uint8)
             memory = (array, array.ctypes.data)
         return np.asarray(_Lease(memory, free, shape, typestr))
 
@@ -110,8 +112,8 @@ class Team:
         return self._codes[x.dtype]
 
     def new(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
-        """Memory for a result. While recording it is fresh, because replays write to it: zero pages
-        that cost nothing before they are written."""
+        """Memory for a result. While recording it is the recording's own, because replays write to it:
+        zero pages that cost nothing before they are written."""
         recording = self._local.recording
         carrier = self._carriers.get(dtype)
         if carrier is None:
@@ -119,14 +121,19 @@ class Team:
             carrier = self._carriers[dtype] = np.dtype(name)
         num_bytes = math.prod(shape) * carrier.itemsize
         if recording is not None:
-            memory = np.zeros(shape, carrier)
+            shared = recording.results
+            memory = (
+                np.zeros(shape, carrier)
+                if shared is None
+                else shared.take(num_bytes, shape, carrier.str)
+            )
         elif num_bytes >= Results.LEAST:
             memory = self._results.take(num_bytes, shape, carrier.str)
         else:
             return self.xp.empty(shape, dtype=dtype)
         made = self.xp.from_numpy(memory, dtype if dtype == self.xp.bfloat16 else None)
         if recording is not None:
-            recording.made(made)
+            recording.made(made, is_kept=recording.results is None)
         return made
 
     def reads(self, *tensors: Tensor | None) -> None:
@@ -140,7 +147,7 @@ class Team:
         """What a recorded operation points to stays alive as long as its plan."""
         recording = self._local.recording
         if recording is not None:
-            recording.kept.extend(tensors)
+            recording.keep(*tensors)
 
     def owns(self, *tensors: Tensor) -> None:
         """Buffers that the core keeps for its recorded steps; what is in them is read at each replay."""
@@ -148,6 +155,19 @@ class Team:
         if recording is not None:
             for tensor in tensors:
                 recording.made(tensor)
+
+    def begin_prompts(self, *tensors: Tensor) -> None:
+        """A recording of prompts, which may be thousands of tokens: what they need goes over the memory of
+        what nobody refers to any more. `tensors` are the core's buffers."""
+        if self.recording is not None:
+            self.recording.results = Results(np.zeros)
+            self.owns(*tensors)
+
+    def begins_with(self, input_ids: Tensor) -> None:
+        """The first thing that a recording of prompts reads is a buffer of the core's, too."""
+        recording = self.recording
+        if recording is not None and recording.results is not None:
+            recording.made(input_ids)
 
     def write_profile(self) -> None:
         """Calls and time of every operation, for the file that FD_CPU_PROFILE names."""
