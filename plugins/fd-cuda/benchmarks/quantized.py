@@ -1,7 +1,7 @@
 """Products with packed weights, experts and quantized caches on one GPU, beside bf16 and the bytes
 that must move.
 
-    python plugins/fd-cuda/benchmarks/quantized.py dense [--rows 1,8] [--shapes 8192x8192] [--formats wint4]
+    python plugins/fd-cuda/benchmarks/quantized.py dense [--rows 1,8] [--shapes 8192x8192] [--formats wint4] [--unpacked]
     python plugins/fd-cuda/benchmarks/quantized.py experts [--rows 4096] [--unpacked]
     python plugins/fd-cuda/benchmarks/quantized.py cache
     python plugins/fd-cuda/benchmarks/quantized.py model
@@ -9,8 +9,8 @@ that must move.
 Every figure is a median of graph replays over rotating weights, so that the card's cache does not
 help; rounding of activations is included and also shown by itself. Floor: bytes of weights over
 4.30 TB/s, or operations over 790 TFLOP/s (1580 with rounded activations), whichever takes longer.
-"error" compares with the same weights dequantized in float32. --unpacked: beside it the same layer whose experts are
-unpacked to half floats for the call and multiplied as such (tet2: without the rotations). model: ERNIE-4.5-300B-A47B's shapes with
+"error" compares with the same weights dequantized in float32. --unpacked: beside it the same layer whose weights are
+unpacked to half floats for the call and multiplied as such, by cuBLAS or as bf16 experts (tet2: without the rotations). model: ERNIE-4.5-300B-A47B's shapes with
 2-bit experts, random packed weights, whole greedy steps through LLM.generate.
 """
 
@@ -131,14 +131,26 @@ def bf16_us(rows: int, width: int, depth: int) -> float:
     return time_s(lambda: [F.linear(x, weight) for weight in weights], count) * 1e6
 
 
-def dense_cell(kind: str, rows: int, width: int, depth: int) -> str:
+def in_turn_us(runs: list[Callable[[], Any]], count: int) -> list[float]:
+    """Of each; several take turns, so that they find the card equally warm."""
+    rounds = 1 if len(runs) == 1 else 3
+    times = [[time_s(run, count) * 1e6 for run in runs] for _ in range(rounds)]
+    return [statistics.median(own) for own in zip(*times, strict=True)]
+
+
+def dense_cell(kind: str, rows: int, width: int, depth: int, also_unpacked: bool) -> str:
     count = how_many(width * depth * bits(kind) // 8)
     first = prepared(kind, width, depth)
     weights = [first, *(prepared(kind, width, depth) for _ in range(count - 1))]
     x = torch.randn(rows, depth, device=DEVICE).to(DTYPE)
     product = quant_trellis.linear if isinstance(first, Trellis) else quant_linear.linear
-    taken = time_s(lambda: [product(x, weight, None) for weight in weights], count) * 1e6
+    runs = [lambda: [product(x, weight, None) for weight in weights]]
+    if also_unpacked and kind not in BY_ROWS:
+        runs.append(lambda: [F.linear(x, unpacked(weight)) for weight in weights])
+    taken, *apart = in_turn_us(runs, count)
     text = f"{taken:.1f} us, {100 * floor_us(kind, width * depth, rows * width * depth) / taken:.0f} % of floor"
+    if apart:
+        text += f" [unpacked, then cuBLAS: {apart[0]:.1f} us]"
     rounding: Callable[[], Any] | None = None
     if isinstance(first, Trellis):
         rounding = partial(rotate, x, first)
@@ -174,7 +186,7 @@ def compile_ahead(shapes: list[str], rows: list[int], kinds: list[str]) -> None:
         list(pool.map(once, calls))
 
 
-def dense(shapes: list[str], rows: list[int], kinds: list[str]) -> None:
+def dense(shapes: list[str], rows: list[int], kinds: list[str], also_unpacked: bool) -> None:
     compile_ahead(shapes, rows, kinds)
     for shape in shapes:
         width, depth = (int(n) for n in shape.split("x"))
@@ -185,7 +197,8 @@ def dense(shapes: list[str], rows: list[int], kinds: list[str]) -> None:
                 f"\n{shape}, {count} rows: bf16 cuBLAS {base:.1f} us, floor {floor:.1f}", flush=True
             )
             for kind in kinds:
-                guarded(f"  {kind}", partial(dense_cell, kind, count, width, depth))
+                cell = partial(dense_cell, kind, count, width, depth, also_unpacked)
+                guarded(f"  {kind}", cell)
             torch.cuda.empty_cache()
 
 
@@ -364,7 +377,7 @@ def main() -> int:
     parser.add_argument("--rows", help="of dense products, or tokens of experts")
     parser.add_argument("--shapes", default=",".join(DENSE))
     parser.add_argument("--formats", default=",".join(KINDS))
-    parser.add_argument("--unpacked", action="store_true", help="experts: also unpacked")
+    parser.add_argument("--unpacked", action="store_true", help="also unpacked for the call")
     options = parser.parse_args()
     kinds = options.formats.split(",")
     rows = [int(n) for n in options.rows.split(",")] if options.rows else []
@@ -374,7 +387,7 @@ def main() -> int:
         for _ in range(300):  # the clocks have to come up first
             torch.mm(warm, warm)
         if "dense" in options.what:
-            dense(options.shapes.split(","), rows or list(ROWS), kinds)
+            dense(options.shapes.split(","), rows or list(ROWS), kinds, options.unpacked)
         if "experts" in options.what:
             moe(rows or list(TOKENS), kinds, options.unpacked)
         if "cache" in options.what:

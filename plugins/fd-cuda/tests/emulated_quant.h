@@ -111,6 +111,8 @@ inline u32 __funnelshift_r(u32 first, u32 second, int by) { return (u32)(((u64)s
 inline float silu(float x) { return x / (1.f + std::exp(-x)); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float x, float y) { return x / y; }
+inline float __fdiv_rn(float x, float y) { volatile float r = x / y; return r; }
+inline float __frcp_rn(float x) { return __fdiv_rn(1.f, x); }
 inline int __float2int_rn(float x) { return (int)std::nearbyint(x); }
 inline u32 masked_or(u32 v, u32 mask, u32 bits) { return (v & mask) | bits; }
 inline u32 lower_half(u32 v) { return v & 0xffff; }
@@ -127,6 +129,17 @@ inline u32 widen_fp8(u32 v) {
     result |= (u32)bits << 16 * i;
   }
   return result;
+}
+// Three bits behind the leading one, down to 2^-9 and up to 448.
+inline u16 narrow_fp8(float first, float second) {
+  u32 pair = 0;
+  for (int i = 0; i < 2; ++i) {
+    const float x = i ? second : first, size = std::fmin(std::fabs(x), 448.f);
+    const int exponent = size < 0.015625f ? -6 : std::ilogb(size);
+    const int steps = (int)std::nearbyint(std::ldexp(size, 3 - exponent));  // of 2^(exponent - 3), carried over into the next
+    pair |= ((std::signbit(x) ? 128u : 0u) | (u32)((exponent + 6) * 8 + steps)) << 8 * i;
+  }
+  return (u16)pair;
 }
 inline float low_half(u32 pair) { const u16 bits = (u16)pair; _Float16 x; std::memcpy(&x, &bits, 2); return (float)x; }
 #if defined(Y_HALF) && Y_HALF
@@ -198,7 +211,7 @@ inline void multiply(int* d, u64 a, u64 b) {
   }
 }
 #endif
-#ifdef BY_BLOCK
+#if FORMAT == 3 || FORMAT == 4 /* INT8_ROWS, FP8_ROWS */
 // The same with A in shared memory as B is, of int8 or fp8; a group of four warps has 64 rows of A.
 inline float number_at(u64 address) {
   const u32 byte = ((unsigned char*)shared)[address];

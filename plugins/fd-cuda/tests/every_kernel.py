@@ -11,6 +11,7 @@ was launched.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 import time
@@ -41,6 +42,7 @@ from fd_cuda.kernels import (
     linear,
     matmul,
     native,
+    quant_blocks,
     quant_cache,
     quant_experts,
     quant_linear,
@@ -51,7 +53,7 @@ from fd_cuda.kernels import (
 )
 from fd_cuda.kernels.plans import Plan
 from fd_cuda.kernels.quant_persistent import persistent_product
-from fd_cuda.kernels.quant_shapes import Few, Pipe, Tile, persistent
+from fd_cuda.kernels.quant_shapes import Few, Pipe, Tile, blocks, persistent
 from fd_cuda.kernels.trellis_native import Rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -282,16 +284,12 @@ def packed_products(name: str) -> None:
 
 
 def packed_pipe() -> None:
-    """quant_pipe.cu, quant_tile.cu, quant_few.cu and quant_persistent.cu in sizes that no small product is given."""
+    """Kernels of many rows, and of few, in sizes that no small product is given."""
     for name in ("wint4", "wint8", "wfp8", "ccq2"):
         slabs = quant_weights.prepare(packed(name, 264, 1024, 0, 0, DEVICE)).slabs
         pipes = () if name == "ccq2" else (Pipe(128, 3, 4, 4), Pipe(256, 2, 2, 4))
-        for shape in (
-            *pipes,
-            Tile(64, 128, 2, 4, 8, 4, 2),
-            Tile(128, 192, 1, 4, 4, 2, 1),
-            Tile(256, 128, 2, 4, 4, 2, 1),
-        ):
+        tiles = [(64, 128, 2, 4, 8, 4, 2), (128, 192, 1, 4, 4, 2, 1), (256, 128, 2, 4, 4, 2, 1)]
+        for shape in (*pipes, *(Tile(*own) for own in tiles)):
             quant_native.product(shape, random(300, 1024, dtype=torch.float16), slabs, None)
         if name != "ccq2":
             few = random(11, 1024, dtype=torch.float16)
@@ -299,6 +297,9 @@ def packed_pipe() -> None:
             for rows, tile in ((300, 208), (3000, 64)):  # more tiles than blocks
                 x, shape = random(rows, 1024, dtype=torch.float16), persistent(tile, slabs.kind)
                 persistent_product(shape, x, None, slabs, None, torch.float16)
+    slabs = quant_weights.prepare(packed("block_fp8", 264, 1024, 0, 0, DEVICE)).slabs
+    for own, rows in itertools.product(((2, 1), (2, 2), (3, 1)), (300, 9000)):
+        quant_blocks.dense(blocks(*own), random(rows, 1024, dtype=torch.bfloat16), slabs, None)
     weight = quant_trellis.prepare(packed("tet2", 320, 1024, 0, 0, DEVICE))
     for tile in (
         Tile(128, 192, 2, 4, 4, 4, 2),

@@ -320,7 +320,7 @@ def test_chosen_kernels_fit_into_shared_memory(room: Any, monkeypatch: pytest.Mo
                 elif isinstance(shape, RowGemm):
                     assert rows_shared(shape, by_block=kind == FP8_ROWS) <= most
                 elif isinstance(shape, Persistent):
-                    assert persistent_shared(shape, kind, by_block=False) <= 227 << 10
+                    assert persistent_shared(shape, kind) <= 227 << 10
 
 
 @pytest.mark.parametrize("is_alone", [False, True])

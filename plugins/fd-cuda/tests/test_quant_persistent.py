@@ -18,7 +18,7 @@ from fd_cuda.kernels.quant_layout import FP8_ROWS, INT8_ROWS
 from fd_cuda.kernels.quant_native import Grouping
 from fd_cuda.kernels.quant_persistent import experts as layer_of
 from fd_cuda.kernels.quant_persistent import in_order, persistent_product
-from fd_cuda.kernels.quant_shapes import MOST_DYNAMIC, Persistent, persistent, persistent_shared
+from fd_cuda.kernels.quant_shapes import MOST_DYNAMIC, persistent, persistent_shared
 from fd_cuda.kernels.routing import Order, order_by_expert
 
 pytestmark = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, reason="needs g++")
@@ -30,13 +30,12 @@ SMALL: list[Case] = [
     ("wfp8", 600, 136, 0, torch.bfloat16, 17, 16),
     ("w8a8", 264, 400, 0, torch.bfloat16, 40, 16),
     ("wfp8afp8", 136, 272, 0, torch.float16, 40, 32),
-    ("block_fp8", 264, 400, 0, torch.bfloat16, 32, 16),
 ]
 LARGE: list[Case] = [
     (name, 1032, 1024, 0, torch.bfloat16, 900, rows)
     for name in ("wint4", "wint8", "w8a8", "wfp8afp8")
     for rows in (128, 208, 256)
-] + [("block_fp8", 3080, 1040, 0, torch.bfloat16, 208 * 7, 208)]
+]
 
 
 @pytest.fixture(autouse=True)
@@ -44,19 +43,13 @@ def kernels(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use_kernels(tmp_path_factory.getbasetemp(), monkeypatch)
 
 
-def shape_of(name: str, rows: int, slabs: quant_weights.Slabs) -> Persistent:
-    by_block = name == "block_fp8"
-    return persistent(rows, slabs.kind, by_block=by_block)
-
-
 def test_blocks_have_the_shared_memory_that_turns_take() -> None:
     for name, rows, count, group, _, _, tile in (*SMALL, *LARGE):
         slabs = quant_weights.prepare(made(name, rows, count, group)).slabs
         assert slabs is not None
-        by_block = name == "block_fp8"
-        shape = shape_of(name, tile, slabs)
+        shape = persistent(tile, slabs.kind)
         assert shape.stages > 2
-        assert persistent_shared(shape, slabs.kind, by_block=by_block) <= MOST_DYNAMIC
+        assert persistent_shared(shape, slabs.kind) <= MOST_DYNAMIC
 
 
 def made(name: str, rows: int, count: int, group: int = 0, experts: int = 0) -> PackedWeight:
@@ -77,16 +70,13 @@ def test_product(case: Case) -> None:
         meant = x.double()
     expected = meant @ quant_weights.dequantized(slabs, torch.float32).double().T + bias.double()
     for _ in range(20 if HAS_GPU else 1):
-        got = persistent_product(
-            shape_of(name, tile, slabs), x, scales, slabs, bias, dtype,
-            by_block=name == "block_fp8",
-        )  # fmt: skip
+        got = persistent_product(persistent(tile, slabs.kind), x, scales, slabs, bias, dtype)
         check(got, expected, dtype)
 
 
 @pytest.mark.parametrize(
     ("name", "group"),
-    [("wint4", 0), ("wint8", 0), ("wint4_zp", 64), ("wfp8", 0), ("w8a8", 0), ("wfp8afp8", 0), ("block_fp8", 0)],
+    [("wint4", 0), ("wint8", 0), ("wint4_zp", 64), ("wfp8", 0), ("w8a8", 0), ("wfp8afp8", 0)],
 )  # fmt: skip
 def test_experts_pair_gate_and_up(name: str, group: int) -> None:
     """Rows gathered by expert, two blocks of one of them, and a block that nobody has."""
@@ -105,8 +95,8 @@ def test_experts_pair_gate_and_up(name: str, group: int) -> None:
     given, of_rows = in_order(x, (weight, slabs), order, slots, 2)
     got, plain = (
         persistent_product(
-            shape_of(name, block, slabs), given, of_rows, slabs, None, torch.bfloat16,
-            by_block=name == "block_fp8", grouping=Grouping(slots, 1, order), paired=paired,
+            persistent(block, slabs.kind), given, of_rows, slabs, None, torch.bfloat16,
+            grouping=Grouping(slots, 1, order), paired=paired,
         )
         for paired in (True, False)
     )  # fmt: skip
@@ -119,7 +109,7 @@ def test_experts_pair_gate_and_up(name: str, group: int) -> None:
         check(plain[slot], y, torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", ["wint4", "block_fp8", "w8a8"])
+@pytest.mark.parametrize("name", ["wint4", "wfp8afp8", "w8a8"])
 def test_layer_of_experts(name: str) -> None:
     """Both products of every assignment, and their weighted sum."""
     experts, inner, hidden, tokens = 3, 128, 256, 40
@@ -131,7 +121,7 @@ def test_layer_of_experts(name: str) -> None:
     x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
     ids = torch.stack([torch.randperm(experts)[:2] for _ in range(tokens)]).to(DEVICE)
     shares = torch.rand(tokens, 2, device=DEVICE)
-    shape = shape_of(name, 16, gate_up.slabs)
+    shape = persistent(16, gate_up.slabs.kind)
     order = order_by_expert(ids, experts, shape.rows)
     y = layer_of(shape, x, order, 2 * tokens, 2, (gate_up, gate_up.slabs), (down, down.slabs))
     got = combined(y, shares)

@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from . import quant_persistent
+from . import quant_blocks, quant_persistent
 from .common import INTERPRETED, batch_invariant
 from .experts import combined, grouped
 from .experts import moe_experts as experts_in_halves
@@ -23,8 +23,9 @@ from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, Slabs
 from .quant_linear import TILE_ENDS, native_runs, with_copies
 from .quant_native import Grouping, as_numbers, product, rows_product, unpack
 from .quant_order import gathered
+from .quant_round import FP8_BLOCK
 from .quant_rows import multiply_rows, tiles_for
-from .quant_shapes import Gemm, Gemv, Persistent, RowGemm, Shape, Tile, persistent
+from .quant_shapes import Blocks, Gemm, Gemv, Persistent, RowGemm, Shape, Tile, blocks, persistent
 from .quant_weights import Weights
 from .routing import order_by_expert
 
@@ -73,6 +74,10 @@ def moe_experts(
         y = _by_triton(x, topk_ids, gate_up, down, first, second)
         return combined(y, topk_weights)
     slots = tokens * top_k
+    if isinstance(shape, Blocks):
+        order = order_by_expert(topk_ids, first.num_experts, shape.rows)
+        y = quant_blocks.experts(shape, x, order, slots, top_k, first, second)
+        return combined(y, topk_weights)
     if isinstance(shape, Persistent):
         order, of = order_by_expert(topk_ids, first.num_experts, shape.rows), (gate_up, first)
         y = quant_persistent.experts(shape, x, order, slots, top_k, of, (down, second))
@@ -113,7 +118,7 @@ def _product(
     )
 
 
-def choose(slabs: Slabs, each: float) -> Shape | RowGemm | Persistent | None:
+def choose(slabs: Slabs, each: float) -> Shape | RowGemm | Persistent | Blocks | None:
     """The kernel for so many rows an expert, as measured on an H200 with 64 experts of 2560 x 1536; None
     for Triton's."""
     by_rows = slabs.kind in (INT8_ROWS, FP8_ROWS)
@@ -121,6 +126,10 @@ def choose(slabs: Slabs, each: float) -> Shape | RowGemm | Persistent | None:
         if slabs.kind == CCQ:
             return Gemv(4, 2, 8, 4, 1)
         return RowGemm(64, 2, 1, 5) if by_rows else Gemm(64, 2, 1, 5, 4)
+    if each > _MANY_EACH and slabs.block_scales is not None:
+        # What two products of the matrix units make of gates and what belongs to them is rounded as one block.
+        has_blocks = slabs.out_features % (2 * FP8_BLOCK) == 0
+        return blocks(2, 2) if has_blocks else RowGemm(64, 2, 1, 4)
     if each > _MANY_EACH and slabs.kind != CCQ:
         return persistent(persistent_rows(each), slabs.kind)
     if each <= 16:

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
-from . import native
+from . import native, quant_blocks
 from .common import batch_invariant, num_processors
 from .matmul import matmul
 from .quant_layout import CCQ, FP8, FP8_ROWS, INT4, INT8, INT8_ROWS, TRELLIS, Slabs
@@ -22,6 +22,7 @@ from .quant_native import as_numbers, product, rows_product, unpack
 from .quant_persistent import dense, persistent_product
 from .quant_round import FP8_BLOCK, fp8_blocks, round_rows
 from .quant_shapes import (
+    Blocks,
     Few,
     Gemm,
     Gemv,
@@ -30,6 +31,7 @@ from .quant_shapes import (
     RowGemm,
     Shape,
     Tile,
+    blocks,
     persistent,
     tile_room,
     tile_shared,
@@ -44,6 +46,8 @@ _MANY_ROWS: Final = 1024
 # Rows of a tile of quant_persistent.cu, and what a tile costs besides, in rows.
 _TILES: Final = (64, 128, 256)
 TILE_ENDS: Final = 60
+# Of tiles of quant_blocks.cu by their groups and waves, microseconds for a turn and besides, on an H200.
+_BLOCKS_US: Final = {(2, 1): (0.484, 0.95), (2, 2): (0.906, 1.5), (3, 1): (0.635, 1.5)}
 
 
 def linear(x: torch.Tensor, weight: Weights, bias: torch.Tensor | None) -> torch.Tensor:
@@ -57,6 +61,8 @@ def linear(x: torch.Tensor, weight: Weights, bias: torch.Tensor | None) -> torch
     if not native_runs(x):
         return _multiply(weight.seen(x), dequantized(slabs, x.dtype), bias)
     shape = choose(slabs, rows, rounds=bool(weight.rounding))
+    if isinstance(shape, Blocks):
+        return quant_blocks.dense(shape, x, slabs, bias)
     if isinstance(shape, Persistent):
         return dense(shape, x, weight, slabs, bias)
     if isinstance(shape, RowGemm):
@@ -74,7 +80,9 @@ def native_runs(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and native.has_wgmma()
 
 
-def choose(slabs: Slabs, rows: int, *, rounds: bool = False) -> Shape | RowGemm | Persistent | None:
+def choose(
+    slabs: Slabs, rows: int, *, rounds: bool = False
+) -> Shape | RowGemm | Persistent | Blocks | None:
     """The kernel for so many rows, as measured on an H200; None for the library. `rounds`: activations are
     rounded, so that many rows of int4 are better multiplied as int8."""
     if batch_invariant():
@@ -86,8 +94,10 @@ def choose(slabs: Slabs, rows: int, *, rounds: bool = False) -> Shape | RowGemm 
         # Eight rows of x are read as float16 with the weights; more are worth the matrix units' own int8 and fp8.
         if rows <= 8:
             return _gemv_shape(slabs, rows)
-        shape = _persistent_shape(slabs, rows)
-        return shape or (None if _library_wins(slabs, rows) else _rows_shape(slabs, rows))
+        own = _persistent_shape if slabs.block_scales is None else _blocks_shape
+        return own(slabs, rows) or (
+            None if _library_wins(slabs, rows) else _rows_shape(slabs, rows)
+        )
     size = size_of(slabs.num_slabs)
     few = (slabs.kind == INT4 and size > bool(slabs.scaled)) or (slabs.kind == CCQ and not size)
     if rows <= _FEW_ROWS or (rows <= 32 and few):
@@ -254,9 +264,10 @@ def _persistent_shape(slabs: Slabs, rows: int) -> Persistent | None:
     """int8 and fp8 numbers by rows: tiles of as many rows as keep the GPU busy. None where the library, or blocks that
     divide K, are faster."""
     size, across = size_of(slabs.num_slabs), -(-slabs.num_slabs // 8)
-    if rows <= 64 or slabs.block_scales is not None:
+    # Two tiles of 64 rows have to be full.
+    if rows <= 64 or (size == 2 and rows < 128) or (rows <= 128 and slabs.num_turns >= _LONG):
         return None
-    if slabs.kind == FP8_ROWS and (size == 2 or rows > _MANY_ROWS):
+    if slabs.kind == FP8_ROWS and ((size == 2 and rows > 128) or rows > _MANY_ROWS):
         return None
 
     def tiles(tile: int) -> int:
@@ -269,6 +280,23 @@ def _persistent_shape(slabs: Slabs, rows: int) -> Persistent | None:
     if tiles(tile) < 0.6 * num_processors():
         return None
     return persistent(tile, slabs.kind)
+
+
+def _blocks_shape(slabs: Slabs, rows: int) -> Blocks | None:
+    """fp8 numbers with scales of blocks: the tile that is done first. None where tiles leave the GPU idle."""
+    turns, is_large = -(-slabs.in_features // FP8_BLOCK), size_of(slabs.num_slabs) == 2
+    if rows <= (_SOME_ROWS if is_large else 64):
+        return None
+
+    def tiles(shape: Blocks) -> int:
+        return -(-rows // shape.rows) * -(-slabs.out_features // shape.columns)
+
+    def taken(shape: Blocks) -> float:
+        each, ends = _BLOCKS_US[shape.groups, shape.waves]
+        return -(-tiles(shape) // num_processors()) * (turns * each + ends)
+
+    shape = min((blocks(*own) for own in _BLOCKS_US), key=taken)
+    return shape if tiles(shape) > 0.6 * num_processors() else None
 
 
 def _rows_shape(slabs: Slabs, rows: int) -> RowGemm:

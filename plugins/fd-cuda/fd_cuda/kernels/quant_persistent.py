@@ -11,7 +11,7 @@ from .common import num_processors
 from .native import tensor_map
 from .quant_layout import FP8_ROWS, INT8_ROWS, SLAB_ROWS, TURN, Slabs
 from .quant_native import Grouping
-from .quant_order import gathered
+from .quant_order import gathered, gathered_numbers
 from .quant_shapes import Persistent, persistent, persistent_shared, slab_bytes
 
 if TYPE_CHECKING:
@@ -27,18 +27,14 @@ def persistent_product(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
     *,
-    by_block: bool = False,
     grouping: Grouping | None = None,
     paired: bool = False,
 ) -> torch.Tensor:
     """x [T, K], half floats or for weights that lie row by row int8 or fp8 numbers, times the weight, in dtype. Rows of
-    experts lie in the order of the blocks, in x and, where it is `paired`, in what comes out. `x_scales`: [T], or `by_block` [T, K / 128] with tokens fastest, T in whole blocks of rows."""
+    experts lie in the order of the blocks, in x and, where it is `paired`, in what comes out. `x_scales`: [T]."""
     num_rows = x.shape[0] if grouping is None or paired else grouping.num_slots
     width = weight.out_features // 2 if paired else weight.out_features
     y = torch.empty((num_rows, width), dtype=dtype, device=x.device)
-    scales = weight.block_scales if by_block else weight.scales
-    if scales is None:
-        raise TypeError("a weight without scales of blocks was asked for a product by blocks")
     order = None if grouping is None else grouping.order
     blocks = -(-x.shape[0] // shape.rows) if grouping is None else grouping.blocks
     by_rows = _is_by_rows(weight)
@@ -47,7 +43,7 @@ def persistent_product(
         tensor_map.boxes(x, shape.rows),
         _weight_boxes(weight, shape.groups * 64, paired=paired),
         None if by_rows else weight.table(x.dtype),
-        scales,
+        weight.scales,
         x_scales,
         bias,
         y,
@@ -58,14 +54,13 @@ def persistent_product(
         weight.num_slabs,
         turns,
         weight.group_size // TURN if weight.group_size and not by_rows else turns,
-        scales[0].numel() if weight.num_experts else 0,
-        x_scales.stride(1) if by_block and x_scales is not None else 0,
+        weight.scales[0].numel() if weight.num_experts else 0,
         blocks,
     ]
     tiles = blocks * -(-width // (shape.groups * (32 if paired else 64)))
-    flags = {"BY_BLOCK": by_block, "PAIRED": paired, "GROUPED": grouping is not None}
+    flags = {"PAIRED": paired, "GROUPED": grouping is not None}
     kernel = _kernel(shape, weight, x.dtype, dtype, flags)
-    shared = persistent_shared(shape, weight.kind, by_block=by_block)
+    shared = persistent_shared(shape, weight.kind)
     grid = (min(tiles, num_processors()), 1, 1)
     native.launch(kernel, grid, shape.threads, arguments, shared=shared)
     return y
@@ -132,13 +127,11 @@ def experts(
     def multiply(
         rows: torch.Tensor, scales: torch.Tensor | None, of: tuple[Weights, Slabs], *, paired: bool
     ) -> torch.Tensor:
-        weight, slabs = of
-        by_block = weight.rounding == "block"
-        own = persistent(shape.rows, slabs.kind, by_block=by_block)
+        slabs = of[1]
+        own = persistent(shape.rows, slabs.kind)
         return persistent_product(
-            own, rows, scales, slabs, None, x.dtype,
-            by_block=by_block, grouping=grouping, paired=paired,
-        )  # fmt: skip
+            own, rows, scales, slabs, None, x.dtype, grouping=grouping, paired=paired
+        )
 
     hidden = multiply(*in_order(x, gate_up, order, num_slots, top_k), gate_up, paired=True)
     return multiply(*_rounded(hidden, *down, order), down, paired=False)
@@ -150,11 +143,9 @@ def in_order(
     """Rows slot // divisor of x in the order of the blocks as the product sees them, and their scales; what no slot
     has is any."""
     rows, scales = _rounded(x, *of)
-    rows = gathered(rows.view(torch.int16), order, num_slots, divisor).view(rows.dtype)
     if scales is None:
-        return rows, None
-    places = (order.slots // divisor).clamp_(0, len(scales) - 1)
-    return rows, scales[places] if scales.dim() == 1 else scales.t()[:, places].t()
+        return gathered(rows, order, num_slots, divisor), None
+    return gathered_numbers(rows, scales, order, num_slots, divisor)
 
 
 def _rounded(

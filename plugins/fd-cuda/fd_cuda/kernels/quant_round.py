@@ -104,21 +104,20 @@ def _round_rows(
 
 @triton.jit
 def _round_blocks(
-    x_p, y_p, scales_p, experts_p, width, stride, num_blocks, scale_stride,
+    x_p, y_p, scales_p, width, stride, num_blocks, scale_stride,
     BLOCKS: tl.constexpr, SIZE: tl.constexpr, BOUND: tl.constexpr, CONVERTS: tl.constexpr,
-    EACH: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """scales_p: [blocks, T], blocks apart by scale_stride."""
     join_chain(PDL)
     row = tl.program_id(0).to(tl.int64)
-    if _is_used(row, experts_p, EACH):
-        block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-        at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-        x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
-        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), BOUND), _TINY)
-        number = _rounded(x, scale[:, None], y_p.dtype.element_ty, BOUND, True, CONVERTS)
-        tl.store(scales_p + block * scale_stride + row, scale, mask=block < num_blocks)
-        tl.store(y_p + row * width + at, number, mask=at < width)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), BOUND), _TINY)
+    number = _rounded(x, scale[:, None], y_p.dtype.element_ty, BOUND, True, CONVERTS)
+    tl.store(scales_p + block * scale_stride + row, scale, mask=block < num_blocks)
+    tl.store(y_p + row * width + at, number, mask=at < width)
 
 
 @triton.jit
@@ -188,11 +187,9 @@ def _each(order: Order | None, rows: int) -> int:
     return 0 if order is None else rows // len(order.experts)
 
 
-def fp8_blocks(
-    x: torch.Tensor, whole: int = 1, order: Order | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def fp8_blocks(x: torch.Tensor, whole: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """(fp8 [T, K], scales [T, blocks of 128 inputs], tokens fastest), T up to whole fours or such: what is
-    filled up with means nothing. `order` as in round_rows."""
+    filled up with means nothing."""
     rows, width = x.shape
     held = -(-rows // whole) * whole
     y = torch.empty((held, width), dtype=torch.float8_e4m3fn, device=x.device)
@@ -201,9 +198,8 @@ def fp8_blocks(
     if rows:
         each = min(pad2(blocks), 4 if INTERPRETED else 8 if rows < num_processors() else 32)
         _round_blocks[(rows, triton.cdiv(blocks, each))](
-            x, y, scales, scales if order is None else order.experts, width, x.stride(0), blocks,
-            scales.stride(0), BLOCKS=each, SIZE=FP8_BLOCK, BOUND=FP8_BOUND,
-            CONVERTS=_converts_fp8(), EACH=_each(order, rows),
+            x, y, scales, width, x.stride(0), blocks, scales.stride(0), BLOCKS=each,
+            SIZE=FP8_BLOCK, BOUND=FP8_BOUND, CONVERTS=_converts_fp8(),
             **options(num_warps=max(1, each // 16) if rows >= _MANY_ROWS else 4),
         )  # fmt: skip
     return y, scales.t()

@@ -143,6 +143,33 @@ class Persistent:
         return f"persistent {self.rows}x{self.groups * 64} {self.stages}st"
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How quant_blocks.cu is specialized."""
+
+    groups: int  # of four warps, 64 rows of x each
+    waves: int  # of 128 outputs, one after the other
+    stages: int
+
+    @property
+    def rows(self) -> int:
+        """Of x, of a tile."""
+        return self.groups * 64
+
+    @property
+    def columns(self) -> int:
+        """Outputs of a tile, gates and what belongs to them counted apart."""
+        return self.waves * 128
+
+    @property
+    def threads(self) -> int:
+        """Those that multiply, and four warps of which one feeds."""
+        return self.groups * 128 + 128
+
+    def __str__(self) -> str:
+        return f"blocks {self.rows}x{self.columns} {self.stages}st"
+
+
 Shape = Gemv | Gemm | Pipe | Tile
 
 
@@ -217,23 +244,35 @@ def tile_room(shape: Tile) -> int:
     return _MULTIPROCESSOR // shape.resident - 1024 - _ROW_BYTES * shape.rows
 
 
-def persistent_shared(shape: Persistent, kind: int, *, by_block: bool) -> int:
+def persistent_shared(shape: Persistent, kind: int) -> int:
     """Bytes of shared memory of a block of quant_persistent.cu: barriers, a ring of turns, two tables of rows for every
     group of warps, what warps are about to store."""
     warps, by_rows = shape.groups * 4, kind in (INT8_ROWS, FP8_ROWS)
     weights = shape.groups * 64 * 128 if by_rows else warps * slab_bytes(kind)
-    turn = shape.rows * 128 + weights + -(-shape.rows * 4 * by_block // 1024) * 1024
     tables = shape.groups * 2 * shape.rows * 8
-    return 16 * shape.stages + 1024 + shape.stages * turn + tables + warps * _STORED * 32
+    ring = shape.stages * (shape.rows * 128 + weights)
+    return 16 * shape.stages + 1024 + ring + tables + warps * _STORED * 32
 
 
-def persistent(rows: int, kind: int, *, by_block: bool = False) -> Persistent:
+def persistent(rows: int, kind: int) -> Persistent:
     """With as many turns ahead, to eight, as there is shared memory for."""
     for stages in range(8, 2, -1):
         shape = Persistent(rows, stages)
-        if persistent_shared(shape, kind, by_block=by_block) <= MOST_DYNAMIC:
+        if persistent_shared(shape, kind) <= MOST_DYNAMIC:
             return shape
     raise ValueError(f"no three turns of {rows} rows find a place in {MOST_DYNAMIC} bytes")
+
+
+def blocks_shared(shape: Blocks) -> int:
+    """Bytes of shared memory of a block of quant_blocks.cu: barriers, a ring of turns, what warps are about to store."""
+    turn = (shape.rows + shape.columns) * 128
+    return 16 * shape.stages + 1024 + shape.stages * turn + shape.groups * 4 * 16 * 128
+
+
+def blocks(groups: int, waves: int) -> Blocks:
+    """With as many turns ahead, to eight, as there is shared memory for."""
+    shapes = (Blocks(groups, waves, stages) for stages in range(8, 2, -1))
+    return next(shape for shape in shapes if blocks_shared(shape) <= MOST_DYNAMIC)
 
 
 def rows_shared(shape: RowGemm, *, by_block: bool) -> int:

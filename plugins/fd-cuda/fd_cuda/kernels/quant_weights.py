@@ -104,9 +104,9 @@ class Weights:
         self, x: torch.Tensor, order: Order | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x as int8 or fp8 numbers, with scales [T], or [T, blocks of 128 inputs] with tokens fastest. `order`: that of
-        the rows, of which blocks without an expert are left out."""
+        the rows, of which blocks without an expert may be left out."""
         if self.rounding == "block":
-            return fp8_blocks(x, order=order)
+            return fp8_blocks(x)
         is_fp8 = self.rounding == "fp8"
         dtype = torch.float8_e4m3fn if is_fp8 else torch.int8
         return round_rows(x, dtype, self.input_scale, is_fp8=is_fp8, order=order)

@@ -4,8 +4,7 @@
 // One warp feeds: the copy engine brings 128 bytes of every row of x (64 half floats, or BY_ROWS 128 numbers) and of W what
 // belongs to them, STAGES such turns ahead, those of the next tile while the last one is stored. GROUPS of four warps
 // multiply 64 outputs each and share nothing: slabs of quant.cuh are unpacked into registers while wgmma multiplies the slab
-// before; numbers that lie BY_ROWS are multiplied from shared memory as they are. BY_BLOCK: sums of a turn are multiplied
-// with scales of x [turns, num_x] and of W [N / 128, turns].
+// before; numbers that lie BY_ROWS are multiplied from shared memory as they are.
 // GROUPED: blocks of rows have an expert each, and x lies in their order; `slots` says where rows of y go, without it they
 // lie like those of x. PAIRED: the first eight of a warp's 16 outputs are gates, the others what belongs to them.
 // A row of x comes out the same whatever M is.
@@ -14,32 +13,18 @@
 #include "quant.cuh"
 #define SPLIT 1
 #include "wide.cuh"
+#include "bytes.cuh"
 #include "feed.cuh"
+#define ROWS BN
+#define COLUMNS (GROUPS * 64)
+#define APART (!BY_ROWS)
 #include "tiles.cuh"
 
 #define PIECE 64  // rows that a warp stores at a time
 
-#if FORMAT == INT8_ROWS
-typedef int Sum;
-#else
-typedef float Sum;
-#endif
-
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
-#if BY_ROWS
-// Plus what is in d, or in its place.
-template <int add>
-__device__ __forceinline__ void multiply(Sum* d, u64 a, u64 b) {
-#if FORMAT == INT8_ROWS
-  asm volatile("wgmma.mma_async.sync.aligned." SIZE "k32.s32.s8.s8 " D_LIST ", " BOTH_SHARED ", " FLAG ";"
-               : D_REGS("+r", d) : "l"(a), "l"(b), "n"(add));
-#else
-  asm volatile("wgmma.mma_async.sync.aligned." SIZE "k32.f32.e4m3.e4m3 " D_LIST ", " BOTH_SHARED ", " FLAG ", 1, 1;"
-               : D_REGS("+f", d) : "l"(a), "l"(b), "n"(add));
-#endif
-}
-#else
+#if !BY_ROWS
 __device__ __forceinline__ void multiply(float* d, const u32* a, u64 b) {
   asm volatile("wgmma.mma_async.sync.aligned." SIZE "k16.f32." TYPE "." TYPE " " D_LIST ", " ONE_SHARED ", 1, 1, 1, 0;"
                : D_REGS("+f", d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
@@ -179,36 +164,6 @@ __device__ __forceinline__ void add_up(float (&sum)[BN / 2], const Problem& of, 
   fence_registers(sum);
   if (lane == 0) arrive_at(ring.empty + 8 * last);
 }
-#elif BY_BLOCK
-// A tile's sums, from `at` on in the ring: those of every turn times its scales.
-__device__ __forceinline__ void add_up(float (&total)[BN / 2], const Problem& of, const Tile& tile, const Ring& ring,
-                                       Place& at, int warp, int lane) {
-  const Outputs own = outputs_of(of, tile, warp, lane);
-  const float* scales = of.scales + (u64)tile.expert * of.scale_width;
-  const float *upper = scales + (u64)(own.upper / 128) * of.turns, *lower = scales + (u64)(own.lower / 128) * of.turns;
-  float next_upper = upper[0], next_lower = lower[0], sum[BN / 2];
-  for (int t = 0; t < of.turns; t++, advance<STAGES>(at)) {
-    const u32 tile_at = ring.base + at.stage * STAGE;
-    const u64 tile_x = descriptor(tile_at), tile_w = descriptor(tile_at + TILE_X + warp / 4 * 64 * 128);
-    await_phase(ring.full + 8 * at.stage, at.parity);
-    fence_registers(sum);
-    begin_products();
-    multiply<0>(sum, tile_w, tile_x);
-#pragma unroll
-    for (int s = 1; s < 4; s++) multiply<1>(sum, tile_w + s * 2, tile_x + s * 2);
-    end_products();
-    const float* line = (const float*)(ring.tiles + at.stage * STAGE + TILE_X + TILE_W) + (lane & 3) * 2;
-    const float factors[2] = {next_upper, next_lower};
-    if (t + 1 < of.turns) next_upper = upper[t + 1], next_lower = lower[t + 1];
-    await_products<0>();
-    fence_registers(sum);
-#pragma unroll
-    for (int i = 0; i < BN / 2; i++)
-      total[i] = fmaf(sum[i], line[i / 4 * 8 + (i & 1)] * factors[i / 2 % 2], total[i]);
-    __syncwarp();
-    if (lane == 0) arrive_at(ring.empty + 8 * at.stage);
-  }
-}
 #else
 // A tile's sums, from `at` on in the ring.
 __device__ __forceinline__ void add_up(Sum (&sum)[BN / 2], const Problem& of, const Tile&, const Ring& ring, Place& at,
@@ -242,13 +197,13 @@ struct Known {
 __device__ __forceinline__ Known find(const Problem& of, const Tile& tile, const u16* bias, int thread) {
   const Outputs own = outputs_of(of, tile, thread / 32, thread % 32);
   const float* scales = of.scales + (u64)tile.expert * of.scale_width;
-  Known found = {{BY_BLOCK ? 1.f : scales[own.upper], BY_BLOCK ? 1.f : scales[own.lower]},
+  Known found = {{scales[own.upper], scales[own.lower]},
                    {bias == nullptr ? 0.f : widen_y(bias[own.upper]), bias == nullptr ? 0.f : widen_y(bias[own.lower])}};
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int row = tile.block * BN + min(thread % 128 + i * 128, BN - 1);
     found.at[i] = of.slots == nullptr ? row : of.slots[row];
-    found.of_row[i] = !BY_BLOCK && of.x_scales != nullptr && (GROUPED || row < of.M) ? of.x_scales[row] : 1.f;
+    found.of_row[i] = of.x_scales != nullptr && (GROUPED || row < of.M) ? of.x_scales[row] : 1.f;
   }
   return found;
 }
@@ -319,14 +274,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
                  const u32* __restrict__ groups, const float* __restrict__ scales, const float* x_scales,
                  const u16* __restrict__ bias, u16* y, const int* slots, const int* experts, int M, int N, int slabs,
-                 int turns, int per_group, int scale_width, int num_x, int blocks) {
+                 int turns, int per_group, int scale_width, int blocks) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, group = warp / 4;
+  const int thread = threadIdx.x, lane = thread & 31, warp = uniform(thread >> 5), group = warp / 4;
   const u32 full = shared_address(memory), empty = full + 8 * STAGES, base = (empty + 8 * STAGES + 1023) & ~1023u;
   const Ring ring{full, empty, base, memory + (base - full)};
   const int across = ((PAIRED ? N / 2 : N) + OUT - 1) / OUT;
-  const Problem of{groups, scales, x_scales, slots, experts, M, N, slabs, turns, per_group, scale_width, num_x, blocks,
-                   across};
+  const Problem of{groups, scales, x_scales, slots, experts, M, N, slabs, turns, per_group, scale_width, 0, blocks, across};
   if (thread == 0) {
     prefetch(x);
     prefetch(w);
@@ -354,7 +308,7 @@ quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ Te
   int odd = 0;
   Tile next = tile_of(of, blockIdx.x);
   for (int id = blockIdx.x; id < num_tiles; id += gridDim.x) {
-    const Tile tile = next;
+    const Tile tile = uniform(next);
     if (id + gridDim.x < num_tiles) next = tile_of(of, id + gridDim.x);
     if (tile.expert < 0) continue;
     const Known found = find(of, tile, bias, thread);

@@ -12,6 +12,7 @@
 #include "common.cuh"
 #include "quant.cuh"
 #include "wide.cuh"
+#include "bytes.cuh"
 
 #define THREADS (GROUPS * 128)
 #define OUT (PAIRED ? GROUPS * 32 : GROUPS * 64)
@@ -23,28 +24,6 @@
 #define PIECES_W 4
 #define PIECES_X ((BN + STEP - 1) / STEP)
 #define WHOLE (BN % STEP == 0)  // every thread has all of its pieces of x
-
-#if FORMAT == INT8_ROWS
-typedef int Sum;
-#else
-typedef float Sum;
-#endif
-
-// INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
-
-// Plus what is in d, or in its place.
-template <int add>
-__device__ __forceinline__ void multiply(Sum* d, u64 a, u64 b) {
-#if FORMAT == INT8_ROWS
-  asm volatile("wgmma.mma_async.sync.aligned." SIZE "k32.s32.s8.s8 " D_LIST ", " BOTH_SHARED ", " FLAG ";"
-               : D_REGS("+r", d) : "l"(a), "l"(b), "n"(add));
-#else
-  asm volatile("wgmma.mma_async.sync.aligned." SIZE "k32.f32.e4m3.e4m3 " D_LIST ", " BOTH_SHARED ", " FLAG ", 1, 1;"
-               : D_REGS("+f", d) : "l"(a), "l"(b), "n"(add));
-#endif
-}
-
-// END OF INSTRUCTIONS
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 quant_rows(const uint4* x, const uint4* __restrict__ w, const float* x_scales, const float* __restrict__ scales,

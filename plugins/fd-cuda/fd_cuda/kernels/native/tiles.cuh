@@ -1,12 +1,11 @@
-// Of quant_persistent.cu: which tiles of the result a block takes, one after the other, and how what they are made of gets to
+// Of quant_persistent.cu and quant_blocks.cu: which tiles of the result a block takes, one after the other, and how what they are made of gets to
 // its shared memory.
 
 #define MULTIPLIERS (GROUPS * 4)  // warps; four more have the feeder, and give it their registers
-#define OUT (PAIRED ? GROUPS * 32 : GROUPS * 64)
-#define TILE_X (BN * 128)
-#define TILE_W (BY_ROWS ? GROUPS * 64 * 128 : MULTIPLIERS * SLAB_BYTES)
-#define LINE (BY_BLOCK ? BN * 4 : 0)  // bytes of the scales of a turn's rows
-#define STAGE (TILE_X + TILE_W + (LINE + 1023) / 1024 * 1024)
+#define OUT (PAIRED ? COLUMNS / 2 : COLUMNS)
+#define TILE_X (ROWS * 128)
+#define TILE_W (BY_ROWS ? COLUMNS * 128 : MULTIPLIERS * SLAB_BYTES)
+#define STAGE (TILE_X + TILE_W)
 
 // What is multiplied, and the tiles of the result: those of BAND blocks of rows together, so that what they share is in the
 // second-level cache.
@@ -28,23 +27,29 @@ __device__ __forceinline__ Tile tile_of(const Problem& of, int id) {
   return {block, within / together, GROUPED ? of.experts[block] : 0};
 }
 
+// What all lanes of a warp have alike, so that the compiler knows it and keeps what is made of it, such as the operands of wgmma,
+// in uniform registers.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+__device__ __forceinline__ Tile uniform(const Tile& tile) {
+  return {tile.block, tile.nth, GROUPED ? uniform(tile.expert) : 0};
+}
+
 // Of a block of threads: barriers of turns that are there and of those that are free, and their memory.
 struct Ring {
   u32 full, empty, base;
   unsigned char* tiles;
 };
 
-// Ask for what one turn of a tile of W takes.
+// Ask for what one turn of a tile of W takes. PAIRED: gates and what belongs to them by eights in turn, or APART.
 __device__ __forceinline__ void feed_weight(const TensorMap& w, const Problem& of, const Tile& tile, int turn, u32 to,
                                             u32 barrier) {
-#if BY_ROWS && PAIRED
+#if PAIRED && !APART
   copy_gates(to, w, turn * 128, tile.nth * OUT / 8, tile.expert, barrier);
-#elif BY_ROWS
-  copy_box(to, w, turn * 128, tile.expert * of.N + tile.nth * OUT, barrier);
 #else
-  const int word = turn * (SLAB_BYTES / 8), slab = tile.expert * of.slabs + tile.nth * (OUT / 16);
-  copy_box(to, w, word, slab, barrier);
-  if (PAIRED) copy_box(to + TILE_W / 2, w, word, slab + of.slabs / 2, barrier);
+  const int at = turn * (BY_ROWS ? 128 : SLAB_BYTES / 8), height = BY_ROWS ? of.N : of.slabs;
+  const int first = tile.expert * height + tile.nth * (BY_ROWS ? OUT : OUT / 16);
+  copy_box(to, w, at, first, barrier);
+  if (PAIRED) copy_box(to + TILE_W / 2, w, at, first + height / 2, barrier);
 #endif
 }
 
@@ -57,12 +62,9 @@ __device__ __forceinline__ void feed(const TensorMap& x, const TensorMap& w, con
     for (int t = 0; t < of.turns; t++, advance<STAGES>(at)) {
       const u32 to = ring.base + at.stage * STAGE, barrier = ring.full + 8 * at.stage;
       await_phase(ring.empty + 8 * at.stage, at.parity);
-      expect(barrier, TILE_X + TILE_W + LINE);
-      copy_box(to, x, t * (BY_ROWS ? 128 : 64), tile.block * BN, barrier);
+      expect(barrier, STAGE);
+      copy_box(to, x, t * (BY_ROWS ? 128 : 64), tile.block * ROWS, barrier);
       feed_weight(w, of, tile, t, to + TILE_X, barrier);
-#if BY_BLOCK
-      copy_line(to + TILE_X + TILE_W, of.x_scales + (u64)t * of.num_x + tile.block * BN, LINE, barrier);
-#endif
     }
   }
 }

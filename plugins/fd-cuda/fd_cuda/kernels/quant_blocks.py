@@ -1,0 +1,117 @@
+"""Products of hundreds of rows, or of hundreds of rows an expert, with fp8 weights that have scales of blocks, by
+quant_blocks.cu."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import native
+from .common import num_processors
+from .native import tensor_map
+from .quant_layout import Slabs
+from .quant_native import Grouping
+from .quant_order import gathered_numbers
+from .quant_round import FP8_BLOCK, fp8_blocks
+from .quant_shapes import Blocks, blocks_shared
+
+if TYPE_CHECKING:
+    from .routing import Order
+
+
+def dense(shape: Blocks, x: torch.Tensor, weight: Slabs, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [T, K], rounded by blocks, times one matrix."""
+    numbers, scales = fp8_blocks(x)
+    y = torch.empty((x.shape[0], weight.out_features), dtype=x.dtype, device=x.device)
+    _multiply(shape, numbers, scales, weight, bias, y)
+    return y
+
+
+def experts(
+    shape: Blocks,
+    x: torch.Tensor,
+    order: Order,
+    num_slots: int,
+    top_k: int,
+    gate_up: Slabs,
+    down: Slabs,
+) -> torch.Tensor:
+    """[num_slots, H]: the gated MLPs of the experts that rows slot // top_k of x go to in this order."""
+    grouping = Grouping(num_slots, 1, order)
+    numbers, scales = gathered_numbers(*fp8_blocks(x), order, num_slots, top_k)
+    hidden, of_hidden = gated_product(shape, numbers, scales, gate_up, grouping, x.dtype)
+    y = torch.empty((num_slots, down.out_features), dtype=x.dtype, device=x.device)
+    _multiply(shape, hidden, of_hidden, down, None, y, grouping)
+    return y
+
+
+def gated_product(
+    shape: Blocks,
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: Slabs,
+    grouping: Grouping,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """silu(gate) times what belongs to it, of rows that lie in the order of the blocks: rounded to dtype and then by
+    blocks, as fp8_blocks would (numbers, scales). Gates are whole blocks of FP8_BLOCK."""
+    rows, width = x.shape[0], weight.out_features // 2
+    y = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
+    y_scales = torch.empty((width // FP8_BLOCK, rows), dtype=torch.float32, device=x.device)
+    _multiply(shape, x, x_scales, weight, None, y, grouping, y_scales, dtype)
+    return y, y_scales.t()
+
+
+def _multiply(
+    shape: Blocks,
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: Slabs,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    grouping: Grouping | None = None,
+    y_scales: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """x [T, K] with scales [T, K / 128], tokens fastest, times the weight into y. With `y_scales` the weight's outputs are gates and what belongs to them."""
+    scales = weight.block_scales
+    if scales is None:
+        raise TypeError("a weight without scales of blocks was asked for a product by blocks")
+    paired = y_scales is not None
+    num_rows, width = y.shape
+    order = None if grouping is None else grouping.order
+    count = -(-num_rows // shape.rows) if grouping is None else grouping.blocks
+    arguments = [
+        tensor_map.boxes(x, shape.rows),
+        tensor_map.boxes(weight.data.view(-1, weight.in_features), shape.columns // (1 + paired)),
+        scales,
+        x_scales,
+        bias,
+        y,
+        y_scales,
+        None if order is None else order.slots,
+        None if order is None else order.experts,
+        num_rows if grouping is None else grouping.num_slots,
+        weight.out_features,
+        -(-weight.in_features // FP8_BLOCK),
+        scales[0].numel() if weight.num_experts else 0,
+        x_scales.stride(1),
+        count,
+    ]
+    defines = {
+        "HALF": 0,
+        "Y_HALF": int((dtype or y.dtype) == torch.float16),
+        "FORMAT": weight.kind,
+        "SCALED": 0,
+        "PAIRED": int(paired),
+        "GROUPED": int(grouping is not None),
+        "BN": FP8_BLOCK,
+        "GROUPS": shape.groups,
+        "WAVES": shape.waves,
+        "STAGES": shape.stages,
+        "THREADS": shape.threads,
+    }
+    tiles = count * -(-width // (shape.columns // (1 + paired)))
+    kernel, grid = native.function("quant_blocks", defines), (min(tiles, num_processors()), 1, 1)
+    native.launch(kernel, grid, shape.threads, arguments, shared=blocks_shared(shape))

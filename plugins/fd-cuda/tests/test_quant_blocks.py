@@ -1,0 +1,115 @@
+"""quant_blocks.cu against dequantization in float64: emulated, the copy engine included, or on the GPU."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from packed_weights import packed as packed_on
+from quant_emulation import use_kernels
+from test_quant_native import DEVICE, HAS_GPU, check
+
+from fd_cuda.kernels import quant_blocks, quant_weights
+from fd_cuda.kernels.experts import combined
+from fd_cuda.kernels.quant_native import Grouping
+from fd_cuda.kernels.quant_round import fp8_blocks
+from fd_cuda.kernels.quant_shapes import MOST_DYNAMIC, blocks, blocks_shared
+from fd_cuda.kernels.routing import order_by_expert
+
+pytestmark = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, reason="needs g++")
+SHAPES = [(2, 1), (2, 2), (3, 1)]  # groups and waves
+# Outputs, inputs, dtype, rows of x.
+Case = tuple[int, int, torch.dtype, int]
+SMALL: list[Case] = [(264, 400, torch.bfloat16, 200)]
+LARGE: list[Case] = [(3080, 1040, torch.bfloat16, 1500), (8192, 4096, torch.float16, 777)]
+
+
+@pytest.fixture(autouse=True)
+def kernels(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_kernels(tmp_path_factory.getbasetemp(), monkeypatch)
+    if not HAS_GPU:
+        monkeypatch.setattr(quant_blocks, "num_processors", lambda: 3)  # fewer than tiles
+
+
+def made(
+    rows: int, count: int, experts: int = 0
+) -> tuple[quant_weights.Weights, quant_weights.Slabs]:
+    torch.manual_seed(rows + count)
+    weight = quant_weights.prepare(packed_on("block_fp8", rows, count, 0, experts, DEVICE))
+    assert weight.slabs is not None
+    return weight, weight.slabs
+
+
+@pytest.mark.parametrize("own", SHAPES, ids=str)
+def test_blocks_have_the_shared_memory_that_turns_take(own: tuple[int, int]) -> None:
+    shape = blocks(*own)
+    assert shape.stages > 3
+    assert blocks_shared(shape) <= MOST_DYNAMIC
+
+
+@pytest.mark.parametrize("own", SHAPES, ids=str)
+@pytest.mark.parametrize("case", [*SMALL, *(LARGE if HAS_GPU else [])], ids=str)
+def test_product(case: Case, own: tuple[int, int]) -> None:
+    rows, count, dtype, tokens = case
+    weight, slabs = made(rows, count)
+    x, bias = (torch.randn(*shape, device=DEVICE).to(dtype) for shape in ((tokens, count), (rows,)))
+    expected = weight.seen(x.float()).double() @ weight.dequantized(torch.float32).double().T
+    for _ in range(20 if HAS_GPU else 1):
+        check(quant_blocks.dense(blocks(*own), x, slabs, bias), expected + bias.double(), dtype)
+
+
+@pytest.mark.parametrize("tokens", [70, 2000] if HAS_GPU else [70])
+def test_layer_of_experts(tokens: int) -> None:
+    """Rows gathered by expert, groups of warps that have none, blocks that nobody has: what lies between the products is
+    rounded as a kernel of its own would."""
+    experts, inner, hidden, shape = 3, 256, 384, blocks(2, 2)
+    (gate_up, first), (down, second) = (
+        made(2 * inner, hidden, experts),
+        made(hidden, inner, experts),
+    )
+    x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
+    ids = torch.stack([torch.randperm(experts)[:2] for _ in range(tokens)]).to(DEVICE)
+    ids[:, 1] = torch.where(ids[:, 0] == 0, 1, 0)  # nearly all rows are of two experts
+    order, slots = order_by_expert(ids, experts, shape.rows), 2 * tokens
+    grouping = Grouping(slots, 1, order)
+    numbers, scales = quant_blocks.gathered_numbers(*fp8_blocks(x), order, slots, 2)
+    inside, of_inside = quant_blocks.gated_product(shape, numbers, scales, first, grouping, x.dtype)
+    y = quant_blocks.experts(shape, x, order, slots, 2, first, second)
+    wide, narrow = (w.dequantized(torch.float32).double() for w in (gate_up, down))
+    meant, experts_of = gate_up.seen(x.float()).double(), ids.view(-1).tolist()
+    for place, slot in enumerate(order.slots.tolist()):
+        if slot >= slots or order.experts[place // shape.rows] < 0:
+            continue
+        both = meant[slot // 2] @ wide[experts_of[slot]].T
+        expected = torch.nn.functional.silu(both[:inner]) * both[inner:]
+        own = inside[place].double().view(-1, 128) * of_inside[place].double()[:, None]
+        steps = expected.view(-1, 128).abs().amax(1, keepdim=True) / 448
+        assert (
+            (own - expected.view(-1, 128)).abs() <= 17 * steps
+        ).all()  # half a step of the largest numbers
+        check(y[slot], own.view(-1) @ narrow[experts_of[slot]].T, torch.bfloat16)
+    shares = torch.rand(tokens, 2, device=DEVICE)
+    assert combined(y, shares).isfinite().all()
+
+
+def test_gated_numbers_are_those_of_the_rounding_kernel() -> None:
+    """One expert, up to the product's own rounding."""
+    inner, hidden, shape = 128, 128, blocks(2, 2)
+    _, slabs = made(2 * inner, hidden, 1)
+    x = torch.randn(40, hidden, device=DEVICE).bfloat16()
+    ids = torch.zeros(40, 1, dtype=torch.long, device=DEVICE)
+    order = order_by_expert(ids, 1, shape.rows)
+    grouping = Grouping(40, 1, order)
+    numbers, scales = quant_blocks.gathered_numbers(*fp8_blocks(x), order, 40, 1)
+    got, of_got = quant_blocks.gated_product(shape, numbers, scales, slabs, grouping, x.dtype)
+    plain = torch.empty(40, 2 * inner, dtype=torch.float32, device=DEVICE)
+    plain[:] = (numbers[:40].float() * scales[:40].repeat_interleave(128, 1)) @ (
+        quant_weights.dequantized(slabs, torch.float32)[0].T
+    )
+    gate, up = plain[:, :inner], plain[:, inner:]
+    expected, of_expected = fp8_blocks((torch.nn.functional.silu(gate) * up).bfloat16())
+    assert torch.allclose(of_got[:40], of_expected, rtol=1e-2)
+    same = (got[:40].float() == expected.float()).float().mean()
+    assert same > 0.9
