@@ -95,6 +95,13 @@ class ApiServer(uvicorn.Server):
             self.force_exit = True
             self.leave()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's. In a hurry it leaves the application's end to the event loop's, which logs that as
+        an error."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
+
     def leave(self) -> None:
         """End, without waiting for what still runs."""
         self.should_exit = True

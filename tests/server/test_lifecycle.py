@@ -241,7 +241,10 @@ def test_what_outlives_the_grace_ends_with_an_error_event(
 
 
 def test_a_second_signal_ends_at_once(
-    engine: ScriptedEngine, tokenizer: Tokenizer, gate: threading.Event
+    engine: ScriptedEngine,
+    tokenizer: Tokenizer,
+    gate: threading.Event,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with live(engine, tokenizer, grace_s=600) as server:
         connection = send(server, {**BODY, "stream": True})
@@ -251,6 +254,7 @@ def test_a_second_signal_ends_at_once(
         server.signal()
         assert server.join(10)
         connection.close()
+    assert "Traceback" not in caplog.text  # the application was ended, too
 
 
 def test_a_dead_engine_ends_the_server_with_an_error_code(server: LiveServer) -> None:
