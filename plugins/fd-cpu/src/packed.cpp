@@ -229,14 +229,21 @@ void get_row(const PackedMatrix &matrix, int64_t n, float *values) {
                 values[k] = widen(reinterpret_cast<const uint16_t *>(panel)[((k / 2) * kPanel + column) * 2 + k % 2]);
             return;
         case WeightKind::int8:
-            for (int64_t k = 0; k < inputs; ++k) values[k] = int8_t(panel[((k / 4) * kPanel + column) * 4 + k % 4]);
+            for (int64_t k = 0; k < inputs; k += 4) {
+                const uint8_t *four = panel + (k * kPanel / 4 + column) * 4;
+                for (int64_t j = 0; j < std::min<int64_t>(4, inputs - k); ++j) values[k + j] = int8_t(four[j]);
+            }
             break;
         case WeightKind::tet2:
             for (int64_t k = 0; k < inputs; k += 2) decode_tet(panel, column, k, values + k);
             break;
         case WeightKind::int4:
-            for (int64_t k = 0; k < inputs; ++k)
-                values[k] = float(panel[((k / 8) * kPanel + column) * 4 + k % 4] >> (k / 4 % 2 * 4) & 15) - 8;
+            for (int64_t k = 0; k < inputs; k += 4) {  // four in the low halves of bytes, then four in the high ones
+                const uint8_t *four = panel + (k / 8 * kPanel + column) * 4;
+                const int shift = k % 8;
+                for (int64_t j = 0; j < std::min<int64_t>(4, inputs - k); ++j)
+                    values[k + j] = float(four[j] >> shift & 15) - 8;
+            }
     }
     for (int64_t begin = 0, g = 0; begin < inputs; begin += matrix.group, ++g) {
         const float scale = matrix.panel_scales(p)[g * kPanel + column];
