@@ -85,11 +85,17 @@ def test_an_order_has_every_slot_once(
     monkeypatch.setattr(routing, "_FEW_SLOTS", few)
     ids = torch.randint(0, count, (num_slots, 1), device=DEVICE)
     ids[ids == 1] = 0  # an expert that nobody visits
+    ids[::7] = -1  # of another rank
     blocks = min(num_slots, count) + max(0, num_slots - count) // rows
     order = routing.order_by_expert(ids, count, rows)
     slots = order.slots.view(blocks, rows).cpu()
     seen = slots[order.experts.cpu() >= 0].flatten()
-    assert sorted(seen[seen < num_slots].tolist()) == list(range(num_slots))
+    wanted = torch.nonzero(ids.cpu().view(-1) >= 0)[:, 0]
+    assert sorted(seen[seen < num_slots].tolist()) == wanted.tolist()
+    assert order.places is not None
+    places = order.places.cpu()
+    assert torch.equal(slots.flatten()[places[wanted]], wanted.int())
+    assert (places[ids.cpu().view(-1) < 0] == -1).all()
     for block, expert in enumerate(order.experts.tolist()):
         own: Any = slots[block][slots[block] < num_slots]
         assert expert < 0 or set(ids.cpu()[own, 0].tolist()) == {expert}

@@ -74,9 +74,9 @@ def test_layer_of_experts(tokens: int) -> None:
     ids[:, 1] = torch.where(ids[:, 0] == 0, 1, 0)  # nearly all rows are of two experts
     order, slots = order_by_expert(ids, experts, shape.rows), 2 * tokens
     grouping = Grouping(slots, 1, order)
-    numbers, scales = quant_blocks.gathered_numbers(*fp8_blocks(x), order, slots, 2)
+    numbers, scales = fp8_blocks(x, into=order)
     inside, of_inside = quant_blocks.gated_product(shape, numbers, scales, first, grouping, x.dtype)
-    y = quant_blocks.experts(shape, x, order, slots, 2, first, second)
+    y = quant_blocks.experts(shape, x, order, slots, first, second)
     wide, narrow = (w.dequantized(torch.float32).double() for w in (gate_up, down))
     meant, experts_of = gate_up.seen(x.float()).double(), ids.view(-1).tolist()
     for place, slot in enumerate(order.slots.tolist()):
@@ -102,7 +102,7 @@ def test_gated_numbers_are_those_of_the_rounding_kernel() -> None:
     ids = torch.zeros(40, 1, dtype=torch.long, device=DEVICE)
     order = order_by_expert(ids, 1, shape.rows)
     grouping = Grouping(40, 1, order)
-    numbers, scales = quant_blocks.gathered_numbers(*fp8_blocks(x), order, 40, 1)
+    numbers, scales = fp8_blocks(x, into=order)
     got, of_got = quant_blocks.gated_product(shape, numbers, scales, slabs, grouping, x.dtype)
     plain = torch.empty(40, 2 * inner, dtype=torch.float32, device=DEVICE)
     plain[:] = (numbers[:40].float() * scales[:40].repeat_interleave(128, 1)) @ (

@@ -91,7 +91,10 @@ def test_experts_pair_gate_and_up(name: str, group: int) -> None:
     own = [torch.nonzero(ids.view(-1) == e)[:, 0] for e in range(experts)]
     rows = torch.full((4, block), slots, dtype=torch.int32, device=DEVICE)
     rows[0, :1], rows[1], rows[3, : len(own[1]) - block] = own[0], own[1][:block], own[1][block:]
-    order = Order(rows.view(-1), torch.tensor([0, 1, -1, 1], dtype=torch.int32, device=DEVICE))
+    stands = torch.tensor([rows.view(-1).tolist().index(n) for n in range(slots)])
+    places = stands.to(device=DEVICE, dtype=torch.int32)
+    blocks = torch.tensor([0, 1, -1, 1], dtype=torch.int32, device=DEVICE)
+    order = Order(rows.view(-1), blocks, places)
     given, of_rows = in_order(x, (weight, slabs), order, slots, 2)
     got, plain = (
         persistent_product(

@@ -12,7 +12,6 @@ from .common import num_processors
 from .native import tensor_map
 from .quant_layout import Slabs
 from .quant_native import Grouping
-from .quant_order import gathered_numbers
 from .quant_round import FP8_BLOCK, fp8_blocks
 from .quant_shapes import Blocks, blocks_shared
 
@@ -33,13 +32,12 @@ def experts(
     x: torch.Tensor,
     order: Order,
     num_slots: int,
-    top_k: int,
     gate_up: Slabs,
     down: Slabs,
 ) -> torch.Tensor:
-    """[num_slots, H]: the gated MLPs of the experts that rows slot // top_k of x go to in this order."""
+    """[num_slots, H]: the gated MLPs of the experts that rows of x go to in this order."""
     grouping = Grouping(num_slots, 1, order)
-    numbers, scales = gathered_numbers(*fp8_blocks(x), order, num_slots, top_k)
+    numbers, scales = fp8_blocks(x, into=order)
     hidden, of_hidden = gated_product(shape, numbers, scales, gate_up, grouping, x.dtype)
     y = torch.empty((num_slots, down.out_features), dtype=x.dtype, device=x.device)
     _multiply(shape, hidden, of_hidden, down, None, y, grouping)

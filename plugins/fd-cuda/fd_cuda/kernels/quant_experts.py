@@ -76,7 +76,7 @@ def moe_experts(
     slots = tokens * top_k
     if isinstance(shape, Blocks):
         order = order_by_expert(topk_ids, first.num_experts, shape.rows)
-        y = quant_blocks.experts(shape, x, order, slots, top_k, first, second)
+        y = quant_blocks.experts(shape, x, order, slots, first, second)
         return combined(y, topk_weights)
     if isinstance(shape, Persistent):
         order, of = order_by_expert(topk_ids, first.num_experts, shape.rows), (gate_up, first)

@@ -11,7 +11,7 @@ from .common import num_processors
 from .native import tensor_map
 from .quant_layout import FP8_ROWS, INT8_ROWS, SLAB_ROWS, TURN, Slabs
 from .quant_native import Grouping
-from .quant_order import gathered, gathered_numbers
+from .quant_order import gathered
 from .quant_shapes import Persistent, persistent, persistent_shared, slab_bytes
 
 if TYPE_CHECKING:
@@ -142,10 +142,10 @@ def in_order(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rows slot // divisor of x in the order of the blocks as the product sees them, and their scales; what no slot
     has is any."""
-    rows, scales = _rounded(x, *of)
-    if scales is None:
-        return gathered(rows, order, num_slots, divisor), None
-    return gathered_numbers(rows, scales, order, num_slots, divisor)
+    weight, slabs = of
+    if not weight.rounding:
+        return gathered(x, order, num_slots, divisor), None
+    return weight.numbers(x, into=order) if _is_by_rows(slabs) else weight.round(x, into=order)
 
 
 def _rounded(

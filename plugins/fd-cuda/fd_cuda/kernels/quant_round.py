@@ -74,10 +74,22 @@ def _is_used(row, experts_p, EACH: tl.constexpr):
 
 
 @triton.jit
+def _store(to_p, step, value, mask, row, places_p, COPIES: tl.constexpr):
+    """At the row, or at the place of each of its COPIES, negative where it has none."""
+    if COPIES:
+        for nth in tl.static_range(COPIES):
+            place = tl.load(places_p + row * COPIES + nth).to(tl.int64)
+            tl.store(to_p + place * step, value, mask=mask & (place >= 0))
+    else:
+        tl.store(to_p + row * step, value, mask=mask)
+
+
+@triton.jit
 def _round_rows(
-    x_p, y_p, scales_p, given_p, experts_p, width, stride,
+    x_p, y_p, scales_p, given_p, experts_p, places_p, width, stride,
     BLOCK: tl.constexpr, TURNS: tl.constexpr, BOUND: tl.constexpr, IS_FP8: tl.constexpr,
-    IS_STATIC: tl.constexpr, CONVERTS: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
+    IS_STATIC: tl.constexpr, CONVERTS: tl.constexpr, EACH: tl.constexpr, COPIES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     join_chain(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -93,20 +105,20 @@ def _round_rows(
                 more = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
                 peak = tl.maximum(peak, tl.abs(more))
             scale = tl.maximum(tl.div_rn(tl.max(peak, 0), BOUND), _TINY)
-        tl.store(scales_p + row, scale)
+        _store(scales_p, 1, scale, row >= 0, row, places_p, COPIES)
         for turn in tl.static_range(TURNS):
             at = columns + turn * BLOCK
             if turn:
                 x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
             number = _rounded(x, scale, y_p.dtype.element_ty, BOUND, IS_FP8, CONVERTS)
-            tl.store(y_p + row * width + at, number, mask=at < width)
+            _store(y_p + at, width, number, at < width, row, places_p, COPIES)
 
 
 @triton.jit
 def _round_blocks(
-    x_p, y_p, scales_p, width, stride, num_blocks, scale_stride,
+    x_p, y_p, scales_p, places_p, width, stride, num_blocks, scale_stride,
     BLOCKS: tl.constexpr, SIZE: tl.constexpr, BOUND: tl.constexpr, CONVERTS: tl.constexpr,
-    PDL: tl.constexpr,
+    COPIES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """scales_p: [blocks, T], blocks apart by scale_stride."""
     join_chain(PDL)
@@ -116,8 +128,9 @@ def _round_blocks(
     x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), BOUND), _TINY)
     number = _rounded(x, scale[:, None], y_p.dtype.element_ty, BOUND, True, CONVERTS)
-    tl.store(scales_p + block * scale_stride + row, scale, mask=block < num_blocks)
-    tl.store(y_p + row * width + at, number, mask=at < width)
+    to_p = scales_p + block * scale_stride
+    _store(to_p, 1, scale, block < num_blocks, row, places_p, COPIES)
+    _store(y_p + at, width, number, at < width, row, places_p, COPIES)
 
 
 @triton.jit
@@ -162,22 +175,26 @@ def round_rows(
     *,
     is_fp8: bool,
     order: Order | None = None,
+    into: Order | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(numbers [T, K] in dtype, what each row is to be multiplied with [T]). `scale` [1] is fixed. `order`: that of
-    the rows, of which blocks without an expert are left out."""
+    the rows, of which blocks without an expert are left out; `into`: the one in which they come out, each as often as it
+    has assignments, with nothing where nobody is."""
     rows, width = x.shape
-    y = torch.empty((rows, width), dtype=dtype, device=x.device)
-    scales = torch.empty((rows,), dtype=torch.float32, device=x.device)
+    held = rows if into is None else len(into.slots)
+    y = torch.empty((held, width), dtype=dtype, device=x.device)
+    scales = torch.empty((held,), dtype=torch.float32, device=x.device)
     if rows:
         block = min(pad2(width), _MOST_AT_ONCE)
         # A warp for two thousand numbers, or all four or eight at a row's reduction.
         warps = max(1, block // 2048) if rows >= _MANY_ROWS else 8 if block > 1024 else 4
         _round_rows[(rows,)](
             x, y, scales, scales if scale is None else scale,
-            scales if order is None else order.experts, width, x.stride(0), BLOCK=block,
+            scales if order is None else order.experts, scales if into is None else into.places,
+            width, x.stride(0), BLOCK=block,
             TURNS=triton.cdiv(width, block), BOUND=FP8_BOUND if is_fp8 else INT8_BOUND,
             IS_FP8=is_fp8, IS_STATIC=scale is not None, CONVERTS=_converts_fp8(),
-            EACH=_each(order, rows), **options(num_warps=warps),
+            EACH=_each(order, rows), COPIES=_copies(into, rows), **options(num_warps=warps),
         )  # fmt: skip
     return y, scales
 
@@ -187,19 +204,31 @@ def _each(order: Order | None, rows: int) -> int:
     return 0 if order is None else rows // len(order.experts)
 
 
-def fp8_blocks(x: torch.Tensor, whole: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def _copies(into: Order | None, rows: int) -> int:
+    """Of a row; 0: it stays where it is."""
+    if into is None:
+        return 0
+    if into.places is None:
+        raise TypeError("rows are to come out in an order that does not say where each goes")
+    return len(into.places) // rows
+
+
+def fp8_blocks(
+    x: torch.Tensor, whole: int = 1, into: Order | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(fp8 [T, K], scales [T, blocks of 128 inputs], tokens fastest), T up to whole fours or such: what is
-    filled up with means nothing."""
+    filled up with means nothing. `into` as in round_rows."""
     rows, width = x.shape
-    held = -(-rows // whole) * whole
+    held = -(-rows // whole) * whole if into is None else len(into.slots)
     y = torch.empty((held, width), dtype=torch.float8_e4m3fn, device=x.device)
     blocks = triton.cdiv(width, FP8_BLOCK)
     scales = torch.empty((blocks, held), dtype=torch.float32, device=x.device)
     if rows:
         each = min(pad2(blocks), 4 if INTERPRETED else 8 if rows < num_processors() else 32)
         _round_blocks[(rows, triton.cdiv(blocks, each))](
-            x, y, scales, width, x.stride(0), blocks, scales.stride(0), BLOCKS=each,
-            SIZE=FP8_BLOCK, BOUND=FP8_BOUND, CONVERTS=_converts_fp8(),
+            x, y, scales, scales if into is None else into.places, width, x.stride(0), blocks,
+            scales.stride(0), BLOCKS=each, SIZE=FP8_BLOCK, BOUND=FP8_BOUND,
+            CONVERTS=_converts_fp8(), COPIES=_copies(into, rows),
             **options(num_warps=max(1, each // 16) if rows >= _MANY_ROWS else 4),
         )  # fmt: skip
     return y, scales.t()

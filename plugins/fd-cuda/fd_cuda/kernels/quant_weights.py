@@ -90,26 +90,30 @@ class Weights:
         numbers: torch.Tensor = self.packed.dequantize()
         return numbers.to(dtype)
 
-    def round(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def round(
+        self, x: torch.Tensor, into: Order | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(x as the product sees it, what rows of the result are multiplied with). Rounded numbers of
-        half floats come in float16, which holds them and is what fp8 weights become fastest."""
+        half floats come in float16, which holds them and is what fp8 weights become fastest. `into`, where the format
+        rounds by row: the order in which rows come out."""
         if not self.rounding:
             return x, None
         dtype = torch.float32 if x.dtype == torch.float32 else torch.float16
         if self.rounding == "block":
             return round_blocks(x, dtype)
-        return round_rows(x, dtype, self.input_scale, is_fp8=self.rounding == "fp8")
+        is_fp8 = self.rounding == "fp8"
+        return round_rows(x, dtype, self.input_scale, is_fp8=is_fp8, into=into)
 
     def numbers(
-        self, x: torch.Tensor, order: Order | None = None
+        self, x: torch.Tensor, order: Order | None = None, into: Order | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x as int8 or fp8 numbers, with scales [T], or [T, blocks of 128 inputs] with tokens fastest. `order`: that of
-        the rows, of which blocks without an expert may be left out."""
+        the rows, of which blocks without an expert may be left out; `into`: the one in which they come out."""
         if self.rounding == "block":
-            return fp8_blocks(x)
+            return fp8_blocks(x, into=into)
         is_fp8 = self.rounding == "fp8"
         dtype = torch.float8_e4m3fn if is_fp8 else torch.int8
-        return round_rows(x, dtype, self.input_scale, is_fp8=is_fp8, order=order)
+        return round_rows(x, dtype, self.input_scale, is_fp8=is_fp8, order=order, into=into)
 
 
 def prepare(weight: PackedWeight) -> Weights:

@@ -96,7 +96,7 @@ def _route(
 
 @triton.jit(do_not_specialize=["num_slots", "max_blocks"])
 def _align(
-    ids_p, order_p, experts_p, num_slots, max_blocks,
+    ids_p, order_p, experts_p, places_p, num_slots, max_blocks,
     EXPERTS: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, PAD_BM: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -119,6 +119,7 @@ def _align(
         match = (ids == mine).to(tl.int32)
         place = first * BM + done + tl.cumsum(match, 0) - match
         tl.store(order_p + place, slots, mask=match == 1)
+        tl.store(places_p + slots, place, mask=match == 1)
         done += tl.sum(match, 0)
     # The rest of the last block is nobody's.
     place = done + tl.arange(0, PAD_BM)
@@ -126,6 +127,10 @@ def _align(
     for block in range(first, first + own):
         tl.store(experts_p + block, mine)
     if mine == EXPERTS - 1:
+        for begin in range(0, num_slots, BLOCK):
+            slots = begin + tl.arange(0, BLOCK)
+            ids = tl.load(ids_p + slots, mask=slots < num_slots, other=0).to(tl.int32)
+            tl.store(places_p + slots, ids * 0 - 1, mask=ids < 0)
         for begin in range(first + own, max_blocks, BLOCK):
             unused = begin + tl.arange(0, BLOCK)
             tl.store(experts_p + unused, -1, mask=unused < max_blocks)
@@ -142,7 +147,7 @@ def _count(ids_p, counts_p, num_slots, PAD: tl.constexpr, BLOCK: tl.constexpr, P
 
 @triton.jit(do_not_specialize=["num_slots", "max_blocks"])
 def _place(
-    ids_p, counts_p, order_p, experts_p, num_slots, max_blocks,
+    ids_p, counts_p, order_p, experts_p, places_p, num_slots, max_blocks,
     EXPERTS: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, PAD_BM: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -161,7 +166,9 @@ def _place(
     own = tl.sum(is_own, 0)
     first = starts + tl.atomic_add(counts_p + PAD + expert, own, mask=own > 0)
     place = first[None, :] + tl.cumsum(is_own, 0) - is_own
-    tl.store(order_p + tl.sum(is_own * place, 1), slots, mask=ids >= 0)
+    own_place = tl.sum(is_own * place, 1)
+    tl.store(order_p + own_place, slots, mask=ids >= 0)
+    tl.store(places_p + slots, tl.where(ids >= 0, own_place, -1), mask=inside)
     if tl.program_id(0) == 0:
         # The rest of each expert's last block is nobody's.
         rest = (starts + counts)[:, None] + tl.arange(0, PAD_BM)[None, :]
@@ -179,6 +186,7 @@ class Order:
 
     slots: torch.Tensor  # [blocks * BM] int32; the number of assignments where there is none
     experts: torch.Tensor  # [blocks] expert of each block; -1: nothing is left
+    places: torch.Tensor | None = None  # [assignments] int32 where each stands; -1: nowhere
     is_alone: bool = False  # every assignment is a block of its own: `slots` is not needed
 
 
@@ -240,23 +248,25 @@ def order_by_expert(ids: torch.Tensor, num_experts: int, rows: int) -> Order:
         return _counted_order(ids, num_experts, rows, blocks)
     slots = torch.empty(blocks * rows, dtype=torch.int32, device=ids.device)
     experts = torch.empty(blocks, dtype=torch.int32, device=ids.device)
+    places = torch.empty(num_slots, dtype=torch.int32, device=ids.device)
     _align[(num_experts,)](
-        ids, slots, experts, num_slots, blocks, EXPERTS=num_experts, PAD=pad2(num_experts),
+        ids, slots, experts, places, num_slots, blocks, EXPERTS=num_experts, PAD=pad2(num_experts),
         BM=rows, PAD_BM=pad2(rows), BLOCK=min(1024, pad2(num_slots)), **options(num_warps=4),
     )  # fmt: skip
-    return Order(slots, experts)
+    return Order(slots, experts, places)
 
 
 def _counted_order(ids: torch.Tensor, num_experts: int, rows: int, blocks: int) -> Order:
     num_slots, pad = ids.numel(), pad2(num_experts)
     slots = torch.empty(blocks * rows, dtype=torch.int32, device=ids.device)
     experts = torch.empty(blocks, dtype=torch.int32, device=ids.device)
+    places = torch.empty(num_slots, dtype=torch.int32, device=ids.device)
     counts = torch.zeros((2, pad), dtype=torch.int32, device=ids.device)
     _count[(cdiv(num_slots, 1024),)](
         ids, counts, num_slots, PAD=pad, BLOCK=1024, **options(num_warps=4)
     )
     _place[(cdiv(num_slots, 128),)](
-        ids, counts, slots, experts, num_slots, blocks, EXPERTS=num_experts, PAD=pad, BM=rows,
+        ids, counts, slots, experts, places, num_slots, blocks, EXPERTS=num_experts, PAD=pad, BM=rows,
         PAD_BM=pad2(rows), BLOCK=128, **options(num_warps=8),
     )  # fmt: skip
-    return Order(slots, experts)
+    return Order(slots, experts, places)
