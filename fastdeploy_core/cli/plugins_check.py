@@ -33,9 +33,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             'the conformance kit needs pytest; run: pip install "fastdeploy-core[testing]"'
         )
-    name = device_of(discover(), arguments.name)
+    name = device_of(discover(), arguments.name) or arguments.name
     kind = arguments.kind or kind_of(discover(), name)
-    find(kind, name)
+    entry = find(kind, name)
+    device = arguments.device or device_of(discover(), entry.distribution)
     with tempfile.TemporaryDirectory(prefix="fastdeploy-check-") as folder:
         # An empty folder as root: no conftest or setting of the current directory takes part.
         (Path(folder) / "pytest.ini").write_text("[pytest]\n", "utf-8")
@@ -47,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
         ]  # fmt: skip
         if arguments.tensor:
             command += ["--fd-tensor", arguments.tensor]
+        if device:
+            command += ["--fd-device", device]
         if arguments.model:
             command += ["--fd-model", str(Path(arguments.model).absolute())]
         for option in arguments.option:
@@ -80,10 +83,12 @@ def suites(kind: str) -> list[str]:
     return [f"{KIT}.test_{name}" for name in ["hygiene", *names]]
 
 
-def device_of(inventory: Inventory, name: str) -> str:
-    """The device of a distribution that has one and is asked for by its own name; else the name."""
-    devices = {e.name for e in inventory.entries if e.kind == "device" and e.distribution == name}
-    return devices.pop() if len(devices) == 1 else name
+def device_of(inventory: Inventory, distribution: str) -> str:
+    """The device of a distribution that has one; empty for all others."""
+    own = {
+        e.name for e in inventory.entries if e.kind == "device" and e.distribution == distribution
+    }
+    return own.pop() if len(own) == 1 else ""
 
 
 def kind_of(inventory: Inventory, name: str) -> str:

@@ -63,6 +63,9 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("name", help="name of the driver, or of a distribution with one device")
     command.add_argument("--kind", choices=list(KINDS), help="needed when several kinds have it")
     command.add_argument("--tensor", default="", help="tensor library: torch or paddle")
+    command.add_argument(
+        "--device", default="", help="where to run; default: its distribution's device, or cpu"
+    )
     command.add_argument("--model", default="", metavar="DIR", help="target for a drafter's checks")
     command.add_argument(
         "--option",

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """One command without this checkout on its path."""
     kept = {n: v for n, v in os.environ.items() if not n.startswith(("FD_", "PYTHON"))}
+    if find_spec("fd_cpu") is not None:  # its device would win
+        kept["FD_PLUGINS_DISABLED"] = "fd-cpu"
     return subprocess.run(
         [str(c) for c in command], cwd=cwd, env={**kept, "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=timeout_s, check=False,

@@ -255,11 +255,30 @@ def test_kind_to_check_follows_from_the_name(fd_plugins):
         kind_of(inventory, "three")
 
 
-def test_a_distribution_with_one_device_is_checked_by_its_own_name(fd_plugins):
+def test_a_distribution_with_one_device_is_known_by_it(fd_plugins):
     inventory = fd_plugins(core_entry("device", "cpu", "a:B"), entry("device", "mychip", "b:C"))
     distribution = inventory.entries[-1].distribution
     assert device_of(inventory, distribution) == "mychip"
-    assert device_of(inventory, "mychip") == "mychip" and device_of(inventory, "x") == "x"
+    assert device_of(inventory, "mychip") == device_of(inventory, "x") == ""
+
+
+@pytest.mark.parametrize(
+    ("asked", "device"),
+    [
+        (("flash", "--kind", "attention"), "chip"),
+        (("flash", "--kind", "attention", "--device", "cpu"), "cpu"),
+        (("fd-chip",), "chip"),
+        (("wint8",), None),  # of a distribution with several: the kit's default
+    ],
+)
+def test_a_driver_is_checked_on_the_device_of_its_distribution(
+    capsys, stranger, monkeypatch, asked, device
+):
+    commands = []
+    monkeypatch.setattr(subprocess, "call", lambda command: commands.append(command) or 0)
+    assert run(capsys, "check", *asked)[0] == 0
+    given = dict(zip(commands[0], commands[0][1:], strict=False))
+    assert given.get("--fd-device") == device
 
 
 def test_every_suite_of_the_kit_is_run_for_some_kind():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,14 @@ TOLERANCE = {
 def values(seed: int, *shape: int) -> np.ndarray:
     """Normal float32 numbers."""
     return np.random.default_rng(seed).standard_normal(shape).astype("float32")
+
+
+def option_value(text: str) -> Any:
+    """What --fd-option gives a key: JSON where it is JSON, else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 class Conformance:

@@ -15,7 +15,7 @@ from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.errors import FastDeployError
 from fastdeploy_core.testing.generate import sampled_tokens
 
-from .base import MEBIBYTE, OnDevice, resident_bytes
+from .base import MEBIBYTE, OnDevice, option_value, resident_bytes
 
 VOCAB, NUM_DRAFTS, MAX_TOKENS = 64, 4, 24
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.9, "top_p": 0.9}]
@@ -42,7 +42,8 @@ class DrafterConformance(OnDevice):
         """The method's own settings: --fd-option, values as JSON where they are JSON; {model} stands for
         the target's folder."""
         return {
-            key: _value(text.replace("{model}", str(model))) for key, text in fd_options.items()
+            key: option_value(text.replace("{model}", str(model)))
+            for key, text in fd_options.items()
         }
 
     @pytest.fixture
@@ -252,13 +253,6 @@ def _batch(rows: list[list[int]], limits: list[int]) -> HostDraftInput:
         max_drafts=limits,
         drafts=[[] for _ in rows],
     )
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 class TestDrafter(DrafterConformance):
