@@ -18,7 +18,7 @@ long      one batch: all requests arrive together and all answers have --long to
           like to end. Lasts until the slowest answer is complete.
 decoding  while every answer grows: from where all have begun until they have --steady tokens on average.
 
-tok/step is per step of a sequence, drafts/tok fed drafts per token, right the share of them that was, drafting the part of a step that the worker's
+tok/step is per decode of a sequence, drafts/tok fed drafts per token, right the share of them that was, drafting the part of a step that the worker's
 host spends on drafters. On a device that only queues work, speculative_profile.py tells what drafting costs there.
 """
 
