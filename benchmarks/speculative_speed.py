@@ -12,13 +12,14 @@ tell it, and the number of rounds: behind --warm-up others --rounds, and more un
 or --seconds have passed. Each begins with an adaptive length that knows nothing yet, and is printed as soon as it
 is known. The method `none` is another engine without speculation: what two engines differ by that are the same.
 
-whole     a server under load: four requests for each place of the batch, of which so many run at once as
-          `batch` says; the next arrives when one ends. Prompts included; the model ends its answers.
-long      one batch: all requests arrive together and all answers have --long tokens, whatever the model would
-          like to end. Lasts until the slowest answer is complete.
-decoding  while every answer grows: from where all have begun until they have --steady tokens on average.
+`batch` is the number of streams: so many requests run at once, and the next one arrives at once when one ends. A round
+is --window seconds of that, and the streams wait for the next one meanwhile. Prompts are included.
 
-tok/step is per step of a sequence, drafts/tok fed drafts per token, right the share of them that was, drafting the part of a step that the worker's
+whole     the model ends its answers.
+long      answers have --long tokens, whatever the model would like to end.
+decoding  answers have --steady tokens.
+
+tok/step is per decode of a sequence, drafts/tok fed drafts per token, right the share of them that was, drafting the part of a step that the worker's
 host spends on drafters. On a device that only queues work, speculative_profile.py tells what drafting costs there.
 """
 
@@ -29,6 +30,8 @@ import gc
 import json
 import statistics
 import time
+from collections import deque
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -42,7 +45,7 @@ COUNTED = (
     *("steps_total", "step_sequences_total", "draft_s"),
     *("draft_tokens_total", "accepted_draft_tokens_total"),
 )
-PLACES = 4  # requests of a closed loop for each place
+PLACES = 4  # prompts for each stream, over and over
 MEASURES = ("whole", "long", "decoding")
 
 
@@ -65,11 +68,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.0, help="that more rounds may take")
     parser.add_argument("--warm-up", type=int, default=2, help="rounds that do not count")
     parser.add_argument("--measures", nargs="+", default=MEASURES, choices=MEASURES)
-    parser.add_argument("--steady", type=int, default=256, help="tokens of an answer")
-    parser.add_argument("--least", type=int, default=6, help="long answers of a round, at least")
-    parser.add_argument(
-        "--fewest", type=int, default=48, help="requests of a closed loop, at least"
-    )
+    parser.add_argument("--steady", type=int, default=800, help="tokens of a decoding answer")
+    parser.add_argument("--window", type=float, default=0.2, help="seconds of a round")
     parser.add_argument("--long", type=int, default=256, help="tokens of a long answer")
     parser.add_argument("--temperature", type=float, default=0.0, help="above 0: with top_p 0.95")
     parser.add_argument("--fixed", action="store_true", help="adaptive length off")
@@ -95,7 +95,7 @@ class Comparison:
         self._most = max(options.batch)
         self.plain = self._runs.engine(batch=self._most)
         self._clock = time.process_time if options.processor_time else time.perf_counter
-        most = max(PLACES * self._most, options.fewest)
+        most = PLACES * max(self._most, 12)
         each = -(-most // len(options.tasks))
         found = [questions(options.model, task, each) for task in options.tasks]
         # As token ids: the tokenizer's time is no part of what is measured, but of how many rounds there are.
@@ -114,91 +114,28 @@ class Comparison:
         }
         return self._runs.engine(method, k, self._most, **settings)
 
-    def play(self, llm: Any, batch: int, measure: str) -> dict[str, Any]:
-        """One of the three, once."""
+    def streams(self, llm: Any, batch: int, measure: str) -> Streams:
+        """Of one of the three measures."""
         options = self.options
-        if measure == "whole":
-            count = max(PLACES * batch, options.fewest)
-            return self._serve(llm, self._prompts[:count], batch, options.max_tokens)
-        if measure == "long":
-            prompts = self._prompts[: max(batch, options.least)]
-            return self._serve(llm, prompts, batch, options.long, ignore_eos=True)
-        count, total = batch * -(-len(options.tasks) // batch), dict[str, Any]()
-        for first in range(0, count, batch):
-            for name, value in self._decode(llm, self._prompts[first : first + batch]).items():
-                total[name] = total.get(name, 0) + value
-        return total
-
-    def _requests(self, llm: Any, prompts: list[list[int]], **settings: Any) -> list[Any]:
-        from fastdeploy import SamplingParams
-
-        params = SamplingParams(
-            temperature=self.options.temperature, top_p=0.95, seed=1, **settings
+        lengths = {"whole": options.max_tokens, "long": options.long, "decoding": options.steady}
+        return Streams(
+            llm,
+            self._prompts,
+            batch,
+            self._clock,
+            temperature=options.temperature,
+            max_tokens=lengths[measure],
+            ignore_eos=measure != "whole",
         )
-        return [llm._build(prompt, params, 0, None) for prompt in normalise_prompts(prompts)]
-
-    def _serve(
-        self,
-        llm: Any,
-        prompts: list[list[int]],
-        at_most: int,
-        max_tokens: int,
-        *,
-        ignore_eos: bool = False,
-    ) -> dict[str, Any]:
-        """A closed loop: requests one after the other, so many at once."""
-        engine = llm._live_engine()
-        requests = self._requests(llm, prompts, max_tokens=max_tokens, ignore_eos=ignore_eos)
-        waiting, running, outputs = iter(requests), 0, list[Any]()
-        before, began = llm.get_metrics(), self._clock()
-        while True:
-            while running < at_most and (request := next(waiting, None)) is not None:
-                engine.add(request)
-                running += 1
-            if not running:
-                break
-            for output in engine.step():
-                outputs.append(output)
-                running -= not isinstance(output, TokenDeltas) and output.finished
-        seconds, after = self._clock() - began, llm.get_metrics()
-        while engine.has_work():
-            engine.step()
-        answers: dict[str, list[int]] = {request.request_id: [] for request in requests}
-        for delta in each_delta(outputs):
-            for sequence in delta.sequences:
-                answers[delta.request_id] += sequence.token_ids
-        made = sum(map(len, answers.values()))
-        change = {name: after[name] - before[name] for name in COUNTED}
-        return {**change, "seconds": seconds, "made": made, "answers": list(answers.values())}
-
-    def _decode(self, llm: Any, prompts: list[list[int]]) -> dict[str, Any]:
-        engine, clock = llm._live_engine(), self._clock
-        requests = self._requests(llm, prompts, max_tokens=900, ignore_eos=True)
-        for request in requests:
-            engine.add(request)
-        begun: set[str] = set()
-        while len(begun) < len(prompts):
-            begun.update(delta.request_id for delta in each_delta(engine.step()))
-        before, began, made, is_over = llm.get_metrics(), clock(), 0, False
-        while made < self.options.steady * len(prompts) and not is_over:
-            for output in engine.step():
-                if isinstance(output, TokenDeltas):
-                    made += len(output.token_ids)
-                else:
-                    made += sum(len(sequence.token_ids) for sequence in output.sequences)
-                    is_over |= output.finished
-        seconds, after = clock() - began, llm.get_metrics()
-        engine.abort([request.request_id for request in requests])
-        while engine.has_work():
-            engine.step()
-        change = {name: after[name] - before[name] for name in COUNTED}
-        return {**change, "seconds": seconds, "made": made}
 
     def compare(self, llm: Any, batch: int, measure: str) -> dict[str, Any]:
         """Both engines in turns; who goes first changes from round to round."""
-        engines = {"with": llm, "without": self.plain}
-        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
         forget_lengths(llm)
+        streams = {
+            name: self.streams(engine, batch, measure)
+            for name, engine in (("with", llm), ("without", self.plain))
+        }
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in streams}
         number = -self.options.warm_up
         began = time.perf_counter()
         while number < self.options.rounds or (
@@ -206,10 +143,10 @@ class Comparison:
             and ratio({name: speeds(rounds) for name, rounds in runs.items()})[1]
             > self.options.error
         ):
-            order = list(engines)[:: -1 if number % 2 else 1]
+            order = list(streams)[:: -1 if number % 2 else 1]
             for name in order:
                 gc.collect()  # what a round leaves is not for the next one to clear
-                found = self.play(engines[name], batch, measure)
+                found = streams[name].run(self.options.window)
                 if number >= 0:
                     runs[name].append(found)
             number += 1
@@ -227,8 +164,80 @@ class Comparison:
         row["acceptance"] = 100 * right / max(1, drafts)
         row["draft_ms"] = 1000 * seconds / max(1, steps)
         if measure == "whole":
-            row["same"] = runs["with"][-1]["answers"] == runs["without"][-1]["answers"]
+            answers = [each.answers for each in streams.values()]
+            row["same"] = all(
+                answers[0][n] == answers[1][n] for n in answers[0].keys() & answers[1]
+            )
+        for each in streams.values():
+            each.close()
         return row
+
+
+class Streams:
+    """Requests of one engine, so many at once; the next one follows at once when one ends. They go on from one
+    round to the next, and the first ones are of different lengths, so that there is neither a begin nor an end."""
+
+    def __init__(
+        self,
+        llm: Any,
+        prompts: list[list[int]],
+        batch: int,
+        clock: Callable[[], float],
+        *,
+        temperature: float,
+        max_tokens: int,
+        ignore_eos: bool,
+    ) -> None:
+        self._llm, self._engine, self._clock = llm, llm._live_engine(), clock
+        self._prompts, self._batch = prompts, batch
+        self._sampling = {"temperature": temperature, "top_p": 0.95, "seed": 1}
+        self._sampling.update(max_tokens=max_tokens, ignore_eos=ignore_eos)
+        self._numbers: dict[str, int] = {}
+        self._unfinished: dict[int, list[int]] = {}
+        self.answers: dict[int, list[int]] = {}  # complete ones
+        self._ready: deque[Any] = deque()
+        for nth in range(batch):
+            share = (nth + 1) / batch if ignore_eos else 1.0
+            self._engine.add(self._make(max_tokens=max(1, round(share * max_tokens))))
+
+    def _make(self, **other: Any) -> Any:
+        from fastdeploy import SamplingParams
+
+        number = len(self._numbers)
+        (prompt,) = normalise_prompts([self._prompts[number % len(self._prompts)]])
+        request = self._llm._build(prompt, SamplingParams(**{**self._sampling, **other}), 0, None)
+        self._numbers[request.request_id], self._unfinished[number] = number, []
+        return request
+
+    def run(self, window: float) -> dict[str, Any]:
+        """So many seconds of it."""
+        engine, ready, outputs = self._engine, self._ready, list[Any]()
+        while len(ready) < 4 * self._batch:
+            ready.append(self._make())
+        engine._core.scheduler._busy_since = None  # nobody has worked since the last round
+        before, began = self._llm.get_metrics(), self._clock()
+        while self._clock() - began < window:
+            for output in engine.step():
+                outputs.append(output)
+                if not isinstance(output, TokenDeltas) and output.finished:
+                    engine.add(ready.popleft() if ready else self._make())
+        seconds, after = self._clock() - began, self._llm.get_metrics()
+        made = 0
+        for delta in each_delta(outputs):
+            number = self._numbers[delta.request_id]
+            for sequence in delta.sequences:
+                self._unfinished[number] += sequence.token_ids
+                made += len(sequence.token_ids)
+            if delta.finished:
+                self.answers[number] = self._unfinished.pop(number)
+        change = {name: after[name] - before[name] for name in COUNTED}
+        return {**change, "seconds": seconds, "made": made}
+
+    def close(self) -> None:
+        """End what goes on."""
+        self._engine.abort(list(self._numbers))
+        while self._engine.has_work():
+            self._engine.step()
 
 
 def speeds(rounds: list[dict[str, Any]]) -> list[float]:

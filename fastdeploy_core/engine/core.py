@@ -219,7 +219,7 @@ class EngineCore:
         stats = self._stats
         stats.steps_total += 1
         stats.step_tokens_total += step.num_tokens
-        stats.step_sequences_total += step.num_rows
+        stats.step_sequences_total += step.num_rows * step.num_decodes
         stats.wait_s += wait_s
         stats.update_s += update_s
         stats.execute_s += output.execute_s

@@ -21,6 +21,8 @@ FIRST_TRY, CONFIRM, TRY_AGAIN, TRY_AGAIN_AT_MOST = 24, 100, 400, 12800
 # Share of the time that trials may cost where drafts turn out not to pay; steps that one costs at least,
 # since queues run empty.
 TRIAL_SHARE, LEAST_LOST = 0.005, 4.0
+# Steps between trials for each one of a trial, at least.
+DUTY = 4
 # What drafts must bring before they are used, and to go on.
 LEAST_GAIN, KEEP_GAIN = 1.1, 1.05
 # Steps of which nobody asks or tells while drafts are off, behind each that is told of.
@@ -118,12 +120,13 @@ class _Regime:
         needed = KEEP_GAIN if self._best else LEAST_GAIN
         best = trial.best(needed)
         if best and not self._best and not trial.is_sure(best):
-            self.turn_off(CONFIRM)
+            self.turn_off(max(CONFIRM, 2 * self._pause, DUTY * trial.num_steps))
             return
         is_same = bool(best) == bool(self._best)
         is_doubtful = best and trial.gain(best) < CLEAR
         first = CONFIRM if is_doubtful else TRY_AGAIN
         pause = min(2 * self._pause, TRY_AGAIN_AT_MOST) if is_same else first
+        pause = max(pause, DUTY * trial.num_steps)
         if not best:
             lost = max(LEAST_LOST, trial.lost_steps) if is_same else 0.0
             self.turn_off(max(pause, int(lost / TRIAL_SHARE)))

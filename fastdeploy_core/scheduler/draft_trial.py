@@ -187,6 +187,11 @@ class Trial:
     def _steps(self, number: int) -> list[TimedStep]:
         return [step for block in self._blocks[number] for step in block]
 
+    @property
+    def num_steps(self) -> int:
+        """Steps that have counted."""
+        return sum(len(self._steps(number)) for number in self._blocks)
+
     def _num_blocks(self, number: int) -> int:
         """Complete ones."""
         return sum(len(block) >= self._size for block in self._blocks[number])

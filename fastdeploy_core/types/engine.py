@@ -84,7 +84,7 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     steps_total: int = 0
     step_failures_total: int = 0
     step_tokens_total: int = 0  # tokens fed
-    step_sequences_total: int = 0
+    step_sequences_total: int = 0  # each as often as it decoded
     schedule_s: float = 0.0  # choosing what to run
     wait_s: float = 0.0  # waiting for the workers
     update_s: float = 0.0  # taking in what they produced
