@@ -177,7 +177,9 @@ class BatchScheduler:
             self._busy_since = None
             return
         now, began = self._clock(), self._busy_since
-        self._busy_since = now if self._roster.running else None
+        # What was queued behind an end takes its time, too, and longer with drafts.
+        is_busy = self._roster.running or self._roster.num_leaving
+        self._busy_since = now if is_busy else None
         seconds = now - began if began is not None and is_usual else 0.0
         number = step.num_decodes
         length.observe(step.asked, num_tokens / number, seconds / number, num_prompt_tokens)
