@@ -86,9 +86,8 @@ def test_layer_of_experts(tokens: int) -> None:
         expected = torch.nn.functional.silu(both[:inner]) * both[inner:]
         own = inside[place].double().view(-1, 128) * of_inside[place].double()[:, None]
         steps = expected.view(-1, 128).abs().amax(1, keepdim=True) / 448
-        assert (
-            (own - expected.view(-1, 128)).abs() <= 17 * steps
-        ).all()  # half a step of the largest numbers
+        # 16: half a step of the largest numbers; the rest: what is rounded before.
+        assert ((own - expected.view(-1, 128)).abs() <= 20 * steps).all()
         check(y[slot], own.view(-1) @ narrow[experts_of[slot]].T, torch.bfloat16)
     shares = torch.rand(tokens, 2, device=DEVICE)
     assert combined(y, shares).isfinite().all()
