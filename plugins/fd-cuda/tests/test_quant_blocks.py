@@ -86,8 +86,9 @@ def test_layer_of_experts(tokens: int) -> None:
         expected = torch.nn.functional.silu(both[:inner]) * both[inner:]
         own = inside[place].double().view(-1, 128) * of_inside[place].double()[:, None]
         steps = expected.view(-1, 128).abs().amax(1, keepdim=True) / 448
-        # Half a step of the largest numbers, 16, and half one of bfloat16's, 1.75, which they were rounded to before.
-        assert ((own - expected.view(-1, 128)).abs() <= 18 * steps).all()
+        # 16: half a step of the largest numbers; 1.75: half one of bfloat16's, which they were rounded to before; the
+        # rest: of the product itself.
+        assert ((own - expected.view(-1, 128)).abs() <= 20 * steps).all()
         check(y[slot], own.view(-1) @ narrow[experts_of[slot]].T, torch.bfloat16)
     shares = torch.rand(tokens, 2, device=DEVICE)
     assert combined(y, shares).isfinite().all()

@@ -283,9 +283,10 @@ def _persistent_shape(slabs: Slabs, rows: int) -> Persistent | None:
 
 
 def _blocks_shape(slabs: Slabs, rows: int) -> Blocks | None:
-    """fp8 numbers with scales of blocks: the tile that is done first. None where tiles leave the GPU idle."""
-    turns, is_large = -(-slabs.in_features // FP8_BLOCK), size_of(slabs.num_slabs) == 2
-    if rows <= (_SOME_ROWS if is_large else 64):
+    """fp8 numbers with scales of blocks: the tile that is done first. None where tiles leave the GPU idle, and for large
+    layers, which cuBLAS multiplies as fast or faster."""
+    turns = -(-slabs.in_features // FP8_BLOCK)
+    if rows <= 64 or size_of(slabs.num_slabs) == 2:
         return None
 
     def tiles(shape: Blocks) -> int:
