@@ -157,5 +157,5 @@ class BlockPool:
     def _put_back(self, block: int) -> None:
         if self._is_cached[block]:
             self._cached_free[block] = None
-        else:  # first again: its memory may be in a processor's caches, that of others not even there yet
-            self._free.appendleft(block)
+        else:
+            self._free.append(block)
