@@ -20,7 +20,7 @@ NOISE = [
     [int(percent) / 100 for percent in line.split()]
     for line in Path(__file__).with_name("step_noise.txt").read_text("utf-8").splitlines()
 ]
-NUM_SEEDS, ROUNDS = 6, 12
+NUM_SEEDS, ROUNDS = 3, 12
 
 
 class NoisyAccelerator(Accelerator):
