@@ -38,7 +38,10 @@ TEST_TOOLS = (
 PLUGINS = sorted(str(path.parent) for path in Path("plugins").glob("fd-*/pyproject.toml"))
 # Files of tests/cpu that are long, and about the engine: once by default, on torch, which needs half the
 # time for them; on both in session `slow`.
-LONG = ("engine_equality", "engine_graphs", "speculative_ahead", "speculative_equality")
+LONG = (
+    *("engine_equality", "engine_graphs", "speculative_ahead", "speculative_equality"),
+    *("multi_step", "prompt_graphs", "step_graphs", "step_graphs_parts"),
+)
 # Their suites need neither a compiler nor hardware, so `tests` has them, too.
 LIGHT = ("plugins/fd-cuda", "plugins/fd-quant-wint2", "plugins/fd-spec-mtp")
 # Tested by session `vendors`, on simulated devices.
