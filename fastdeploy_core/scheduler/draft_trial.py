@@ -143,9 +143,8 @@ class Trial:
             blocks.append([])
         blocks[-1].append(step)
         self._count += 1
-        if self._count >= (
-            self._size if self._blocks[0] else FEWEST
-        ):  # what none takes is wanted soon
+        # What none takes is wanted soon.
+        if self._count >= (self._size if self._blocks[0] else FEWEST):
             self._count = 0
             self._turns.rotate(-1)
             self._give_up(self._turns)

@@ -187,23 +187,9 @@ quant_blocks(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
              const int* experts, int M, int N, int turns, int scale_width, int num_x, int blocks) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const int thread = threadIdx.x, lane = thread & 31, warp = uniform(thread >> 5);
-  const u32 full = shared_address(memory), empty = full + 8 * STAGES, base = (empty + 8 * STAGES + 1023) & ~1023u;
-  const Ring ring{full, empty, base, memory + (base - full)};
   const int across = ((PAIRED ? N / 2 : N) + OUT - 1) / OUT;
   const Problem of{nullptr, scales, x_scales, slots, experts, M, N, 0, turns, 1, scale_width, num_x, blocks, across};
-  if (thread == 0) {
-    prefetch(x);
-    prefetch(w);
-#pragma unroll
-    for (int s = 0; s < STAGES; s++) {
-      make_barrier(full + 8 * s, 1);
-      make_barrier(empty + 8 * s, MULTIPLIERS);
-    }
-    publish_barriers();
-  }
-  __syncthreads();
-  let_next_start();
-  wait_for_previous();
+  const Ring ring = open_ring(x, w, memory);
 
   if (warp >= MULTIPLIERS) {
     GIVE_REGISTERS();

@@ -277,23 +277,9 @@ quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ Te
                  int turns, int per_group, int scale_width, int blocks) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const int thread = threadIdx.x, lane = thread & 31, warp = uniform(thread >> 5), group = warp / 4;
-  const u32 full = shared_address(memory), empty = full + 8 * STAGES, base = (empty + 8 * STAGES + 1023) & ~1023u;
-  const Ring ring{full, empty, base, memory + (base - full)};
   const int across = ((PAIRED ? N / 2 : N) + OUT - 1) / OUT;
   const Problem of{groups, scales, x_scales, slots, experts, M, N, slabs, turns, per_group, scale_width, 0, blocks, across};
-  if (thread == 0) {
-    prefetch(x);
-    prefetch(w);
-#pragma unroll
-    for (int s = 0; s < STAGES; s++) {
-      make_barrier(full + 8 * s, 1);
-      make_barrier(empty + 8 * s, MULTIPLIERS);
-    }
-    publish_barriers();
-  }
-  __syncthreads();
-  let_next_start();
-  wait_for_previous();
+  const Ring ring = open_ring(x, w, memory);
 
   if (warp >= MULTIPLIERS) {
     GIVE_REGISTERS();

@@ -1,5 +1,5 @@
-// Of quant_persistent.cu and quant_blocks.cu: which tiles of the result a block takes, one after the other, and how what they are made of gets to
-// its shared memory.
+// Of quant_persistent.cu and quant_blocks.cu: which tiles of the result a block takes, one after the other, and how what
+// they are made of gets to its shared memory.
 
 #define MULTIPLIERS (GROUPS * 4)  // warps; four more have the feeder, and give it their registers
 #define OUT (PAIRED ? COLUMNS / 2 : COLUMNS)
@@ -39,6 +39,25 @@ struct Ring {
   u32 full, empty, base;
   unsigned char* tiles;
 };
+
+// What all threads of a block begin with; behind it, what the kernel before has made may be read.
+__device__ __forceinline__ Ring open_ring(const TensorMap& x, const TensorMap& w, unsigned char* memory) {
+  const u32 full = shared_address(memory), empty = full + 8 * STAGES, base = (empty + 8 * STAGES + 1023) & ~1023u;
+  if (threadIdx.x == 0) {
+    prefetch(x);
+    prefetch(w);
+#pragma unroll
+    for (int s = 0; s < STAGES; s++) {
+      make_barrier(full + 8 * s, 1);
+      make_barrier(empty + 8 * s, MULTIPLIERS);
+    }
+    publish_barriers();
+  }
+  __syncthreads();
+  let_next_start();
+  wait_for_previous();
+  return {full, empty, base, memory + (base - full)};
+}
 
 // Ask for what one turn of a tile of W takes. PAIRED: gates and what belongs to them by eights in turn, or APART.
 __device__ __forceinline__ void feed_weight(const TensorMap& w, const Problem& of, const Tile& tile, int turn, u32 to,
