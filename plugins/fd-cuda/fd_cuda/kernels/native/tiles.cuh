@@ -41,8 +41,8 @@ struct Ring {
 };
 
 // What all threads of a block begin with; behind it, what the kernel before has made may be read.
-__device__ __forceinline__ Ring open_ring(const TensorMap& x, const TensorMap& w, unsigned char* memory) {
-  const u32 full = shared_address(memory), empty = full + 8 * STAGES, base = (empty + 8 * STAGES + 1023) & ~1023u;
+__device__ __forceinline__ Ring open_ring(const TensorMap& x, const TensorMap& w, unsigned char* start) {
+  const u32 full = shared_address(start), empty = full + 8 * STAGES, base = (empty + 8 * STAGES + 1023) & ~1023u;
   if (threadIdx.x == 0) {
     prefetch(x);
     prefetch(w);
@@ -56,7 +56,7 @@ __device__ __forceinline__ Ring open_ring(const TensorMap& x, const TensorMap& w
   __syncthreads();
   let_next_start();
   wait_for_previous();
-  return {full, empty, base, memory + (base - full)};
+  return {full, empty, base, start + (base - full)};
 }
 
 // Ask for what one turn of a tile of W takes. PAIRED: gates and what belongs to them by eights in turn, or APART.
