@@ -60,7 +60,7 @@ def _libraries(session: nox.Session) -> tuple[list[str], list[str]]:
     """Split `-- --tensor NAME ...` into the libraries to run on (default: both) and the rest."""
     arguments = list(session.posargs)
     if "--tensor" not in arguments:
-        return ["paddle", "torch"], arguments
+        return ["torch", "paddle"], arguments
     at = arguments.index("--tensor")
     return [arguments[at + 1]], arguments[:at] + arguments[at + 2 :]
 
