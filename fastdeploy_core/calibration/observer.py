@@ -230,6 +230,10 @@ class ObservingKernels:
         """As the table behind."""
         return self._kernels.activations(operation)
 
+    def behind(self, operation: str, before: str) -> Callable[..., Any] | None:
+        """As the table behind."""
+        return self._kernels.behind(operation, before)
+
     def origins(self) -> Mapping[str, str]:
         """As the table behind."""
         return self._kernels.origins()

@@ -14,7 +14,7 @@ softmax are computed in float32 or better. docs of each reference function say t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol
 
 from .kv_formats import KV_OPERATIONS
@@ -140,6 +140,11 @@ class Kernel:
     then computed by the plain operations. `activations`, of a linear_<format> whose format leaves them
     as they are: "int8" rounds x to int8 by absmax / 127, for each token and each group of inputs that
     shares a scale, and so do plain products of that format.
+
+    `behind`, of a linear_<format>: operations that the cell may stand behind ("add_rms_norm", "silu_and_mul"),
+    each with a "module:function" that does the operation and what the cell does to x first, such as rounding it. It
+    takes the operation's arguments, then the prepared weight, and returns what the operation does, but in the normed or
+    activated tensor's place anything that the cell takes for x. The product is the same to the last bit.
     """
 
     target: str
@@ -148,6 +153,7 @@ class Kernel:
     composes: bool = False
     formats: tuple[str, ...] = ()
     activations: Literal["", "int8"] = ""
+    behind: Mapping[str, str] = field(default_factory=dict)
 
 
 class KernelTable(Protocol):
@@ -174,6 +180,10 @@ class KernelTable(Protocol):
 
     def activations(self, operation: str) -> str:
         """Kernel.activations of the chosen cell."""
+        ...
+
+    def behind(self, operation: str, before: str) -> Callable[..., Any] | None:
+        """Kernel.behind of the chosen cell for the operation before it; None where it has nothing for that one."""
         ...
 
     def origins(self) -> Mapping[str, str]:

@@ -6,7 +6,7 @@ results over ranks. Embedding and lm head divide the vocabulary and live in embe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +22,7 @@ from .stored import WHOLE, Piece, StoredLayer, StoredPart
 from .weight_map import FusedPart, Placement
 
 if TYPE_CHECKING:
+    from fastdeploy_core.contracts.quant_formats import PackedWeight
     from fastdeploy_core.tensor import Tensor
 
     from .builder import ModelBuilder
@@ -50,8 +51,8 @@ class Linear:
     many with `gated`: the outputs are gate values then up values, and y is silu(gate) * up.
     `weight` is as the kernel wants it that multiplies it, and None where a quantizer multiplies.
 
-    Around it stand a norm before and a sum behind. Where one kernel can do both, it does, so layers call
-    `after` and `add_to`; what is still to be added travels beside x, for the next norm to add.
+    Around it stand a norm or an activation before and a sum behind. Where one kernel can do both, it does, so layers
+    call `after`, `feed` and `add_to`; what is still to be added travels beside x, for the next norm to add.
     """
 
     def __init__(
@@ -75,7 +76,11 @@ class Linear:
         self._in_full = in_features
         self._in = in_features // self._in_piece.count
         self._gated, self._kernel = gated, "gated_linear" if gated else kernel
-        self._product, self._activation = build.kernels["linear"], build.kernels["silu_and_mul"]
+        self._product, self._silu = build.kernels["linear"], build.kernels["silu_and_mul"]
+        self._activation = self._silu
+        self._is_packed = False  # multiplied by a kernel of its number format
+        self._norm_before: Callable[..., Any] | None = None
+        self._silu_before: Callable[..., Any] | None = None
         self._norm_product = build.kernels["norm_linear"]
         self._gated_product = build.kernels["gated_linear"]
         self._add_product = build.kernels["linear_add"]
@@ -108,14 +113,23 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, in_features of this rank] to [num_tokens, out_features of this rank]."""
-        if self._quantizer is not None:
-            y = self._quantized(self._quantizer, x)
-            y = self._activation(y) if self._gated else y
-        elif self._gated:
+        if self._gated and self._is_plain:
             y = self._gated_product(x, None, 0.0, self.weight, self.bias)
         else:
-            y = self._product(x, self.weight, self.bias)
+            y = self._multiply(x)
+            y = self._activation(y) if self._gated else y
         return y if self._reduce is None else self._reduce(y)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the operations for plain weights multiply it."""
+        return self._quantizer is None and not self._is_packed
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        if self._quantizer is not None:
+            return self._quantized(self._quantizer, x)
+        y: Tensor = self._product(x, self.weight, self.bias)
+        return y
 
     def finish(self, y: Tensor) -> Tensor:
         """What stands behind the product, for a product that was computed elsewhere."""
@@ -132,16 +146,30 @@ class Linear:
 
     def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(y of norm(x + residual), x + residual). None: nothing is to be added."""
-        if residual is None and self._quantizer is None and self._reduce is None:
+        if residual is None and self._is_plain and self._reduce is None:
             product = self._gated_product if self._gated else self._norm_product
             return product(x, norm.weight, norm.eps, self.weight, self.bias), x
-        normed, total = norm.add(x, residual)
+        if residual is None or self._norm_before is None:
+            normed, total = norm.add(x, residual)
+        else:
+            normed, total = self._norm_before(x, residual, norm.weight, norm.eps, self.weight)
         return self(normed), total
+
+    def feed(self, other: Linear) -> None:
+        """What this gated layer yields goes to that one alone: one kernel may activate it and do there what comes
+        first."""
+        self._activation = other._activated
+
+    def _activated(self, x: Tensor) -> Any:
+        """silu_and_mul of x [num_tokens, 2 * in_features], as this layer's product takes it."""
+        if self._silu_before is None:
+            return self._silu(x)
+        return self._silu_before(x, self.weight)
 
     def add_to(self, total: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Two addends of total + y, the second None where they are added already; total may be
         overwritten."""
-        if self._quantizer is None and self._reduce is None and not self._gated:
+        if self._is_plain and self._reduce is None and not self._gated:
             return self._add_product(x, self.weight, self.bias, total), None
         return self(x), total
 
@@ -209,14 +237,22 @@ class Linear:
         """Quantized tensors of one product are whole."""
         spec, _ = self._products[number]
         self._build.hold(tensors)
+        packed: PackedWeight | None = None
         if len(self._products) == 1 and isinstance(quantizer, PackingQuantizer):
-            packed, kernels = quantizer.packed(spec, tensors), self._build.kernels
-            if packed is not None and kernels.takes(self._kernel, packed.format.name):
-                prepared = kernels.prepare(self._kernel, packed)
-                self.weight = self._build.keep(spec.name, prepared)
-                self._quantizer = None  # from here on like an unquantized layer
-                return
-        self._products[number] = (spec, quantizer.prepare(spec, tensors))
+            packed = quantizer.packed(spec, tensors)
+        if packed is None:
+            self._products[number] = (spec, quantizer.prepare(spec, tensors))
+            return
+        self._quantizer, kernels = None, self._build.kernels
+        if kernels.takes(self._kernel, packed.format.name):
+            prepared = kernels.prepare(self._kernel, packed)
+            self.weight = self._build.keep(spec.name, prepared)
+            return
+        operation = packed.format.linear
+        self._product, self._is_packed = kernels[operation], True
+        self.weight = kernels.prepare(operation, packed)
+        self._norm_before = kernels.behind(operation, "add_rms_norm")
+        self._silu_before = kernels.behind(operation, "silu_and_mul")
 
     def _place_bias(self) -> None:
         # Only one rank may add the bias of a row layer: the results are summed, here or by the caller.

@@ -48,6 +48,7 @@ class GatedMLP:
             bias=bias,
             reduce=reduce,
         )
+        self.gate_up.feed(self.down)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, hidden], model dtype."""

@@ -43,6 +43,7 @@ class _Chosen:
     prepare: dict[str, Callable[..., Any]] = field(default_factory=dict)
     formats: dict[str, tuple[str, ...]] = field(default_factory=dict)
     activations: dict[str, str] = field(default_factory=dict)
+    behind: dict[str, dict[str, Callable[..., Any]]] = field(default_factory=dict)
 
 
 class ChosenKernels:
@@ -63,6 +64,7 @@ class ChosenKernels:
         self.functions, self._origins = chosen.functions, chosen.origins
         self._prepare, self._composed = chosen.prepare, set[str]()
         self._formats, self._activations = chosen.formats, chosen.activations
+        self._behind = chosen.behind
         self._late, self._allow_fallback = set(late), allow_fallback
         self.fallbacks: list[str] = []  # late operations that layers did ask for
 
@@ -112,6 +114,10 @@ class ChosenKernels:
     def activations(self, operation: str) -> str:
         """How the chosen cell rounds activations that its format leaves alone."""
         return self._activations.get(operation, "")
+
+    def behind(self, operation: str, before: str) -> Callable[..., Any] | None:
+        """What does the operation before the chosen cell, and what the cell does to its x first, in one."""
+        return self._behind.get(operation, {}).get(before)
 
     def __contains__(self, operation: object) -> bool:
         """Whether there is a kernel for the operation."""
@@ -167,6 +173,7 @@ def build_kernel_table(
         chosen.prepare | rest.prepare,
         chosen.formats | rest.formats,
         chosen.activations | rest.activations,
+        chosen.behind | rest.behind,
     )
     return _compose(ChosenKernels(device_name, both, late, allow_fallback), composing, facts)
 
@@ -231,7 +238,9 @@ def _choose(cells: Iterable[_Cell], facts: Mapping[str, Any]) -> _Chosen:
             if cell.kernel.predicate and not _import(cell.kernel.predicate)(facts):
                 continue
             prepare = _import(cell.kernel.prepare) if cell.kernel.prepare else None
+            behind = {before: _import(target) for before, target in cell.kernel.behind.items()}
             chosen.functions[cell.operation] = _import(cell.kernel.target)
+            chosen.behind[cell.operation] = behind
             chosen.origins[cell.operation] = cell.entry.distribution
             chosen.activations[cell.operation] = cell.kernel.activations
             if prepare is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from fastdeploy_core.contracts.quant_formats import PackedWeight
 from fastdeploy_core.contracts.quantizer import LayerSpec, ParameterSpec
+from fastdeploy_core.plugins.kernels import ChosenKernels
 from tests.checkpoints import build, reference
-from tests.paged import PagedModel, load_driver
+from tests.paged import PagedModel, load_driver, with_quantizer
 
 
 class Int8:
@@ -131,3 +134,31 @@ def test_a_quantized_checkpoint_gives_the_same_logits(
         for spec in Int8.last.asked
     )
     assert ("down_proj", "row") in kinds
+
+
+def test_cell_does_the_norm_and_the_activation_before_it(
+    checkpoint: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each but the first norm, which adds nothing, and the last one, behind which is no packed product."""
+    prompt = reference(checkpoint)[1]["prompt"].tolist()
+    asked: dict[str, Any] = {"drivers": with_quantizer("w8a8"), "quantization": "w8a8"}
+    expected = PagedModel(checkpoint, tensor_library, **asked).step([("a", prompt)])[0]
+    calls: Counter[str] = Counter()
+
+    def behind(self: ChosenKernels, operation: str, before: str) -> Any:
+        assert operation == "linear_w8a8"
+        kernel = self[before]
+
+        def run(*arguments: Any) -> Any:
+            *own, weight = arguments
+            assert isinstance(weight, PackedWeight)
+            calls[before] += 1
+            return kernel(*own)
+
+        return run
+
+    monkeypatch.setattr(ChosenKernels, "behind", behind)
+    model = PagedModel(checkpoint, tensor_library, **asked)
+    np.testing.assert_array_equal(model.step([("a", prompt)])[0], expected)
+    num_layers = len(model.loaded.model.layers)
+    assert calls == {"add_rms_norm": 2 * num_layers - 1, "silu_and_mul": num_layers}

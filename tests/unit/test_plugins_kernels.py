@@ -33,6 +33,8 @@ FULL = {"linear": "kernel_mod:own", "greedy": "kernel_mod:own", "sample": "kerne
 def swapped(weight): return weight[::-1]
 ODD = {"linear_odd": "kernel_mod:reference", "linear_even": "kernel_mod:reference"}
 OWN_ODD = {**FULL, "linear_even": Kernel("kernel_mod:own", prepare="kernel_mod:swapped")}
+BEHIND = {**FULL, "linear_odd": Kernel("kernel_mod:own", behind={"greedy": "kernel_mod:special"})}
+WRONG_BEHIND = {**FULL, "linear_odd": Kernel("kernel_mod:own", behind={"greedy": "kernel_mod:absent"})}
 """
 
 
@@ -159,6 +161,23 @@ def test_cell_lays_weights_out_as_it_wants_them(resolved):
     assert table.prepare("linear_odd", "ab") == "ab"
     reference = build_kernel_table("cpu", resolved=resolved(*ODD))
     assert reference.prepare("linear_even", "ab") == "ab" and not reference.fallbacks
+
+
+def test_cell_does_what_stands_before_it(resolved):
+    own = entry("kernels", "chip", "kernel_mod:BEHIND", "fd-chip")
+    table = build_kernel_table("chip", resolved=resolved(ODD[0], own))
+    found = table.behind("linear_odd", "greedy")
+    assert found is not None and found() == "special"
+    assert table.behind("linear_odd", "sample") is None
+    assert table.behind("linear_even", "greedy") is None
+
+
+def test_cell_that_cannot_do_what_it_says_is_left_out(resolved, caplog):
+    own = entry("kernels", "chip", "kernel_mod:WRONG_BEHIND", "fd-chip")
+    table = build_kernel_table("chip", resolved=resolved(ODD[0], own))
+    assert table["linear_odd"]() == "reference"
+    assert table.behind("linear_odd", "greedy") is None
+    assert any("linear_odd" in r.message and "absent" in r.message for r in caplog.records)
 
 
 COMPOSED = """

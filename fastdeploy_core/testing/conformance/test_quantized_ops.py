@@ -147,6 +147,36 @@ class QuantizedOpsConformance(OnDevice):
             got = kernels["linear_add"](x, plain, bias, rest)
             self.assert_close(device, got, expected + 1, dtype)
 
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_what_stands_before_a_product(
+        self, device: Any, kernels: Any, dtype: str, name: str
+    ) -> None:
+        """Kernel.behind: to the last bit what the two operations yield, one after the other."""
+        rows, count, _ = SHAPES[-1]
+        packed = make_packed(device.xp, name, self.to_device(device, values(0, rows, count)))
+        operation = packed.format.linear
+        befores = ("add_rms_norm", "silu_and_mul")
+        norm, activation = (kernels.behind(operation, before) for before in befores)
+        if norm is None and activation is None:
+            pytest.skip("the cell leaves what stands before it alone")
+        prepared, product = kernels.prepare(operation, packed), kernels[operation]
+        for tokens in TOKENS:
+            x, rest = (self.to_device(device, values(n, tokens, count), dtype) for n in (1, 2))
+            if norm is not None:
+                given = (x, rest, self.to_device(device, values(3, count), dtype), 1e-5)
+                normed, total = norm(*given, prepared)
+                expected, expected_total = kernels["add_rms_norm"](*given)
+                self._same(device, total, expected_total)
+                self._same(device, *(product(y, prepared, None) for y in (normed, expected)))
+            if activation is not None:
+                both = device.xp.cat((x, rest), -1)
+                ways = activation(both, prepared), kernels["silu_and_mul"](both)
+                self._same(device, *(product(y, prepared, None) for y in ways))
+
+    def _same(self, device: Any, got: Any, expected: Any) -> None:
+        ours, theirs = (np.array(device.to_host(y.float())) for y in (got, expected))
+        np.testing.assert_array_equal(ours, theirs)
+
     def _product(
         self, device: Any, packed: PackedWeight, x: np.ndarray, dtype: str, rounds: str = ""
     ) -> np.ndarray:

@@ -45,6 +45,7 @@ from fd_cuda.kernels import (
     quant_blocks,
     quant_cache,
     quant_experts,
+    quant_fused,
     quant_linear,
     quant_native,
     quant_trellis,
@@ -53,6 +54,7 @@ from fd_cuda.kernels import (
 )
 from fd_cuda.kernels.plans import Plan
 from fd_cuda.kernels.quant_persistent import persistent_product
+from fd_cuda.kernels.quant_round import fp8_blocks
 from fd_cuda.kernels.quant_shapes import Few, Pipe, Tile, blocks, persistent
 from fd_cuda.kernels.trellis_native import Rows
 
@@ -275,7 +277,10 @@ def packed_products(name: str) -> None:
         weight = quant_weights.prepare(packed(name, 264, 384, group, 0, DEVICE))
         bias = random(264, dtype=torch.bfloat16)
         for rows in (1, 9, 20, 40, 130, 600):
-            quant_linear.linear(random(rows, 384, dtype=torch.bfloat16), weight, bias)
+            x, norm = (random(n, 384, dtype=torch.bfloat16) for n in (rows, 1))
+            activated = quant_fused.silu_and_mul(torch.cat((x, x), 1), weight)
+            for given in (x, quant_fused.add_rms_norm(x, x, norm[0], EPS, weight)[0], activated):
+                quant_linear.linear(given, weight, bias)
     gate_up, down = (
         quant_weights.prepare(packed(name, *shape, 0, 4, DEVICE))
         for shape in ((256, 128), (128, 128))
@@ -299,7 +304,8 @@ def packed_pipe() -> None:
                 persistent_product(shape, x, None, slabs, None, torch.float16)
     slabs = quant_weights.prepare(packed("block_fp8", 264, 1024, 0, 0, DEVICE)).slabs
     for own, rows in itertools.product(((2, 1), (2, 2), (3, 1)), (300, 9000)):
-        quant_blocks.dense(blocks(*own), random(rows, 1024, dtype=torch.bfloat16), slabs, None)
+        x = fp8_blocks(random(rows, 1024, dtype=torch.bfloat16))
+        quant_blocks.product(blocks(*own), *x, slabs, None, torch.bfloat16)
     weight = quant_trellis.prepare(packed("tet2", 320, 1024, 0, 0, DEVICE))
     for tile in (
         Tile(128, 192, 2, 4, 4, 4, 2),

@@ -57,7 +57,8 @@ def test_product(case: Case, own: tuple[int, int]) -> None:
     x, bias = (torch.randn(*shape, device=DEVICE).to(dtype) for shape in ((tokens, count), (rows,)))
     expected = weight.seen(x.float()).double() @ weight.dequantized(torch.float32).double().T
     for _ in range(20 if HAS_GPU else 1):
-        check(quant_blocks.dense(blocks(*own), x, slabs, bias), expected + bias.double(), dtype)
+        got = quant_blocks.product(blocks(*own), *fp8_blocks(x), slabs, bias, dtype)
+        check(got, expected + bias.double(), dtype)
 
 
 @pytest.mark.parametrize("tokens", [70, 2000] if HAS_GPU else [70])

@@ -56,11 +56,16 @@ def _packed_cells() -> dict[str, Kernel]:
     rooms = dict.fromkeys(FORMATS, ("linear", "experts", "weights:prepare"))
     rooms["ccq2"] = ("linear", "experts", "weights:prepare")
     rooms["tet2"] = ("trellis", "trellis", "trellis:prepare")
+    behind = {
+        operation: f"fd_cuda.kernels.quant_fused:{operation}"
+        for operation in ("add_rms_norm", "silu_and_mul")
+    }
     return {
         operation: Kernel(
             f"fd_cuda.kernels.quant_{target}",
             "fd_cuda.kernels:runs_here",
             f"fd_cuda.kernels.quant_{prepare}",
+            behind=behind if target == "linear:linear" else {},
         )
         for kind, (linear, experts, prepare) in rooms.items()
         for operation, target in (

@@ -102,7 +102,7 @@ def _silu_and_mul(x_p, y_p, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PD
     tl.store(y_p + row * WIDTH + cols, y.to(y_p.dtype.element_ty), mask=inside)
 
 
-def _warps(width: int) -> int:
+def warps(width: int) -> int:
     return max(1, min(16, pad2(width) // 256))
 
 
@@ -121,7 +121,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     rows = max(1, 512 // block)
     _rms_norm[(cdiv(num_rows, rows),)](
         x, weight, y, num_rows, inner, x.stride(0) if x.ndim > 1 else 0, stride1, eps,
-        WIDTH=width, BLOCK=block, ROWS=rows, **options(num_warps=_warps(width)),
+        WIDTH=width, BLOCK=block, ROWS=rows, **options(num_warps=warps(width)),
     )  # fmt: skip
     return y
 
@@ -137,7 +137,7 @@ def add_rms_norm(
         width = x.shape[1]
         _add_rms_norm[(x.shape[0],)](
             x, residual, weight, y, total, x.stride(0), residual.stride(0), eps,
-            WIDTH=width, BLOCK=pad2(width), **options(num_warps=_warps(width)),
+            WIDTH=width, BLOCK=pad2(width), **options(num_warps=warps(width)),
         )  # fmt: skip
     return y, total
 
@@ -153,7 +153,7 @@ def concat_rms_norm(
     if num_rows:
         _concat_rms_norm[(num_rows, 2)](
             x, y, x_weight, y_weight, out, x.stride(0), y.stride(0), eps,
-            WIDTH=width, BLOCK=pad2(width), **options(num_warps=_warps(width)),
+            WIDTH=width, BLOCK=pad2(width), **options(num_warps=warps(width)),
         )  # fmt: skip
     return out
 
@@ -186,6 +186,6 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     if x.shape[0]:
         block = min(1024, pad2(width))
         _silu_and_mul[(x.shape[0], cdiv(width, block))](
-            x, y, x.stride(0), WIDTH=width, BLOCK=block, **options(num_warps=_warps(block))
+            x, y, x.stride(0), WIDTH=width, BLOCK=block, **options(num_warps=warps(block))
         )
     return y

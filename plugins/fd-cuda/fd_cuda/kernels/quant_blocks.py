@@ -19,11 +19,17 @@ if TYPE_CHECKING:
     from .routing import Order
 
 
-def dense(shape: Blocks, x: torch.Tensor, weight: Slabs, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [T, K], rounded by blocks, times one matrix."""
-    numbers, scales = fp8_blocks(x)
-    y = torch.empty((x.shape[0], weight.out_features), dtype=x.dtype, device=x.device)
-    _multiply(shape, numbers, scales, weight, bias, y)
+def product(
+    shape: Blocks,
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: Slabs,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """x [T, K], rounded by blocks, with scales [T, K / 128], tokens fastest, times one matrix, in dtype."""
+    y = torch.empty((x.shape[0], weight.out_features), dtype=dtype, device=x.device)
+    _multiply(shape, x, x_scales, weight, bias, y)
     return y
 
 

@@ -19,10 +19,11 @@ from .common import batch_invariant, num_processors
 from .matmul import matmul
 from .quant_layout import CCQ, FP8, FP8_ROWS, INT4, INT8, INT8_ROWS, TRELLIS, Slabs
 from .quant_native import as_numbers, product, rows_product, unpack
-from .quant_persistent import dense, persistent_product
-from .quant_round import FP8_BLOCK, fp8_blocks, round_rows
+from .quant_persistent import persistent_product
+from .quant_round import FP8_BLOCK, Seen
 from .quant_shapes import (
     Blocks,
+    Chosen,
     Few,
     Gemm,
     Gemv,
@@ -50,29 +51,34 @@ TILE_ENDS: Final = 60
 _BLOCKS_US: Final = {(2, 1): (0.484, 0.95), (2, 2): (0.906, 1.5), (3, 1): (0.635, 1.5)}
 
 
-def linear(x: torch.Tensor, weight: Weights, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [T, K] as the format sees it times weight [N, K] transposed, plus bias."""
-    slabs, rows = weight.slabs, x.shape[0]
-    if not rows:
-        return torch.empty((0, weight.out_features), dtype=x.dtype, device=x.device)
+def linear(x: torch.Tensor | Seen, weight: Weights, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [T, K] as the format sees it times weight [N, K] transposed, plus bias. What its see() made may stand in x's
+    place."""
+    slabs = weight.slabs
+    if isinstance(x, torch.Tensor):
+        if not x.shape[0]:
+            return torch.empty((0, weight.out_features), dtype=x.dtype, device=x.device)
+        if slabs is None:
+            return _multiply(weight.seen(x), weight.dequantized(x.dtype), bias)
+        x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
+        if not native_runs(x):
+            return _multiply(weight.seen(x), dequantized(slabs, x.dtype), bias)
     if slabs is None:
-        return _multiply(weight.seen(x), weight.dequantized(x.dtype), bias)
-    x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
-    if not native_runs(x):
-        return _multiply(weight.seen(x), dequantized(slabs, x.dtype), bias)
+        raise TypeError("rows were rounded for a weight that no kernel here reads")
+    rows = x.shape[0] if isinstance(x, torch.Tensor) else x.rows
     shape = choose(slabs, rows, rounds=bool(weight.rounding))
-    if isinstance(shape, Blocks):
-        return quant_blocks.dense(shape, x, slabs, bias)
+    seen = weight.see(x, shape) if isinstance(x, torch.Tensor) else x
+    numbers, scales, dtype = seen.numbers, seen.scales, seen.dtype
+    if isinstance(shape, Blocks) and scales is not None:
+        return quant_blocks.product(shape, numbers, scales, slabs, bias, dtype)
     if isinstance(shape, Persistent):
-        return dense(shape, x, weight, slabs, bias)
-    if isinstance(shape, RowGemm):
-        numbers, of_rows = weight.numbers(x)
+        return persistent_product(shape, numbers, scales, slabs, bias, dtype)
+    if isinstance(shape, RowGemm) and scales is not None:
         by_block = weight.rounding == "block"
-        return rows_product(shape, numbers, of_rows, slabs, bias, x.dtype, by_block=by_block)
-    if shape is not None:
-        seen, scales = weight.round(x)
-        return product(shape, seen, slabs, bias, dtype=x.dtype, x_scales=scales)
-    return _by_library(x, weight, slabs, bias)
+        return rows_product(shape, numbers, scales, slabs, bias, dtype, by_block=by_block)
+    if isinstance(shape, Shape):
+        return product(shape, numbers, slabs, bias, dtype=dtype, x_scales=scales)
+    return _by_library(seen, weight, slabs, bias)
 
 
 def native_runs(x: torch.Tensor) -> bool:
@@ -80,9 +86,7 @@ def native_runs(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and native.has_wgmma()
 
 
-def choose(
-    slabs: Slabs, rows: int, *, rounds: bool = False
-) -> Shape | RowGemm | Persistent | Blocks | None:
+def choose(slabs: Slabs, rows: int, *, rounds: bool = False) -> Chosen:
     """The kernel for so many rows, as measured on an H200; None for the library. `rounds`: activations are
     rounded, so that many rows of int4 are better multiplied as int8."""
     if batch_invariant():
@@ -328,40 +332,35 @@ def _library_wins(slabs: Slabs, rows: int) -> bool:
     return (rows > 64 and is_large) or (rows > 128 and slabs.num_slabs >= 256) or rows > 512
 
 
-def _by_library(
-    x: torch.Tensor, weight: Weights, slabs: Slabs, bias: torch.Tensor | None
-) -> torch.Tensor:
-    if weight.rounding == "int8" and slabs.in_features % 16 == 0:
-        # int4 weights with rounded activations: as int8 they have a faster kernel.
-        numbers, of_rows = weight.numbers(x)
-        plain = as_numbers(slabs)
-        shape = _persistent_shape(plain, x.shape[0]) or _rows_shape(plain, x.shape[0])
-        if isinstance(shape, Persistent):
-            return persistent_product(shape, numbers, of_rows, plain, bias, x.dtype)
-        return rows_product(
-            shape, numbers, of_rows, plain, bias, x.dtype, by_block=False, is_fresh=True
-        )
+def _by_library(x: Seen, weight: Weights, slabs: Slabs, bias: torch.Tensor | None) -> torch.Tensor:
+    if x.scales is None or x.numbers.dtype == torch.float16:
+        return _multiply(x.values(), unpack(slabs, x.dtype), bias)
     if slabs.kind == FP8_ROWS:
-        return _fp8_by_library(x, weight, slabs, bias)
-    return _multiply(weight.seen(x), unpack(slabs, x.dtype), bias)
+        return _fp8_by_library(x, x.scales, slabs, bias)
+    # int4 weights with rounded activations: as int8 they have a faster kernel.
+    plain = as_numbers(slabs)
+    shape = _persistent_shape(plain, x.rows) or _rows_shape(plain, x.rows)
+    if isinstance(shape, Persistent):
+        return persistent_product(shape, x.numbers, x.scales, plain, bias, x.dtype)
+    return rows_product(
+        shape, x.numbers, x.scales, plain, bias, x.dtype, by_block=False, is_fresh=True
+    )
 
 
 def _fp8_by_library(
-    x: torch.Tensor, weight: Weights, slabs: Slabs, bias: torch.Tensor | None
+    x: Seen, x_scales: torch.Tensor, slabs: Slabs, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    stored = slabs.data.view(torch.float8_e4m3fn).t()
-    if weight.rounding == "block" and slabs.block_scales is not None:
-        numbers, scales = fp8_blocks(x, whole=4)  # cuBLAS takes no others
-        y = torch._scaled_mm(
-            numbers, stored, scales, slabs.block_scales.t(), out_dtype=torch.bfloat16
-        )
-        y = y[: x.shape[0]].to(x.dtype)
-        return y if bias is None else y.add_(bias)
-    numbers, scales = round_rows(x, torch.float8_e4m3fn, weight.input_scale, is_fp8=True)
+    by_block = slabs.block_scales is not None
     outputs = slabs.scales[: slabs.out_features].unsqueeze(0)
     y = torch._scaled_mm(
-        numbers, stored, scales.unsqueeze(1), outputs, out_dtype=torch.bfloat16, use_fast_accum=True
-    ).to(x.dtype)
+        x.numbers,
+        slabs.data.view(torch.float8_e4m3fn).t(),
+        x_scales if by_block else x_scales.unsqueeze(1),
+        outputs if slabs.block_scales is None else slabs.block_scales.t(),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=not by_block,
+    )
+    y = y[: x.rows].to(x.dtype)
     return y if bias is None else y.add_(bias)
 
 

@@ -104,14 +104,6 @@ def _weight_boxes(weight: Slabs, outputs: int, *, paired: bool) -> bytes:
     return tensor_map.boxes(weight.data.view(-1, weight.in_features), outputs)
 
 
-def dense(
-    shape: Persistent, x: torch.Tensor, weight: Weights, slabs: Slabs, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """x [T, K], rounded as the weight wants it, times one matrix."""
-    rows, scales = _rounded(x, weight, slabs)
-    return persistent_product(shape, rows, scales, slabs, bias, x.dtype)
-
-
 def experts(
     shape: Persistent,
     x: torch.Tensor,
@@ -134,7 +126,9 @@ def experts(
         )
 
     hidden = multiply(*in_order(x, gate_up, order, num_slots, top_k), gate_up, paired=True)
-    return multiply(*_rounded(hidden, *down, order), down, paired=False)
+    weight, slabs = down
+    seen = weight.numbers(hidden, order) if _is_by_rows(slabs) else weight.round(hidden)
+    return multiply(*seen, down, paired=False)
 
 
 def in_order(
@@ -146,9 +140,3 @@ def in_order(
     if not weight.rounding:
         return gathered(x, order, num_slots, divisor), None
     return weight.numbers(x, into=order) if _is_by_rows(slabs) else weight.round(x, into=order)
-
-
-def _rounded(
-    x: torch.Tensor, weight: Weights, slabs: Slabs, order: Order | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return weight.numbers(x, order) if _is_by_rows(slabs) else weight.round(x)

@@ -8,6 +8,7 @@ them.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -22,10 +23,27 @@ if TYPE_CHECKING:
 INT8_BOUND: Final = 127.0
 FP8_BOUND: Final = 448.0
 FP8_BLOCK: Final = 128
-_TINY: Final = tl.constexpr(1e-12)
+TINY: Final = tl.constexpr(1e-12)
 _MOST_AT_ONCE: Final = 8192
 _MANY_ROWS: Final = 1024  # fill the card with few warps each
 _INTERPRETED: Final = tl.constexpr(INTERPRETED)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Activations as a product takes them: numbers [rows or more, K], what each row, or block of its inputs, is to be
+    multiplied with (None: they are not rounded), and the dtype that they had."""
+
+    numbers: torch.Tensor
+    scales: torch.Tensor | None
+    rows: int
+    dtype: torch.dtype
+
+    def values(self) -> torch.Tensor:
+        """What the numbers mean, of rows that have a scale each."""
+        if self.scales is None:
+            return self.numbers
+        return (self.numbers.float() * self.scales[:, None]).to(self.dtype)
 
 
 @triton.jit
@@ -46,7 +64,7 @@ def round_fp8(x):
 
 
 @triton.jit
-def _rounded(
+def quotient(
     x, scale, TO: tl.constexpr, BOUND: tl.constexpr, IS_FP8: tl.constexpr, CONVERTS: tl.constexpr
 ):
     """x / scale, correctly rounded, to what the format holds, as dtype TO. CONVERTS: the card has an
@@ -104,13 +122,13 @@ def _round_rows(
                 at = columns + turn * BLOCK
                 more = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
                 peak = tl.maximum(peak, tl.abs(more))
-            scale = tl.maximum(tl.div_rn(tl.max(peak, 0), BOUND), _TINY)
+            scale = tl.maximum(tl.div_rn(tl.max(peak, 0), BOUND), TINY)
         _store(scales_p, 1, scale, row >= 0, row, places_p, COPIES)
         for turn in tl.static_range(TURNS):
             at = columns + turn * BLOCK
             if turn:
                 x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
-            number = _rounded(x, scale, y_p.dtype.element_ty, BOUND, IS_FP8, CONVERTS)
+            number = quotient(x, scale, y_p.dtype.element_ty, BOUND, IS_FP8, CONVERTS)
             _store(y_p + at, width, number, at < width, row, places_p, COPIES)
 
 
@@ -126,8 +144,8 @@ def _round_blocks(
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), BOUND), _TINY)
-    number = _rounded(x, scale[:, None], y_p.dtype.element_ty, BOUND, True, CONVERTS)
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), BOUND), TINY)
+    number = quotient(x, scale[:, None], y_p.dtype.element_ty, BOUND, True, CONVERTS)
     to_p = scales_p + block * scale_stride
     _store(to_p, 1, scale, block < num_blocks, row, places_p, COPIES)
     _store(y_p + at, width, number, at < width, row, places_p, COPIES)
@@ -147,21 +165,21 @@ def _round_relative(
         at = within + turn * BLOCKS * SIZE
         x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
         peak = tl.maximum(peak, tl.max(tl.abs(x), 1))
-    largest = tl.maximum(tl.max(peak, 0) / BOUND, _TINY)
+    largest = tl.maximum(tl.max(peak, 0) / BOUND, TINY)
     tl.store(scales_p + row, largest)
     for turn in tl.static_range(TURNS):
         at = within + turn * BLOCKS * SIZE
         x = tl.load(x_p + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
-        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), BOUND), _TINY)
+        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), BOUND), TINY)
         number = (
-            _rounded(x, scale[:, None], tl.float32, BOUND, True, CONVERTS)
+            quotient(x, scale[:, None], tl.float32, BOUND, True, CONVERTS)
             * (scale / largest)[:, None]
         )
         tl.store(y_p + row * width + at, number.to(y_p.dtype.element_ty), mask=at < width)
 
 
 @functools.cache
-def _converts_fp8() -> bool:
+def converts_fp8() -> bool:
     """Whether the card converts to fp8 (compute capability 8.9 and above)."""
     if INTERPRETED or not torch.cuda.is_available():
         return False
@@ -193,7 +211,7 @@ def round_rows(
             scales if order is None else order.experts, scales if into is None else into.places,
             width, x.stride(0), BLOCK=block,
             TURNS=triton.cdiv(width, block), BOUND=FP8_BOUND if is_fp8 else INT8_BOUND,
-            IS_FP8=is_fp8, IS_STATIC=scale is not None, CONVERTS=_converts_fp8(),
+            IS_FP8=is_fp8, IS_STATIC=scale is not None, CONVERTS=converts_fp8(),
             EACH=_each(order, rows), COPIES=_copies(into, rows), **options(num_warps=warps),
         )  # fmt: skip
     return y, scales
@@ -228,7 +246,7 @@ def fp8_blocks(
         _round_blocks[(rows, triton.cdiv(blocks, each))](
             x, y, scales, scales if into is None else into.places, width, x.stride(0), blocks,
             scales.stride(0), BLOCKS=each, SIZE=FP8_BLOCK, BOUND=FP8_BOUND,
-            CONVERTS=_converts_fp8(), COPIES=_copies(into, rows),
+            CONVERTS=converts_fp8(), COPIES=_copies(into, rows),
             **options(num_warps=max(1, each // 16) if rows >= _MANY_ROWS else 4),
         )  # fmt: skip
     return y, scales.t()
@@ -245,7 +263,7 @@ def round_blocks(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, tor
         each = min(pad2(blocks), _MOST_AT_ONCE // FP8_BLOCK)
         _round_relative[(rows,)](
             x, y, scales, width, x.stride(0), BLOCKS=each, TURNS=triton.cdiv(blocks, each),
-            SIZE=FP8_BLOCK, BOUND=FP8_BOUND, CONVERTS=_converts_fp8(),
+            SIZE=FP8_BLOCK, BOUND=FP8_BOUND, CONVERTS=converts_fp8(),
             **options(num_warps=8 if each > 8 else 4),
         )  # fmt: skip
     return y, scales

@@ -171,6 +171,7 @@ class Blocks:
 
 
 Shape = Gemv | Gemm | Pipe | Tile
+Chosen = Shape | RowGemm | Persistent | Blocks | None  # None: the library
 
 
 def slab_bytes(kind: int) -> int:

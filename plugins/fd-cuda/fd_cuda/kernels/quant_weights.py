@@ -30,7 +30,8 @@ from .quant_layout import (
     unpack_codes,
     unpack_slabs,
 )
-from .quant_round import FP8_BLOCK, fp8_blocks, round_blocks, round_rows
+from .quant_round import FP8_BLOCK, Seen, fp8_blocks, round_blocks, round_rows
+from .quant_shapes import Chosen, Shape
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.quant_formats import PackedWeight
@@ -54,6 +55,7 @@ _KINDS: Final = {
     "ccq2": (CCQ, ""),
 }
 _PIECE: Final = 16  # bytes that a thread loads
+WHOLE: Final = 4  # rows that cuBLAS takes together where activations have scales of blocks
 
 
 @dataclass(slots=True, eq=False)
@@ -114,6 +116,32 @@ class Weights:
         is_fp8 = self.rounding == "fp8"
         dtype = torch.float8_e4m3fn if is_fp8 else torch.int8
         return round_rows(x, dtype, self.input_scale, is_fp8=is_fp8, order=order, into=into)
+
+    def see(self, x: torch.Tensor, shape: Chosen) -> Seen:
+        """x as this kernel takes it."""
+        rows, to = x.shape[0], self.number_type(shape)
+        if to is None:
+            return Seen(x, None, rows, x.dtype)
+        if self.rounding != "block":
+            is_fp8 = self.rounding == "fp8"
+            return Seen(*round_rows(x, to, self.input_scale, is_fp8=is_fp8), rows, x.dtype)
+        if to == torch.float16:
+            return Seen(*round_blocks(x, to), rows, x.dtype)
+        return Seen(*fp8_blocks(x, WHOLE if shape is None else 1), rows, x.dtype)
+
+    def number_type(self, shape: Chosen) -> torch.dtype | None:
+        """What activations are rounded to for this kernel; None: they are not. Few rows are read in float16, which
+        holds the numbers, many as the matrix units' own int8 and fp8."""
+        if not self.rounding or self.slabs is None:
+            return None
+        lies_by_rows = self.slabs.kind in (INT8_ROWS, FP8_ROWS)
+        if shape is None:
+            is_stored = lies_by_rows or self.slabs.in_features % 16 == 0
+        else:
+            is_stored = lies_by_rows and not isinstance(shape, Shape)
+        if not is_stored:
+            return torch.float16
+        return torch.int8 if self.rounding == "int8" else torch.float8_e4m3fn
 
 
 def prepare(weight: PackedWeight) -> Weights:
