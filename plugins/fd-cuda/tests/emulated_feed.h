@@ -66,6 +66,16 @@ inline void copy_rows(u32 to, const TensorMap& map, int input, u32 barrier, cons
 inline void copy_box(u32 to, const TensorMap& map, int input, int row, u32 barrier) {
   copy_rows(to, map, input, barrier, [&](int r) { return row + r; });
 }
+inline void store_box(const TensorMap& map, int input, int row, u32 from) {
+  for (int r = 0; r < map.box_rows && row + r < map.rows; ++r)
+    for (int k = 0; k < map.box_bytes && input * map.size + k < map.inputs * map.size; ++k) {
+      const u32 at = from + r * map.box_bytes + ((k / 16 ^ ((from >> 7) + r & 7)) << 4) + k % 16;
+      ((char*)map.data)[(row + r) * map.row_bytes + input * map.size + k] = *in_cluster(at);
+    }
+}
+template <int left>
+inline void await_reads() {}
+inline void show_to_copies() {}
 inline void copy_gates(u32 to, const TensorMap& map, int input, int eight, int matrix, u32 barrier) {
   copy_rows(to, map, input, barrier, [&](int r) {
     const int half = map.matrix_rows / 2, own = eight * 8 + r / 16 * 8 + r % 8;

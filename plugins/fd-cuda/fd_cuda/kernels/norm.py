@@ -103,7 +103,7 @@ def _silu_and_mul(x_p, y_p, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PD
 
 
 def warps(width: int) -> int:
-    return max(1, min(16, pad2(width) // 256))
+    return max(1, min(8, pad2(width) // 256))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

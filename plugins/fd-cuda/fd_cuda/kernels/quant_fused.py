@@ -22,12 +22,14 @@ _WIDEST = 16384  # numbers of a row that one program holds
 
 @triton.jit
 def _store_rounded(
-    y, row, first, y_p, scales_p, given_p, scale_stride,
+    y, row, first, y_p, scales_p, given_p, scale_stride, eights,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, BOUND: tl.constexpr,
     IS_FP8: tl.constexpr, IS_STATIC: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """y, BLOCK numbers of the row from the first one on, with a scale for all of them or, where there is a SIZE, for so
-    many each. scales_p: [T], or [blocks, T], blocks apart by scale_stride."""
+    many each. scales_p: [T], or [blocks, T], blocks apart by scale_stride. eights: WIDTH / 8, of which the compiler knows
+    nothing: so it stores no more than eight numbers of a thread at once, gives threads the numbers that those of norm.py
+    have, and sums come out the same."""
     cols = first + tl.arange(0, BLOCK)
     if SIZE:
         y = tl.reshape(y, (BLOCK // SIZE, SIZE))
@@ -43,12 +45,12 @@ def _store_rounded(
             scale = tl.maximum(tl.div_rn(tl.max(tl.abs(y), 0), BOUND), TINY)
         number = quotient(y, scale, y_p.dtype.element_ty, BOUND, IS_FP8, CONVERTS)
         tl.store(scales_p + row, scale)
-    tl.store(y_p + row * WIDTH + cols, number, mask=cols < WIDTH)
+    tl.store(y_p + row * eights * 8 + cols, number, mask=cols < WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["eights"])
 def _add_rms_norm_round(
-    x_p, r_p, w_p, total_p, y_p, scales_p, given_p, scale_stride, x_stride, r_stride, eps,
+    x_p, r_p, w_p, total_p, y_p, scales_p, given_p, scale_stride, eights, x_stride, r_stride, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, BOUND: tl.constexpr,
     IS_FP8: tl.constexpr, IS_STATIC: tl.constexpr, CONVERTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -65,14 +67,14 @@ def _add_rms_norm_round(
     y = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * weight
     y = y.to(total_p.dtype.element_ty).to(tl.float32)
     _store_rounded(
-        y, row, 0, y_p, scales_p, given_p, scale_stride,
+        y, row, 0, y_p, scales_p, given_p, scale_stride, eights,
         WIDTH, BLOCK, SIZE, BOUND, IS_FP8, IS_STATIC, CONVERTS,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["eights"])
 def _silu_and_mul_round(
-    x_p, y_p, scales_p, given_p, scale_stride, stride,
+    x_p, y_p, scales_p, given_p, scale_stride, eights, stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, BOUND: tl.constexpr,
     IS_FP8: tl.constexpr, IS_STATIC: tl.constexpr, CONVERTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +88,7 @@ def _silu_and_mul_round(
     y = gate / (1.0 + tl.exp(-gate)) * up
     y = y.to(x_p.dtype.element_ty).to(tl.float32)
     _store_rounded(
-        y, row, first, y_p, scales_p, given_p, scale_stride,
+        y, row, first, y_p, scales_p, given_p, scale_stride, eights,
         WIDTH, BLOCK, SIZE, BOUND, IS_FP8, IS_STATIC, CONVERTS,
     )  # fmt: skip
 
@@ -130,7 +132,7 @@ class _Made:
     """What a kernel is to fill, and how it is told."""
 
     seen: Seen
-    arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]
+    arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]
     flags: dict[str, int | float]
 
 
@@ -142,7 +144,7 @@ def _make(x: torch.Tensor, width: int, weight: Weights) -> _Made | None:
         return None
     shape = choose(slabs, rows, rounds=bool(weight.rounding))
     to = weight.number_type(shape)
-    if to is None or (by_block and (to == torch.float16 or width < FP8_BLOCK)):
+    if to is None or width % 8 or (by_block and (to == torch.float16 or width < FP8_BLOCK)):
         return None
     held = cdiv(rows, WHOLE) * WHOLE if by_block and shape is None else rows
     y = torch.empty((held, width), dtype=to, device=x.device)
@@ -156,5 +158,5 @@ def _make(x: torch.Tensor, width: int, weight: Weights) -> _Made | None:
         "IS_STATIC": given is not None,
         "CONVERTS": converts_fp8(),
     }
-    arguments = (y, scales, scales if given is None else given, held)
+    arguments = (y, scales, scales if given is None else given, held, width // 8)
     return _Made(Seen(y, scales.t() if by_block else scales, rows, x.dtype), arguments, flags)

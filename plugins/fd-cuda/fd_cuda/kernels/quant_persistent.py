@@ -39,9 +39,13 @@ def persistent_product(
     blocks = -(-x.shape[0] // shape.rows) if grouping is None else grouping.blocks
     by_rows = _is_by_rows(weight)
     turns = -(-weight.in_features // (2 * TURN)) if by_rows else weight.num_turns
+    # The copy engine stores rows that begin at whole 16 bytes, where they lie like those of the tiles.
+    is_boxed = grouping is None and weight.out_features % 8 == 0
+    of_x = tensor_map.boxes(x, shape.rows)
     arguments = [
-        tensor_map.boxes(x, shape.rows),
+        of_x,
         _weight_boxes(weight, shape.groups * 64, paired=paired),
+        tensor_map.boxes(y, shape.box_rows) if is_boxed else of_x,
         None if by_rows else weight.table(x.dtype),
         weight.scales,
         x_scales,
@@ -58,7 +62,7 @@ def persistent_product(
         blocks,
     ]
     tiles = blocks * -(-width // (shape.groups * (32 if paired else 64)))
-    flags = {"PAIRED": paired, "GROUPED": grouping is not None}
+    flags = {"PAIRED": paired, "GROUPED": grouping is not None, "BOXED": is_boxed}
     kernel = _kernel(shape, weight, x.dtype, dtype, flags)
     shared = persistent_shared(shape, weight.kind)
     grid = (min(tiles, num_processors()), 1, 1)
@@ -83,6 +87,7 @@ def _kernel(
         "FORMAT": weight.kind,
         "SCALED": 0 if _is_by_rows(weight) else weight.scaled,
         "BN": shape.rows,
+        "BOX_ROWS": shape.box_rows,
         "GROUPS": shape.groups,
         "STAGES": shape.stages,
         "THREADS": shape.threads,

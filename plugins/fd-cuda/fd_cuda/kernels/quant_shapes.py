@@ -135,6 +135,12 @@ class Persistent:
     groups: int = 2  # of four warps, 64 outputs each
 
     @property
+    def box_rows(self) -> int:
+        """Of the result, that the copy engine stores at a time; two such pieces of a group find a place where its warps
+        have theirs without it."""
+        return 16 if self.rows % 32 else 32
+
+    @property
     def threads(self) -> int:
         """Those that multiply, and four warps of which one feeds."""
         return self.groups * 128 + 128

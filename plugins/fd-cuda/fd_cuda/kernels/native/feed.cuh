@@ -57,6 +57,21 @@ __device__ __forceinline__ void copy_line(u32 to, const void* from, int bytes, u
                : "memory");
 }
 
+// The other way: what lies outside the matrix is left out. The memory it comes from may be written again when all but so
+// many of the copies that the same thread has asked for have read theirs.
+__device__ __forceinline__ void store_box(const TensorMap& map, int input, int row, u32 from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n"
+               "cp.async.bulk.commit_group;" ::"l"(&map), "r"(input), "r"(row), "r"(from) : "memory");
+}
+
+template <int left>
+__device__ __forceinline__ void await_reads() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(left) : "memory");
+}
+
+// What this thread has stored to shared memory is there for the copy engine to read.
+__device__ __forceinline__ void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // END OF INSTRUCTIONS
 
 // Of a ring of STAGES tiles: which one, and in which round.

@@ -7,6 +7,7 @@
 // before; numbers that lie BY_ROWS are multiplied from shared memory as they are.
 // GROUPED: blocks of rows have an expert each, and x lies in their order; `slots` says where rows of y go, without it they
 // lie like those of x. PAIRED: the first eight of a warp's 16 outputs are gates, the others what belongs to them.
+// BOXED: the copy engine stores results, BOX_ROWS rows of a group's 64 outputs at a time, while the next tile is multiplied.
 // A row of x comes out the same whatever M is.
 
 #include "common.cuh"
@@ -240,6 +241,30 @@ __device__ __forceinline__ Sixteen finished(const Sum* sum, const Table& rows, c
   return all;
 }
 
+#if BOXED
+// Through two pieces of shared memory that are the group's, in turn; `count`: how many it has stored.
+__device__ __forceinline__ void store_tile(const Tile& tile, const TensorMap& y, const Table& rows, const Known& own,
+                                           const Sum* sum, unsigned char* room, int group, int thread, int& count) {
+  constexpr int bytes = BOX_ROWS * 128;
+  const int lane = thread & 31, chunk = thread / 32 % 4 * 2 + (lane >> 3 & 1);
+  const u32 own_place = (lane & 7) * 128 + ((chunk ^ lane & 7) << 4);
+#pragma unroll
+  for (int first = 0; first < BN; first += BOX_ROWS, count++) {
+    const u32 piece = shared_address(room) + count % 2 * bytes;
+    if (thread % 128 == 0) await_reads<1>();
+    meet_group(group);
+#pragma unroll
+    for (int i = 0; i < BOX_ROWS; i += 16) {
+      const Sixteen all = finished(sum, rows, own, first + i, lane);
+      store_transposed(piece + own_place + i * 128, all.pairs[0][0], all.pairs[0][1]);
+      store_transposed(piece + own_place + i * 128 + 1024, all.pairs[1][0], all.pairs[1][1]);
+    }
+    show_to_copies();
+    meet_group(group);
+    if (thread % 128 == 0) store_box(y, tile.nth * OUT + group * 64, tile.block * BN + first, piece);
+  }
+}
+#else
 // Through a piece of shared memory that is the warp's own, where matrix stores turn PIECE rows at a time.
 __device__ __forceinline__ void store_tile(const Problem& of, const Tile& tile, u16* y, const Table& rows,
                                            const Known& own, const Sum* sum, unsigned char* room, int warp, int lane) {
@@ -270,9 +295,11 @@ __device__ __forceinline__ void store_tile(const Problem& of, const Tile& tile, 
   }
 }
 
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
-                 const u32* __restrict__ groups, const float* __restrict__ scales, const float* x_scales,
+                 const __grid_constant__ TensorMap boxes_of_y, const u32* __restrict__ groups, const float* __restrict__ scales, const float* x_scales,
                  const u16* __restrict__ bias, u16* y, const int* slots, const int* experts, int M, int N, int slabs,
                  int turns, int per_group, int scale_width, int blocks) {
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -287,11 +314,12 @@ quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ Te
     return;
   }
   TAKE_REGISTERS();
-  Table* const tables = (Table*)(ring.tiles + STAGES * STAGE) + group * 2;  // of this tile, and of the next one
-  unsigned char* const room = ring.tiles + STAGES * STAGE + GROUPS * 2 * sizeof(Table) + warp * PIECE * 32;
+  unsigned char* const rooms = ring.tiles + STAGES * STAGE;
+  Table* const tables = (Table*)(rooms + MULTIPLIERS * PIECE * 32) + group * 2;  // of this tile, and of the next one
   const int num_tiles = blocks * across;
   Place at = {0, 0};
   int odd = 0;
+  [[maybe_unused]] int stored = 0;
   Tile next = tile_of(of, blockIdx.x);
   for (int id = blockIdx.x; id < num_tiles; id += gridDim.x) {
     const Tile tile = uniform(next);
@@ -305,7 +333,14 @@ quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ Te
     add_up(sum, of, tile, ring, at, warp, lane);
     tables[odd].fill(found, thread % 128);
     meet_group(group);
-    store_tile(of, tile, y, tables[odd], found, sum, room, warp, lane);
+#if BOXED
+    store_tile(tile, boxes_of_y, tables[odd], found, sum, rooms + group * 4 * PIECE * 32, group, thread, stored);
+#else
+    store_tile(of, tile, y, tables[odd], found, sum, rooms + warp * PIECE * 32, warp, lane);
+#endif
     odd ^= 1;
   }
+#if BOXED
+  if (thread % 128 == 0) await_reads<0>();  // the block's memory is somebody else's when it has ended
+#endif
 }
