@@ -4,32 +4,25 @@ that must move.
     python plugins/fd-cuda/benchmarks/quantized.py dense [--rows 1,8] [--shapes 8192x8192] [--formats wint4] [--unpacked]
     python plugins/fd-cuda/benchmarks/quantized.py experts [--rows 4096] [--unpacked]
     python plugins/fd-cuda/benchmarks/quantized.py cache
-    python plugins/fd-cuda/benchmarks/quantized.py model
 
 Every figure is a median of graph replays over rotating weights, so that the card's cache does not
 help; rounding of activations is included and also shown by itself. Floor: bytes of weights over
 4.30 TB/s, or operations over 790 TFLOP/s (1580 with rounded activations), whichever takes longer.
 "error" compares with the same weights dequantized in float32. --unpacked: beside it the same layer whose weights are
-unpacked to half floats for the call and multiplied as such, by cuBLAS or as bf16 experts (tet2: without the rotations). model: ERNIE-4.5-300B-A47B's shapes with
-2-bit experts, random packed weights, whole greedy steps through LLM.generate.
+unpacked to half floats for the call and multiplied as such, by cuBLAS or as bf16 experts (tet2: without the rotations).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import random
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -75,8 +68,20 @@ def floor_us(kind: str, weights: int, products: float) -> float:
     return max(weights * bits(kind) / 8 / BYTES_S, work) * 1e6
 
 
+def rounded(kind: str, *shape: int) -> torch.Tensor:
+    """Normally distributed numbers as the format has them, the largest at four deviations. Random bits, which are never
+    alike, would draw more power than bf16's numbers, and at many rows power decides."""
+    x = torch.randn(shape, dtype=DTYPE, device=DEVICE).div_(4).clamp_(-1, 1)
+    if "fp8" in kind:
+        return (x * 448).to(torch.float8_e4m3fn)
+    if bits(kind) == 8:
+        return (x * 127).round_().to(torch.int8)
+    both = (x * 7).round_().add_(8).to(torch.uint8)
+    return both[..., ::2] | both[..., 1::2] << 4
+
+
 def packed(kind: str, rows: int, count: int, num_experts: int = 0) -> PackedWeight:
-    """Random numbers and scales."""
+    """Random numbers and scales; codes of 2 bits are any."""
     name, _, group = kind.partition("/")
     lead = (num_experts,) if num_experts else ()
     at = {"device": DEVICE}
@@ -101,12 +106,7 @@ def packed(kind: str, rows: int, count: int, num_experts: int = 0) -> PackedWeig
             "code_zero": torch.rand(*lead, rows, **at) * 540 - 60,
         }
         return PackedWeight(CCQ, rows, count, held, num_experts)
-    width = count // 2 if bits(kind) == 4 else count
-    weight = torch.randint(0, 256, (*lead, rows, width), dtype=torch.uint8, **at)
-    if "fp8" in name:
-        weight = (weight & 0xBF).view(torch.float8_e4m3fn)
-    elif bits(kind) == 8:
-        weight = weight.view(torch.int8)
+    weight = rounded(kind, *lead, rows, count)
     shape = (rows, count // int(group) if group else 1)
     shape = (-(-rows // 128), -(-count // 128)) if name == "block_fp8" else shape
     scale = torch.rand(*lead, *shape, **at) * 1e-3 + 1e-4
@@ -148,16 +148,17 @@ def dense_cell(kind: str, rows: int, width: int, depth: int, also_unpacked: bool
     if also_unpacked and kind not in BY_ROWS:
         runs.append(lambda: [F.linear(x, unpacked(weight)) for weight in weights])
     taken, *apart = in_turn_us(runs, count)
-    text = f"{taken:.1f} us, {100 * floor_us(kind, width * depth, rows * width * depth) / taken:.0f} % of floor"
+    share = floor_us(kind, width * depth, rows * width * depth) / taken
+    text = f"{taken:.1f} us, {100 * share:.0f} % of floor"
     if apart:
         text += f" [unpacked, then cuBLAS: {apart[0]:.1f} us]"
-    rounding: Callable[[], Any] | None = None
+    own_rounding = (
+        partial(rotate, x, first) if isinstance(first, Trellis) else partial(first.round, x)
+    )
+    if isinstance(first, Trellis) or first.rounding:
+        text += f" (rounding {time_s(lambda: [own_rounding() for _ in range(8)], 8) * 1e6:.1f})"
     if isinstance(first, Trellis):
-        rounding = partial(rotate, x, first)
-        return f"{text} (rounding {time_s(lambda: [rounding() for _ in range(8)], 8) * 1e6:.1f})"
-    if first.rounding:
-        rounding = partial(first.round, x)
-        text += f" (rounding {time_s(lambda: [rounding() for _ in range(8)], 8) * 1e6:.1f})"
+        return text
     seen, scales = first.round(x)
     wide = seen.float() if scales is None else seen.float() * scales[:, None]
     expected = wide @ quant_weights.dequantized(first.slabs, torch.float32).T
@@ -324,56 +325,11 @@ def cache() -> None:
             print(f"  {batch} x {length}: " + "; ".join(cells), flush=True)
 
 
-def model() -> None:
-    """Milliseconds of a decode step, by the time of 25 tokens less that of one."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
-    from fastdeploy import LLM, SamplingParams
-    from random_model import SHAPES
-
-    config, draw, batches = SHAPES["ernie-300b-a47b"], random.Random(0), (1, 8, 32)
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        began = time.perf_counter()
-        engine = LLM(
-            folder, load_format="dummy", quantization="wint2", device="cuda", skip_tokenizer_init=True,
-            max_model_len=2048, max_num_seqs=max(batches), graph_capture_sizes=list(batches),
-            enable_prefix_caching=False,
-        )  # fmt: skip
-    with engine:
-        print(
-            f"\nernie-300b-a47b, wint2: ready after {time.perf_counter() - began:.1f} s", flush=True
-        )
-
-        def seconds(batch: int, length: int, num_tokens: int) -> float:
-            prompts = [[draw.randrange(10, 1 << 16) for _ in range(length)] for _ in range(batch)]
-            params = SamplingParams(
-                temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
-            )
-            start = time.perf_counter()
-            engine.generate(prompts, params, use_tqdm=False)
-            return time.perf_counter() - start
-
-        for batch in batches:
-            seconds(batch, 32, 3)
-            first, whole = (
-                statistics.median(seconds(batch, 32, n) for _ in range(3)) for n in (1, 25)
-            )
-            step = (whole - first) / 24
-            print(
-                f"  batch {batch}: {step * 1e3:.2f} ms a step, {batch / step:.0f} tokens/s",
-                flush=True,
-            )
-        for length in (501, 1001):
-            seconds(1, length, 1)
-            taken = statistics.median(seconds(1, length, 1) for _ in range(3))
-            print(f"  prompt of {length} tokens: {taken * 1e3:.1f} ms", flush=True)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", nargs="+", choices=("dense", "experts", "cache", "model"))
+    parser.add_argument("what", nargs="+", choices=("dense", "experts", "cache"))
     parser.add_argument("--rows", help="of dense products, or tokens of experts")
     parser.add_argument("--shapes", default=",".join(DENSE))
     parser.add_argument("--formats", default=",".join(KINDS))
@@ -392,8 +348,6 @@ def main() -> int:
             moe(rows or list(TOKENS), kinds, options.unpacked)
         if "cache" in options.what:
             cache()
-    if "model" in options.what:
-        model()
     return 0
 
 
