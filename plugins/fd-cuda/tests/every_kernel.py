@@ -281,10 +281,8 @@ def packed_products(name: str) -> None:
             activated = quant_fused.silu_and_mul(torch.cat((x, x), 1), weight)
             for given in (x, quant_fused.add_rms_norm(x, x, norm[0], EPS, weight)[0], activated):
                 quant_linear.linear(given, weight, bias)
-    gate_up, down = (
-        quant_weights.prepare(packed(name, *shape, 0, 4, DEVICE))
-        for shape in ((256, 128), (128, 128))
-    )
+    shapes = ((256, 128), (128, 128))
+    gate_up, down = (quant_weights.prepare(packed(name, *n, 0, 4, DEVICE)) for n in shapes)
     chosen_experts(quant_experts, 128, gate_up, down)
 
 
@@ -340,11 +338,8 @@ def quantized_caches() -> None:
     """Written, and read by decodes in CUDA C++ and in Triton and by prompts."""
     device = lookup("device", DEVICE)(DeviceOptions(tensor_library="torch", num_threads=1))
     for name, kind in KV_FORMATS.items():
-        for rows, same in (
-            ([(1, n) for n in (1, 40, 700, 0)], 1),
-            ([(3, 9), (3, 200)], 3),
-            (MIXED, 0),
-        ):
+        decodes = [(1, n) for n in (1, 40, 700, 0)]
+        for rows, same in ((decodes, 1), ([(3, 9), (3, 200)], 3), (MIXED, 0)):
             spec = replace(gqa("bfloat16", 10, 2, 128), kv_format=name)
             step = Step(device, spec, rows, block_size=16)
             driver = QuantizedAttention(spec, 16, device, None)

@@ -11,11 +11,12 @@ from packed_weights import packed as packed_on
 from quant_emulation import use_kernels
 from test_quant_native import DEVICE, HAS_GPU, check
 
-from fd_cuda.kernels import quant_blocks, quant_weights
+from fd_cuda.kernels import quant_blocks, quant_linear, quant_weights
 from fd_cuda.kernels.experts import combined
+from fd_cuda.kernels.quant_layout import FP8_ROWS
 from fd_cuda.kernels.quant_native import Grouping
 from fd_cuda.kernels.quant_round import fp8_blocks
-from fd_cuda.kernels.quant_shapes import MOST_DYNAMIC, blocks, blocks_shared
+from fd_cuda.kernels.quant_shapes import MOST_DYNAMIC, Blocks, blocks, blocks_shared
 from fd_cuda.kernels.routing import order_by_expert
 
 pytestmark = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, reason="needs g++")
@@ -47,6 +48,26 @@ def test_blocks_have_the_shared_memory_that_turns_take(own: tuple[int, int]) -> 
     shape = blocks(*own)
     assert shape.stages > 3
     assert blocks_shared(shape) <= MOST_DYNAMIC
+
+
+@pytest.mark.parametrize(
+    ("width", "depth", "rows", "is_own"),
+    [
+        (6144, 1024, 512, True),
+        (6144, 1024, 1024, False),
+        (8192, 8192, 4096, False),
+        (8200, 8192, 4096, True),  # cuBLAS takes whole blocks only
+        (6144, 1032, 4096, True),
+    ],
+)
+def test_many_rows_are_left_to_the_library_where_it_takes_them(
+    width: int, depth: int, rows: int, is_own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quant_linear, "num_processors", lambda: 132)
+    none = torch.empty(0)
+    scales = none.reshape(0, 0)
+    slabs = quant_weights.Slabs(FP8_ROWS, width, depth, 0, none, none, None, 128, scales)
+    assert isinstance(quant_linear.choose(slabs, rows, rounds=True), Blocks) == is_own
 
 
 @pytest.mark.parametrize("own", SHAPES, ids=str)

@@ -119,10 +119,10 @@ def silu_and_mul(x: torch.Tensor, weight: Weights) -> torch.Tensor | Seen:
         return norm.silu_and_mul(x)
     x = x if x.stride(-1) == 1 else x.contiguous()
     # Where a row has one scale, one program has the row.
-    block = min(2048, pad2(width)) if made.flags["SIZE"] else pad2(width)
+    block = min(1024, pad2(width)) if made.flags["SIZE"] else pad2(width)
     _silu_and_mul_round[(num_rows, cdiv(width, block))](
         x, *made.arguments, x.stride(0), WIDTH=width, BLOCK=block, **made.flags,
-        **options(num_warps=max(1, min(16, block // 512))),
+        **options(num_warps=max(4, min(16, block // 1024))),
     )  # fmt: skip
     return made.seen
 

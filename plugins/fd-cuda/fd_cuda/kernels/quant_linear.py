@@ -287,10 +287,12 @@ def _persistent_shape(slabs: Slabs, rows: int) -> Persistent | None:
 
 
 def _blocks_shape(slabs: Slabs, rows: int) -> Blocks | None:
-    """fp8 numbers with scales of blocks: the tile that is done first. None where tiles leave the GPU idle, and for large
-    layers, which cuBLAS multiplies as fast or faster."""
-    turns = -(-slabs.in_features // FP8_BLOCK)
-    if rows <= 64 or size_of(slabs.num_slabs) == 2:
+    """fp8 numbers with scales of blocks: the tile that is done first. None where tiles leave the GPU idle, and where cuBLAS
+    multiplies as fast or faster: large layers, and many rows of small ones."""
+    turns, is_large = -(-slabs.in_features // FP8_BLOCK), size_of(slabs.num_slabs) == 2
+    if rows <= (128 if is_large else 64):
+        return None
+    if (is_large or rows >= _MANY_ROWS) and _library_wins(slabs, rows):
         return None
 
     def tiles(shape: Blocks) -> int:
