@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -81,24 +82,36 @@ _decode = msgspec.json.Decoder(_Event).decode
 _DONE = b"[DONE]"
 
 
-class _Answer(asyncio.Protocol):
-    """One answer on a connection of its own."""
+class _Connection(asyncio.Protocol):
+    """Answers to one request after the other."""
 
-    def __init__(self, request: bytes, result: Measured, ended: asyncio.Future[None]) -> None:
-        self._request = request
-        self._result = result
-        self._ended = ended
-        self._last = result.started_at
+    def __init__(self) -> None:
+        self.is_open = False
+        self._result = Measured()
+        self._ended: asyncio.Future[None] | None = None  # None: idle
+        self._last = 0.0
         self._data = b""
         self._rest = b""  # of the body, without frames
         self._status = 0
         self._is_chunked = False
+        self._left = -1  # bytes of a body that tells its length
         self._transport: asyncio.Transport | None = None
 
+    async def ask(self, request: bytes, result: Measured) -> bool:
+        """Send a request and note how its answer comes. False: the server had closed before it began to
+        answer, as it may while a connection is idle."""
+        self._result, self._last = result, result.started_at
+        self._data, self._rest, self._status = b"", b"", 0
+        self._ended = asyncio.get_running_loop().create_future()
+        cast("asyncio.Transport", self._transport).write(request)
+        await self._ended
+        self._ended = None
+        return self._status != 0
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send."""
+        """Ready."""
         self._transport = cast("asyncio.Transport", transport)
-        self._transport.write(self._request)
+        self.is_open = True
 
     def data_received(self, data: bytes) -> None:
         """Some more of the answer."""
@@ -110,16 +123,12 @@ class _Answer(asyncio.Protocol):
             self._end(f"{type(error).__name__}: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The end."""
-        if self._ended.done():
-            return
-        if self._status and self._status != 200:
-            try:
-                self._end(f"{self._status} {_decode(self._rest).error or ''}")
-            except msgspec.MsgspecError:
-                self._end(f"{self._status}")
-            return
-        self._end("" if self._last > self._result.started_at else f"{exc or 'no answer'}")
+        """The end, of an answer without a length, too."""
+        self.is_open = False
+        if self._last > self._result.started_at or self._status not in (0, 200):
+            self._finish()
+        else:
+            self._end(f"{exc or 'no answer'}")
 
     def _read_head(self) -> bool:
         head, separator, rest = self._data.partition(b"\r\n\r\n")
@@ -127,13 +136,18 @@ class _Answer(asyncio.Protocol):
             return False
         self._data = rest
         self._status = int(head.split(b" ", 2)[1])
-        self._is_chunked = b"transfer-encoding: chunked" in head.lower()
+        fields = dict(line.lower().split(b":", 1) for line in head.split(b"\r\n")[1:])
+        self._is_chunked = fields.get(b"transfer-encoding", b"").strip() == b"chunked"
+        self._left = int(fields.get(b"content-length", -1))
         return True
 
     def _read_body(self) -> None:
         if not self._is_chunked:
             body, self._data = self._data, b""
+            self._left -= len(body)
             self._take(body)
+            if self._left == 0:
+                self._finish()
             return
         data, start = self._data, 0
         while (line := data.find(b"\r\n", start)) >= 0:
@@ -141,7 +155,7 @@ class _Answer(asyncio.Protocol):
             if len(data) < end + 2:
                 break
             if end == line + 2:
-                self._end("")
+                self._finish()
                 return
             self._take(data[line + 2 : end])
             start = end + 2
@@ -172,17 +186,30 @@ class _Answer(asyncio.Protocol):
             result.gaps_s.append(now - self._last)
         self._last = now
 
+    def _finish(self) -> None:
+        """All of an answer is here."""
+        if self._status == 200:
+            self._end("")
+            return
+        try:
+            self._end(f"{self._status} {_decode(self._rest).error or ''}")
+        except msgspec.MsgspecError:
+            self._end(f"{self._status}")
+
     def _end(self, error: str) -> None:
+        if self._ended is None:  # idle
+            return
         self._result.error = self._result.error or error
         self._result.e2e_s = self._last - self._result.started_at
         if not self._ended.done():
             self._ended.set_result(None)
-        if self._transport is not None:
+        if error and self._transport is not None:  # where the next answer would begin is not known
             self._transport.close()
+            self.is_open = False
 
 
 class BenchClient:
-    """A server's address."""
+    """A server's address, and connections that are kept for the next request, as clients do."""
 
     def __init__(self, url: str, api_key: str) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -191,25 +218,40 @@ class BenchClient:
         self._host, self._port = parts.hostname, parts.port or 80
         self._base = parts.path.rstrip("/")
         self._key = api_key
+        self._idle: deque[_Connection] = deque()
 
     async def measure(self, path: str, body: dict[str, Any]) -> Measured:
         """Send one streamed request and watch its answer."""
-        loop = asyncio.get_running_loop()
         raw = msgspec.json.encode(body)
         result = Measured(started_at=time.perf_counter())
-        ended: asyncio.Future[None] = loop.create_future()
-        request = self._head("POST", path, len(raw)) + raw
+        request = self._head("POST", path, len(raw), "keep-alive") + raw
         try:
-            await loop.create_connection(
-                lambda: _Answer(request, result, ended), self._host, self._port
-            )
+            connection, is_kept = await self._connection()
+            if not await connection.ask(request, result) and is_kept:
+                result.error = ""
+                connection = await self._connect()
+                await connection.ask(request, result)
         except OSError as error:
             result.error = f"{type(error).__name__}: {error}"
             return result
-        await ended
+        if connection.is_open:
+            self._idle.append(connection)
         if not result.error and not result.ttft_s:
             result.error = "the answer was empty"
         return result
+
+    async def _connection(self) -> tuple[_Connection, bool]:
+        """One that waits for a request, and whether it was kept."""
+        while self._idle:
+            connection = self._idle.popleft()
+            if connection.is_open:
+                return connection, True
+        return await self._connect(), False
+
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(_Connection, self._host, self._port)
+        return connection
 
     async def send(
         self, calls: Sequence[Call], start_at: float, max_concurrency: int
@@ -228,7 +270,7 @@ class BenchClient:
         """The JSON of a GET."""
         reader, writer = await asyncio.open_connection(self._host, self._port)
         try:
-            writer.write(self._head("GET", path, 0))
+            writer.write(self._head("GET", path, 0, "close"))
             await writer.drain()
             head, _, body = (await reader.read()).partition(b"\r\n\r\n")
         finally:
@@ -241,10 +283,10 @@ class BenchClient:
             )
         return json.loads(body)
 
-    def _head(self, method: str, path: str, length: int) -> bytes:
+    def _head(self, method: str, path: str, length: int, connection: str) -> bytes:
         key = f"Authorization: Bearer {self._key}\r\n" if self._key else ""
         return (
             f"{method} {self._base}{path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n{key}"
             f"Content-Type: application/json\r\nContent-Length: {length}\r\n"
-            "Connection: close\r\n\r\n"
+            f"Connection: {connection}\r\n\r\n"
         ).encode("latin-1")

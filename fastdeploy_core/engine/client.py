@@ -256,7 +256,9 @@ class AsyncEngine:
                 columns = zip(output.request_ids, output.positions, output.pieces(), strict=True)
                 for request_id, position, token_ids in columns:
                     stream = streams.get(request_id)
-                    if stream is not None and not stream.put_tokens(position, token_ids):
+                    if stream is None:
+                        continue
+                    if not stream.put_tokens(position, token_ids, output.num_deltas):
                         stalled.append(request_id)
                 continue
             stream = streams.get(output.request_id)

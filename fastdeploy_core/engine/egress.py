@@ -5,7 +5,8 @@ looked at only once.
 
 Where the model runs on the processors that front ends and clients need, too, each chunk that they handle
 takes them from the model. There the thread rests after it sent something, so that a stream gets several
-tokens at once when steps are short; steps of tens of milliseconds find it awake.
+tokens at once when steps are short; steps of tens of milliseconds find it awake. A rest ends early when
+many streams have begun or ended: their clients do something next, and the batch would run empty.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 import zmq
 
-from fastdeploy_core.types import RequestOutputDelta, TokenDeltas
+from fastdeploy_core.types import RequestOutputDelta, TokenDeltas, join_tokens
 
 from . import wire
 
@@ -25,10 +27,12 @@ logger = logging.getLogger(__name__)
 
 Output = RequestOutputDelta | TokenDeltas
 MAX_UNSENT = 100_000  # messages that wait for a process that does not read
-# A chunk takes server and client some 50 us of a processor: with ten times as long a rest, chunks never
-# take more than about a tenth of one. And no reader sees fifty chunks in a second as anything but a flow.
-REST_PER_CHUNK_S = 500e-6
-MAX_REST_S = 20e-3
+# A chunk takes server and client some 50 us of a processor: with 25 times as long a rest, chunks never take
+# more than about a twenty-fifth of one. And no reader sees 25 chunks in a second as anything but a flow.
+REST_PER_CHUNK_S = 1.25e-3
+MAX_REST_S = 40e-3
+# Of the streams that got something before a rest: so many that begin or end are enough to end it.
+AWAKENING_SHARE = 0.25
 
 
 class Routes:
@@ -101,6 +105,7 @@ def _take(tokens: TokenDeltas, places: list[int]) -> TokenDeltas:
         [attempts[place] for place in places],
         chosen,
         counts,
+        tokens.num_deltas,
     )
 
 
@@ -119,6 +124,9 @@ class Egress:
         self._sockets = [connect(context, address) for address in addresses]
         self._get = get
         self._is_resting = is_resting
+        self._num_streams = 0  # that got something before this rest
+        self._num_turns = 0  # streams that have begun or ended since
+        self._awake = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fd-egress", daemon=True)
 
@@ -129,18 +137,32 @@ class Egress:
     def stop(self, wait_s: float) -> None:
         """Send what there is and end."""
         self._stopping.set()
+        self._awake.set()
         self._thread.join(wait_s)
+
+    def note(self, outputs: Iterable[Output]) -> None:
+        """The engine has made these, and `get` has them by now. Its own thread."""
+        num_turns = sum(map(_is_turn, outputs)) if self._is_resting else 0
+        if num_turns:
+            self._num_turns += num_turns
+            if self._num_turns >= AWAKENING_SHARE * self._num_streams:
+                self._awake.set()
 
     def _run(self) -> None:
         while True:
+            # First of all: whoever sets it later finds the next rest.
+            self._awake.clear()
+            self._num_turns = 0
             is_last = self._stopping.is_set()
             outputs = self._get(not is_last)
-            for front_end, part in self.routes.sort(outputs) if outputs else ():
+            if self._is_resting and outputs:
+                self._num_streams = num_streams(outputs)
+            for front_end, part in self.routes.sort(joined(outputs)) if outputs else ():
                 self._send(front_end, wire.encode(wire.Deltas(part)))
             if is_last:
                 return
             if self._is_resting and outputs:
-                self._stopping.wait(rest_after(outputs))
+                self._awake.wait(rest_after(self._num_streams))
 
     def _send(self, front_end: int, data: bytes) -> None:
         try:
@@ -150,15 +172,39 @@ class Egress:
             logger.error("front end %s does not take its output; some of it is lost", front_end)
 
 
-def rest_after(outputs: Iterable[Output]) -> float:
-    """Seconds for which output gathers after this was sent."""
+def _is_turn(output: Output) -> bool:
+    return isinstance(output, RequestOutputDelta) and (output.finished or not output.position)
+
+
+def joined(outputs: Iterable[Output]) -> list[Output]:
+    """The same output, tokens that the same requests got step after step put together."""
+    found: list[Output] = []
+    for _, run in groupby(outputs, _list_of):
+        parts = list(run)
+        tokens = [part for part in parts if isinstance(part, TokenDeltas)]
+        found += [join_tokens(tokens)] if tokens else parts
+    return found
+
+
+def _list_of(output: Output) -> int:
+    """Lists of requests are kept while they stay the same."""
+    return id(output.request_ids) if isinstance(output, TokenDeltas) else 0
+
+
+def num_streams(outputs: Iterable[Output]) -> int:
+    """How many streams get something of these."""
     streams: set[str] = set()
     for output in outputs:
         if isinstance(output, TokenDeltas):
             streams.update(output.request_ids)
         else:
             streams.add(output.request_id)
-    return min(len(streams) * REST_PER_CHUNK_S, MAX_REST_S)
+    return len(streams)
+
+
+def rest_after(num_chunks: int) -> float:
+    """Seconds for which output gathers after so many chunks were sent."""
+    return min(num_chunks * REST_PER_CHUNK_S, MAX_REST_S)
 
 
 def connect(context: zmq.Context[zmq.Socket[bytes]], address: str) -> Any:

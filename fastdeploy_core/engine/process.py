@@ -138,6 +138,7 @@ class EngineProcess:
         outputs = core.step() if core.has_work() else []
         if outputs:
             scheduler.put_results(outputs)
+            self._egress.note(outputs)
             self._observer.delivered(outputs)
         self._observer.tick(core.stats)
         self._progress.mark()

@@ -51,17 +51,18 @@ class OutputStream:
         self._finished_indices: set[int] = set()
         self.is_ended = False  # the engine owes nothing more
 
-    def put_tokens(self, position: int, token_ids: Sequence[int]) -> bool:
-        """Take a delta that is tokens of the only sequence."""
+    def put_tokens(self, position: int, token_ids: Sequence[int], num_deltas: int = 1) -> bool:
+        """Take a delta, or several as one, that is tokens of the only sequence."""
         waiting = self._waiting
         if waiting is None or self.is_ended or position != self._position:
             sequences = [SequenceDelta(token_ids=list(token_ids))]
             return self.put(
                 RequestOutputDelta(
                     request_id=self._request.request_id, position=position, sequences=sequences
-                )
+                ),
+                num_deltas,
             )
-        self._position += 1
+        self._position += num_deltas
         if waiting.sequences:
             waiting.sequences[0].token_ids.extend(token_ids)
         else:
@@ -71,8 +72,9 @@ class OutputStream:
             self._wake()
         return self._num_bytes <= MAX_BUFFERED_BYTES or not self._has_stalled()
 
-    def put(self, delta: RequestOutputDelta) -> bool:
-        """Take a delta from the engine; False if the client has stopped reading for too long."""
+    def put(self, delta: RequestOutputDelta, num_deltas: int = 1) -> bool:
+        """Take a delta from the engine, which may stand for several; False if the client has stopped
+        reading for too long."""
         if self.is_ended or delta.position < self._position:
             return True
         if delta.position > self._position:
@@ -80,7 +82,7 @@ class OutputStream:
                 WorkerError(f"output was lost between deltas {self._position} and {delta.position}")
             )
             return True
-        self._position += 1
+        self._position += num_deltas
         self.is_ended = delta.finished
         for seq in delta.sequences:
             if seq.finish_reason is not None:

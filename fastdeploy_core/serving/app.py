@@ -9,12 +9,14 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fastdeploy_core import __version__
 from fastdeploy_core.config.server import ServerConfig
@@ -36,6 +38,8 @@ logger = logging.getLogger(__name__)
 stats_logger = logging.getLogger("fastdeploy_core.serving.stats")
 
 LAG_PERIOD_S = 1.0
+# Each of a server's many calls is one of these; their endpoints take the request and nothing else.
+BUSY_PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
 def create_app(
@@ -64,7 +68,8 @@ def create_app(
         lifespan=_lifespan(state),
     )
     app.state.server = state
-    app.include_router(openai_router(state))
+    openai = openai_router(state)
+    app.include_router(openai)
     app.include_router(service_router(state))
     _describe_bodies(app)
     for distribution, router in routers:
@@ -72,6 +77,7 @@ def create_app(
     for kind in (ApiError, FastDeployError, ValidationError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _error_response)
     # Added innermost first; the gate is outermost and nothing can come before it.
+    app.add_middleware(Shortcut, routes=_busy(openai))
     app.add_middleware(Bodies, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
     app.add_middleware(Keys, keys=config.api_keys)
     if config.allowed_origins:  # outside of Keys, because a browser's preflight carries no key
@@ -85,6 +91,35 @@ def create_app(
     app.add_middleware(Hosts, allowed=config.allowed_hosts)
     app.add_middleware(Guard, observe=state.metrics.answered)
     return app
+
+
+def _busy(router: APIRouter) -> list[APIRoute]:
+    return [r for r in router.routes if isinstance(r, APIRoute) and r.path in BUSY_PATHS]
+
+
+class Shortcut:
+    """Takes calls on busy routes to their endpoints, past what FastAPI would look up for each of them. It
+    describes these routes all the same, and serves whatever is spelled differently."""
+
+    def __init__(self, app: ASGIApp, routes: Sequence[APIRoute]) -> None:
+        self.app = app
+        self.routes = {route.path: route for route in routes}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        route = None
+        if scope["type"] == "http" and scope["method"] == "POST":
+            route = self.routes.get(scope["path"])
+        if route is None:
+            await self.app(scope, receive, send)
+            return
+        scope["route"] = route
+        request = Request(scope, receive, send)
+        try:
+            response = await route.endpoint(request)
+        except Exception as error:
+            response = await _error_response(request, error)
+        await response(scope, receive, send)
 
 
 def _describe_bodies(app: FastAPI) -> None:

@@ -74,14 +74,14 @@ class CompletionJob:
         wanted["max_tokens"] = max(1, body.max_tokens) if body.max_tokens is not None else None
         sampling = body.sampling(state.default_sampling, **wanted)
         options = request_options(state, body, self._call)
-        self._requests = await asyncio.gather(
-            *(
-                state.engine_request(
-                    prompt, sampling, add_special_tokens=body.add_special_tokens, **options
-                )
-                for prompt in self._prompts
+        making = [
+            state.engine_request(
+                prompt, sampling, add_special_tokens=body.add_special_tokens, **options
             )
-        )
+            for prompt in self._prompts
+        ]
+        # One, as nearly always, needs no task of its own.
+        self._requests = [await making[0]] if len(making) == 1 else await asyncio.gather(*making)
         if body.echo:
             self._prompt_texts = [
                 prompt

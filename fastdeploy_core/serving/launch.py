@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import logging
 import signal
@@ -107,6 +108,7 @@ async def _serve(
             from .server import ApiServer
 
             server = ApiServer(app, server_config)
+            gc.freeze()  # what exists by now stays: looking at it again would hold up all streams
             signals.receiver = server.stop
             death = asyncio.create_task(watch(engine, server))
             opening = asyncio.create_task(_open(server, app, server_config, listener))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -23,7 +23,6 @@ from .errors import to_api_error
 from .state import ServerState
 
 logger = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 DONE = b"data: [DONE]\n\n"
 # An extension of the scope that http_protocol.py sets to the Connection.
@@ -81,22 +80,19 @@ async def answer(http: Request, state: ServerState, job: Job) -> Response:
 
     handed_over = False
     try:
-        if not job.stream:
-            body = await unless_disconnected(http, _prepare_and_complete(job))
-            return json_response(body)
-        events = job.events()
-        first = await unless_disconnected(http, _prepare_and_start(job, events))
-        handed_over = True
-        stall_s = state.config.stream_stall_timeout_s
-        return EventStream(framed(first, events), stall_s, done)
+        async with WhileConnected(http.receive):
+            if not job.stream:
+                await job.prepare()
+                return json_response(await job.complete())
+            events = job.events()
+            first = await _prepare_and_start(job, events)
+            handed_over = True
+            stall_s = state.config.stream_stall_timeout_s
+            return EventStream(framed(first, events), stall_s, done)
+        raise Aborted("the client left before the answer was complete")
     finally:
         if not handed_over:
             done()
-
-
-async def _prepare_and_complete(job: Job) -> dict[str, Any]:
-    await job.prepare()
-    return await job.complete()
 
 
 async def _prepare_and_start(
@@ -142,19 +138,30 @@ async def until_disconnect(receive: Receive) -> None:
         pass
 
 
-async def unless_disconnected(http: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is cancelled when the client leaves before it is done."""
-    task = asyncio.create_task(work)
-    leave = asyncio.create_task(until_disconnect(http.receive))
-    try:
-        await asyncio.wait({task, leave}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise Aborted("the client left before the answer was complete")
-        return task.result()
-    finally:
-        for one in (task, leave):
-            one.cancel()
-        await asyncio.gather(task, leave, return_exceptions=True)
+class WhileConnected:
+    """A block of the task that enters it; it is left early, without an error, when the client leaves."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._has_left = self._is_over = False
+
+    async def __aenter__(self) -> None:
+        self._task = asyncio.current_task()
+        self._cancelling = 0 if self._task is None else self._task.cancelling()
+        self._watch = asyncio.create_task(until_disconnect(self._receive))
+        self._watch.add_done_callback(self._on_left)
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        self._is_over = True
+        self._watch.cancel()
+        if not self._has_left or self._task is None:
+            return False
+        return self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError
+
+    def _on_left(self, watch: asyncio.Task[None]) -> None:
+        if self._task is not None and not self._is_over and not watch.cancelled():
+            self._has_left = True
+            self._task.cancel()
 
 
 class EventStream(Response):
@@ -183,20 +190,14 @@ class EventStream(Response):
         """ASGI."""
         connection = scope.get("extensions", {}).get(CONNECTION_EXTENSION)
         knows_chunks = scope["http_version"] == "1.1"
-        pump = asyncio.create_task(self._pump(send, connection if knows_chunks else None))
-        leave = asyncio.create_task(until_disconnect(receive))
         try:
-            await asyncio.wait({pump, leave}, return_when=asyncio.FIRST_COMPLETED)
-            if pump.done():
-                pump.result()
+            async with WhileConnected(receive):
+                await self._pump(send, connection if knows_chunks else None)
         except TimeoutError:
             logger.warning("a client stopped reading its stream for %.0f s", self._stall_s)
             if connection is not None:
                 connection.abort()
         finally:
-            for task in (pump, leave):
-                task.cancel()
-            await asyncio.gather(pump, leave, return_exceptions=True)
             await self._events.aclose()
             self._on_close()
 

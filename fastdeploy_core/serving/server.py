@@ -50,6 +50,7 @@ class ApiServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,  # nothing here asks who the client says it is
                 h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 timeout_keep_alive=max(1, round(config.keep_alive_s)),
                 timeout_graceful_shutdown=round(LAST_WORDS_S),

@@ -8,6 +8,7 @@ before it is certain, and costs the same for each token however long the text al
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 from tokenizers import Regex, decoders
 
 REPLACEMENT = "\ufffd"
+CACHED_TOKENS = 1 << 15  # whose spellings are kept at hand: nearly all of a text are among these
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -29,6 +31,7 @@ def _byte_alphabet() -> dict[str, int]:
 BYTE_ALPHABET = _byte_alphabet()
 
 
+@functools.lru_cache(CACHED_TOKENS)
 def byte_level_bytes(token: str) -> bytes:
     """The bytes a byte-level token stands for; tokens outside the alphabet stand for themselves."""
     try:

@@ -21,6 +21,7 @@ from .chat_template import (
     prepare_messages,
 )
 from .decoder_steps import (
+    CACHED_TOKENS,
     byte_level_bytes,
     describe_decoder,
     fallback_byte,
@@ -58,6 +59,7 @@ class Tokenizer:
         self.decoder_settings = describe_decoder(backend.decoder)
         self._is_byte_level = any(s["type"] == "ByteLevel" for s in self.decoder_settings)
         self._texts: dict[int, str] = {}
+        self._string = functools.lru_cache(CACHED_TOKENS)(backend.id_to_token)
 
     # Set by name in __init__; None where the model has no such token.
     bos_token: str | None
@@ -141,7 +143,7 @@ class Tokenizer:
     def token_string(self, token_id: int) -> str | None:
         """The vocabulary's own spelling (such as "Ġthe"); None for an id without a token."""
         try:
-            return self._backend.id_to_token(token_id)
+            return self._string(token_id)
         except (OverflowError, TypeError):
             return None
 

@@ -15,6 +15,7 @@ from .request import (
     TokenDeltas,
     branch_id,
     each_delta,
+    join_tokens,
     split_branch_id,
 )
 from .sampling import SamplingParams, StructuredOutputsParams
@@ -52,5 +53,6 @@ __all__ = [
     "TokenLogprobs",
     "branch_id",
     "each_delta",
+    "join_tokens",
     "split_branch_id",
 ]

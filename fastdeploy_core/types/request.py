@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import count, islice, zip_longest
+from itertools import chain, count, islice, zip_longest
 
 import msgspec
 
@@ -125,6 +125,7 @@ class TokenDeltas(msgspec.Struct, tag="tokens"):
     attempts: list[int]
     token_ids: list[int]  # of all entries, one entry after the other
     counts: list[int] | None = None  # how many of them each entry has; None: one
+    num_deltas: int = 1  # that an entry is made of, which came one after the other for all of them
 
     def pieces(self) -> Iterable[Sequence[int]]:
         """The tokens of each entry."""
@@ -144,6 +145,23 @@ class TokenDeltas(msgspec.Struct, tag="tokens"):
 
     def __iter__(self) -> Iterator[RequestOutputDelta]:
         return map(self.delta, count(), self.pieces())
+
+
+def join_tokens(parts: Sequence[TokenDeltas]) -> TokenDeltas:
+    """Tokens that one list of requests got in successive deltas, as one entry for each."""
+    if len(parts) == 1:
+        return parts[0]
+    first = parts[0]
+    columns = zip(*(part.pieces() for part in parts), strict=True)
+    rows = [list(chain.from_iterable(pieces)) for pieces in columns]
+    return TokenDeltas(
+        first.request_ids,
+        first.positions,
+        first.attempts,
+        list(chain.from_iterable(rows)),
+        list(map(len, rows)),
+        sum(part.num_deltas for part in parts),
+    )
 
 
 def each_delta(outputs: Iterable[RequestOutputDelta | TokenDeltas]) -> Iterator[RequestOutputDelta]:

@@ -69,6 +69,20 @@ def test_what_a_dead_front_end_asked_for_is_found_and_forgotten() -> None:
     assert owner == 0 and part == TokenDeltas(["a"], [0], [1], [6, 7, 8], [3])
 
 
+def test_tokens_of_the_same_requests_are_one_entry_each() -> None:
+    names, others = ["a", "b"], ["a", "b"]
+    first = TokenDeltas(names, [3, 8], [1, 2], [5, 6])
+    second = TokenDeltas(names, [4, 9], [1, 2], [7, 8, 9], [1, 2])
+    begun, behind = single("c", 0), TokenDeltas(others, [5, 10], [1, 2], [1, 2])
+    together, *rest = egress.joined([first, second, begun, behind])
+    assert together == TokenDeltas(names, [3, 8], [1, 2], [5, 7, 6, 8, 9], [2, 3], 2)
+    assert rest == [begun, behind]
+    routes = Routes(2)
+    routes.add("b", 1)
+    ((_, (part,)),) = routes.sort([together])
+    assert part == TokenDeltas(["b"], [8], [2], [6, 8, 9], [3], 2)
+
+
 class Engine:
     """Results that an egress asks for, and what it sends, with the moment of each."""
 
@@ -83,6 +97,11 @@ class Engine:
     def put(self, *outputs: RequestOutputDelta | TokenDeltas) -> None:
         for output in outputs:
             self._results.put(output)
+
+    def make(self, *outputs: RequestOutputDelta | TokenDeltas) -> None:
+        """As an engine does it."""
+        self.put(*outputs)
+        self.egress.note(outputs)
 
     def receive(self) -> list[int]:
         """Positions in the next message."""
@@ -139,8 +158,38 @@ def test_tokens_gather_during_a_rest_which_ends_with_the_thread() -> None:
     engine.close()
 
 
+@pytest.mark.usefixtures("long_rests")
+def test_a_rest_ends_when_a_quarter_of_its_streams_begins_or_ends() -> None:
+    engine = Engine(is_resting=True)
+    engine.make(tokens(0, 8))
+    assert engine.receive() == [0] * 8
+    engine.make(tokens(1, 8), single("r0", 2, finished=True), single("r1", 2))
+    assert engine.is_quiet()
+    engine.make(single("new", 0))
+    assert engine.receive() == [1] * 8 + [2, 2, 0]
+    engine.make(tokens(2, 6))
+    assert engine.is_quiet()
+    engine.egress.stop(5.0)
+    assert engine.receive() == [2] * 6
+    engine.close()
+
+
+@pytest.mark.usefixtures("long_rests")
+def test_one_stream_gets_its_first_and_its_last_tokens_at_once() -> None:
+    engine = Engine(is_resting=True)
+    engine.make(single("r0", 0))
+    assert engine.receive() == [0]
+    engine.make(tokens(1), single("r0", 2, finished=True))
+    assert engine.receive() == [1, 2]
+    engine.make(single("r1", 0))
+    assert engine.receive() == [0]
+    engine.egress.stop(5.0)
+    engine.close()
+
+
 def test_a_rest_is_longer_for_more_streams_up_to_a_limit() -> None:
-    assert egress.rest_after([single("a", 0)]) == egress.REST_PER_CHUNK_S
+    assert egress.num_streams([single("a", 0)]) == 1
     several = [tokens(0, 8), tokens(1, 8), single("r0", 2), single("b", 0)]
-    assert egress.rest_after(several) == 9 * egress.REST_PER_CHUNK_S
-    assert egress.rest_after([tokens(0, 500)]) == egress.MAX_REST_S
+    assert egress.num_streams(several) == 9
+    assert egress.rest_after(9) == 9 * egress.REST_PER_CHUNK_S
+    assert egress.rest_after(500) == egress.MAX_REST_S

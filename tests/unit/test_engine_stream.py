@@ -61,6 +61,19 @@ def test_a_delta_waits_for_so_many_tokens_but_for_the_first_and_the_last():
     assert sizes == [[0], [1, 2, 3], [4, 5, 6], [7, 8]]
 
 
+def test_several_deltas_that_come_as_one_take_as_many_positions():
+    stream = OutputStream(make_request("r", [5]))
+    stream.put(delta(0))
+    stream.put_tokens(1, [1, 2, 3], 3)  # something waits
+    assert asyncio.run(stream.get()).sequences[0].token_ids == [1, 1, 2, 3]
+    stream.put_tokens(4, [4, 5], 2)  # nothing does
+    stream.put_tokens(6, [6])
+    assert asyncio.run(stream.get()).sequences[0].token_ids == [4, 5, 6]
+    stream.put_tokens(9, [9])
+    with pytest.raises(WorkerError, match="lost between deltas 7 and 9"):
+        asyncio.run(stream.get())
+
+
 def test_what_waits_is_given_out_before_an_error_and_when_a_branch_ends():
     stream = OutputStream(make_request("r", [5], n=2, temperature=1.0), 50)
     stream.put(delta(0))

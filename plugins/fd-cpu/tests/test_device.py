@@ -275,6 +275,23 @@ def test_an_unknown_instruction_set_is_refused(fd_tensor, monkeypatch):
         X86Device(DeviceOptions(tensor_library=fd_tensor, num_threads=1))
 
 
+def test_threads_that_would_wait_for_each_other_are_refused(fd_tensor):
+    with pytest.raises(ConfigError, match=r"4096 threads are asked for .*possible: 1 to \d+"):
+        X86Device(DeviceOptions(tensor_library=fd_tensor, num_threads=4096))
+
+
+def test_why_steps_repeat_their_call_is_said_once(device, caplog):
+    weight = random(device, 4, 4)
+
+    def with_the_library():
+        weight @ weight
+
+    with caplog.at_level("INFO", "fd_cpu"):
+        kinds = {type(device.capture(with_the_library)) for _ in range(3)}
+    assert kinds == {RepeatedCall}
+    assert len([r for r in caplog.records if "repeat their call" in r.message]) == 1
+
+
 def test_the_probe_says_which_level_it_found(fd_tensor):
     answer = hooks.fd_device_probe(DeviceQuestion(fd_tensor))
     assert answer.verdict.score > 1 and answer.details["tensor_library"] == (

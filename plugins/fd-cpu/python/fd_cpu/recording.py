@@ -115,6 +115,7 @@ class Recorder:
     def __init__(self, team: Team) -> None:
         self._team = team
         self._finished: weakref.WeakSet[Recording] = weakref.WeakSet()
+        self._said: set[str] = set()
 
     def replay_times(self, graphs: Sequence[CapturedGraph], times: int) -> None:
         """In one call where all of them are plans."""
@@ -142,7 +143,9 @@ class Recorder:
         if not len(recording.native):
             recording.foreign = recording.foreign or "no kernel of this device"
         if recording.foreign:
-            logger.info("a recorded step repeats its call: %s is part of it", recording.foreign)
+            if recording.foreign not in self._said:  # once for all sizes of steps
+                self._said.add(recording.foreign)
+                logger.info("recorded steps repeat their call: %s is part of it", recording.foreign)
             return RepeatedCall(run, recording.foreign)
         self._finished.add(recording)
         logger.debug("a recorded step is a plan of %d operations", len(recording.native))

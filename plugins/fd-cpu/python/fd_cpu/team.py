@@ -27,6 +27,11 @@ FLOAT32, BFLOAT16 = 0, 1
 _Memory: TypeAlias = tuple[np.ndarray, int]  # and where it lies
 
 
+# Threads of a team meet after every operation. A few on one processor are for tests; with many a step would
+# hardly ever end.
+MOST_PER_PROCESSOR = 8
+
+
 class _Lease:
     """Memory as numpy sees it; every array and tensor over it refers to this object, whose end gives it
     back."""
@@ -80,6 +85,12 @@ class Team:
         from . import _native
 
         cpus = processors_of(rank, num_ranks, sorted(os.sched_getaffinity(0)))
+        most = MOST_PER_PROCESSOR * len(cpus)
+        if num_threads > most:
+            raise ConfigError(
+                f"{num_threads} threads are asked for (--num-threads or OMP_NUM_THREADS) on {len(cpus)} "
+                f"processors, where they would wait for each other; possible: 1 to {most}, best: {len(cpus)}"
+            )
         pinned = cpus if len(cpus) >= num_threads else []
         if pinned and num_ranks > 1:
             # The thread that loads the model, too, and whatever it starts: they allocate.
