@@ -44,12 +44,23 @@ class LinearPart:
         return self.out_features // self.piece.count
 
 
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """A weight that the kernel of its number format multiplies, and what does a norm or an activation and the
+    first of that kernel's work in one."""
+
+    product: Callable[..., Any]
+    weight: Any
+    after_norm: Callable[..., Any] | None
+    after_silu: Callable[..., Any] | None
+
+
 class Linear:
     """y = x W^T + b for the joined parts, optionally summed over ranks.
 
     x: [num_tokens, in_features of this rank], model dtype; y: [num_tokens, sum of part.rows], or half as
     many with `gated`: the outputs are gate values then up values, and y is silu(gate) * up.
-    `weight` is as the kernel wants it that multiplies it, and None where a quantizer multiplies.
+    `weight` is as the plain operations' kernel wants it, and None where another one or a quantizer multiplies.
 
     Around it stand a norm or an activation before and a sum behind. Where one kernel can do both, it does, so layers
     call `after`, `feed` and `add_to`; what is still to be added travels beside x, for the next norm to add.
@@ -78,9 +89,7 @@ class Linear:
         self._gated, self._kernel = gated, "gated_linear" if gated else kernel
         self._product, self._silu = build.kernels["linear"], build.kernels["silu_and_mul"]
         self._activation = self._silu
-        self._is_packed = False  # multiplied by a kernel of its number format
-        self._norm_before: Callable[..., Any] | None = None
-        self._silu_before: Callable[..., Any] | None = None
+        self._packed: _Packed | None = None
         self._norm_product = build.kernels["norm_linear"]
         self._gated_product = build.kernels["gated_linear"]
         self._add_product = build.kernels["linear_add"]
@@ -123,12 +132,15 @@ class Linear:
     @property
     def _is_plain(self) -> bool:
         """Whether the operations for plain weights multiply it."""
-        return self._quantizer is None and not self._is_packed
+        return self._quantizer is None and self._packed is None
 
     def _multiply(self, x: Tensor) -> Tensor:
         if self._quantizer is not None:
             return self._quantized(self._quantizer, x)
-        y: Tensor = self._product(x, self.weight, self.bias)
+        if self._packed is not None:
+            y: Tensor = self._packed.product(x, self._packed.weight, self.bias)
+            return y
+        y = self._product(x, self.weight, self.bias)
         return y
 
     def finish(self, y: Tensor) -> Tensor:
@@ -149,10 +161,11 @@ class Linear:
         if residual is None and self._is_plain and self._reduce is None:
             product = self._gated_product if self._gated else self._norm_product
             return product(x, norm.weight, norm.eps, self.weight, self.bias), x
-        if residual is None or self._norm_before is None:
+        packed = self._packed
+        if residual is None or packed is None or packed.after_norm is None:
             normed, total = norm.add(x, residual)
         else:
-            normed, total = self._norm_before(x, residual, norm.weight, norm.eps, self.weight)
+            normed, total = packed.after_norm(x, residual, norm.weight, norm.eps, packed.weight)
         return self(normed), total
 
     def feed(self, other: Linear) -> None:
@@ -162,9 +175,10 @@ class Linear:
 
     def _activated(self, x: Tensor) -> Any:
         """silu_and_mul of x [num_tokens, 2 * in_features], as this layer's product takes it."""
-        if self._silu_before is None:
+        packed = self._packed
+        if packed is None or packed.after_silu is None:
             return self._silu(x)
-        return self._silu_before(x, self.weight)
+        return packed.after_silu(x, packed.weight)
 
     def add_to(self, total: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Two addends of total + y, the second None where they are added already; total may be
@@ -249,10 +263,12 @@ class Linear:
             self.weight = self._build.keep(spec.name, prepared)
             return
         operation = packed.format.linear
-        self._product, self._is_packed = kernels[operation], True
-        self.weight = kernels.prepare(operation, packed)
-        self._norm_before = kernels.behind(operation, "add_rms_norm")
-        self._silu_before = kernels.behind(operation, "silu_and_mul")
+        self._packed = _Packed(
+            kernels[operation],
+            kernels.prepare(operation, packed),
+            kernels.behind(operation, "add_rms_norm"),
+            kernels.behind(operation, "silu_and_mul"),
+        )
 
     def _place_bias(self) -> None:
         # Only one rank may add the bias of a row layer: the results are summed, here or by the caller.

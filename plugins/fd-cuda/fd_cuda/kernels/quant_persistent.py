@@ -12,7 +12,7 @@ from .native import tensor_map
 from .quant_layout import FP8_ROWS, INT8_ROWS, SLAB_ROWS, TURN, Slabs
 from .quant_native import Grouping
 from .quant_order import gathered
-from .quant_shapes import Persistent, persistent, persistent_shared, slab_bytes
+from .quant_shapes import Persistent, boxes, persistent, persistent_shared, slab_bytes
 
 if TYPE_CHECKING:
     from .quant_weights import Weights
@@ -62,9 +62,11 @@ def persistent_product(
         blocks,
     ]
     tiles = blocks * -(-width // (shape.groups * (32 if paired else 64)))
-    flags = {"PAIRED": paired, "GROUPED": grouping is not None, "BOXED": is_boxed}
+    pieces, shared = 0, persistent_shared(shape, weight.kind)
+    if is_boxed:
+        pieces, shared = boxes(shape, weight.kind)
+    flags = {"PAIRED": int(paired), "GROUPED": int(grouping is not None), "BOXES": pieces}
     kernel = _kernel(shape, weight, x.dtype, dtype, flags)
-    shared = persistent_shared(shape, weight.kind)
     grid = (min(tiles, num_processors()), 1, 1)
     native.launch(kernel, grid, shape.threads, arguments, shared=shared)
     return y
@@ -79,7 +81,7 @@ def _kernel(
     weight: Slabs,
     of_x: torch.dtype,
     of_y: torch.dtype,
-    flags: dict[str, bool],
+    flags: dict[str, int],
 ) -> native.Function:
     defines = {
         "HALF": int(of_x == torch.float16),
@@ -92,9 +94,7 @@ def _kernel(
         "STAGES": shape.stages,
         "THREADS": shape.threads,
     }
-    return native.function(
-        "quant_persistent", {**defines, **{name: int(flag) for name, flag in flags.items()}}
-    )
+    return native.function("quant_persistent", {**defines, **flags})
 
 
 def _weight_boxes(weight: Slabs, outputs: int, *, paired: bool) -> bytes:

@@ -136,8 +136,7 @@ class Persistent:
 
     @property
     def box_rows(self) -> int:
-        """Of the result, that the copy engine stores at a time; two such pieces of a group find a place where its warps
-        have theirs without it."""
+        """Of the result, that the copy engine stores at a time."""
         return 16 if self.rows % 32 else 32
 
     @property
@@ -259,6 +258,14 @@ def persistent_shared(shape: Persistent, kind: int) -> int:
     tables = shape.groups * 2 * shape.rows * 8
     ring = shape.stages * (shape.rows * 128 + weights)
     return 16 * shape.stages + 1024 + ring + tables + warps * _STORED * 32
+
+
+def boxes(shape: Persistent, kind: int) -> tuple[int, int]:
+    """Where the copy engine stores results: how many pieces of them a group of warps has, two, which find a place where
+    its warps have theirs without it, or three, and bytes of shared memory of the block."""
+    shared = persistent_shared(shape, kind)
+    more = shared + shape.groups * shape.box_rows * 128
+    return (3, more) if more <= MOST_DYNAMIC else (2, shared)
 
 
 def persistent(rows: int, kind: int) -> Persistent:

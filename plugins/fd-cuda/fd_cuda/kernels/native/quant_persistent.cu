@@ -7,7 +7,8 @@
 // before; numbers that lie BY_ROWS are multiplied from shared memory as they are.
 // GROUPED: blocks of rows have an expert each, and x lies in their order; `slots` says where rows of y go, without it they
 // lie like those of x. PAIRED: the first eight of a warp's 16 outputs are gates, the others what belongs to them.
-// BOXED: the copy engine stores results, BOX_ROWS rows of a group's 64 outputs at a time, while the next tile is multiplied.
+// BOXES: the copy engine stores results, BOX_ROWS rows of a group's 64 outputs at a time, while the next tile is multiplied;
+// for so many such pieces a group has room, or 0: warps store.
 // A row of x comes out the same whatever M is.
 
 #include "common.cuh"
@@ -22,6 +23,7 @@
 #include "tiles.cuh"
 
 #define PIECE 64  // rows that a warp stores at a time
+#define ROOM (BOXES ? BOXES * BOX_ROWS * 128 : 4 * PIECE * 32)  // of a group, for what it is about to store
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
@@ -241,27 +243,28 @@ __device__ __forceinline__ Sixteen finished(const Sum* sum, const Table& rows, c
   return all;
 }
 
-#if BOXED
-// Through two pieces of shared memory that are the group's, in turn; `count`: how many it has stored.
+#if BOXES
+// Through BOXES pieces of shared memory that are the group's, in turn, from the nth on. When all have met, the next one is
+// free: of those that were stored before, so few are still being read.
 __device__ __forceinline__ void store_tile(const Tile& tile, const TensorMap& y, const Table& rows, const Known& own,
-                                           const Sum* sum, unsigned char* room, int group, int thread, int& count) {
-  constexpr int bytes = BOX_ROWS * 128;
+                                           const Sum* sum, unsigned char* room, int group, int thread, int& nth) {
   const int lane = thread & 31, chunk = thread / 32 % 4 * 2 + (lane >> 3 & 1);
-  const u32 own_place = (lane & 7) * 128 + ((chunk ^ lane & 7) << 4);
+  const u32 own_place = shared_address(room) + (lane & 7) * 128 + ((chunk ^ lane & 7) << 4);
 #pragma unroll
-  for (int first = 0; first < BN; first += BOX_ROWS, count++) {
-    const u32 piece = shared_address(room) + count % 2 * bytes;
-    if (thread % 128 == 0) await_reads<1>();
-    meet_group(group);
+  for (int first = 0; first < BN; first += BOX_ROWS) {
+    const u32 piece = nth * BOX_ROWS * 128;
 #pragma unroll
     for (int i = 0; i < BOX_ROWS; i += 16) {
       const Sixteen all = finished(sum, rows, own, first + i, lane);
-      store_transposed(piece + own_place + i * 128, all.pairs[0][0], all.pairs[0][1]);
-      store_transposed(piece + own_place + i * 128 + 1024, all.pairs[1][0], all.pairs[1][1]);
+      store_transposed(own_place + piece + i * 128, all.pairs[0][0], all.pairs[0][1]);
+      store_transposed(own_place + piece + i * 128 + 1024, all.pairs[1][0], all.pairs[1][1]);
     }
     show_to_copies();
+    if (thread % 128 == 0) await_reads<BOXES - 2>();
     meet_group(group);
-    if (thread % 128 == 0) store_box(y, tile.nth * OUT + group * 64, tile.block * BN + first, piece);
+    if (thread % 128 == 0)
+      store_box(y, tile.nth * OUT + group * 64, tile.block * BN + first, shared_address(room) + piece);
+    nth = nth + 1 == BOXES ? 0 : nth + 1;
   }
 }
 #else
@@ -315,11 +318,11 @@ quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ Te
   }
   TAKE_REGISTERS();
   unsigned char* const rooms = ring.tiles + STAGES * STAGE;
-  Table* const tables = (Table*)(rooms + MULTIPLIERS * PIECE * 32) + group * 2;  // of this tile, and of the next one
+  Table* const tables = (Table*)(rooms + GROUPS * ROOM) + group * 2;  // of this tile, and of the next one
   const int num_tiles = blocks * across;
   Place at = {0, 0};
   int odd = 0;
-  [[maybe_unused]] int stored = 0;
+  [[maybe_unused]] int piece = 0;
   Tile next = tile_of(of, blockIdx.x);
   for (int id = blockIdx.x; id < num_tiles; id += gridDim.x) {
     const Tile tile = uniform(next);
@@ -333,14 +336,14 @@ quant_persistent(const __grid_constant__ TensorMap x, const __grid_constant__ Te
     add_up(sum, of, tile, ring, at, warp, lane);
     tables[odd].fill(found, thread % 128);
     meet_group(group);
-#if BOXED
-    store_tile(tile, boxes_of_y, tables[odd], found, sum, rooms + group * 4 * PIECE * 32, group, thread, stored);
+#if BOXES
+    store_tile(tile, boxes_of_y, tables[odd], found, sum, rooms + group * ROOM, group, thread, piece);
 #else
-    store_tile(of, tile, y, tables[odd], found, sum, rooms + warp * PIECE * 32, warp, lane);
+    store_tile(of, tile, y, tables[odd], found, sum, rooms + group * ROOM + warp % 4 * PIECE * 32, warp, lane);
 #endif
     odd ^= 1;
   }
-#if BOXED
+#if BOXES
   if (thread % 128 == 0) await_reads<0>();  // the block's memory is somebody else's when it has ended
 #endif
 }
