@@ -1,14 +1,7 @@
 // A GPU for the attention kernels of kernels/native: threads are fibers, the blocks of a cluster are threads of
 // the host, and each warp instruction is what its documentation says, computed from all lanes' operands.
 // Slow, and exact about who holds which element.
-#include <ucontext.h>
-
-#include <barrier>
-#include <cmath>
-#include <cstring>
-#include <memory>
-#include <thread>
-#include <vector>
+#include "emulated_library.h"
 
 typedef unsigned int u32;
 typedef unsigned short u16;

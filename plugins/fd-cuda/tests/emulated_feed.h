@@ -1,6 +1,5 @@
 // Clusters and the copy engine of feed.cuh. An address in another block's shared memory carries the block's rank from bit
 // 20 on; a barrier counts what is missing.
-#include <mutex>
 
 struct TensorMap {  // quant_emulation.py makes it
   const char* data;

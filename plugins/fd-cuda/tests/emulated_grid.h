@@ -1,8 +1,5 @@
 // Behind the kernel's source: one call runs the grid of KERNEL, cluster after cluster. Arguments as a launch has
 // them.
-#include <tuple>
-#include <type_traits>
-#include <utility>
 
 #ifndef CLUSTER
 #define CLUSTER 1

@@ -13,7 +13,8 @@ from fd_cuda.kernels import native
 
 HERE = Path(__file__).parent
 FOLDER = Path(native.__file__).parent
-_COMPILE = ("g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f"-I{HERE}")
+LIBRARY = HERE / "emulated_library.h"
+_COMPILE = ("g++", "-std=c++20", "-O1", "-w", "-fPIC", "-pthread")
 _TYPES = {"P": ctypes.c_void_p, "f": ctypes.c_float, "i": ctypes.c_int, "l": ctypes.c_longlong}
 
 
@@ -42,8 +43,18 @@ class Emulation:
         if not library.exists():
             path = self._folder / f"{key}.cpp"
             path.write_text(source, "utf-8")
-            subprocess.run([*_COMPILE, *options, path, "-o", library], check=True)
+            own = ["-shared", "-include", self._library(), f"-I{HERE}", *options, path]
+            subprocess.run([*_COMPILE, *own, "-o", library], check=True)
         return ctypes.CDLL(str(library))
+
+    def _library(self) -> Path:
+        """The standard library's headers, beside which their compiled form lies."""
+        header = self._folder / LIBRARY.name
+        if not header.exists():
+            header.write_text(LIBRARY.read_text("utf-8"), "utf-8")
+            compiled = f"{header}.gch"
+            subprocess.run([*_COMPILE, "-x", "c++-header", header, "-o", compiled], check=True)
+        return header
 
     def _source(self, name: str) -> str:
         """The file with what it includes in place."""

@@ -38,16 +38,14 @@ def kernels(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def decoded(words: np.ndarray) -> np.ndarray:
     """[N, K] of int32 [N / 64, K / 8, 32]: every state from the ring's bits, every byte from the product."""
     tall, wide, _ = words.shape
-    out = np.empty((tall * 64, wide * 8))
-    for tile in np.ndindex(tall, wide):
-        ring = np.unpackbits(words[tile].view(np.uint8), bitorder="little")
-        for symbol in range(256):
-            window = [ring[(4 * symbol + 4 - 16 + bit) % 1024] for bit in range(16)]
-            state = sum(int(bit) << n for n, bit in enumerate(window))
-            p = state * 0x67EDF2EB & 0xFFFFFFFF
-            b = [(p >> 8 * n & 255) - 127.5 for n in range(4)]
-            row, column = tile[0] * 64 + symbol // 4, tile[1] * 8 + symbol % 4 * 2
-            out[row, column : column + 2] = b[0] + b[1] - b[3], b[1] + b[2] + b[3]
+    rings = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
+    symbols, bits = np.arange(256)[:, None], np.arange(16)
+    windows = rings[..., (4 * symbols + 4 - 16 + bits) % 1024].astype(np.int64)
+    p = (windows << bits).sum(-1) * 0x67EDF2EB & 0xFFFFFFFF
+    b = [(p >> 8 * n & 255) - 127.5 for n in range(4)]
+    pairs = np.stack((b[0] + b[1] - b[3], b[1] + b[2] + b[3]), -1)
+    # Four symbols are eight inputs of an output.
+    out = pairs.reshape(tall, wide, 64, 8).transpose(0, 2, 1, 3).reshape(tall * 64, wide * 8)
     return out * 1.03 / 128
 
 
