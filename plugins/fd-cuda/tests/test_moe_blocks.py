@@ -26,8 +26,7 @@ def noise(*shape: int, size: float = 1.0, dtype: torch.dtype = torch.float32) ->
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5, 20, 70])
-@pytest.mark.parametrize("shared", [0, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("shared", "dtype"), [(0, torch.bfloat16), (2, torch.float32)])
 def test_a_block(
     tokens: int, shared: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,8 +114,10 @@ def test_large_batches_take_the_kernels_for_many_rows(monkeypatch: pytest.Monkey
     assert error_of(large, small.double()) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 20, 70])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("tokens", "dtype"),
+    [(1, torch.bfloat16), (2, torch.float32), (20, torch.bfloat16), (70, torch.float32)],
+)
 def test_shares_of_the_experts_add_up(
     tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
