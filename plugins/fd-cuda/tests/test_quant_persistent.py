@@ -12,13 +12,13 @@ from packed_weights import packed as packed_on
 from quant_emulation import use_kernels
 from test_quant_native import DEVICE, HAS_GPU, check, rounded
 
-from fd_cuda.kernels import quant_experts, quant_weights
+from fd_cuda.kernels import quant_experts, quant_linear, quant_weights
 from fd_cuda.kernels.experts import combined
-from fd_cuda.kernels.quant_layout import FP8_ROWS, INT8_ROWS
+from fd_cuda.kernels.quant_layout import FP8_ROWS, INT4, INT8, INT8_ROWS
 from fd_cuda.kernels.quant_native import Grouping
 from fd_cuda.kernels.quant_persistent import experts as layer_of
 from fd_cuda.kernels.quant_persistent import in_order, persistent_product
-from fd_cuda.kernels.quant_shapes import MOST_DYNAMIC, persistent, persistent_shared
+from fd_cuda.kernels.quant_shapes import MOST_DYNAMIC, Persistent, persistent, persistent_shared
 from fd_cuda.kernels.routing import Order, order_by_expert
 
 pytestmark = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, reason="needs g++")
@@ -160,3 +160,26 @@ def test_experts_of_many_rows_have_hardly_more_blocks_than_rows_fill() -> None:
         160,
         208,
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "width", "depth", "rows", "tile"),
+    [
+        (INT8, 6144, 1024, 256, 128),
+        (INT8, 6144, 1024, 512, 256),
+        (INT4, 6144, 1024, 512, 0),  # quant_pipe.cu was measured faster
+        (INT4, 6144, 1024, 1024, 128),
+        (INT8, 4096, 1024, 200, 0),  # half of the multiprocessors would have no tile
+        (INT8, 8192, 8192, 1024, 256),
+        (INT8_ROWS, 6144, 1024, 4096, 256),
+        (INT8_ROWS, 1024, 3072, 512, 0),
+    ],
+)
+def test_layers_that_keep_the_gpu_busy_go_by_tiles(
+    kind: int, width: int, depth: int, rows: int, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quant_linear, "num_processors", lambda: 132)
+    none = torch.empty(0)
+    slabs = quant_weights.Slabs(kind, width, depth, 0, none, none, None, 0)
+    shape = quant_linear.choose(slabs, rows, rounds=kind == INT8_ROWS)
+    assert (shape.rows if isinstance(shape, Persistent) else 0) == tile

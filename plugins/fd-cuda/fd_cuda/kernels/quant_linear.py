@@ -258,7 +258,13 @@ def _pipe_shape(slabs: Slabs, rows: int) -> Pipe | Persistent | None:
     if (size or rows > _MANY_ROWS) and slabs.num_turns >= 48 and fills(count, rows):
         split = _parts(across * -(-rows // 256), 1.0, 2)
         return Pipe(256, 2, split, stages) if split > 1 else persistent(256, slabs.kind)
-    if size != 1 or rows > 512:
+    if size != 1:
+        return None
+    if slabs.num_turns < 48 and not (slabs.kind == INT4 and _SOME_ROWS < rows <= 512):
+        tile = _busy_tile(slabs, rows, _TILES[1:])
+        if tile is not None:
+            return persistent(tile, slabs.kind)
+    if rows > 512:
         return None
     groups = 2 if rows <= _SOME_ROWS else 3
     return Pipe(128, groups, _parts(-(-count // (4 * groups)) * -(-rows // 128), 1.0, 2), 7)
@@ -267,23 +273,27 @@ def _pipe_shape(slabs: Slabs, rows: int) -> Pipe | Persistent | None:
 def _persistent_shape(slabs: Slabs, rows: int) -> Persistent | None:
     """int8 and fp8 numbers by rows: tiles of as many rows as keep the GPU busy. None where the library, or blocks that
     divide K, are faster."""
-    size, across = size_of(slabs.num_slabs), -(-slabs.num_slabs // 8)
+    size = size_of(slabs.num_slabs)
     # Two tiles of 64 rows have to be full.
     if rows <= 64 or (size == 2 and rows < 128) or (rows <= 128 and slabs.num_turns >= _LONG):
         return None
     if slabs.kind == FP8_ROWS and ((size == 2 and rows > 128) or rows > _MANY_ROWS):
         return None
+    tile = _busy_tile(slabs, rows, _TILES)
+    return None if tile is None else persistent(tile, slabs.kind)
+
+
+def _busy_tile(slabs: Slabs, rows: int, sizes: tuple[int, ...]) -> int | None:
+    """The tile of these rows with which quant_persistent.cu is done first; None where it leaves the GPU idle."""
 
     def tiles(tile: int) -> int:
-        return across * -(-rows // tile)
+        return -(-slabs.num_slabs // 8) * -(-rows // tile)
 
     def taken(tile: int) -> int:
         return -(-tiles(tile) // num_processors()) * (tile + TILE_ENDS)
 
-    tile = min(_TILES, key=taken)
-    if tiles(tile) < 0.6 * num_processors():
-        return None
-    return persistent(tile, slabs.kind)
+    best = min(sizes, key=taken)
+    return best if tiles(best) >= 0.6 * num_processors() else None
 
 
 def _blocks_shape(slabs: Slabs, rows: int) -> Blocks | None:
