@@ -108,6 +108,12 @@ class _Connection(asyncio.Protocol):
         self._ended = None
         return self._status != 0
 
+    def close(self) -> None:
+        """No further request."""
+        self.is_open = False
+        if self._transport is not None:
+            self._transport.close()
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Ready."""
         self._transport = cast("asyncio.Transport", transport)
@@ -203,9 +209,8 @@ class _Connection(asyncio.Protocol):
         self._result.e2e_s = self._last - self._result.started_at
         if not self._ended.done():
             self._ended.set_result(None)
-        if error and self._transport is not None:  # where the next answer would begin is not known
-            self._transport.close()
-            self.is_open = False
+        if error:  # where the next answer would begin is not known
+            self.close()
 
 
 class BenchClient:
@@ -265,6 +270,12 @@ class BenchClient:
                 return await self.measure(call.path, call.body)
 
         return await asyncio.gather(*(one(call) for call in calls))
+
+    def close(self) -> None:
+        """Let kept connections go."""
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
 
     async def get(self, path: str) -> Any:
         """The JSON of a GET."""

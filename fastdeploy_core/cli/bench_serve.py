@@ -142,6 +142,7 @@ async def _measure(
         for message in sorted({m.error for m in measured if m.error})[:5]:
             print(f"error: {message}")
         results.append(result)
+    client.close()
     return results
 
 

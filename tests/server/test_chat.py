@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
+from fastdeploy_core.serving.chat import ChatJob
 from fastdeploy_core.tokenizer import Tokenizer
 from tests.server_support import LiveServer, ScriptedEngine, events_of, live
 
@@ -47,6 +49,25 @@ def test_an_answer_has_the_shape_clients_expect(client: httpx.Client) -> None:
     usage = body["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+def test_only_long_conversations_are_rendered_beside_the_event_loop(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    render = ChatJob.render
+
+    def noting(job: ChatJob) -> str:
+        threads.append(threading.current_thread().name)
+        return render(job)
+
+    monkeypatch.setattr(ChatJob, "render", noting)
+    chat(client)
+    assert (
+        "maximum context length"
+        in refused(client, messages=[{"role": "user", "content": "x" * 5000}])["message"]
+    )
+    assert [name.startswith("tokenizer") for name in threads] == [False, True]
 
 
 def test_a_stream_begins_with_the_role_and_ends_with_the_reason(client: httpx.Client) -> None:

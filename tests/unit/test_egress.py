@@ -3,6 +3,7 @@ short steps together where that spares the processors."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import queue
 from random import Random
@@ -11,8 +12,24 @@ import pytest
 import zmq
 
 from fastdeploy_core.engine import egress, wire
-from fastdeploy_core.engine.egress import Egress, Routes
-from fastdeploy_core.types import RequestOutputDelta, TokenDeltas, each_delta
+from fastdeploy_core.engine.egress import Egress, Output, Routes
+from fastdeploy_core.engine.stream import OutputStream
+from fastdeploy_core.types import (
+    FinishReason,
+    RequestOutputDelta,
+    SequenceDelta,
+    TokenDeltas,
+    each_delta,
+)
+from tests.null_engine import make_request
+
+
+def delta(name: str, position: int, token: int, *, finished: bool = False) -> RequestOutputDelta:
+    reason = FinishReason.STOP if finished else None
+    sequence = SequenceDelta(token_ids=[token], finish_reason=reason)
+    return RequestOutputDelta(
+        request_id=name, position=position, sequences=[sequence], finished=finished
+    )
 
 
 def single(name: str, position: int, *, finished: bool = False) -> RequestOutputDelta:
@@ -81,6 +98,62 @@ def test_tokens_of_the_same_requests_are_one_entry_each() -> None:
     routes.add("b", 1)
     ((_, (part,)),) = routes.sort([together])
     assert part == TokenDeltas(["b"], [8], [2], [6, 8, 9], [3], 2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_gathers_and_is_joined_every_stream_gets_all_of_it_in_order(seed: int) -> None:
+    random = Random(seed)
+    made: dict[str, list[int]] = {}
+    positions: dict[str, int] = {}
+    streams: dict[str, OutputStream] = {}
+    got: dict[str, list[int]] = {}
+    running: list[str] = []
+    waiting: list[Output] = []
+    while len(made) < 12 or running:
+        outputs: list[Output] = []
+        for _ in range(random.randrange(4)):  # steps since the last look
+            if len(made) < 12 and random.random() < 0.5:
+                name = f"r{len(made)}"
+                made[name], got[name] = [0], []
+                streams[name], positions[name] = OutputStream(make_request(name, [5])), 1
+                outputs.append(delta(name, 0, 0))
+                running = [*running, name]
+            elif running and random.random() < 0.2:
+                name = random.choice(running)
+                outputs.append(delta(name, positions[name], 99, finished=True))
+                made[name].append(99)
+                running = [other for other in running if other != name]
+            elif running:
+                counts = [random.randrange(1, 4) for _ in running]
+                tokens = [random.randrange(90) for _ in range(sum(counts))]
+                given = TokenDeltas(
+                    running,
+                    [positions[name] for name in running],
+                    [1] * len(running),
+                    tokens,
+                    counts,
+                )
+                for name, piece in zip(running, given.pieces(), strict=True):
+                    made[name] += piece
+                    positions[name] += 1
+                outputs.append(given)
+        waiting += outputs
+        if running and random.random() < 0.6:  # a rest
+            continue
+        sent, waiting = egress.joined(waiting), []
+        for output in sent:
+            if isinstance(output, TokenDeltas):
+                columns = zip(output.request_ids, output.positions, output.pieces(), strict=True)
+                for name, position, piece in columns:
+                    assert streams[name].put_tokens(position, piece, output.num_deltas)
+            else:
+                streams[output.request_id].put(output)
+        for name, stream in streams.items():
+            if stream.is_due():
+                for sequence in asyncio.run(stream.get()).sequences:
+                    got[name] += sequence.token_ids
+    assert not waiting and got == made
+    assert all(stream.is_ended for stream in streams.values())
 
 
 class Engine:
