@@ -66,8 +66,10 @@ def test_product(case: Case) -> None:
     if slabs.kind in (INT8_ROWS, FP8_ROWS):
         x, scales, meant = rounded(name, tokens, count)
     else:
-        x, scales = torch.randn(tokens, count, device=DEVICE).to(dtype), None
-        meant = x.double()
+        # int4 with rounded activations: float16 numbers, and what each row is multiplied with.
+        x = torch.randn(tokens, count, device=DEVICE).to(dtype)
+        scales = torch.rand(tokens, device=DEVICE) + 0.5 if dtype == torch.float16 else None
+        meant = x.double() if scales is None else x.double() * scales[:, None].double()
     expected = meant @ quant_weights.dequantized(slabs, torch.float32).double().T + bias.double()
     for _ in range(20 if HAS_GPU else 1):
         got = persistent_product(persistent(tile, slabs.kind), x, scales, slabs, bias, dtype)
