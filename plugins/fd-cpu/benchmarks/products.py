@@ -18,6 +18,7 @@ from fd_cpu import _native
 FORMATS = {
     "float32": (0, 0),
     "bfloat16": (1, 0),
+    "bfloat16, coded": (5, 0),
     "int8": (2, 0),
     "int4": (3, 0),
     "int4, groups of 128": (3, 128),
@@ -45,6 +46,9 @@ def seconds(runtime: object, matrix: object, rows: int, asked: argparse.Namespac
 def packed(runtime: object, kind: int, group: int, asked: argparse.Namespace) -> object:
     """Random weights; of tet2 random words, which are a code of some weights."""
     rng, shape = np.random.default_rng(0), (asked.outputs, asked.inputs)
+    if kind == FORMATS["bfloat16, coded"][0]:
+        bits = (rng.standard_normal(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        return runtime.code_rows(*shape, bits.ctypes.data, shape[1], False)
     matrix = _native.make_packed(kind, *shape, group, False)
     if kind == FORMATS["tet2"][0]:
         strands = rng.integers(0, 1 << 32, (-(-shape[0] // 64), shape[1] // 8, 32), np.uint32)

@@ -10,9 +10,13 @@ FDCPU_INLINE constexpr bool is_integer(WeightKind kind) {
     return kind == WeightKind::int8 || kind == WeightKind::int4 || kind == WeightKind::tet2;
 }
 
+FDCPU_INLINE constexpr bool is_bf16(WeightKind kind) {
+    return kind == WeightKind::bf16 || kind == WeightKind::coded_bf16;
+}
+
 // Of one input, as weights of this kind meet it.
 FDCPU_INLINE constexpr int bytes_of_input(WeightKind kind, bool is_wide) {
-    return kind == WeightKind::f32 ? 4 : kind == WeightKind::bf16 || kind == WeightKind::tet2 || is_wide ? 2 : 1;
+    return kind == WeightKind::f32 ? 4 : is_bf16(kind) || kind == WeightKind::tet2 || is_wide ? 2 : 1;
 }
 
 // Activations of one product in the scratch: values in the format's form, then scales and sums.
@@ -104,6 +108,14 @@ FDCPU_INLINE void quantize_pairs(const PackedMatrix &w, const float *row, const 
     out.sums[m] = is_finite ? sum_of_ints(I(total)) : 0;
 }
 
+// Bfloat16 is what the format wants; `size` is a multiple of 32.
+template <class T>
+FDCPU_INLINE void copy_row(const T *x, const Activations &form, int64_t m, int64_t size) {
+    const Activations out = form;
+    uint8_t *bytes = out.row(m);
+    for (int64_t k = 0; k < size; k += 32) std::memcpy(bytes + out.at(2 * k), x + k, 64);
+}
+
 // Row `from` of x in the format's form becomes row m.
 template <class T>
 FDCPU_INLINE void prepare_row(const LinearOp &op, const Activations &form, int64_t m, int64_t from, float *row) {
@@ -112,6 +124,7 @@ FDCPU_INLINE void prepare_row(const LinearOp &op, const Activations &form, int64
     const T *x = static_cast<const T *>(op.x) + from * op.x_stride;
     const bool is_as_it_is = !op.norm_weight && inputs == padded && w.kind != WeightKind::tet2;
     if (is_as_it_is && form.is_int) return quantize_row(w, x, form, m);
+    if (is_as_it_is && sizeof(T) == 2 && (form.is_wide || is_bf16(w.kind))) return copy_row(x, form, m, padded);
     widen_row(x, row, inputs);
     const int64_t whole = (padded + kLanes - 1) / kLanes * kLanes;
     for (int64_t k = inputs; k < whole; ++k) row[k] = 0;

@@ -4,12 +4,14 @@ namespace fdcpu::FDCPU_NAMESPACE {
 
 FDCPU_INLINE void attend_pairs(const AttentionOp &op, const AttentionScratch &s, const uint16_t *keys,
                                const uint16_t *values, int64_t rows, int64_t first, int64_t tokens) {
+    // Tokens of the block that any of these rows sees: the last one sees most.
+    const auto seen = [&](int64_t last_row) { return std::min(tokens, s.limit[last_row] - first); };
     in_tiles_of_rows(rows, 0, [&](auto count, int64_t r) {
-        paired_scores<count>(op, keys, tokens, s.q_pairs + r * op.head_dim, s.scores + r * op.block_size);
+        paired_scores<count>(op, keys, seen(r + count - 1), s.q_pairs + r * op.head_dim, s.scores + r * op.block_size);
     });
     soften(op, s, 0, rows, first, op.block_size, op.block_size, s.scores, s.weights);
     in_tiles_of_rows(rows, 0, [&](auto count, int64_t r) {
-        paired_values<count>(op, values, tokens, s.weights + r * op.block_size, s.out + r * op.v_head_dim);
+        paired_values<count>(op, values, seen(r + count - 1), s.weights + r * op.block_size, s.out + r * op.v_head_dim);
     });
 }
 

@@ -15,6 +15,7 @@
 
 #include "rows.inl"
 #include "tet.inl"
+#include "coded.inl"
 #include "activations.inl"
 #if FDCPU_TILES
 #include "tiled.inl"

@@ -4,7 +4,8 @@
 namespace fdcpu::FDCPU_NAMESPACE {
 
 constexpr int kVectors = kPanel / kLanes;   // registers across a panel
-constexpr int kMostRows = FDCPU_LEVEL >= 2 ? 6 : 2;  // rows of a register tile
+constexpr int kMostRows = FDCPU_LEVEL >= 2 ? 6 : 2;  // rows of a register tile, and
+constexpr int kMostHalved = 2 * kMostRows;           // of one that takes half a panel at a time
 constexpr int64_t kTileRowsApart = 32;               // threads that divide rows for tiles keep two tiles together
 constexpr size_t kOwnBytes = 512 << 10;              // of weights that every thread may read for itself
 
@@ -12,7 +13,10 @@ constexpr size_t kOwnBytes = 512 << 10;              // of weights that every th
 struct TileUse {};
 FDCPU_INLINE bool is_tiled(const PackedMatrix &, int64_t) { return false; }
 FDCPU_INLINE bool is_widened(const PackedMatrix &, int64_t) { return false; }
-FDCPU_INLINE size_t unpacked_bytes(const PackedMatrix &) { return 0; }
+// Room for a panel of bfloat16 without codes.
+FDCPU_INLINE size_t unpacked_bytes(const PackedMatrix &w) {
+    return is_bf16(w.kind) ? size_t(w.padded_inputs * kPanel) * sizeof(uint16_t) : 0;
+}
 #endif
 
 // ---- register tiles: R rows by one panel into out[R][64]. Few rows have two chains of sums, or the
@@ -33,11 +37,13 @@ struct Rows {
 // meet the panel one after another, each tile's share of the panel that comes next.
 struct Ahead {
     int64_t first, second;  // parts of a line, and where: always two, because more branches cost more
-    bool is_only;
-    Ahead(int64_t panel_bytes, int64_t tile, int64_t num_tiles) : first(4096), second(first + 64), is_only(num_tiles == 1) {
+    bool is_first, is_only;
+    Ahead(const PackedMatrix &w, int64_t tile, int64_t num_tiles)
+        : first(4096), second(first + 64), is_first(tile == 0), is_only(num_tiles == 1) {
         if (is_only) return;
-        first = panel_bytes + (num_tiles < kVectors ? tile * 2 : tile) % kVectors * 64;
-        second = num_tiles < kVectors ? first + 64 : first;
+        const int64_t parts = w.kind == WeightKind::coded_bf16 ? kCodedBlock / 64 : kVectors;
+        first = w.panel_bytes() + (num_tiles < parts ? tile * 2 : tile) % parts * 64;
+        second = num_tiles < parts ? first + 64 : first;
     }
     FDCPU_INLINE void fetch(const uint8_t *line) const {
         __builtin_prefetch(line + first, 0, 2);
@@ -74,21 +80,82 @@ void tile_f32(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m,
 }
 
 template <int R>
-void tile_bf16(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
-    const uint8_t *line = w.panel(p);
+FDCPU_INLINE void store_sums(const F (&sums)[kChains<R>][R][kVectors], float *out) {
+    for (int r = 0; r < R; ++r)
+        for (int s = 0; s < kVectors; ++s)
+            store(out + r * kPanel + s * kLanes, kChains<R> > 1 ? sums[0][r][s] + sums[kChains<R> - 1][r][s] : sums[0][r][s]);
+}
+
+// Of lines as they are, at `line`; `stored` is the panel itself, `step` bytes of it for each two inputs.
+template <int R>
+FDCPU_INLINE void tile_lines(const uint8_t *line, const uint8_t *stored, int64_t step, int64_t inputs, const Activations &a,
+                             int64_t m, const Ahead &ahead, float *out) {
     const Rows<R> x(a, m);
     F acc[kChains<R>][R][kVectors] = {};
-    for (int64_t k = 0; k < 2 * w.padded_inputs;)
-        for (int c = 0; c < kChains<R>; ++c, k += 4, line += 4 * kPanel) {
-            ahead.fetch(line);
+    for (int64_t k = 0; k < 2 * inputs;)
+        for (int c = 0; c < kChains<R>; ++c, k += 4, line += 4 * kPanel, stored += step) {
+            ahead.fetch(stored);
             for (int s = 0; s < kVectors; ++s) {
                 const I weights = load_as<I>(line + s * 64);
                 for (int r = 0; r < R; ++r) acc[c][r][s] = dot_pairs(acc[c][r][s], weights, I(splat_bytes(x.at[r] + k)));
             }
         }
-    for (int r = 0; r < R; ++r)
-        for (int s = 0; s < kVectors; ++s)
-            store(out + r * kPanel + s * kLanes, kChains<R> > 1 ? acc[0][r][s] + acc[kChains<R> - 1][r][s] : acc[0][r][s]);
+    store_sums<R>(acc, out);
+}
+
+template <int R>
+void tile_bf16(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
+    tile_lines<R>(w.panel(p), w.panel(p), 4 * kPanel, w.padded_inputs, a, m, ahead, out);
+}
+
+// Half a panel at a time becomes lines on the way, which stay in `copy` if other tiles of rows follow.
+template <int R, bool kKeeps>
+void tile_codes(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, uint8_t *copy,
+                float *out) {
+    constexpr int kParts = R <= 4 ? 2 : 1;  // chains of sums
+    const uint8_t *block = w.panel(p) + kCodedHeader;
+    const B exponents = load_as<B>(w.panel(p));
+    const Rows<R> x(a, m);
+    for (int half = 0; half < 2; ++half) {
+        F acc[kParts][R][2] = {};
+        uint8_t *to = copy + half * kHalf * 4;
+        for (int64_t k = 0; k < 2 * w.padded_inputs; k += 8, block += kCodedBlock, to += 8 * kPanel) {
+            ahead.fetch(block);
+            I lines[2][2];
+            decode_block(block, exponents, lines);
+            for (int j = 0; j < 2; ++j) {
+                for (int s = 0; s < 2 && kKeeps; ++s) store_as(to + j * 4 * kPanel + s * 64, lines[s][j]);
+                for (int r = 0; r < R; ++r) {
+                    const I input = I(splat_bytes(x.at[r] + k + 4 * j));
+                    for (int s = 0; s < 2; ++s)
+                        acc[j % kParts][r][s] = dot_pairs(acc[j % kParts][r][s], lines[s][j], input);
+                }
+            }
+        }
+        for (int r = 0; r < R; ++r)
+            for (int s = 0; s < 2; ++s)
+                store(out + r * kPanel + half * kHalf + s * kLanes,
+                      kParts > 1 ? acc[0][r][s] + acc[kParts - 1][r][s] : acc[0][r][s]);
+    }
+    for (const Patch *patch = w.patches_of(p); patch != w.patches_of(p + 1); ++patch) {
+        const float weight = load_one(&patch->bits);
+        for (int r = 0; r < R; ++r)
+            out[r * kPanel + patch->column] += load_one(reinterpret_cast<const uint16_t *>(x.at[r]) + patch->input) * weight;
+        if (kKeeps) put_patch(*patch, copy + patch->input / 2 * 4 * kPanel, patch->column);
+    }
+}
+
+// The tile that meets a panel first.
+template <int R = kMostHalved>
+void tile_codes_of(int rows, const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead,
+                   uint8_t *copy, float *out) {
+    if constexpr (R > 1) {
+        if (rows < R) return tile_codes_of<R - 1>(rows, w, p, a, m, ahead, copy, out);
+    }
+    if constexpr (R > kMostRows) {
+        if (!ahead.is_only) return tile_codes<R, true>(w, p, a, m, ahead, copy, out);
+    }
+    tile_codes<R, false>(w, p, a, m, ahead, copy, out);
 }
 
 // Shared by int8 and int4: what a group's integer sums add to the result.
@@ -178,22 +245,25 @@ void tile_tet2(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m
 }
 
 template <int R>
-void tile(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
+void tile(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, uint8_t *copy, float *out) {
     switch (w.kind) {
         case WeightKind::f32: return tile_f32<R>(w, p, a, m, ahead, out);
         case WeightKind::bf16: return tile_bf16<R>(w, p, a, m, ahead, out);
         case WeightKind::int8: return tile_int8<R>(w, p, a, m, ahead, out);
         case WeightKind::int4: return tile_int4<R>(w, p, a, m, ahead, out);
         case WeightKind::tet2: return tile_tet2<R>(w, p, a, m, ahead, out);
+        case WeightKind::coded_bf16:
+            return tile_lines<R>(copy, w.panel(p), kCodedBlock, w.padded_inputs, a, m, ahead, out);
     }
 }
 
 template <int R = kMostRows>
-void tile_of(int rows, const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
+void tile_of(int rows, const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead,
+             uint8_t *copy, float *out) {
     if constexpr (R > 1) {
-        if (rows < R) return tile_of<R - 1>(rows, w, p, a, m, ahead, out);
+        if (rows < R) return tile_of<R - 1>(rows, w, p, a, m, ahead, copy, out);
     }
-    tile<R>(w, p, a, m, ahead, out);
+    tile<R>(w, p, a, m, ahead, copy, out);
 }
 
 // finish(row, half, sums, sums) for rows [begin, end) of a panel, in tiles or in registers.
@@ -203,12 +273,21 @@ FDCPU_INLINE void panel_rows(TileUse &use, bool in_tiles, const PackedMatrix &w,
 #if FDCPU_TILES
     if (in_tiles) return panel_in_tiles(use, w, p, a, begin, end, unpacked, finish);
 #endif
-    alignas(64) float sums[kMostRows * kPanel];
-    const int64_t num_tiles = (end - begin + kMostRows - 1) / kMostRows;
+    alignas(64) float sums[kMostHalved * kPanel];
+    const bool is_coded = w.kind == WeightKind::coded_bf16;
+    const int64_t count = end - begin;
+    // Of codes the first tile is large enough to decode meanwhile, and whole tiles are left.
+    constexpr int64_t kFirst = kMostHalved - kMostRows + 1;
+    const int64_t head = !is_coded || count == 0 ? 0 : count <= kMostHalved ? count : kFirst + (count - kFirst) % kMostRows;
+    const int64_t num_tiles = (head > 0) + (count - head + kMostRows - 1) / kMostRows;
     int64_t m = begin;
     for (int64_t i = 0; i < num_tiles; ++i) {
-        const int rows = int((end - m + num_tiles - i - 1) / (num_tiles - i));  // all tiles much the same
-        tile_of(rows, w, p, a, m, Ahead(w.panel_bytes(), i, num_tiles), sums);
+        const Ahead ahead(w, i, num_tiles);
+        const int rows = i == 0 && head ? int(head) : int((end - m + num_tiles - i - 1) / (num_tiles - i));  // much the same
+        if (i == 0 && head)
+            tile_codes_of(rows, w, p, a, m, ahead, unpacked, sums);
+        else
+            tile_of(rows, w, p, a, m, ahead, unpacked, sums);
         for (int r = 0; r < rows; ++r)
             for (int half = 0; half < 2; ++half) {
                 const float *from = sums + r * kPanel + half * kHalf;

@@ -5,6 +5,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include "coded.h"
 #include "decode.h"
 #include "runtime.h"
 
@@ -49,10 +50,18 @@ void set_quantized_rows(Runtime &runtime, PackedMatrix &matrix, int64_t count, u
     });
 }
 
+// Null: its exponents spread too widely.
+std::unique_ptr<PackedMatrix> code_rows(Runtime &runtime, int64_t count, int64_t width, uintptr_t values, int64_t stride,
+                                        bool gated) {
+    nb::gil_scoped_release release;
+    const auto divide = [&](int64_t items, const std::function<void(int64_t)> &work) { runtime.divide(items, work); };
+    return code_bf16(at<const uint16_t>(values), count, width, stride, gated, divide);
+}
+
 // Address and bytes of everything a matrix consists of.
 std::vector<std::vector<uintptr_t>> memory_of(const PackedMatrix &matrix) {
     std::vector<std::vector<uintptr_t>> found;
-    for (const Pages *pages : {&matrix.weights, &matrix.scales, &matrix.sums, &matrix.signs})
+    for (const Pages *pages : {&matrix.weights, &matrix.scales, &matrix.sums, &matrix.signs, &matrix.patches})
         if (pages->size()) found.push_back({reinterpret_cast<uintptr_t>(pages->data()), pages->size()});
     return found;
 }
@@ -317,13 +326,17 @@ NB_MODULE(_native, m) {
         .def_prop_ro("num_groups", &PackedMatrix::num_groups)
         .def_prop_ro("num_bytes", &PackedMatrix::num_bytes)
         .def_prop_ro("kind", [](const PackedMatrix &matrix) { return int(matrix.kind); })
+        .def_ro("num_patches", &PackedMatrix::num_patches)
+        .def_prop_ro("has_sound_patches", [](const PackedMatrix &matrix) { return !matrix.patches.size() || has_sound_patches(matrix); })
         .def_rw("rotation", &PackedMatrix::rotation)
         .def_prop_ro("memory", &memory_of)
         .def("get_rows", &get_rows);
     m.def("make_packed",
-          [](int kind, int64_t outputs, int64_t inputs, int64_t group, bool gated) {
-              return make_packed(WeightKind(kind), outputs, inputs, group, gated);
-          });
+          [](int kind, int64_t outputs, int64_t inputs, int64_t group, bool gated, int64_t num_patches) {
+              return make_packed(WeightKind(kind), outputs, inputs, group, gated, num_patches);
+          },
+          nb::arg("kind"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("group"), nb::arg("gated"),
+          nb::arg("num_patches") = 0);
     m.def("set_tet", &set_tet_at);
     nb::class_<Plan>(m, "Plan")
         .def(nb::init<>())
@@ -361,6 +374,7 @@ NB_MODULE(_native, m) {
             return found;
         })
         .def("set_rows", &set_rows)
+        .def("code_rows", &code_rows)
         .def("set_quantized_rows", &set_quantized_rows)
         .def("linear", &submit_linear)
         .def("add_norm", &submit_add_norm)

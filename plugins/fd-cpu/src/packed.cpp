@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "coded.h"
+
 namespace fdcpu {
 
 namespace {
@@ -61,11 +63,17 @@ int64_t PackedMatrix::panel_bytes() const {
         case WeightKind::bf16: return padded_inputs * kPanel * 2;
         case WeightKind::int8: return padded_inputs * kPanel;
         case WeightKind::tet2: return padded_inputs / 8 * kTetTile;
+        case WeightKind::coded_bf16: return kCodedHeader + 2 * half_bytes();
         default: return padded_inputs * kPanel / 2;
     }
 }
 
-std::unique_ptr<PackedMatrix> make_packed(WeightKind kind, int64_t outputs, int64_t inputs, int64_t group, bool gated) {
+int64_t panels_of(int64_t outputs, bool gated) {
+    return gated ? (outputs / 2 + kHalf - 1) / kHalf : (outputs + kPanel - 1) / kPanel;
+}
+
+std::unique_ptr<PackedMatrix> make_packed(WeightKind kind, int64_t outputs, int64_t inputs, int64_t group, bool gated,
+                                          int64_t num_patches) {
     if (outputs < 1 || inputs < 1) throw std::invalid_argument("a packed matrix needs at least one row and column");
     if (gated && outputs % 2) throw std::invalid_argument("a gated matrix needs as many gate as up rows");
     auto matrix = std::make_unique<PackedMatrix>();
@@ -86,7 +94,7 @@ std::unique_ptr<PackedMatrix> make_packed(WeightKind kind, int64_t outputs, int6
     matrix->padded_inputs = round_up(inputs, grouped ? group : kind == WeightKind::f32 ? 1 : is_int ? 64 : 32);
     matrix->group = grouped ? group : matrix->padded_inputs;
     matrix->gated = gated;
-    matrix->num_panels = gated ? (outputs / 2 + kHalf - 1) / kHalf : (outputs + kPanel - 1) / kPanel;
+    matrix->num_panels = panels_of(outputs, gated);
     matrix->weights = Pages(size_t(matrix->num_panels * matrix->panel_bytes()) + kSlack, true);
     if (kind == WeightKind::int4)  // a nibble of 8 is a weight of zero
         std::memset(matrix->weights.data(), 0x88, size_t(matrix->num_panels * matrix->panel_bytes()));
@@ -94,6 +102,9 @@ std::unique_ptr<PackedMatrix> make_packed(WeightKind kind, int64_t outputs, int6
     if (is_int || is_tet) matrix->scales = Pages(num_scales * sizeof(float), true);
     if (kind == WeightKind::int8) matrix->sums = Pages(num_scales * sizeof(int32_t), true);
     if (is_tet) matrix->signs = Pages(size_t(inputs) * sizeof(float), true);
+    matrix->num_patches = num_patches;
+    if (kind == WeightKind::coded_bf16)
+        matrix->patches = Pages(size_t(matrix->num_panels + 1) * sizeof(int64_t) + size_t(num_patches) * sizeof(Patch), true);
     return matrix;
 }
 
@@ -228,6 +239,7 @@ void get_row(const PackedMatrix &matrix, int64_t n, float *values) {
             for (int64_t k = 0; k < inputs; ++k)
                 values[k] = widen(reinterpret_cast<const uint16_t *>(panel)[((k / 2) * kPanel + column) * 2 + k % 2]);
             return;
+        case WeightKind::coded_bf16: return get_coded_row(matrix, n, values);
         case WeightKind::int8:
             for (int64_t k = 0; k < inputs; k += 4) {
                 const uint8_t *four = panel + (k * kPanel / 4 + column) * 4;

@@ -9,6 +9,16 @@
 // whose four states reach back into the 16 bits before them. So a tile of eight inputs holds, for each
 // sixteen outputs, the word before the first one and their sixteen. A state times kTetMultiplier is a line
 // of bytes, which meets (x0, x0 + x1, x1, x1 - x0) of two inputs.
+//
+// coded_bf16 is bfloat16 in twelve bits, without loss. Few exponents are all that weights have (2.6 bits of
+// entropy: DFloat11, arXiv 2504.11651; ZipNN, 2411.05239). So a panel begins with sixteen of them, four times over,
+// which codes of four bits stand for: 0, and the fifteen that most of its weights have. The others are nothing
+// there and patches beside it, in the order of inputs; they may be anything, infinities included. Then come its
+// halves, one behind the other, in blocks of four inputs and three lines: codes (low nibbles: sixteen outputs, high
+// ones: the others), and for each sixteen the rest of their weights as bytes [output / 4][input / 2][output % 4]
+// [input % 2]: mantissa and, in the lowest bit, the sign of the *other* input of the pair. Bytes interleaved with the
+// exponents, low and high halves of 16 bytes by themselves, and every 32 bits rotated by one: that is a line of
+// bfloat16.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -18,13 +28,20 @@
 namespace fdcpu {
 
 enum class DType { f32 = 0, bf16 = 1 };
-enum class WeightKind { f32 = 0, bf16 = 1, int8 = 2, int4 = 3, tet2 = 4 };
+enum class WeightKind { f32 = 0, bf16 = 1, int8 = 2, int4 = 3, tet2 = 4, coded_bf16 = 5 };
 
 constexpr int kPanel = 64;      // outputs of a panel
 constexpr int kHalf = 32;       // a panel's half; of a gated matrix 16 gate outputs, then their 16 up outputs
 constexpr int kGroupStep = 32;  // groups that share a scale are multiples of so many inputs
 constexpr int kTetWords = 17, kTetTile = kPanel / 16 * kTetWords * 2;  // of sixteen outputs; bytes of a panel's tile
 constexpr uint32_t kTetMultiplier = 0x67edf2eb;
+constexpr int kCodedHeader = 64, kCodedBlock = 3 * 64;  // bytes of a panel's exponents; of four inputs of half of it
+
+// A weight of coded_bf16 whose exponent has no code.
+struct Patch {
+    int32_t input;
+    uint16_t column, bits;  // of its panel; bfloat16
+};
 
 struct PackedMatrix {
     WeightKind kind;
@@ -38,6 +55,8 @@ struct PackedMatrix {
     Pages sums;    // int8 only: int32 [panel][group][64], the sum of a group's weights
     Pages signs;   // tet2 only: float [inputs], what inputs are multiplied with before
     int64_t rotation = 1;  // Hadamard transforms of so many of them
+    Pages patches;  // coded_bf16 only: int64 [panel + 1], where a panel's patches begin; then all of them
+    int64_t num_patches = 0;
 
     int64_t num_groups() const { return padded_inputs / group; }
     int64_t panel_bytes() const;
@@ -48,6 +67,13 @@ struct PackedMatrix {
     const int32_t *panel_sums(int64_t p) const {
         return reinterpret_cast<const int32_t *>(sums.data()) + p * num_groups() * kPanel;
     }
+    // Of half a panel of coded_bf16.
+    int64_t half_bytes() const { return padded_inputs / 4 * kCodedBlock; }
+    // Up to patches_of(p + 1).
+    const Patch *patches_of(int64_t p) const {
+        const auto *starts = reinterpret_cast<const int64_t *>(patches.data());
+        return reinterpret_cast<const Patch *>(starts + num_panels + 1) + starts[p];
+    }
     // Where the n-th output stands.
     int64_t panel_of(int64_t n) const { return gated ? (n % half()) / kHalf : n / kPanel; }
     int64_t column_of(int64_t n) const {
@@ -56,11 +82,13 @@ struct PackedMatrix {
         return pair / quarter * kHalf + n / half() * quarter + pair % quarter;
     }
     int64_t half() const { return outputs / 2; }
-    size_t num_bytes() const { return weights.size() + scales.size() + sums.size() + signs.size(); }
+    size_t num_bytes() const { return weights.size() + scales.size() + sums.size() + signs.size() + patches.size(); }
 };
 
-// Makes room for the whole matrix; rows are written by set_*.
-std::unique_ptr<PackedMatrix> make_packed(WeightKind kind, int64_t outputs, int64_t inputs, int64_t group, bool gated);
+int64_t panels_of(int64_t outputs, bool gated);
+// Makes room for the whole matrix; rows are written by set_*, all of coded_bf16 by code_bf16 (coded.h).
+std::unique_ptr<PackedMatrix> make_packed(WeightKind kind, int64_t outputs, int64_t inputs, int64_t group, bool gated,
+                                          int64_t num_patches = 0);
 
 // Row n from `inputs` values; for int kinds they are rounded to nearest with absmax / 127 or / 7 per group.
 void set_row(PackedMatrix &matrix, int64_t n, const void *values, DType dtype);

@@ -9,7 +9,7 @@ constexpr int kLine = 4 * kPanel;        // bytes of a panel's line: 64 outputs 
 constexpr int64_t kFarAhead = 4096;      // bytes that short products prefetch ahead
 
 FDCPU_INLINE bool is_tiled(const PackedMatrix &w, int64_t num_rows) {
-    return w.kind != WeightKind::f32 && num_rows > (w.kind == WeightKind::bf16 ? 1 : 4);
+    return w.kind != WeightKind::f32 && num_rows > (is_bf16(w.kind) ? 1 : 4);
 }
 
 // Whether integers become bfloat16 on the way: see kLeastTiledGroup.
@@ -23,7 +23,7 @@ FDCPU_INLINE size_t unpacked_bytes(const PackedMatrix &w) {
 }
 
 #define FDCPU_TILE_PRODUCT(c, a, b)                      \
-    if constexpr (kind == WeightKind::bf16 || is_wide)   \
+    if constexpr (is_bf16(kind) || is_wide)              \
         FDCPU_TILE_BF16(c, a, b);                        \
     else if constexpr (kind == WeightKind::int8)         \
         FDCPU_TILE_UNSIGNED_SIGNED(c, a, b);             \
@@ -33,8 +33,9 @@ FDCPU_INLINE size_t unpacked_bytes(const PackedMatrix &w) {
 // One panel of weights and the rows that meet it. A step is what one multiplication takes of a row.
 template <WeightKind kind, bool is_wide>
 struct TiledPanel {
-    static constexpr bool kUnpacks = is_wide || kind == WeightKind::int4 || kind == WeightKind::tet2;
-    static constexpr bool kIsInt = !is_wide && kind != WeightKind::bf16;
+    static constexpr bool kUnpacks =
+        is_wide || kind == WeightKind::int4 || kind == WeightKind::tet2 || kind == WeightKind::coded_bf16;
+    static constexpr bool kIsInt = !is_wide && !is_bf16(kind);
 
     // Copies: a store of bytes might change anything else, for all that the compiler knows.
     const Activations a;
@@ -46,13 +47,18 @@ struct TiledPanel {
     const int inputs;  // bytes of a step, of activations
     const int64_t packed_step;  // and of weights
     const int64_t num_steps, groups;
+    const Patch *const patches, *const last_patch;  // coded_bf16 only, and
+    mutable const Patch *patch = patches;           // the first one that is not unpacked yet
 
     TiledPanel(const PackedMatrix &w, const Activations &a, int64_t p, uint8_t *unpacked)
         : a(a), unpacked(unpacked), panel(w.panel(p)), scales(w.panel_scales(p)), weight_sums(w.panel_sums(p)),
           group(w.group), panel_bytes(w.panel_bytes()),
           inputs(kIsInt && kind != WeightKind::tet2 && w.group % 64 ? 32 : 64),
-          packed_step(panel_bytes * inputs / (w.padded_inputs * bytes_of_input(kind, is_wide))),
-          num_steps(w.padded_inputs * bytes_of_input(kind, is_wide) / inputs), groups(kIsInt ? w.num_groups() : 1) {}
+          packed_step(kind == WeightKind::coded_bf16 ? kCodedBlock * 8
+                                                     : panel_bytes * inputs / (w.padded_inputs * bytes_of_input(kind, is_wide))),
+          num_steps(w.padded_inputs * bytes_of_input(kind, is_wide) / inputs), groups(kIsInt ? w.num_groups() : 1),
+          patches(kind == WeightKind::coded_bf16 ? w.patches_of(p) : nullptr),
+          last_patch(kind == WeightKind::coded_bf16 ? w.patches_of(p + 1) : nullptr) {}
 
     // A part of a step, outputs [16 first, 16 (first + count)), as rows of weight tiles. Lines are read in the
     // order of memory: the processor then fetches what comes next by itself, far more than it lets us ask for.
@@ -61,6 +67,7 @@ struct TiledPanel {
         constexpr int kInputs = kind == WeightKind::int4 ? 8 : kind == WeightKind::int8 ? 4 : 2;  // of a line
         constexpr int kRows = is_wide ? kInputs / 2 : kind == WeightKind::int4 ? 2 : 1;           // that it becomes
         if constexpr (kind == WeightKind::tet2) return part ? void() : unpack_tet(step, first, count, to);
+        if constexpr (kind == WeightKind::coded_bf16) return unpack_codes<kFetches>(step, part, parts, first, count, to);
         const int64_t lines = packed_step / kLine, end = lines * (part + 1) / parts, tile = inputs * kTileSide;
         F scale[4] = {};
         for (int s = 0; s < count && is_wide; ++s)
@@ -90,6 +97,28 @@ struct TiledPanel {
                 const U words = tet_words(sixteen + t * kTetTile);
                 for (int j = 0; j < 4; ++j, to += 64) store_as(to, tet_bytes(words, j));
             }
+    }
+    template <bool kFetches>
+    FDCPU_INLINE void unpack_codes(int64_t step, int part, int parts, int first, int count, uint8_t *to) const {
+        constexpr int kBlocks = 8;  // of four inputs, in a step
+        const B exponents = load_as<B>(panel);
+        const int64_t half_bytes = packed_step * num_steps;
+        const uint8_t *from = panel + kCodedHeader + step * packed_step + first / 2 * half_bytes;
+        for (int i = kBlocks * part / parts; i < kBlocks * (part + 1) / parts; ++i)
+            for (int s = 0; s < count; s += 2) {
+                const uint8_t *block = from + i * kCodedBlock + s / 2 * half_bytes;
+                for (int line = 0; line < 3 && kFetches; ++line) __builtin_prefetch(block + line * 64 + kFarAhead, 0, 2);
+                I lines[2][2];
+                decode_block(block, exponents, lines);
+                for (int n = 0; n < 4; ++n) store_as(to + (s + n / 2) * 1024 + (2 * i + n % 2) * 64, lines[n / 2][n % 2]);
+            }
+        if (part < parts - 1) return;
+        if (step == 0) patch = patches;
+        for (; patch != last_patch && patch->input < 32 * (step + 1); ++patch) {
+            const int tile = patch->column / kLanes - first;
+            if (tile >= 0 && tile < count)
+                put_patch(*patch, to + tile * 1024 + patch->input % 32 / 2 * 64, patch->column % kLanes);
+        }
     }
     // The j-th input of each output in a line.
     static FDCPU_INLINE F integer(B line, int j) {
@@ -244,6 +273,8 @@ FDCPU_INLINE void panel_in_tiles(TileUse &use, const PackedMatrix &w, int64_t p,
     const bool is_int4 = w.kind == WeightKind::int4;
     if (w.kind == WeightKind::tet2)
         TiledPanel<WeightKind::tet2, false>(w, a, p, unpacked).run(use, begin, end, finish);
+    else if (w.kind == WeightKind::coded_bf16)
+        TiledPanel<WeightKind::coded_bf16, false>(w, a, p, unpacked).run(use, begin, end, finish);
     else if (w.kind == WeightKind::bf16)
         TiledPanel<WeightKind::bf16, false>(w, a, p, unpacked).run(use, begin, end, finish);
     else if (a.is_wide)

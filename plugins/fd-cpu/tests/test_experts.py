@@ -14,6 +14,7 @@ WIDTH, HALF, NUM_EXPERTS = 96, 64, 5
 FORMATS = [
     pytest.param(0, 0, 1e-5, id="f32"),
     pytest.param(1, 0, 1e-2, id="bf16"),
+    pytest.param(5, 0, 1e-2, id="bf16-coded"),
     pytest.param(2, 0, 3e-2, id="int8"),
     pytest.param(3, 0, 3e-2, id="int4"),
     pytest.param(3, 32, 3e-2, id="int4-32"),

@@ -11,6 +11,7 @@ from fd_cpu import _native
 FORMATS = [
     pytest.param(0, 0, 2e-6, id="f32"),
     pytest.param(1, 0, 6e-3, id="bf16"),
+    pytest.param(5, 0, 6e-3, id="bf16-coded"),
     pytest.param(2, 0, 1.5e-2, id="int8"),
     pytest.param(2, 64, 1.5e-2, id="int8-64"),
     pytest.param(3, 0, 1.5e-2, id="int4"),
@@ -20,11 +21,16 @@ FORMATS = [
 
 
 PACKER = _native.Runtime(2, [], "")
+CODED = 5
 
 
 def packed(kind, group, weight, gated=False):
-    matrix = _native.make_packed(kind, *weight.shape, group, gated)
-    PACKER.set_rows(matrix, weight.shape[0], address(weight), F32, weight.shape[1])
+    if kind == CODED:
+        bits = to_bf16(weight)
+        matrix = PACKER.code_rows(*bits.shape, address(bits), bits.shape[1], gated)
+    else:
+        matrix = _native.make_packed(kind, *weight.shape, group, gated)
+        PACKER.set_rows(matrix, weight.shape[0], address(weight), F32, weight.shape[1])
     meant = np.empty_like(weight)
     matrix.get_rows(0, weight.shape[0], address(meant))
     return matrix, meant
@@ -95,7 +101,7 @@ def test_gate_and_norm_around_the_product(runtime, kind, group, limit):
 
 
 @pytest.mark.parametrize("num_rows", [1, 6, 40])
-@pytest.mark.parametrize("kind", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", [0, 1, 2, 3, CODED])
 def test_the_likeliest_output_of_a_product(runtime, kind, num_rows):
     """All logits are negative, so that outputs that only pad a panel would win; the first of equals does."""
     rng = np.random.default_rng(num_rows)
@@ -146,7 +152,7 @@ def test_not_a_number_reaches_the_result(runtime):
     weight = np.ones((64, 64), np.float32)
     x = np.ones((2, 64), np.float32)
     x[1, 5] = np.nan
-    for kind in range(4):
+    for kind in (0, 1, 2, 3, CODED):
         matrix, _ = packed(kind, 0, weight)
         got = product(runtime, matrix, x, 64)
         assert np.isfinite(got[0]).all() and np.isnan(got[1]).all(), kind

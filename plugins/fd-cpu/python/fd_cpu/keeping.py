@@ -12,7 +12,7 @@ from .packing import Packed
 from .team import team
 
 # Goes up whenever packed.h lays anything out differently.
-LAYOUT: Final = 1
+LAYOUT: Final = 2
 
 
 def layout(isa: str) -> str:
@@ -50,14 +50,15 @@ def _facts(matrix: Packed) -> dict[str, Any]:
     group = native.group if native.num_groups > 1 else 0
     dtype = "" if matrix.dtype is None else team().xp.dtype_name(matrix.dtype)
     sizes = [native.kind, native.outputs, native.inputs, group]
-    return {"sizes": sizes, "gated": native.gated, "rotation": native.rotation, "dtype": dtype}
+    beside = {"rotation": native.rotation, "patches": native.num_patches}
+    return {"sizes": sizes, "gated": native.gated, "dtype": dtype, **beside}
 
 
 def _restored(facts: dict[str, Any], left: list[np.ndarray]) -> Packed:
     from . import _native
 
     kind, outputs, inputs, group = facts["sizes"]
-    native = _native.make_packed(kind, outputs, inputs, group, facts["gated"])
+    native = _native.make_packed(kind, outputs, inputs, group, facts["gated"], facts["patches"])
     native.rotation = facts["rotation"]
     dtype = team().xp.dtype(facts["dtype"]) if facts["dtype"] else None
     matrix = Packed(native, dtype)
@@ -65,6 +66,8 @@ def _restored(facts: dict[str, Any], left: list[np.ndarray]) -> Packed:
         if not left or left[0].nbytes != part.nbytes:
             raise ValueError(f"an array of {part.nbytes} bytes is missing")
         part[:] = left.pop(0)
+    if not native.has_sound_patches:
+        raise ValueError(f"a matrix [{outputs}, {inputs}] has patches outside of it")
     return matrix
 
 

@@ -32,14 +32,18 @@ class Packed:
 
 
 def pack(weight: Tensor, *, gated: bool = False) -> Packed:
-    """A float matrix [N, K] in its own dtype."""
+    """A float matrix [N, K] in its own dtype; bfloat16 with its exponents in codes where these pay."""
     from . import _native
 
+    t, weight = team(), weight.contiguous()
     num_rows, width = map(int, weight.shape)
-    kind = KINDS[team().xp.dtype_name(weight.dtype)]
-    native = _native.make_packed(kind, num_rows, width, 0, gated)
-    weight = weight.contiguous()
-    team().native.set_rows(native, num_rows, address(weight), team().code(weight), width)
+    name = t.xp.dtype_name(weight.dtype)
+    native = None
+    if name == "bfloat16":
+        native = t.native.code_rows(num_rows, width, address(weight), width, gated)
+    if native is None:
+        native = _native.make_packed(KINDS[name], num_rows, width, 0, gated)
+        t.native.set_rows(native, num_rows, address(weight), t.code(weight), width)
     return Packed(native, weight.dtype)
 
 
