@@ -49,6 +49,8 @@ void attend(const AttentionOp &op, const AttentionScratch &s, TileUse &use, int6
     }
 }
 
+constexpr int64_t kTokensAhead = 4;  // whose queries and results are fetched
+
 // New tokens [begin, end) of a sequence, and a kv head.
 struct Item {
     int64_t seq, head, begin, end;
@@ -69,9 +71,10 @@ void attend_item(const AttentionOp &op, const AttentionScratch &s, TileUse &use,
         const int64_t token = first_token + begin + r / shared;
         return static_cast<const T *>(op.q) + token * op.q_stride + (head * shared + r % shared) * op.head_dim;
     };
+    const int64_t ahead = kTokensAhead * shared;
     for (int64_t r = 0; r < rows; ++r) {
-        for (int64_t d = 0; d < op.head_dim && r + shared < rows; d += 64 / int64_t(sizeof(T)))
-            __builtin_prefetch(query(r + shared) + d);
+        for (int64_t d = 0; d < op.head_dim && r + ahead < rows; d += 64 / int64_t(sizeof(T)))
+            __builtin_prefetch(query(r + ahead) + d);
         const int64_t t = begin + r / shared;
         s.limit[r] = std::min(top, seq_len - num_new + t + 1);
         s.peak[r] = -INFINITY;
@@ -83,13 +86,17 @@ void attend_item(const AttentionOp &op, const AttentionScratch &s, TileUse &use,
     }
     std::memset(s.out, 0, size_t(rows * op.v_head_dim) * sizeof(float));
     attend<T>(op, s, use, seq, head, rows, top);
+    const auto result = [&](int64_t r) {
+        const int64_t token = first_token + begin + r / shared;
+        return static_cast<T *>(op.y) + (token * op.num_heads + head * shared + r % shared) * op.v_head_dim;
+    };
     for (int64_t r = 0; r < rows; ++r) {
-        const int64_t token = first_token + begin + r / shared, column = head * shared + r % shared;
+        for (int64_t d = 0; d < op.v_head_dim && r + ahead < rows; d += 64 / int64_t(sizeof(T)))
+            __builtin_prefetch(result(r + ahead) + d, 1);
         float *out = s.out + r * op.v_head_dim;
         const float sum = sum_of(load(s.sum + r * kLanes)), factor = sum == 0 ? 0.f : 1.f / sum;
-        for (int64_t d = 0; d < op.v_head_dim; ++d) out[d] *= factor;
         for (int64_t d = 0; d < op.v_head_dim && op.value_factors; ++d) out[d] *= op.value_factors[head * op.v_head_dim + d];
-        narrow_row(out, static_cast<T *>(op.y) + (token * op.num_heads + column) * op.v_head_dim, op.v_head_dim);
+        scale_to(out, factor, result(r), op.v_head_dim);
     }
 }
 

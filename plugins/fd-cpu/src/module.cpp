@@ -201,8 +201,7 @@ void submit_head_norm(Runtime &runtime, uintptr_t q, uintptr_t k, uintptr_t q_we
     nb::gil_scoped_release release;
     const HeadNormOp op{at(q), at(k), at(q_weight), at(k_weight), eps, DType(type), num_tokens,
                         num_heads, num_kv_heads, head_dim, q_stride, k_stride};
-    runtime.submit(clipped("head norm", op, &HeadNormOp::num_tokens, runtime.kernels().head_norm),
-                   size_t(head_dim * runtime.num_threads()) * sizeof(float));
+    runtime.submit(clipped("head norm", op, &HeadNormOp::num_tokens, runtime.kernels().head_norm), 0);
 }
 
 // From here on the operations of the plan are for so many tokens as the sequences have together.

@@ -17,33 +17,41 @@ FDCPU_INLINE void add_row(const T *from, float *to, int64_t size, float factor =
 }
 
 template <class T>
+FDCPU_INLINE void scale_to(const float *from, float factor, T *to, int64_t size) {
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) store(to + i, load(from + i) * factor);
+    for (; i < size; ++i) store_one(to + i, from[i] * factor);
+}
+
+template <class T>
 FDCPU_INLINE void narrow_row(const float *from, T *to, int64_t size) {
     int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes) store(to + i, load(from + i));
     for (; i < size; ++i) store_one(to + i, from[i]);
 }
 
-FDCPU_INLINE float sum_of_squares(const float *row, int64_t size) {
+template <class X>
+FDCPU_INLINE float sum_of_squares(const X *row, int64_t size) {
     F total = splat(0);
     int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes) total = load(row + i) * load(row + i) + total;
     float rest = sum_of(total);
-    for (; i < size; ++i) rest += row[i] * row[i];
+    for (; i < size; ++i) rest += load_one(row + i) * load_one(row + i);
     return rest;
 }
 
 // The row over its root mean square, of which `squares` is the sum; `to` may be the row itself.
-template <class T, class Y>
-FDCPU_INLINE void scale_row(const float *row, const T *weight, float squares, float eps, int64_t size, Y *to) {
+template <class X, class T, class Y>
+FDCPU_INLINE void scale_row(const X *row, const T *weight, float squares, float eps, int64_t size, Y *to) {
     const float factor = 1.f / std::sqrt(squares / float(size) + eps);
     int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes) store(to + i, load(row + i) * factor * load(weight + i));
-    for (; i < size; ++i) store_one(to + i, row[i] * factor * load_one(weight + i));
+    for (; i < size; ++i) store_one(to + i, load_one(row + i) * factor * load_one(weight + i));
 }
 
 // `to`, which may be the row itself, becomes rms_norm(row).
-template <class T, class Y>
-FDCPU_INLINE void normalize(const float *row, const T *weight, float eps, int64_t size, Y *to) {
+template <class X, class T, class Y>
+FDCPU_INLINE void normalize(const X *row, const T *weight, float eps, int64_t size, Y *to) {
     scale_row(row, weight, sum_of_squares(row, size), eps, size, to);
 }
 
@@ -81,8 +89,7 @@ void norm_rows(const NormOp &op, const Worker &worker) {
             const float squares = add_update(x, update + m * op.width, total, row, op.width);
             scale_row(row, weight, squares, op.eps, op.width, y);
         } else {
-            widen_row(x, row, op.width);
-            normalize(row, weight, op.eps, op.width, y);
+            normalize(x, weight, op.eps, op.width, y);
         }
     }
 }
@@ -95,14 +102,12 @@ template <class T>
 void norm_heads(const HeadNormOp &op, const Worker &worker) {
     int64_t first, last;
     worker.share(op.num_tokens, first, last);
-    float *row = reinterpret_cast<float *>(worker.scratch) + worker.thread * op.head_dim;
     for (int64_t t = first; t < last; ++t)
         for (int64_t h = 0; h < op.num_heads + op.num_kv_heads; ++h) {
             const bool is_query = h < op.num_heads;
             T *head = is_query ? static_cast<T *>(op.q) + t * op.q_stride + h * op.head_dim
                                : static_cast<T *>(op.k) + t * op.k_stride + (h - op.num_heads) * op.head_dim;
-            widen_row(head, row, op.head_dim);
-            normalize(row, static_cast<const T *>(is_query ? op.q_weight : op.k_weight), op.eps, op.head_dim, head);
+            normalize(head, static_cast<const T *>(is_query ? op.q_weight : op.k_weight), op.eps, op.head_dim, head);
         }
 }
 
