@@ -258,23 +258,11 @@ FDCPU_INLINE void decode_pairs(B rest, B codes, B exponents, I &first, I &second
     second = I(_mm512_ror_epi32(_mm512_unpackhi_epi8(__m512i(rest), found), 1));
 #else
     uint8_t mixed[2][64];
-#if FDCPU_LEVEL == 1
-    for (int half = 0; half < 64; half += 32) {
-        __m256i mine, found, table;
-        std::memcpy(&mine, reinterpret_cast<const char *>(&rest) + half, 32);
-        std::memcpy(&found, reinterpret_cast<const char *>(&codes) + half, 32);
-        std::memcpy(&table, &exponents, 32);
-        found = _mm256_shuffle_epi8(table, found);
-        store_as(mixed[0] + half, _mm256_unpacklo_epi8(mine, found));
-        store_as(mixed[1] + half, _mm256_unpackhi_epi8(mine, found));
-    }
-#else
     for (int i = 0; i < 64; ++i) {
         uint8_t *to = mixed[i / 8 % 2] + i / 16 * 16 + i % 8 * 2;
         to[0] = rest[i];
         to[1] = exponents[codes[i]];
     }
-#endif
     const U low = load_as<U>(mixed[0]), high = load_as<U>(mixed[1]);
     first = I(low >> 1 | low << 31);
     second = I(high >> 1 | high << 31);

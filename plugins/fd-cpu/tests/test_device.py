@@ -10,10 +10,11 @@ from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
 from fastdeploy_core.contracts.device import DeviceOptions, DeviceQuestion
 from fastdeploy_core.errors import CapabilityError, ConfigError, WorkerError
 from fastdeploy_core.tensor import available
-from fd_cpu import hooks, kernels
+from fd_cpu import hooks, keeping, kernels
 from fd_cpu.attention import X86Attention
 from fd_cpu.device import X86Device
 from fd_cpu.formats import prepare
+from fd_cpu.packing import CODING_ISAS
 from fd_cpu.recording import NativeGraph, RepeatedCall
 from fd_cpu.team import team
 from fd_cpu.topology import processors_of, spread
@@ -375,3 +376,22 @@ def test_memory_of_a_large_result_is_used_again_when_nobody_has_it(device):
     del first
     third = kernels.linear(x, weight, None)
     assert third.data_ptr() == where and np.array_equal(device.to_host(third), values)
+
+
+def test_large_matrices_of_bfloat16_are_kept_in_twelve_bits(device):
+    xp = device.xp
+    if xp.name != "torch" or team().native.isa not in CODING_ISAS:
+        pytest.skip("bfloat16 needs torch, and codes AVX512")
+    weight = random(device, 1024, 600).to(xp.bfloat16)
+    weight[70, 5] = float("inf")  # a patch
+    x = random(device, 9, 600).to(xp.bfloat16)
+    kept = prepare(weight)
+    assert kept.native.num_bytes < 0.77 * 2 * 1024 * 600
+    facts, arrays = keeping.dump(kept)
+    again = keeping.restore(facts, [np.array(array) for array in arrays])
+    wanted, got = (device.to_host(kernels.linear(x, w, None).float()) for w in (kept, again))
+    assert np.array_equal(got, wanted) and np.isinf(np.asarray(got)[:, 70]).all()
+    arrays[1][-8:] = 255
+    with pytest.raises(ValueError, match="patches outside"):
+        keeping.restore(facts, arrays)
+    assert prepare(weight[:64]).native.num_patches == 0, "little is read from caches, as it is"

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from . import _native
 
+# Bfloat16 gets codes where decoding keeps pace with memory, and memory is where the weights come from.
+CODING_ISAS, CODED_BYTES = ("avx512", "amx"), 1 << 20
 KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "tet2": 4}
 
 
@@ -32,14 +34,15 @@ class Packed:
 
 
 def pack(weight: Tensor, *, gated: bool = False) -> Packed:
-    """A float matrix [N, K] in its own dtype; bfloat16 with its exponents in codes where these pay."""
+    """A float matrix [N, K] in its own dtype; bfloat16 with its exponents in codes where that pays."""
     from . import _native
 
     t, weight = team(), weight.contiguous()
     num_rows, width = map(int, weight.shape)
     name = t.xp.dtype_name(weight.dtype)
     native = None
-    if name == "bfloat16":
+    is_large = 2 * num_rows * width >= CODED_BYTES
+    if name == "bfloat16" and is_large and t.native.isa in CODING_ISAS:
         native = t.native.code_rows(num_rows, width, address(weight), width, gated)
     if native is None:
         native = _native.make_packed(KINDS[name], num_rows, width, 0, gated)
