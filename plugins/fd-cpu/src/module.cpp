@@ -1,6 +1,7 @@
 // What Python sees. Tensors come as addresses: the caller has checked shapes, dtypes and contiguity, and
 // keeps the memory alive; so torch and paddle tensors and numpy arrays pass alike.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
@@ -50,12 +51,14 @@ void set_quantized_rows(Runtime &runtime, PackedMatrix &matrix, int64_t count, u
     });
 }
 
-// Null: its exponents spread too widely.
-std::unique_ptr<PackedMatrix> code_rows(Runtime &runtime, int64_t count, int64_t width, uintptr_t values, int64_t stride,
-                                        bool gated) {
+// Nothing where its exponents spread too widely.
+std::optional<std::unique_ptr<PackedMatrix>> code_rows(Runtime &runtime, int64_t count, int64_t width, uintptr_t values,
+                                                       int64_t stride, bool gated) {
     nb::gil_scoped_release release;
     const auto divide = [&](int64_t items, const std::function<void(int64_t)> &work) { runtime.divide(items, work); };
-    return code_bf16(at<const uint16_t>(values), count, width, stride, gated, divide);
+    auto matrix = code_bf16(at<const uint16_t>(values), count, width, stride, gated, divide);
+    if (!matrix) return std::nullopt;
+    return matrix;
 }
 
 // Address and bytes of everything a matrix consists of.
@@ -331,11 +334,12 @@ NB_MODULE(_native, m) {
         .def_prop_ro("memory", &memory_of)
         .def("get_rows", &get_rows);
     m.def("make_packed",
-          [](int kind, int64_t outputs, int64_t inputs, int64_t group, bool gated, int64_t num_patches) {
-              return make_packed(WeightKind(kind), outputs, inputs, group, gated, num_patches);
-          },
-          nb::arg("kind"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("group"), nb::arg("gated"),
-          nb::arg("num_patches") = 0);
+          [](int kind, int64_t outputs, int64_t inputs, int64_t group, bool gated) {
+              return make_packed(WeightKind(kind), outputs, inputs, group, gated);
+          });
+    m.def("make_coded", [](int64_t outputs, int64_t inputs, bool gated, int64_t num_patches) {
+        return make_packed(WeightKind::coded_bf16, outputs, inputs, 0, gated, num_patches);
+    });
     m.def("set_tet", &set_tet_at);
     nb::class_<Plan>(m, "Plan")
         .def(nb::init<>())

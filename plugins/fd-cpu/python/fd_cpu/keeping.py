@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from .moe import PackedExperts
-from .packing import Packed
+from .packing import KINDS, Packed
 from .team import team
 
 # Goes up whenever packed.h lays anything out differently.
@@ -58,7 +58,11 @@ def _restored(facts: dict[str, Any], left: list[np.ndarray]) -> Packed:
     from . import _native
 
     kind, outputs, inputs, group = facts["sizes"]
-    native = _native.make_packed(kind, outputs, inputs, group, facts["gated"], facts["patches"])
+    gated, patches = facts["gated"], facts["patches"]
+    if kind == KINDS["coded bfloat16"]:
+        native = _native.make_coded(outputs, inputs, gated, patches)
+    else:
+        native = _native.make_packed(kind, outputs, inputs, group, gated)
     native.rotation = facts["rotation"]
     dtype = team().xp.dtype(facts["dtype"]) if facts["dtype"] else None
     matrix = Packed(native, dtype)
