@@ -99,6 +99,14 @@ void write_panel(PackedMatrix &matrix, int64_t p, const PanelCodes &panel_codes,
 
 }  // namespace
 
+std::unique_ptr<PackedMatrix> make_coded(int64_t outputs, int64_t inputs, bool gated, int64_t num_patches) {
+    auto matrix = make_packed(WeightKind::coded_bf16, outputs, inputs, 0, gated);
+    matrix->num_patches = num_patches;
+    const size_t starts = size_t(matrix->num_panels + 1) * sizeof(int64_t);
+    matrix->patches = Pages(starts + size_t(num_patches) * sizeof(Patch), true);
+    return matrix;
+}
+
 std::unique_ptr<PackedMatrix> code_bf16(const uint16_t *values, int64_t outputs, int64_t inputs, int64_t stride,
                                         bool gated, const Divide &divide) {
     PackedMatrix shape{};
@@ -108,7 +116,7 @@ std::unique_ptr<PackedMatrix> code_bf16(const uint16_t *values, int64_t outputs,
     int64_t num_patches = 0;
     for (const PanelCodes &panel : codes) num_patches += panel.num_patches;
     if (num_patches > outputs * inputs / kPatchShare) return nullptr;
-    auto matrix = make_packed(WeightKind::coded_bf16, outputs, inputs, 0, gated, num_patches);
+    auto matrix = make_coded(outputs, inputs, gated, num_patches);
     auto *starts = reinterpret_cast<int64_t *>(matrix->patches.data());
     for (size_t p = 0; p < codes.size(); ++p) starts[p + 1] = starts[p] + codes[p].num_patches;
     divide(matrix->num_panels, [&](int64_t p) { write_panel(*matrix, p, codes[size_t(p)], values, stride); });
@@ -116,6 +124,7 @@ std::unique_ptr<PackedMatrix> code_bf16(const uint16_t *values, int64_t outputs,
 }
 
 bool has_sound_patches(const PackedMatrix &matrix) {
+    if (matrix.kind != WeightKind::coded_bf16) return true;
     const auto *starts = reinterpret_cast<const int64_t *>(matrix.patches.data());
     if (starts[0] != 0 || starts[matrix.num_panels] != matrix.num_patches) return false;
     if (!std::is_sorted(starts, starts + matrix.num_panels + 1)) return false;

@@ -20,6 +20,7 @@
 #if FDCPU_TILES
 #include "tiled.inl"
 #endif
+#include "register_tiles.inl"
 #include "linear.inl"
 #include "greedy.inl"
 #include "attention_int8.inl"

@@ -55,16 +55,15 @@ void set_quantized_rows(Runtime &runtime, PackedMatrix &matrix, int64_t count, u
 std::optional<std::unique_ptr<PackedMatrix>> code_rows(Runtime &runtime, int64_t count, int64_t width, uintptr_t values,
                                                        int64_t stride, bool gated) {
     nb::gil_scoped_release release;
-    const auto divide = [&](int64_t items, const std::function<void(int64_t)> &work) { runtime.divide(items, work); };
-    auto matrix = code_bf16(at<const uint16_t>(values), count, width, stride, gated, divide);
-    if (!matrix) return std::nullopt;
-    return matrix;
+    auto matrix = code_bf16(at<const uint16_t>(values), count, width, stride, gated,
+                            [&](int64_t items, const auto &work) { runtime.divide(items, work); });
+    return matrix ? std::optional(std::move(matrix)) : std::nullopt;
 }
 
 // Address and bytes of everything a matrix consists of.
-std::vector<std::vector<uintptr_t>> memory_of(const PackedMatrix &matrix) {
+std::vector<std::vector<uintptr_t>> memory_of(const PackedMatrix &m) {
     std::vector<std::vector<uintptr_t>> found;
-    for (const Pages *pages : {&matrix.weights, &matrix.scales, &matrix.sums, &matrix.signs, &matrix.patches})
+    for (const Pages *pages : {&m.weights, &m.scales, &m.sums, &m.signs, &m.patches})
         if (pages->size()) found.push_back({reinterpret_cast<uintptr_t>(pages->data()), pages->size()});
     return found;
 }
@@ -115,9 +114,7 @@ void submit_embedding(Runtime &runtime, uintptr_t ids, uintptr_t table, const Pa
 }
 
 // The shape of attention over one kind of layer; the addresses that change come with each call.
-struct AttentionShape {
-    AttentionOp op;
-};
+struct AttentionShape { AttentionOp op; };
 
 void submit_attention(Runtime &runtime, const AttentionShape &shape, std::vector<uintptr_t> addresses,
                       std::vector<int64_t> sizes) {
@@ -160,9 +157,7 @@ void submit_attention(Runtime &runtime, const AttentionShape &shape, std::vector
 }
 
 // A layer's experts: the matrices belong to Python objects that the caller keeps.
-struct Experts {
-    std::vector<const PackedMatrix *> gate_up, down;
-};
+struct Experts { std::vector<const PackedMatrix *> gate_up, down; };
 
 void submit_experts(Runtime &runtime, const Experts &experts, uintptr_t x, uintptr_t ids, uintptr_t weights,
                     uintptr_t y, int type, int64_t num_tokens, int64_t width, int64_t top_k) {
@@ -329,7 +324,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("num_bytes", &PackedMatrix::num_bytes)
         .def_prop_ro("kind", [](const PackedMatrix &matrix) { return int(matrix.kind); })
         .def_ro("num_patches", &PackedMatrix::num_patches)
-        .def_prop_ro("has_sound_patches", [](const PackedMatrix &matrix) { return !matrix.patches.size() || has_sound_patches(matrix); })
+        .def_prop_ro("has_sound_patches", &has_sound_patches)
         .def_rw("rotation", &PackedMatrix::rotation)
         .def_prop_ro("memory", &memory_of)
         .def("get_rows", &get_rows);
@@ -337,9 +332,7 @@ NB_MODULE(_native, m) {
           [](int kind, int64_t outputs, int64_t inputs, int64_t group, bool gated) {
               return make_packed(WeightKind(kind), outputs, inputs, group, gated);
           });
-    m.def("make_coded", [](int64_t outputs, int64_t inputs, bool gated, int64_t num_patches) {
-        return make_packed(WeightKind::coded_bf16, outputs, inputs, 0, gated, num_patches);
-    });
+    m.def("make_coded", &make_coded);
     m.def("set_tet", &set_tet_at);
     nb::class_<Plan>(m, "Plan")
         .def(nb::init<>())

@@ -72,8 +72,7 @@ int64_t panels_of(int64_t outputs, bool gated) {
     return gated ? (outputs / 2 + kHalf - 1) / kHalf : (outputs + kPanel - 1) / kPanel;
 }
 
-std::unique_ptr<PackedMatrix> make_packed(WeightKind kind, int64_t outputs, int64_t inputs, int64_t group, bool gated,
-                                          int64_t num_patches) {
+std::unique_ptr<PackedMatrix> make_packed(WeightKind kind, int64_t outputs, int64_t inputs, int64_t group, bool gated) {
     if (outputs < 1 || inputs < 1) throw std::invalid_argument("a packed matrix needs at least one row and column");
     if (gated && outputs % 2) throw std::invalid_argument("a gated matrix needs as many gate as up rows");
     auto matrix = std::make_unique<PackedMatrix>();
@@ -102,9 +101,6 @@ std::unique_ptr<PackedMatrix> make_packed(WeightKind kind, int64_t outputs, int6
     if (is_int || is_tet) matrix->scales = Pages(num_scales * sizeof(float), true);
     if (kind == WeightKind::int8) matrix->sums = Pages(num_scales * sizeof(int32_t), true);
     if (is_tet) matrix->signs = Pages(size_t(inputs) * sizeof(float), true);
-    matrix->num_patches = num_patches;
-    if (kind == WeightKind::coded_bf16)
-        matrix->patches = Pages(size_t(matrix->num_panels + 1) * sizeof(int64_t) + size_t(num_patches) * sizeof(Patch), true);
     return matrix;
 }
 

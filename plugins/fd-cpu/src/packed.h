@@ -87,8 +87,7 @@ struct PackedMatrix {
 
 int64_t panels_of(int64_t outputs, bool gated);
 // Makes room for the whole matrix; rows are written by set_*, all of coded_bf16 by code_bf16 (coded.h).
-std::unique_ptr<PackedMatrix> make_packed(WeightKind kind, int64_t outputs, int64_t inputs, int64_t group, bool gated,
-                                          int64_t num_patches = 0);
+std::unique_ptr<PackedMatrix> make_packed(WeightKind kind, int64_t outputs, int64_t inputs, int64_t group, bool gated);
 
 // Row n from `inputs` values; for int kinds they are rounded to nearest with absmax / 127 or / 7 per group.
 void set_row(PackedMatrix &matrix, int64_t n, const void *values, DType dtype);
