@@ -1,19 +1,20 @@
 """Speculative methods on the demo model's tasks: speed beside none, and what drafting costs.
 
-    python benchmarks/speculative_speed.py --methods mtp:1,3 ngram_match:3,5 --batch 1 8 32 128
-    python benchmarks/speculative_speed.py --methods mtp:3 none:1@1,8   # the latter for batch 1 and 8 only
+    python benchmarks/speculative_speed.py --methods mtp:1,3 ngram_match:3,5 none --batch 1 8 32 128
     python benchmarks/speculative_speed.py --overhead      # nothing accepted: a step's whole price
     python benchmarks/speculative_speed.py --equality      # the same tokens as without, or exit status 1
 
-Engines with a method and one without run in turns in one process; questions are held out of the model's
-training, answers are greedy unless --temperature says otherwise. Ratios of tokens per second are taken
-within a round; a figure is the median over rounds, behind it the standard error of that median, as the quartiles
-tell it, and the number of rounds: behind --warm-up others --rounds, and more until that error is at most --error
-or --seconds have passed. Each begins with an adaptive length that knows nothing yet, and is printed as soon as it
-is known. The method `none` is another engine without speculation: what two engines differ by that are the same.
+All engines, one of them without speculation, run in turns in one process; questions are held out of the model's
+training, answers are greedy unless --temperature says otherwise. `batch` is the number of streams: so many requests
+run at once, and the next one arrives at once when one ends. A window is as many tokens of that, prompts included, as
+the engine without speculation gives in --window seconds, the same number for all; the streams wait for the next
+window meanwhile. A round is a window of each engine, one behind the other.
 
-`batch` is the number of streams: so many requests run at once, and the next one arrives at once when one ends. A round
-is --window seconds of that, and the streams wait for the next one meanwhile. Prompts are included.
+A figure is the median over rounds of the ratio of tokens per second to the engine without speculation, behind it the
+standard error of that median, as the quartiles tell it, and the number of rounds: --rounds, and more until that error
+is at most --error for all methods or --seconds have passed. `first` is the same ratio of the --warm-up rounds before,
+all together, in which an adaptive length begins that knows nothing yet. The method `none` is another engine
+without speculation: what two engines differ by that are the same.
 
 whole     the model ends its answers.
 long      answers have --long tokens, whatever the model would like to end.
@@ -28,10 +29,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import product
 from typing import Any
 
@@ -47,6 +51,9 @@ COUNTED = (
 )
 PLACES = 4  # prompts for each stream, over and over
 MEASURES = ("whole", "long", "decoding")
+PLAIN = "without"
+
+Round = dict[str, dict[str, Any]]  # what each engine did in its window
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -58,24 +65,21 @@ def parse_arguments() -> argparse.Namespace:
         "--methods",
         nargs="+",
         default=["ngram_match", "suffix", "draft_model"],
-        help="method, method:k,k or method:k,k@batch,batch",
+        help="method or method:k,k; k is 3 otherwise",
     )
-    parser.add_argument("--k", nargs="+", type=int, default=[3], help="where no method:k,k says")
     parser.add_argument("--tasks", nargs="+", default=REPETITIVE)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--measures", nargs="+", default=MEASURES, choices=MEASURES)
+    parser.add_argument("--window", type=float, default=0.5, help="seconds without speculation")
+    parser.add_argument("--warm-up", type=int, default=6, help="rounds that do not count")
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--error", type=float, default=0.01, help="that more rounds are for")
     parser.add_argument("--seconds", type=float, default=0.0, help="that more rounds may take")
-    parser.add_argument("--warm-up", type=int, default=2, help="rounds that do not count")
-    parser.add_argument("--measures", nargs="+", default=MEASURES, choices=MEASURES)
-    parser.add_argument("--steady", type=int, default=800, help="tokens of a decoding answer")
-    parser.add_argument("--window", type=float, default=0.2, help="seconds of a round")
     parser.add_argument("--long", type=int, default=256, help="tokens of a long answer")
+    parser.add_argument("--steady", type=int, default=800, help="tokens of a decoding answer")
     parser.add_argument("--temperature", type=float, default=0.0, help="above 0: with top_p 0.95")
     parser.add_argument("--fixed", action="store_true", help="adaptive length off")
-    parser.add_argument(
-        "--disable-above", type=int, default=0, help="disable_by_batch_size: what being off costs"
-    )
+    parser.add_argument("--verdicts", action="store_true", help="print what each trial found")
     parser.add_argument(
         "--processor-time",
         action="store_true",
@@ -88,33 +92,43 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Comparison:
-    """Engines with a method beside one without."""
+    """Engines with a method each beside one without."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, engines: ExitStack) -> None:
+        """engines: ends them."""
         self.options, self._runs = options, Runs(options)
         self._most = max(options.batch)
-        self.plain = self._runs.engine(batch=self._most)
         self._clock = time.process_time if options.processor_time else time.perf_counter
+        self._engines = {PLAIN: engines.enter_context(self._runs.engine(batch=self._most))}
+        for named in options.methods:
+            method, _, numbers = named.partition(":")
+            for k in map(int, (numbers or "3").split(",")):
+                label = method if method == "none" else f"{method}:{k}"
+                self._engines[label] = engines.enter_context(self._drafting(method, k))
         most = PLACES * max(self._most, 12)
         each = -(-most // len(options.tasks))
         found = [questions(options.model, task, each) for task in options.tasks]
         # As token ids: the tokenizer's time is no part of what is measured, but of how many rounds there are.
-        encode = self.plain.get_tokenizer().encode
+        encode = self._engines[PLAIN].get_tokenizer().encode
         self._prompts = [encode(prompt) for row in zip(*found, strict=True) for prompt in row]
+        self._verdicts = logging.StreamHandler(sys.stdout)
+        if options.verdicts:
+            logger = logging.getLogger("fastdeploy_core.scheduler.draft_length")
+            logger.setLevel(logging.DEBUG)
+            logger.addHandler(self._verdicts)
 
-    def drafting(self, method: str, k: int) -> Any:
+    def _drafting(self, method: str, k: int) -> Any:
         """An engine with the method."""
         if method == "none":
             return self._runs.engine(batch=self._most)
         options = self.options
         settings: dict[str, Any] = {
             "adaptive_length": not options.fixed and not options.overhead,
-            "disable_by_batch_size": options.disable_above or None,
             "benchmark_mode": options.overhead,
         }
         return self._runs.engine(method, k, self._most, **settings)
 
-    def streams(self, llm: Any, batch: int, measure: str) -> Streams:
+    def _streams(self, llm: Any, batch: int, measure: str) -> Streams:
         """Of one of the three measures."""
         options = self.options
         lengths = {"whole": options.max_tokens, "long": options.long, "decoding": options.steady}
@@ -128,49 +142,49 @@ class Comparison:
             ignore_eos=measure != "whole",
         )
 
-    def compare(self, llm: Any, batch: int, measure: str) -> dict[str, Any]:
-        """Both engines in turns; who goes first changes from round to round."""
-        forget_lengths(llm)
+    def compare(self, batch: int, measure: str) -> list[dict[str, Any]]:
+        """All engines in turns, in another order in each round; a row for each method."""
         streams = {
-            name: self.streams(engine, batch, measure)
-            for name, engine in (("with", llm), ("without", self.plain))
+            name: self._streams(engine, batch, measure) for name, engine in self._engines.items()
         }
-        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in streams}
-        number = -self.options.warm_up
+        for name, each in streams.items():
+            each.run(16 * batch)  # what is made at first use is made
+            forget_lengths(self._engines[name])
+        window = streams[PLAIN].tokens_in(self.options.window)
+        first: list[Round] = []
+        rounds: list[Round] = []
         began = time.perf_counter()
-        while number < self.options.rounds or (
+        while len(rounds) < self.options.rounds or (
             time.perf_counter() - began < self.options.seconds
-            and ratio({name: speeds(rounds) for name, rounds in runs.items()})[1]
-            > self.options.error
+            and max(ratio(rounds, name)[1] for name in streams) > self.options.error
         ):
-            order = list(streams)[:: -1 if number % 2 else 1]
-            for name in order:
-                gc.collect()  # what a round leaves is not for the next one to clear
-                found = streams[name].run(self.options.window)
-                if number >= 0:
-                    runs[name].append(found)
-            number += 1
-        row: dict[str, Any] = {"batch": batch, "measure": measure}
-        for name, rounds in runs.items():
-            row[name] = speeds(rounds)
-            row[f"step_ms_{name}"] = statistics.median(
-                1000 * run["seconds"] / max(1, run["steps_total"]) for run in rounds
-            )
-        made, steps, sequences, seconds, drafts, right = (
-            sum(run[key] for run in runs["with"]) for key in ("made", *COUNTED)
-        )
-        row["tokens_per_step"] = made / max(1, sequences)
-        row["drafts_per_token"] = drafts / max(1, made)
-        row["acceptance"] = 100 * right / max(1, drafts)
-        row["draft_ms"] = 1000 * seconds / max(1, steps)
-        if measure == "whole":
-            answers = [each.answers for each in streams.values()]
+            is_first = len(first) < self.options.warm_up
+            (first if is_first else rounds).append(self._round(streams, window, len(rounds)))
+            if is_first:
+                began = time.perf_counter()
+        rows = [
+            {"method": name, "batch": batch, "measure": measure, **figures(name, first, rounds)}
+            for name in streams
+            if name != PLAIN
+        ]
+        for row in rows if measure == "whole" else ():
+            answers = [streams[name].answers for name in (PLAIN, row["method"])]
             row["same"] = all(
                 answers[0][n] == answers[1][n] for n in answers[0].keys() & answers[1]
             )
         for each in streams.values():
             each.close()
-        return row
+        return rows
+
+    def _round(self, streams: dict[str, Streams], window: int, number: int) -> Round:
+        names = list(streams)
+        turn = number // 2 % len(names)
+        found = {}
+        for name in (names[turn:] + names[:turn])[:: -1 if number % 2 else 1]:
+            gc.collect()  # what a window leaves is not for the next one to clear
+            self._verdicts.setFormatter(logging.Formatter(f"  {name}: %(message)s"))
+            found[name] = streams[name].run(window)
+        return found
 
 
 class Streams:
@@ -196,6 +210,7 @@ class Streams:
         self._unfinished: dict[int, list[int]] = {}
         self.answers: dict[int, list[int]] = {}  # complete ones
         self._ready: deque[Any] = deque()
+        self._num_ready = 4 * batch
         for nth in range(batch):
             share = (nth + 1) / batch if ignore_eos else 1.0
             self._engine.add(self._make(max_tokens=max(1, round(share * max_tokens))))
@@ -209,27 +224,38 @@ class Streams:
         self._numbers[request.request_id], self._unfinished[number] = number, []
         return request
 
-    def run(self, window: float) -> dict[str, Any]:
-        """So many seconds of it."""
+    def tokens_in(self, seconds: float) -> int:
+        """How many it gives in about that time."""
+        tokens = 16 * self._batch
+        while (found := self.run(tokens))["seconds"] < 0.5 * seconds:
+            tokens *= 2
+        return max(1, round(found["made"] * seconds / found["seconds"]))
+
+    def run(self, tokens: int) -> dict[str, Any]:
+        """So many tokens of it, and what the last step gives besides."""
         engine, ready, outputs = self._engine, self._ready, list[Any]()
-        while len(ready) < 4 * self._batch:
+        scheduler = engine._core.scheduler
+        while len(ready) < self._num_ready:
             ready.append(self._make())
-        engine._core.scheduler._busy_since = None  # nobody has worked since the last round
+        scheduler._busy_since = None  # nobody has worked since the last round
+        counters = scheduler.counters
+        num_before = counters.num_generated_tokens
         before, began = self._llm.get_metrics(), self._clock()
-        while self._clock() - began < window:
+        while counters.num_generated_tokens - num_before < tokens:
             for output in engine.step():
                 outputs.append(output)
                 if not isinstance(output, TokenDeltas) and output.finished:
                     engine.add(ready.popleft() if ready else self._make())
         seconds, after = self._clock() - began, self._llm.get_metrics()
-        made = 0
+        made, num_answers = counters.num_generated_tokens - num_before, len(self.answers)
         for delta in each_delta(outputs):
             number = self._numbers[delta.request_id]
             for sequence in delta.sequences:
                 self._unfinished[number] += sequence.token_ids
-                made += len(sequence.token_ids)
             if delta.finished:
                 self.answers[number] = self._unfinished.pop(number)
+        # As many as the next window may want: making them is no part of what is measured.
+        self._num_ready = 4 * self._batch + 2 * (len(self.answers) - num_answers)
         change = {name: after[name] - before[name] for name in COUNTED}
         return {**change, "seconds": seconds, "made": made}
 
@@ -238,11 +264,6 @@ class Streams:
         self._engine.abort(list(self._numbers))
         while self._engine.has_work():
             self._engine.step()
-
-
-def speeds(rounds: list[dict[str, Any]]) -> list[float]:
-    """Tokens per second of each."""
-    return [run["made"] / run["seconds"] for run in rounds]
 
 
 def forget_lengths(llm: Any) -> None:
@@ -255,18 +276,45 @@ def forget_lengths(llm: Any) -> None:
         length._num_rows = -1
 
 
-def ratio(row: dict[str, Any]) -> tuple[float, float]:
+def speed(run: dict[str, Any]) -> float:
+    """Tokens per second."""
+    found: float = run["made"] / run["seconds"]
+    return found
+
+
+def ratio(rounds: list[Round], name: str) -> tuple[float, float]:
     """Median over rounds, and its standard error if rounds differ as by a normal distribution."""
-    found = [a / b for a, b in zip(row["with"], row["without"], strict=True)]
+    found = [speed(each[name]) / speed(each[PLAIN]) for each in rounds]
     low, _, high = statistics.quantiles(found, n=4) if len(found) > 1 else [0.0] * 3
     return statistics.median(found), 0.93 * (high - low) / len(found) ** 0.5
 
 
-def print_row(method: str, k: int, row: dict[str, Any]) -> None:
+def figures(name: str, first: list[Round], rounds: list[Round]) -> dict[str, Any]:
+    """Of one method."""
+    row: dict[str, Any] = {"num_rounds": len(rounds)}
+    row["ratio"], row["error"] = ratio(rounds, name)
+    row["ratios"] = [speed(each[name]) / speed(each[PLAIN]) for each in rounds]
+    seconds = {key: sum(each[key]["seconds"] for each in first) for key in (name, PLAIN)}
+    row["first"] = seconds[PLAIN] / seconds[name] if first else 0.0
+    row["without"] = statistics.median(speed(each[PLAIN]) for each in rounds)
+    for key in (name, PLAIN):
+        row[f"step_ms_{'with' if key == name else PLAIN}"] = statistics.median(
+            1000 * each[key]["seconds"] / max(1, each[key]["steps_total"]) for each in rounds
+        )
+    made, steps, sequences, seconds_drafting, drafts, right = (
+        sum(each[name][key] for each in rounds) for key in ("made", *COUNTED)
+    )
+    row["tokens_per_step"] = made / max(1, sequences)
+    row["drafts_per_token"] = drafts / max(1, made)
+    row["acceptance"] = 100 * right / max(1, drafts)
+    row["draft_ms"] = 1000 * seconds_drafting / max(1, steps)
+    return row
+
+
+def print_row(row: dict[str, Any]) -> None:
     """A figure, and what belongs to it."""
-    found, error = ratio(row)
-    line = f"{method:12}{k:3d}{row['batch']:6d} {row['measure']:10}{found:6.3f} ~{error:.3f}"
-    line += f"{len(row['with']):7d}{statistics.median(row['without']):10.0f}"
+    line = f"{row['method']:15}{row['batch']:5d} {row['measure']:10}{row['ratio']:6.3f} ~{row['error']:.3f}"
+    line += f"{row['num_rounds']:7d}{row['first']:7.3f}{row['without']:10.0f}"
     line += f"{row['drafts_per_token']:11.2f}{row['acceptance']:9.0f}{row['tokens_per_step']:9.2f}"
     line += f"{row['step_ms_with']:9.3f}{row['step_ms_without']:9.3f}{row['draft_ms']:9.3f}"
     print(line + ("" if row.get("same", True) else "  other tokens than without"), flush=True)
@@ -276,26 +324,20 @@ def main() -> None:
     """Measure and print."""
     options = parse_arguments()
     print_conditions(options)
-    comparison, rows = Comparison(options), list[dict[str, Any]]()
-    print(", ".join(options.tasks))
-    print(f"{'method':12}{'k':>3}{'batch':>6} {'':10}{'ratio':>6} {'error':6}{'rounds':>7}{'none/s':>10}"
-          f"{'drafts/tok':>11}{'right %':>9}{'tok/step':>9}{'ms/step':>9}{'none':>9}{'drafting':>9}")  # fmt: skip
-    for named in options.methods:
-        named, _, batches = named.partition("@")
-        method, _, numbers = named.partition(":")
-        wanted = list(map(int, batches.split(","))) if batches else options.batch
-        for k in map(int, numbers.split(",")) if numbers else options.k:
-            with comparison.drafting(method, k) as llm:
-                # As in an engine's process: what there is for good is not looked through again and again.
-                gc.collect()
-                gc.freeze()
-                for batch, measure in product(wanted, options.measures):
-                    row = comparison.compare(llm, batch, measure)
-                    rows.append({"method": method, "k": k, **row})
-                    print_row(method, k, row)
-            gc.unfreeze()
-            gc.collect()
-    comparison.plain.close()
+    rows: list[dict[str, Any]] = []
+    with ExitStack() as engines:
+        comparison = Comparison(options, engines)
+        print(", ".join(options.tasks))
+        print(f"{'method':15}{'batch':>5} {'':10}{'ratio':>6} {'error':6}{'rounds':>7}{'first':>7}{'none/s':>10}"
+              f"{'drafts/tok':>11}{'right %':>9}{'tok/step':>9}{'ms/step':>9}{'none':>9}{'drafting':>9}")  # fmt: skip
+        # As in an engine's process: what there is for good is not looked through again and again.
+        gc.collect()
+        gc.freeze()
+        for measure, batch in product(options.measures, options.batch):
+            for row in comparison.compare(batch, measure):
+                rows.append(row)
+                print_row(row)
+        gc.unfreeze()
     if options.json:
         print(json.dumps(rows))
     if options.equality and not all(row.get("same", True) for row in rows):

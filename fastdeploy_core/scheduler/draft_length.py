@@ -7,9 +7,12 @@ trials (draft_trial.py); between trials only the tokens of a step are watched.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 from .draft_trial import CLEAR, Load, TimedStep, Trial
+
+logger = logging.getLogger(__name__)
 
 # Batch sizes up to this begin with a trial; larger ones have to be in use for some time first.
 SMALL = 8
@@ -116,6 +119,14 @@ class _Regime:
                 self.begin_trial()
 
     def _conclude(self, trial: Trial) -> None:
+        before = self._best
+        self._judge(trial)
+        logger.debug(
+            "up to %d rows: %s; drafts %d -> %d, next trial after %d steps",
+            *(self._num_rows, trial, before, self._best, self._pause),
+        )
+
+    def _judge(self, trial: Trial) -> None:
         self.is_judged = True
         needed = KEEP_GAIN if self._best else LEAST_GAIN
         best = trial.best(needed)

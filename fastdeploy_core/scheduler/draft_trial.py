@@ -133,6 +133,15 @@ class Trial:
         best = max(filter(None, self._turns), key=self.gain)
         return abs(log(max(1e-9, self.ratio(best)))) > SURE * self.error(best)
 
+    def __str__(self) -> str:
+        """What was measured."""
+        return ", ".join(
+            f"{number} drafts {self.ratio(number):.3f} +-{self.error(number):.3f} "
+            f"({self.tokens(number):.2f} tokens, {len(self._steps(number))} steps)"
+            for number, blocks in sorted(self._blocks.items())
+            if blocks
+        )
+
     def add(self, step: TimedStep) -> bool:
         """One more step; whether another number is in turn with it, or none."""
         if self._num_first < self._carried_over:
