@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from .draft_trial import CLEAR, Load, TimedStep, Trial
+from .draft_trial import CLEAR, LEAST_GAIN, Load, TimedStep, Trial
 
 logger = logging.getLogger(__name__)
 
@@ -21,13 +21,14 @@ SETTLE = 8
 # What is not in use is tried after so many steps, what has just come into use without a clear gain after a few more,
 # then after twice as many, while nothing changes.
 FIRST_TRY, CONFIRM, TRY_AGAIN, TRY_AGAIN_AT_MOST = 24, 100, 400, 12800
-# Share of the time that trials may cost where drafts turn out not to pay; steps that one costs at least,
-# since queues run empty.
-TRIAL_SHARE, LEAST_LOST = 0.005, 4.0
+# What trials may cost, in steps without drafts that could have been done in the time: so much for every step,
+# and at most so much at once. So much is left to what has cost more to begin with; no other step counts for more,
+# since any may be held up.
+TRIAL_SHARE, MOST_LOST, MOST_BY_ONE = 0.005, 16.0, 8.0
 # Steps between trials for each one of a trial, at least.
 DUTY = 4
-# What drafts must bring before they are used, and to go on.
-LEAST_GAIN, KEEP_GAIN = 1.1, 1.05
+# What drafts must bring to stay in use.
+KEEP_GAIN = 1.05
 # Steps of which nobody asks or tells while drafts are off, behind each that is told of.
 RESTS = 7
 # Tokens drawn, and steps at least and at most, behind which it is looked whether drafts are still as often right.
@@ -51,6 +52,9 @@ class _Regime:
         self._seen: list[float] = []  # tokens of a row in steps since
         self._num_watched = min(MOST_STEPS, max(LEAST_STEPS, WATCHED // num_rows))
         self._trial: Trial | None = None
+        # What trials may cost now, all of it at the beginning of a round; what must be left of it.
+        self._to_lose, self._least = MOST_LOST, 0.0
+        self._is_held = False  # whether one waits for that
         self._since, self._pause = 0, FIRST_TRY  # steps since the last trial, and until the next
         self.num_unsettled = SETTLE
         self.current = 0
@@ -59,11 +63,12 @@ class _Regime:
     @property
     def is_off(self) -> bool:
         """Whether there are no drafts until the next trial."""
-        return not self._best and self._trial is None
+        return not self._best and (self._trial is None or self._is_held)
 
     def turn_off(self, pause: int) -> None:
         """No drafts until the next trial."""
         self._best, self._trial, self._since, self._pause = 0, None, 0, pause
+        self._is_held = False
         self._ask(0)
 
     def begin_as(self, other: _Regime) -> None:
@@ -76,37 +81,61 @@ class _Regime:
         self._pause = TRY_AGAIN if other._num_rows > self._num_rows else FIRST_TRY
         self._ask(self._best)
 
-    def begin_trial(self, *, drafts_first: bool = False) -> None:
-        """Compare all numbers. What none takes is best known first, lest much is lost by drafts."""
-        most, *others = self._numbers
-        numbers = (most, 0, *others) if drafts_first else (0, most, *others)
-        self._trial = Trial(numbers, self._num_rows, self._load)
+    def begin_trial(self) -> None:
+        """Compare all numbers. What none takes has to be known first, lest much is lost by drafts."""
+        self._trial = Trial((0, *self._numbers), self._num_rows, self._load)
         self._ask(self._trial.current)
 
     def passes(self, tokens: float, num_prompt_tokens: int) -> bool:
         """See DraftLength.passes."""
         self._load.note(tokens, num_prompt_tokens)
-        self._since += 1 + RESTS * self.is_off
-        if self._trial is None and self._since >= self._pause:
-            self.begin_trial()
+        num_steps = 1 + RESTS * self.is_off
+        self._since += num_steps
+        if self._to_lose < MOST_LOST:
+            self._to_lose = min(MOST_LOST, self._to_lose + TRIAL_SHARE * num_steps)
+        else:
+            if self._trial is None and self._since >= self._pause:
+                self.begin_trial()
+            elif self._trial is not None and self._is_held:
+                self._is_held = False
+                self._ask(self._trial.current)
         return self.is_off
 
     def observe(self, asked: int, step: TimedStep) -> None:
         """See DraftLength.observe."""
+        trial = self._trial
+        if trial is not None and (asked or self.current) and step.seconds > 0:
+            lost = trial.lost(step)
+            if self.num_unsettled:
+                self._to_lose -= lost
+                self._least = min(0.0, self._to_lose - MOST_BY_ONE)
+            else:
+                self._to_lose -= min(lost, MOST_BY_ONE)
+            if self._to_lose < self._least and self.current and not self._is_held:
+                trial.drop()
+                self._go_on(trial)
+                return
         if self.num_unsettled:
             self.num_unsettled = 0 if asked == self.current else self.num_unsettled - 1
             return
         # A prompt without a token behind it takes as long whatever there is of drafts.
         if step.seconds <= 0 or (step.num_prompt_tokens and not step.tokens):
             return
-        trial = self._trial
         if trial is None:
             self._watch(asked, step)
-        elif trial.add(step):
-            if trial.is_over:
-                self._conclude(trial)
-            else:
-                self._ask(trial.current)
+        elif not self._is_held and trial.add(step):
+            self._go_on(trial)
+
+    def _go_on(self, trial: Trial) -> None:
+        """With another number, or without the trial."""
+        if trial.is_over:
+            self._conclude(trial)
+            return
+        # A round begins without drafts; until it may, there are as many as before the trial.
+        if not trial.current:
+            self._is_held = self._to_lose < MOST_LOST
+            self._to_lose = min(MOST_LOST, self._to_lose)
+        self._ask(self._best if self._is_held else trial.current)
 
     def _watch(self, asked: int, step: TimedStep) -> None:
         """What drafts bring changes with what they are worth, which the time of a step does not."""
@@ -119,7 +148,7 @@ class _Regime:
                 self.begin_trial()
 
     def _conclude(self, trial: Trial) -> None:
-        before = self._best
+        before, self._to_lose = self._best, min(MOST_LOST, self._to_lose)
         self._judge(trial)
         logger.debug(
             "up to %d rows: %s; drafts %d -> %d, next trial after %d steps",
@@ -139,8 +168,7 @@ class _Regime:
         pause = min(2 * self._pause, TRY_AGAIN_AT_MOST) if is_same else first
         pause = max(pause, DUTY * trial.num_steps)
         if not best:
-            lost = max(LEAST_LOST, trial.lost_steps) if is_same else 0.0
-            self.turn_off(max(pause, int(lost / TRIAL_SHARE)))
+            self.turn_off(pause)
             return
         self._best, self._trial, self._since, self._pause = best, None, 0, pause
         self._gain, self._tokens, self._seen = trial.gain(best), trial.tokens(best), []
@@ -224,5 +252,5 @@ class DraftLength:
             if nearest is not None:
                 found.begin_as(self._regimes[nearest])
             elif num_rows <= SMALL:
-                found.begin_trial(drafts_first=True)
+                found.begin_trial()
         return found

@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 # Steps of a block, blocks of each number at least and at most, and steps of a block behind which a number may have
 # failed at once.
-BLOCK, ROUNDS, MOST_ROUNDS, FEWEST = 12, 3, 6, 4
+BLOCK, ROUNDS, MOST_ROUNDS, FEWEST = 12, 3, 12, 4
 # Where more than this share of the steps have prompts, whose rows outlast such a block, blocks are so many steps, and
 # the first ones do not count: their rows began with another number.
 OFTEN, LONG_BLOCK, CARRIED_OVER = 0.04, 60, 12
+# What drafts must bring before they are used.
+LEAST_GAIN = 1.1
 # Standard errors that are more than chance, and a gain that is clear behind two blocks.
 SURE, CLEAR = 2.0, 1.3
 # A number that is slower than this share of the fastest is tried no more: in its first block, behind it, behind
@@ -116,22 +118,28 @@ class Trial:
         self._size, self._carried_over = load.block
         self._count = 0  # steps of the block
         self._num_first = 0  # of those that do not count
+        # What is known of the steps of a number; of those without drafts, when its last block was complete.
+        self._windows: dict[int, Window] = {}
+        self.is_over = False  # whether nothing is left to compare, or nothing would change by it
+        self._plain = Window(0.0, 0.0, 0, 0.0, 0.0)
 
     @property
     def current(self) -> int:
         """The number in turn."""
         return self._turns[0]
 
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing is left to compare, or nothing would change by it."""
+    def _is_over(self) -> bool:
         if len(self._turns) == 1:
             return True
         num_blocks = min(map(self._num_blocks, self._turns))
         if not ROUNDS <= num_blocks < MOST_ROUNDS:
             return num_blocks >= MOST_ROUNDS
-        best = max(filter(None, self._turns), key=self.gain)
-        return abs(log(max(1e-9, self.ratio(best)))) > SURE * self.error(best)
+        best, *others = sorted(filter(None, self._turns), key=self.gain, reverse=True)
+        if not self.is_sure(best):
+            most = log(max(1e-9, self.gain(best))) + SURE * self.error(best)
+            return most < log(LEAST_GAIN)
+        # Where drafts win, it costs little to find out how many are best.
+        return all(self.gain(other) < 1 or self._beats(best, other) for other in others)
 
     def __str__(self) -> str:
         """What was measured."""
@@ -151,17 +159,44 @@ class Trial:
         if not self._count:
             blocks.append([])
         blocks[-1].append(step)
+        self._windows.pop(number, None)
         self._count += 1
-        # What none takes is wanted soon.
-        if self._count >= (self._size if self._blocks[0] else FEWEST):
+        if self._count == self._size:
             self._count = 0
+            if not number:
+                self._plain = self._window(0)
             self._turns.rotate(-1)
             self._give_up(self._turns)
         elif self._count == FEWEST:
             self._give_up([number])
+        else:
+            return False
         if self.current != number:
             self._count = self._num_first = 0
+        self.is_over = self._is_over()
         return self.is_over or self.current != number
+
+    def lost(self, step: TimedStep) -> float:
+        """Steps without drafts that could have been done in the time that a step with some, or between such, has
+        lost; below 0 if it has won. 0 as long as that is not known."""
+        plain = self._plain
+        decoded, taken = plain.tokens - plain.prompt_made, plain.seconds - plain.prompt_seconds
+        if decoded <= 0 or taken <= 0 or step.num_prompt_tokens > plain.prompt_tokens == 0:
+            return 0.0
+        each = taken / decoded  # seconds per token; what prompts take is what is above that
+        due = step.tokens * each
+        if step.num_prompt_tokens:
+            more = plain.prompt_seconds - plain.prompt_made * each
+            due += max(0.0, more) * step.num_prompt_tokens / plain.prompt_tokens
+        return (step.seconds - due) / each
+
+    def drop(self) -> None:
+        """The number in turn has cost enough: go on without it, with none if that is still in question."""
+        self._turns.popleft()
+        if 0 in self._turns:
+            self._turns.rotate(-self._turns.index(0))
+        self._count = self._num_first = 0
+        self.is_over = self._is_over()
 
     def _give_up(self, numbers: Iterable[int]) -> None:
         """Go on without those of them that have failed. Fewer drafts give no more tokens: if some gave next
@@ -195,6 +230,11 @@ class Trial:
     def _steps(self, number: int) -> list[TimedStep]:
         return [step for block in self._blocks[number] for step in block]
 
+    def _window(self, number: int) -> Window:
+        if number not in self._windows:
+            self._windows[number] = Window.of(self._steps(number))
+        return self._windows[number]
+
     @property
     def num_steps(self) -> int:
         """Steps that have counted."""
@@ -206,7 +246,7 @@ class Trial:
 
     def ratio(self, number: int) -> float:
         """How many times as fast as without drafts."""
-        own, plain = Window.of(self._steps(number)), Window.of(self._steps(0))
+        own, plain = self._window(number), self._window(0)
         return self._load.seconds_per_token(plain, own) / self._load.seconds_per_token(own, plain)
 
     def gain(self, number: int) -> float:
@@ -219,10 +259,14 @@ class Trial:
         return sqrt(self._squared_error(0) + self._squared_error(number))
 
     def _squared_error(self, number: int) -> float:
-        whole = Window.of(self._steps(number))
+        whole = self._window(number)
         windows = [Window.of(block) for block in self._blocks[number] if len(block) >= self._size]
         found = [self._load.seconds_per_token(w, whole) for w in windows if w.tokens and w.seconds]
         return variance(map(log, found)) / len(found) if len(found) > 1 else inf
+
+    def _beats(self, number: int, other: int) -> bool:
+        error = sqrt(self._squared_error(number) + self._squared_error(other))
+        return log(self.gain(number) / max(1e-9, self.gain(other))) > SURE * error
 
     def is_sure(self, number: int) -> bool:
         """Whether it is faster than none by more than chance."""
@@ -238,14 +282,3 @@ class Trial:
         """The fastest number, if it is so many times as fast as none; else 0."""
         best = max(filter(None, self._turns), key=self.gain, default=0)
         return best if best and self.gain(best) >= needed else 0
-
-    @property
-    def lost_steps(self) -> float:
-        """Steps without drafts that could have been done in what drafts have lost."""
-        num_plain, plain = len(self._steps(0)), Window.of(self._steps(0))
-        lost = 0.0
-        for number in self._blocks:
-            if number and (steps := self._steps(number)) and plain.tokens:
-                slower = max(0.0, 1 - self.ratio(number))
-                lost += slower * sum(step.seconds for step in steps)
-        return lost / max(1e-9, plain.seconds / max(1, num_plain))

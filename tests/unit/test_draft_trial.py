@@ -124,4 +124,3 @@ def test_a_trial_ends_whatever_it_measures(seed: int) -> None:
         count += 1
     assert count <= len(numbers) * (MOST_ROUNDS + 1) * BLOCK
     assert trial.best(1.1) in numbers
-    assert trial.lost_steps >= 0

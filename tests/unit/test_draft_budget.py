@@ -1,0 +1,110 @@
+"""What trials of drafts may cost, on a clock that only steps move: a share of the time and a little at once, however
+slow drafts are and whatever the noise; and what wins is found all the same.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from fastdeploy_core.scheduler.draft_length import MOST_LOST, TRIAL_SHARE, DraftLength
+
+SEEDS = range(12)
+
+
+class Steps:
+    """Of a batch whose steps take 1 without drafts: `costs` and `tokens` of one with so many, and `entry` more of the
+    first one behind steps without any."""
+
+    def __init__(
+        self,
+        rows: int,
+        costs: dict[int, float],
+        tokens: dict[int, float],
+        *,
+        entry: float = 0.0,
+        noise: float = 0.1,
+        seed: int = 0,
+    ) -> None:
+        self._rows, self._entry, self._noise = rows, entry, noise
+        self._costs, self._tokens = {0: 1.0, **costs}, {0: 1.0, **tokens}
+        self._length = DraftLength(max(costs), numbers=tuple(costs))
+        self._random, self._before = Random(seed), 0
+        self.lost, self.num_entries = 0.0, 0
+        self.asked: list[int] = []
+
+    def run(self, num_steps: int) -> None:
+        """Times have a tail: one step in fifty takes several times as long."""
+        length, random = self._length, self._random
+        for _ in range(num_steps):
+            asked = 0 if length.rests else length.choose(self._rows)
+            is_entry = bool(asked and not self._before)
+            self.num_entries += is_entry
+            self._before = asked
+            taken = self._costs[asked] + is_entry * self._entry
+            self.lost += taken - self._tokens[asked]
+            self.asked.append(asked)
+            taken *= 1 + self._noise * random.uniform(-1, 1)
+            if random.random() < 0.02 and self._noise:
+                taken += random.paretovariate(1.5)
+            tokens = self._tokens[asked] * self._rows
+            if length.rests:
+                length.rests -= 1
+            elif not length.passes(round(tokens), 0):
+                length.observe(asked, tokens, 0.001 * taken)
+
+    def share(self, number: int, num_steps: int) -> float:
+        """Of the last steps, those with so many drafts."""
+        return self.asked[-num_steps:].count(number) / num_steps
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32, 128])
+@pytest.mark.parametrize("slower", [1.08, 1.5, 3.0, 20.0])
+def test_drafts_that_lose_cost_a_share_of_the_time(rows: int, slower: float) -> None:
+    """From the first step on; others may be on their way when one has cost enough."""
+    for seed in SEEDS:
+        steps = Steps(rows, {1: slower, 3: 1.1 * slower}, {1: 1.0, 3: 1.0}, seed=seed)
+        for number in range(1, 5):
+            steps.run(2000)
+            most = 2 * MOST_LOST + 5 * slower + 2 * TRIAL_SHARE * 2000 * number
+            assert steps.lost < most, (seed, number)
+
+
+@pytest.mark.parametrize("entry", [40.0, 250.0])
+def test_what_costs_much_to_begin_with_is_begun_seldom(entry: float) -> None:
+    """As drafts on the host are that read what all rows have said."""
+    for seed in SEEDS:
+        steps = Steps(128, {3: 1.6}, {3: 1.2}, entry=entry, seed=seed)
+        num_steps = 12000
+        steps.run(num_steps)
+        assert 1 <= steps.num_entries <= 1 + TRIAL_SHARE * num_steps / (entry - MOST_LOST)
+
+
+def test_many_drafts_that_lose_do_not_keep_one_from_being_tried() -> None:
+    found = 0
+    for seed in SEEDS:
+        steps = Steps(32, {1: 1.2, 3: 4.0}, {1: 1.8, 3: 2.2}, seed=seed)
+        steps.run(12000)
+        found += steps.share(1, 2000) > 0.8
+    assert found > 0.9 * len(SEEDS)
+
+
+@pytest.mark.parametrize("better", [1, 3])
+def test_the_better_one_of_two_numbers_that_win_is_used(better: int) -> None:
+    worse = 4 - better
+    found = 0
+    for seed in SEEDS:
+        tokens = {1: 1.9, 3: 2.3}
+        costs = {better: tokens[better] / 1.5, worse: tokens[worse] / 1.38}
+        steps = Steps(1, costs, tokens, seed=seed, noise=0.2)
+        steps.run(3000)
+        found += steps.share(better, 1000) > 0.5
+    assert found > 0.8 * len(SEEDS)
+
+
+def test_a_step_that_is_held_up_does_not_put_off_what_wins_for_long() -> None:
+    for seed in SEEDS:
+        steps = Steps(8, {3: 1.2}, {3: 2.0}, entry=60.0 * (seed % 2), seed=seed)
+        steps.run(16000)
+        assert steps.share(3, 1000) > 0.7, seed
