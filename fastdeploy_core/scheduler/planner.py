@@ -23,6 +23,9 @@ from .sequence import Sequence
 from .settings import SchedulerSettings
 from .step import ScheduledStep, StepBuilder
 
+# Blocks that a sequence gets for later steps where many are free.
+BLOCKS_AHEAD = 3
+
 
 class StepPlanner:
     """Plans one step after the other over a roster."""
@@ -168,20 +171,19 @@ class StepPlanner:
         return bool(roster.num_waiting and has_place) or bool(roster.prefilling())
 
     def _grow_all(self, seqs: list[Sequence], places: np.ndarray, wanted: np.ndarray) -> bool:
-        """Blocks for so many tokens of each sequence; none at all if there are too few for all."""
-        kv = self._kv
-        is_short = wanted > self._roster.columns.room[places]
-        if not np.count_nonzero(is_short):
+        """Blocks for so many tokens of each sequence; none at all if there are too few for all. Telling the device of
+        a block takes the host longer than a step: where many are free all sequences get some for later steps, too."""
+        kv, columns = self._kv, self._roster.columns
+        room, num_free = columns.room[places], kv.pool.num_available
+        if not np.count_nonzero(wanted > room):
             return True
-        rows = np.flatnonzero(is_short).tolist()
-        seqs = [seqs[row] for row in rows]
-        counts = [kv.num_blocks_for(int(wanted[row])) for row in rows]
-        missing = sum(n - len(s.table.blocks) for n, s in zip(counts, seqs, strict=True))
-        if missing > kv.pool.num_available:
-            return False
-        return all(
-            self._try_grow(seq, int(wanted[row])) for row, seq in zip(rows, seqs, strict=True)
-        )
+        later = np.minimum(wanted + BLOCKS_AHEAD * kv.block_size, columns.limit[places])
+        for ends, most in ((np.maximum(wanted, later), num_free // 2), (wanted, num_free)):
+            short = np.flatnonzero(ends > room).tolist()
+            grown = [(seqs[row], int(ends[row])) for row in short]
+            if sum(kv.num_blocks_for(end) - len(seq.table.blocks) for seq, end in grown) <= most:
+                return all(self._try_grow(seq, end) for seq, end in grown)
+        return False
 
     def _plan_decodes(self) -> None:
         columns, places = self._roster.columns, self._roster.running_places()

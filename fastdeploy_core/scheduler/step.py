@@ -262,11 +262,8 @@ class StepBuilder:
         if self._new_blocks:
             blocks = self._new_blocks
             seq_ids = cohort.seq_ids if message.rows is None else message.rows.seq_ids
-            rows = np.flatnonzero(np.isin(seq_ids, list(blocks)))
-            owners = seq_ids[rows].tolist()
-            message.new_block_ids = {
-                row: blocks[owner] for row, owner in zip(rows.tolist(), owners, strict=True)
-            }
+            owners = enumerate(seq_ids.tolist())
+            message.new_block_ids = {row: blocks[seq] for row, seq in owners if seq in blocks}
         self.step_id = self._number
         self.num_drawn = step.num_rows if all(row.sample for row in self._rows) else 0
         if cohort.seqs or max_drafts:  # drafts outlast a step of prompts alone
