@@ -229,7 +229,7 @@ class Streams:
         tokens = 16 * self._batch
         while (found := self.run(tokens))["seconds"] < 0.5 * seconds:
             tokens *= 2
-        return max(1, round(found["made"] * seconds / found["seconds"]))
+        return max(1, round(speed(found) * seconds))
 
     def run(self, tokens: int) -> dict[str, Any]:
         """So many tokens of it, and what the last step gives besides."""

@@ -111,7 +111,8 @@ class _Regime:
                 self._least = min(0.0, self._to_lose - MOST_BY_ONE)
             else:
                 self._to_lose -= min(lost, MOST_BY_ONE)
-            if self._to_lose < self._least and self.current and not self._is_held:
+            is_over = self._to_lose < self._least and self.current and not self._is_held
+            if is_over and trial.is_losing:
                 trial.drop()
                 self._go_on(trial)
                 return

@@ -190,6 +190,11 @@ class Trial:
             due += max(0.0, more) * step.num_prompt_tokens / plain.prompt_tokens
         return (step.seconds - due) / each
 
+    @property
+    def is_losing(self) -> bool:
+        """Whether the number in turn has not been faster than none, all its blocks together."""
+        return not self._steps(self.current) or self.ratio(self.current) < 1
+
     def drop(self) -> None:
         """The number in turn has cost enough: go on without it, with none if that is still in question."""
         self._turns.popleft()
@@ -218,11 +223,11 @@ class Trial:
         ratio, least = self.ratio(number), FAILED[min(num_blocks, ROUNDS)]
         if number and ratio < (least if len(steps) * self._num_rows >= EVIDENCE else NO_LUCK):
             return True
-        # One block is too little for drafts to win by, where prompts come now and then.
-        least_blocks = 2 if number or self.gain(best) > CLEAR else ROUNDS
+        # Two blocks are too little to win by, unless by much.
+        least_blocks = 2 if self.gain(best) > CLEAR * self.gain(number) else ROUNDS
         if not best or min(num_blocks, self._num_blocks(best)) < least_blocks:
             return False
-        return ratio < least * self.ratio(best) and (number > 0 or self.is_sure(best))
+        return self._beats(best, number)
 
     def _is_hopeless(self, number: int) -> bool:
         return self.tokens(number) < HOPELESS * self.tokens(0)
@@ -266,17 +271,17 @@ class Trial:
 
     def _beats(self, number: int, other: int) -> bool:
         error = sqrt(self._squared_error(number) + self._squared_error(other))
-        return log(self.gain(number) / max(1e-9, self.gain(other))) > SURE * error
+        return log(max(1e-9, self.gain(number)) / max(1e-9, self.gain(other))) > SURE * error
 
     def is_sure(self, number: int) -> bool:
         """Whether it is faster than none by more than chance."""
         return log(max(1e-9, self.gain(number))) > SURE * self.error(number)
 
     def tokens(self, number: int) -> float:
-        """Of a row in a step without prompts, whose rows may get none."""
-        steps = [step for step in self._steps(number) if not step.num_prompt_tokens]
-        counts = [step.tokens for step in steps if step.has_drafts == (number > 0)]
-        return sum(counts) / max(1, len(counts))
+        """Of a row in a step; where there are any without prompts, whose rows may get none, in one of these."""
+        steps = [step for step in self._steps(number) if step.has_drafts == (number > 0)]
+        steps = [step for step in steps if not step.num_prompt_tokens] or steps
+        return sum(step.tokens for step in steps) / max(1, len(steps))
 
     def best(self, needed: float) -> int:
         """The fastest number, if it is so many times as fast as none; else 0."""
