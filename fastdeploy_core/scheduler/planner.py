@@ -171,13 +171,14 @@ class StepPlanner:
         return bool(roster.num_waiting and has_place) or bool(roster.prefilling())
 
     def _grow_all(self, seqs: list[Sequence], places: np.ndarray, wanted: np.ndarray) -> bool:
-        """Blocks for so many tokens of each sequence; none at all if there are too few for all. Telling the device of
+        """Blocks for so many tokens of each sequence, 0: it gets none; none at all if there are too few for all. Telling the device of
         a block takes the host longer than a step: where many are free all sequences get some for later steps, too."""
         kv, columns = self._kv, self._roster.columns
         room, num_free = columns.room[places], kv.pool.num_available
         if not np.count_nonzero(wanted > room):
             return True
         later = np.minimum(wanted + BLOCKS_AHEAD * kv.block_size, columns.limit[places])
+        later[wanted == 0] = 0  # not in this step
         for ends, most in ((np.maximum(wanted, later), num_free // 2), (wanted, num_free)):
             short = np.flatnonzero(ends > room).tolist()
             grown = [(seqs[row], int(ends[row])) for row in short]
@@ -195,7 +196,8 @@ class StepPlanner:
         # What has all its tokens known or on their way has nothing left to be fed.
         is_due = (computed >= columns.at_start[places]) & (known < columns.limit[places])
         needs_blocks = is_due & (computed >= columns.room[places])
-        if np.count_nonzero(needs_blocks):
+        wanted = np.where(is_due, computed + 1, 0)
+        if np.count_nonzero(needs_blocks) and not self._grow_all(seqs, places, wanted):
             for row in np.flatnonzero(needs_blocks).tolist():
                 seq = seqs[row]
                 is_due[row] = seq.status is RequestStatus.RUNNING and self._grow(
