@@ -113,21 +113,34 @@ def test_the_better_one_of_two_numbers_that_win_is_used(better: int) -> None:
     assert found > 0.8 * len(SEEDS)
 
 
-@pytest.mark.parametrize("entry", [0.0, 60.0])
-def test_steps_that_are_held_up_do_not_put_off_what_wins_for_long(entry: float) -> None:
+@pytest.mark.parametrize("rows", [1, 32])
+def test_steps_that_are_held_up_do_not_put_off_what_wins_for_long(rows: int) -> None:
     shares = []
     for seed in SEEDS:
-        steps = Steps(8, {3: 1.2}, {3: 2.0}, entry=entry, held_up=30.0, seed=seed)
-        steps.run(16000)
+        steps = Steps(rows, {1: 1.3, 3: 1.6}, {1: 1.9, 3: 2.2}, held_up=100.0, seed=seed)
+        steps.run(4000)
+        shares.append(1 - steps.share(0, 4000))
+    assert mean(shares) > 0.65, shares
+
+
+def test_what_costs_much_to_begin_with_and_wins_is_used() -> None:
+    shares = []
+    for seed in SEEDS:
+        steps = Steps(8, {3: 1.2}, {3: 2.0}, entry=60.0, seed=seed)
+        steps.run(20000)
         shares.append(steps.share(3, 4000))
     assert mean(shares) > 0.7, shares
 
 
-@pytest.mark.parametrize(("cost", "tokens"), [(1.75, 1.5), (2.2, 2.0)])
-def test_a_drifting_host_makes_nothing_win_that_loses(cost: float, tokens: float) -> None:
+@pytest.mark.parametrize(
+    ("cost", "tokens", "drift"), [(1.75, 1.5, 0.6), (1.58, 1.5, 0.3), (2.05, 2.0, 0.3)]
+)
+def test_a_drifting_host_makes_nothing_win_that_loses(
+    cost: float, tokens: float, drift: float
+) -> None:
     shares = []
-    for seed in range(40):
-        steps = Steps(32, {1: cost}, {1: tokens}, drift=0.3, seed=seed)
+    for seed in range(24):
+        steps = Steps(32, {1: cost}, {1: tokens}, drift=drift, seed=seed)
         steps.run(4000)
         shares.append(steps.share(1, 4000))
     assert mean(shares) < 0.05, shares

@@ -1,5 +1,5 @@
 """Adaptive length while steps take now longer, now shorter, as they did on an accelerator: what does not pay is hardly
-used, and what pays is, whatever the noise makes of their times.
+used, and what pays is, whatever the noise makes of their times. (What is near to paying: test_draft_budget.py.)
 
 step_noise.txt: times of consecutive decode steps without drafts of the demo model on one NVIDIA H200 beside other
 programs, in percent of their median: of 1, 32 and 128 rows, a line each.
@@ -20,7 +20,7 @@ NOISE = [
     [int(percent) / 100 for percent in line.split()]
     for line in Path(__file__).with_name("step_noise.txt").read_text("utf-8").splitlines()
 ]
-NUM_SEEDS, ROUNDS = 3, 12
+NUM_SEEDS, ROUNDS = 2, 12
 
 
 class NoisyAccelerator(Accelerator):
@@ -53,12 +53,9 @@ def play(num_drafts: int, chance: float, rows: int, load: str, seed: int) -> tup
 
 
 @pytest.mark.parametrize("load", ["whole", "decoding"])
-@pytest.mark.parametrize("rows", [1, 8, 32])
-@pytest.mark.parametrize(("num_drafts", "chance"), [(3, 0.1), (1, 0.05)])
-def test_what_does_not_pay_is_hardly_used(
-    num_drafts: int, chance: float, rows: int, load: str
-) -> None:
-    found = [play(num_drafts, chance, rows, load, seed) for seed in range(NUM_SEEDS)]
+@pytest.mark.parametrize("rows", [1, 32])
+def test_what_does_not_pay_is_hardly_used(rows: int, load: str) -> None:
+    found = [play(3, 0.1, rows, load, seed) for seed in range(NUM_SEEDS)]
     assert min(ratio for ratio, _ in found) > 0.96, found
     assert median(ratio for ratio, _ in found) > 0.98, found
 
