@@ -42,7 +42,6 @@ from typing import Any
 from speculative_acceptance import Runs, add_arguments, print_conditions, questions
 
 from fastdeploy_core.api.inputs import normalise_prompts
-from fastdeploy_core.scheduler.draft_length import MOST_LOST
 from fastdeploy_core.types import TokenDeltas, each_delta
 
 REPETITIVE = ("copying", "reciting", "plain_copy")
@@ -272,7 +271,6 @@ def forget_lengths(llm: Any) -> None:
     length = llm._live_engine()._core.scheduler._length
     if length is not None:
         length._regimes.clear()
-        length._account.left = MOST_LOST
         length._now = length._last = None
         length.rests = 0
         length._num_rows = -1

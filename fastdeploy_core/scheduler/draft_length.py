@@ -24,7 +24,7 @@ FIRST_TRY, CONFIRM, TRY_AGAIN, TRY_AGAIN_AT_MOST = 24, 100, 400, 12800
 # What trials may cost, in steps without drafts that could have been done in the time: so much for every step,
 # and at most so much at once. So much is left to what has cost more to begin with; no other step counts for more,
 # since any may be held up.
-TRIAL_SHARE, MOST_LOST, MOST_BY_ONE = 0.005, 12.0, 6.0
+TRIAL_SHARE, MOST_LOST, MOST_BY_ONE = 0.005, 16.0, 8.0
 # Steps between trials for each one of a trial, at least.
 DUTY = 4
 # What drafts must bring to stay in use.
@@ -40,32 +40,11 @@ def _bucket(num_rows: int) -> int:
     return (num_rows - 1).bit_length()
 
 
-class _Account:
-    """What trials may cost now, of all batch sizes together. A round of one begins with all of it; it may win more."""
-
-    def __init__(self) -> None:
-        self.left = MOST_LOST
-
-    @property
-    def is_full(self) -> bool:
-        """Whether a round may begin."""
-        return self.left >= MOST_LOST
-
-    def begin(self) -> None:
-        """One begins: what others have won is theirs."""
-        self.left = min(MOST_LOST, self.left)
-
-    def earn(self, num_steps: int) -> None:
-        """Steps were done."""
-        if not self.is_full:
-            self.left = min(MOST_LOST, self.left + TRIAL_SHARE * num_steps)
-
-
 class _Regime:
     """What is known of batches of about one size and one kind of sampling, and what they do now."""
 
-    def __init__(self, num_rows: int, numbers: tuple[int, ...], account: _Account) -> None:
-        self._num_rows, self._numbers, self._account = num_rows, numbers, account
+    def __init__(self, num_rows: int, numbers: tuple[int, ...]) -> None:
+        self._num_rows, self._numbers = num_rows, numbers
         self._load = Load()
         self._best = 0  # the number in use between trials
         # Of that number in its trial: how many times as fast as none, and tokens of a row in a step.
@@ -73,8 +52,9 @@ class _Regime:
         self._seen: list[float] = []  # tokens of a row in steps since
         self._num_watched = min(MOST_STEPS, max(LEAST_STEPS, WATCHED // num_rows))
         self._trial: Trial | None = None
-        self._least = 0.0  # what must be left on the account for the number in turn to go on
-        self._is_held = False  # whether the trial waits for it to be full
+        # What trials may cost now, all of it at the beginning of a round; what must be left of it.
+        self._to_lose, self._least = MOST_LOST, 0.0
+        self._is_held = False  # whether one waits for that
         self._since, self._pause = 0, FIRST_TRY  # steps since the last trial, and until the next
         self.num_unsettled = SETTLE
         self.current = 0
@@ -103,7 +83,6 @@ class _Regime:
 
     def begin_trial(self) -> None:
         """Compare all numbers. What none takes has to be known first, lest much is lost by drafts."""
-        self._account.begin()
         self._trial = Trial((0, *self._numbers), self._num_rows, self._load)
         self._ask(self._trial.current)
 
@@ -112,8 +91,9 @@ class _Regime:
         self._load.note(tokens, num_prompt_tokens)
         num_steps = 1 + RESTS * self.is_off
         self._since += num_steps
-        self._account.earn(num_steps)
-        if self._account.is_full:
+        if self._to_lose < MOST_LOST:
+            self._to_lose = min(MOST_LOST, self._to_lose + TRIAL_SHARE * num_steps)
+        else:
             if self._trial is None and self._since >= self._pause:
                 self.begin_trial()
             elif self._trial is not None and self._is_held:
@@ -125,14 +105,14 @@ class _Regime:
         """See DraftLength.observe."""
         trial = self._trial
         if trial is not None and (asked or self.current) and step.seconds > 0:
-            lost, account = trial.lost(step), self._account
+            lost = trial.lost(step)
             if self.num_unsettled:
-                account.left -= lost
-                self._least = min(0.0, account.left - MOST_BY_ONE)
+                self._to_lose -= lost
+                self._least = min(0.0, self._to_lose - MOST_BY_ONE)
             else:
-                account.left -= min(lost, MOST_BY_ONE)
-            is_spent = account.left < self._least and self.current and not self._is_held
-            if is_spent and trial.is_losing:
+                self._to_lose -= min(lost, MOST_BY_ONE)
+            is_over = self._to_lose < self._least and self.current and not self._is_held
+            if is_over and trial.is_losing:
                 trial.drop()
                 self._go_on(trial)
                 return
@@ -154,8 +134,8 @@ class _Regime:
             return
         # A round begins without drafts; until it may, there are as many as before the trial.
         if not trial.current:
-            self._is_held = not self._account.is_full
-            self._account.begin()
+            self._is_held = self._to_lose < MOST_LOST
+            self._to_lose = min(MOST_LOST, self._to_lose)
         self._ask(self._best if self._is_held else trial.current)
 
     def _watch(self, asked: int, step: TimedStep) -> None:
@@ -169,7 +149,7 @@ class _Regime:
                 self.begin_trial()
 
     def _conclude(self, trial: Trial) -> None:
-        before = self._best
+        before, self._to_lose = self._best, min(MOST_LOST, self._to_lose)
         self._judge(trial)
         logger.debug(
             "up to %d rows: %s; drafts %d -> %d, next trial after %d steps",
@@ -217,7 +197,6 @@ class DraftLength:
         self._numbers = tuple(sorted(numbers or halved, reverse=True))
         self._most, self._adaptive, self._disable_above = most, adaptive, disable_above
         self._regimes: dict[tuple[int, int], _Regime] = {}
-        self._account = _Account()
         self._now: _Regime | None = None  # of the step that was planned last
         self._num_rows, self._kind, self._is_disabled = -1, 0, False
         self._last: _Regime | None = None  # of the step that was told of last
@@ -268,11 +247,11 @@ class DraftLength:
         key = (_bucket(num_rows), kind)
         found = self._regimes.get(key)
         if found is None:
-            found = self._regimes[key] = _Regime(1 << key[0], self._numbers, self._account)
+            found = self._regimes[key] = _Regime(1 << key[0], self._numbers)
             known = [k for k, r in self._regimes.items() if k[1] == kind and r.is_judged]
             nearest = min(known, key=lambda k: (abs(k[0] - key[0]), k), default=None)
             if nearest is not None:
                 found.begin_as(self._regimes[nearest])
             elif num_rows <= SMALL:
-                found.turn_off(0)  # a trial, as soon as it may begin
+                found.begin_trial()
         return found

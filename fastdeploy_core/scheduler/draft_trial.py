@@ -5,12 +5,14 @@ meanwhile is the same for all of them.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from math import inf, log, sqrt
 from statistics import quantiles, variance
 from typing import NamedTuple
 
-# Steps of a block, and blocks of each number at least and at most.
-BLOCK, ROUNDS, MOST_ROUNDS = 12, 3, 12
+# Steps of a block, blocks of each number at least and at most, and steps of a block behind which a number may have
+# failed at once.
+BLOCK, ROUNDS, MOST_ROUNDS, FEWEST = 12, 3, 12, 4
 # Where more than this share of the steps have prompts, whose rows outlast such a block, blocks are so many steps, and
 # the first ones do not count: their rows began with another number.
 OFTEN, LONG_BLOCK, CARRIED_OVER = 0.04, 60, 12
@@ -18,6 +20,10 @@ OFTEN, LONG_BLOCK, CARRIED_OVER = 0.04, 60, 12
 LEAST_GAIN = 1.1
 # Standard errors that are more than chance, and a gain that is clear behind two blocks.
 SURE, CLEAR = 2.0, 1.3
+# A number that is slower than this share of the fastest is tried no more: in its first block, behind it, behind
+# the next one and so on. Before so many tokens were drawn with it, only if it is slower than bad luck could
+# make it.
+FAILED, EVIDENCE, NO_LUCK = (0.8, 0.95, 1.0, 1.05), 12, 0.6
 # Drafts are hopeless that do not make a step give so many times as many tokens, drawn with them so many: those who ask
 # for them, and the step itself, take some of that.
 HOPELESS, HOPE = 1.15, 24
@@ -105,7 +111,7 @@ class Trial:
     """`current` says how many drafts the next steps ask for, until `is_over`."""
 
     def __init__(self, numbers: tuple[int, ...], num_rows: int, load: Load) -> None:
-        """numbers: in the order of their turns; 0 is the first."""
+        """numbers: in the order of their turns; 0 is one of them."""
         self._num_rows, self._load = num_rows, load
         self._blocks: dict[int, list[list[TimedStep]]] = {number: [] for number in numbers}
         self._turns = deque(numbers)
@@ -145,7 +151,7 @@ class Trial:
         )
 
     def add(self, step: TimedStep) -> bool:
-        """One more step; whether a block ends with it."""
+        """One more step; whether another number is in turn with it, or none."""
         if self._num_first < self._carried_over:
             self._num_first += 1
             return False
@@ -155,15 +161,20 @@ class Trial:
         blocks[-1].append(step)
         self._windows.pop(number, None)
         self._count += 1
-        if self._count < self._size:
+        if self._count == self._size:
+            self._count = 0
+            if not number:
+                self._plain = self._window(0)
+            self._turns.rotate(-1)
+            self._give_up(self._turns)
+        elif self._count == FEWEST:
+            self._give_up([number])
+        else:
             return False
-        self._count = self._num_first = 0
-        if not number:
-            self._plain = self._window(0)
-        self._turns.rotate(-1)
-        self._give_up()
+        if self.current != number:
+            self._count = self._num_first = 0
         self.is_over = self._is_over()
-        return True
+        return self.is_over or self.current != number
 
     def lost(self, step: TimedStep) -> float:
         """Steps without drafts that could have been done in the time that a step with some, or between such, has
@@ -196,26 +207,34 @@ class Trial:
         self._count = self._num_first = 0
         self.is_over = self._is_over()
 
-    def _give_up(self) -> None:
-        """Go on without those that have failed. Fewer drafts give no more tokens: if some gave next to none, fewer
-        will not."""
-        hopeless = max(filter(self._is_hopeless, self._turns), default=0)
-        self._turns = deque(n for n in self._turns if not 0 < n <= hopeless)
-        best = max(filter(self._num_blocks, self._turns), key=self.gain)
-        self._turns = deque(n for n in self._turns if n == best or not self._has_lost(n, best))
+    def _give_up(self, numbers: Iterable[int]) -> None:
+        """Go on without those of them that have failed. Fewer drafts give no more tokens: if some gave next
+        to none, fewer will not."""
+        known = [n for n in self._turns if self._num_blocks(n)]
+        best = max(known, key=self.ratio, default=-1)
+        for number in tuple(numbers):
+            if best >= 0 and number != best and self._has_failed(number, best):
+                least = 1 if number and self._is_hopeless(number) else number
+                self._turns = deque(n for n in self._turns if n == best or not least <= n <= number)
 
-    def _has_lost(self, number: int, best: int) -> bool:
-        num_blocks = min(self._num_blocks(number), self._num_blocks(best))
-        if num_blocks < 2:
+    def _has_failed(self, number: int, best: int) -> bool:
+        steps, num_blocks = self._steps(number), self._num_blocks(number)
+        # Prompts between steps with drafts say nothing by themselves.
+        if 2 * sum(step.has_drafts or not number for step in steps) < FEWEST:
             return False
+        if number and len(steps) * self._num_rows >= HOPE and self._is_hopeless(number):
+            return True
+        ratio, least = self.ratio(number), FAILED[min(num_blocks, ROUNDS)]
+        if number and ratio < (least if len(steps) * self._num_rows >= EVIDENCE else NO_LUCK):
+            return True
         # Two blocks are too little to win by, unless by much.
-        is_clear = self.gain(best) > CLEAR * self.gain(number)
-        return (is_clear or num_blocks >= ROUNDS) and self._beats(best, number)
+        least_blocks = 2 if self.gain(best) > CLEAR * self.gain(number) else ROUNDS
+        if not best or min(num_blocks, self._num_blocks(best)) < least_blocks:
+            return False
+        return self._beats(best, number)
 
     def _is_hopeless(self, number: int) -> bool:
-        num_drafting = sum(step.has_drafts for step in self._steps(number))
-        is_known = number and 0 in self._turns and num_drafting * self._num_rows >= HOPE
-        return bool(is_known) and self.tokens(number) < HOPELESS * self.tokens(0)
+        return self.tokens(number) < HOPELESS * self.tokens(0)
 
     def _steps(self, number: int) -> list[TimedStep]:
         return [step for block in self._blocks[number] for step in block]

@@ -171,8 +171,9 @@ class StepPlanner:
         return bool(roster.num_waiting and has_place) or bool(roster.prefilling())
 
     def _grow_all(self, seqs: list[Sequence], places: np.ndarray, wanted: np.ndarray) -> bool:
-        """Blocks for so many tokens of each sequence, 0: it gets none; none at all if there are too few for all. Telling the device of
-        a block takes the host longer than a step: where many are free all sequences get some for later steps, too."""
+        """Blocks for so many tokens of each sequence, 0: it gets none; none at all if there are too few for all.
+        Telling the device of a block takes the host longer than a step: where many are free all sequences get
+        some for later steps, too."""
         kv, columns = self._kv, self._roster.columns
         room, num_free = columns.room[places], kv.pool.num_available
         if not np.count_nonzero(wanted > room):

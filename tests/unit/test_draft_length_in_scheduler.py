@@ -87,10 +87,10 @@ def answers(seed: int, number: int) -> list[int]:
     ("chance", "cost"), [(0.0, 0.3), (0.1, 0.05), (0.3, 0.5), (0.6, 0.4), (0.9, 0.1), (0.95, 0.3)]
 )
 def test_the_whole_is_never_slower_than_without(chance: float, cost: float, at_once: int) -> None:
-    """Over two servers' lives: which answers end together, and so have prompts of one step follow, is luck."""
+    """Over three servers' lives: which answers end together, and so have prompts of one step follow, is luck."""
     times = [0.0, 0.0]
-    for seed in range(2):
-        lengths = answers(seed, 16 + 4 * at_once)
+    for seed in range(3):
+        lengths = answers(seed, 8 + 2 * at_once)
         for which, number in enumerate((0, NUM_DRAFTS)):
             device = Device(number, chance=chance, cost=cost)
             device.serve(lengths, at_once)
