@@ -83,7 +83,10 @@ class _Regime:
 
     def begin_trial(self) -> None:
         """Compare all numbers. What none takes has to be known first, lest much is lost by drafts."""
-        self._trial = Trial((0, *self._numbers), self._num_rows, self._load)
+        # What has won before is not out for a few steps that were held up.
+        self._trial = Trial(
+            (0, *self._numbers), self._num_rows, self._load, is_hasty=not self._best
+        )
         self._ask(self._trial.current)
 
     def passes(self, tokens: float, num_prompt_tokens: int) -> bool:

@@ -110,8 +110,11 @@ class Load:
 class Trial:
     """`current` says how many drafts the next steps ask for, until `is_over`."""
 
-    def __init__(self, numbers: tuple[int, ...], num_rows: int, load: Load) -> None:
-        """numbers: in the order of their turns; 0 is one of them."""
+    def __init__(
+        self, numbers: tuple[int, ...], num_rows: int, load: Load, *, is_hasty: bool = True
+    ) -> None:
+        """numbers: in the order of their turns; 0 is one of them. is_hasty: what is far slower fails in a few steps."""
+        self._is_hasty = is_hasty
         self._num_rows, self._load = num_rows, load
         self._blocks: dict[int, list[list[TimedStep]]] = {number: [] for number in numbers}
         self._turns = deque(numbers)
@@ -167,7 +170,7 @@ class Trial:
                 self._plain = self._window(0)
             self._turns.rotate(-1)
             self._give_up(self._turns)
-        elif self._count == FEWEST:
+        elif self._count == FEWEST and self._is_hasty:
             self._give_up([number])
         else:
             return False
