@@ -25,6 +25,8 @@ FIRST_TRY, CONFIRM, TRY_AGAIN, TRY_AGAIN_AT_MOST = 24, 100, 400, 12800
 # and at most so much at once. So much is left to what has cost more to begin with; no other step counts for more,
 # since any may be held up.
 TRIAL_SHARE, MOST_LOST, MOST_BY_ONE = 0.005, 16.0, 8.0
+# The same share of steps with drafts that win, and how much of what they have won is kept for trials.
+WON_SHARE, MOST_KEPT = 0.05, 160.0
 # Steps between trials for each one of a trial, at least.
 DUTY = 4
 # What drafts must bring to stay in use.
@@ -52,8 +54,9 @@ class _Regime:
         self._seen: list[float] = []  # tokens of a row in steps since
         self._num_watched = min(MOST_STEPS, max(LEAST_STEPS, WATCHED // num_rows))
         self._trial: Trial | None = None
-        # What trials may cost now, all of it at the beginning of a round; what must be left of it.
-        self._to_lose, self._least = MOST_LOST, 0.0
+        # What trials may cost now, MOST_LOST of it in a round; what must be left behind this one, and for the number
+        # in turn.
+        self._to_lose, self._floor, self._least = MOST_LOST, 0.0, 0.0
         self._is_held = False  # whether one waits for that
         self._since, self._pause = 0, FIRST_TRY  # steps since the last trial, and until the next
         self.num_unsettled = SETTLE
@@ -83,20 +86,26 @@ class _Regime:
 
     def begin_trial(self) -> None:
         """Compare all numbers. What none takes has to be known first, lest much is lost by drafts."""
-        # What has won before is not out for a few steps that were held up.
+        self._begin_round()
+        # What has won before is not out for a few steps that were held up, or one text that is hard to guess.
         self._trial = Trial(
             (0, *self._numbers), self._num_rows, self._load, is_hasty=not self._best
         )
         self._ask(self._trial.current)
+
+    def _begin_round(self) -> None:
+        self._to_lose = min(MOST_KEPT, self._to_lose)
+        self._floor = max(0.0, self._to_lose - MOST_LOST)
 
     def passes(self, tokens: float, num_prompt_tokens: int) -> bool:
         """See DraftLength.passes."""
         self._load.note(tokens, num_prompt_tokens)
         num_steps = 1 + RESTS * self.is_off
         self._since += num_steps
-        if self._to_lose < MOST_LOST:
-            self._to_lose = min(MOST_LOST, self._to_lose + TRIAL_SHARE * num_steps)
-        else:
+        share, most = (WON_SHARE, MOST_KEPT) if self._best else (TRIAL_SHARE, MOST_LOST)
+        if self._to_lose < most:
+            self._to_lose = min(most, self._to_lose + share * num_steps)
+        if self._to_lose >= MOST_LOST:
             if self._trial is None and self._since >= self._pause:
                 self.begin_trial()
             elif self._trial is not None and self._is_held:
@@ -111,7 +120,7 @@ class _Regime:
             lost = trial.lost(step)
             if self.num_unsettled:
                 self._to_lose -= lost
-                self._least = min(0.0, self._to_lose - MOST_BY_ONE)
+                self._least = min(self._floor, self._to_lose - MOST_BY_ONE)
             else:
                 self._to_lose -= min(lost, MOST_BY_ONE)
             is_over = self._to_lose < self._least and self.current and not self._is_held
@@ -138,7 +147,7 @@ class _Regime:
         # A round begins without drafts; until it may, there are as many as before the trial.
         if not trial.current:
             self._is_held = self._to_lose < MOST_LOST
-            self._to_lose = min(MOST_LOST, self._to_lose)
+            self._begin_round()
         self._ask(self._best if self._is_held else trial.current)
 
     def _watch(self, asked: int, step: TimedStep) -> None:
@@ -152,7 +161,7 @@ class _Regime:
                 self.begin_trial()
 
     def _conclude(self, trial: Trial) -> None:
-        before, self._to_lose = self._best, min(MOST_LOST, self._to_lose)
+        before = self._best
         self._judge(trial)
         logger.debug(
             "up to %d rows: %s; drafts %d -> %d, next trial after %d steps",

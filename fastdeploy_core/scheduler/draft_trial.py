@@ -113,7 +113,7 @@ class Trial:
     def __init__(
         self, numbers: tuple[int, ...], num_rows: int, load: Load, *, is_hasty: bool = True
     ) -> None:
-        """numbers: in the order of their turns; 0 is one of them. is_hasty: what is far slower fails in a few steps."""
+        """numbers: in the order of their turns; 0 is one of them. is_hasty: what is slower fails before ROUNDS."""
         self._is_hasty = is_hasty
         self._num_rows, self._load = num_rows, load
         self._blocks: dict[int, list[list[TimedStep]]] = {number: [] for number in numbers}
@@ -225,16 +225,21 @@ class Trial:
         # Prompts between steps with drafts say nothing by themselves.
         if 2 * sum(step.has_drafts or not number for step in steps) < FEWEST:
             return False
-        if number and len(steps) * self._num_rows >= HOPE and self._is_hopeless(number):
-            return True
-        ratio, least = self.ratio(number), FAILED[min(num_blocks, ROUNDS)]
-        if number and ratio < (least if len(steps) * self._num_rows >= EVIDENCE else NO_LUCK):
+        if number and (self._is_hasty or num_blocks >= ROUNDS) and self._is_slow(number):
             return True
         # Two blocks are too little to win by, unless by much.
         least_blocks = 2 if self.gain(best) > CLEAR * self.gain(number) else ROUNDS
         if not best or min(num_blocks, self._num_blocks(best)) < least_blocks:
             return False
         return self._beats(best, number)
+
+    def _is_slow(self, number: int) -> bool:
+        """Whether a number fails by itself."""
+        num_tokens = len(self._steps(number)) * self._num_rows
+        if num_tokens >= HOPE and self._is_hopeless(number):
+            return True
+        least = FAILED[min(self._num_blocks(number), ROUNDS)]
+        return self.ratio(number) < (least if num_tokens >= EVIDENCE else NO_LUCK)
 
     def _is_hopeless(self, number: int) -> bool:
         return self.tokens(number) < HOPELESS * self.tokens(0)

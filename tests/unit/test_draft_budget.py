@@ -144,3 +144,38 @@ def test_a_drifting_host_makes_nothing_win_that_loses(
         steps.run(4000)
         shares.append(steps.share(1, 4000))
     assert mean(shares) < 0.05, shares
+
+
+class Answers(Steps):
+    """Of 100 steps each, one row at a time or all alike: three in ten are hard to guess."""
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps // 100):
+            is_hard = self._random.random() < 0.3
+            self._tokens = {0: 1.0, 1: 1.05 if is_hard else 1.8, 5: 1.1 if is_hard else 4.0}
+            super().run(100)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32])
+def test_what_makes_twice_as_fast_is_not_off_for_long(rows: int) -> None:
+    """On a drifting host whose steps are held up now and then."""
+    num_off = 0
+    for seed in range(24):
+        steps = Steps(
+            *(rows, {1: 1.2, 3: 1.3}, {1: 1.9, 3: 2.6}), drift=0.3, held_up=10.0, seed=seed
+        )
+        steps.run(2000)
+        num_off += steps.share(0, 500) > 0.9
+    assert num_off <= 1
+
+
+@pytest.mark.parametrize("rows", [1, 32])
+def test_some_answers_that_are_hard_to_guess_do_not_end_it(rows: int) -> None:
+    """What drafts have won pays for trials that come to nothing."""
+    num_off, used = 0, []
+    for seed in range(16):
+        steps = Answers(rows, {1: 1.25, 5: 1.5}, {1: 1.8, 5: 4.0}, drift=0.1, seed=seed)
+        steps.run(8000)
+        num_off += steps.share(0, 4000) > 0.9
+        used.append(1 - steps.share(0, 8000))
+    assert num_off <= 1 and mean(used) > 0.45, used
