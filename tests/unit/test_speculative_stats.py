@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from fastdeploy_core.cli.bench_offline import _draft_numbers
 from fastdeploy_core.engine.output import OutputKind, OutputProcessor
 from fastdeploy_core.kvcache import KVCacheManager
-from fastdeploy_core.scheduler import BatchScheduler
+from fastdeploy_core.scheduler import BatchScheduler, planner
 from fastdeploy_core.scheduler.settings import SchedulerSettings
 from fastdeploy_core.serving.metrics import Metrics
 from fastdeploy_core.serving.usage import Usage
@@ -105,7 +106,8 @@ def test_the_batch_waits_for_drafts_and_overlaps_without() -> None:
     assert [step.output.max_drafts for step in ahead] == [-1, -1, -1]
 
 
-def test_drafters_with_a_cache_rest_and_miss_what_decodes() -> None:
+def test_drafters_with_a_cache_rest_and_miss_what_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "BLOCKS_AHEAD", 0)  # blocks are counted
     script = Script(lookahead_tokens=3)
     scheduler = script.scheduler
     scheduler.add(make_request("a", [1, 2, 3], max_tokens=60))
