@@ -132,7 +132,7 @@ def benches(checkpoints: Path, tensor_library: str) -> Any:
     def make(name: str) -> tuple[Bench, Bench]:
         model, _, recorded = name.partition("-")
         folder = DEMO if model == "demo" else checkpoints / model
-        method = {"method": "mtp", "num_speculative_tokens": 3}
+        method = {"method": "mtp", "num_speculative_tokens": 3, "adaptive_length": False}
         yes = GraphConfig(sizes=(1, 2, 4, 8)) if recorded else None
         no = GraphConfig(enabled=False) if recorded else None
         drafting = Bench(folder, tensor_library, yes, **method)

@@ -16,7 +16,8 @@ import json, sys
 import fd_spec_mtp
 from fastdeploy import LLM, SamplingParams
 answers = []
-for speculative in (None, {"method": "mtp", "num_speculative_tokens": 2}):
+always = {"method": "mtp", "num_speculative_tokens": 2, "adaptive_length": False}
+for speculative in (None, always):
     with LLM(sys.argv[1], tensor_library=sys.argv[2], dtype="float32", max_model_len=256,
              num_gpu_blocks_override=16, num_threads=1, speculative_config=speculative) as llm:
         (out,) = llm.chat([{"role": "user", "content": "Sort these numbers: 27, 5, 61, 8"}],
