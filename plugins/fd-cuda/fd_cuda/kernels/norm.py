@@ -28,10 +28,11 @@ def _rms_norm(
 
 
 @triton.jit
-def _add_rms_norm(
-    x_p, r_p, w_p, y_p, total_p, x_stride, r_stride, eps,
+def added_norm(
+    x_p, r_p, w_p, total_p, x_stride, r_stride, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """This program's row of x + r, normed: float32, before it is rounded to x's dtype. The sum goes to total_p."""
     cols = tl.arange(0, BLOCK)
     inside = cols < WIDTH
     weight = tl.load(w_p + cols, mask=inside, other=0.0).to(tl.float32)
@@ -42,8 +43,17 @@ def _add_rms_norm(
     total = x.to(total_p.dtype.element_ty)
     tl.store(total_p + row * WIDTH + cols, total, mask=inside)
     x = total.to(tl.float32)
-    y = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * weight
-    tl.store(y_p + row * WIDTH + cols, y.to(y_p.dtype.element_ty), mask=inside)
+    return x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * weight
+
+
+@triton.jit
+def _add_rms_norm(
+    x_p, r_p, w_p, y_p, total_p, x_stride, r_stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    y = added_norm(x_p, r_p, w_p, total_p, x_stride, r_stride, eps, WIDTH, BLOCK, PDL)
+    row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    tl.store(y_p + row * WIDTH + cols, y.to(y_p.dtype.element_ty), mask=cols < WIDTH)
 
 
 @triton.jit
@@ -91,15 +101,23 @@ def _qk_norm(
 
 
 @triton.jit
-def _silu_and_mul(x_p, y_p, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def activated(x_p, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """This program's part of a row of silu(gate) * up: float32, before it is rounded to x's dtype."""
     join_chain(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < WIDTH
     gate = tl.load(x_p + row * stride + cols, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_p + row * stride + WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
-    y = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(y_p + row * WIDTH + cols, y.to(y_p.dtype.element_ty), mask=inside)
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def _silu_and_mul(x_p, y_p, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    y = activated(x_p, stride, WIDTH, BLOCK, PDL)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_p + row * WIDTH + cols, y.to(y_p.dtype.element_ty), mask=cols < WIDTH)
 
 
 def warps(width: int) -> int:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from . import norm
-from .common import cdiv, join_chain, options, pad2
+from .common import cdiv, options, pad2
 from .quant_linear import choose, native_runs
 from .quant_round import FP8_BLOCK, FP8_BOUND, INT8_BOUND, TINY, Seen, converts_fp8, quotient
 from .quant_weights import WHOLE, Weights
@@ -54,17 +54,8 @@ def _add_rms_norm_round(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, BOUND: tl.constexpr,
     IS_FP8: tl.constexpr, IS_STATIC: tl.constexpr, CONVERTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    cols = tl.arange(0, BLOCK)
-    inside = cols < WIDTH
-    weight = tl.load(w_p + cols, mask=inside, other=0.0).to(tl.float32)
-    join_chain(PDL)
+    y = norm.added_norm(x_p, r_p, w_p, total_p, x_stride, r_stride, eps, WIDTH, BLOCK, PDL)
     row = tl.program_id(0).to(tl.int64)
-    x = tl.load(x_p + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    x += tl.load(r_p + row * r_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    total = x.to(total_p.dtype.element_ty)
-    tl.store(total_p + row * WIDTH + cols, total, mask=inside)
-    x = total.to(tl.float32)
-    y = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * weight
     y = y.to(total_p.dtype.element_ty).to(tl.float32)
     _store_rounded(
         y, row, 0, y_p, scales_p, given_p, scale_stride, eights,
@@ -78,14 +69,8 @@ def _silu_and_mul_round(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, BOUND: tl.constexpr,
     IS_FP8: tl.constexpr, IS_STATIC: tl.constexpr, CONVERTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    join_chain(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * BLOCK
-    cols = first + tl.arange(0, BLOCK)
-    inside = cols < WIDTH
-    gate = tl.load(x_p + row * stride + cols, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x_p + row * stride + WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
-    y = gate / (1.0 + tl.exp(-gate)) * up
+    y = norm.activated(x_p, stride, WIDTH, BLOCK, PDL)
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     y = y.to(x_p.dtype.element_ty).to(tl.float32)
     _store_rounded(
         y, row, first, y_p, scales_p, given_p, scale_stride, eights,
