@@ -1,5 +1,5 @@
-"""Adaptive length while steps take now longer, now shorter, as they did on an accelerator: what does not pay is hardly
-used, and what pays is, whatever the noise makes of their times. (What is near to paying: test_draft_budget.py.)
+"""Adaptive length while steps take now longer, now shorter, as they did on an accelerator: what pays is used,
+whatever the noise makes of their times. (What does not pay: test_draft_budget.py.)
 
 step_noise.txt: times of consecutive decode steps without drafts of the demo model on one NVIDIA H200 beside other
 programs, in percent of their median: of 1, 32 and 128 rows, a line each.
@@ -31,38 +31,26 @@ class NoisyAccelerator(Accelerator):
         self._random, self.quiet = Random(seed), 0.0
         self._noise = NOISE[0 if rows < 8 else 1 if rows < 64 else 2]
         self._place = self._random.randrange(len(self._noise))
-        self.num_steps = self.num_drafting = 0
 
     def _duration(self, step: ScheduledStep) -> float:
         taken = super()._duration(step)
         self.quiet += taken
-        self.num_steps += 1
-        self.num_drafting += bool(step.drafts.any())
         self._place = (self._place + 1) % len(self._noise)
         return taken * self._noise[self._place]
 
 
-def play(num_drafts: int, chance: float, rows: int, load: str, seed: int) -> tuple[float, float]:
-    """How many times as fast as without drafts, were it not for noise, and the share of steps with drafts."""
+def play(num_drafts: int, chance: float, rows: int, load: str, seed: int) -> float:
+    """How many times as fast as without drafts, were it not for noise."""
     worlds = [NoisyAccelerator(number, chance, rows, seed) for number in (num_drafts, 0)]
     for world in worlds:
         for number in range(ROUNDS):
             LOADS[load](world, rows, Random(ROUNDS * seed + number))
     drafting, plain = worlds
-    return plain.quiet / drafting.quiet, drafting.num_drafting / drafting.num_steps
+    return plain.quiet / drafting.quiet
 
 
-@pytest.mark.parametrize("load", ["whole", "decoding"])
 @pytest.mark.parametrize("rows", [1, 32])
-def test_what_does_not_pay_is_hardly_used(rows: int, load: str) -> None:
-    found = [play(3, 0.1, rows, load, seed) for seed in range(NUM_SEEDS)]
-    assert min(ratio for ratio, _ in found) > 0.96, found
-    assert median(ratio for ratio, _ in found) > 0.98, found
-
-
-@pytest.mark.parametrize(("load", "least"), [("whole", 1.0), ("decoding", 1.25)])
-@pytest.mark.parametrize("rows", [1, 32])
-def test_what_pays_is_used(rows: int, load: str, least: float) -> None:
-    found = [play(1, 0.95, rows, load, seed) for seed in range(NUM_SEEDS)]
-    assert median(ratio for ratio, _ in found) > least, found
-    assert min(ratio for ratio, _ in found) > 0.97, found
+def test_what_pays_is_used(rows: int) -> None:
+    found = [play(1, 0.95, rows, "decoding", seed) for seed in range(NUM_SEEDS)]
+    assert median(found) > 1.25, found
+    assert min(found) > 0.97, found
