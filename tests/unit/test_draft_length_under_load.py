@@ -69,6 +69,7 @@ class Accelerator:
             max_model_len=1024,
             num_speculative_tokens=num_drafts,
             max_rows_ahead=ROWS[-1] if num_drafts else 0,
+            records_drafts=num_drafts > 0,
         )
         self.scheduler = BatchScheduler(settings, KVCacheManager(12000, 16), lambda: self.now)
 
