@@ -23,7 +23,7 @@ SETTLE = 8
 FIRST_TRY, CONFIRM, TRY_AGAIN, TRY_AGAIN_AT_MOST = 24, 100, 400, 12800
 # What trials may cost, in steps without drafts that could have been done in the time: so much for every step,
 # and at most so much at once. So much is left to what has cost more to begin with; one other step counts for no more,
-# since any may be held up, but two of the same twelve are no accident.
+# since any may be held up; two of one block are no accident.
 TRIAL_SHARE, MOST_LOST, MOST_BY_ONE = 0.005, 16.0, 8.0
 # The same share of steps with drafts that win, and how much of what they have won is kept for trials.
 WON_SHARE, MOST_KEPT = 0.05, 160.0
