@@ -198,7 +198,9 @@ class BatchScheduler:
         # What was queued behind an end takes its time, too, and longer with drafts.
         is_busy = self._roster.running or self._roster.num_leaving
         self._busy_since = now if is_busy else None
-        seconds = now - began if began is not None and is_usual and is_own_usual else 0.0
+        # A prompt without a token behind it takes as long whatever there is of drafts.
+        says_nothing = not (is_usual and is_own_usual) or (own and not num_tokens)
+        seconds = 0.0 if began is None or says_nothing else now - began
         number = step.num_decodes
         length.observe(step.asked, num_tokens / number, seconds / number, num_prompt_tokens)
 

@@ -132,8 +132,7 @@ class _Regime:
         if self.num_unsettled:
             self.num_unsettled = 0 if asked == self.current else self.num_unsettled - 1
             return
-        # A prompt without a token behind it takes as long whatever there is of drafts.
-        if step.seconds <= 0 or (step.num_prompt_tokens and not step.tokens):
+        if step.seconds <= 0:
             return
         if trial is None:
             self._watch(asked, step)

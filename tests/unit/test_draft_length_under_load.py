@@ -19,7 +19,6 @@ import pytest
 
 from fastdeploy_core.kvcache import KVCacheManager
 from fastdeploy_core.scheduler import BatchScheduler, ScheduledStep
-from fastdeploy_core.scheduler.draft_length import DraftLength
 from fastdeploy_core.scheduler.settings import SchedulerSettings
 from fastdeploy_core.types import ModelRunnerOutput, SamplingParams
 from tests.null_engine import make_request
@@ -225,13 +224,3 @@ def test_an_answer_that_is_now_and_then_hopeless_keeps_its_drafts() -> None:
             world.serve([length] * 30, 1)
             times[which] += world.now
     assert times[0] / times[1] > 1.05
-
-
-def test_steps_without_tokens_decide_nothing() -> None:
-    """A prompt that takes many steps, in a batch whose drafts are being tried: nobody gets a token."""
-    length = DraftLength(3)
-    for _ in range(200):
-        asked = length.choose(1)
-        length.passes(0, 512)
-        length.observe(asked, 0, 0.001, 512)
-    assert length.choose(1) == 0 and not length.is_off, "nothing has been said of drafts"
