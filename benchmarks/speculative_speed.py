@@ -70,6 +70,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", default=REPETITIVE)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--measures", nargs="+", default=MEASURES, choices=MEASURES)
+    parser.add_argument(
+        "--cells", nargs="+", type=cell, help="measure:batch instead, in this order"
+    )
     parser.add_argument("--window", type=float, default=0.1, help="seconds without speculation")
     parser.add_argument("--warm-up", type=int, default=20, help="rounds that do not count")
     parser.add_argument("--rounds", type=int, default=24)
@@ -88,7 +91,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--overhead", action="store_true", help="benchmark_mode: nothing accepted")
     parser.add_argument("--equality", action="store_true")
     add_arguments(parser)
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.cells = options.cells or list(product(options.measures, options.batch))
+    return options
+
+
+def cell(named: str) -> tuple[str, int]:
+    """Of the command line."""
+    measure, _, batch = named.partition(":")
+    if measure not in MEASURES or not batch.isdigit():
+        raise argparse.ArgumentTypeError(
+            f"{named!r} is not one of {'|'.join(MEASURES)} with :batch"
+        )
+    return measure, int(batch)
 
 
 class Comparison:
@@ -97,7 +112,7 @@ class Comparison:
     def __init__(self, options: argparse.Namespace, engines: ExitStack) -> None:
         """engines: ends them."""
         self.options, self._runs = options, Runs(options)
-        self._most = max(options.batch)
+        self._most = max(batch for _, batch in options.cells)
         self._clock = time.process_time if options.processor_time else time.perf_counter
         self._engines = {PLAIN: engines.enter_context(self._runs.engine(batch=self._most))}
         for named in options.methods:
@@ -333,7 +348,7 @@ def main() -> None:
         # As in an engine's process: what there is for good is not looked through again and again.
         gc.collect()
         gc.freeze()
-        for measure, batch in product(options.measures, options.batch):
+        for measure, batch in options.cells:
             for row in comparison.compare(batch, measure):
                 rows.append(row)
                 print_row(row)

@@ -31,6 +31,9 @@ from .sequence import RequestState, Sequence, mix64, sequence_seed
 from .settings import SchedulerSettings
 from .step import ScheduledStep
 
+# What a prompt costs whatever its length, in tokens of it.
+PROMPT_START = 64
+
 
 class BatchScheduler:
     """Takes requests, gives steps, takes their results, gives deltas. Not thread-safe."""
@@ -61,6 +64,8 @@ class BatchScheduler:
                 numbers=settings.draft_numbers,
             )
         self._busy_since: float | None = None  # results came then, and there was more to do
+        # Prompts of steps planned since: their tokens and PROMPT_START each, and whether they are the usual load.
+        self._prompts_begun, self._is_usual = 0, True
         self._planner = StepPlanner(
             self._roster, settings, self.counters, self._fail_stuck, self._length
         )
@@ -151,7 +156,12 @@ class BatchScheduler:
         """The next step; None if nothing can run (yet: steps in flight may change that)."""
         if self._deadlines:
             self._expire()
-        return self._planner.plan()
+        step = self._planner.plan()
+        if step is not None and not step.is_decode and self._length is not None:
+            size, is_usual = self._prompts_of(step)
+            self._prompts_begun += size
+            self._is_usual &= is_usual
+        return step
 
     def update(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
         """Take in a step's results; `take_deltas` has the answers."""
@@ -161,18 +171,26 @@ class BatchScheduler:
         length = self._length
         if length is not None and length.rests:
             length.rests -= 1
+            self._prompts_begun, self._is_usual = 0, True
         elif length is not None:
             # What lies behind an answer's end is no token that drafts have brought.
             self._measure(length, step, self.counters.num_generated_tokens - num_before)
 
+    def _prompts_of(self, step: ScheduledStep) -> tuple[int, bool]:
+        """What they are as a load, and whether it is the usual one: requests that come all at once, as the first
+        ones do, are not."""
+        if 2 * len(step.rows) > max(2, self.num_running):
+            return 0, False
+        return sum(PROMPT_START + row.num_tokens for row in step.rows), True
+
     def _measure(self, length: DraftLength, step: ScheduledStep, num_tokens: int) -> None:
         """Tell how long the engine took over a step: from the results before to its own, everything in between
-        included."""
-        num_prompt_tokens, is_usual = 0, True
-        if not step.is_decode:
-            # Requests that come all at once, as the first ones do, are not the usual load.
-            is_usual = 2 * len(step.rows) <= max(2, self.num_running)
-            num_prompt_tokens = sum(row.num_tokens for row in step.rows) * is_usual
+        included. Where steps are queued ahead a prompt takes the host's time when it is launched, so between the
+        results of earlier steps, and the device's before its own: half of it counts with either."""
+        begun, is_usual = self._prompts_begun, self._is_usual
+        self._prompts_begun, self._is_usual = 0, True
+        own, is_own_usual = (0, True) if step.is_decode else self._prompts_of(step)
+        num_prompt_tokens = (begun + own) // 2
         if length.passes(num_tokens, num_prompt_tokens):
             self._busy_since = None
             return
@@ -180,7 +198,9 @@ class BatchScheduler:
         # What was queued behind an end takes its time, too, and longer with drafts.
         is_busy = self._roster.running or self._roster.num_leaving
         self._busy_since = now if is_busy else None
-        seconds = now - began if began is not None and is_usual else 0.0
+        # A prompt without a token behind it takes as long whatever there is of drafts.
+        says_nothing = not (is_usual and is_own_usual) or (own and not num_tokens)
+        seconds = 0.0 if began is None or says_nothing else now - began
         number = step.num_decodes
         length.observe(step.asked, num_tokens / number, seconds / number, num_prompt_tokens)
 

@@ -22,8 +22,8 @@ SETTLE = 8
 # then after twice as many, while nothing changes.
 FIRST_TRY, CONFIRM, TRY_AGAIN, TRY_AGAIN_AT_MOST = 24, 100, 400, 12800
 # What trials may cost, in steps without drafts that could have been done in the time: so much for every step,
-# and at most so much at once. So much is left to what has cost more to begin with; no other step counts for more,
-# since any may be held up.
+# and at most so much at once. So much is left to what has cost more to begin with; one other step counts for no more,
+# since any may be held up; two of one block are no accident.
 TRIAL_SHARE, MOST_LOST, MOST_BY_ONE = 0.005, 16.0, 8.0
 # The same share of steps with drafts that win, and how much of what they have won is kept for trials.
 WON_SHARE, MOST_KEPT = 0.05, 160.0
@@ -57,6 +57,7 @@ class _Regime:
         # What trials may cost now, MOST_LOST of it in a round; what must be left behind this one, and for the number
         # in turn.
         self._to_lose, self._floor, self._least = MOST_LOST, 0.0, 0.0
+        self._num_dear = 0  # steps of the number in turn that have lost more than MOST_BY_ONE
         self._is_held = False  # whether one waits for that
         self._since, self._pause = 0, FIRST_TRY  # steps since the last trial, and until the next
         self.num_unsettled = SETTLE
@@ -118,11 +119,11 @@ class _Regime:
         trial = self._trial
         if trial is not None and (asked or self.current) and step.seconds > 0:
             lost = trial.lost(step)
+            self._num_dear += lost > MOST_BY_ONE
+            is_accident = not self.num_unsettled and self._num_dear == 1
+            self._to_lose -= min(lost, MOST_BY_ONE) if is_accident else lost
             if self.num_unsettled:
-                self._to_lose -= lost
                 self._least = min(self._floor, self._to_lose - MOST_BY_ONE)
-            else:
-                self._to_lose -= min(lost, MOST_BY_ONE)
             is_over = self._to_lose < self._least and self.current and not self._is_held
             if is_over and trial.is_losing:
                 trial.drop()
@@ -131,8 +132,7 @@ class _Regime:
         if self.num_unsettled:
             self.num_unsettled = 0 if asked == self.current else self.num_unsettled - 1
             return
-        # A prompt without a token behind it takes as long whatever there is of drafts.
-        if step.seconds <= 0 or (step.num_prompt_tokens and not step.tokens):
+        if step.seconds <= 0:
             return
         if trial is None:
             self._watch(asked, step)
@@ -189,7 +189,7 @@ class _Regime:
 
     def _ask(self, number: int) -> None:
         if number != self.current:
-            self.current, self.num_unsettled = number, SETTLE
+            self.current, self.num_unsettled, self._num_dear = number, SETTLE, 0
 
 
 class DraftLength:

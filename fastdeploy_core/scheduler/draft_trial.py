@@ -13,9 +13,9 @@ from typing import NamedTuple
 # Steps of a block, blocks of each number at least and at most, and steps of a block behind which a number may have
 # failed at once.
 BLOCK, ROUNDS, MOST_ROUNDS, FEWEST = 12, 3, 12, 4
-# Where more than this share of the steps have prompts, whose rows outlast such a block, blocks are so many steps, and
-# the first ones do not count: their rows began with another number.
-OFTEN, LONG_BLOCK, CARRIED_OVER = 0.04, 60, 12
+# Where more than this share of the steps have to do with prompts, whose rows outlast such a block, blocks are so
+# many steps, and the first ones do not count: their rows began with another number.
+OFTEN, LONG_BLOCK, CARRIED_OVER = 0.02, 60, 12
 # What drafts must bring before they are used.
 LEAST_GAIN = 1.1
 # Standard errors that are more than chance, and a gain that is clear behind two blocks.

@@ -241,7 +241,7 @@ class StepPlanner:
         drafts: np.ndarray = columns.num_drafts[places]
         columns.has_drafts = bool(drafts.any())
         # A step with prompts is recorded where decode steps are, but only without drafts: they take turns.
-        if self._settings.max_rows_ahead and self._has_prompts():
+        if self._settings.records_drafts and self._has_prompts():
             self._keeps_back = not self._keeps_back and columns.has_drafts
             if not self._keeps_back:
                 drafts, self._step.asked = np.zeros_like(drafts), 0

@@ -39,6 +39,7 @@ class SchedulerSettings:
     lookahead_tokens: int = 0
     # Rows up to which a step can be planned before it is known how many drafts of the one before are right.
     max_rows_ahead: int = 0
+    records_drafts: bool = False  # a step with drafts is recorded, but not with prompts beside them
     max_decodes: int = 1  # of each row in a step; see SchedulerOutput.num_decodes
     decodes_before_several: int = 0  # behind prompts
     seed: int = 0
@@ -46,7 +47,7 @@ class SchedulerSettings:
     @property
     def draft_numbers(self) -> tuple[int, ...]:
         """Numbers of drafts to choose from; empty: any. Recorded steps are padded to one of these."""
-        return tuple({1, self.num_speculative_tokens}) if self.max_rows_ahead else ()
+        return tuple({1, self.num_speculative_tokens}) if self.records_drafts else ()
 
 
 def make_settings(
@@ -78,6 +79,7 @@ def make_settings(
         disable_by_batch_size=speculative.disable_by_batch_size if speculative else 0,
         lookahead_tokens=needs.lookahead_tokens,
         max_rows_ahead=info.max_rows_ahead,
+        records_drafts=info.records_drafts,
         max_decodes=info.max_decodes,
         decodes_before_several=BEFORE_SEVERAL if batch.overlap and info.overlap else 0,
         seed=config.model.seed,

@@ -32,6 +32,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: bool = True
     # A decode step of up to so many rows finds its drafts on the device (BatchRows.is_ahead); 0: none
     max_rows_ahead: int = 0
+    records_drafts: bool = False  # a step with drafts is recorded, but not with prompts beside them
     max_decodes: int = 1  # the most of SchedulerOutput.num_decodes
     # the start-up report
     device: str = ""

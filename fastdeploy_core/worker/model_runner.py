@@ -154,6 +154,11 @@ class ModelRunner:
         )
 
     @property
+    def records_drafts(self) -> bool:
+        """See WorkerInfo."""
+        return self._graphs is not None and self._speculation is not None
+
+    @property
     def max_rows_ahead(self) -> int:
         """WorkerInfo.max_rows_ahead: of decode steps that wait for no host drafter and no processors."""
         speculation, speculative = self._speculation, self._config.speculative

@@ -139,7 +139,8 @@ class Speculation:
             if not self.reads_history:
                 self._draws.fill(launched.rows.slots)
             drafts = recorded.replay_drafts(max_drafts)
-        elif step is not None and step.recorded is not None and not max_drafts:
+        elif step is not None and step.recorded is not None:
+            # Drafts, which are not recorded behind prompts, would cost more than they save.
             rows, batches = launched.rows, self._batches
             next_ids = batches.next_ids(rows, step, launched.drawn)
             step.recorded.fill(next_ids, batches.last(rows, launched.accepted))

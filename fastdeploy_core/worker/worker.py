@@ -247,6 +247,7 @@ class Worker:
             host_tier=limits.host_tier,
             logprobs=limits.logprobs,
             max_rows_ahead=runner.max_rows_ahead,
+            records_drafts=runner.records_drafts,
             max_decodes=runner.max_decodes,
             device=device.name,
             tensor_library=device.xp.name,

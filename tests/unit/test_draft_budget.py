@@ -91,6 +91,16 @@ def test_what_costs_much_to_begin_with_is_begun_seldom(entry: float) -> None:
         assert 1 <= steps.num_entries <= 1 + SHARE * num_steps / (entry - AT_ONCE)
 
 
+@pytest.mark.parametrize("rows", [1, 8, 128])
+def test_steps_that_take_forever_are_two(rows: int) -> None:
+    """As those do for which something is made at first use, each for another reason."""
+    for seed in SEEDS:
+        slow, num_steps = 250.0, 8000
+        steps = Steps(rows, {1: slow, 3: slow}, {1: 1.0, 3: 1.0}, seed=seed)
+        steps.run(num_steps)
+        assert 1 <= len(steps.asked) - steps.asked.count(0) <= 2, seed
+
+
 def test_many_drafts_that_lose_do_not_keep_one_from_being_tried() -> None:
     found = 0
     for seed in SEEDS:

@@ -3,13 +3,15 @@ take their time, and with drafts the whole never takes longer than without."""
 
 from __future__ import annotations
 
+from itertools import count
 from random import Random
 
 import numpy as np
 import pytest
 
 from fastdeploy_core.kvcache import KVCacheManager
-from fastdeploy_core.scheduler import BatchScheduler
+from fastdeploy_core.scheduler import BatchScheduler, ScheduledStep
+from fastdeploy_core.scheduler.batch import PROMPT_START
 from fastdeploy_core.scheduler.settings import SchedulerSettings
 from fastdeploy_core.types import ModelRunnerOutput, SamplingParams
 from tests.null_engine import make_request
@@ -21,16 +23,17 @@ PROMPT_S, STEP_S = 0.004, 0.001
 class Device:
     """Answers steps; one with drafts takes longer, and each draft is right with the same chance."""
 
-    def __init__(self, num_drafts: int, *, chance: float, cost: float, **settings: bool) -> None:
+    def __init__(
+        self, num_drafts: int, *, chance: float, cost: float, most_tokens: int = 512
+    ) -> None:
         self.now, self.num_tokens, self._random = 0.0, 0, Random(3)
         self._chance, self._cost = chance, cost
         self.scheduler = BatchScheduler(
             SchedulerSettings(
                 max_num_seqs=16,
-                max_num_batched_tokens=512,
+                max_num_batched_tokens=most_tokens,
                 max_model_len=512,
                 num_speculative_tokens=num_drafts,
-                **settings,
             ),
             KVCacheManager(2000, 16),
             clock=lambda: self.now,
@@ -110,3 +113,45 @@ def test_it_goes_off_and_comes_back_with_the_text() -> None:
     device._chance = 0.95
     device.serve(answers(2, 80), 4)
     assert length.choose(4) and not length.is_off
+
+
+def test_a_prompt_counts_where_it_takes_time() -> None:
+    """Queued behind a decode step it is launched before the results of that one come, and computed before its own."""
+    scheduler = Device(NUM_DRAFTS, chance=0.0, cost=0.0).scheduler
+    told: list[int] = []
+    scheduler._length.choose = lambda num_rows, kind: 0
+    scheduler._length.passes = lambda num_tokens, num_prompt_tokens: told.append(num_prompt_tokens)
+    scheduler._length.observe = lambda *step: told.append(step[-1])
+
+    def results(step: ScheduledStep) -> None:
+        drawn = np.full(step.num_rows, 7, dtype=np.int64)
+        scheduler.update(step, ModelRunnerOutput(step_id=step.output.step_id, token_ids=drawn))
+
+    for name in ("a", "b"):
+        scheduler.add(make_request(name, [1, 2, 3], max_tokens=40))
+        results(scheduler.schedule())
+    told.clear()
+    decode = scheduler.schedule()
+    scheduler.add(make_request("c", [1, 2, 3, 4], max_tokens=40))
+    prompt = scheduler.schedule()
+    behind = scheduler.schedule()
+    for step in (decode, prompt, behind):
+        results(step)
+    half = (PROMPT_START + 4) // 2
+    assert told == [half, half, half, half, 0, 0], "told of the load, and of the step"
+
+
+def test_a_prompt_without_a_token_says_nothing() -> None:
+    """It takes many steps, in a batch whose drafts are being tried: that is the same with drafts and without."""
+    scheduler, told = Device(NUM_DRAFTS, chance=0.0, cost=0.0, most_tokens=32).scheduler, []
+    scheduler._clock = count().__next__
+    scheduler._length.passes = lambda num_tokens, num_prompt_tokens: False
+    scheduler._length.observe = lambda asked, tokens, seconds, _: told.append((tokens, seconds))
+    scheduler.add(make_request("a", [1] * 100, max_tokens=3))
+    while scheduler.num_requests:
+        step = scheduler.schedule()
+        drawn = np.full(int(all(row.sample for row in step.rows)), 7, dtype=np.int64)
+        counts = np.full(step.num_rows, drawn.size)
+        output = ModelRunnerOutput(step_id=step.output.step_id, token_ids=drawn, counts=counts)
+        scheduler.update(step, output)
+    assert told == [(0, 0.0)] * 3 + [(1, 1.0)] * 3

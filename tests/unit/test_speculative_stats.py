@@ -145,7 +145,7 @@ def answer(step, tokens: list[list[int]], drafts: list[list[int]]) -> ModelRunne
 
 def test_prompts_go_between_steps_whose_results_are_awaited() -> None:
     """Rows that wait lose neither a step nor their drafts to a prompt."""
-    scheduler = Script(max_rows_ahead=4).scheduler
+    scheduler = Script(max_rows_ahead=4, records_drafts=True).scheduler
     scheduler.add(make_request("a", [1, 2, 3], max_tokens=40))
     first = scheduler.schedule()
     scheduler.update(first, answer(first, [[10]], []))
@@ -168,8 +168,10 @@ def test_prompts_go_between_steps_whose_results_are_awaited() -> None:
     assert last.output.rows.counts.tolist() == [2] and not last.cohort.seqs
 
 
-def test_prompts_do_not_wait_where_steps_are_not_queued() -> None:
-    scheduler = Script(max_rows_ahead=4).scheduler
+@pytest.mark.parametrize("max_rows_ahead", [0, 4])
+def test_prompts_take_turns_with_recorded_drafts(max_rows_ahead: int) -> None:
+    """Beside prompts drafts would have to be judged operation by operation, those of the host as well."""
+    scheduler = Script(max_rows_ahead=max_rows_ahead, records_drafts=True).scheduler
     scheduler.add(make_request("a", [1, 2, 3], max_tokens=40))
     for number in range(3):
         step = scheduler.schedule()
@@ -183,6 +185,17 @@ def test_prompts_do_not_wait_where_steps_are_not_queued() -> None:
         scheduler.update(step, answer(step, rows, [[30, 31, 32]] * len(rows) if fed[-1][0] else []))
     assert fed[0] == (3, 1) and fed[1][0] == 0 and fed[1][1] > 1, fed
     assert scheduler.num_waiting <= 1
+
+
+def test_prompts_go_beside_drafts_where_nothing_is_recorded() -> None:
+    scheduler = Script().scheduler
+    scheduler.add(make_request("a", [1, 2, 3], max_tokens=40))
+    for number in range(2):
+        step = scheduler.schedule()
+        scheduler.update(step, answer(step, [[10 + number]], [[20, 21, 22]]))
+    scheduler.add(make_request("b", [4, 5], max_tokens=1))
+    step = scheduler.schedule()
+    assert (int(step.drafts.sum()), step.num_rows) == (3, 2)
 
 
 def test_requests_and_usage_show_them() -> None:
