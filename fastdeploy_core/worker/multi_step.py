@@ -28,8 +28,8 @@ def max_decodes(config: EngineConfig, device: DeviceBackend) -> int:
     """WorkerInfo.max_decodes, where one rank has recorded steps of any size and their draws."""
     limits = device.limits
     overlaps = limits.overlap and config.batch.overlap
-    # Kept results are those of one step, and of one token for each row of it.
-    keeps_up = isinstance(device, PostingDevice) or not (overlaps or config.speculative)
+    # Kept results are those of one step, of which the host reads all before it plans the next one.
+    keeps_up = isinstance(device, PostingDevice) or not overlaps
     return limits.decodes_per_step if keeps_up and not has_processors(config) else 1
 
 

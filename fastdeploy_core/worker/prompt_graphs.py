@@ -58,13 +58,15 @@ class RecordedPrompt:
             # Recording computes nothing, and what the drafter's layers are given has to be numbers.
             self._forward.replay()
             fill(self)
-            self._fill = capture(partial(fill, self), beside or self._forward)
+            filled = capture(partial(fill, self), beside or self._forward)
+            self._fill = filled if self._graphs.takes(filled) else None
         return self._forward
 
     @property
-    def is_any_size(self) -> bool:
-        """Whether fewer tokens cost less, where the device records that."""
-        return all(getattr(graph, "is_any_size", True) for graph in (self._forward, self._fill))
+    def is_taken(self) -> bool:
+        """Whether it serves steps; a drafter's cache is filled operation by operation where that alone is no
+        recording for any size."""
+        return self._graphs.takes(self._forward)
 
     def run(self, batch: AttentionBatch, input_ids: Tensor) -> TargetStep:
         """Queue a step."""
@@ -156,9 +158,13 @@ class PromptGraphs:
                 f"a step of {size} prompt tokens cannot be recorded: {type(error).__name__}: {error}; "
                 "try --enforce-eager"
             ) from error
-        if step.is_any_size or not self.any_size:
+        if step.is_taken:
             self._steps[size] = step
         return beside
+
+    def takes(self, graph: CapturedGraph | None) -> bool:
+        """Whether fewer tokens cost less in it, where the device says so of its recordings."""
+        return not self.any_size or getattr(graph, "is_any_size", True)
 
     def drop(self) -> None:
         """Forget all recordings."""

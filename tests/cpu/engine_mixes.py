@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -270,3 +272,17 @@ def check_poisoned_step(
     _, collector = bench.run(settings, arrivals)
     assert collector.errors == {"bad": "FastDeployError"}
     check(collector, requests, alone)
+
+
+@contextmanager
+def counted(bench: Bench) -> Iterator[list[int]]:
+    """The num_decodes of every step."""
+    launch, found = bench.worker.launch, list[int]()
+
+    def note(step: Any) -> Any:
+        found.append(step.num_decodes)
+        return launch(step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.worker, "launch", note)
+        yield found

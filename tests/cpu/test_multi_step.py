@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -25,6 +24,7 @@ from tests.cpu.engine_mixes import (
     answers_alone,
     check,
     check_poisoned_step,
+    counted,
     make_requests,
 )
 from tests.null_engine import make_request
@@ -124,20 +124,6 @@ def benches(
     yield several, eager
     for bench in (several, eager):
         bench.worker.close()
-
-
-@contextmanager
-def counted(bench: Bench) -> Iterator[list[int]]:
-    """The num_decodes of every step."""
-    launch, found = bench.worker.launch, list[int]()
-
-    def note(step: Any) -> Any:
-        found.append(step.num_decodes)
-        return launch(step)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench.worker, "launch", note)
-        yield found
 
 
 @pytest.fixture(scope="module")
