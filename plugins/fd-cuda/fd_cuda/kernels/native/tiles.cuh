@@ -2,6 +2,9 @@
 // they are made of gets to its shared memory.
 
 #define MULTIPLIERS (GROUPS * 4)  // warps; four more have the feeder, and give it their registers
+#ifndef FEEDERS
+#define FEEDERS 1  // threads that say when a turn is there
+#endif
 #define OUT (PAIRED ? COLUMNS / 2 : COLUMNS)
 #define TILE_X (ROWS * 128)
 #define TILE_W (BY_ROWS ? COLUMNS * 128 : MULTIPLIERS * SLAB_BYTES)
@@ -48,7 +51,7 @@ __device__ __forceinline__ Ring open_ring(const TensorMap& x, const TensorMap& w
     prefetch(w);
 #pragma unroll
     for (int s = 0; s < STAGES; s++) {
-      make_barrier(full + 8 * s, 1);
+      make_barrier(full + 8 * s, FEEDERS);
       make_barrier(empty + 8 * s, MULTIPLIERS);
     }
     publish_barriers();
