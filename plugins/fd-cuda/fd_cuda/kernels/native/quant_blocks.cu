@@ -25,8 +25,9 @@
 #define WAVES (1 + PAIRED)
 #define ROWS (GROUPS * 64)
 #define COLUMNS (BN * WAVES)
-#define APART 1    // a wave of gates, a wave of what belongs to them
-#define FEEDERS 33  // one thread, and a warp with scales
+#define APART 1         // a wave of gates, a wave of what belongs to them
+#define FEEDERS 33      // one thread, and a warp with scales
+#define EARLY !GROUPED
 #include "tiles.cuh"
 
 #define PIECE 128                                 // bytes of a row that a warp stores at a time
@@ -179,6 +180,7 @@ __device__ __forceinline__ void pass_by(const Problem& of, const Ring& ring, Pla
 
 // What one warp does: bring scales to the lines of the turns.
 __device__ __forceinline__ void feed_scales(const Problem& of, const Ring& ring, u32 lines, int lane) {
+  if (EARLY) wait_for_previous();
   Place at = {0, 1};
   for (int id = blockIdx.x; id < of.blocks * of.across; id += gridDim.x) {
     const Tile tile = tile_of(of, id);
@@ -295,16 +297,18 @@ __device__ __forceinline__ void store_rounded(const Problem& of, unsigned char* 
 }
 #endif
 
-// What the warps that multiply do.
+// Where results go, and what is added.
 struct Results {
   unsigned char* y;
   float* y_scales;
   const u16* bias;
 };
 
+// What the warps that multiply do.
 __device__ __forceinline__ void multiply_tiles(const Problem& of, const TensorMap& y_boxes, const Results& to,
                                                const Ring& ring, unsigned char* room, const unsigned char* lines, int warp,
                                                int lane) {
+  if (EARLY) wait_for_previous();
   const Own own = own_of(ring, lines, warp, lane);
   const int num_tiles = of.blocks * of.across;
   Place at = {0, 0};
