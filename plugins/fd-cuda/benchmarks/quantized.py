@@ -9,7 +9,8 @@ Every figure is a median of graph replays over rotating weights, so that the car
 help; rounding of activations is included and also shown by itself. Floor: bytes of weights over
 4.30 TB/s, or operations over 790 TFLOP/s (1580 with rounded activations), whichever takes longer.
 "error" compares with the same weights dequantized in float32. --unpacked: beside it the same layer whose weights are
-unpacked to half floats for the call and multiplied as such, by cuBLAS or as bf16 experts (tet2: without the rotations).
+unpacked to half floats for the call and multiplied as such, by cuBLAS, with tet2 after the rotation of the activations, or as
+bf16 experts (tet2: without the rotations).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight, Quant
 from fd_cuda.kernels import experts, quant_experts, quant_linear, quant_trellis, quant_weights
 from fd_cuda.kernels.quant_native import unpack
 from fd_cuda.kernels.quant_weights import Weights
-from fd_cuda.kernels.trellis_native import Trellis, decoded, rotate
+from fd_cuda.kernels.trellis_native import Trellis, decoded, rotate, rotated
 from fd_cuda.kernels.tune import time_s
 
 BYTES_S, FLOPS_S, FLOPS_8BIT_S = 4.30e12, 790e12, 1580e12
@@ -146,7 +147,7 @@ def dense_cell(kind: str, rows: int, width: int, depth: int, also_unpacked: bool
     product = quant_trellis.linear if isinstance(first, Trellis) else quant_linear.linear
     runs = [lambda: [product(x, weight, None) for weight in weights]]
     if also_unpacked and kind not in BY_ROWS:
-        runs.append(lambda: [F.linear(x, unpacked(weight)) for weight in weights])
+        runs.append(lambda: [unpacked_product(x, weight) for weight in weights])
     taken, *apart = in_turn_us(runs, count)
     share = floor_us(kind, width * depth, rows * width * depth) / taken
     text = f"{taken:.1f} us, {100 * share:.0f} % of floor"
@@ -218,6 +219,12 @@ def unpacked(weight: Weights | Trellis) -> torch.Tensor:
     if weight.slabs is None:
         raise TypeError("a weight is not laid out for the kernels")
     return unpack(weight.slabs, DTYPE)
+
+
+def unpacked_product(x: torch.Tensor, weight: Weights | Trellis) -> torch.Tensor:
+    """By cuBLAS; weights of the trellis code are unpacked as rotated inputs see them."""
+    seen = rotated(x, weight) if isinstance(weight, Trellis) else x
+    return F.linear(seen, unpacked(weight))
 
 
 def experts_cell(

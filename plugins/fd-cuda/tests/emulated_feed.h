@@ -38,6 +38,7 @@ inline void make_barrier(u32 address, int arrivals) {
 inline void publish_barriers() {}
 inline void expect(u32 address, int bytes) { count(address, 1, bytes); }
 inline void arrive_at(u32 address) { count(address, 1, 0); }
+inline void arrive_when_copied(u32 address) { arrive_at(address); }
 inline void await_phase(u32 address, u32 parity) {
   for (;;) {
     {

@@ -44,20 +44,29 @@ def never_launched(counts: Counter[str]) -> list[str]:
 
 
 def copy_plainly() -> None:
-    """Copies to shared memory that run beside the kernel (copies.cuh) become loads and stores. racecheck reports
-    the former against what other blocks of a cluster store there later, whatever barriers are between; it
-    knows how barriers order the latter."""
+    """Copies to shared memory that run beside the kernel (copies.cuh, wide.cuh) become loads and stores. racecheck reports
+    the former against what other blocks of a cluster store there later, and against reads behind a barrier at which their
+    end arrives; it knows how barriers order the latter."""
+    plain = {
+        "copies.cuh": (
+            r'asm volatile\("cp\.async\.cg.*?\);',
+            "*(uint4*)__cvta_shared_to_generic(to) = inside ? *(const uint4*)from : make_uint4(0, 0, 0, 0);",
+        ),
+        "wide.cuh": (
+            r'asm volatile\("cp\.async\.ca.*?\);',
+            "*(u32*)__cvta_shared_to_generic(to) = inside ? *(const u32*)from : 0;",
+        ),
+        "feed.cuh": (
+            r'asm volatile\("cp\.async\.mbarrier.*?\);',
+            "arrive_at(barrier);",
+        ),
+    }
     text = native._source.__wrapped__
 
     def source(name: str) -> str:
         found = text(name)
-        if name == "copies.cuh":
-            found, count = re.subn(
-                r'asm volatile\("cp\.async\.cg.*?\);',
-                "*(uint4*)__cvta_shared_to_generic(to) = inside ? *(const uint4*)from : make_uint4(0, 0, 0, 0);",
-                found,
-                flags=re.DOTALL,
-            )
+        if name in plain:
+            found, count = re.subn(*plain[name], found, flags=re.DOTALL)
             assert count == 1
         return found
 

@@ -3,7 +3,7 @@ quant_blocks.cu."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -13,10 +13,12 @@ from .native import tensor_map
 from .quant_layout import Slabs
 from .quant_native import Grouping
 from .quant_round import FP8_BLOCK, fp8_blocks
-from .quant_shapes import Blocks, blocks_shared
+from .quant_shapes import Blocks, blocks, blocks_shared
 
 if TYPE_CHECKING:
     from .routing import Order
+
+_BOX_ROWS: Final = 16  # of results that a warp stores at a time
 
 
 def product(
@@ -44,14 +46,13 @@ def experts(
     """[num_slots, H]: the gated MLPs of the experts that rows of x go to in this order."""
     grouping = Grouping(num_slots, 1, order)
     numbers, scales = fp8_blocks(x, into=order)
-    hidden, of_hidden = gated_product(shape, numbers, scales, gate_up, grouping, x.dtype)
+    hidden, of_hidden = gated_product(numbers, scales, gate_up, grouping, x.dtype)
     y = torch.empty((num_slots, down.out_features), dtype=x.dtype, device=x.device)
     _multiply(shape, hidden, of_hidden, down, None, y, grouping)
     return y
 
 
 def gated_product(
-    shape: Blocks,
     x: torch.Tensor,
     x_scales: torch.Tensor,
     weight: Slabs,
@@ -63,7 +64,7 @@ def gated_product(
     rows, width = x.shape[0], weight.out_features // 2
     y = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
     y_scales = torch.empty((width // FP8_BLOCK, rows), dtype=torch.float32, device=x.device)
-    _multiply(shape, x, x_scales, weight, None, y, grouping, y_scales, dtype)
+    _multiply(blocks(waves=2), x, x_scales, weight, None, y, grouping, y_scales, dtype)
     return y, y_scales.t()
 
 
@@ -86,9 +87,13 @@ def _multiply(
     num_rows, width = y.shape
     order = None if grouping is None else grouping.order
     count = -(-num_rows // shape.rows) if grouping is None else grouping.blocks
+    # The copy engine stores rows that begin at whole 16 bytes, where they lie like those of the tiles.
+    is_boxed = grouping is None and weight.out_features % 8 == 0
+    of_x = tensor_map.boxes(x, shape.rows)
     arguments = [
-        tensor_map.boxes(x, shape.rows),
+        of_x,
         tensor_map.boxes(weight.data.view(-1, weight.in_features), shape.columns // (1 + paired)),
+        tensor_map.boxes(y, _BOX_ROWS) if is_boxed else of_x,
         scales,
         x_scales,
         bias,
@@ -111,8 +116,7 @@ def _multiply(
         "PAIRED": int(paired),
         "GROUPED": int(grouping is not None),
         "BN": FP8_BLOCK,
-        "GROUPS": shape.groups,
-        "WAVES": shape.waves,
+        "BOXES": shape.pieces if is_boxed else 0,
         "STAGES": shape.stages,
         "THREADS": shape.threads,
     }

@@ -129,7 +129,7 @@ def choose(slabs: Slabs, each: float) -> Shape | RowGemm | Persistent | Blocks |
     if each > _MANY_EACH and slabs.block_scales is not None:
         # What two products of the matrix units make of gates and what belongs to them is rounded as one block.
         has_blocks = slabs.out_features % (2 * FP8_BLOCK) == 0
-        return blocks(2, 2) if has_blocks else RowGemm(64, 2, 1, 4)
+        return blocks() if has_blocks else RowGemm(64, 2, 1, 4)
     if each > _MANY_EACH and slabs.kind != CCQ:
         return persistent(persistent_rows(each), slabs.kind)
     if each <= 16:

@@ -47,8 +47,8 @@ _MANY_ROWS: Final = 1024
 # Rows of a tile of quant_persistent.cu, and what a tile costs besides, in rows.
 _TILES: Final = (64, 128, 256)
 TILE_ENDS: Final = 60
-# Of tiles of quant_blocks.cu by their groups and waves, microseconds for a turn and besides, on an H200.
-_BLOCKS_US: Final = {(2, 1): (0.484, 0.95), (2, 2): (0.906, 1.5), (3, 1): (0.635, 1.5)}
+# Turns of 128 inputs from which cuBLAS is faster with scales of blocks, in large layers.
+_MANY_TURNS: Final = 48
 
 
 def linear(x: torch.Tensor | Seen, weight: Weights, bias: torch.Tensor | None) -> torch.Tensor:
@@ -297,23 +297,16 @@ def _busy_tile(slabs: Slabs, rows: int, sizes: tuple[int, ...]) -> int | None:
 
 
 def _blocks_shape(slabs: Slabs, rows: int) -> Blocks | None:
-    """fp8 numbers with scales of blocks: the tile that is done first. None where tiles leave the GPU idle, and where cuBLAS
-    multiplies as fast or faster: large layers, and many rows of small ones."""
+    """fp8 numbers with scales of blocks. None where tiles leave the GPU idle, and where cuBLAS multiplies faster: large
+    layers of many inputs."""
     turns, is_large = -(-slabs.in_features // FP8_BLOCK), size_of(slabs.num_slabs) == 2
     if rows <= (128 if is_large else 64):
         return None
-    if (is_large or rows >= _MANY_ROWS) and _library_wins(slabs, rows):
+    if is_large and turns >= _MANY_TURNS and _library_wins(slabs, rows):
         return None
-
-    def tiles(shape: Blocks) -> int:
-        return -(-rows // shape.rows) * -(-slabs.out_features // shape.columns)
-
-    def taken(shape: Blocks) -> float:
-        each, ends = _BLOCKS_US[shape.groups, shape.waves]
-        return -(-tiles(shape) // num_processors()) * (turns * each + ends)
-
-    shape = min((blocks(*own) for own in _BLOCKS_US), key=taken)
-    return shape if tiles(shape) > 0.6 * num_processors() else None
+    shape = blocks()
+    tiles = -(-rows // shape.rows) * -(-slabs.out_features // shape.columns)
+    return shape if tiles > 0.6 * num_processors() else None
 
 
 def _rows_shape(slabs: Slabs, rows: int) -> RowGemm:

@@ -152,14 +152,13 @@ class Persistent:
 class Blocks:
     """How quant_blocks.cu is specialized."""
 
-    groups: int  # of four warps, 64 rows of x each
-    waves: int  # of 128 outputs, one after the other
+    waves: int  # of 128 outputs: two are gates and what belongs to them
     stages: int
 
     @property
     def rows(self) -> int:
-        """Of x, of a tile."""
-        return self.groups * 64
+        """Of x, of a tile: 64 of two groups of warps each."""
+        return 128
 
     @property
     def columns(self) -> int:
@@ -168,8 +167,13 @@ class Blocks:
 
     @property
     def threads(self) -> int:
-        """Those that multiply, and four warps of which one feeds."""
-        return self.groups * 128 + 128
+        """Those that multiply, and four warps of which two feed."""
+        return 2 * 128 + 128
+
+    @property
+    def pieces(self) -> int:
+        """Of results of a warp, where it stores them from."""
+        return 2 if self.waves == 1 else 1
 
     def __str__(self) -> str:
         return f"blocks {self.rows}x{self.columns} {self.stages}st"
@@ -278,14 +282,15 @@ def persistent(rows: int, kind: int) -> Persistent:
 
 
 def blocks_shared(shape: Blocks) -> int:
-    """Bytes of shared memory of a block of quant_blocks.cu: barriers, a ring of turns, what warps are about to store."""
-    turn = (shape.rows + shape.columns) * 128
-    return 16 * shape.stages + 1024 + shape.stages * turn + shape.groups * 4 * 16 * 128
+    """Bytes of shared memory of a block of quant_blocks.cu: barriers, a ring of turns with their scales, what warps are
+    about to store."""
+    turn = (shape.rows + shape.columns) * 128 + (shape.rows + shape.waves) * 4
+    return 16 * shape.stages + 1024 + shape.stages * turn + 8 * shape.pieces * 16 * 128
 
 
-def blocks(groups: int, waves: int) -> Blocks:
+def blocks(waves: int = 1) -> Blocks:
     """With as many turns ahead, to eight, as there is shared memory for."""
-    shapes = (Blocks(groups, waves, stages) for stages in range(8, 2, -1))
+    shapes = (Blocks(waves, stages) for stages in range(8, 2, -1))
     return next(shape for shape in shapes if blocks_shared(shape) <= MOST_DYNAMIC)
 
 

@@ -24,6 +24,11 @@ __device__ __forceinline__ void arrive_at(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Arrive when what this thread has asked for by asynchronous copies is there.
+__device__ __forceinline__ void arrive_when_copied(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // The phase of this parity has ended.
 __device__ __forceinline__ void await_phase(u32 barrier, u32 parity) {
   asm volatile(

@@ -1,14 +1,18 @@
 // y[M, N] = x[M, K] W[N, K]^T of fp8 numbers that lie row by row, for hundreds of rows, or hundreds of rows an expert, with
 // a scale for 128 inputs of a row of x [turns, num_x] and for 128 by 128 numbers of W [N / 128, turns]: as many blocks as
-// there are multiprocessors take one tile of 64 * GROUPS rows by 128 * WAVES outputs after the other.
+// there are multiprocessors take one tile of 128 rows by 128 outputs after the other.
 //
-// The sums of a turn, 128 inputs, are multiplied with its scales and added up outside the matrix units, which work for
-// another group of four warps meanwhile. Rows of x are the left operand, 64 of them a group's: so a thread has two, and what
-// it multiplies with is in registers, asked for a turn ahead. One warp feeds: the copy engine brings 128 numbers of every row,
-// STAGES such turns ahead, those of the next tile while the last one is stored.
+// The sums of a turn, 128 inputs, are multiplied with its scales and added up outside the matrix units. Rows of x are the
+// left operand, 64 of them a group's of four warps: so a thread has two, and its factors are in registers. Sums go to two
+// sets of registers in turn, and a group adds up one while the matrix units make the other. One warp feeds: the copy engine
+// brings 128 numbers of every row, STAGES such turns ahead, those of the next tile while the last one is stored. Another one
+// brings scales beside them: asked for by those who multiply, even a turn ahead, they came too late.
+// BOXES: pieces of shared memory of a warp from which the copy engine stores its results; 0 where it cannot, whose rows
+// begin at whole 16 bytes and follow each other.
 // GROUPED: blocks of rows have an expert each, and x lies in their order; `slots` says which rows of y they are, M and more
-// where there is none. PAIRED: the first wave's outputs are gates, the second one's what belongs to them; their products lie
-// like the rows of x, in fp8 with scales y_scales [N / 256, rows].
+// where there is none. PAIRED: of two waves of outputs the first are gates, the second what belongs to them; their products
+// lie like the rows of x, in fp8 with scales y_scales [N / 256, rows]. Totals of two waves leave room for one set of sums:
+// the matrix units work for the other group while one adds up.
 // A row of x comes out the same whatever M is.
 
 #include "common.cuh"
@@ -17,12 +21,18 @@
 #include "wide.cuh"
 #include "bytes.cuh"
 #include "feed.cuh"
+#define GROUPS 2
+#define WAVES (1 + PAIRED)
 #define ROWS (GROUPS * 64)
 #define COLUMNS (BN * WAVES)
-#define APART 1  // a wave of gates, a wave of what belongs to them
+#define APART 1         // a wave of gates, a wave of what belongs to them
+#define FEEDERS 33      // one thread, and a warp with scales
+#define EARLY !GROUPED
 #include "tiles.cuh"
 
-#define PIECE 128  // bytes of a row that a warp stores at a time
+#define PIECE 128                                 // bytes of a row that a warp stores at a time
+#define ROOM ((BOXES ? BOXES : 1) * 16 * PIECE)  // bytes of shared memory of a warp for that
+#define LINE ((ROWS + WAVES) * 4)                // bytes of a turn's scales: of rows, and of outputs behind them
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
@@ -38,13 +48,8 @@ __device__ __forceinline__ u16 narrow_fp8(float first, float second) {
   return pair;
 }
 
-#if GROUPS == 2
 #define GIVE_REGISTERS() asm volatile("setmaxnreg.dec.sync.aligned.u32 40;")
 #define TAKE_REGISTERS() asm volatile("setmaxnreg.inc.sync.aligned.u32 232;")
-#else
-#define GIVE_REGISTERS() asm volatile("setmaxnreg.dec.sync.aligned.u32 32;")
-#define TAKE_REGISTERS() asm volatile("setmaxnreg.inc.sync.aligned.u32 160;")
-#endif
 
 // END OF INSTRUCTIONS
 
@@ -62,80 +67,190 @@ __device__ __forceinline__ float quotient(float x, float y, float inverse) {
 // The division is not rounded correctly, what becomes of it is rounded to fewer bits.
 __device__ __forceinline__ float quick_silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 
-// A tile's sums, from `at` on in the ring.
-__device__ __forceinline__ void add_up(float (&total)[WAVES][BN / 2], const Problem& of, const Tile& tile, const Ring& ring,
-                                       Place at, int warp, int lane) {
-  const int row = tile.block * ROWS + warp * 16 + (lane >> 2), last = of.num_x - 1;
-  const float *scales[WAVES], *own = of.scales + (u64)tile.expert * of.scale_width;
-  const float *upper = of.x_scales + min(row, last), *lower = of.x_scales + min(row + 8, last);
-  float next[WAVES], next_x[2] = {*upper, *lower}, sum[BN / 2];
+// What the sums of a turn are multiplied with: a thread's two rows', the wave's.
+struct Scales {
+  float of_rows[2], of_wave;
+};
+
+// What a warp needs of the ring: its own rows of x, and their scales.
+struct Own {
+  u32 x;
+  const float *of_rows, *of_waves;
+};
+
+__device__ __forceinline__ Own own_of(const Ring& ring, const unsigned char* lines, int warp, int lane) {
+  return {ring.base + warp / 4 * 64 * 128, (const float*)lines + warp * 16 + (lane >> 2), (const float*)lines + ROWS};
+}
+
+// What a warp does that needs a turn no more: neither its operands nor its scales, which all lanes have read.
+__device__ __forceinline__ void set_free(const Ring& ring, int stage, int lane) {
+  __syncwarp();
+  if (lane == 0) arrive_at(ring.empty + 8 * stage);
+}
+
+// Ask the matrix units for the sums of a wave of this turn, which is there.
+__device__ __forceinline__ Scales ask(float (&sum)[BN / 2], const Ring& ring, const Own& own, int stage, int wave) {
+  const u64 tile_x = descriptor(own.x + stage * STAGE);
+  const u64 tile_w = descriptor(ring.base + stage * STAGE + TILE_X + wave * BN * 128);
+  const float* of_rows = own.of_rows + stage * (LINE / 4);
+  const Scales scales = {{of_rows[0], of_rows[8]}, own.of_waves[stage * (LINE / 4) + wave]};
+  fence_registers(sum);
+  begin_products();
+  multiply<0>(sum, tile_x, tile_w);
 #pragma unroll
-  for (int n = 0; n < WAVES; n++) {
-    const int output = tile.nth * OUT + n * (PAIRED ? of.N / 2 : BN);
-    scales[n] = own + (u64)(min(output, of.N - 1) / 128) * of.turns;
-    next[n] = scales[n][0];
+  for (int s = 1; s < 4; s++) multiply<1>(sum, tile_x + s * 2, tile_w + s * 2);
+  end_products();
+  return scales;
+}
+
+__device__ __forceinline__ void add(float (&total)[BN / 2], const float (&sum)[BN / 2], const Scales& scales) {
+  const float both[2] = {scales.of_rows[0] * scales.of_wave, scales.of_rows[1] * scales.of_wave};
+#pragma unroll
+  for (int i = 0; i < BN / 2; i++) total[i] = fmaf(sum[i], both[i / 2 % 2], total[i]);
+}
+
+#if WAVES == 1
+// A tile's sums, from `at` on in the ring: those of a turn are added up while the next one's are made.
+struct Sums {
+  float of[BN / 2];
+  Scales scales;
+};
+
+__device__ __forceinline__ void ask(Sums& sums, const Ring& ring, const Own& own, const Place& at) {
+  await_phase(ring.full + 8 * at.stage, at.parity);
+  sums.scales = ask(sums.of, ring, own, at.stage, 0);
+}
+
+// All but the products of `left` turns have been made: the turn of these sums is free.
+template <int left>
+__device__ __forceinline__ void add(float (&total)[BN / 2], Sums& sums, const Ring& ring, int stage, int lane) {
+  await_products<left>();
+  fence_registers(sums.of);
+  set_free(ring, stage, lane);
+  add(total, sums.of, sums.scales);
+}
+
+__device__ __forceinline__ void add_up(float (&total)[1][BN / 2], int turns, const Ring& ring, const Own& own, Place at,
+                                       int lane) {
+  Sums even, odd;
+  int before = at.stage, t = 1;
+  ask(even, ring, own, at);
+  const auto next = [&](Sums& sums, Sums& sums_before) {
+    advance<STAGES>(at);
+    ask(sums, ring, own, at);
+    add<1>(total[0], sums_before, ring, before, lane);
+    before = at.stage;
+  };
+#pragma unroll 1
+  for (; t + 1 < turns; t += 2) next(odd, even), next(even, odd);
+  if (t < turns) {
+    next(odd, even);
+    add<0>(total[0], odd, ring, before, lane);
+  } else {
+    add<0>(total[0], even, ring, before, lane);
   }
-  for (int t = 0; t < of.turns; t++, advance<STAGES>(at)) {
-    const u32 tile_at = ring.base + at.stage * STAGE;
-    const u64 tile_x = descriptor(tile_at + warp / 4 * 64 * 128);
-    const float of_x[2] = {next_x[0], next_x[1]};
+}
+#else
+// A tile's sums, from `at` on in the ring.
+__device__ __forceinline__ void add_up(float (&total)[WAVES][BN / 2], int turns, const Ring& ring, const Own& own, Place at,
+                                       int lane) {
+  float sum[BN / 2];
+#pragma unroll 1
+  for (int t = 0; t < turns; t++, advance<STAGES>(at)) {
     await_phase(ring.full + 8 * at.stage, at.parity);
 #pragma unroll
     for (int n = 0; n < WAVES; n++) {
-      const u64 tile_w = descriptor(tile_at + TILE_X + n * BN * 128);
-      fence_registers(sum);
-      begin_products();
-      multiply<0>(sum, tile_x, tile_w);
-#pragma unroll
-      for (int s = 1; s < 4; s++) multiply<1>(sum, tile_x + s * 2, tile_w + s * 2);
-      end_products();
-      const float factors[2] = {next[n] * of_x[0], next[n] * of_x[1]};
-      if (t + 1 < of.turns) {
-        next[n] = scales[n][t + 1];
-        if (n == 0) next_x[0] = *(upper += of.num_x), next_x[1] = *(lower += of.num_x);
-      }
+      const Scales scales = ask(sum, ring, own, at.stage, n);
       await_products<0>();
       fence_registers(sum);
-      if (n == WAVES - 1 && lane == 0) arrive_at(ring.empty + 8 * at.stage);
-#pragma unroll
-      for (int i = 0; i < BN / 2; i++) total[n][i] = fmaf(sum[i], factors[i / 2 % 2], total[n][i]);
+      if (n == WAVES - 1) set_free(ring, at.stage, lane);
+      add(total[n], sum, scales);
     }
   }
 }
+#endif
 
 // What a group does with a tile in which it has no rows.
 __device__ __forceinline__ void pass_by(const Problem& of, const Ring& ring, Place at, int lane) {
   for (int t = 0; t < of.turns; t++, advance<STAGES>(at)) {
     await_phase(ring.full + 8 * at.stage, at.parity);
-    __syncwarp();
-    if (lane == 0) arrive_at(ring.empty + 8 * at.stage);
+    set_free(ring, at.stage, lane);
+  }
+}
+
+// What one warp does: bring scales to the lines of the turns.
+__device__ __forceinline__ void feed_scales(const Problem& of, const Ring& ring, u32 lines, int lane) {
+  if (EARLY) wait_for_previous();
+  Place at = {0, 1};
+  for (int id = blockIdx.x; id < of.blocks * of.across; id += gridDim.x) {
+    const Tile tile = tile_of(of, id);
+    if (tile.expert < 0) continue;
+    const int output = tile.nth * OUT + min(lane, WAVES - 1) * (PAIRED ? of.N / 2 : BN);
+    const float *of_rows = of.x_scales, *of_waves = of.scales + (u64)tile.expert * of.scale_width;
+    of_waves += (u64)(min(output, of.N - 1) / 128) * of.turns;
+    int rows[ROWS / 32];
+#pragma unroll
+    for (int i = 0; i < ROWS / 32; i++) rows[i] = min(tile.block * ROWS + i * 32 + lane, of.num_x - 1);
+#pragma unroll 1
+    for (int t = 0; t < of.turns; t++, advance<STAGES>(at), of_rows += of.num_x, of_waves++) {
+      const u32 line = lines + at.stage * LINE;
+      await_phase(ring.empty + 8 * at.stage, at.parity);
+#pragma unroll
+      for (int i = 0; i < ROWS / 32; i++) copy_word(line + (i * 32 + lane) * 4, of_rows + rows[i], true);
+      if (lane < WAVES) copy_word(line + (ROWS + lane) * 4, of_waves, true);
+      arrive_when_copied(ring.full + 8 * at.stage);
+    }
   }
 }
 
 // Where a lane finds or leaves 16 bytes of a row in its warp's piece of shared memory.
 __device__ __forceinline__ u32 within(int row, int sixteen) { return row * PIECE + ((sixteen ^ row & 7) << 4); }
 
-// y's rows `at` of the lanes get sums of 16 rows, through a piece of shared memory that is the warp's own.
+// A warp's 16 rows of 64 outputs, from the `first` of a wave's on, to a piece of shared memory that is its own.
+__device__ __forceinline__ void put(const Problem& of, const u16* bias, const float* total, int first, int column, u32 piece,
+                                    int lane) {
+#pragma unroll
+  for (int j = 0; j < PIECE / 16; j += 2) {
+    u32 pairs[4];
+#pragma unroll
+    for (int odd = 0; odd < 2; odd++) {
+      const int eight = first / 8 + j + odd;
+      const float* v = total + eight * 4;
+      float2 plus = {0.f, 0.f};
+      if (bias != nullptr) {
+        const int output = column + eight * 8 + (lane & 3) * 2;
+        plus.x = widen_y(bias[min(output, of.N - 1)]), plus.y = widen_y(bias[min(output + 1, of.N - 1)]);
+      }
+      pairs[odd * 2] = narrow_y(v[0] + plus.x, v[1] + plus.y), pairs[odd * 2 + 1] = narrow_y(v[2] + plus.x, v[3] + plus.y);
+    }
+    store_matrices(piece + within(lane & 15, j + (lane >> 4)), pairs);
+  }
+}
+
+#if BOXES
+// The copy engine stores them, while the next tile is multiplied. Pieces take turns, from the nth on: of those stored before,
+// so few are still being read that the next one is free.
+__device__ __forceinline__ void store(const Problem& of, const TensorMap& y, const u16* bias, const float* total, int row,
+                                      int column, u32 room, int lane, int& nth) {
+#pragma unroll
+  for (int first = 0; first < BN; first += PIECE / 2) {
+    const u32 piece = room + nth * 16 * PIECE;
+    if (lane == 0) await_reads<BOXES - 1>();
+    __syncwarp();
+    put(of, bias, total, first, column, piece, lane);
+    show_to_copies();
+    __syncwarp();
+    if (lane == 0) store_box(y, column + first, row, piece);
+    nth = nth + 1 == BOXES ? 0 : nth + 1;
+  }
+}
+#elif !PAIRED
+// Lanes store them, each to the row `at` of y that one of them has.
 __device__ __forceinline__ void store(const Problem& of, u16* y, const u16* bias, const float* total, int at, int column,
                                       unsigned char* room, int lane) {
 #pragma unroll
   for (int first = 0; first < BN; first += PIECE / 2) {
-#pragma unroll
-    for (int j = 0; j < PIECE / 16; j += 2) {
-      u32 pairs[4];
-#pragma unroll
-      for (int odd = 0; odd < 2; odd++) {
-        const int eight = first / 8 + j + odd;
-        const float* v = total + eight * 4;
-        float2 plus = {0.f, 0.f};
-        if (bias != nullptr) {
-          const int output = column + eight * 8 + (lane & 3) * 2;
-          plus.x = widen_y(bias[min(output, of.N - 1)]), plus.y = widen_y(bias[min(output + 1, of.N - 1)]);
-        }
-        pairs[odd * 2] = narrow_y(v[0] + plus.x, v[1] + plus.y), pairs[odd * 2 + 1] = narrow_y(v[2] + plus.x, v[3] + plus.y);
-      }
-      store_matrices(shared_address(room) + within(lane & 15, j + (lane >> 4)), pairs);
-    }
+    put(of, bias, total, first, column, shared_address(room), lane);
     __syncwarp();
 #pragma unroll
     for (int row = lane / 8; row < 16; row += 4) {
@@ -145,6 +260,7 @@ __device__ __forceinline__ void store(const Problem& of, u16* y, const u16* bias
     __syncwarp();
   }
 }
+#endif
 
 #if PAIRED
 // silu(gate) times what belongs to it, of 16 rows: a tile's are of one block, rounded to y's dtype and then as quant_round.py
@@ -181,27 +297,24 @@ __device__ __forceinline__ void store_rounded(const Problem& of, unsigned char* 
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-quant_blocks(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* __restrict__ scales,
-             const float* x_scales, const u16* __restrict__ bias, unsigned char* y, float* y_scales, const int* slots,
-             const int* experts, int M, int N, int turns, int scale_width, int num_x, int blocks) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  const int thread = threadIdx.x, lane = thread & 31, warp = uniform(thread >> 5);
-  const int across = ((PAIRED ? N / 2 : N) + OUT - 1) / OUT;
-  const Problem of{nullptr, scales, x_scales, slots, experts, M, N, 0, turns, 1, scale_width, num_x, blocks, across};
-  const Ring ring = open_ring(x, w, memory);
+// Where results go, and what is added.
+struct Results {
+  unsigned char* y;
+  float* y_scales;
+  const u16* bias;
+};
 
-  if (warp >= MULTIPLIERS) {
-    GIVE_REGISTERS();
-    if (thread == MULTIPLIERS * 32) feed(x, w, of, ring);
-    return;
-  }
-  TAKE_REGISTERS();
-  unsigned char* const room = ring.tiles + STAGES * STAGE + warp * 16 * PIECE;
-  const int num_tiles = blocks * across;
+// What the warps that multiply do.
+__device__ __forceinline__ void multiply_tiles(const Problem& of, const TensorMap& y_boxes, const Results& to,
+                                               const Ring& ring, unsigned char* room, const unsigned char* lines, int warp,
+                                               int lane) {
+  if (EARLY) wait_for_previous();
+  const Own own = own_of(ring, lines, warp, lane);
+  const int num_tiles = of.blocks * of.across;
   Place at = {0, 0};
+  [[maybe_unused]] int piece = 0;
   const auto is_there = [&](const Tile& tile) {  // an expert's rows are the first ones of its blocks
-    return !GROUPED || slots[tile.block * ROWS + warp / 4 * 64] < M;
+    return !GROUPED || of.slots[tile.block * ROWS + warp / 4 * 64] < of.M;
   };
   Tile next = tile_of(of, blockIdx.x);  // asked for while the tile before is multiplied
   bool is_next = is_there(next);
@@ -211,24 +324,53 @@ quant_blocks(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     if (id + gridDim.x < num_tiles) next = tile_of(of, id + gridDim.x), is_next = is_there(next);
     if (tile.expert < 0) continue;
     const Place from = at;  // the same for all warps, whatever they do
-    at = {(from.stage + turns) % STAGES, from.parity ^ (from.stage + turns) / STAGES & 1};
+    at = {(from.stage + of.turns) % STAGES, from.parity ^ (from.stage + of.turns) / STAGES & 1};
     if (!has_rows) {
       pass_by(of, ring, from, lane);
       continue;
     }
     const int first_row = tile.block * ROWS + warp * 16;
-    [[maybe_unused]] const int own_at = GROUPED ? slots[first_row + (lane & 15)] : first_row + (lane & 15);
+    [[maybe_unused]] const int own_at = GROUPED ? of.slots[first_row + (lane & 15)] : first_row + (lane & 15);
     float total[WAVES][BN / 2];
 #pragma unroll
     for (int n = 0; n < WAVES; n++)
 #pragma unroll
       for (int i = 0; i < BN / 2; i++) total[n][i] = 0.f;
-    add_up(total, of, tile, ring, from, warp, lane);
+    add_up(total, of.turns, ring, own, from, lane);
 #if PAIRED
-    store_rounded(of, y, y_scales, total, first_row, tile.nth, room, lane);
+    store_rounded(of, to.y, to.y_scales, total, first_row, tile.nth, room, lane);
 #else
 #pragma unroll
-    for (int n = 0; n < WAVES; n++) store(of, (u16*)y, bias, total[n], own_at, tile.nth * OUT + n * BN, room, lane);
+    for (int n = 0; n < WAVES; n++) {
+      const int column = tile.nth * OUT + n * BN;
+#if BOXES
+      store(of, y_boxes, to.bias, total[n], first_row, column, shared_address(room), lane, piece);
+#else
+      store(of, (u16*)to.y, to.bias, total[n], own_at, column, room, lane);
 #endif
+    }
+#endif
+  }
+  if (BOXES && lane == 0) await_reads<0>();  // the block's memory is somebody else's when it has ended
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+quant_blocks(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
+             const __grid_constant__ TensorMap boxes_of_y, const float* __restrict__ scales, const float* x_scales,
+             const u16* __restrict__ bias, unsigned char* y, float* y_scales, const int* slots, const int* experts, int M,
+             int N, int turns, int scale_width, int num_x, int blocks) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const int thread = threadIdx.x, lane = thread & 31, warp = uniform(thread >> 5);
+  const int across = ((PAIRED ? N / 2 : N) + OUT - 1) / OUT;
+  const Problem of{nullptr, scales, x_scales, slots, experts, M, N, 0, turns, 1, scale_width, num_x, blocks, across};
+  const Ring ring = open_ring(x, w, memory);
+  unsigned char *const rooms = ring.tiles + STAGES * STAGE, *const lines = rooms + MULTIPLIERS * ROOM;
+  if (warp < MULTIPLIERS) {
+    TAKE_REGISTERS();
+    multiply_tiles(of, boxes_of_y, {y, y_scales, bias}, ring, rooms + warp * ROOM, lines, warp, lane);
+  } else {
+    GIVE_REGISTERS();
+    if (thread == MULTIPLIERS * 32) feed(x, w, of, ring);
+    if (warp == MULTIPLIERS + 1) feed_scales(of, ring, shared_address(lines), lane);
   }
 }

@@ -2,6 +2,12 @@
 // they are made of gets to its shared memory.
 
 #define MULTIPLIERS (GROUPS * 4)  // warps; four more have the feeder, and give it their registers
+#ifndef FEEDERS
+#define FEEDERS 1  // threads that say when a turn is there
+#endif
+#ifndef EARLY
+#define EARLY 0  // weights are older than the kernel before, and no expert's: the first ones are asked for while it runs
+#endif
 #define OUT (PAIRED ? COLUMNS / 2 : COLUMNS)
 #define TILE_X (ROWS * 128)
 #define TILE_W (BY_ROWS ? COLUMNS * 128 : MULTIPLIERS * SLAB_BYTES)
@@ -40,7 +46,7 @@ struct Ring {
   unsigned char* tiles;
 };
 
-// What all threads of a block begin with; behind it, what the kernel before has made may be read.
+// What all threads of a block begin with; behind it, but for EARLY, what the kernel before has made may be read.
 __device__ __forceinline__ Ring open_ring(const TensorMap& x, const TensorMap& w, unsigned char* start) {
   const u32 full = shared_address(start), empty = full + 8 * STAGES, base = (empty + 8 * STAGES + 1023) & ~1023u;
   if (threadIdx.x == 0) {
@@ -48,14 +54,14 @@ __device__ __forceinline__ Ring open_ring(const TensorMap& x, const TensorMap& w
     prefetch(w);
 #pragma unroll
     for (int s = 0; s < STAGES; s++) {
-      make_barrier(full + 8 * s, 1);
+      make_barrier(full + 8 * s, FEEDERS);
       make_barrier(empty + 8 * s, MULTIPLIERS);
     }
     publish_barriers();
   }
   __syncthreads();
   let_next_start();
-  wait_for_previous();
+  if (!EARLY) wait_for_previous();
   return {full, empty, base, start + (base - full)};
 }
 
@@ -74,16 +80,28 @@ __device__ __forceinline__ void feed_weight(const TensorMap& w, const Problem& o
 
 // What one thread does.
 __device__ __forceinline__ void feed(const TensorMap& x, const TensorMap& w, const Problem& of, const Ring& ring) {
+  const auto begin_turn = [&](const Tile& tile, int turn, int stage) {
+    expect(ring.full + 8 * stage, STAGE);
+    feed_weight(w, of, tile, turn, ring.base + stage * STAGE + TILE_X, ring.full + 8 * stage);
+  };
+  int begun = 0;  // turns of the first tile
+  if (EARLY) {
+    const Tile first = tile_of(of, blockIdx.x);
+    for (; begun < min(of.turns, STAGES); begun++) begin_turn(first, begun, begun);
+    wait_for_previous();
+  }
   Place at = {0, 1};  // the phase before the first one counts as ended
   for (int id = blockIdx.x; id < of.blocks * of.across; id += gridDim.x) {
     const Tile tile = tile_of(of, id);
     if (tile.expert < 0) continue;
     for (int t = 0; t < of.turns; t++, advance<STAGES>(at)) {
-      const u32 to = ring.base + at.stage * STAGE, barrier = ring.full + 8 * at.stage;
-      await_phase(ring.empty + 8 * at.stage, at.parity);
-      expect(barrier, STAGE);
-      copy_box(to, x, t * (BY_ROWS ? 128 : 64), tile.block * ROWS, barrier);
-      feed_weight(w, of, tile, t, to + TILE_X, barrier);
+      if (begun > 0) {
+        begun--;
+      } else {
+        await_phase(ring.empty + 8 * at.stage, at.parity);
+        begin_turn(tile, t, at.stage);
+      }
+      copy_box(ring.base + at.stage * STAGE, x, t * (BY_ROWS ? 128 : 64), tile.block * ROWS, ring.full + 8 * at.stage);
     }
   }
 }
