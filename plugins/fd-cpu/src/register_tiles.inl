@@ -19,15 +19,15 @@ struct Rows {
 };
 
 // What is fetched while a panel's lines are multiplied: lines a little ahead, or, when several register tiles
-// meet the panel one after another, each tile's share of the panel that comes next.
+// meet the panel one after another, each tile's share of the panel that comes next, so many panels on.
 struct Ahead {
     int64_t first, second;  // parts of a line, and where: always two, because more branches cost more
     bool is_first, is_only;
-    Ahead(const PackedMatrix &w, int64_t tile, int64_t num_tiles)
+    Ahead(const PackedMatrix &w, int64_t panels, int64_t tile, int64_t num_tiles)
         : first(4096), second(first + 64), is_first(tile == 0), is_only(num_tiles == 1) {
         if (is_only) return;
         const int64_t parts = w.kind == WeightKind::coded_bf16 ? kCodedBlock / 64 : kVectors;
-        first = w.panel_bytes() + (num_tiles < parts ? tile * 2 : tile) % parts * 64;
+        first = panels * w.panel_bytes() + (num_tiles < parts ? tile * 2 : tile) % parts * 64;
         second = num_tiles < parts ? first + 64 : first;
     }
     FDCPU_INLINE void fetch(const uint8_t *line) const {
