@@ -34,8 +34,10 @@ FDCPU_INLINE void panel_rows(TileUse &use, bool in_tiles, const PackedMatrix &w,
     const int64_t num_tiles = (head > 0) + (count - head + kMostRows - 1) / kMostRows;
     int64_t m = begin;
     for (int64_t i = 0; i < num_tiles; ++i) {
-        const Ahead ahead(w, next - p, i, num_tiles);
+        const Ahead ahead(w, p, next, i, num_tiles);
         const int rows = i == 0 && head ? int(head) : int((end - m + num_tiles - i - 1) / (num_tiles - i));  // much the same
+        for (int r = 0; r < rows; ++r)
+            for (int half = 0; half < 2; ++half) finish.fetch(m + r, half);  // comes meanwhile
         if (i == 0 && head)
             tile_codes_of(rows, w, p, a, m, ahead, unpacked, sums);
         else
