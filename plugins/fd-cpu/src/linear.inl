@@ -5,6 +5,7 @@ namespace fdcpu::FDCPU_NAMESPACE {
 
 constexpr int64_t kTileRowsApart = 32;               // threads that divide rows for tiles keep two tiles together
 constexpr size_t kCounterBytes = 64;                 // before the rest: what threads take turns with
+constexpr int64_t kFewRows = 16;                      // as many as a tile has
 constexpr size_t kOwnBytes = 512 << 10;              // of weights that every thread may read for itself
 
 #if !FDCPU_TILES
@@ -23,7 +24,7 @@ template <class Finish>
 FDCPU_INLINE void panel_rows(TileUse &use, bool in_tiles, const PackedMatrix &w, int64_t p, int64_t next,
                              const Activations &a, int64_t begin, int64_t end, uint8_t *unpacked, const Finish &finish) {
 #if FDCPU_TILES
-    if (in_tiles) return panel_in_tiles(use, w, p, a, begin, end, unpacked, finish);
+    if (in_tiles) return panel_in_tiles(use, w, p, next, a, begin, end, unpacked, finish);
 #endif
     alignas(64) float sums[kMostHalved * kPanel];
     const bool is_coded = w.kind == WeightKind::coded_bf16;
@@ -157,9 +158,7 @@ FDCPU_INLINE bool divides_rows(const PackedMatrix &w, int64_t num_rows, int num_
 
 // Whether threads take one panel after another as they come, so that none waits for one that is slower or has to
 // share its processor. Fewer rows are reading, which likes to go straight on.
-FDCPU_INLINE bool takes_turns(int64_t num_rows, int num_threads, bool in_tiles) {
-    return num_threads > 1 && num_rows > kMostHalved && !in_tiles;
-}
+FDCPU_INLINE bool takes_turns(int64_t num_rows, int num_threads) { return num_threads > 1 && num_rows > kFewRows; }
 
 // finish(panel, row, half, sums, sums) for all rows of this thread's panels, or its rows of all panels.
 template <class X, class Finish>
@@ -197,7 +196,7 @@ void product(const LinearOp &op, const Worker &worker, const Finish &finish) {
         panel_rows(use, in_tiles, w, p, next, a, begin, std::min(bottom, begin + block), mine + parts.row,
                    PanelFinish<Finish>{finish, p});
     };
-    if (!by_rows && takes_turns(op.num_rows, worker.size(), in_tiles)) {
+    if (!by_rows && takes_turns(op.num_rows, worker.size())) {
         const int64_t end = (op.num_rows + block - 1) / block * num_panels;
         for (int64_t next, turn = counter.fetch_add(1); turn < end; turn = next) {
             next = counter.fetch_add(1);
