@@ -62,8 +62,6 @@ struct AttentionScratch {
     }
 };
 
-constexpr size_t kCounterBytes = 64;  // the shared counter of items stands before the threads' parts
-
 size_t attention_scratch(const AttentionOp &op, int num_threads) {
     return kCounterBytes + (AttentionScratch::num_bytes(op) + 63) / 64 * 64 * size_t(num_threads);
 }

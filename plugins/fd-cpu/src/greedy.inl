@@ -13,18 +13,21 @@ struct Found {
           size(size) {}
     static size_t num_bytes(int64_t num_rows, int size) { return size_t(num_rows * size + 2) * 12; }
 
+    // Whether thread t has found something better in row m than thread `best`.
+    bool is_better(int64_t m, int64_t t, int64_t best) const {
+        const float peak = peaks[m * size + t], most = peaks[m * size + best];
+        const bool is_nan = peak != peak, was_nan = most != most;
+        if (is_nan != was_nan) return is_nan;
+        return is_nan || peak == most ? ids[m * size + t] < ids[m * size + best] : peak > most;
+    }
     // The best of all threads' rows.
     void choose(int64_t num_rows, int64_t *best_ids, float *best_peaks) const {
         for (int64_t m = 0; m < num_rows; ++m) {
-            const float *part = peaks + m * size;
             int64_t best = -1;
-            for (int t = 0; t < size; ++t) {
-                if (ids[m * size + t] < 0) continue;
-                if (best >= 0 && part[best] != part[best]) break;
-                if (best < 0 || part[t] != part[t] || part[t] > part[best]) best = t;
-            }
+            for (int t = 0; t < size; ++t)
+                if (ids[m * size + t] >= 0 && (best < 0 || is_better(m, t, best))) best = t;
             best_ids[m] = ids[m * size + best];
-            best_peaks[m] = part[best];
+            best_peaks[m] = peaks[m * size + best];
         }
     }
 };

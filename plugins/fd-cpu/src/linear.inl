@@ -4,6 +4,8 @@
 namespace fdcpu::FDCPU_NAMESPACE {
 
 constexpr int64_t kTileRowsApart = 32;               // threads that divide rows for tiles keep two tiles together
+constexpr size_t kCounterBytes = 64;                 // before the rest: what threads take turns with
+constexpr int64_t kFewRows = 16;                      // as many as a tile has
 constexpr size_t kOwnBytes = 512 << 10;              // of weights that every thread may read for itself
 
 #if !FDCPU_TILES
@@ -16,12 +18,13 @@ FDCPU_INLINE size_t unpacked_bytes(const PackedMatrix &w) {
 }
 #endif
 
-// finish(row, half, sums, sums) for rows [begin, end) of a panel, in tiles or in registers.
+// finish(row, half, sums, sums) for rows [begin, end) of a panel, in tiles or in registers. Panel `next` is this
+// thread's next one.
 template <class Finish>
-FDCPU_INLINE void panel_rows(TileUse &use, bool in_tiles, const PackedMatrix &w, int64_t p, const Activations &a,
-                             int64_t begin, int64_t end, uint8_t *unpacked, const Finish &finish) {
+FDCPU_INLINE void panel_rows(TileUse &use, bool in_tiles, const PackedMatrix &w, int64_t p, int64_t next,
+                             const Activations &a, int64_t begin, int64_t end, uint8_t *unpacked, const Finish &finish) {
 #if FDCPU_TILES
-    if (in_tiles) return panel_in_tiles(use, w, p, a, begin, end, unpacked, finish);
+    if (in_tiles) return panel_in_tiles(use, w, p, next, a, begin, end, unpacked, finish);
 #endif
     alignas(64) float sums[kMostHalved * kPanel];
     const bool is_coded = w.kind == WeightKind::coded_bf16;
@@ -32,8 +35,10 @@ FDCPU_INLINE void panel_rows(TileUse &use, bool in_tiles, const PackedMatrix &w,
     const int64_t num_tiles = (head > 0) + (count - head + kMostRows - 1) / kMostRows;
     int64_t m = begin;
     for (int64_t i = 0; i < num_tiles; ++i) {
-        const Ahead ahead(w, i, num_tiles);
+        const Ahead ahead(w, p, next, i, num_tiles);
         const int rows = i == 0 && head ? int(head) : int((end - m + num_tiles - i - 1) / (num_tiles - i));  // much the same
+        for (int r = 0; r < rows; ++r)
+            for (int half = 0; half < 2; ++half) finish.fetch(m + r, half);  // comes meanwhile
         if (i == 0 && head)
             tile_codes_of(rows, w, p, a, m, ahead, unpacked, sums);
         else
@@ -116,7 +121,7 @@ FDCPU_INLINE Activations form_of(const LinearOp &op, uint8_t *scratch) {
 // Rows whose activations stay in the second-level cache while a panel meets them.
 FDCPU_INLINE int64_t rows_of_block(const Activations &a, int64_t num_rows, bool in_tiles) {
     constexpr int64_t kBlockBytes = 1 << 20, kStep = 32;
-    const int64_t most = in_tiles ? std::min<int64_t>(512, std::max<int64_t>(kStep, kBlockBytes / a.row_bytes)) : 128;
+    const int64_t most = in_tiles ? std::min<int64_t>(512, std::max<int64_t>(kStep, kBlockBytes / a.row_bytes)) : 256;
     const int64_t blocks = (num_rows + most - 1) / most;
     return ((num_rows + blocks - 1) / blocks + kStep - 1) / kStep * kStep;
 }
@@ -137,7 +142,8 @@ size_t linear_scratch(const LinearOp &op, int num_threads) {
     for (int64_t rows : {op.num_rows, std::min<int64_t>(op.num_rows, 16)}) {
         fewer.num_rows = rows;
         const Activations a = form_of(fewer, nullptr);
-        most = std::max(most, a.num_bytes(rows) + 128 + ThreadScratch(*op.weight, a).num_bytes() * size_t(num_threads));
+        const size_t parts = ThreadScratch(*op.weight, a).num_bytes() * size_t(num_threads);
+        most = std::max(most, kCounterBytes + a.num_bytes(rows) + 128 + parts);
     }
     return most;
 }
@@ -150,12 +156,18 @@ FDCPU_INLINE bool divides_rows(const PackedMatrix &w, int64_t num_rows, int num_
     return w.num_panels < num_threads && !in_tiles;
 }
 
+// Whether threads take one panel after another as they come, so that none waits for one that is slower or has to
+// share its processor. Fewer rows are reading, which likes to go straight on.
+FDCPU_INLINE bool takes_turns(int64_t num_rows, int num_threads) { return num_threads > 1 && num_rows > kFewRows; }
+
 // finish(panel, row, half, sums, sums) for all rows of this thread's panels, or its rows of all panels.
 template <class X, class Finish>
 void product(const LinearOp &op, const Worker &worker, const Finish &finish) {
     if (op.num_rows == 0) return;  // of a plan, when nobody is there
     const PackedMatrix &w = *op.weight;
     auto *aligned = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(worker.scratch) + 63) & ~uintptr_t(63));
+    auto &counter = *reinterpret_cast<std::atomic<int64_t> *>(aligned);
+    aligned += kCounterBytes;
     Activations a = form_of(op, aligned);
     const ThreadScratch parts(w, a);
     uint8_t *mine = aligned + (a.num_bytes(op.num_rows) + 63) / 64 * 64 + parts.num_bytes() * size_t(worker.thread);
@@ -168,6 +180,7 @@ void product(const LinearOp &op, const Worker &worker, const Finish &finish) {
         a = form_of(op, mine + parts.row + parts.unpacked);
         prepare_row<X>(op, a, 0, 0, row);
     } else {
+        if (worker.thread == 0) counter.store(0);
         for (int64_t m = first; m < last; ++m) prepare_row<X>(op, a, m, m, row);
         if (!by_rows) worker.barrier();
     }
@@ -178,11 +191,21 @@ void product(const LinearOp &op, const Worker &worker, const Finish &finish) {
         worker.share(w.num_panels, first, last);
     }
     TileUse use;
-    const int64_t block = rows_of_block(a, op.num_rows, in_tiles);
+    const int64_t block = rows_of_block(a, op.num_rows, in_tiles), num_panels = w.num_panels;
+    const auto meet = [&](int64_t begin, int64_t p, int64_t next) {
+        panel_rows(use, in_tiles, w, p, next, a, begin, std::min(bottom, begin + block), mine + parts.row,
+                   PanelFinish<Finish>{finish, p});
+    };
+    if (!by_rows && takes_turns(op.num_rows, worker.size())) {
+        const int64_t end = (op.num_rows + block - 1) / block * num_panels;
+        for (int64_t next, turn = counter.fetch_add(1); turn < end; turn = next) {
+            next = counter.fetch_add(1);
+            meet(turn / num_panels * block, turn % num_panels, next % num_panels);
+        }
+        return;
+    }
     for (int64_t begin = top; begin < bottom; begin += block)
-        for (int64_t p = first; p < last; ++p)
-            panel_rows(use, in_tiles, w, p, a, begin, std::min(bottom, begin + block), mine + parts.row,
-                       PanelFinish<Finish>{finish, p});
+        for (int64_t p = first; p < last; ++p) meet(begin, p, p + 1);
 }
 
 template <class Finish>

@@ -89,7 +89,7 @@ FDCPU_INLINE void expert_products(const ExpertsOp &op, const ExpertScratch &s, c
         for (int64_t p = 0; p < w.num_panels; ++p, ++item) {
             if (item != mine) continue;
             const Outputs<float> out(linear);
-            panel_rows(use, is_tiled(w, end - begin), w, p, a, begin, end, unpacked,
+            panel_rows(use, is_tiled(w, end - begin), w, p, p + 1, a, begin, end, unpacked,
                        PanelFinish<Outputs<float>>{out, p});
             mine = s.next->fetch_add(1);
         }
@@ -101,7 +101,7 @@ FDCPU_INLINE void whole_product(const LinearOp &op, TileUse &use, const Activati
     const PackedMatrix &w = *op.weight;
     const Outputs<float> out(op);
     for (int64_t p = 0; p < w.num_panels; ++p)
-        panel_rows(use, is_tiled(w, rows), w, p, a, 0, rows, unpacked, PanelFinish<Outputs<float>>{out, p});
+        panel_rows(use, is_tiled(w, rows), w, p, p + 1, a, 0, rows, unpacked, PanelFinish<Outputs<float>>{out, p});
 }
 
 // Ordered rows [begin, begin + rows) of expert e, from the tokens to `out`.

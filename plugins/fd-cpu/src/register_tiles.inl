@@ -21,32 +21,33 @@ struct Rows {
 // What is fetched while a panel's lines are multiplied: lines a little ahead, or, when several register tiles
 // meet the panel one after another, each tile's share of the panel that comes next.
 struct Ahead {
-    int64_t first, second;  // parts of a line, and where: always two, because more branches cost more
-    bool is_first, is_only;
-    Ahead(const PackedMatrix &w, int64_t tile, int64_t num_tiles)
-        : first(4096), second(first + 64), is_first(tile == 0), is_only(num_tiles == 1) {
-        if (is_only) return;
-        const int64_t parts = w.kind == WeightKind::coded_bf16 ? kCodedBlock / 64 : kVectors;
-        first = w.panel_bytes() + (num_tiles < parts ? tile * 2 : tile) % parts * 64;
-        second = num_tiles < parts ? first + 64 : first;
+    const uint8_t *at;
+    int64_t step;  // for each line
+    bool is_only;
+    Ahead(const PackedMatrix &w, int64_t p, int64_t next, int64_t tile, int64_t num_tiles) : is_only(num_tiles == 1) {
+        const int64_t line = w.kind == WeightKind::coded_bf16 ? kCodedBlock : 4 * kPanel;
+        at = is_only ? w.panel(p) + 4096 : w.panel(next) + w.panel_bytes() * tile / num_tiles;
+        step = (line + num_tiles - 1) / num_tiles;
     }
-    FDCPU_INLINE void fetch(const uint8_t *line) const {
-        __builtin_prefetch(line + first, 0, 2);
-        __builtin_prefetch(line + second, 0, 2);
-        if (!is_only) return;
-        __builtin_prefetch(line + first + 128, 0, 2);
-        __builtin_prefetch(line + first + 192, 0, 2);
+    FDCPU_INLINE void fetch() {
+        __builtin_prefetch(at, 0, 2);
+        __builtin_prefetch(at + 64, 0, 2);
+        if (is_only) {
+            __builtin_prefetch(at + 128, 0, 2);
+            __builtin_prefetch(at + 192, 0, 2);
+        }
+        at += step;
     }
 };
 
 // The first V registers of a panel; the others are zero.
 template <int R, int V>
-void tile_f32_of(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
+void tile_f32_of(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, float *out) {
     const float *line = reinterpret_cast<const float *>(w.panel(p));
     const Rows<R> x(a, m);
     F acc[R][kVectors] = {};
     for (int64_t k = 0; k < w.padded_inputs; ++k, line += kPanel) {
-        if (V == kVectors) ahead.fetch(reinterpret_cast<const uint8_t *>(line));
+        if (V == kVectors) ahead.fetch();
         F weights[V];
         for (int s = 0; s < V; ++s) weights[s] = load(line + s * kLanes);
         for (int r = 0; r < R; ++r)
@@ -59,7 +60,7 @@ void tile_f32_of(const PackedMatrix &w, int64_t p, const Activations &a, int64_t
 
 // Routers have few outputs.
 template <int R>
-void tile_f32(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
+void tile_f32(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, float *out) {
     if (!w.gated && w.outputs - p * kPanel <= kLanes) return tile_f32_of<R, 1>(w, p, a, m, ahead, out);
     tile_f32_of<R, kVectors>(w, p, a, m, ahead, out);
 }
@@ -71,15 +72,14 @@ FDCPU_INLINE void store_sums(const F (&sums)[kChains<R>][R][kVectors], float *ou
             store(out + r * kPanel + s * kLanes, kChains<R> > 1 ? sums[0][r][s] + sums[kChains<R> - 1][r][s] : sums[0][r][s]);
 }
 
-// Of lines as they are, at `line`; `stored` is the panel itself, `step` bytes of it for each two inputs.
+// Of lines as they are, at `line`.
 template <int R>
-FDCPU_INLINE void tile_lines(const uint8_t *line, const uint8_t *stored, int64_t step, int64_t inputs, const Activations &a,
-                             int64_t m, const Ahead &ahead, float *out) {
+FDCPU_INLINE void tile_lines(const uint8_t *line, int64_t inputs, const Activations &a, int64_t m, Ahead ahead, float *out) {
     const Rows<R> x(a, m);
     F acc[kChains<R>][R][kVectors] = {};
     for (int64_t k = 0; k < 2 * inputs;)
-        for (int c = 0; c < kChains<R>; ++c, k += 4, line += 4 * kPanel, stored += step) {
-            ahead.fetch(stored);
+        for (int c = 0; c < kChains<R>; ++c, k += 4, line += 4 * kPanel) {
+            ahead.fetch();
             for (int s = 0; s < kVectors; ++s) {
                 const I weights = load_as<I>(line + s * 64);
                 for (int r = 0; r < R; ++r) acc[c][r][s] = dot_pairs(acc[c][r][s], weights, I(splat_bytes(x.at[r] + k)));
@@ -89,13 +89,13 @@ FDCPU_INLINE void tile_lines(const uint8_t *line, const uint8_t *stored, int64_t
 }
 
 template <int R>
-void tile_bf16(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
-    tile_lines<R>(w.panel(p), w.panel(p), 4 * kPanel, w.padded_inputs, a, m, ahead, out);
+void tile_bf16(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, float *out) {
+    tile_lines<R>(w.panel(p), w.padded_inputs, a, m, ahead, out);
 }
 
 // Half a panel at a time becomes lines on the way, which stay in `copy` if other tiles of rows follow.
 template <int R, bool kKeeps>
-void tile_codes(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, uint8_t *copy,
+void tile_codes(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, uint8_t *copy,
                 float *out) {
     constexpr int kParts = R <= 4 ? 2 : 1;  // chains of sums
     const uint8_t *block = w.panel(p) + kCodedHeader;
@@ -105,7 +105,7 @@ void tile_codes(const PackedMatrix &w, int64_t p, const Activations &a, int64_t 
         F acc[kParts][R][2] = {};
         uint8_t *to = copy + half * kHalf * 4;
         for (int64_t k = 0; k < 2 * w.padded_inputs; k += 8, block += kCodedBlock, to += 8 * kPanel) {
-            ahead.fetch(block);
+            ahead.fetch();
             I lines[2][2];
             decode_block(block, exponents, lines);
             for (int j = 0; j < 2; ++j) {
@@ -132,7 +132,7 @@ void tile_codes(const PackedMatrix &w, int64_t p, const Activations &a, int64_t 
 
 // The tile that meets a panel first.
 template <int R = kMostHalved>
-void tile_codes_of(int rows, const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead,
+void tile_codes_of(int rows, const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead,
                    uint8_t *copy, float *out) {
     if constexpr (R > 1) {
         if (rows < R) return tile_codes_of<R - 1>(rows, w, p, a, m, ahead, copy, out);
@@ -160,7 +160,7 @@ FDCPU_INLINE void add_group(const PackedMatrix &w, int64_t p, const Activations 
 }
 
 template <int R>
-void tile_int8(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
+void tile_int8(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, float *out) {
     const uint8_t *line = w.panel(p);
     const Rows<R> x(a, m);
     for (int64_t g = 0; g < a.groups; ++g) {
@@ -170,7 +170,7 @@ void tile_int8(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m
             for (int r = 0; r < R; ++r) acc[0][r][s] = load_as<I>(sums + s * kLanes) * -128;
         for (int64_t k = g * w.group; k < (g + 1) * w.group;)
             for (int c = 0; c < kChains<R>; ++c, k += 4, line += 4 * kPanel) {
-                ahead.fetch(line);
+                ahead.fetch();
                 for (int s = 0; s < kVectors; ++s) {
                     const B weights = load_as<B>(line + s * 64);
                     for (int r = 0; r < R; ++r) acc[c][r][s] = dot_bytes(acc[c][r][s], splat_bytes(x.at[r] + k), weights);
@@ -181,7 +181,7 @@ void tile_int8(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m
 }
 
 template <int R>
-void tile_int4(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
+void tile_int4(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, float *out) {
     const uint8_t *line = w.panel(p);
     const Rows<R> x(a, m);
     for (int64_t g = 0; g < a.groups; ++g) {
@@ -189,7 +189,7 @@ void tile_int4(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m
         for (int r = 0; r < R; ++r)
             for (int s = 0; s < kVectors; ++s) acc[0][r][s] = splat_int(-8 * a.sums[(m + r) * a.groups + g]);
         for (int64_t k = g * w.group; k < (g + 1) * w.group; k += 8, line += 4 * kPanel) {
-            ahead.fetch(line);
+            ahead.fetch();
             for (int s = 0; s < kVectors; ++s) {
                 const B packed = load_as<B>(line + s * 64), low = packed & 15, high = B(U(packed) >> 4) & 15;
                 for (int r = 0; r < R; ++r) {
@@ -204,12 +204,12 @@ void tile_int4(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m
 }
 
 template <int R>
-void tile_tet2(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
+void tile_tet2(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, float *out) {
     const uint8_t *tile = w.panel(p);
     const Rows<R> x(a, m);
     I acc[kChains<R>][R][kVectors] = {};
     for (int64_t k = 0; k < 2 * w.padded_inputs; k += 16, tile += kTetTile) {
-        ahead.fetch(tile);
+        ahead.fetch();
         for (int s = 0; s < kVectors; ++s) {
             const U words = tet_words(tile + s * kTetWords * sizeof(uint16_t));
             for (int j = 0; j < 4; ++j) {
@@ -230,20 +230,19 @@ void tile_tet2(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m
 }
 
 template <int R>
-void tile(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, uint8_t *copy, float *out) {
+void tile(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, uint8_t *copy, float *out) {
     switch (w.kind) {
         case WeightKind::f32: return tile_f32<R>(w, p, a, m, ahead, out);
         case WeightKind::bf16: return tile_bf16<R>(w, p, a, m, ahead, out);
         case WeightKind::int8: return tile_int8<R>(w, p, a, m, ahead, out);
         case WeightKind::int4: return tile_int4<R>(w, p, a, m, ahead, out);
         case WeightKind::tet2: return tile_tet2<R>(w, p, a, m, ahead, out);
-        case WeightKind::coded_bf16:
-            return tile_lines<R>(copy, w.panel(p), kCodedBlock, w.padded_inputs, a, m, ahead, out);
+        case WeightKind::coded_bf16: return tile_lines<R>(copy, w.padded_inputs, a, m, ahead, out);
     }
 }
 
 template <int R = kMostRows>
-void tile_of(int rows, const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead,
+void tile_of(int rows, const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead,
              uint8_t *copy, float *out) {
     if constexpr (R > 1) {
         if (rows < R) return tile_of<R - 1>(rows, w, p, a, m, ahead, copy, out);

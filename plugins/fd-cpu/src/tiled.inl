@@ -236,7 +236,7 @@ struct TiledPanel {
     }
 
     template <class Finish>
-    void run(TileUse &use, int64_t begin, int64_t end, const Finish &finish) const {
+    void run(TileUse &use, const uint8_t *next, int64_t begin, int64_t end, const Finish &finish) const {
         alignas(64) uint8_t sums[4 * kTileSide * 64];
         alignas(64) float totals[kTall * kHalf];
         const int64_t per_group = num_steps / groups;
@@ -252,7 +252,6 @@ struct TiledPanel {
         use.shape(inputs, kTileSide, true);
         const int64_t passes = 2 * ((end - begin + kTall - 1) / kTall);
         const int64_t lines = (panel_bytes / 64 + num_steps * passes - 1) / (num_steps * passes);
-        const uint8_t *next = panel + panel_bytes;
         for (int half = 0; half < 2; ++half)
             for (int64_t m = begin; m < end; m += kTall, next += num_steps * lines * 64) {
                 const int64_t low = std::min<int64_t>(kTileSide, end - m), high = std::min<int64_t>(kTall, end - m) - low;
@@ -268,21 +267,21 @@ struct TiledPanel {
 
 // finish(row, half, sums, sums) for rows [begin, end) of a panel.
 template <class Finish>
-FDCPU_INLINE void panel_in_tiles(TileUse &use, const PackedMatrix &w, int64_t p, const Activations &a, int64_t begin,
-                                 int64_t end, uint8_t *unpacked, const Finish &finish) {
+FDCPU_INLINE void panel_in_tiles(TileUse &use, const PackedMatrix &w, int64_t p, int64_t next, const Activations &a,
+                                 int64_t begin, int64_t end, uint8_t *unpacked, const Finish &finish) {
     const bool is_int4 = w.kind == WeightKind::int4;
     if (w.kind == WeightKind::tet2)
-        TiledPanel<WeightKind::tet2, false>(w, a, p, unpacked).run(use, begin, end, finish);
+        TiledPanel<WeightKind::tet2, false>(w, a, p, unpacked).run(use, w.panel(next), begin, end, finish);
     else if (w.kind == WeightKind::coded_bf16)
-        TiledPanel<WeightKind::coded_bf16, false>(w, a, p, unpacked).run(use, begin, end, finish);
+        TiledPanel<WeightKind::coded_bf16, false>(w, a, p, unpacked).run(use, w.panel(next), begin, end, finish);
     else if (w.kind == WeightKind::bf16)
-        TiledPanel<WeightKind::bf16, false>(w, a, p, unpacked).run(use, begin, end, finish);
+        TiledPanel<WeightKind::bf16, false>(w, a, p, unpacked).run(use, w.panel(next), begin, end, finish);
     else if (a.is_wide)
-        is_int4 ? TiledPanel<WeightKind::int4, true>(w, a, p, unpacked).run(use, begin, end, finish)
-                : TiledPanel<WeightKind::int8, true>(w, a, p, unpacked).run(use, begin, end, finish);
+        is_int4 ? TiledPanel<WeightKind::int4, true>(w, a, p, unpacked).run(use, w.panel(next), begin, end, finish)
+                : TiledPanel<WeightKind::int8, true>(w, a, p, unpacked).run(use, w.panel(next), begin, end, finish);
     else
-        is_int4 ? TiledPanel<WeightKind::int4, false>(w, a, p, unpacked).run(use, begin, end, finish)
-                : TiledPanel<WeightKind::int8, false>(w, a, p, unpacked).run(use, begin, end, finish);
+        is_int4 ? TiledPanel<WeightKind::int4, false>(w, a, p, unpacked).run(use, w.panel(next), begin, end, finish)
+                : TiledPanel<WeightKind::int8, false>(w, a, p, unpacked).run(use, w.panel(next), begin, end, finish);
 }
 
 }  // namespace fdcpu::FDCPU_NAMESPACE
