@@ -45,6 +45,16 @@ class Connection(Protocol):
         """Wait until the client has read enough."""
         ...
 
+    def watch(self, on_left: Callable[[], None] | None) -> None:
+        """Call this once the client leaves before it has its answer; None: nothing any more."""
+        ...
+
+
+def connection_of(scope: Scope) -> Connection | None:
+    """None for a call that came over no connection."""
+    connection: Connection | None = scope.get("extensions", {}).get(CONNECTION_EXTENSION)
+    return connection
+
 
 class Job(Protocol):
     """One API call: what it needs, and its two ways to answer."""
@@ -80,7 +90,7 @@ async def answer(http: Request, state: ServerState, job: Job) -> Response:
 
     handed_over = False
     try:
-        async with WhileConnected(http.receive):
+        async with WhileConnected(connection_of(http.scope)):
             if not job.stream:
                 await job.prepare()
                 return json_response(await job.complete())
@@ -132,34 +142,28 @@ def frame(event: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 
-async def until_disconnect(receive: Receive) -> None:
-    """Return when the client is gone; the body must have been read before."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 class WhileConnected:
     """A block of the task that enters it; it is left early, without an error, when the client leaves."""
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._has_left = self._is_over = False
+    def __init__(self, connection: Connection | None) -> None:
+        self._connection = connection
+        self._has_left = False
 
     async def __aenter__(self) -> None:
         self._task = asyncio.current_task()
         self._cancelling = 0 if self._task is None else self._task.cancelling()
-        self._watch = asyncio.create_task(until_disconnect(self._receive))
-        self._watch.add_done_callback(self._on_left)
+        if self._connection is not None:
+            self._connection.watch(self._on_left)
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        self._is_over = True
-        self._watch.cancel()
+        if self._connection is not None:
+            self._connection.watch(None)
         if not self._has_left or self._task is None:
             return False
         return self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError
 
-    def _on_left(self, watch: asyncio.Task[None]) -> None:
-        if self._task is not None and not self._is_over and not watch.cancelled():
+    def _on_left(self) -> None:
+        if self._task is not None and not self._has_left:
             self._has_left = True
             self._task.cancel()
 
@@ -188,10 +192,10 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        connection = scope.get("extensions", {}).get(CONNECTION_EXTENSION)
+        connection = connection_of(scope)
         knows_chunks = scope["http_version"] == "1.1"
         try:
-            async with WhileConnected(receive):
+            async with WhileConnected(connection):
                 await self._pump(send, connection if knows_chunks else None)
         except TimeoutError:
             logger.warning("a client stopped reading its stream for %.0f s", self._stall_s)

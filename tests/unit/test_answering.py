@@ -4,6 +4,7 @@ something is sent."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,21 +14,24 @@ from fastdeploy_core.serving.respond import WhileConnected
 
 
 class Client:
-    """What `receive` of a client says that may leave."""
+    """A connection that ends when it is told to."""
 
     def __init__(self) -> None:
-        self.left = asyncio.Event()
+        self._on_left: Callable[[], None] | None = None
 
-    async def receive(self) -> dict[str, Any]:
-        await self.left.wait()
-        return {"type": "http.disconnect"}
+    def watch(self, on_left: Callable[[], None] | None) -> None:
+        self._on_left = on_left
+
+    def leave(self) -> None:
+        if self._on_left is not None:
+            self._on_left()
 
 
 def test_work_ends_when_its_client_leaves_and_the_task_goes_on() -> None:
     async def main() -> list[str]:
         client, seen = Client(), []
-        asyncio.get_running_loop().call_later(0.01, client.left.set)
-        async with WhileConnected(client.receive):
+        asyncio.get_running_loop().call_later(0.01, client.leave)
+        async with WhileConnected(client):
             try:
                 await asyncio.sleep(60)
             finally:
@@ -41,9 +45,9 @@ def test_work_ends_when_its_client_leaves_and_the_task_goes_on() -> None:
 def test_a_client_that_leaves_behind_the_block_ends_nothing() -> None:
     async def main() -> None:
         client = Client()
-        async with WhileConnected(client.receive):
+        async with WhileConnected(client):
             await asyncio.sleep(0)
-            client.left.set()
+            asyncio.get_running_loop().call_soon(client.leave)
         for _ in range(5):
             await asyncio.sleep(0)
 
@@ -52,11 +56,11 @@ def test_a_client_that_leaves_behind_the_block_ends_nothing() -> None:
 
 def test_errors_of_the_work_and_whoever_else_cancels_it_are_not_swallowed() -> None:
     async def fail() -> None:
-        async with WhileConnected(Client().receive):
+        async with WhileConnected(Client()):
             raise ValueError("as it is")
 
     async def wait(client: Client) -> None:
-        async with WhileConnected(client.receive):
+        async with WhileConnected(client):
             await asyncio.sleep(60)
 
     async def main() -> None:
@@ -65,7 +69,7 @@ def test_errors_of_the_work_and_whoever_else_cancels_it_are_not_swallowed() -> N
         client = Client()
         task = asyncio.create_task(wait(client))
         await asyncio.sleep(0.01)
-        client.left.set()  # and at the same time
+        client.leave()  # and at the same time
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
