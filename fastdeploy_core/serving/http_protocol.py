@@ -28,35 +28,6 @@ MAX_HEAD_BYTES = 64 * 1024
 _NO_BODY = (204, 304)
 
 
-class OneSendATurn:
-    """A transport: what is written in one turn of the event loop leaves as one. A send takes some 20 us
-    of processor time, and the reader as much; the head of a stream and its first chunk, and its last
-    chunks and its end, are written together."""
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
-        self._parts: list[bytes] = []
-
-    def write(self, data: bytes) -> None:
-        """Soon."""
-        if not self._parts:
-            self._loop.call_soon(self._flush)
-        self._parts.append(data)
-
-    def close(self) -> None:
-        """Behind what was written."""
-        self._flush()
-        self._transport.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def _flush(self) -> None:
-        parts, self._parts = self._parts, []
-        if parts:
-            self._transport.write(b"".join(parts))
-
-
 class Cycle(RequestResponseCycle):
     """One request and its answer; what respond.py's Connection is."""
 
@@ -177,7 +148,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected; its first request head must come in time."""
-        super().connection_made(cast("asyncio.Transport", OneSendATurn(transport, self.loop)))
+        super().connection_made(transport)
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -248,13 +219,12 @@ class GuardedProtocol(HttpToolsProtocol):
         version = self.parser.get_http_version()
         check_head(version, self.url, self.headers)
         path, _, query = self.url.partition(b"?")
-        self.scope.update(
-            method=self._method.decode("ascii"),
-            http_version=version,
-            path=self.root_path + unquote(path.decode("ascii")),
-            raw_path=self.root_path.encode("ascii") + path,
-            query_string=query,
-        )
+        scope = cast("dict[str, Any]", self.scope)
+        scope["method"] = self._method.decode("ascii")
+        scope["http_version"] = version
+        scope["path"] = self.root_path + unquote(path.decode("ascii"))
+        scope["raw_path"] = self.root_path.encode("ascii") + path
+        scope["query_string"] = query
         self.cycle = cycle = Cycle(
             scope=self.scope,
             transport=self.transport,
@@ -268,7 +238,7 @@ class GuardedProtocol(HttpToolsProtocol):
             keep_alive=version == "1.1" and self.parser.should_keep_alive(),
             on_response=self.on_response_complete,
         )
-        cast("dict[str, Any]", self.scope)["extensions"] = {CONNECTION_EXTENSION: cycle}
+        scope["extensions"] = {CONNECTION_EXTENSION: cycle}
         self._open.append(cycle)
         if len(self._open) == 1:
             self._start_asgi_task(cycle, self.app)

@@ -60,13 +60,7 @@ def _kind(value: Any) -> str:
 def parse_json(raw: bytes) -> Any:
     """The value of a JSON document; ApiError 400 naming what is wrong with it."""
     try:
-        value = json.loads(
-            raw.decode("utf-8"),
-            parse_constant=_refuse_constant,
-            parse_int=_parse_int,
-            parse_float=_parse_float,
-            object_pairs_hook=_without_duplicates,
-        )
+        value = _DECODER.decode(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ApiError(400, "the body is not valid UTF-8") from error
     except RecursionError as error:
@@ -107,6 +101,14 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 raise ValueError(f"key {key[:60]!r} is given twice")
             seen.add(key)
     return result
+
+
+_DECODER = json.JSONDecoder(
+    parse_constant=_refuse_constant,
+    parse_int=_parse_int,
+    parse_float=_parse_float,
+    object_pairs_hook=_without_duplicates,
+)
 
 
 def _check_tree(value: Any, check_text: bool) -> None:

@@ -1,15 +1,12 @@
-"""What stands between an answer and its connection: who watches that the client stays, and how often
-something is sent."""
+"""Work for a client ends when the client leaves."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from fastdeploy_core.serving.http_protocol import OneSendATurn
 from fastdeploy_core.serving.respond import WhileConnected
 
 
@@ -78,40 +75,3 @@ def test_errors_of_the_work_and_whoever_else_cancels_it_are_not_swallowed() -> N
                 await wait(Client())
 
     asyncio.run(main())
-
-
-class Sent(asyncio.Transport):
-    """A transport that remembers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: list[bytes] = []
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.sent.append(bytes(data))
-
-    def close(self) -> None:
-        self.sent.append(b"closed")
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return name
-
-
-def test_what_is_written_in_one_turn_is_sent_at_once_and_before_the_end() -> None:
-    async def main() -> list[bytes]:
-        inner = Sent()
-        transport = OneSendATurn(inner, asyncio.get_running_loop())
-        transport.write(b"head ")
-        transport.write(b"first")
-        assert not inner.sent
-        await asyncio.sleep(0)
-        transport.write(b"second")
-        transport.write(b"")
-        await asyncio.sleep(0)
-        transport.write(b"last")
-        transport.close()
-        await asyncio.sleep(0)
-        assert transport.get_extra_info("peername") == "peername"
-        return inner.sent
-
-    assert asyncio.run(main()) == [b"head first", b"second", b"last", b"closed"]
