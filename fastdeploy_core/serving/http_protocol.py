@@ -8,30 +8,34 @@ things to its caller: see `check_head`.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 from urllib.parse import unquote
 
 import httptools
-from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import (
-    STATUS_LINE,
     HttpToolsProtocol,
     RequestResponseCycle,
 )
 
-from .respond import CONNECTION_EXTENSION
+from .connection import CONNECTION_EXTENSION
 
 HEAD_TIMEOUT_S = 10.0
 MAX_HEAD_BYTES = 64 * 1024
-_NO_BODY = (204, 304)
+UNTIL_CLOSED = sys.maxsize  # the length of a body that ends with its connection
 
 
 class Cycle(RequestResponseCycle):
-    """One request and its answer; what respond.py's Connection is."""
+    """One request and its answer; what connection.py calls a Connection."""
 
     _on_left: Callable[[], None] | None = None
+
+    @property
+    def has_body(self) -> bool:
+        """Whether the whole body of the request has come."""
+        return not self.more_body
 
     def abort(self) -> None:
         """Close at once; what waits to be sent is lost."""
@@ -63,73 +67,15 @@ class Cycle(RequestResponseCycle):
             self._on_left()
 
     async def send(self, message: Any) -> None:
-        """ASGI."""
-        if self.flow.write_paused and not self.disconnected:
-            await self.flow.drain()
-        if self.disconnected:
-            return
-        if message["type"] == "http.response.start":
-            self._begin(message)
-        else:
-            self._continue(message)
-
-    def _begin(self, message: Message) -> None:
-        if self.response_started:
-            raise RuntimeError("an answer has begun already")
-        self.response_started, self.waiting_for_100_continue = True, False
-        status = message["status"]
-        has_body = self.scope["method"] != "HEAD" and status not in _NO_BODY
-        lines = [STATUS_LINE[status]]
-        for name, value in (*self.default_headers, *message.get("headers", ())):
-            if b"\n" in value or b"\r" in value or b"\n" in name or b"\r" in name:
-                raise RuntimeError("a header of the answer holds a line break")
-            if name == b"content-length":
-                self.chunked_encoding = False
-                self.expected_content_length = int(value) if has_body else 0
-            elif name == b"connection":
-                self.keep_alive = self.keep_alive and value.lower() != b"close"
-                continue
-            lines += (name, b": ", value, b"\r\n")
-        if self.chunked_encoding is None and has_body:
-            if self.scope["http_version"] == "1.1":
-                self.chunked_encoding = True
-                lines.append(b"transfer-encoding: chunked\r\n")
-            else:
-                self.keep_alive = False  # the end of the connection is the end of the body
-        if not self.keep_alive:
-            lines.append(b"connection: close\r\n")
-        lines.append(b"\r\n")
-        self.transport.write(b"".join(lines))
-
-    def _continue(self, message: Message) -> None:
-        if not self.response_started or self.response_complete:
-            raise RuntimeError("a body without the head of an answer, or behind its end")
-        body, is_last = message.get("body", b""), not message.get("more_body", False)
-        if self.scope["method"] == "HEAD":
-            body = b""
-        if self.chunked_encoding:
-            if body:
-                self.write(body)
-            if is_last:
-                self.transport.write(b"0\r\n\r\n")
-        elif body:
-            self.transport.write(self._within_length(body))
-        if is_last:
-            self._end()
-
-    def _within_length(self, body: bytes) -> bytes:
-        if self.chunked_encoding is False:
-            self.expected_content_length -= len(body)
-            if self.expected_content_length < 0:
-                raise RuntimeError("the body of an answer is longer than its Content-Length")
-        return body
-
-    def _end(self) -> None:
-        self.response_complete = True
-        self.message_event.set()
-        if not self.keep_alive or self.expected_content_length:
-            self.transport.close()
-        self.on_response()
+        """ASGI, as uvicorn has it; but HTTP/1.0 knows no chunks: the end of the connection is the end of
+        a body that has no declared length."""
+        if self.scope["http_version"] == "1.0":
+            if message["type"] == "http.response.start":
+                if not any(name == b"content-length" for name, _ in message["headers"]):
+                    self.chunked_encoding, self.expected_content_length = False, UNTIL_CLOSED
+            elif self.expected_content_length > UNTIL_CLOSED // 2 and not message.get("more_body"):
+                self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -186,7 +132,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _plain_head(self) -> bytes:
         """The head that was just read without its wish for another protocol, at which the parser stops:
-        some clients ask for HTTP/2 in each request and send the body all the same."""
+        Java's client asks for HTTP/2 in each request and sends the body all the same, which uvicorn
+        loses (its issue 2722)."""
         head = [b"%b %b HTTP/1.1\r\n" % (self._method, self.url)]
         head += [b"%b: %b\r\n" % line for line in self.headers if line[0] != b"upgrade"]
         return b"".join([*head, b"\r\n"])
