@@ -115,7 +115,8 @@ def test_a_request_that_others_may_read_differently_is_refused(
     server: LiveServer, name: str
 ) -> None:
     answer = talk(server.port, REFUSED[name])
-    assert not answer or answer.startswith(b"HTTP/1.1 400 "), answer
+    is_reset = not answer and len(REFUSED[name]) > 65536  # refused while we still sent
+    assert is_reset or answer.startswith(b"HTTP/1.1 400 "), answer
     assert b"fin" not in answer
     assert httpx.get(server.url + "/version").status_code == 200
 
@@ -168,12 +169,14 @@ def test_a_client_that_leaves_behind_a_large_body_ends_its_request(
     server: LiveServer, engine: ScriptedEngine
 ) -> None:
     """The connection is read again behind a body for which it was paused."""
-    body = b'{"prompt":"Hi","max_tokens":200,"ignore_eos":true,"user":"' + b"a" * 200_000 + b'"}'
+    body = b'{"prompt":"Hi","max_tokens":200,"ignore_eos":true,"user":"' + b"a" * 100_000 + b'"}'
     engine.pause_s, aborted = 0.02, engine.aborted
     engine.script = lambda prompt, index: "a" * 200
     try:
         with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
-            connection.sendall(POST + with_length(body))
+            connection.sendall(POST + LENGTH % len(body) + b"\r\n")
+            time.sleep(0.1)  # it waits for the body
+            connection.sendall(body)
             wait_for(lambda: engine.running, "the request to run")
         wait_for(lambda: engine.aborted == aborted + 1, "the request to end")
     finally:
@@ -187,9 +190,18 @@ def test_a_connection_that_only_breaks_lines_is_closed(
     from fastdeploy_core.serving.http_protocol import GuardedProtocol
 
     monkeypatch.setattr(GuardedProtocol, "head_timeout_s", 0.2)
-    with live(engine, tokenizer) as server:
-        request = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
-        assert talk(server.port, request + b"\r\n").count(b" 200 OK") == 1
+    with (
+        live(engine, tokenizer) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection,
+    ):
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b'"version"' in connection.recv(4096)
+        began = time.monotonic()
+        connection.sendall(b"\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
+        seconds = time.monotonic() - began
+    assert seconds < server.state.config.keep_alive_s - 1
 
 
 @pytest.mark.parametrize("path", ["short", "long", "split"])
