@@ -8,6 +8,7 @@ for as many clients, and then the engine alone again, because machines change th
 random ids, answers have a fixed length, the prefix cache is off. What follows -- goes to both. With
 `--cpus` engine and server run on those processors only, clients too or on `--client-cpus`. With
 `--in-turn` the engine alone also generates before each round of the server, which idles meanwhile.
+`api` is the processor time that the server's first process (with one API server: that) takes for an answer.
 """
 
 from __future__ import annotations
@@ -97,8 +98,15 @@ def load(
     command += ["--stream-interval", str(options.stream_interval)]
     if rate == "inf":
         command += ["--max-concurrency", str(options.streams)]
+    before = api_s(server)
     (result,) = measure(command)
-    return dict(result)
+    return {**result, "api_ms": 1000 * (api_s(server) - before) / count}
+
+
+def api_s(server: Start) -> float:
+    """Seconds of processor time that the server's first process has taken, without those it started."""
+    threads = Path(f"/proc/{server.process.pid}/task").glob("*/schedstat")
+    return sum(int(file.read_text().split()[0]) for file in threads) / 1e9
 
 
 def show(name: str, r: dict[str, Any]) -> None:
@@ -106,7 +114,7 @@ def show(name: str, r: dict[str, Any]) -> None:
     print(
         f"{name:>16} {r['requests_per_s']:>9.1f} {r['output_tokens_per_s']:>10.0f} "
         f"{r['p50_ttft_ms']:>9.1f} {r['p99_ttft_ms']:>9.1f} {r['p50_itl_ms']:>9.2f} "
-        f"{r['p99_itl_ms']:>9.2f} {r['failed']:>7}",
+        f"{r['p99_itl_ms']:>9.2f} {r['api_ms']:>8.2f} {r['failed']:>7}",
         flush=True,
     )
 
@@ -142,7 +150,7 @@ def main() -> None:
     try:
         print(
             f"{'requests/s asked':>16} {'done/s':>9} {'tokens/s':>10} {'TTFT p50':>9} {'p99, ms':>9} "
-            f"{'ITL p50':>9} {'p99, ms':>9} {'failed':>7}"
+            f"{'ITL p50':>9} {'p99, ms':>9} {'api, ms':>8} {'failed':>7}"
         )
         speeds = []
         for number in range(options.rounds):

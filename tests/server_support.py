@@ -22,6 +22,7 @@ from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.input import RequestLimits
 from fastdeploy_core.engine.stream import OutputStream
 from fastdeploy_core.errors import FastDeployError, QueueFull
+from fastdeploy_core.serving import event_loop
 from fastdeploy_core.serving.app import create_app
 from fastdeploy_core.serving.listening import bind_socket
 from fastdeploy_core.serving.server import ApiServer
@@ -250,7 +251,7 @@ class LiveServer:
         wait_for(lambda: self.server.started, "the server to start")
 
     def _run(self) -> None:
-        asyncio.run(self._serve())
+        event_loop.run(self._serve())
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -18,8 +18,8 @@ from fastdeploy_core import __version__
 
 PACKAGES = (
     "fastdeploy-core", "paddlepaddle", "torch", "numpy", "transformers", "tokenizers",
-    "safetensors", "fastapi", "starlette", "uvicorn", "h11", "pydantic", "msgspec", "pyzmq",
-    "llguidance", "xgrammar", "pluggy", "stevedore", "prometheus-client", "openai",
+    "safetensors", "fastapi", "starlette", "uvicorn", "httptools", "uvloop", "pydantic", "msgspec",
+    "pyzmq", "llguidance", "xgrammar", "pluggy", "stevedore", "prometheus-client", "openai",
 )  # fmt: skip
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 _SETTINGS = re.compile(r"FD_|FLAGS_|OMP_|MKL_|.*VISIBLE_DEVICES$")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -185,7 +184,7 @@ def _without_grammar(
     if truncation is not None:
         token_ids = truncation.cut(token_ids, limits, sampling.max_tokens)
     return Request(
-        request_id=uuid.uuid4().hex,
+        request_id=secrets.token_hex(16),
         prompt_token_ids=token_ids,
         sampling=_complete(sampling, len(token_ids), tokenizer, limits),
         eos_token_ids=list(limits.eos_token_ids),

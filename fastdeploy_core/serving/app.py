@@ -79,7 +79,8 @@ def create_app(
     # Added innermost first; the gate is outermost and nothing can come before it.
     app.add_middleware(Shortcut, routes=_busy(openai))
     app.add_middleware(Bodies, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
-    app.add_middleware(Keys, keys=config.api_keys)
+    if config.api_keys:
+        app.add_middleware(Keys, keys=config.api_keys)
     if config.allowed_origins:  # outside of Keys, because a browser's preflight carries no key
         app.add_middleware(
             CORSMiddleware,
@@ -88,7 +89,8 @@ def create_app(
             allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
             allow_credentials=False,
         )
-    app.add_middleware(Hosts, allowed=config.allowed_hosts)
+    if config.allowed_hosts:
+        app.add_middleware(Hosts, allowed=config.allowed_hosts)
     app.add_middleware(Guard, observe=state.metrics.answered)
     return app
 

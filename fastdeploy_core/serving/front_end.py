@@ -22,6 +22,8 @@ from fastdeploy_core.engine import child, wire
 from fastdeploy_core.errors import FastDeployError
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
 
+from . import event_loop
+
 if TYPE_CHECKING:
     from .server import ApiServer
 
@@ -71,7 +73,7 @@ def main(data: bytes) -> int:
     door.connect(door_path(init.folder))
     try:
         init.resolved.verify(init.digest)
-        return asyncio.run(_serve(init, door))
+        return event_loop.run(_serve(init, door))
     except BaseException as error:
         is_known = isinstance(error, FastDeployError)
         trace = None if is_known else error

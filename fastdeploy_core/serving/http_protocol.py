@@ -1,109 +1,215 @@
-"""uvicorn's h11 protocol with a time limit on request heads, a short way for streamed bodies, and a
-way to drop a dead connection.
+"""HTTP/1.1 for uvicorn, parsed by httptools: bounds on request heads, a short way for streamed bodies,
+and word of clients that leave.
 
-h11 is pinned because it bounds the size of request heads; with the other parser megabytes of
-headers reach the application.
+httptools reads in C what uvicorn's other parser reads in Python, but it bounds nothing and leaves some
+things to its caller: see `check_head`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
+from urllib.parse import unquote
 
-import h11
-from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import (
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
-from .respond import CONNECTION_EXTENSION
+from .connection import CONNECTION_EXTENSION
 
 HEAD_TIMEOUT_S = 10.0
 MAX_HEAD_BYTES = 64 * 1024
+UNTIL_CLOSED = sys.maxsize  # the length of a body that ends with its connection
 
 
-class OneSendATurn:
-    """A transport: what is written in one turn of the event loop leaves as one. A send takes some 20 us
-    of processor time, and the reader as much; the head of a stream and its first chunk, and its last
-    chunks and its end, are written together."""
+class Cycle(RequestResponseCycle):
+    """One request and its answer; what connection.py calls a Connection."""
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
-        self._parts: list[bytes] = []
+    _on_left: Callable[[], None] | None = None
 
-    def write(self, data: bytes) -> None:
-        """Soon."""
-        if not self._parts:
-            self._loop.call_soon(self._flush)
-        self._parts.append(data)
-
-    def close(self) -> None:
-        """Behind what was written."""
-        self._flush()
-        self._transport.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def _flush(self) -> None:
-        parts, self._parts = self._parts, []
-        if parts:
-            self._transport.write(b"".join(parts))
-
-
-class GuardedProtocol(H11Protocol):
-    """One connection."""
-
-    head_timeout_s = HEAD_TIMEOUT_S
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._head_timer: asyncio.TimerHandle | None = None
-        self.on_lost: Callable[[], None] | None = None  # for who wants to know
-        inner: ASGIApp = self.app
-
-        async def with_connection(scope: Scope, receive: Receive, send: Send) -> None:
-            scope.setdefault("extensions", {})[CONNECTION_EXTENSION] = self
-            await inner(scope, receive, send)
-
-        self.app = with_connection
-
-    # What respond.py's Connection is.
+    @property
+    def has_body(self) -> bool:
+        """Whether the whole body of the request has come."""
+        return not self.more_body
 
     def abort(self) -> None:
         """Close at once; what waits to be sent is lost."""
         self.transport.abort()
 
     def write(self, data: bytes) -> bool:
-        """A part of a streamed body, framed here as h11 would. True: wait for drain() before more."""
-        cycle = self.cycle
-        if not cycle.disconnected:
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return self.flow.write_paused and not cycle.disconnected
+        """A part of a streamed body, framed as `send` would. True: wait for drain() before more."""
+        if self.disconnected:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return self.flow.write_paused
 
     async def drain(self) -> None:
         """Wait until the client has read enough."""
         await self.flow.drain()
 
+    def watch(self, on_left: Callable[[], None] | None) -> None:
+        """Call this when the client leaves before it has its answer; None: nothing any more."""
+        self._on_left = on_left
+        self.flow.resume_reading()  # or nobody would see it leave
+        if self.disconnected and on_left is not None:
+            on_left()
+
+    def leave(self) -> None:
+        """The client has left."""
+        self.disconnected = True
+        self.message_event.set()
+        if self._on_left is not None:
+            self._on_left()
+
+    async def send(self, message: Any) -> None:
+        """ASGI, as uvicorn has it; but HTTP/1.0 knows no chunks: the end of the connection is the end of
+        a body that has no declared length."""
+        if self.scope["http_version"] == "1.0":
+            if message["type"] == "http.response.start":
+                if not any(name == b"content-length" for name, _ in message["headers"]):
+                    self.chunked_encoding, self.expected_content_length = False, UNTIL_CLOSED
+            elif self.expected_content_length > UNTIL_CLOSED // 2 and not message.get("more_body"):
+                self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    head_timeout_s = HEAD_TIMEOUT_S
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._open: deque[Cycle] = deque()  # the first is being answered
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._is_in_head = False
+        self._method = b""
+        self._spare_bytes = 0  # that came since the last complete head or piece of a body
+        self.on_lost: Callable[[], None] | None = None  # for who wants to know
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected; its first request head must come in time."""
-        super().connection_made(cast("asyncio.Transport", OneSendATurn(transport, self.loop)))
+        super().connection_made(transport)
         self._start_head_timer()
-
-    def data_received(self, data: bytes) -> None:
-        """Bytes came: the timer runs while a head is incomplete."""
-        super().data_received(data)
-        if self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None:
-            if self._head_timer is None:
-                self._start_head_timer()
-        else:
-            self._stop_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone."""
         self._stop_head_timer()
         super().connection_lost(exc)
+        for cycle in self._open:
+            cycle.leave()
         if self.on_lost is not None:
             self.on_lost()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes came: the timer runs while a head is incomplete."""
+        self._unset_keepalive_if_required()
+        self._spare_bytes += len(data)
+        try:
+            self._feed(data)
+            if self._spare_bytes > MAX_HEAD_BYTES:
+                raise httptools.HttpParserError("a head, a trailer or a chunk's line is too long")
+        except httptools.HttpParserError:
+            self._refuse()
+        if self._open or self.timeout_keep_alive_task is not None:
+            self._stop_head_timer()
+        elif self._head_timer is None:
+            self._start_head_timer()
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._open or self._method == b"CONNECT":
+                raise httptools.HttpParserError("no other protocol is spoken here") from None
+            self.parser = httptools.HttpRequestParser(self)
+            self._feed(self._plain_head() + data[upgrade.args[0] :])
+
+    def _plain_head(self) -> bytes:
+        """The head that was just read without its wish for another protocol, at which the parser stops:
+        Java's client asks for HTTP/2 in each request and sends the body all the same, which uvicorn
+        loses (its issue 2722)."""
+        head = [b"%b %b HTTP/1.1\r\n" % (self._method, self.url)]
+        head += [b"%b: %b\r\n" % line for line in self.headers if line[0] != b"upgrade"]
+        return b"".join([*head, b"\r\n"])
+
+    def _refuse(self) -> None:
+        if self._open and self._open[0].response_started:
+            self.transport.close()  # nothing can be said within an answer
+        else:
+            self.send_400_response("Invalid HTTP request received.")
+
+    # What the parser calls.
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self._is_in_head = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header; trailers are nobody's."""
+        if self._is_in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Answer this request, or queue it behind the one that is being answered."""
+        self._spare_bytes = 0
+        self._method = self.parser.get_method()
+        if self.parser.should_upgrade():  # it comes again
+            return
+        self._is_in_head = False
+        version = self.parser.get_http_version()
+        check_head(version, self.url, self.headers)
+        path, _, query = self.url.partition(b"?")
+        scope = cast("dict[str, Any]", self.scope)
+        scope["method"] = self._method.decode("ascii")
+        scope["http_version"] = version
+        scope["path"] = self.root_path + unquote(path.decode("ascii"))
+        scope["raw_path"] = self.root_path.encode("ascii") + path
+        scope["query_string"] = query
+        self.cycle = cycle = Cycle(
+            scope=self.scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=self.access_log,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=version == "1.1" and self.parser.should_keep_alive(),
+            on_response=self.on_response_complete,
+        )
+        scope["extensions"] = {CONNECTION_EXTENSION: cycle}
+        self._open.append(cycle)
+        if len(self._open) == 1:
+            self._start_asgi_task(cycle, self.app)
+        else:
+            self.flow.pause_reading()
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        self._spare_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The end of the body."""
+        if not self._is_in_head:
+            self._spare_bytes = 0
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Called by a cycle: it is the next one's turn, or a new head may come."""
+        self._open.popleft()
+        if not self._open:
+            super().on_response_complete()
+        elif not self.transport.is_closing():
+            self._start_asgi_task(self._open[0], self.app)
 
     def _start_head_timer(self) -> None:
         self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.abort)
@@ -112,3 +218,18 @@ class GuardedProtocol(H11Protocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+
+def check_head(version: str, url: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+    """Refuse what the parser lets through and others on the way may read differently, or not at all."""
+    num_hosts, num_bytes = 0, len(url)
+    for name, value in headers:
+        num_bytes += len(name) + len(value) + 4
+        if name == b"host":
+            num_hosts += 1
+        elif name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+            raise httptools.HttpParserError("only chunks are known here")
+    if version not in ("1.0", "1.1") or num_hosts > 1 or (version == "1.1" and not num_hosts):
+        raise httptools.HttpParserError("not HTTP/1.0 or 1.1, or not one Host")
+    if num_bytes > MAX_HEAD_BYTES:
+        raise httptools.HttpParserError("the head is too long")

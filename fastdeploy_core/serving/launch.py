@@ -29,6 +29,7 @@ from fastdeploy_core.config.arguments import (
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.client import AsyncEngine
 
+from . import event_loop
 from .asking import Plugins
 from .listening import bind_socket, url_of
 from .parser_choice import check_parsers
@@ -61,7 +62,7 @@ def serve(values: Mapping[str, Any]) -> int:
     try:
         if server_config.api_server_count > 1:
             return _serve_by_many(engine_config, server_config, listener)
-        return asyncio.run(_serve(engine_config, server_config, listener))
+        return event_loop.run(_serve(engine_config, server_config, listener))
     finally:
         listener.close()
 

@@ -11,12 +11,13 @@ import hashlib
 import hmac
 import logging
 import re
+import secrets
 import time
-import uuid
 from collections.abc import Callable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .connection import connection_of
 from .errors import ApiError, send_error, to_api_error
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class Guard:
             return
         started_at = time.monotonic()
         status = 0
-        request_id = uuid.uuid4().hex
+        request_id = secrets.token_hex(16)
         scope.setdefault("state", {})["request_id"] = request_id
         shown = shown_id(_header(scope, b"x-request-id") or b"", request_id)
 
@@ -168,18 +169,17 @@ class Bodies:
         if declared is not None and declared.isdigit() and int(declared[:20]) > self.max_bytes:
             await send_error(self._too_large(), scope, receive, send)
             return
+        connection = connection_of(scope)
         deadline = time.monotonic() + self.timeout_s
         received, complete = 0, False
 
         async def counted() -> Message:
             nonlocal received, complete
-            if complete:  # what follows is http.disconnect, for which one may wait long
-                return await receive()
-            try:
-                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                    message = await receive()
-            except TimeoutError as error:
-                raise ApiError(408, "the body did not arrive in time") from error
+            # Nobody waits for what is there; what follows is http.disconnect, which may be long in coming.
+            if complete or (connection is not None and connection.has_body):
+                message = await receive()
+            else:
+                message = await self._in_time(receive, deadline)
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
                 complete = not message.get("more_body", False)
@@ -188,6 +188,13 @@ class Bodies:
             return message
 
         await self.app(scope, counted, send)
+
+    async def _in_time(self, receive: Receive, deadline: float) -> Message:
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                return await receive()
+        except TimeoutError as error:
+            raise ApiError(408, "the body did not arrive in time") from error
 
     def _too_large(self) -> ApiError:
         return ApiError(

@@ -19,31 +19,13 @@ from starlette.types import Receive, Scope, Send
 
 from fastdeploy_core.errors import Aborted
 
+from .connection import Connection, connection_of
 from .errors import to_api_error
 from .state import ServerState
 
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
-# An extension of the scope that http_protocol.py sets to the Connection.
-CONNECTION_EXTENSION = "fastdeploy.connection"
-
-
-class Connection(Protocol):
-    """The connection below ASGI, for what would be slow or impossible through `send`."""
-
-    def abort(self) -> None:
-        """Close at once, without waiting for what it still has to send."""
-        ...
-
-    def write(self, data: bytes) -> bool:
-        """A part, not empty, of a body that has no declared length, after the head was sent to a
-        client that knows chunks (HTTP/1.1). True: the client does not keep up, wait for `drain`."""
-        ...
-
-    async def drain(self) -> None:
-        """Wait until the client has read enough."""
-        ...
 
 
 class Job(Protocol):
@@ -80,7 +62,7 @@ async def answer(http: Request, state: ServerState, job: Job) -> Response:
 
     handed_over = False
     try:
-        async with WhileConnected(http.receive):
+        async with WhileConnected(connection_of(http.scope)):
             if not job.stream:
                 await job.prepare()
                 return json_response(await job.complete())
@@ -132,34 +114,28 @@ def frame(event: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 
-async def until_disconnect(receive: Receive) -> None:
-    """Return when the client is gone; the body must have been read before."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 class WhileConnected:
     """A block of the task that enters it; it is left early, without an error, when the client leaves."""
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._has_left = self._is_over = False
+    def __init__(self, connection: Connection | None) -> None:
+        self._connection = connection
+        self._has_left = False
 
     async def __aenter__(self) -> None:
         self._task = asyncio.current_task()
         self._cancelling = 0 if self._task is None else self._task.cancelling()
-        self._watch = asyncio.create_task(until_disconnect(self._receive))
-        self._watch.add_done_callback(self._on_left)
+        if self._connection is not None:
+            self._connection.watch(self._on_left)
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        self._is_over = True
-        self._watch.cancel()
+        if self._connection is not None:
+            self._connection.watch(None)
         if not self._has_left or self._task is None:
             return False
         return self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError
 
-    def _on_left(self, watch: asyncio.Task[None]) -> None:
-        if self._task is not None and not self._is_over and not watch.cancelled():
+    def _on_left(self) -> None:
+        if self._task is not None and not self._has_left:
             self._has_left = True
             self._task.cancel()
 
@@ -188,10 +164,10 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        connection = scope.get("extensions", {}).get(CONNECTION_EXTENSION)
+        connection = connection_of(scope)
         knows_chunks = scope["http_version"] == "1.1"
         try:
-            async with WhileConnected(receive):
+            async with WhileConnected(connection):
                 await self._pump(send, connection if knows_chunks else None)
         except TimeoutError:
             logger.warning("a client stopped reading its stream for %.0f s", self._stall_s)

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 
 from fastdeploy_core.config.server import ServerConfig
 
-from .http_protocol import MAX_HEAD_BYTES, GuardedProtocol
+from .http_protocol import GuardedProtocol
 from .occupancy import OwnOccupancy
 from .state import Engine
 
@@ -51,7 +51,6 @@ class ApiServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,  # nothing here asks who the client says it is
-                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 timeout_keep_alive=max(1, round(config.keep_alive_s)),
                 timeout_graceful_shutdown=round(LAST_WORDS_S),
                 ssl_keyfile=config.ssl_keyfile,

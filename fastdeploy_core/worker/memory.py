@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _RESIDENT: Final = Path("/proc/self/statm")
 _VAST: Final = 1 << 60
-GIB = 1024**3
+GIB, MIB = 2**30, 2**20
 POLL_S = 0.002
 # Where the pool and everything else share the host's memory, half of what is free stays free.
 SHARED_FRACTION = 0.5
@@ -108,7 +108,7 @@ class MemoryProfile:
         used = self.total_bytes - self.free_bytes
         text = (
             f"{self.total_bytes / GIB:.2f} GiB x {self.utilization:g} usable"
-            f" - {used / GIB:.2f} GiB in use (weights {self.weight_bytes / GIB:.2f} GiB)"
+            f" - {used / GIB:.2f} GiB in use (weights {_size(self.weight_bytes)})"
             f" - {self.step_bytes / GIB:.2f} GiB{' at most' * self.is_bound} for the largest step"
         )
         if self.graph_bytes:
@@ -119,3 +119,7 @@ class MemoryProfile:
                 f" for {self.shared_with} rank(s), and {self.most_bytes / GIB:.2f} GiB hold a full batch"
             )
         return f"{text} = {self.available_bytes / GIB:.2f} GiB for the KV cache"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"

@@ -107,7 +107,9 @@ class Worker:
             ).make(self.rank, records=bool(sizes))
         gc.collect()
         give_back_freed()
-        weight_bytes = max(0, free_before - device.memory().free_bytes)
+        weight_bytes = loaded.weight_bytes
+        if not device.limits.shares_host_memory:  # where others take and give, too
+            weight_bytes = max(0, free_before - device.memory().free_bytes)
         clock.lap("weights")
         self._runner = ModelRunner(
             self.config, device, kernels, loaded, self.rank, self._communicator, sizes, drafters

@@ -19,7 +19,15 @@ from fastdeploy_core.types import BlockCopies, SamplingParams, SchedulerOutput
 from fastdeploy_core.worker import caches
 from fastdeploy_core.worker.memory import LowWater, MemoryProfile
 from fastdeploy_core.worker.worker import Worker, largest_steps
-from tests.worker_steps import BLOCK_SIZE, Steps, engine_config, make_worker, sharpen, write_model
+from tests.worker_steps import (
+    BLOCK_SIZE,
+    LLAMA,
+    Steps,
+    engine_config,
+    make_worker,
+    sharpen,
+    write_model,
+)
 
 GIB = 1024**3
 
@@ -40,6 +48,10 @@ def test_load_tells_what_the_scheduler_needs(folder: Path, tensor_library: str) 
     assert info.tensor_library == tensor_library and info.device == "cpu"
     assert info.overlap and info.host_tier and info.block_sharing
     assert any("memory:" in line for line in info.report)
+    hidden, inner, kv = LLAMA["hidden_size"], LLAMA["intermediate_size"], 2 * 8
+    a_layer = 2 * hidden * (hidden + kv) + 3 * hidden * inner + 2 * hidden
+    # Whatever others take of the host's memory meanwhile.
+    assert info.weight_bytes == 4 * (2 * a_layer + 2 * 131 * hidden + hidden)
     assert worker._runner.batch.slot_of == {}, "the profile leaves no sequence behind"
     copies = BlockCopies(device_to_device=[(0, 1)])
     with pytest.raises(WorkerError, match="before the cache"):
@@ -90,6 +102,8 @@ def test_the_arithmetic_of_device_memory() -> None:
     text = profile.arithmetic()
     for part in ("80.00 GiB x 0.9", "30.00 GiB in use", "weights 20.00", "6.00 GiB", "= 36.00 GiB"):
         assert part in text
+    small = dataclasses.replace(profile, weight_bytes=5 * 2**20)
+    assert "weights 5.0 MiB" in small.arithmetic()
 
 
 def test_host_memory_is_left_to_others_and_divided_among_ranks() -> None:

@@ -1,33 +1,34 @@
-"""What stands between an answer and its connection: who watches that the client stays, and how often
-something is sent."""
+"""Work for a client ends when the client leaves."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
-from fastdeploy_core.serving.http_protocol import OneSendATurn
 from fastdeploy_core.serving.respond import WhileConnected
 
 
 class Client:
-    """What `receive` of a client says that may leave."""
+    """A connection that ends when it is told to."""
 
     def __init__(self) -> None:
-        self.left = asyncio.Event()
+        self._on_left: Callable[[], None] | None = None
 
-    async def receive(self) -> dict[str, Any]:
-        await self.left.wait()
-        return {"type": "http.disconnect"}
+    def watch(self, on_left: Callable[[], None] | None) -> None:
+        self._on_left = on_left
+
+    def leave(self) -> None:
+        if self._on_left is not None:
+            self._on_left()
 
 
 def test_work_ends_when_its_client_leaves_and_the_task_goes_on() -> None:
     async def main() -> list[str]:
         client, seen = Client(), []
-        asyncio.get_running_loop().call_later(0.01, client.left.set)
-        async with WhileConnected(client.receive):
+        asyncio.get_running_loop().call_later(0.01, client.leave)
+        async with WhileConnected(client):
             try:
                 await asyncio.sleep(60)
             finally:
@@ -41,9 +42,9 @@ def test_work_ends_when_its_client_leaves_and_the_task_goes_on() -> None:
 def test_a_client_that_leaves_behind_the_block_ends_nothing() -> None:
     async def main() -> None:
         client = Client()
-        async with WhileConnected(client.receive):
+        async with WhileConnected(client):
             await asyncio.sleep(0)
-            client.left.set()
+            asyncio.get_running_loop().call_soon(client.leave)
         for _ in range(5):
             await asyncio.sleep(0)
 
@@ -52,11 +53,11 @@ def test_a_client_that_leaves_behind_the_block_ends_nothing() -> None:
 
 def test_errors_of_the_work_and_whoever_else_cancels_it_are_not_swallowed() -> None:
     async def fail() -> None:
-        async with WhileConnected(Client().receive):
+        async with WhileConnected(Client()):
             raise ValueError("as it is")
 
     async def wait(client: Client) -> None:
-        async with WhileConnected(client.receive):
+        async with WhileConnected(client):
             await asyncio.sleep(60)
 
     async def main() -> None:
@@ -65,7 +66,7 @@ def test_errors_of_the_work_and_whoever_else_cancels_it_are_not_swallowed() -> N
         client = Client()
         task = asyncio.create_task(wait(client))
         await asyncio.sleep(0.01)
-        client.left.set()  # and at the same time
+        client.leave()  # and at the same time
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -74,40 +75,3 @@ def test_errors_of_the_work_and_whoever_else_cancels_it_are_not_swallowed() -> N
                 await wait(Client())
 
     asyncio.run(main())
-
-
-class Sent(asyncio.Transport):
-    """A transport that remembers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: list[bytes] = []
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.sent.append(bytes(data))
-
-    def close(self) -> None:
-        self.sent.append(b"closed")
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return name
-
-
-def test_what_is_written_in_one_turn_is_sent_at_once_and_before_the_end() -> None:
-    async def main() -> list[bytes]:
-        inner = Sent()
-        transport = OneSendATurn(inner, asyncio.get_running_loop())
-        transport.write(b"head ")
-        transport.write(b"first")
-        assert not inner.sent
-        await asyncio.sleep(0)
-        transport.write(b"second")
-        transport.write(b"")
-        await asyncio.sleep(0)
-        transport.write(b"last")
-        transport.close()
-        await asyncio.sleep(0)
-        assert transport.get_extra_info("peername") == "peername"
-        return inner.sent
-
-    assert asyncio.run(main()) == [b"head first", b"second", b"last", b"closed"]
