@@ -156,8 +156,8 @@ class BatchScheduler:
         """The next step; None if nothing can run (yet: steps in flight may change that)."""
         if self._deadlines:
             self._expire()
-        step = self._planner.plan()
-        if step is not None and not step.is_decode and self._length is not None:
+        step, length = self._planner.plan(), self._length
+        if length is not None and not length.rests and step is not None and not step.is_decode:
             size, is_usual = self._prompts_of(step)
             self._prompts_begun += size
             self._is_usual &= is_usual
@@ -171,7 +171,6 @@ class BatchScheduler:
         length = self._length
         if length is not None and length.rests:
             length.rests -= 1
-            self._prompts_begun, self._is_usual = 0, True
         elif length is not None:
             # What lies behind an answer's end is no token that drafts have brought.
             self._measure(length, step, self.counters.num_generated_tokens - num_before)

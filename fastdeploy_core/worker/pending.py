@@ -69,7 +69,8 @@ class Launched:
     @property
     def concerns_drafters(self) -> bool:
         """Whether drafts were fed or are wanted, or a drafter keeps something for later."""
-        return self.max_drafts >= 0 or not self.rows.is_decode
+        rows = self.rows
+        return self.max_drafts >= 0 or (not rows.is_decode and bool(rows.num_drafts.any()))
 
     def fed_drafts(self) -> dict[int, list[int]]:
         """By batch row."""
