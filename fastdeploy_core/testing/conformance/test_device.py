@@ -283,18 +283,21 @@ def run_ranks(name: str, library: str, world_size: int) -> list[dict[str, bool]]
             )
             for rank in range(world_size)
         ]  # fmt: skip
-        results = []
         try:
-            for process in processes:
-                output, errors = process.communicate(timeout=300)
-                assert process.returncode == 0, errors.strip()[-2000:]
-                results.append(json.loads(output.strip().splitlines()[-1]))
+            said = [process.communicate(timeout=300) for process in processes]
         finally:
             for process in processes:
                 if process.poll() is None:
                     process.kill()
                     process.wait()
-    return results
+    # Of all of them: the first may only have waited for one that failed.
+    failed = [
+        errors.strip()[-2000:]
+        for p, (_, errors) in zip(processes, said, strict=True)
+        if p.returncode
+    ]
+    assert not failed, "\n\n".join(failed)
+    return [json.loads(output.strip().splitlines()[-1]) for output, _ in said]
 
 
 class TestDevice(DeviceConformance):

@@ -39,7 +39,9 @@ class X86Device(HostDevice):
         # The library's own operations are rare and small: a second team of threads would only be in
         # the way of ours.
         self.xp.set_num_threads(1)
-        self._team = open_team(self.xp, self.num_threads, options.index, options.num_ranks)
+        # An index that is no rank of several: all processors, as those of index 0.
+        rank = options.index % options.num_ranks
+        self._team = open_team(self.xp, self.num_threads, rank, options.num_ranks)
         self._recorder = Recorder(self._team)
 
     def capture(
