@@ -49,7 +49,7 @@ class DeviceLimits:
     graph_capture: bool = False
     # Rows of nobody at the end of a captured step cost nothing, so one recording of the largest batch
     # serves every batch, and one of the largest step every prompt: that one is captured without having run.
-    # A graph with a false attribute `is_any_size` costs what the largest one does, and serves no prompts.
+    # A SizedGraph may say otherwise of itself.
     graph_any_size: bool = False
     graph_collectives: bool = False  # a captured graph may hold the communicator's collectives
     # Decode steps that may run one behind the other before the host sees a token: above 1 where it takes
@@ -135,6 +135,17 @@ class CapturedGraph(Protocol):
     def replay(self) -> None:
         """Queue the recorded work again; it reads the buffers' current contents."""
         ...
+
+
+@runtime_checkable
+class SizedGraph(Protocol):
+    """A graph that says whether rows of nobody cost nothing in it, too, where DeviceLimits.graph_any_size does. One
+    in which they cost what the others do serves no prompts.
+
+    Added in contract 0.11.
+    """
+
+    is_any_size: bool
 
 
 @runtime_checkable

@@ -188,7 +188,7 @@ class GuardedProtocol(HttpToolsProtocol):
         scope["extensions"] = {CONNECTION_EXTENSION: cycle}
         self._open.append(cycle)
         if len(self._open) == 1:
-            self._start_asgi_task(cycle, self.app)
+            self._answer(cycle)
         else:
             self.flow.pause_reading()
 
@@ -209,7 +209,12 @@ class GuardedProtocol(HttpToolsProtocol):
         if not self._open:
             super().on_response_complete()
         elif not self.transport.is_closing():
-            self._start_asgi_task(self._open[0], self.app)
+            self._answer(self._open[0])
+
+    def _answer(self, cycle: Cycle) -> None:
+        task = self.loop.create_task(cycle.run_asgi(self.app))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
 
     def _start_head_timer(self) -> None:
         self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.abort)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from fastdeploy_core.contracts.device import SizedGraph
 from fastdeploy_core.errors import ResourceError, WorkerError
 from fastdeploy_core.layers.context import ForwardContext
 
@@ -164,7 +165,9 @@ class PromptGraphs:
 
     def takes(self, graph: CapturedGraph | None) -> bool:
         """Whether fewer tokens cost less in it, where the device says so of its recordings."""
-        return not self.any_size or getattr(graph, "is_any_size", True)
+        if not self.any_size or not isinstance(graph, SizedGraph):
+            return True
+        return graph.is_any_size
 
     def drop(self) -> None:
         """Forget all recordings."""
