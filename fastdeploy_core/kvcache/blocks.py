@@ -66,7 +66,8 @@ class BlockPool:
         return self._references[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out blocks with one reference each: empty ones first, then the least recently used."""
+        """Hand out blocks with one reference each: empty ones first, those that came back last before all
+        others, then the least recently used."""
         if count > self.num_available:
             raise OutOfBlocks(
                 f"{count} blocks were asked for and {self.num_available} of {self.num_blocks} are "
@@ -157,5 +158,5 @@ class BlockPool:
     def _put_back(self, block: int) -> None:
         if self._is_cached[block]:
             self._cached_free[block] = None
-        else:
-            self._free.append(block)
+        else:  # out again first: what was used is in caches, and what never was may be no memory yet
+            self._free.appendleft(block)

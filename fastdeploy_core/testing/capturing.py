@@ -90,7 +90,7 @@ class _Metadata:
     slots: Tensor  # [rows, keys] int64: where each key of a row lies in the cache
     rows: Tensor  # [num_tokens] int64
     hidden: Tensor  # [num_tokens, keys] bool: keys the token does not see
-    unwritten: Tensor  # [rows, keys] bool: keys behind the row's end
+    unwritten: Tensor  # [rows, keys] bool: keys behind what was written of the row
 
 
 class RecordableAttention:
@@ -129,12 +129,14 @@ class RecordableAttention:
         block = xp.index_select(tables, 1, where // self.block_size)
         lengths = batch.seq_lens_dev.to(xp.int64)
         own = xp.index_select(lengths, 0, rows) - nth_last_dev
+        is_padding = (batch.slot_mapping[:num_tokens] < 0).to(xp.int64)
+        num_padding = xp.index_add_(xp.zeros_like(lengths), 0, rows, is_padding)
         return _Metadata(
             num_tokens=num_tokens,
             slots=block * self.block_size + where % self.block_size,
             rows=rows,
             hidden=where.unsqueeze(0) > own.unsqueeze(1),
-            unwritten=where.unsqueeze(0) >= lengths.unsqueeze(1),
+            unwritten=where.unsqueeze(0) >= (lengths - num_padding).unsqueeze(1),
         )
 
     def forward(

@@ -34,6 +34,15 @@ def test_allocate_takes_empty_blocks_before_cached_ones():
     assert pool.allocate(1) == [first]
 
 
+def test_what_came_back_last_goes_out_first_and_in_the_same_order():
+    pool = BlockPool(8)
+    kept, blocks = pool.allocate(1), pool.allocate(3)
+    pool.release(reversed(blocks))
+    assert pool.allocate(4) == [*blocks, 4]
+    pool.release(kept)
+    assert pool.allocate(2) == [*kept, 5]
+
+
 def test_allocate_without_room_changes_nothing():
     pool = BlockPool(2)
     pool.allocate(1)
