@@ -68,6 +68,34 @@ def test_recorded_prompts_answer_as_prompts_operation_by_operation(
     assert len(replayed) > 4 and len(set(replayed)) == 1
 
 
+@pytest.mark.parametrize("method", ["mtp", "draft_model"])
+def test_prompts_are_recorded_beside_a_drafter_whose_own_part_is_not(
+    tensor_library: str, engines: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Its cache is filled operation by operation, and some of its drafts are right."""
+    replayed: list[int] = []
+    run = prompt_graphs.RecordedPrompt.run
+    monkeypatch.setattr(
+        prompt_graphs.RecordedPrompt,
+        "run",
+        lambda self, *step: (replayed.append(self.size), run(self, *step))[1],
+    )
+    config = {"method": method, "num_speculative_tokens": 1, "adaptive_length": False}
+    config |= {"model": str(DEMO)} if method == "draft_model" else {}
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    answers = []
+    for is_eager in (False, True):
+        replayed.clear()
+        llm = make(tensor_library, speculative_config=config, enforce_eager=is_eager)
+        answers.append(llm.generate(PROMPTS, params, use_tqdm=False))
+        llm.close()
+        assert bool(replayed) != is_eager
+    answers.append(engines[0].generate(PROMPTS, params, use_tqdm=False))
+    recorded, eager, plain = ([x.outputs[0].token_ids for x in found] for found in answers)
+    assert recorded == eager == plain
+    assert sum(x.metrics.speculate_metrics.accepted_tokens for x in answers[0])
+
+
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0, "max_tokens": 40},
     "to the limit": {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True},
