@@ -23,7 +23,7 @@ TEST_TOOLS = (
     "pytest>=8.3",
     "pytest-timeout>=2.3",
     "pytest-asyncio>=1.0",
-    "pytest-xdist>=3.6",
+    "pytest-xdist>=3.7",
     "hypothesis>=6.120",
     "compressed-tensors>=0.12",
     "gguf>=0.17",
@@ -39,8 +39,9 @@ PLUGINS = sorted(str(path.parent) for path in Path("plugins").glob("fd-*/pyproje
 # Files of tests/cpu that are long, and about the engine: once by default, on torch, which needs half the
 # time for them; on both in session `slow`.
 LONG = (
-    *("engine_equality", "engine_graphs", "speculative_ahead", "speculative_equality"),
-    *("multi_step", "prompt_graphs", "step_graphs", "step_graphs_parts"),
+    *("engine_equality", "engine_graphs", "host_communicator", "multi_step", "prompt_graphs"),
+    *("several_between_drafts", "speculative_ahead", "speculative_equality", "speculative_hostile"),
+    *("speculative_turns", "step_graphs", "step_graphs_parts"),
 )
 # Their suites need neither a compiler nor hardware, so `tests` has them, too.
 LIGHT = ("plugins/fd-cuda", "plugins/fd-quant-wint2", "plugins/fd-spec-mtp")
@@ -98,6 +99,7 @@ def tests(session: nox.Session) -> None:
             "not slow",
             "--numprocesses=2",
             "--dist=loadfile",
+            "--no-loadscope-reorder",  # else what is long and has few tests comes last, for one process
             "--tensor",
             library,
             *arguments,

@@ -13,6 +13,7 @@ from tests.tp_rank import run_ranks
 # One of each way to divide: biases with GQA, a replicated key-value head, experts with shared ones,
 # latent attention with groups.
 VARIANTS = ("llama", "qwen3", "ernie-moe", "deepseek", "deepseek-no-q-lora")
+SLOW = ("llama", "deepseek-no-q-lora")  # divided as what the others have, too
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("checkpoints"), list(VARIANTS))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(v, marks=[pytest.mark.slow] if v in SLOW else []) for v in VARIANTS],
+)
 def test_two_ranks_equal_one(
     checkpoints: Path, variant: str, tensor_library: str, tmp_path: Path
 ) -> None:

@@ -61,7 +61,8 @@ def world(folder: Path, tensor_library: str) -> tuple[list[Any], DetailCollector
 
 
 METHODS = (
-    *("ngram_match", "draft_model", "draft_model, posting"),
+    *("ngram_match", "draft_model"),
+    pytest.param("draft_model, posting", marks=pytest.mark.slow),
     *("draft_model, posting several", "ngram_match, posting several"),
 )
 MOST = 3  # decodes of a step that are several
