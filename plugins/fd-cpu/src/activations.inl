@@ -32,6 +32,8 @@ struct Activations {
     Activations(const PackedMatrix &w, int64_t num_rows, uint8_t *scratch, bool in_tiles = false, bool wide = false)
         : is_int(!wide && is_integer(w.kind)), is_wide(wide) {
         row_bytes = (w.padded_inputs * bytes_of_input(w.kind, wide) + 63) / 64 * 64;
+        // What register tiles have of their rows at a time must not come to lie in the same places of a cache.
+        if (!in_tiles) row_bytes |= 64;
         groups = w.num_groups();
         values = scratch;
         scales = reinterpret_cast<float *>(values + (num_rows + 15) / 16 * 16 * row_bytes);

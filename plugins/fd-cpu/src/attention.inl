@@ -180,10 +180,35 @@ FDCPU_INLINE void value_tile(const AttentionOp &op, const C *values, int64_t tok
 
 FDCPU_INLINE I pair_of(const uint16_t *from) { return I(splat_bytes(from)); }
 
+// The block of the cache that is met next. It comes while the one at hand is met, a few lines at a time: as many
+// as a block has, asked for at once, would be waited for.
+struct NextBlock {
+    const uint16_t *keys = nullptr, *values = nullptr;
+    int64_t tokens = 0;
+};
+struct Fetching {
+    const uint8_t *at = nullptr;
+    int64_t lines = 0, step = 0;
+    FDCPU_INLINE void fetch() {
+        for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(at + i * 64, 0, 2);
+        at += step;
+    }
+};
+// Keys with every two numbers of those at hand, values with every two of `tokens` and four registers.
+FDCPU_INLINE Fetching keys_of(const AttentionOp &op, const NextBlock &next) {
+    return {reinterpret_cast<const uint8_t *>(next.keys), (next.tokens + kLanes - 1) / kLanes, op.block_size * 4};
+}
+FDCPU_INLINE Fetching values_of(const AttentionOp &op, const NextBlock &next, int64_t tokens) {
+    const int64_t times = (tokens + 1) / 2 * (op.v_head_dim / 64 + op.v_head_dim % 64 / kLanes);
+    const int64_t lines = times ? ((next.tokens + 1) / 2 * op.v_head_dim / kLanes + times - 1) / times : 0;
+    return {reinterpret_cast<const uint8_t *>(next.values), lines, lines * 64};
+}
+
 template <int R, int V>
-FDCPU_INLINE void score_pairs(const AttentionOp &op, const uint16_t *keys, const uint16_t *q, float *scores) {
+FDCPU_INLINE void score_pairs(const AttentionOp &op, const uint16_t *keys, const uint16_t *q, Fetching next, float *scores) {
     F acc[R][V] = {};
     for (int64_t d = 0; d < op.head_dim; d += 2, keys += 2 * op.block_size) {
+        next.fetch();
         I line[V];
         for (int v = 0; v < V; ++v) line[v] = load_as<I>(keys + v * 2 * kLanes);
         for (int r = 0; r < R; ++r) {
@@ -197,11 +222,12 @@ FDCPU_INLINE void score_pairs(const AttentionOp &op, const uint16_t *keys, const
 
 template <int R, int V>
 FDCPU_INLINE void value_pairs(const AttentionOp &op, const uint16_t *values, int64_t tokens, const uint16_t *weights,
-                              float *out) {
+                              Fetching &next, float *out) {
     F acc[R][V];
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < V; ++v) acc[r][v] = load(out + r * op.v_head_dim + v * kLanes);
     for (int64_t t = 0; t < tokens; t += 2, values += 2 * op.v_head_dim) {
+        next.fetch();
         I line[V];
         for (int v = 0; v < V; ++v) {
             line[v] = load_as<I>(values + v * 2 * kLanes);
@@ -219,19 +245,22 @@ FDCPU_INLINE void value_pairs(const AttentionOp &op, const uint16_t *values, int
 
 // Of the block's first tokens, and some more.
 template <int R>
-void paired_scores(const AttentionOp &op, const uint16_t *keys, int64_t tokens, const uint16_t *q, float *scores) {
+void paired_scores(const AttentionOp &op, const uint16_t *keys, int64_t tokens, const uint16_t *q, Fetching next,
+                   float *scores) {
     int64_t t = 0;
-    for (; t + 3 * kLanes < tokens && t + 4 * kLanes <= op.block_size; t += 4 * kLanes)
-        score_pairs<R, 4>(op, keys + 2 * t, q, scores + t);
-    for (; t + kLanes < tokens; t += 2 * kLanes) score_pairs<R, 2>(op, keys + 2 * t, q, scores + t);
-    for (; t < tokens; t += kLanes) score_pairs<R, 1>(op, keys + 2 * t, q, scores + t);
+    for (; t + 3 * kLanes < tokens && t + 4 * kLanes <= op.block_size; t += 4 * kLanes, next = {})
+        score_pairs<R, 4>(op, keys + 2 * t, q, next, scores + t);
+    for (; t + kLanes < tokens; t += 2 * kLanes, next = {}) score_pairs<R, 2>(op, keys + 2 * t, q, next, scores + t);
+    for (; t < tokens; t += kLanes, next = {}) score_pairs<R, 1>(op, keys + 2 * t, q, next, scores + t);
 }
 
 template <int R>
-void paired_values(const AttentionOp &op, const uint16_t *values, int64_t tokens, const uint16_t *weights, float *out) {
+void paired_values(const AttentionOp &op, const uint16_t *values, int64_t tokens, const uint16_t *weights, Fetching next,
+                   float *out) {
     int64_t d = 0;
-    for (; d + 4 * kLanes <= op.v_head_dim; d += 4 * kLanes) value_pairs<R, 4>(op, values + 2 * d, tokens, weights, out + d);
-    for (; d + kLanes <= op.v_head_dim; d += kLanes) value_pairs<R, 1>(op, values + 2 * d, tokens, weights, out + d);
+    for (; d + 4 * kLanes <= op.v_head_dim; d += 4 * kLanes)
+        value_pairs<R, 4>(op, values + 2 * d, tokens, weights, next, out + d);
+    for (; d + kLanes <= op.v_head_dim; d += kLanes) value_pairs<R, 1>(op, values + 2 * d, tokens, weights, next, out + d);
     for (; d < op.v_head_dim; ++d)
         for (int r = 0; r < R; ++r)
             for (int64_t t = 0; t < tokens; ++t)

@@ -3,21 +3,32 @@
 namespace fdcpu::FDCPU_NAMESPACE {
 
 FDCPU_INLINE void attend_pairs(const AttentionOp &op, const AttentionScratch &s, const uint16_t *keys,
-                               const uint16_t *values, int64_t rows, int64_t first, int64_t tokens) {
+                               const uint16_t *values, int64_t rows, int64_t first, int64_t tokens, const NextBlock &next) {
     // Tokens of the block that any of these rows sees: the last one sees most.
     const auto seen = [&](int64_t last_row) { return std::min(tokens, s.limit[last_row] - first); };
     in_tiles_of_rows(rows, 0, [&](auto count, int64_t r) {
-        paired_scores<count>(op, keys, seen(r + count - 1), s.q_pairs + r * op.head_dim, s.scores + r * op.block_size);
+        paired_scores<count>(op, keys, seen(r + count - 1), s.q_pairs + r * op.head_dim,
+                             r ? Fetching() : keys_of(op, next), s.scores + r * op.block_size);
     });
     soften(op, s, 0, rows, first, op.block_size, op.block_size, s.scores, s.weights);
     in_tiles_of_rows(rows, 0, [&](auto count, int64_t r) {
-        paired_values<count>(op, values, seen(r + count - 1), s.weights + r * op.block_size, s.out + r * op.v_head_dim);
+        const int64_t most = seen(r + count - 1);
+        paired_values<count>(op, values, most, s.weights + r * op.block_size,
+                             r ? Fetching() : values_of(op, next, most), s.out + r * op.v_head_dim);
     });
+}
+
+// Of bfloat16 in pairs: the sequence's tokens from `first` on, up to `top`.
+FDCPU_INLINE NextBlock block_at(const AttentionOp &op, int64_t seq, int64_t head, int64_t first, int64_t top) {
+    const int64_t block = op.block_tables[seq * op.max_blocks + first / op.block_size];
+    const int64_t place = (block * op.num_kv_heads + head) * op.block_size;
+    return {static_cast<const uint16_t *>(op.keys) + place * op.head_dim,
+            static_cast<const uint16_t *>(op.values) + place * op.v_head_dim, std::min(op.block_size, top - first)};
 }
 
 template <class C>
 void attend(const AttentionOp &op, const AttentionScratch &s, TileUse &use, int64_t seq, int64_t head, int64_t rows,
-            int64_t top) {
+            int64_t top, const NextBlock &after) {
     if (is_paired<C>(op) && fits_tiles(op, rows)) return attend_tiles(op, s, use, seq, head, rows);
     for (int64_t first = 0; first < top; first += op.block_size) {
         const int64_t block = op.block_tables[seq * op.max_blocks + first / op.block_size];
@@ -32,8 +43,10 @@ void attend(const AttentionOp &op, const AttentionScratch &s, TileUse &use, int6
         }
         const int64_t tokens = std::min(op.block_size, top - first);
         if (is_paired<C>(op)) {
+            const int64_t end = first + op.block_size;
             attend_pairs(op, s, reinterpret_cast<const uint16_t *>(keys), reinterpret_cast<const uint16_t *>(values), rows,
-                         first, tokens);
+                         first, tokens,
+                         op.is_int8 ? NextBlock() : end < top ? block_at(op, seq, head, end, top) : after);
             continue;
         }
         int64_t r = 0;
@@ -57,7 +70,8 @@ struct Item {
 };
 
 template <class T>
-void attend_item(const AttentionOp &op, const AttentionScratch &s, TileUse &use, const Item &item, bool writes) {
+void attend_item(const AttentionOp &op, const AttentionScratch &s, TileUse &use, const Item &item, bool writes,
+                 const NextBlock &after) {
     const int64_t seq = item.seq, head = item.head, begin = item.begin, end = item.end;
     const int64_t first_token = op.cu_seqlens_q[seq], num_new = op.cu_seqlens_q[seq + 1] - first_token;
     const int64_t seq_len = op.seq_lens[seq], shared = op.num_heads / op.num_kv_heads;
@@ -85,7 +99,7 @@ void attend_item(const AttentionOp &op, const AttentionScratch &s, TileUse &use,
         if (is_paired<T>(op)) narrow_row(q, s.q_pairs + r * op.head_dim, op.head_dim);
     }
     std::memset(s.out, 0, size_t(rows * op.v_head_dim) * sizeof(float));
-    attend<T>(op, s, use, seq, head, rows, top);
+    attend<T>(op, s, use, seq, head, rows, top, after);
     const auto result = [&](int64_t r) {
         const int64_t token = first_token + begin + r / shared;
         return static_cast<T *>(op.y) + (token * op.num_heads + head * shared + r % shared) * op.v_head_dim;
@@ -100,17 +114,17 @@ void attend_item(const AttentionOp &op, const AttentionScratch &s, TileUse &use,
     }
 }
 
-// The first block that an item reads goes into the second-level cache while the item before it is computed.
+// The first block that an item reads, which is fetched while the item before it is computed: at once where that
+// is done in tiles, else bit by bit.
 template <class T>
-FDCPU_INLINE void fetch_item(const AttentionOp &op, const Item &item) {
-    if (!is_paired<T>(op) || op.is_int8) return;
-    const int64_t tokens = std::min<int64_t>(op.seq_lens[item.seq], op.block_size);
-    const int64_t place = (op.block_tables[item.seq * op.max_blocks] * op.num_kv_heads + item.head) * op.block_size;
-    const uint16_t *keys = static_cast<const uint16_t *>(op.keys) + place * op.head_dim;
-    const uint16_t *values = static_cast<const uint16_t *>(op.values) + place * op.v_head_dim;
+FDCPU_INLINE NextBlock first_block(const AttentionOp &op, const Item &item) {
+    if (!is_paired<T>(op) || op.is_int8) return {};
+    const NextBlock block = block_at(op, item.seq, item.head, 0, op.seq_lens[item.seq]);
+    if (!fits_tiles(op, (item.end - item.begin) * (op.num_heads / op.num_kv_heads))) return block;
     for (int64_t d = 0; d < op.head_dim; d += 2)
-        for (int64_t t = 0; t < tokens; t += 16) __builtin_prefetch(keys + d * op.block_size + 2 * t, 0, 2);
-    for (int64_t i = 0; i < tokens * op.v_head_dim; i += 32) __builtin_prefetch(values + i, 0, 2);
+        for (int64_t t = 0; t < block.tokens; t += 16) __builtin_prefetch(block.keys + d * op.block_size + 2 * t, 0, 2);
+    for (int64_t i = 0; i < block.tokens * op.v_head_dim; i += 32) __builtin_prefetch(block.values + i, 0, 2);
+    return {};
 }
 
 template <class T>
@@ -138,13 +152,13 @@ void attention_of(const AttentionOp &op, const Worker &worker) {
             for (int64_t end = num_new; end > 0; end -= step, ++item) {
                 if (item != mine) continue;
                 const Item found{seq, head, std::max<int64_t>(0, end - step), end};
-                if (writes) fetch_item<T>(op, found);
-                if (waiting.seq >= 0) attend_item<T>(op, scratch, use, waiting, writes);
+                const NextBlock after = writes ? first_block<T>(op, found) : NextBlock();
+                if (waiting.seq >= 0) attend_item<T>(op, scratch, use, waiting, writes, after);
                 waiting = found;
                 mine = next.fetch_add(1);
             }
     }
-    if (waiting.seq >= 0) attend_item<T>(op, scratch, use, waiting, writes);
+    if (waiting.seq >= 0) attend_item<T>(op, scratch, use, waiting, writes, {});
 }
 
 void attention(const AttentionOp &op, const Worker &worker) {

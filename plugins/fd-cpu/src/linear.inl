@@ -12,11 +12,38 @@ constexpr size_t kOwnBytes = 512 << 10;              // of weights that every th
 struct TileUse {};
 FDCPU_INLINE bool is_tiled(const PackedMatrix &, int64_t) { return false; }
 FDCPU_INLINE bool is_widened(const PackedMatrix &, int64_t) { return false; }
-// Room for a panel of bfloat16 without codes.
+// Room for half a panel of bfloat16 without codes.
 FDCPU_INLINE size_t unpacked_bytes(const PackedMatrix &w) {
-    return is_bf16(w.kind) ? size_t(w.padded_inputs * kPanel) * sizeof(uint16_t) : 0;
+    return w.kind == WeightKind::coded_bf16 ? size_t(w.padded_inputs * kHalf) * sizeof(uint16_t) : 0;
 }
 #endif
+
+// Bfloat16 in twelve bits, half a panel at a time. Tiles of rows are much the same, and the first one decodes:
+// that goes on beside its products.
+template <class Finish>
+FDCPU_INLINE void coded_panel_rows(const PackedMatrix &w, int64_t p, int64_t next, const Activations &a, int64_t begin,
+                                   int64_t end, uint8_t *copy, const Finish &finish) {
+    constexpr int kLeast = kMostHalved / 2;  // rows of a tile that is one of several
+    alignas(64) float sums[kMostHalved * kHalf];
+    const int64_t num_tiles = (end - begin + kMostHalved - 1) / kMostHalved;
+    for (int half = 0; half < 2; ++half) {
+        int64_t m = begin;
+        for (int64_t i = 0; i < num_tiles; ++i) {
+            const Ahead ahead(w.coded_half(p, half), half ? w.panel(next) : w.coded_half(p, 1), w.half_bytes(), kCodedBlock,
+                              i, num_tiles);
+            const int rows = int((end - m + num_tiles - i - 1) / (num_tiles - i));
+            for (int r = 0; r < rows; ++r) finish.fetch(m + r, half);  // comes meanwhile
+            if (num_tiles == 1)
+                tile_codes_of<Lines::decoded, 1>(rows, w, p, half, a, m, ahead, copy, sums);
+            else if (i == 0)
+                tile_codes_of<Lines::kept, kLeast>(rows, w, p, half, a, m, ahead, copy, sums);
+            else
+                tile_codes_of<Lines::copied, kLeast>(rows, w, p, half, a, m, ahead, copy, sums);
+            for (int r = 0; r < rows; ++r) finish(m + r, half, load(sums + r * kHalf), load(sums + r * kHalf + kLanes));
+            m += rows;
+        }
+    }
+}
 
 // finish(row, half, sums, sums) for rows [begin, end) of a panel, in tiles or in registers. Panel `next` is this
 // thread's next one.
@@ -26,23 +53,16 @@ FDCPU_INLINE void panel_rows(TileUse &use, bool in_tiles, const PackedMatrix &w,
 #if FDCPU_TILES
     if (in_tiles) return panel_in_tiles(use, w, p, next, a, begin, end, unpacked, finish);
 #endif
-    alignas(64) float sums[kMostHalved * kPanel];
-    const bool is_coded = w.kind == WeightKind::coded_bf16;
-    const int64_t count = end - begin;
-    // Of codes the first tile is large enough to decode meanwhile, and whole tiles are left.
-    constexpr int64_t kFirst = kMostHalved - kMostRows + 1;
-    const int64_t head = !is_coded || count == 0 ? 0 : count <= kMostHalved ? count : kFirst + (count - kFirst) % kMostRows;
-    const int64_t num_tiles = (head > 0) + (count - head + kMostRows - 1) / kMostRows;
+    if (w.kind == WeightKind::coded_bf16) return coded_panel_rows(w, p, next, a, begin, end, unpacked, finish);
+    alignas(64) float sums[kMostRows * kPanel];
+    const int64_t num_tiles = (end - begin + kMostRows - 1) / kMostRows;
     int64_t m = begin;
     for (int64_t i = 0; i < num_tiles; ++i) {
-        const Ahead ahead(w, p, next, i, num_tiles);
-        const int rows = i == 0 && head ? int(head) : int((end - m + num_tiles - i - 1) / (num_tiles - i));  // much the same
+        const Ahead ahead(w.panel(p), w.panel(next), w.panel_bytes(), 4 * kPanel, i, num_tiles);
+        const int rows = int((end - m + num_tiles - i - 1) / (num_tiles - i));  // much the same
         for (int r = 0; r < rows; ++r)
             for (int half = 0; half < 2; ++half) finish.fetch(m + r, half);  // comes meanwhile
-        if (i == 0 && head)
-            tile_codes_of(rows, w, p, a, m, ahead, unpacked, sums);
-        else
-            tile_of(rows, w, p, a, m, ahead, unpacked, sums);
+        tile_of(rows, w, p, a, m, ahead, sums);
         for (int r = 0; r < rows; ++r)
             for (int half = 0; half < 2; ++half) {
                 const float *from = sums + r * kPanel + half * kHalf;
@@ -96,9 +116,11 @@ struct Outputs {
         put(m, column, biased(column, low));
         put(m, column + kLanes, biased(column + kLanes, high));
     }
-    // What will be written: rows lie far apart, and writing waits for each of them.
+    // What will be written and is added to: rows lie far apart, and writing waits for each of them.
     FDCPU_INLINE void fetch(int64_t p, int64_t m, int half) const {
-        __builtin_prefetch(y + m * stride + (gated ? p * kHalf + half * kLanes : p * kPanel + half * kHalf), 1, 3);
+        const int64_t at = m * stride + (gated ? p * kHalf + half * kLanes : p * kPanel + half * kHalf);
+        __builtin_prefetch(y + at, 1, 3);
+        if (residual) __builtin_prefetch(residual + at, 0, 3);
     }
 };
 

@@ -69,6 +69,7 @@ struct PackedMatrix {
     }
     // Of half a panel of coded_bf16.
     int64_t half_bytes() const { return padded_inputs / 4 * kCodedBlock; }
+    const uint8_t *coded_half(int64_t p, int half) const { return panel(p) + kCodedHeader + half * half_bytes(); }
     // Up to patches_of(p + 1).
     const Patch *patches_of(int64_t p) const {
         const auto *starts = reinterpret_cast<const int64_t *>(patches.data());

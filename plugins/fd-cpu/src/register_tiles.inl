@@ -19,25 +19,21 @@ struct Rows {
 };
 
 // What is fetched while a panel's lines are multiplied: lines a little ahead, or, when several register tiles
-// meet the panel one after another, each tile's share of the panel that comes next.
+// meet the panel one after another, each tile's share of what comes next.
 struct Ahead {
     const uint8_t *at;
     int64_t step;  // for each line
     bool is_only;
-    Ahead(const PackedMatrix &w, int64_t p, int64_t next, int64_t tile, int64_t num_tiles) : is_only(num_tiles == 1) {
-        const int64_t line = w.kind == WeightKind::coded_bf16 ? kCodedBlock : 4 * kPanel;
-        at = is_only ? w.panel(p) + 4096 : w.panel(next) + w.panel_bytes() * tile / num_tiles;
-        step = (line + num_tiles - 1) / num_tiles;
-    }
-    FDCPU_INLINE void fetch() {
-        __builtin_prefetch(at, 0, 2);
-        __builtin_prefetch(at + 64, 0, 2);
-        if (is_only) {
-            __builtin_prefetch(at + 128, 0, 2);
-            __builtin_prefetch(at + 192, 0, 2);
-        }
+    // Tiles meet `bytes` from `here` on, a line of `line` of them at a time, and then as many from `next` on.
+    Ahead(const uint8_t *here, const uint8_t *next, int64_t bytes, int64_t line, int64_t tile, int64_t num_tiles)
+        : at(num_tiles == 1 ? here + 4096 : next + bytes * tile / num_tiles), step((line + num_tiles - 1) / num_tiles),
+          is_only(num_tiles == 1) {}
+    template <bool kIsOnly>
+    FDCPU_INLINE void fetch_for() {
+        for (int line = 0; line < (kIsOnly ? 4 : 2); ++line) __builtin_prefetch(at + line * 64, 0, 2);
         at += step;
     }
+    FDCPU_INLINE void fetch() { is_only ? fetch_for<true>() : fetch_for<false>(); }
 };
 
 // The first V registers of a panel; the others are zero.
@@ -72,12 +68,12 @@ FDCPU_INLINE void store_sums(const F (&sums)[kChains<R>][R][kVectors], float *ou
             store(out + r * kPanel + s * kLanes, kChains<R> > 1 ? sums[0][r][s] + sums[kChains<R> - 1][r][s] : sums[0][r][s]);
 }
 
-// Of lines as they are, at `line`.
 template <int R>
-FDCPU_INLINE void tile_lines(const uint8_t *line, int64_t inputs, const Activations &a, int64_t m, Ahead ahead, float *out) {
+void tile_bf16(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, float *out) {
+    const uint8_t *line = w.panel(p);
     const Rows<R> x(a, m);
     F acc[kChains<R>][R][kVectors] = {};
-    for (int64_t k = 0; k < 2 * inputs;)
+    for (int64_t k = 0; k < 2 * w.padded_inputs;)
         for (int c = 0; c < kChains<R>; ++c, k += 4, line += 4 * kPanel) {
             ahead.fetch();
             for (int s = 0; s < kVectors; ++s) {
@@ -88,59 +84,62 @@ FDCPU_INLINE void tile_lines(const uint8_t *line, int64_t inputs, const Activati
     store_sums<R>(acc, out);
 }
 
-template <int R>
-void tile_bf16(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, float *out) {
-    tile_lines<R>(w.panel(p), w.padded_inputs, a, m, ahead, out);
-}
+// Where a tile has half a panel of bfloat16 from: codes, which become lines on the way and may stay in a copy
+// for the tiles that follow, or that copy, [input / 2][32 outputs][2].
+enum class Lines { decoded, kept, copied };
 
-// Half a panel at a time becomes lines on the way, which stay in `copy` if other tiles of rows follow.
-template <int R, bool kKeeps>
-void tile_codes(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, uint8_t *copy,
+// R rows by half a panel into out[R][32]. Unless loops over rows are unrolled at once, the compiler has the sums in
+// memory before and after them.
+template <int R, Lines from>
+void tile_codes(const PackedMatrix &w, int64_t p, int half, const Activations &a, int64_t m, Ahead ahead, uint8_t *copy,
                 float *out) {
     constexpr int kParts = R <= 4 ? 2 : 1;  // chains of sums
-    const uint8_t *block = w.panel(p) + kCodedHeader;
+    const uint8_t *block = w.coded_half(p, half), *const last = block + w.half_bytes();
     const B exponents = load_as<B>(w.panel(p));
     const Rows<R> x(a, m);
-    for (int half = 0; half < 2; ++half) {
-        F acc[kParts][R][2] = {};
-        uint8_t *to = copy + half * kHalf * 4;
-        for (int64_t k = 0; k < 2 * w.padded_inputs; k += 8, block += kCodedBlock, to += 8 * kPanel) {
-            ahead.fetch();
-            I lines[2][2];
-            decode_block(block, exponents, lines);
-            for (int j = 0; j < 2; ++j) {
-                for (int s = 0; s < 2 && kKeeps; ++s) store_as(to + j * 4 * kPanel + s * 64, lines[s][j]);
-                for (int r = 0; r < R; ++r) {
-                    const I input = I(splat_bytes(x.at[r] + k + 4 * j));
-                    for (int s = 0; s < 2; ++s)
-                        acc[j % kParts][r][s] = dot_pairs(acc[j % kParts][r][s], lines[s][j], input);
-                }
+    F acc[kParts][R][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < kParts; ++c) acc[c][r][0] = acc[c][r][1] = splat(0);
+    uint8_t *line = copy;
+    for (int64_t k = 0; block != last; k += 8, block += kCodedBlock, line += 8 * kHalf) {
+        ahead.fetch_for<from == Lines::decoded>();
+        for (int i = 0; i < 3 && from == Lines::kept; ++i) __builtin_prefetch(block + 8 * kCodedBlock + i * 64, 0, 3);
+        I lines[2][2];
+        if (from != Lines::copied) decode_block(block, exponents, lines);
+        for (int j = 0; j < 2; ++j) {
+            for (int s = 0; s < 2 && from == Lines::copied; ++s) lines[s][j] = load_as<I>(line + j * 4 * kHalf + s * 64);
+            for (int s = 0; s < 2 && from == Lines::kept; ++s) store_as(line + j * 4 * kHalf + s * 64, lines[s][j]);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) {
+                const I input = I(splat_bytes(x.at[r] + k + 4 * j));
+                F(&to)[2] = acc[j % kParts][r];
+                for (int s = 0; s < 2; ++s) to[s] = dot_pairs(to[s], lines[s][j], input);
             }
         }
-        for (int r = 0; r < R; ++r)
-            for (int s = 0; s < 2; ++s)
-                store(out + r * kPanel + half * kHalf + s * kLanes,
-                      kParts > 1 ? acc[0][r][s] + acc[kParts - 1][r][s] : acc[0][r][s]);
     }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+        for (int s = 0; s < 2; ++s)
+            store(out + r * kHalf + s * kLanes, kParts > 1 ? acc[0][r][s] + acc[kParts - 1][r][s] : acc[0][r][s]);
+    if (from == Lines::copied) return;
     for (const Patch *patch = w.patches_of(p); patch != w.patches_of(p + 1); ++patch) {
+        if (patch->column / kHalf != half) continue;
+        const int64_t column = patch->column % kHalf;
         const float weight = load_one(&patch->bits);
         for (int r = 0; r < R; ++r)
-            out[r * kPanel + patch->column] += load_one(reinterpret_cast<const uint16_t *>(x.at[r]) + patch->input) * weight;
-        if (kKeeps) put_patch(*patch, copy + patch->input / 2 * 4 * kPanel, patch->column);
+            out[r * kHalf + column] += load_one(reinterpret_cast<const uint16_t *>(x.at[r]) + patch->input) * weight;
+        if (from == Lines::kept) put_patch(*patch, copy + patch->input / 2 * 4 * kHalf, column);
     }
 }
 
-// The tile that meets a panel first.
-template <int R = kMostHalved>
-void tile_codes_of(int rows, const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead,
+template <Lines from, int kLeast, int R = kMostHalved>
+void tile_codes_of(int rows, const PackedMatrix &w, int64_t p, int half, const Activations &a, int64_t m, Ahead ahead,
                    uint8_t *copy, float *out) {
-    if constexpr (R > 1) {
-        if (rows < R) return tile_codes_of<R - 1>(rows, w, p, a, m, ahead, copy, out);
+    if constexpr (R > kLeast) {
+        if (rows < R) return tile_codes_of<from, kLeast, R - 1>(rows, w, p, half, a, m, ahead, copy, out);
     }
-    if constexpr (R > kMostRows) {
-        if (!ahead.is_only) return tile_codes<R, true>(w, p, a, m, ahead, copy, out);
-    }
-    tile_codes<R, false>(w, p, a, m, ahead, copy, out);
+    tile_codes<R, from>(w, p, half, a, m, ahead, copy, out);
 }
 
 // Shared by int8 and int4: what a group's integer sums add to the result.
@@ -230,24 +229,23 @@ void tile_tet2(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m
 }
 
 template <int R>
-void tile(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, uint8_t *copy, float *out) {
+void tile(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, float *out) {
     switch (w.kind) {
         case WeightKind::f32: return tile_f32<R>(w, p, a, m, ahead, out);
         case WeightKind::bf16: return tile_bf16<R>(w, p, a, m, ahead, out);
         case WeightKind::int8: return tile_int8<R>(w, p, a, m, ahead, out);
         case WeightKind::int4: return tile_int4<R>(w, p, a, m, ahead, out);
         case WeightKind::tet2: return tile_tet2<R>(w, p, a, m, ahead, out);
-        case WeightKind::coded_bf16: return tile_lines<R>(copy, w.padded_inputs, a, m, ahead, out);
+        case WeightKind::coded_bf16: return;  // half a panel at a time: tile_codes
     }
 }
 
 template <int R = kMostRows>
-void tile_of(int rows, const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead,
-             uint8_t *copy, float *out) {
+void tile_of(int rows, const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, float *out) {
     if constexpr (R > 1) {
-        if (rows < R) return tile_of<R - 1>(rows, w, p, a, m, ahead, copy, out);
+        if (rows < R) return tile_of<R - 1>(rows, w, p, a, m, ahead, out);
     }
-    tile<R>(w, p, a, m, ahead, copy, out);
+    tile<R>(w, p, a, m, ahead, out);
 }
 
 }  // namespace fdcpu::FDCPU_NAMESPACE

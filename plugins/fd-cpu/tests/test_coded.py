@@ -72,7 +72,7 @@ def test_exponents_that_spread_stay_as_they_are():
     assert coded(spread.reshape(64, 96)) is None
 
 
-@pytest.mark.parametrize("num_rows", [1, 4, 7, 12, 13, 33, 130])
+@pytest.mark.parametrize("num_rows", [1, 4, 7, 12, 13, 24, 25, 33, 130])
 @pytest.mark.parametrize(("shape", "gated"), [((90, 101), False), ((200, 1030), True)])
 def test_products_are_those_of_plain_bfloat16(runtime, shape, gated, num_rows):
     """Patches weigh most here: one left out, moved or added twice makes another result."""
