@@ -43,9 +43,9 @@ def made(
     return weight, weight.slabs
 
 
-@pytest.mark.parametrize("waves", [1, 2])
-def test_blocks_have_the_shared_memory_that_turns_take(waves: int) -> None:
-    shape = blocks(waves)
+@pytest.mark.parametrize("columns", [128, 256])
+def test_blocks_have_the_shared_memory_that_turns_take(columns: int) -> None:
+    shape = blocks(columns)
     assert shape.stages >= 4
     assert blocks_shared(shape) <= MOST_DYNAMIC
 
@@ -72,14 +72,15 @@ def test_large_layers_of_many_inputs_are_left_to_the_library_where_it_takes_them
     assert isinstance(quant_linear.choose(slabs, rows, rounds=True), Blocks) == is_own
 
 
+@pytest.mark.parametrize("columns", [128, 256])
 @pytest.mark.parametrize("case", [*SMALL, *(LARGE if HAS_GPU else [])], ids=str)
-def test_product(case: Case) -> None:
+def test_product(case: Case, columns: int) -> None:
     rows, count, dtype, tokens = case
     weight, slabs = made(rows, count)
     x, bias = (torch.randn(*shape, device=DEVICE).to(dtype) for shape in ((tokens, count), (rows,)))
     expected = weight.seen(x.float()).double() @ weight.dequantized(torch.float32).double().T
     for _ in range(20 if HAS_GPU else 1):
-        got = quant_blocks.product(blocks(), *fp8_blocks(x), slabs, bias, dtype)
+        got = quant_blocks.product(blocks(columns), *fp8_blocks(x), slabs, bias, dtype)
         check(got, expected + bias.double(), dtype)
 
 

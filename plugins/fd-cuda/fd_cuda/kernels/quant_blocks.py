@@ -13,7 +13,7 @@ from .native import tensor_map
 from .quant_layout import Slabs
 from .quant_native import Grouping
 from .quant_round import FP8_BLOCK, fp8_blocks
-from .quant_shapes import Blocks, blocks, blocks_shared
+from .quant_shapes import BLOCK_PIECES, Blocks, blocks, blocks_shared
 
 if TYPE_CHECKING:
     from .routing import Order
@@ -64,7 +64,7 @@ def gated_product(
     rows, width = x.shape[0], weight.out_features // 2
     y = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
     y_scales = torch.empty((width // FP8_BLOCK, rows), dtype=torch.float32, device=x.device)
-    _multiply(blocks(waves=2), x, x_scales, weight, None, y, grouping, y_scales, dtype)
+    _multiply(blocks(256), x, x_scales, weight, None, y, grouping, y_scales, dtype)
     return y, y_scales.t()
 
 
@@ -115,8 +115,9 @@ def _multiply(
         "SCALED": 0,
         "PAIRED": int(paired),
         "GROUPED": int(grouping is not None),
-        "BN": FP8_BLOCK,
-        "BOXES": shape.pieces if is_boxed else 0,
+        "BN": shape.wave,
+        "WAVES": shape.columns // shape.wave,
+        "BOXES": BLOCK_PIECES if is_boxed else 0,
         "STAGES": shape.stages,
         "THREADS": shape.threads,
     }

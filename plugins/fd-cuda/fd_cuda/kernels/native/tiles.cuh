@@ -8,6 +8,9 @@
 #ifndef EARLY
 #define EARLY 0  // weights are older than the kernel before, and no expert's: the first ones are asked for while it runs
 #endif
+#ifndef LINES
+#define LINES 0  // bytes of what else a ring has, behind its barriers
+#endif
 #define OUT (PAIRED ? COLUMNS / 2 : COLUMNS)
 #define TILE_X (ROWS * 128)
 #define TILE_W (BY_ROWS ? COLUMNS * 128 : MULTIPLIERS * SLAB_BYTES)
@@ -48,7 +51,7 @@ struct Ring {
 
 // What all threads of a block begin with; behind it, but for EARLY, what the kernel before has made may be read.
 __device__ __forceinline__ Ring open_ring(const TensorMap& x, const TensorMap& w, unsigned char* start) {
-  const u32 full = shared_address(start), empty = full + 8 * STAGES, base = (empty + 8 * STAGES + 1023) & ~1023u;
+  const u32 full = shared_address(start), empty = full + 8 * STAGES, base = (empty + 8 * STAGES + LINES + 1023) & ~1023u;
   if (threadIdx.x == 0) {
     prefetch(x);
     prefetch(w);
