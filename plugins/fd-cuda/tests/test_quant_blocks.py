@@ -51,25 +51,30 @@ def test_blocks_have_the_shared_memory_that_turns_take(columns: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "depth", "rows", "is_own"),
+    ("width", "depth", "rows", "columns"),
     [
-        (6144, 1024, 64, False),
-        (6144, 1024, 256, True),
-        (1024, 3072, 4096, True),
-        (8192, 3584, 4096, True),
-        (8192, 8192, 4096, False),
-        (8200, 8192, 4096, True),  # cuBLAS takes whole blocks only
-        (6144, 1032, 4096, True),
+        (6144, 1024, 64, None),
+        (6144, 1024, 256, 128),
+        (6144, 1024, 1024, 128),  # 3 rounds of tiles; of 256 outputs, 2
+        (6144, 1024, 4096, 256),
+        (1024, 3072, 512, None),
+        (1024, 3072, 1024, 128),  # few tiles, but cuBLAS is what is left
+        (1024, 3072, 4096, 256),
+        (8192, 8192, 256, None),
+        (8192, 8192, 4096, 256),
+        (8200, 8192, 256, 128),  # cuBLAS takes whole blocks only
+        (6144, 1032, 4096, 256),
     ],
 )
-def test_large_layers_of_many_inputs_are_left_to_the_library_where_it_takes_them(
-    width: int, depth: int, rows: int, is_own: bool, monkeypatch: pytest.MonkeyPatch
+def test_tiles_are_chosen_that_are_done_first(
+    width: int, depth: int, rows: int, columns: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quant_linear, "num_processors", lambda: 132)
     none = torch.empty(0)
     scales = none.reshape(0, 0)
     slabs = quant_weights.Slabs(FP8_ROWS, width, depth, 0, none, none, None, 128, scales)
-    assert isinstance(quant_linear.choose(slabs, rows, rounds=True), Blocks) == is_own
+    chosen = quant_linear.choose(slabs, rows, rounds=True)
+    assert (chosen.columns if isinstance(chosen, Blocks) else None) == columns
 
 
 @pytest.mark.parametrize("columns", [128, 256])

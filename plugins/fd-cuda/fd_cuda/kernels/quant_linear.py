@@ -47,7 +47,7 @@ _MANY_ROWS: Final = 1024
 # Rows of a tile of quant_persistent.cu, and what a tile costs besides, in rows.
 _TILES: Final = (64, 128, 256)
 TILE_ENDS: Final = 60
-# Turns of 128 inputs from which cuBLAS is faster with scales of blocks, in large layers.
+# Turns of 128 inputs from which cuBLAS is faster with scales of blocks than tiles of 128 outputs, in large layers.
 _MANY_TURNS: Final = 48
 
 
@@ -297,16 +297,24 @@ def _busy_tile(slabs: Slabs, rows: int, sizes: tuple[int, ...]) -> int | None:
 
 
 def _blocks_shape(slabs: Slabs, rows: int) -> Blocks | None:
-    """fp8 numbers with scales of blocks. None where tiles leave the GPU idle, and where cuBLAS multiplies faster: large
-    layers of many inputs."""
+    """fp8 numbers with scales of blocks: by tiles of 256 outputs where these are done as soon. None where tiles leave the
+    GPU idle while other blocks could divide K, and where cuBLAS is faster on tiles of 128: large layers of many inputs."""
     turns, is_large = -(-slabs.in_features // FP8_BLOCK), size_of(slabs.num_slabs) == 2
     if rows <= (128 if is_large else 64):
         return None
-    if is_large and turns >= _MANY_TURNS and _library_wins(slabs, rows):
+
+    def tiles(shape: Blocks) -> int:
+        return -(-rows // shape.rows) * -(-slabs.out_features // shape.columns)
+
+    def rounds(shape: Blocks) -> int:
+        return -(-tiles(shape) // num_processors())
+
+    narrow, wide, by_library = blocks(), blocks(256), _library_wins(slabs, rows)
+    if 2 * rounds(wide) <= rounds(narrow):
+        return wide
+    if is_large and turns >= _MANY_TURNS and by_library:
         return None
-    shape = blocks()
-    tiles = -(-rows // shape.rows) * -(-slabs.out_features // shape.columns)
-    return shape if tiles > 0.6 * num_processors() else None
+    return narrow if by_library or tiles(narrow) > 0.6 * num_processors() else None
 
 
 def _rows_shape(slabs: Slabs, rows: int) -> RowGemm:
