@@ -54,6 +54,7 @@ def test_blocks_have_the_shared_memory_that_turns_take(columns: int) -> None:
     ("width", "depth", "rows", "columns"),
     [
         (6144, 1024, 64, None),
+        (6144, 1024, 128, 128),  # few tiles, but few turns
         (6144, 1024, 256, 128),
         (6144, 1024, 1024, 128),  # 3 rounds of tiles; of 256 outputs, 2
         (6144, 1024, 4096, 256),

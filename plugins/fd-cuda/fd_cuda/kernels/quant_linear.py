@@ -49,6 +49,8 @@ _TILES: Final = (64, 128, 256)
 TILE_ENDS: Final = 60
 # Turns of 128 inputs from which cuBLAS is faster with scales of blocks than tiles of 128 outputs, in large layers.
 _MANY_TURNS: Final = 48
+# So few that blocks gain little by dividing them.
+_FEW_TURNS: Final = 8
 
 
 def linear(x: torch.Tensor | Seen, weight: Weights, bias: torch.Tensor | None) -> torch.Tensor:
@@ -314,7 +316,8 @@ def _blocks_shape(slabs: Slabs, rows: int) -> Blocks | None:
         return wide
     if is_large and turns >= _MANY_TURNS and by_library:
         return None
-    return narrow if by_library or tiles(narrow) > 0.6 * num_processors() else None
+    busy = tiles(narrow) / num_processors()
+    return narrow if by_library or busy > (0.6 if turns > _FEW_TURNS else 0.3) else None
 
 
 def _rows_shape(slabs: Slabs, rows: int) -> RowGemm:
