@@ -43,9 +43,9 @@ def made(
     return weight, weight.slabs
 
 
-@pytest.mark.parametrize("columns", [128, 256])
-def test_blocks_have_the_shared_memory_that_turns_take(columns: int) -> None:
-    shape = blocks(columns)
+@pytest.mark.parametrize(("columns", "split"), [(128, 1), (256, 1), (128, 2), (128, 4), (128, 8)])
+def test_blocks_have_the_shared_memory_that_turns_take(columns: int, split: int) -> None:
+    shape = blocks(columns, split)
     assert shape.stages >= 4
     assert blocks_shared(shape) <= MOST_DYNAMIC
 
@@ -78,15 +78,27 @@ def test_tiles_are_chosen_that_are_done_first(
     assert (chosen.columns if isinstance(chosen, Blocks) else None) == columns
 
 
-@pytest.mark.parametrize("columns", [128, 256])
+@pytest.mark.parametrize("shape", [blocks(), blocks(256), blocks(split=2)], ids=str)
 @pytest.mark.parametrize("case", [*SMALL, *(LARGE if HAS_GPU else [])], ids=str)
-def test_product(case: Case, columns: int) -> None:
+def test_product(case: Case, shape: Blocks) -> None:
+    if case[1] < 128 * shape.split:
+        pytest.skip("a turn for every block")
+    compare(case, shape)
+
+
+@pytest.mark.parametrize("split", [4, 8])
+def test_product_whose_inputs_blocks_divide(split: int) -> None:
+    for case in ((136, 1168, torch.bfloat16, 70), (261, 1040, torch.float16, 140)):
+        compare(case, blocks(split=split))
+
+
+def compare(case: Case, shape: Blocks) -> None:
     rows, count, dtype, tokens = case
     weight, slabs = made(rows, count)
-    x, bias = (torch.randn(*shape, device=DEVICE).to(dtype) for shape in ((tokens, count), (rows,)))
+    x, bias = (torch.randn(*size, device=DEVICE).to(dtype) for size in ((tokens, count), (rows,)))
     expected = weight.seen(x.float()).double() @ weight.dequantized(torch.float32).double().T
     for _ in range(20 if HAS_GPU else 1):
-        got = quant_blocks.product(blocks(columns), *fp8_blocks(x), slabs, bias, dtype)
+        got = quant_blocks.product(shape, *fp8_blocks(x), slabs, bias, dtype)
         check(got, expected + bias.double(), dtype)
 
 

@@ -120,7 +120,11 @@ def _multiply(
         "BOXES": BLOCK_PIECES if is_boxed else 0,
         "STAGES": shape.stages,
         "THREADS": shape.threads,
+        "SPLIT": shape.split,
     }
     tiles = count * -(-width // (shape.columns // (1 + paired)))
-    kernel, grid = native.function("quant_blocks", defines), (min(tiles, num_processors()), 1, 1)
-    native.launch(kernel, grid, shape.threads, arguments, shared=blocks_shared(shape))
+    at_once = tiles if shape.split > 1 else min(tiles, num_processors())
+    native.launch(
+        native.function("quant_blocks", defines), (at_once, 1, shape.split), shape.threads,
+        arguments, shared=blocks_shared(shape), cluster=shape.split,
+    )  # fmt: skip

@@ -157,6 +157,7 @@ class Blocks:
 
     columns: int  # outputs of a tile, 128 or 256; gates and what belongs to them count apart
     stages: int
+    split: int = 1  # blocks that divide K, of tiles of 128 outputs
 
     @property
     def rows(self) -> int:
@@ -174,7 +175,7 @@ class Blocks:
         return 2 * 128 + 128
 
     def __str__(self) -> str:
-        return f"blocks {self.rows}x{self.columns} {self.stages}st"
+        return f"blocks {self.rows}x{self.columns} /{self.split} {self.stages}st"
 
 
 Shape = Gemv | Gemm | Pipe | Tile
@@ -281,15 +282,17 @@ def persistent(rows: int, kind: int) -> Persistent:
 
 def blocks_shared(shape: Blocks) -> int:
     """Bytes of shared memory of a block of quant_blocks.cu: barriers and scales of turns, a ring of turns that begins at
-    whole 1,024 bytes, pieces of results that warps are about to store."""
+    whole 1,024 bytes, pieces of results that warps are about to store, sums of these that other blocks send."""
     scales = (shape.rows + shape.columns // 128) * 4
     ring = shape.stages * (shape.rows + shape.columns) * 128
-    return -(-shape.stages * (16 + scales) // 1024) * 1024 + ring + 8 * BLOCK_PIECES * 16 * 128
+    sent = shape.rows // shape.split * (shape.split - 1) * shape.columns * 4
+    start = -(-shape.stages * (16 + scales) // 1024) * 1024
+    return start + ring + 8 * BLOCK_PIECES * 16 * 128 + sent
 
 
-def blocks(columns: int = 128) -> Blocks:
+def blocks(columns: int = 128, split: int = 1) -> Blocks:
     """With as many turns ahead, to eight, as there is shared memory for."""
-    shapes = (Blocks(columns, stages) for stages in range(8, 2, -1))
+    shapes = (Blocks(columns, stages, split) for stages in range(8, 2, -1))
     return next(shape for shape in shapes if blocks_shared(shape) <= MOST_DYNAMIC)
 
 

@@ -11,13 +11,12 @@
 // BOXES: pieces of shared memory of a warp from which the copy engine stores its results; 0 where it cannot, whose rows
 // begin at whole 16 bytes and follow each other.
 // GROUPED: blocks of rows have an expert each, and x lies in their order; `slots` says which rows of y they are, M and more
-// where there is none. PAIRED: of four waves of outputs the first two are gates, the others what belongs to them; their
+// where there is none. SPLIT: blocks of a cluster that divide K, one tile each cluster. PAIRED: of four waves of outputs the first two are gates, the others what belongs to them; their
 // products lie like the rows of x, in fp8 with scales y_scales [N / 256, rows].
 // A row of x comes out the same whatever M is.
 
 #include "common.cuh"
 #include "quant.cuh"
-#define SPLIT 1
 #include "wide.cuh"
 #include "bytes.cuh"
 #include "feed.cuh"
@@ -86,7 +85,7 @@ __device__ __forceinline__ void feed_scales(const Problem& of, const Ring& ring,
     if (tile.expert < 0) continue;
     const int output = tile.nth * OUT + min(lane, COLUMNS / 128 - 1) * (PAIRED ? of.N / 2 : 128);
     const float *of_rows = of.x_scales, *of_waves = of.scales + (u64)tile.expert * of.scale_width;
-    of_waves += (u64)(min(output, of.N - 1) / 128) * of.turns;
+    of_rows += (u64)of.first * of.num_x, of_waves += (u64)(min(output, of.N - 1) / 128) * of.all + of.first;
     int rows[ROWS / 32];
 #pragma unroll
     for (int i = 0; i < ROWS / 32; i++) rows[i] = min(tile.block * ROWS + i * 32 + lane, of.num_x - 1);
@@ -197,6 +196,36 @@ __device__ __forceinline__ void store_rounded(const Problem& of, unsigned char* 
 }
 #endif
 
+#if SPLIT > 1
+// A warp's sums to the block of the cluster that stores its rows; whether that is this one, which then has all of them, added
+// in the order of the blocks.
+__device__ __forceinline__ bool gather(float (&total)[BN / 2], float4* inbox, int warp, int lane) {
+  constexpr int each = MULTIPLIERS / SPLIT;  // warps whose rows a block stores
+  const int rank = blockIdx.z, storer = warp / each;
+  const auto slot = [&](int from) { return inbox + (warp % each * (SPLIT - 1) + from - (from > storer)) * (BN / 8 * 32) + lane; };
+  await_start();
+  if (storer != rank) {
+    const u32 to = at_rank(shared_address(slot(rank)), storer);
+#pragma unroll
+    for (int i = 0; i < BN / 8; i++) send(to + i * 512, four_of(total, i));
+  }
+  meet();
+  if (storer != rank) return false;
+#pragma unroll
+  for (int i = 0; i < BN / 8; i++) {
+    const float4 own = four_of(total, i);
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int from = 0; from < SPLIT; from++) {
+      const float4 part = from == rank ? own : slot(from)[i * 32];
+      sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+    }
+    total[i * 4] = sum.x, total[i * 4 + 1] = sum.y, total[i * 4 + 2] = sum.z, total[i * 4 + 3] = sum.w;
+  }
+  return true;
+}
+#endif
+
 // Where results go, and what is added.
 struct Results {
   unsigned char* y;
@@ -206,8 +235,8 @@ struct Results {
 
 // What the warps that multiply do.
 __device__ __forceinline__ void multiply_tiles(const Problem& of, const TensorMap& y_boxes, const Results& to,
-                                               const Ring& ring, unsigned char* room, const unsigned char* lines, int warp,
-                                               int lane) {
+                                               const Ring& ring, unsigned char* room, const unsigned char* lines,
+                                               [[maybe_unused]] float4* inbox, int warp, int lane) {
   if (EARLY) wait_for_previous();
   const Own own = own_of(ring, lines, warp, lane);
   const int num_tiles = of.blocks * of.across;
@@ -237,6 +266,9 @@ __device__ __forceinline__ void multiply_tiles(const Problem& of, const TensorMa
 #pragma unroll
       for (int i = 0; i < BN / 2; i++) total[n][i] = 0.f;
     add_up(total, of.turns, ring, own, from, lane, [&]([[maybe_unused]] int wave) {
+#if SPLIT > 1
+      if (!gather(total[wave], inbox, warp, lane)) return;
+#endif
       [[maybe_unused]] const int column = tile.nth * OUT + wave * BN;
 #if BOXES
       store(of, y_boxes, to.bias, total[wave], first_row, column, shared_address(room), lane, piece);
@@ -259,15 +291,24 @@ quant_blocks(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
   extern __shared__ __align__(1024) unsigned char memory[];
   const int thread = threadIdx.x, lane = thread & 31, warp = uniform(thread >> 5);
   const int across = ((PAIRED ? N / 2 : N) + OUT - 1) / OUT;
-  const Problem of{nullptr, scales, x_scales, slots, experts, M, N, 0, turns, 1, scale_width, num_x, blocks, across};
+  const int rank = SPLIT > 1 ? blockIdx.z : 0, first = rank * turns / SPLIT, own = (rank + 1) * turns / SPLIT - first;
+  const Problem of{nullptr, scales, x_scales, slots,  experts, M,     N,    0, own, 1, scale_width,
+                   num_x,   blocks, across,   first, turns};
   const Ring ring = open_ring(x, w, memory);
+  announce_start();
   unsigned char *const rooms = ring.tiles + STAGES * STAGE, *const lines = memory + 16 * STAGES;
+  float4* const inbox = (float4*)(rooms + MULTIPLIERS * ROOM);
   if (warp < MULTIPLIERS) {
     TAKE_REGISTERS();
-    multiply_tiles(of, boxes_of_y, {y, y_scales, bias}, ring, rooms + warp * ROOM, lines, warp, lane);
+    multiply_tiles(of, boxes_of_y, {y, y_scales, bias}, ring, rooms + warp * ROOM, lines, inbox, warp, lane);
   } else {
     GIVE_REGISTERS();
     if (thread == MULTIPLIERS * 32) feed(x, w, of, ring);
     if (warp == MULTIPLIERS + 1) feed_scales(of, ring, shared_address(lines), lane);
+#if SPLIT > 1
+    __syncwarp();
+    await_start();
+    meet();
+#endif
   }
 }
