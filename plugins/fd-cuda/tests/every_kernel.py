@@ -301,7 +301,7 @@ def packed_pipe() -> None:
                 persistent_product(shape, x, None, slabs, None, torch.float16)
     slabs = quant_weights.prepare(packed("block_fp8", 264, 1024, 0, 0, DEVICE)).slabs
     wide = blocks(256)
-    for rows, own in ((300, blocks()), (300, wide), (9000, wide), (300, blocks(split=8))):
+    for rows, own in ((300, blocks()), (300, wide), (9000, wide), (300, blocks(split=4))):
         seen = fp8_blocks(random(rows, 1024, dtype=torch.bfloat16))
         quant_blocks.product(own, *seen, slabs, None, torch.bfloat16)
     weight = quant_trellis.prepare(packed("tet2", 320, 1024, 0, 0, DEVICE))

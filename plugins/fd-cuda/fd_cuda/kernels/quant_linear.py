@@ -49,8 +49,9 @@ _TILES: Final = (64, 128, 256)
 TILE_ENDS: Final = 60
 # Turns of 128 inputs from which cuBLAS is faster with scales of blocks than tiles of 128 outputs, in large layers.
 _MANY_TURNS: Final = 48
-# So few that blocks gain little by dividing them.
+# So few that blocks gain little by dividing them, and so few tiles of 128 by 128 that smaller ones are faster.
 _FEW_TURNS: Final = 8
+_FEW_TILES: Final = 16
 
 
 def linear(x: torch.Tensor | Seen, weight: Weights, bias: torch.Tensor | None) -> torch.Tensor:
@@ -299,10 +300,11 @@ def _busy_tile(slabs: Slabs, rows: int, sizes: tuple[int, ...]) -> int | None:
 
 
 def _blocks_shape(slabs: Slabs, rows: int) -> Blocks | None:
-    """fp8 numbers with scales of blocks: by tiles of 256 outputs where these are done as soon. None where tiles leave the
-    GPU idle while other blocks could divide K, and where cuBLAS is faster on tiles of 128: large layers of many inputs."""
+    """fp8 numbers with scales of blocks: by tiles of 256 outputs where these are done as soon, by several blocks a tile
+    where tiles are few. None where quant_rows.cu keeps the GPU busier, and where cuBLAS is faster on tiles of 128
+    outputs: large layers of many inputs."""
     turns, is_large = -(-slabs.in_features // FP8_BLOCK), size_of(slabs.num_slabs) == 2
-    if rows <= (128 if is_large else 64):
+    if rows <= 64:
         return None
 
     def tiles(shape: Blocks) -> int:
@@ -314,6 +316,9 @@ def _blocks_shape(slabs: Slabs, rows: int) -> Blocks | None:
     narrow, wide, by_library = blocks(), blocks(256), _library_wins(slabs, rows)
     if 2 * rounds(wide) <= rounds(narrow):
         return wide
+    if turns > _FEW_TURNS and _FEW_TILES <= tiles(narrow) <= num_processors() // 2:
+        # Clusters of four do not find room for all of so many blocks as clusters of two do.
+        return blocks(split=4 if 4 * tiles(narrow) <= 0.8 * num_processors() else 2)
     if is_large and turns >= _MANY_TURNS and by_library:
         return None
     busy = tiles(narrow) / num_processors()
