@@ -49,9 +49,10 @@ _TILES: Final = (64, 128, 256)
 TILE_ENDS: Final = 60
 # Turns of 128 inputs from which cuBLAS is faster with scales of blocks than tiles of 128 outputs, in large layers.
 _MANY_TURNS: Final = 48
-# So few that blocks gain little by dividing them, and so few tiles of 128 by 128 that smaller ones are faster.
+# So few that blocks gain little by dividing them, or by wide tiles if each has one. And turns of all tiles of 128 by 128
+# up to which quant_rows.cu's smaller ones are faster.
 _FEW_TURNS: Final = 8
-_FEW_TILES: Final = 16
+_LITTLE_WORK: Final = 512
 
 
 def linear(x: torch.Tensor | Seen, weight: Weights, bias: torch.Tensor | None) -> torch.Tensor:
@@ -314,9 +315,10 @@ def _blocks_shape(slabs: Slabs, rows: int) -> Blocks | None:
         return -(-tiles(shape) // num_processors())
 
     narrow, wide, by_library = blocks(), blocks(256), _library_wins(slabs, rows)
-    if 2 * rounds(wide) <= rounds(narrow):
+    if 2 * rounds(wide) <= rounds(narrow) and (rounds(wide) > 1 or turns > _FEW_TURNS):
         return wide
-    if turns > _FEW_TURNS and _FEW_TILES <= tiles(narrow) <= num_processors() // 2:
+    is_divided = turns > _FEW_TURNS and tiles(narrow) * turns > _LITTLE_WORK
+    if is_divided and tiles(narrow) <= num_processors() // 2:
         # Clusters of four do not find room for all of so many blocks as clusters of two do.
         return blocks(split=4 if 4 * tiles(narrow) <= 0.8 * num_processors() else 2)
     if is_large and turns >= _MANY_TURNS and by_library:
