@@ -337,7 +337,7 @@ class OutputProcessor:
                 if not sequence.finished:
                     ending = SequenceDelta(index=sequence.output.index, finish_reason=reason)
                     changes.append((sequence, *sequence.take(ending, self._tokenizer)))
-        finished = state.finished = all([sequence.finished for sequence in state.sequences])
+        finished = state.finished = all(sequence.finished for sequence in state.sequences)
         if finished:
             state.metrics.finished_time = time.time()
             del self._states[delta.request_id]
