@@ -300,9 +300,10 @@ def packed_pipe() -> None:
                 x, shape = random(rows, 1024, dtype=torch.float16), persistent(tile, slabs.kind)
                 persistent_product(shape, x, None, slabs, None, torch.float16)
     slabs = quant_weights.prepare(packed("block_fp8", 264, 1024, 0, 0, DEVICE)).slabs
-    for rows in (300, 9000):
-        x = fp8_blocks(random(rows, 1024, dtype=torch.bfloat16))
-        quant_blocks.product(blocks(), *x, slabs, None, torch.bfloat16)
+    wide = blocks(256)
+    for rows, own in ((300, blocks()), (300, wide), (9000, wide), (300, blocks(split=4))):
+        seen = fp8_blocks(random(rows, 1024, dtype=torch.bfloat16))
+        quant_blocks.product(own, *seen, slabs, None, torch.bfloat16)
     weight = quant_trellis.prepare(packed("tet2", 320, 1024, 0, 0, DEVICE))
     for tile in (
         Tile(128, 192, 2, 4, 4, 4, 2),

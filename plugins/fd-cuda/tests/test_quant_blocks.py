@@ -43,43 +43,71 @@ def made(
     return weight, weight.slabs
 
 
-@pytest.mark.parametrize("waves", [1, 2])
-def test_blocks_have_the_shared_memory_that_turns_take(waves: int) -> None:
-    shape = blocks(waves)
+@pytest.mark.parametrize(("columns", "split"), [(128, 1), (256, 1), (128, 2), (128, 4)])
+def test_blocks_have_the_shared_memory_that_turns_take(columns: int, split: int) -> None:
+    shape = blocks(columns, split)
     assert shape.stages >= 4
     assert blocks_shared(shape) <= MOST_DYNAMIC
 
 
 @pytest.mark.parametrize(
-    ("width", "depth", "rows", "is_own"),
+    ("width", "depth", "rows", "tile"),
     [
-        (6144, 1024, 64, False),
-        (6144, 1024, 256, True),
-        (1024, 3072, 4096, True),
-        (8192, 3584, 4096, True),
-        (8192, 8192, 4096, False),
-        (8200, 8192, 4096, True),  # cuBLAS takes whole blocks only
-        (6144, 1032, 4096, True),
+        (6144, 1024, 64, None),
+        (6144, 1024, 128, (128, 1)),  # few tiles, but few turns
+        (6144, 1024, 256, (128, 1)),
+        (6144, 1024, 512, (128, 1)),  # one round of wide tiles, and few turns
+        (6144, 1024, 1024, (128, 1)),  # 3 rounds of tiles; of 256 outputs, 2
+        (6144, 1024, 4096, (256, 1)),
+        (1024, 3072, 128, None),
+        (1024, 3072, 256, None),
+        (1024, 3072, 1024, (128, 2)),
+        (2048, 8192, 128, (128, 4)),
+        (1024, 3072, 4096, (256, 1)),
+        (8192, 8192, 128, (128, 2)),
+        (8192, 8192, 256, None),
+        (8192, 8192, 4096, (256, 1)),
+        (8200, 8192, 256, (128, 1)),  # cuBLAS takes whole blocks only
+        (6144, 1040, 4096, (256, 1)),
     ],
 )
-def test_large_layers_of_many_inputs_are_left_to_the_library_where_it_takes_them(
-    width: int, depth: int, rows: int, is_own: bool, monkeypatch: pytest.MonkeyPatch
+def test_tiles_are_chosen_that_are_done_first(
+    width: int,
+    depth: int,
+    rows: int,
+    tile: tuple[int, int] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(quant_linear, "num_processors", lambda: 132)
     none = torch.empty(0)
     scales = none.reshape(0, 0)
     slabs = quant_weights.Slabs(FP8_ROWS, width, depth, 0, none, none, None, 128, scales)
-    assert isinstance(quant_linear.choose(slabs, rows, rounds=True), Blocks) == is_own
+    chosen = quant_linear.choose(slabs, rows, rounds=True)
+    assert ((chosen.columns, chosen.split) if isinstance(chosen, Blocks) else None) == tile
 
 
+@pytest.mark.parametrize("shape", [blocks(), blocks(256), blocks(split=2)], ids=str)
 @pytest.mark.parametrize("case", [*SMALL, *(LARGE if HAS_GPU else [])], ids=str)
-def test_product(case: Case) -> None:
+def test_product(case: Case, shape: Blocks) -> None:
+    if case[1] < 128 * shape.split:
+        pytest.skip("a turn for every block")
+    compare(case, shape)
+
+
+@pytest.mark.parametrize(
+    "case", [(136, 1168, torch.bfloat16, 70), (261, 656, torch.float16, 140)], ids=str
+)
+def test_product_whose_inputs_four_blocks_divide(case: Case) -> None:
+    compare(case, blocks(split=4))
+
+
+def compare(case: Case, shape: Blocks) -> None:
     rows, count, dtype, tokens = case
     weight, slabs = made(rows, count)
-    x, bias = (torch.randn(*shape, device=DEVICE).to(dtype) for shape in ((tokens, count), (rows,)))
+    x, bias = (torch.randn(*size, device=DEVICE).to(dtype) for size in ((tokens, count), (rows,)))
     expected = weight.seen(x.float()).double() @ weight.dequantized(torch.float32).double().T
     for _ in range(20 if HAS_GPU else 1):
-        got = quant_blocks.product(blocks(), *fp8_blocks(x), slabs, bias, dtype)
+        got = quant_blocks.product(shape, *fp8_blocks(x), slabs, bias, dtype)
         check(got, expected + bias.double(), dtype)
 
 

@@ -13,7 +13,7 @@ from .native import tensor_map
 from .quant_layout import Slabs
 from .quant_native import Grouping
 from .quant_round import FP8_BLOCK, fp8_blocks
-from .quant_shapes import Blocks, blocks, blocks_shared
+from .quant_shapes import BLOCK_PIECES, Blocks, blocks, blocks_shared
 
 if TYPE_CHECKING:
     from .routing import Order
@@ -64,7 +64,7 @@ def gated_product(
     rows, width = x.shape[0], weight.out_features // 2
     y = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
     y_scales = torch.empty((width // FP8_BLOCK, rows), dtype=torch.float32, device=x.device)
-    _multiply(blocks(waves=2), x, x_scales, weight, None, y, grouping, y_scales, dtype)
+    _multiply(blocks(256), x, x_scales, weight, None, y, grouping, y_scales, dtype)
     return y, y_scales.t()
 
 
@@ -115,11 +115,16 @@ def _multiply(
         "SCALED": 0,
         "PAIRED": int(paired),
         "GROUPED": int(grouping is not None),
-        "BN": FP8_BLOCK,
-        "BOXES": shape.pieces if is_boxed else 0,
+        "BN": shape.wave,
+        "WAVES": shape.columns // shape.wave,
+        "BOXES": BLOCK_PIECES if is_boxed else 0,
         "STAGES": shape.stages,
         "THREADS": shape.threads,
+        "SPLIT": shape.split,
     }
     tiles = count * -(-width // (shape.columns // (1 + paired)))
-    kernel, grid = native.function("quant_blocks", defines), (min(tiles, num_processors()), 1, 1)
-    native.launch(kernel, grid, shape.threads, arguments, shared=blocks_shared(shape))
+    at_once = tiles if shape.split > 1 else min(tiles, num_processors())
+    native.launch(
+        native.function("quant_blocks", defines), (at_once, 1, shape.split), shape.threads,
+        arguments, shared=blocks_shared(shape), cluster=shape.split,
+    )  # fmt: skip

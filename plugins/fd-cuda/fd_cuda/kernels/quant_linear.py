@@ -47,8 +47,12 @@ _MANY_ROWS: Final = 1024
 # Rows of a tile of quant_persistent.cu, and what a tile costs besides, in rows.
 _TILES: Final = (64, 128, 256)
 TILE_ENDS: Final = 60
-# Turns of 128 inputs from which cuBLAS is faster with scales of blocks, in large layers.
+# Turns of 128 inputs from which cuBLAS is faster with scales of blocks than tiles of 128 outputs, in large layers.
 _MANY_TURNS: Final = 48
+# So few that blocks gain little by dividing them, or by wide tiles if each has one. And turns of all tiles of 128 by 128
+# up to which quant_rows.cu's smaller ones are faster.
+_FEW_TURNS: Final = 8
+_LITTLE_WORK: Final = 512
 
 
 def linear(x: torch.Tensor | Seen, weight: Weights, bias: torch.Tensor | None) -> torch.Tensor:
@@ -297,16 +301,30 @@ def _busy_tile(slabs: Slabs, rows: int, sizes: tuple[int, ...]) -> int | None:
 
 
 def _blocks_shape(slabs: Slabs, rows: int) -> Blocks | None:
-    """fp8 numbers with scales of blocks. None where tiles leave the GPU idle, and where cuBLAS multiplies faster: large
-    layers of many inputs."""
+    """fp8 numbers with scales of blocks: by tiles of 256 outputs where these are done as soon, by several blocks a tile
+    where tiles are few. None where quant_rows.cu keeps the GPU busier, and where cuBLAS is faster on tiles of 128
+    outputs: large layers of many inputs."""
     turns, is_large = -(-slabs.in_features // FP8_BLOCK), size_of(slabs.num_slabs) == 2
-    if rows <= (128 if is_large else 64):
+    if rows <= 64:
         return None
-    if is_large and turns >= _MANY_TURNS and _library_wins(slabs, rows):
+
+    def tiles(shape: Blocks) -> int:
+        return -(-rows // shape.rows) * -(-slabs.out_features // shape.columns)
+
+    def rounds(shape: Blocks) -> int:
+        return -(-tiles(shape) // num_processors())
+
+    narrow, wide, by_library = blocks(), blocks(256), _library_wins(slabs, rows)
+    if 2 * rounds(wide) <= rounds(narrow) and (rounds(wide) > 1 or turns > _FEW_TURNS):
+        return wide
+    is_divided = turns > _FEW_TURNS and tiles(narrow) * turns > _LITTLE_WORK
+    if is_divided and tiles(narrow) <= num_processors() // 2:
+        # Clusters of four do not find room for all of so many blocks as clusters of two do.
+        return blocks(split=4 if 4 * tiles(narrow) <= 0.8 * num_processors() else 2)
+    if is_large and turns >= _MANY_TURNS and by_library:
         return None
-    shape = blocks()
-    tiles = -(-rows // shape.rows) * -(-slabs.out_features // shape.columns)
-    return shape if tiles > 0.6 * num_processors() else None
+    busy = tiles(narrow) / num_processors()
+    return narrow if by_library or busy > (0.6 if turns > _FEW_TURNS else 0.3) else None
 
 
 def _rows_shape(slabs: Slabs, rows: int) -> RowGemm:

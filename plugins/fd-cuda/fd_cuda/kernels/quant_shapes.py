@@ -11,6 +11,9 @@ MOST_SHARED: Final = 224 << 10  # bytes of a block, beside its table of up to 25
 MOST_DYNAMIC: Final = 227 << 10  # of a block without such a table
 _ROW_BYTES: Final = 12  # of that table
 _STORED: Final = 64  # rows that a warp of quant_persistent.cu stores at a time
+BLOCK_PIECES: Final = (
+    2  # of results of a warp of quant_blocks.cu, where the copy engine stores them from
+)
 _MULTIPROCESSOR: Final = (
     228 << 10
 )  # bytes of shared memory, of which a block takes 1,024 besides its own
@@ -152,8 +155,9 @@ class Persistent:
 class Blocks:
     """How quant_blocks.cu is specialized."""
 
-    waves: int  # of 128 outputs: two are gates and what belongs to them
+    columns: int  # outputs of a tile, 128 or 256; gates and what belongs to them count apart
     stages: int
+    split: int = 1  # blocks that divide K, of tiles of 128 outputs
 
     @property
     def rows(self) -> int:
@@ -161,22 +165,17 @@ class Blocks:
         return 128
 
     @property
-    def columns(self) -> int:
-        """Outputs of a tile, gates and what belongs to them counted apart."""
-        return self.waves * 128
+    def wave(self) -> int:
+        """Outputs that a group asks the matrix units for at a time: what it adds up has room for two such waves."""
+        return 128 if self.columns == 128 else 64
 
     @property
     def threads(self) -> int:
         """Those that multiply, and four warps of which two feed."""
         return 2 * 128 + 128
 
-    @property
-    def pieces(self) -> int:
-        """Of results of a warp, where it stores them from."""
-        return 2 if self.waves == 1 else 1
-
     def __str__(self) -> str:
-        return f"blocks {self.rows}x{self.columns} {self.stages}st"
+        return f"blocks {self.rows}x{self.columns} /{self.split} {self.stages}st"
 
 
 Shape = Gemv | Gemm | Pipe | Tile
@@ -282,15 +281,18 @@ def persistent(rows: int, kind: int) -> Persistent:
 
 
 def blocks_shared(shape: Blocks) -> int:
-    """Bytes of shared memory of a block of quant_blocks.cu: barriers, a ring of turns with their scales, what warps are
-    about to store."""
-    turn = (shape.rows + shape.columns) * 128 + (shape.rows + shape.waves) * 4
-    return 16 * shape.stages + 1024 + shape.stages * turn + 8 * shape.pieces * 16 * 128
+    """Bytes of shared memory of a block of quant_blocks.cu: barriers and scales of turns, a ring of turns that begins at
+    whole 1,024 bytes, pieces of results that warps are about to store, sums of these that other blocks send."""
+    scales = (shape.rows + shape.columns // 128) * 4
+    ring = shape.stages * (shape.rows + shape.columns) * 128
+    sent = shape.rows // shape.split * (shape.split - 1) * shape.columns * 4
+    start = -(-shape.stages * (16 + scales) // 1024) * 1024
+    return start + ring + 8 * BLOCK_PIECES * 16 * 128 + sent
 
 
-def blocks(waves: int = 1) -> Blocks:
+def blocks(columns: int = 128, split: int = 1) -> Blocks:
     """With as many turns ahead, to eight, as there is shared memory for."""
-    shapes = (Blocks(waves, stages) for stages in range(8, 2, -1))
+    shapes = (Blocks(columns, stages, split) for stages in range(8, 2, -1))
     return next(shape for shape in shapes if blocks_shared(shape) <= MOST_DYNAMIC)
 
 

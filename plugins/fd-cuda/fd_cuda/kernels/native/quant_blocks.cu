@@ -1,38 +1,37 @@
 // y[M, N] = x[M, K] W[N, K]^T of fp8 numbers that lie row by row, for hundreds of rows, or hundreds of rows an expert, with
 // a scale for 128 inputs of a row of x [turns, num_x] and for 128 by 128 numbers of W [N / 128, turns]: as many blocks as
-// there are multiprocessors take one tile of 128 rows by 128 outputs after the other.
+// there are multiprocessors take one tile of 128 rows by 128 outputs, or by 256 in four waves, after the other.
 //
 // The sums of a turn, 128 inputs, are multiplied with its scales and added up outside the matrix units. Rows of x are the
 // left operand, 64 of them a group's of four warps: so a thread has two, and its factors are in registers. Sums go to two
 // sets of registers in turn, and a group adds up one while the matrix units make the other. One warp feeds: the copy engine
 // brings 128 numbers of every row, STAGES such turns ahead, those of the next tile while the last one is stored. Another one
-// brings scales beside them: asked for by those who multiply, even a turn ahead, they came too late.
+// brings scales beside them: asked for by those who multiply, even a turn ahead, they came too late. A wave's results are
+// stored while the matrix units are at the next one's last sums.
 // BOXES: pieces of shared memory of a warp from which the copy engine stores its results; 0 where it cannot, whose rows
 // begin at whole 16 bytes and follow each other.
 // GROUPED: blocks of rows have an expert each, and x lies in their order; `slots` says which rows of y they are, M and more
-// where there is none. PAIRED: of two waves of outputs the first are gates, the second what belongs to them; their products
-// lie like the rows of x, in fp8 with scales y_scales [N / 256, rows]. Totals of two waves leave room for one set of sums:
-// the matrix units work for the other group while one adds up.
+// where there is none. SPLIT: blocks of a cluster that divide K, one tile each cluster. PAIRED: of four waves of outputs the first two are gates, the others what belongs to them; their
+// products lie like the rows of x, in fp8 with scales y_scales [N / 256, rows].
 // A row of x comes out the same whatever M is.
 
 #include "common.cuh"
 #include "quant.cuh"
-#define SPLIT 1
 #include "wide.cuh"
 #include "bytes.cuh"
 #include "feed.cuh"
 #define GROUPS 2
-#define WAVES (1 + PAIRED)
 #define ROWS (GROUPS * 64)
 #define COLUMNS (BN * WAVES)
-#define APART 1         // a wave of gates, a wave of what belongs to them
+#define APART 1         // waves of gates, waves of what belongs to them
 #define FEEDERS 33      // one thread, and a warp with scales
 #define EARLY !GROUPED
+#define LINE ((ROWS + COLUMNS / 128) * 4)  // bytes of a turn's scales: of rows, and of outputs behind them
+#define LINES (STAGES * LINE)
 #include "tiles.cuh"
 
 #define PIECE 128                                 // bytes of a row that a warp stores at a time
 #define ROOM ((BOXES ? BOXES : 1) * 16 * PIECE)  // bytes of shared memory of a warp for that
-#define LINE ((ROWS + WAVES) * 4)                // bytes of a turn's scales: of rows, and of outputs behind them
 
 // INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
 
@@ -67,108 +66,7 @@ __device__ __forceinline__ float quotient(float x, float y, float inverse) {
 // The division is not rounded correctly, what becomes of it is rounded to fewer bits.
 __device__ __forceinline__ float quick_silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 
-// What the sums of a turn are multiplied with: a thread's two rows', the wave's.
-struct Scales {
-  float of_rows[2], of_wave;
-};
-
-// What a warp needs of the ring: its own rows of x, and their scales.
-struct Own {
-  u32 x;
-  const float *of_rows, *of_waves;
-};
-
-__device__ __forceinline__ Own own_of(const Ring& ring, const unsigned char* lines, int warp, int lane) {
-  return {ring.base + warp / 4 * 64 * 128, (const float*)lines + warp * 16 + (lane >> 2), (const float*)lines + ROWS};
-}
-
-// What a warp does that needs a turn no more: neither its operands nor its scales, which all lanes have read.
-__device__ __forceinline__ void set_free(const Ring& ring, int stage, int lane) {
-  __syncwarp();
-  if (lane == 0) arrive_at(ring.empty + 8 * stage);
-}
-
-// Ask the matrix units for the sums of a wave of this turn, which is there.
-__device__ __forceinline__ Scales ask(float (&sum)[BN / 2], const Ring& ring, const Own& own, int stage, int wave) {
-  const u64 tile_x = descriptor(own.x + stage * STAGE);
-  const u64 tile_w = descriptor(ring.base + stage * STAGE + TILE_X + wave * BN * 128);
-  const float* of_rows = own.of_rows + stage * (LINE / 4);
-  const Scales scales = {{of_rows[0], of_rows[8]}, own.of_waves[stage * (LINE / 4) + wave]};
-  fence_registers(sum);
-  begin_products();
-  multiply<0>(sum, tile_x, tile_w);
-#pragma unroll
-  for (int s = 1; s < 4; s++) multiply<1>(sum, tile_x + s * 2, tile_w + s * 2);
-  end_products();
-  return scales;
-}
-
-__device__ __forceinline__ void add(float (&total)[BN / 2], const float (&sum)[BN / 2], const Scales& scales) {
-  const float both[2] = {scales.of_rows[0] * scales.of_wave, scales.of_rows[1] * scales.of_wave};
-#pragma unroll
-  for (int i = 0; i < BN / 2; i++) total[i] = fmaf(sum[i], both[i / 2 % 2], total[i]);
-}
-
-#if WAVES == 1
-// A tile's sums, from `at` on in the ring: those of a turn are added up while the next one's are made.
-struct Sums {
-  float of[BN / 2];
-  Scales scales;
-};
-
-__device__ __forceinline__ void ask(Sums& sums, const Ring& ring, const Own& own, const Place& at) {
-  await_phase(ring.full + 8 * at.stage, at.parity);
-  sums.scales = ask(sums.of, ring, own, at.stage, 0);
-}
-
-// All but the products of `left` turns have been made: the turn of these sums is free.
-template <int left>
-__device__ __forceinline__ void add(float (&total)[BN / 2], Sums& sums, const Ring& ring, int stage, int lane) {
-  await_products<left>();
-  fence_registers(sums.of);
-  set_free(ring, stage, lane);
-  add(total, sums.of, sums.scales);
-}
-
-__device__ __forceinline__ void add_up(float (&total)[1][BN / 2], int turns, const Ring& ring, const Own& own, Place at,
-                                       int lane) {
-  Sums even, odd;
-  int before = at.stage, t = 1;
-  ask(even, ring, own, at);
-  const auto next = [&](Sums& sums, Sums& sums_before) {
-    advance<STAGES>(at);
-    ask(sums, ring, own, at);
-    add<1>(total[0], sums_before, ring, before, lane);
-    before = at.stage;
-  };
-#pragma unroll 1
-  for (; t + 1 < turns; t += 2) next(odd, even), next(even, odd);
-  if (t < turns) {
-    next(odd, even);
-    add<0>(total[0], odd, ring, before, lane);
-  } else {
-    add<0>(total[0], even, ring, before, lane);
-  }
-}
-#else
-// A tile's sums, from `at` on in the ring.
-__device__ __forceinline__ void add_up(float (&total)[WAVES][BN / 2], int turns, const Ring& ring, const Own& own, Place at,
-                                       int lane) {
-  float sum[BN / 2];
-#pragma unroll 1
-  for (int t = 0; t < turns; t++, advance<STAGES>(at)) {
-    await_phase(ring.full + 8 * at.stage, at.parity);
-#pragma unroll
-    for (int n = 0; n < WAVES; n++) {
-      const Scales scales = ask(sum, ring, own, at.stage, n);
-      await_products<0>();
-      fence_registers(sum);
-      if (n == WAVES - 1) set_free(ring, at.stage, lane);
-      add(total[n], sum, scales);
-    }
-  }
-}
-#endif
+#include "block_sums.cuh"
 
 // What a group does with a tile in which it has no rows.
 __device__ __forceinline__ void pass_by(const Problem& of, const Ring& ring, Place at, int lane) {
@@ -185,9 +83,9 @@ __device__ __forceinline__ void feed_scales(const Problem& of, const Ring& ring,
   for (int id = blockIdx.x; id < of.blocks * of.across; id += gridDim.x) {
     const Tile tile = tile_of(of, id);
     if (tile.expert < 0) continue;
-    const int output = tile.nth * OUT + min(lane, WAVES - 1) * (PAIRED ? of.N / 2 : BN);
+    const int output = tile.nth * OUT + min(lane, COLUMNS / 128 - 1) * (PAIRED ? of.N / 2 : 128);
     const float *of_rows = of.x_scales, *of_waves = of.scales + (u64)tile.expert * of.scale_width;
-    of_waves += (u64)(min(output, of.N - 1) / 128) * of.turns;
+    of_rows += (u64)of.first * of.num_x, of_waves += (u64)(min(output, of.N - 1) / 128) * of.all + of.first;
     int rows[ROWS / 32];
 #pragma unroll
     for (int i = 0; i < ROWS / 32; i++) rows[i] = min(tile.block * ROWS + i * 32 + lane, of.num_x - 1);
@@ -197,7 +95,7 @@ __device__ __forceinline__ void feed_scales(const Problem& of, const Ring& ring,
       await_phase(ring.empty + 8 * at.stage, at.parity);
 #pragma unroll
       for (int i = 0; i < ROWS / 32; i++) copy_word(line + (i * 32 + lane) * 4, of_rows + rows[i], true);
-      if (lane < WAVES) copy_word(line + (ROWS + lane) * 4, of_waves, true);
+      if (lane < COLUMNS / 128) copy_word(line + (ROWS + lane) * 4, of_waves, true);
       arrive_when_copied(ring.full + 8 * at.stage);
     }
   }
@@ -269,9 +167,10 @@ __device__ __forceinline__ void store_rounded(const Problem& of, unsigned char* 
                                               int first_row, int nth, unsigned char* room, int lane) {
   float peak[2] = {0.f, 0.f};
 #pragma unroll
-  for (int i = 0; i < BN / 2; i++) {
-    total[0][i] = widen_y(narrow_y(quick_silu(total[0][i]) * total[1][i]));
-    peak[i / 2 % 2] = fmaxf(peak[i / 2 % 2], fabsf(total[0][i]));
+  for (int i = 0; i < 64; i++) {  // of two waves of gates
+    float &gate = total[i / 32][i % 32], up = total[2 + i / 32][i % 32];
+    gate = widen_y(narrow_y(quick_silu(gate) * up));
+    peak[i / 2 % 2] = fmaxf(peak[i / 2 % 2], fabsf(gate));
   }
 #pragma unroll
   for (int h = 0; h < 2; h++) {
@@ -281,8 +180,8 @@ __device__ __forceinline__ void store_rounded(const Problem& of, unsigned char* 
     const int row = (lane >> 2) + h * 8;
     if ((lane & 3) == 0) y_scales[(u64)nth * of.num_x + first_row + row] = scale;
 #pragma unroll
-    for (int eight = 0; eight < BN / 8; eight++) {
-      const float* v = total[0] + eight * 4 + h * 2;
+    for (int eight = 0; eight < 16; eight++) {
+      const float* v = total[eight / 8] + eight % 8 * 4 + h * 2;
       const u16 pair = narrow_fp8(quotient(v[0], scale, inverse), quotient(v[1], scale, inverse));
       *(u16*)(room + within(row, eight / 2) + eight % 2 * 8 + (lane & 3) * 2) = pair;
     }
@@ -297,6 +196,36 @@ __device__ __forceinline__ void store_rounded(const Problem& of, unsigned char* 
 }
 #endif
 
+#if SPLIT > 1
+// A warp's sums to the block of the cluster that stores its rows; whether that is this one, which then has all of them, added
+// in the order of the blocks.
+__device__ __forceinline__ bool gather(float (&total)[BN / 2], float4* inbox, int warp, int lane) {
+  constexpr int each = MULTIPLIERS / SPLIT;  // warps whose rows a block stores
+  const int rank = blockIdx.z, storer = warp / each;
+  const auto slot = [&](int from) { return inbox + (warp % each * (SPLIT - 1) + from - (from > storer)) * (BN / 8 * 32) + lane; };
+  await_start();
+  if (storer != rank) {
+    const u32 to = at_rank(shared_address(slot(rank)), storer);
+#pragma unroll
+    for (int i = 0; i < BN / 8; i++) send(to + i * 512, four_of(total, i));
+  }
+  meet();
+  if (storer != rank) return false;
+#pragma unroll
+  for (int i = 0; i < BN / 8; i++) {
+    const float4 own = four_of(total, i);
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int from = 0; from < SPLIT; from++) {
+      const float4 part = from == rank ? own : slot(from)[i * 32];
+      sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+    }
+    total[i * 4] = sum.x, total[i * 4 + 1] = sum.y, total[i * 4 + 2] = sum.z, total[i * 4 + 3] = sum.w;
+  }
+  return true;
+}
+#endif
+
 // Where results go, and what is added.
 struct Results {
   unsigned char* y;
@@ -306,8 +235,8 @@ struct Results {
 
 // What the warps that multiply do.
 __device__ __forceinline__ void multiply_tiles(const Problem& of, const TensorMap& y_boxes, const Results& to,
-                                               const Ring& ring, unsigned char* room, const unsigned char* lines, int warp,
-                                               int lane) {
+                                               const Ring& ring, unsigned char* room, const unsigned char* lines,
+                                               [[maybe_unused]] float4* inbox, int warp, int lane) {
   if (EARLY) wait_for_previous();
   const Own own = own_of(ring, lines, warp, lane);
   const int num_tiles = of.blocks * of.across;
@@ -336,19 +265,19 @@ __device__ __forceinline__ void multiply_tiles(const Problem& of, const TensorMa
     for (int n = 0; n < WAVES; n++)
 #pragma unroll
       for (int i = 0; i < BN / 2; i++) total[n][i] = 0.f;
-    add_up(total, of.turns, ring, own, from, lane);
+    add_up(total, of.turns, ring, own, from, lane, [&]([[maybe_unused]] int wave) {
+#if SPLIT > 1
+      if (!gather(total[wave], inbox, warp, lane)) return;
+#endif
+      [[maybe_unused]] const int column = tile.nth * OUT + wave * BN;
+#if BOXES
+      store(of, y_boxes, to.bias, total[wave], first_row, column, shared_address(room), lane, piece);
+#elif !PAIRED
+      store(of, (u16*)to.y, to.bias, total[wave], own_at, column, room, lane);
+#endif
+    });
 #if PAIRED
     store_rounded(of, to.y, to.y_scales, total, first_row, tile.nth, room, lane);
-#else
-#pragma unroll
-    for (int n = 0; n < WAVES; n++) {
-      const int column = tile.nth * OUT + n * BN;
-#if BOXES
-      store(of, y_boxes, to.bias, total[n], first_row, column, shared_address(room), lane, piece);
-#else
-      store(of, (u16*)to.y, to.bias, total[n], own_at, column, room, lane);
-#endif
-    }
 #endif
   }
   if (BOXES && lane == 0) await_reads<0>();  // the block's memory is somebody else's when it has ended
@@ -362,15 +291,24 @@ quant_blocks(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
   extern __shared__ __align__(1024) unsigned char memory[];
   const int thread = threadIdx.x, lane = thread & 31, warp = uniform(thread >> 5);
   const int across = ((PAIRED ? N / 2 : N) + OUT - 1) / OUT;
-  const Problem of{nullptr, scales, x_scales, slots, experts, M, N, 0, turns, 1, scale_width, num_x, blocks, across};
+  const int rank = SPLIT > 1 ? blockIdx.z : 0, first = rank * turns / SPLIT, own = (rank + 1) * turns / SPLIT - first;
+  const Problem of{nullptr, scales, x_scales, slots,  experts, M,     N,    0, own, 1, scale_width,
+                   num_x,   blocks, across,   first, turns};
   const Ring ring = open_ring(x, w, memory);
-  unsigned char *const rooms = ring.tiles + STAGES * STAGE, *const lines = rooms + MULTIPLIERS * ROOM;
+  announce_start();
+  unsigned char *const rooms = ring.tiles + STAGES * STAGE, *const lines = memory + 16 * STAGES;
+  float4* const inbox = (float4*)(rooms + MULTIPLIERS * ROOM);
   if (warp < MULTIPLIERS) {
     TAKE_REGISTERS();
-    multiply_tiles(of, boxes_of_y, {y, y_scales, bias}, ring, rooms + warp * ROOM, lines, warp, lane);
+    multiply_tiles(of, boxes_of_y, {y, y_scales, bias}, ring, rooms + warp * ROOM, lines, inbox, warp, lane);
   } else {
     GIVE_REGISTERS();
     if (thread == MULTIPLIERS * 32) feed(x, w, of, ring);
     if (warp == MULTIPLIERS + 1) feed_scales(of, ring, shared_address(lines), lane);
+#if SPLIT > 1
+    __syncwarp();
+    await_start();
+    meet();
+#endif
   }
 }

@@ -8,6 +8,9 @@
 #ifndef EARLY
 #define EARLY 0  // weights are older than the kernel before, and no expert's: the first ones are asked for while it runs
 #endif
+#ifndef LINES
+#define LINES 0  // bytes of what else a ring has, behind its barriers
+#endif
 #define OUT (PAIRED ? COLUMNS / 2 : COLUMNS)
 #define TILE_X (ROWS * 128)
 #define TILE_W (BY_ROWS ? COLUMNS * 128 : MULTIPLIERS * SLAB_BYTES)
@@ -21,6 +24,7 @@ struct Problem {
   const float *scales, *x_scales;
   const int *slots, *experts;
   int M, N, slabs, turns, per_group, scale_width, num_x, blocks, across;
+  int first, all;  // where blocks divide K: the turn that `turns` begin at, of how many
 };
 
 struct Tile {
@@ -48,7 +52,7 @@ struct Ring {
 
 // What all threads of a block begin with; behind it, but for EARLY, what the kernel before has made may be read.
 __device__ __forceinline__ Ring open_ring(const TensorMap& x, const TensorMap& w, unsigned char* start) {
-  const u32 full = shared_address(start), empty = full + 8 * STAGES, base = (empty + 8 * STAGES + 1023) & ~1023u;
+  const u32 full = shared_address(start), empty = full + 8 * STAGES, base = (empty + 8 * STAGES + LINES + 1023) & ~1023u;
   if (threadIdx.x == 0) {
     prefetch(x);
     prefetch(w);
@@ -71,7 +75,7 @@ __device__ __forceinline__ void feed_weight(const TensorMap& w, const Problem& o
 #if PAIRED && !APART
   copy_gates(to, w, turn * 128, tile.nth * OUT / 8, tile.expert, barrier);
 #else
-  const int at = turn * (BY_ROWS ? 128 : SLAB_BYTES / 8), height = BY_ROWS ? of.N : of.slabs;
+  const int at = (of.first + turn) * (BY_ROWS ? 128 : SLAB_BYTES / 8), height = BY_ROWS ? of.N : of.slabs;
   const int first = tile.expert * height + tile.nth * (BY_ROWS ? OUT : OUT / 16);
   copy_box(to, w, at, first, barrier);
   if (PAIRED) copy_box(to + TILE_W / 2, w, at, first + height / 2, barrier);
@@ -101,7 +105,8 @@ __device__ __forceinline__ void feed(const TensorMap& x, const TensorMap& w, con
         await_phase(ring.empty + 8 * at.stage, at.parity);
         begin_turn(tile, t, at.stage);
       }
-      copy_box(ring.base + at.stage * STAGE, x, t * (BY_ROWS ? 128 : 64), tile.block * ROWS, ring.full + 8 * at.stage);
+      const int input = (of.first + t) * (BY_ROWS ? 128 : 64);
+      copy_box(ring.base + at.stage * STAGE, x, input, tile.block * ROWS, ring.full + 8 * at.stage);
     }
   }
 }
