@@ -7,7 +7,8 @@ First the engine alone generates for `--num-prompts` prompts, `--streams` at onc
 for as many clients, and then the engine alone again, because machines change their pace; then requests arrive at random (Poisson) for `--seconds` at each rate. Prompts are
 random ids, answers have a fixed length, the prefix cache is off. What follows -- goes to both. With
 `--cpus` engine and server run on those processors only, clients too or on `--client-cpus`. With
-`--in-turn` the engine alone also generates before each round of the server, which idles meanwhile.
+`--in-turn` the engine alone stays loaded beside the server and generates before each of its rounds, so
+that many short rounds see the same pace of the machine; ratios within rounds are printed, too.
 `api` is the processor time that the server's first process (with one API server: that) takes for an answer.
 """
 
@@ -15,17 +16,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from start_up import Start
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 _CLI = [sys.executable, "-m", "fastdeploy_core.cli.main"]
 
@@ -79,12 +85,61 @@ def measure(command: list[str]) -> Any:
         return json.loads(file.read_text())
 
 
-def offline(options: argparse.Namespace) -> float:
-    """Output tokens per second of the engine alone."""
-    command = ["throughput", "--model", options.model, "--num-prompts", str(options.num_prompts)]
-    command += ["--input-len", str(options.input_len), "--output-len", str(options.output_len)]
-    command += ["--num-warmup", str(options.streams), "--no-progress"]
-    return float(measure([*command, *options.engine])["output_tokens_per_s"])
+class Alone:
+    """The engine without a server, in a process of its own that stays loaded."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=generate, args=(options, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.tokens_per_s()  # warm
+
+    def tokens_per_s(self) -> float:
+        """Output tokens per second, all prompts at once."""
+        self._pipe.send(True)
+        return float(self._pipe.recv())
+
+    def close(self) -> None:
+        """End it."""
+        self._pipe.close()
+        self._process.join()
+
+
+def once(options: argparse.Namespace) -> float:
+    """Output tokens per second of an engine that is there for this."""
+    alone = Alone(options)
+    try:
+        return alone.tokens_per_s()
+    finally:
+        alone.close()
+
+
+def generate(options: argparse.Namespace, pipe: Connection) -> None:
+    """What that process does."""
+    from fastdeploy_core.api.llm import LLM
+    from fastdeploy_core.cli.bench_data import LOWEST_RANDOM_ID
+    from fastdeploy_core.cli.parsing import parse_table
+    from fastdeploy_core.types import SamplingParams
+
+    values, _ = parse_table(
+        ["--model", options.model, *options.engine], "engine alone", "", ("engine",)
+    )
+    draw = random.Random(0)
+    ids = range(LOWEST_RANDOM_ID, options.vocab_size)
+    prompts = [draw.choices(ids, k=options.input_len) for _ in range(options.num_prompts)]
+    params = SamplingParams(temperature=0.0, max_tokens=options.output_len, ignore_eos=True)
+    with LLM(**values) as llm:
+        while True:
+            try:
+                pipe.recv()
+            except EOFError:
+                return
+            began = time.perf_counter()
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            elapsed = time.perf_counter() - began
+            pipe.send(sum(len(output.outputs[0].token_ids) for output in outputs) / elapsed)
 
 
 def load(
@@ -123,7 +178,8 @@ def main() -> None:
     """Run and print."""
     options = parse_arguments()
     move_to(options.cpus)
-    alone = [offline(options)]
+    beside = Alone(options) if options.in_turn else None
+    alone = [once(options) if beside is None else beside.tokens_per_s()]
     print(
         f"{options.model}: {options.input_len} tokens in, {options.output_len} out; "
         f"{options.api_server_count} API servers, {options.clients} clients, {os.cpu_count()} cores "
@@ -152,26 +208,30 @@ def main() -> None:
             f"{'requests/s asked':>16} {'done/s':>9} {'tokens/s':>10} {'TTFT p50':>9} {'p99, ms':>9} "
             f"{'ITL p50':>9} {'p99, ms':>9} {'api, ms':>8} {'failed':>7}"
         )
-        speeds = []
-        for number in range(options.rounds):
-            if options.in_turn and number:
-                move_to(options.cpus)
-                alone.append(offline(options))
+        speeds, shares = [], []
+        for _ in range(options.rounds):
+            if beside is not None:
+                alone.append(beside.tokens_per_s())
                 print(f"{'offline':>16} {'':>9} {alone[-1]:>10.0f}")
-                move_to(options.client_cpus)
             result = load(options, server, "inf", options.num_prompts, options.output_len)
             speeds.append(result["output_tokens_per_s"])
+            shares.append(100 * speeds[-1] / alone[-1])
             show(f"{options.streams} at once", result)
         for rate in options.rates.split(",") if options.rates else ():
             count = max(8, round(float(rate) * options.seconds))
             show(rate, load(options, server, rate, count, options.rate_output_len))
     finally:
         server.stop()
-    move_to(options.cpus)
-    alone.append(offline(options))
+    if beside is None:
+        move_to(options.cpus)
+        alone.append(once(options))
+    else:
+        beside.close()
+        low, high = min(shares), max(shares)
+        print(f"in rounds {statistics.median(shares):.1f} % of offline ({low:.0f} to {high:.0f})")
     served, engine = statistics.median(speeds), statistics.median(alone)
     print(
-        f"offline again: {alone[-1]:.0f}; server {served:.0f} tokens/s, "
+        f"offline {engine:.0f}, at last {alone[-1]:.0f}; server {served:.0f} tokens/s, "
         f"{100 * served / engine:.1f} % of offline (medians)"
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -194,6 +194,11 @@ def _without_grammar(
     )
 
 
+def are_integers(values: Iterable[Any]) -> bool:
+    """Whether all are plain integers (True is none); a look at each would take a long prompt's while."""
+    return set(map(type, values)) <= {int}
+
+
 def _token_ids(
     prompt: str | Sequence[int],
     tokenizer: Tokenizer | None,
@@ -209,13 +214,14 @@ def _token_ids(
         ids = tokenizer.encode(prompt, add_special_tokens) if prompt else []
     else:
         ids = list(prompt)
-        if not all(type(token_id) is int for token_id in ids):
+        if not are_integers(ids):
             raise InvalidRequest("prompt token ids must be integers", param="prompt")
     if not ids:
         raise InvalidRequest("the prompt must not be empty", param="prompt")
     # Also for text: a tokenizer may know tokens that the model has no embedding for.
     top = limits.vocab_size or 2**31
-    wrong = min(ids) if min(ids) < 0 else max(ids)
+    lowest = min(ids)
+    wrong = lowest if lowest < 0 else max(ids)
     if not 0 <= wrong < top:
         raise InvalidRequest(
             f"prompt token id {str(wrong)[:40]} is out of vocabulary; possible: 0 to {top - 1}",

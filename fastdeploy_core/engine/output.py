@@ -182,14 +182,11 @@ class RequestState:
         self.sequences = [
             _Sequence(request, index, tokenizer, visible) for index in range(request.sampling.n)
         ]
+        self.finished = False  # all of them
         # Tokens that are kept until there are no more, for which nobody waits.
         self.late: list[int] | None = None
         if kind is OutputKind.FINAL and len(self.sequences) == 1 and self.sequences[0].may_be_late:
             self.late = []
-
-    @property
-    def finished(self) -> bool:
-        return all(sequence.finished for sequence in self.sequences)
 
     def note_drafts(self, drafts: DraftStats) -> None:
         """A sequence has ended that had drafts."""
@@ -340,7 +337,7 @@ class OutputProcessor:
                 if not sequence.finished:
                     ending = SequenceDelta(index=sequence.output.index, finish_reason=reason)
                     changes.append((sequence, *sequence.take(ending, self._tokenizer)))
-        finished = state.finished
+        finished = state.finished = all(sequence.finished for sequence in state.sequences)
         if finished:
             state.metrics.finished_time = time.time()
             del self._states[delta.request_id]

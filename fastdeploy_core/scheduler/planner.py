@@ -43,7 +43,9 @@ class StepPlanner:
         self._kv = roster.kv
         self._settings = settings
         self._on_stuck = on_stuck  # called with a sequence that cannot get the blocks it needs
-        self._count = DecodeCount(settings.max_decodes, settings.decodes_before_several)
+        self._count = DecodeCount(
+            settings.max_decodes, settings.decodes_before_several, on_host=settings.on_host
+        )
         self._repeats = True  # whether a step without drafts may be one of several decodes
         self._lookahead = 0
         self._free: np.ndarray | None = None  # places of sequences that all go ahead

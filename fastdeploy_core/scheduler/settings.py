@@ -42,6 +42,7 @@ class SchedulerSettings:
     records_drafts: bool = False  # a step with drafts is recorded, but not with prompts beside them
     max_decodes: int = 1  # of each row in a step; see SchedulerOutput.num_decodes
     decodes_before_several: int = 0  # behind prompts
+    on_host: bool = False  # see WorkerInfo
     seed: int = 0
 
     @property
@@ -82,6 +83,7 @@ def make_settings(
         records_drafts=info.records_drafts,
         max_decodes=info.max_decodes,
         decodes_before_several=BEFORE_SEVERAL if batch.overlap and info.overlap else 0,
+        on_host=info.on_host,
         seed=config.model.seed,
     )
 

@@ -22,7 +22,7 @@ MAX_DEPTH = 96
 MAX_INT_CHARS = 20  # sign and 19 digits hold every 64-bit number
 BIG_BODY_BYTES = 64 * 1024  # parsed in a thread from here on
 _SUSPECT_ESCAPE = re.compile(rb"\\u(?:[dD][89a-fA-F]|0000)")
-_SUSPECT_NUMBER = re.compile(rb"[0-9]{18}|[0-9][eE]")  # others are within all bounds
+_SUSPECT_NUMBER = re.compile(rb"[0-9](?:[eE]|[0-9]{17})")  # others are within all bounds
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -76,7 +76,9 @@ def parse_json(raw: bytes) -> Any:
         position = f" at character {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         raise ApiError(400, f"the body is not valid JSON: {reason}{position}") from error
-    _check_tree(value, check_text=_SUSPECT_ESCAPE.search(raw) is not None)
+    check_text = _SUSPECT_ESCAPE.search(raw) is not None
+    if check_text or raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:
+        _check_tree(value, check_text)
     return value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, count, islice, zip_longest
+from itertools import accumulate, chain, count, zip_longest
 
 import msgspec
 
@@ -131,8 +131,8 @@ class TokenDeltas(msgspec.Struct, tag="tokens"):
         """The tokens of each entry."""
         if self.counts is None:
             return zip(self.token_ids, strict=True)
-        tokens = iter(self.token_ids)
-        return [list(islice(tokens, count)) for count in self.counts]
+        tokens, ends = self.token_ids, accumulate(self.counts)
+        return [tokens[end - size : end] for size, end in zip(self.counts, ends, strict=True)]
 
     def delta(self, index: int, token_ids: Iterable[int]) -> RequestOutputDelta:
         """One entry, which has these tokens, on its own."""

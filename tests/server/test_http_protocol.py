@@ -195,7 +195,10 @@ def test_a_connection_that_only_breaks_lines_is_closed(
         socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection,
     ):
         connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert b'"version"' in connection.recv(4096)
+        answer = b""
+        while not answer.endswith(b"}"):  # head and body may come apart
+            answer += (more := connection.recv(4096))
+            assert more, answer
         began = time.monotonic()
         connection.sendall(b"\r\n")
         with contextlib.suppress(ConnectionResetError):

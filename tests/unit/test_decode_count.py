@@ -44,6 +44,31 @@ def test_a_batch_begins_with_few_and_stays_below_the_time_limit() -> None:
     assert count.choose(100) == 2 and count.choose(1) == 1
 
 
+def test_on_the_host_one_step_that_took_long_says_little_of_the_next() -> None:
+    count = DecodeCount(8, on_host=True)
+    for _ in range(4):
+        count.note(count.choose(100), 0.001 * count.choose(100))
+    assert count.choose(100) == 6
+    count.note(6, 0.050)
+    assert count.choose(100) == 4
+    count.note(4, 0.004)
+    assert count.choose(100) == 6
+    for _ in range(12):  # that many are no chance
+        count.note(count.choose(100), 0.007 * count.choose(100))
+    assert count.choose(100) == 1
+
+
+def test_steps_with_prompts_make_a_new_batch() -> None:
+    count = DecodeCount(8)
+    for _ in range(5):
+        count.note(count.choose(100), 0.0002 * count.choose(100))
+    assert count.choose(100) == 8
+    count.note(0, 0.02)
+    assert count.choose(100) == 1
+    count.note(1, 0.0015)  # there are more rows now
+    assert count.choose(100) == 2
+
+
 @pytest.mark.usefixtures("patience")
 def test_answers_end_where_they_end_alone() -> None:
     core = make(max_num_seqs=4)

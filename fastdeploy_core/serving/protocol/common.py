@@ -25,7 +25,7 @@ MAX_NAME_CHARS = 256
 MAX_CACHE_SALT_CHARS = 128
 MAX_STREAM_INTERVAL = 4096
 
-_SAME_NAME = (
+_SAME_NAME = {
     "temperature",
     "top_p",
     "top_k",
@@ -48,7 +48,7 @@ _SAME_NAME = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "logits_processors_args",
-)
+}
 
 
 class ApiModel(BaseModel):
@@ -235,7 +235,8 @@ class SamplingFields(ApiModel):
 
     def sampling(self, defaults: Mapping[str, Any], **decided: Any) -> SamplingParams:
         """Sampling parameters: the request's fields over the model's defaults, then `decided`."""
-        given = {n: v for n in _SAME_NAME if (v := getattr(self, n)) is not None}
+        names = self.model_fields_set & _SAME_NAME
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         budget = self.thinking_token_budget
         if budget is None:
             budget = self.reasoning_max_tokens

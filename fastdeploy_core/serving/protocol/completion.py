@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
+from fastdeploy_core.engine.input import are_integers
 from fastdeploy_core.errors import InvalidRequest
 
 from .common import MAX_PROMPTS, MAX_TOKEN_IDS, SamplingFields
@@ -72,7 +73,7 @@ def split_prompts(value: Any) -> list[Prompt]:
         value = [value]
     if not isinstance(value, list):
         raise InvalidRequest("prompt must be text, token ids, or a list of these", param="prompt")
-    is_one = value and all(type(item) is int for item in value)
+    is_one = value and are_integers(value)
     prompts: list[Prompt] = [value] if is_one else value
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise InvalidRequest(
@@ -81,7 +82,7 @@ def split_prompts(value: Any) -> list[Prompt]:
     for item in prompts:
         if isinstance(item, str) and item:
             continue
-        if isinstance(item, list) and item and all(type(t) is int and t >= 0 for t in item):
+        if isinstance(item, list) and item and are_integers(item) and min(item) >= 0:
             if len(item) <= MAX_TOKEN_IDS:
                 continue
             raise InvalidRequest(f"a prompt has {len(item)} token ids", param="prompt")

@@ -106,7 +106,7 @@ void tile_codes(const PackedMatrix &w, int64_t p, int half, const Activations &a
         ahead.fetch_for<from == Lines::decoded>();
         for (int i = 0; i < 3 && from == Lines::kept; ++i) __builtin_prefetch(block + 8 * kCodedBlock + i * 64, 0, 3);
         I lines[2][2];
-        if (from != Lines::copied) decode_block(block, exponents, lines);
+        if (from != Lines::copied) decode_block<from == Lines::kept>(block, exponents, lines);
         for (int j = 0; j < 2; ++j) {
             for (int s = 0; s < 2 && from == Lines::copied; ++s) lines[s][j] = load_as<I>(line + j * 4 * kHalf + s * 64);
             for (int s = 0; s < 2 && from == Lines::kept; ++s) store_as(line + j * 4 * kHalf + s * 64, lines[s][j]);

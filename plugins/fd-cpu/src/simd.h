@@ -250,12 +250,18 @@ FDCPU_INLINE F dot_pairs(F acc, I a, I b) {
 }
 
 // Two lines of bfloat16 pairs from signs and mantissas, codes 0 to 15 of exponents, and the exponents, four times
-// over: see packed.h.
+// over: see packed.h. Rotations are computed where products of pairs are; beside many of those shifts cost less.
+template <bool kShifts>
 FDCPU_INLINE void decode_pairs(B rest, B codes, B exponents, I &first, I &second) {
 #if FDCPU_LEVEL >= 2
     const __m512i found = _mm512_shuffle_epi8(__m512i(exponents), __m512i(codes));
-    first = I(_mm512_ror_epi32(_mm512_unpacklo_epi8(__m512i(rest), found), 1));
-    second = I(_mm512_ror_epi32(_mm512_unpackhi_epi8(__m512i(rest), found), 1));
+    const auto rotated = [](__m512i x) {
+        if constexpr (!kShifts) return I(_mm512_ror_epi32(x, 1));
+        // The compiler makes a rotation of a plain "or".
+        return I(_mm512_ternarylogic_epi32(_mm512_srli_epi32(x, 1), _mm512_slli_epi32(x, 31), x, 0xfc));
+    };
+    first = rotated(_mm512_unpacklo_epi8(__m512i(rest), found));
+    second = rotated(_mm512_unpackhi_epi8(__m512i(rest), found));
 #else
     uint8_t mixed[2][64];
     for (int i = 0; i < 64; ++i) {

@@ -231,24 +231,6 @@ inline void multiply(Sum* d, u64 a, u64 b) {
     d[i] = add ? d[i] + sum : sum;
   }
 }
-// The same with A in registers.
-template <int add>
-inline void multiply(float* d, const u32* a, u64 b) {
-  struct Operands {
-    u32 a[4];
-  };
-  const Lanes<Operands> all(Operands{{a[0], a[1], a[2], a[3]}});
-  const u32 address = (u32)b << 4, first = address & ~127u, chunk = address % 128 / 16;
-  for (int i = 0; i < BN / 2; ++i) {
-    const int row = lane_of() / 4 + i / 2 % 2 * 8, n = i / 4 * 8 + lane_of() % 4 * 2 + i % 2;
-    float sum = 0;
-    for (int k = 0; k < 32; ++k) {
-      const u32 x = all.value[row % 8 * 4 + k / 4 % 4].a[row / 8 + k / 16 * 2] >> k % 4 * 8 & 255;
-      sum += low_half(widen_fp8(x)) * number_at(first + n * 128 + (((chunk + k / 16) ^ (n & 7)) << 4) + k % 16);
-    }
-    d[i] = add ? d[i] + sum : sum;
-  }
-}
 #endif
 // The same of 16 half floats; with A in registers, or in shared memory, of which a group of four warps has 64 rows.
 inline float half_at(u32 address) {

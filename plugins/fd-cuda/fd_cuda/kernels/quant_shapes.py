@@ -11,9 +11,7 @@ MOST_SHARED: Final = 224 << 10  # bytes of a block, beside its table of up to 25
 MOST_DYNAMIC: Final = 227 << 10  # of a block without such a table
 _ROW_BYTES: Final = 12  # of that table
 _STORED: Final = 64  # rows that a warp of quant_persistent.cu stores at a time
-BLOCK_PIECES: Final = (
-    2  # of results of a warp of quant_blocks.cu, where the copy engine stores them from
-)
+BLOCK_PIECES: Final = 2  # of a warp's results, from which the copy engine stores quant_blocks.cu's
 _MULTIPROCESSOR: Final = (
     228 << 10
 )  # bytes of shared memory, of which a block takes 1,024 besides its own

@@ -13,7 +13,7 @@
 // GROUPED: blocks of rows have an expert each, and x lies in their order; `slots` says which rows of y they are, M and more
 // where there is none. SPLIT: blocks of a cluster that divide K, one tile each cluster. PAIRED: of four waves of outputs the first two are gates, the others what belongs to them; their
 // products lie like the rows of x, in fp8 with scales y_scales [N / 256, rows].
-// A row of x comes out the same whatever M is.
+// A row of x comes out the same whatever M is, with the same SPLIT.
 
 #include "common.cuh"
 #include "quant.cuh"

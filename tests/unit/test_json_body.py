@@ -1,0 +1,51 @@
+"""Bodies that are read with few looks at them: what is refused is refused all the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fastdeploy_core.errors import InvalidRequest
+from fastdeploy_core.serving.errors import ApiError
+from fastdeploy_core.serving.json_body import MAX_DEPTH, parse_json
+from fastdeploy_core.serving.protocol.completion import split_prompts
+
+
+def nested(levels: int) -> bytes:
+    return b"[" * levels + b"1" + b"]" * levels
+
+
+def test_depth_is_bounded_however_many_brackets_there_are() -> None:
+    assert parse_json(b"[" + b"[],{}," * 500 + b"1]")[-1] == 1
+    assert parse_json(nested(MAX_DEPTH)) is not None
+    with pytest.raises(ApiError, match="deeper"):
+        parse_json(b"[" + b"[],{}," * 500 + nested(MAX_DEPTH + 1) + b"]")
+
+
+@pytest.mark.parametrize(
+    "text", ["1e999", "-1E999", "[7,1.5e400]", "9223372036854775808", "0.1e1000", "1" * 5000]
+)
+def test_a_number_out_of_range_is_found_wherever_it_is(text: str) -> None:
+    with pytest.raises(ApiError, match="not valid JSON"):
+        parse_json(b'{"text":"1e3 and 12345678901234567","x":' + text.encode() + b"}")
+
+
+@pytest.mark.parametrize("text", ["9223372036854775807", "-9223372036854775808", "1e3", "1.5E-3"])
+def test_a_number_within_range_is_taken(text: str) -> None:
+    assert parse_json(b"[" + text.encode() + b"]") == [
+        float(text) if "e" in text.lower() else int(text)
+    ]
+
+
+@pytest.mark.parametrize(
+    "prompt", [[1, True], [1, 2.0], [1, "2"], [[1, None]], [[3], [1, -1]], [], [[]]]
+)
+def test_a_prompt_of_other_things_than_ids_is_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidRequest):
+        split_prompts(prompt)
+
+
+def test_prompts_of_ids_are_one_or_many() -> None:
+    assert split_prompts([1, 2, 3]) == [[1, 2, 3]]
+    assert split_prompts([[1, 2], [3]]) == [[1, 2], [3]]
