@@ -9,7 +9,10 @@ import pytest
 from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.serving.errors import ApiError
 from fastdeploy_core.serving.json_body import MAX_DEPTH, parse_json
-from fastdeploy_core.serving.protocol.completion import split_prompts
+from fastdeploy_core.serving.protocol import common
+from fastdeploy_core.serving.protocol.chat import ChatCompletionRequest
+from fastdeploy_core.serving.protocol.common import SamplingFields
+from fastdeploy_core.serving.protocol.completion import CompletionRequest, split_prompts
 
 
 def nested(levels: int) -> bytes:
@@ -49,3 +52,12 @@ def test_a_prompt_of_other_things_than_ids_is_refused(prompt: Any) -> None:
 def test_prompts_of_ids_are_one_or_many() -> None:
     assert split_prompts([1, 2, 3]) == [[1, 2, 3]]
     assert split_prompts([[1, 2], [3]]) == [[1, 2], [3]]
+
+
+@pytest.mark.parametrize("request_of", [ChatCompletionRequest, CompletionRequest])
+def test_what_a_call_does_not_give_is_the_models_default(
+    request_of: type[SamplingFields],
+) -> None:
+    """A field with a default of its own would be dropped where it was not given."""
+    names = common._SAME_NAME & set(request_of.model_fields)
+    assert {name: request_of.model_fields[name].default for name in names} == dict.fromkeys(names)

@@ -44,17 +44,23 @@ def engines(tensor_library: str) -> Iterator[tuple[LLM, LLM]]:
     single.close()
 
 
-def test_recorded_prompts_answer_as_prompts_operation_by_operation(
-    tensor_library: str, engines: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One recording takes them all: alone, several in a step, in chunks, beside decodes."""
-    replayed: list[int] = []
-    replay = prompt_graphs.RecordedPrompt.run
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the recordings of prompts that are replayed from now on."""
+    sizes: list[int] = []
+    run = prompt_graphs.RecordedPrompt.run
     monkeypatch.setattr(
         prompt_graphs.RecordedPrompt,
         "run",
-        lambda self, *step: (replayed.append(self.size), replay(self, *step))[1],
+        lambda self, *step: (sizes.append(self.size), run(self, *step))[1],
     )
+    return sizes
+
+
+def test_recorded_prompts_answer_as_prompts_operation_by_operation(
+    tensor_library: str, engines: tuple[LLM, LLM], replayed: list[int]
+) -> None:
+    """One recording takes them all: alone, several in a step, in chunks, beside decodes."""
     prompts = ["12 + 30 =", "Count: " + "1 2 3 " * 30, "Sort: d a c b", "Reverse: " + "abc " * 17]
     params = SamplingParams(temperature=0.0, max_tokens=20)
     eager = make(tensor_library, enforce_eager=True)
@@ -70,16 +76,9 @@ def test_recorded_prompts_answer_as_prompts_operation_by_operation(
 
 @pytest.mark.parametrize("method", ["mtp", "draft_model"])
 def test_prompts_are_recorded_beside_a_drafter_whose_own_part_is_not(
-    tensor_library: str, engines: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch, method: str
+    tensor_library: str, engines: tuple[LLM, LLM], replayed: list[int], method: str
 ) -> None:
     """Its cache is filled operation by operation, and some of its drafts are right."""
-    replayed: list[int] = []
-    run = prompt_graphs.RecordedPrompt.run
-    monkeypatch.setattr(
-        prompt_graphs.RecordedPrompt,
-        "run",
-        lambda self, *step: (replayed.append(self.size), run(self, *step))[1],
-    )
     config = {"method": method, "num_speculative_tokens": 1, "adaptive_length": False}
     config |= {"model": str(DEMO)} if method == "draft_model" else {}
     params = SamplingParams(temperature=0.0, max_tokens=20)

@@ -25,7 +25,7 @@ MAX_NAME_CHARS = 256
 MAX_CACHE_SALT_CHARS = 128
 MAX_STREAM_INTERVAL = 4096
 
-_SAME_NAME = {
+_SAME_NAME = {  # fields whose default is None: what a call did not give is the model's to say
     "temperature",
     "top_p",
     "top_k",

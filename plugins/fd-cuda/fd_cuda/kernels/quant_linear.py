@@ -49,9 +49,9 @@ _TILES: Final = (64, 128, 256)
 TILE_ENDS: Final = 60
 # Turns of 128 inputs from which cuBLAS is faster with scales of blocks than tiles of 128 outputs, in large layers.
 _MANY_TURNS: Final = 48
-# So few that blocks gain little by dividing them, or by wide tiles if each has one. And turns of all tiles of 128 by 128
-# up to which quant_rows.cu's smaller ones are faster.
+# So few turns that blocks gain little by dividing them, or by wide tiles if each has one.
 _FEW_TURNS: Final = 8
+# Turns of all tiles of 128 by 128 up to which quant_rows.cu's smaller tiles are faster.
 _LITTLE_WORK: Final = 512
 
 
@@ -323,7 +323,9 @@ def _blocks_shape(slabs: Slabs, rows: int) -> Blocks | None:
         return blocks(split=4 if 4 * tiles(narrow) <= 0.8 * num_processors() else 2)
     if is_large and turns >= _MANY_TURNS and by_library:
         return None
-    busy = tiles(narrow) / num_processors()
+    busy = (
+        tiles(narrow) / num_processors()
+    )  # quant_rows.cu's small tiles gain less where turns are few
     return narrow if by_library or busy > (0.6 if turns > _FEW_TURNS else 0.3) else None
 
 

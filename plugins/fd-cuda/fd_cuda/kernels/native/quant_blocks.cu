@@ -11,8 +11,9 @@
 // BOXES: pieces of shared memory of a warp from which the copy engine stores its results; 0 where it cannot, whose rows
 // begin at whole 16 bytes and follow each other.
 // GROUPED: blocks of rows have an expert each, and x lies in their order; `slots` says which rows of y they are, M and more
-// where there is none. SPLIT: blocks of a cluster that divide K, one tile each cluster. PAIRED: of four waves of outputs the first two are gates, the others what belongs to them; their
-// products lie like the rows of x, in fp8 with scales y_scales [N / 256, rows].
+// where there is none. SPLIT: blocks of a cluster that divide K, one tile each cluster. PAIRED: of four waves of outputs the
+// first two are gates, the others what belongs to them; their products lie like the rows of x, in fp8 with scales y_scales
+// [N / 256, rows].
 // A row of x comes out the same whatever M is, with the same SPLIT.
 
 #include "common.cuh"
