@@ -36,7 +36,7 @@ size_t greedy_scratch(const GreedyOp &op, int num_threads) { return Found::num_b
 
 // Every thread searches its part of all rows; the first then compares the parts.
 void greedy(const GreedyOp &op, const Worker &worker) {
-    const Found found(op.num_rows, worker.size(), worker.scratch);
+    const Found found(op.num_rows, worker.crew, worker.scratch);
     int64_t first, last;
     worker.share(op.width, first, last);
     for (int64_t m = 0; m < op.num_rows; ++m) {
@@ -59,8 +59,8 @@ void greedy(const GreedyOp &op, const Worker &worker) {
             best = i;
             if (has_nan) break;
         }
-        found.peaks[m * worker.size() + worker.thread] = first < last ? peak : -INFINITY;
-        found.ids[m * worker.size() + worker.thread] = first < last ? best : -1;
+        found.peaks[m * worker.crew + worker.thread] = first < last ? peak : -INFINITY;
+        found.ids[m * worker.crew + worker.thread] = first < last ? best : -1;
     }
     worker.barrier();
     if (worker.thread == 0) found.choose(op.num_rows, op.ids, op.peaks);
@@ -109,8 +109,8 @@ size_t greedy_linear_scratch(const GreedyLinearOp &op, int num_threads) {
 
 void greedy_linear(const GreedyLinearOp &op, const Worker &worker) {
     const LinearOp &linear = op.product;
-    const size_t before = (linear_scratch(linear, worker.size()) + 63) / 64 * 64;
-    const Found found(linear.num_rows, worker.size(), worker.scratch + before);
+    const size_t before = (linear_scratch(linear, worker.crew) + 63) / 64 * 64;
+    const Found found(linear.num_rows, worker.crew, worker.scratch + before);
     for (int64_t m = 0; m < linear.num_rows; ++m) {
         found.peaks[m * found.size + worker.thread] = -INFINITY;
         found.ids[m * found.size + worker.thread] = -1;

@@ -195,39 +195,46 @@ void product(const LinearOp &op, const Worker &worker, const Finish &finish) {
     uint8_t *mine = aligned + (a.num_bytes(op.num_rows) + 63) / 64 * 64 + parts.num_bytes() * size_t(worker.thread);
     float *row = reinterpret_cast<float *>(mine);
     const bool in_tiles = is_tiled(w, op.num_rows);
-    const bool by_rows = divides_rows(w, op.num_rows, worker.size(), in_tiles);
-    int64_t first, last, top = 0, bottom = op.num_rows;
-    worker.share_steps(op.num_rows, in_tiles ? kTileRowsApart : 1, first, last);
+    const int num_threads = worker.team.size();  // what is done goes by it, whoever is there: see Team
+    TileUse use;
+    const int64_t block = rows_of_block(a, op.num_rows, in_tiles), num_panels = w.num_panels;
+    // Rows [begin, end) of one panel; the next one is read ahead.
+    const auto meet = [&](int64_t begin, int64_t end, int64_t p, int64_t next) {
+        panel_rows(use, in_tiles, w, p, next, a, begin, std::min(end, begin + block), mine + parts.row,
+                   PanelFinish<Finish>{finish, p});
+    };
+    const bool by_rows = divides_rows(w, op.num_rows, num_threads, in_tiles);
+    const int64_t step = in_tiles ? kTileRowsApart : 1;
+    int64_t first, last;
+    if (by_rows && op.num_rows > 1) {
+        for (int part = worker.thread; part < num_threads; part += worker.crew) {
+            share_steps(op.num_rows, step, part, num_threads, first, last);
+            for (int64_t m = first; m < last; ++m) prepare_row<X>(op, a, m, m, row);
+            for (int64_t begin = first; begin < last; begin += block)
+                for (int64_t p = 0; p < num_panels; ++p) meet(begin, last, p, p + 1);
+        }
+        return;
+    }
     if (op.num_rows == 1) {  // cheaper than to wait for another thread
         a = form_of(op, mine + parts.row + parts.unpacked);
         prepare_row<X>(op, a, 0, 0, row);
     } else {
+        share_steps(op.num_rows, step, worker.thread, worker.crew, first, last);
         if (worker.thread == 0) counter.store(0);
         for (int64_t m = first; m < last; ++m) prepare_row<X>(op, a, m, m, row);
-        if (!by_rows) worker.barrier();
+        worker.barrier();
     }
-    if (by_rows) {
-        top = first, bottom = last;
-        first = 0, last = w.num_panels;
-    } else {
-        worker.share(w.num_panels, first, last);
-    }
-    TileUse use;
-    const int64_t block = rows_of_block(a, op.num_rows, in_tiles), num_panels = w.num_panels;
-    const auto meet = [&](int64_t begin, int64_t p, int64_t next) {
-        panel_rows(use, in_tiles, w, p, next, a, begin, std::min(bottom, begin + block), mine + parts.row,
-                   PanelFinish<Finish>{finish, p});
-    };
-    if (!by_rows && takes_turns(op.num_rows, worker.size())) {
+    if (takes_turns(op.num_rows, num_threads)) {
         const int64_t end = (op.num_rows + block - 1) / block * num_panels;
         for (int64_t next, turn = counter.fetch_add(1); turn < end; turn = next) {
             next = counter.fetch_add(1);
-            meet(turn / num_panels * block, turn % num_panels, next % num_panels);
+            meet(turn / num_panels * block, op.num_rows, turn % num_panels, next % num_panels);
         }
         return;
     }
-    for (int64_t begin = top; begin < bottom; begin += block)
-        for (int64_t p = first; p < last; ++p) meet(begin, p, p + 1);
+    worker.share(num_panels, first, last);
+    for (int64_t begin = 0; begin < op.num_rows; begin += block)
+        for (int64_t p = first; p < last; ++p) meet(begin, op.num_rows, p, p + 1);
 }
 
 template <class Finish>

@@ -362,6 +362,7 @@ NB_MODULE(_native, m) {
         .def("end", &Runtime::end)
         .def("replay", &Runtime::replay, nb::arg("plans"), nb::arg("times"),
              nb::call_guard<nb::gil_scoped_release>())
+        .def("stay_away", &Runtime::stay_away)
         .def("begin_profile", &Runtime::begin_profile)
         .def("times", [](Runtime &runtime) {
             nb::dict found;

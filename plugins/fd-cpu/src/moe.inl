@@ -174,7 +174,7 @@ FDCPU_INLINE void experts_by_panels(const ExpertsOp &op, const ExpertScratch &s,
 template <class T>
 void experts_of(const ExpertsOp &op, const Worker &worker) {
     auto *aligned = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(worker.scratch) + 63) & ~uintptr_t(63));
-    const ExpertScratch s(op, aligned, worker.size());
+    const ExpertScratch s(op, aligned, worker.team.size());
     const PackedMatrix &up = *op.gate_up[0], &down = *op.down[0];
     float *row = s.rows + worker.thread * (std::max(up.padded_inputs, down.padded_inputs) + kLanes);
     for (int64_t first = 0; first < op.num_tokens; first += kMoeTokens) {
@@ -185,7 +185,7 @@ void experts_of(const ExpertsOp &op, const Worker &worker) {
             s.next->store(0);
         }
         worker.barrier();
-        if (s.item_bytes && s.starts[op.num_experts] >= 2 * kItemRows * worker.size() &&
+        if (s.item_bytes && s.starts[op.num_experts] >= 2 * kItemRows * worker.team.size() &&
             up.num_bytes() + down.num_bytes() <= kOwnBytes)
             experts_by_rows<T>(op, s, worker, row);
         else

@@ -1,9 +1,10 @@
 // The operations that every instruction set implements, as plain records: pointers and sizes.
 //
-// Each function is called by all threads of the team with the same record; `Worker` says which part is
+// Each function is called by all threads of a crew with the same record; `Worker` says which part is
 // whose, and parts phases. Rows of activations are contiguous unless a stride (in elements) is given.
 // Nothing here allocates: scratch comes with the worker, sized by the *_scratch functions.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 
 #include "packed.h"
@@ -13,25 +14,25 @@ namespace fdcpu {
 
 struct Worker {
     Team &team;
-    int thread;
+    int thread, crew;  // this one of so many: see Team
     uint8_t *scratch;  // shared by all threads of one operation
     int64_t most_rows = INT64_MAX;  // of tokens that count: see Plan
 
     int64_t clip(int64_t num_rows) const { return num_rows < most_rows ? num_rows : most_rows; }
-    int size() const { return team.size(); }
-    void barrier() const { team.barrier(); }
+    void barrier() const { team.barrier(crew); }
     // This thread's share of `count` items.
     void share(int64_t count, int64_t &first, int64_t &last) const {
-        first = count * thread / size();
-        last = count * (thread + 1) / size();
-    }
-    // The same in whole steps, but for the last one.
-    void share_steps(int64_t count, int64_t step, int64_t &first, int64_t &last) const {
-        share((count + step - 1) / step, first, last);
-        first = first * step < count ? first * step : count;
-        last = last * step < count ? last * step : count;
+        first = count * thread / crew;
+        last = count * (thread + 1) / crew;
     }
 };
+
+// The part-th of `parts` shares of `count` items, in whole steps but for the last one.
+inline void share_steps(int64_t count, int64_t step, int part, int parts, int64_t &first, int64_t &last) {
+    const int64_t steps = (count + step - 1) / step;
+    first = std::min(count, steps * part / parts * step);
+    last = std::min(count, steps * (part + 1) / parts * step);
+}
 
 // y = W norm(x) + bias (+ residual), or silu(gate) * up of a gated matrix.
 struct LinearOp {

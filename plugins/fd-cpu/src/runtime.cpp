@@ -31,7 +31,9 @@ void Runtime::submit(Step step, size_t scratch_bytes) {
         std::lock_guard<std::mutex> lock(mutex_);
         if (scratch_bytes > scratch_.size()) scratch_ = Pages(scratch_bytes * 5 / 4);
         const int64_t most_rows = recording ? *recording->most_rows : INT64_MAX;
-        team_.run([&](int thread) { run(step, Worker{team_, thread, scratch_.data(), most_rows}); });
+        team_.run(1, [&](int64_t, int rank, int crew) {
+            run(step, Worker{team_, rank, crew, scratch_.data(), most_rows});
+        });
     }
     if (recording) recording->steps.push_back(std::move(step));
 }
@@ -49,9 +51,9 @@ void Runtime::submit_first(Step step, std::function<int64_t()> count) {
 
 void Runtime::divide(int64_t count, const std::function<void(int64_t)> &work) {
     std::lock_guard<std::mutex> lock(mutex_);
-    team_.run([&](int thread) {
+    team_.run(1, [&](int64_t, int rank, int crew) {
         int64_t first, last;
-        Worker{team_, thread, nullptr}.share(count, first, last);
+        Worker{team_, rank, crew, nullptr}.share(count, first, last);
         for (int64_t i = first; i < last; ++i) work(i);
     });
 }
@@ -65,27 +67,32 @@ void Runtime::end() { recording = nullptr; }
 
 void Runtime::replay(const std::vector<const Plan *> &plans, int64_t times) {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (const Plan *plan : plans)
+    in_order_.clear();
+    for (const Plan *plan : plans) {
         if (plan->count_rows) *plan->most_rows = plan->count_rows();
-    team_.run([&](int thread) {
-        for (int64_t i = 0; i < times; ++i)
-            for (const Plan *plan : plans) {
-                const Worker mine{team_, thread, scratch_.data(), *plan->most_rows};
-                for (const Step &step : plan->steps) run(step, mine);
-            }
+        for (const Step &step : plan->steps) in_order_.push_back({&step, *plan->most_rows});
+    }
+    const int64_t count = int64_t(in_order_.size());
+    team_.run(count * times, [&](int64_t i, int rank, int crew) {
+        const auto &[step, most_rows] = in_order_[i % count];
+        run(*step, Worker{team_, rank, crew, scratch_.data(), most_rows});
     });
 }
 
-// One operation; the barrier behind it parts it from the next one.
 void Runtime::run(const Step &step, const Worker &worker) {
-    const bool is_timed = worker.thread == 0 && is_profiling_.load(std::memory_order_relaxed);
-    const auto began = is_timed ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point();
+    if (!is_profiling_) return step.run(worker);
+    const auto began = std::chrono::steady_clock::now();
     step.run(worker);
     worker.barrier();
-    if (!is_timed) return;
+    if (worker.thread) return;
     Time &time = times_[step.name];
     ++time.calls;
     time.seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+}
+
+void Runtime::begin_profile() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    is_profiling_ = true;
 }
 
 std::map<std::string, Runtime::Time> Runtime::times() {

@@ -1,11 +1,11 @@
 // The team, the chosen kernels and their scratch; plans of recorded operations.
 #pragma once
-#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "features.h"
@@ -51,9 +51,11 @@ public:
     void end();
     // All of the plans, one behind the other, so many times.
     void replay(const std::vector<const Plan *> &plans, int64_t times);
+    // See Team.
+    void stay_away(bool is_away) { team_.stay_away(is_away); }
 
     // From now on every operation is timed, until times() is called.
-    void begin_profile() { is_profiling_ = true; }
+    void begin_profile();
     struct Time {
         int64_t calls = 0;
         double seconds = 0;
@@ -68,7 +70,8 @@ private:
     Team team_;
     std::mutex mutex_;
     Pages scratch_;
-    std::atomic<bool> is_profiling_{false};
+    std::vector<std::pair<const Step *, int64_t>> in_order_;  // of the replay at hand, with the rows that count
+    bool is_profiling_ = false;
     std::map<std::string, Time> times_;
 };
 

@@ -47,7 +47,7 @@ FDCPU_INLINE F8 uniforms(int64_t key, int64_t first) {
 // Every thread lets its part of the vocabulary race, for all rows; the first then compares the winners.
 void sample(const SampleOp &op, const Worker &worker) {
     auto *arrivals = reinterpret_cast<float *>(worker.scratch);
-    auto *ids = reinterpret_cast<int64_t *>(arrivals + (op.num_rows * worker.size() + 1) / 2 * 2);
+    auto *ids = reinterpret_cast<int64_t *>(arrivals + (op.num_rows * worker.crew + 1) / 2 * 2);
     int64_t first, last;
     worker.share((op.width + kLanes - 1) / kLanes, first, last);
     const auto is_drawn = [&](int64_t row) { return !op.is_random || op.is_random[row]; };
@@ -78,17 +78,17 @@ void sample(const SampleOp &op, const Worker &worker) {
                 winner = begin + i;
             }
         }
-        arrivals[m * worker.size() + worker.thread] = best;
-        ids[m * worker.size() + worker.thread] = winner;
+        arrivals[m * worker.crew + worker.thread] = best;
+        ids[m * worker.crew + worker.thread] = winner;
     }
     worker.barrier();
     if (worker.thread) return;
     for (int64_t m = 0; m < op.num_rows; ++m) {
         if (!is_drawn(m)) continue;
         int64_t best = 0;
-        for (int64_t t = 1; t < worker.size(); ++t)
-            if (arrivals[m * worker.size() + t] > arrivals[m * worker.size() + best]) best = t;
-        const int64_t id = ids[m * worker.size() + best];
+        for (int64_t t = 1; t < worker.crew; ++t)
+            if (arrivals[m * worker.crew + t] > arrivals[m * worker.crew + best]) best = t;
+        const int64_t id = ids[m * worker.crew + best];
         op.ids[m] = id < op.width ? id : 0;
     }
 }

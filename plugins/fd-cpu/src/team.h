@@ -1,6 +1,12 @@
-// One persistent team of threads. All of them walk through the same work; barriers part its phases.
+// One persistent team of threads that walk through the same work together; barriers part its phases.
+//
+// Whoever is missing is not waited for. A thread whose processor runs something else, a server beside the engine
+// for example, would stop all others for as long as that takes. So operations are done by a crew: the caller's
+// thread and those that answered its call. A crew of everybody stays together to the end; a smaller one calls
+// again behind every operation.
 #pragma once
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <mutex>
@@ -13,28 +19,45 @@ namespace fdcpu {
 // process may own the core of the thread that is missing.
 class Barrier {
 public:
-    explicit Barrier(int size) : size_(size) {}
-    void wait();
+    // Returns when `size` threads have called it.
+    void wait(int size);
 
 private:
-    const int size_;
     std::atomic<int> arrived_{0};
     std::atomic<unsigned> phase_{0};
 };
 
 class Team {
 public:
-    // The caller of run() is thread 0; size - 1 threads are made. `cpus`: where each of these is pinned,
+    // Does the rank-th of `crew` parts of an operation.
+    using Work = std::function<void(int64_t operation, int rank, int crew)>;
+
+    // The caller of run() is of rank 0; size - 1 threads are made. `cpus`: where each of these is pinned,
     // empty: nowhere.
     Team(int size, const std::vector<int> &cpus);
     ~Team();
 
-    // Every thread calls work(thread). Returns when all have. Calls from several threads take turns.
-    void run(const std::function<void(int)> &work);
-    void barrier() { barrier_.wait(); }
+    // Operations 0 to count - 1, one behind the other. Calls from several threads take turns.
+    void run(int64_t count, const Work &work);
+    // Parts phases of an operation.
+    void barrier(int crew) { barrier_.wait(crew); }
     int size() const { return size_; }
+    // For tests: whether threads leave calls unanswered from now on.
+    void stay_away(bool is_away) { is_away_.store(is_away); }
 
 private:
+    using Duration = std::chrono::steady_clock::duration;
+
+    // What the caller and one thread tell each other; numbers are those of calls.
+    struct alignas(64) Seat {
+        std::atomic<unsigned> answered{0};
+        std::atomic<unsigned> taken{0};  // into the crew
+        int rank = 0;
+    };
+
+    // Who answers within `patience` is the crew from the next operation on; its size.
+    int call(int64_t next, Duration patience);
+    void wake();
     void loop(int thread);
     // Moves the caller off a processor where one of the threads is pinned.
     void make_way() const;
@@ -45,10 +68,14 @@ private:
     std::mutex turn_;
     std::mutex mutex_;
     std::condition_variable wake_;
-    std::atomic<unsigned> round_{0};
+    std::atomic<unsigned> call_{0};
     std::atomic<int> sleeping_{0};
-    std::atomic<bool> stop_{false};
-    const std::function<void(int)> *work_ = nullptr;
+    std::atomic<bool> stop_{false}, is_away_{false};
+    // Written before a seat is taken, read behind that.
+    const Work *work_ = nullptr;
+    int64_t count_ = 0, next_ = 0;
+    int crew_ = 1;
+    std::vector<Seat> seats_;
     std::vector<std::thread> threads_;
 };
 
