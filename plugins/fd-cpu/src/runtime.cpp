@@ -33,13 +33,19 @@ void Runtime::submit(Step step, size_t scratch_bytes) {
         const int64_t most_rows = recording ? *recording->most_rows : INT64_MAX;
         team_.run([&](int thread) { run(step, Worker{team_, thread, scratch_.data(), most_rows}); });
     }
-    if (recording) recording->steps.push_back(std::move(step));
+    if (!recording) return;
+    step.most_rows = recording->most_rows;
+    recording->steps.push_back(std::move(step));
 }
 
 void Runtime::count_rows(std::function<int64_t()> count) {
-    if (!recording || !recording->steps.empty()) return;
-    *recording->most_rows = count();
-    recording->count_rows = std::move(count);
+    if (recording && recording->steps.empty()) narrow_rows(std::move(count));
+}
+
+void Runtime::narrow_rows(std::function<int64_t()> count) {
+    if (!recording) return;
+    recording->most_rows = std::make_shared<int64_t>(count());
+    recording->counts.emplace_back(recording->most_rows, std::move(count));
 }
 
 void Runtime::submit_first(Step step, std::function<int64_t()> count) {
@@ -66,13 +72,11 @@ void Runtime::end() { recording = nullptr; }
 void Runtime::replay(const std::vector<const Plan *> &plans, int64_t times) {
     std::lock_guard<std::mutex> lock(mutex_);
     for (const Plan *plan : plans)
-        if (plan->count_rows) *plan->most_rows = plan->count_rows();
+        for (const auto &[most_rows, count] : plan->counts) *most_rows = count();
     team_.run([&](int thread) {
         for (int64_t i = 0; i < times; ++i)
-            for (const Plan *plan : plans) {
-                const Worker mine{team_, thread, scratch_.data(), *plan->most_rows};
-                for (const Step &step : plan->steps) run(step, mine);
-            }
+            for (const Plan *plan : plans)
+                for (const Step &step : plan->steps) run(step, {team_, thread, scratch_.data(), *step.most_rows});
     });
 }
 
