@@ -74,9 +74,7 @@ class RecordedPrompt:
         recording for any size."""
         return self._graphs.takes(self._forward)
 
-    def run(
-        self, batch: AttentionBatch, input_ids: Tensor, read: np.ndarray | None
-    ) -> TargetStep:
+    def run(self, batch: AttentionBatch, input_ids: Tensor, read: np.ndarray | None) -> TargetStep:
         """Queue a step; see `forward`."""
         assert self._forward is not None and self.context is not None
         graphs, rows = self._graphs, self.context.rows

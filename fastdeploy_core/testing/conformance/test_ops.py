@@ -106,7 +106,9 @@ class OpsConformance(SamplingOps):
     )
     def test_select_rows(self, device: Any, kernels: Any, dtype: str, index: list[int]) -> None:
         x, named = values(0, 7, 48), np.array(index)
-        got = kernels["select_rows"](self.to_device(device, x, dtype), self.to_device(device, named))
+        got = kernels["select_rows"](
+            self.to_device(device, x, dtype), self.to_device(device, named)
+        )
         assert tuple(got.shape) == (len(index), 48)
         real = 1 + int((np.diff(named) > 0).sum())  # zeros behind that are nobody's
         expected = self.rounded(device, x, dtype)[named[:real]]
