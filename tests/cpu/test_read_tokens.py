@@ -12,15 +12,17 @@ import pytest
 
 import tests.paged
 from fastdeploy_core.config import GraphConfig
+from fastdeploy_core.contracts.attention import AttentionBatch, Projections
 from fastdeploy_core.errors import WorkerError
 from fastdeploy_core.models.decoder import DecoderLM
 from fastdeploy_core.plugins.kernels import ChosenKernels, build_kernel_table
+from fastdeploy_core.reference.attention import ReferenceAttention
 from fastdeploy_core.testing.capturing import CapturingDevice
 from fastdeploy_core.types import SamplingParams
 from fastdeploy_core.worker import recorded_sizes
 from tests.checkpoints import VARIANTS, build, reference
 from tests.cpu.recordable_prompts import WithPrompts
-from tests.paged import PagedModel
+from tests.paged import PagedModel, load_driver
 from tests.parity import TOLERANCE, relative_error
 from tests.worker_steps import Steps, engine_config, make_worker, sharpen, write_model
 
@@ -50,6 +52,51 @@ def test_named_tokens_have_the_hidden_states_they_have_among_all(
         assert relative_error(found, every[read]) < TOLERANCE
     behind = [model.step([(a, [7]), (b, [8])]) for a, b in (("a", "b"), names)]
     assert relative_error(np.concatenate(behind[1]), np.concatenate(behind[0])) < TOLERANCE
+    model.close()
+
+
+class WholeAttention(ReferenceAttention):
+    """From a block's normed input to its output projection, for every token."""
+
+    unit = "projections"  # type: ignore[assignment]
+
+    def __init__(self, spec: Any, block_size: int, device: Any, kernels: Any) -> None:
+        super().__init__(spec, block_size, device, kernels)
+        self._kernels = kernels
+
+    def prepare(self, batch: AttentionBatch) -> Any:
+        self._batch = batch
+        return super().prepare(batch)
+
+    def prepare_projections(self, given: Projections) -> Projections:
+        return given
+
+    def forward_block(self, x: Any, given: Any, cache: Any, metadata: Any, rotary: Any) -> Any:
+        kernels, spec, batch = self._kernels, self.spec, self._batch
+        heads = kernels["linear"](x, given.qkv, given.qkv_bias).reshape(
+            [x.shape[0], -1, spec.head_dim]
+        )
+        q, k = heads[:, : spec.num_heads], heads[:, spec.num_heads : -spec.num_kv_heads]
+        q, k = kernels["rotary_embedding"](q, k, batch.positions, rotary, spec.rotary_interleaved)
+        rows = (k, heads[:, -spec.num_kv_heads :])
+        kernels["kv_write"](rows, cache, batch.slot_mapping)
+        return kernels["linear"](self.forward(q, *rows, cache, metadata), given.output, None)
+
+
+def test_a_driver_that_projects_does_so_for_all_and_its_results_are_selected(
+    checkpoints: Path, tensor_library: str
+) -> None:
+    """The output's bias stands behind that."""
+
+    def drivers(kind: str, name: str) -> Any:
+        return WholeAttention if kind == "attention" else load_driver(kind, name)
+
+    model = PagedModel(checkpoints / "llama", tensor_library, drivers=drivers)
+    answer = reference(checkpoints / "llama")[1]
+    prompt, read = answer["prompt"].tolist(), [2, 21]
+    for names, wanted in ((None, answer["logits"]), (read, answer["logits"][read])):
+        (found,) = model.step([(str(names), prompt)], names)
+        assert relative_error(found, wanted) < TOLERANCE
     model.close()
 
 
