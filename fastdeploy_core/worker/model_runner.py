@@ -317,10 +317,8 @@ class ModelRunner:
 
     def _reads_all_hidden(self, rows: StepRows) -> bool:
         """Whether hidden states are read of tokens that are not sampled, too; the same on every rank."""
-        speculation = self._speculation
-        if speculation is not None and speculation.reads_hidden:
-            return True
-        return bool(self._drawer.wants_prompt_logprobs(rows).size)
+        is_drafted_from = self._speculation is not None and self._speculation.reads_hidden
+        return is_drafted_from or bool(self._drawer.wants_prompt_logprobs(rows).size)
 
     def _draw(
         self, launched: Launched, logits: Tensor | None, recorded: RecordedStep | None
