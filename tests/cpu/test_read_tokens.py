@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import tests.paged
-from fastdeploy_core.config import GraphConfig
+from fastdeploy_core.config import GraphConfig, SpeculativeConfig
 from fastdeploy_core.contracts.attention import AttentionBatch, Projections
+from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.errors import WorkerError
 from fastdeploy_core.models.decoder import DecoderLM
 from fastdeploy_core.plugins.kernels import ChosenKernels, build_kernel_table
@@ -20,6 +21,7 @@ from fastdeploy_core.reference.attention import ReferenceAttention
 from fastdeploy_core.testing.capturing import CapturingDevice
 from fastdeploy_core.types import SamplingParams
 from fastdeploy_core.worker import recorded_sizes
+from fastdeploy_core.worker.worker import Worker
 from tests.checkpoints import VARIANTS, build, reference
 from tests.cpu.recordable_prompts import WithPrompts
 from tests.paged import PagedModel, load_driver
@@ -275,6 +277,36 @@ def test_prompt_logprobs_beside_another_prompt_read_every_token(
         found.append((logprobs(first), steps.finish(1), steps.finish(2)))
     assert found[0] == found[1]
     assert len(found[0][0]) == 4
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_a_drafter_with_layers_of_its_own_gets_every_token(
+    folder: Path,
+    tensor_library: str,
+    is_recorded: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    read: list[tuple[int, int]],
+) -> None:
+    monkeypatch.setattr(recorded_sizes, "prompt_ladder", lambda most: SIZES)
+    options = {"model": str(folder)}
+    config = dataclasses.replace(
+        engine_config(folder, tensor_library, max_num_seqs=6),
+        speculative=SpeculativeConfig("draft_model", 2, adaptive_length=False, options=options),
+        graphs=GraphConfig(enabled=is_recorded),
+    )
+    resolved: Any = resolve_plugins(config)
+    worker = Worker(config, WithPrompts(resolved) if is_recorded else resolved)
+    worker.load()
+    steps = Steps(worker)
+    steps.add(1, [5, 9, 33, 120, 77, 2, 8])
+    steps.add(2, [*range(3, 13)])
+    read.clear()
+    message = steps.message([steps.row(1), steps.row(2)])
+    message.max_drafts = 2
+    output = worker.launch(message).wait()
+    assert read[:2] == [(24, 24) if is_recorded else (17, 17)] * 2, "the target, then its double"
+    assert output.draft_failures == 0 and output.token_ids.size == 2
+    worker.close()
 
 
 def test_a_model_that_returns_all_hidden_states_is_named(
