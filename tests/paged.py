@@ -103,18 +103,24 @@ class PagedModel:
             for shape, dtype in zip(shapes, cache_dtypes(spec, len(shapes)), strict=True)
         )
 
-    def step(self, rows: list[tuple[str, list[int]]]) -> list[np.ndarray]:
-        """Feed tokens to sequences, all in one batch; returns each row's logits [tokens, vocab]."""
+    def step(
+        self, rows: list[tuple[str, list[int]]], read: list[int] | None = None
+    ) -> list[np.ndarray]:
+        """Feed tokens to sequences, all in one batch; returns each row's logits [tokens, vocab], or in one array
+        those of the batch's tokens that are `read`."""
         batch, input_ids = self._batch(rows)
         with self.xp.no_grad():
             context = ForwardContext(
                 batch,
                 {spec: d.prepare(batch) for spec, d in self.loaded.attention.items()},
                 self.caches,
+                None if read is None else self.device.to_device(np.array(read)),
             )
             model = self.loaded.model
             hidden = model.forward(input_ids, batch.positions, context)
             logits = self.device.to_host(model.compute_logits(hidden).float())
+        if read is not None:
+            return [np.array(logits)]
         return np.split(np.array(logits), batch.cu_seqlens_q[1:-1])
 
     def greedy(self, prompts: dict[str, list[int]], num_tokens: int) -> dict[str, list[int]]:

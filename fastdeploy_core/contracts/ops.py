@@ -27,6 +27,8 @@ OPERATIONS: Final[dict[str, str]] = {
     "rms_norm": "(x [...,H], weight [H], eps) -> [...,H]; computed in float32",
     "add_rms_norm": "(x [T,H], residual [T,H], weight [H], eps) -> (normed, x + residual)",
     "silu_and_mul": "(x [T,2I]: gate then up) -> silu(gate) * up [T,I]",
+    "select_rows": "(x [T,H], index [n] int64) -> [n,H]; row i is row index[i] of x. The index begins with a number "
+    "or more that grow strictly; zeros behind them stand for nobody, and what is in their rows is left open",
     "rotary_embedding": "(q [T,Hq,D], k [T,Hk,D], positions [T] int64, cos_sin [P,R], interleaved) "
     "-> (q, k); rotates the first R dimensions, cos_sin holds R/2 cosines then R/2 sines",
     # Fused

@@ -31,7 +31,10 @@ class CausalLM(Protocol):
         ...
 
     def forward(self, input_ids: Tensor, positions: Tensor, context: Any) -> Tensor:
-        """input_ids, positions: [num_tokens] int64; returns hidden states [num_tokens, hidden]."""
+        """input_ids, positions: [num_tokens] int64; returns hidden states [num_tokens, hidden].
+
+        Where context.rows (layers.ForwardContext) names tokens, it returns theirs alone, [n, hidden]: what stands behind
+        the last block's attention need not be computed for others. Added in contract 0.12."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

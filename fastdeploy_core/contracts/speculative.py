@@ -113,7 +113,8 @@ class DraftBatch:
     # [T] int64: the token that follows each token fed: the prompt's next one, the accepted draft, the
     # drawn token. Meaningless, but a valid id, behind a row's last verified token.
     next_token_ids: Tensor
-    hidden_states: Tensor  # [T, hidden]: what the target's forward returned
+    # [T, hidden]: what the target's forward returned. For drivers with reads_history it may be of fewer tokens.
+    hidden_states: Tensor
     last: Tensor  # [B] int64: index into T of each row's last verified token
     # (logits [B, vocabulary] float32, j) to ids [B] int64: the j-th draft as the target would draw it
     # from these logits: the row's temperature and filters, and the very random numbers that the

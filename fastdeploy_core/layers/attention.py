@@ -50,6 +50,7 @@ class PagedAttention:
         if not self.rotates:
             self._write = build.kernels["kv_write" if kind is None else kind.write]
         self._scales = CacheScales(build, prefix, spec, kv_piece) if spec.kv_static else None
+        self._select_rows = build.kernels["select_rows"]
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """q: [num_tokens, heads, dim], k: [num_tokens, kv_heads, dim]."""
@@ -57,6 +58,12 @@ class PagedAttention:
             q, k, positions, self.cos_sin, self._interleaved
         )
         return turned
+
+    def select(self, rows: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Of each [num_tokens, width], what is needed behind the attention: these rows; None: all."""
+        if rows is None:
+            return tensors
+        return tuple(self._select_rows(x, rows) for x in tensors)
 
     def attend(
         self,
@@ -156,17 +163,21 @@ class Attention:
         residual: Tensor | None,
         positions: Tensor,
         context: ForwardContext,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Two addends of the sum t = x + residual and of attention to norm(t), as Linear.add_to returns
-        them."""
+        them. rows: of these tokens alone, [n] int64; all of them are attended to."""
         if self._block is not None:
             normed, total = norm.add(x, residual)
-            return self._whole(normed, context), total
+            (total,) = self.paged.select(rows, total)
+            return self._whole(normed, context, rows), total
         qkv, total = self.qkv.after(norm, x, residual)
-        return self.output.add_to(total, self._attend(qkv, positions, context))
+        attended = self._attend(qkv, positions, context)
+        attended, total = self.paged.select(rows, attended, total)
+        return self.output.add_to(total, attended)
 
-    def _whole(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """The driver does all of it."""
+    def _whole(self, x: Tensor, context: ForwardContext, rows: Tensor | None = None) -> Tensor:
+        """The driver does all of it, for all tokens."""
         if self._projections is None:
             qkv, output = self.qkv.weight, self.output.weight
             self._projections = self._block.prepare_projections(
@@ -181,6 +192,7 @@ class Attention:
             context.metadata[paged.spec],
             paged.cos_sin,
         )
+        (y,) = paged.select(rows, y)
         return self.output.finish(y)
 
     def _attend(self, qkv: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:

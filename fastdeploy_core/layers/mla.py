@@ -98,7 +98,7 @@ class LatentAttention:
 
     def __call__(self, x: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         """x: [num_tokens, hidden], model dtype; positions: [num_tokens] int64."""
-        return self._output(self._attend(self._down(x), positions, context))
+        return self._output(self._values(self._attend(self._down(x), positions, context)))
 
     def after(
         self,
@@ -107,13 +107,17 @@ class LatentAttention:
         residual: Tensor | None,
         positions: Tensor,
         context: ForwardContext,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Two addends of the sum t = x + residual and of attention to norm(t), as Linear.add_to returns
-        them."""
+        them. rows: of these tokens alone, [n] int64; all of them are attended to."""
         down, total = self._down.after(norm, x, residual)
-        return self._output.add_to(total, self._attend(down, positions, context))
+        attended = self._attend(down, positions, context)
+        attended, total = self._paged.select(rows, attended, total)
+        return self._output.add_to(total, self._values(attended))
 
     def _attend(self, down: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
+        """Weighted latents of each head: [num_tokens, heads * kv_lora_rank]."""
         shape, xp, tokens = self._shape, self._xp, down.shape[0]
         nope, rank = shape.qk_nope_head_dim, shape.kv_lora_rank
         q = down[:, : self._q_end]
@@ -127,8 +131,12 @@ class LatentAttention:
             q_rope, k_rope = self._paged.rotate(q_rope, k_rope, positions)
         query = xp.cat((self._up.queries(q[:, :, :nope]), q_rope), -1)
         row = xp.cat((latent, k_rope), -1)
-        attended = self._paged.attend(query, row, row[:, :, :rank], (row,), context)
-        values = self._up.values(attended.reshape(tokens, self._heads, rank))
+        return self._paged.attend(query, row, row[:, :, :rank], (row,), context)
+
+    def _values(self, attended: Tensor) -> Tensor:
+        """What _attend returns to [num_tokens, heads * v_head_dim]."""
+        shape, tokens = self._shape, attended.shape[0]
+        values = self._up.values(attended.reshape(tokens, self._heads, shape.kv_lora_rank))
         return values.reshape(tokens, self._heads * shape.v_head_dim)
 
 

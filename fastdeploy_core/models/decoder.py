@@ -32,6 +32,7 @@ class AttentionLayer(Protocol):
         residual: Tensor | None,
         positions: Tensor,
         context: ForwardContext,
+        rows: Tensor | None = None,
     ) -> Addends: ...
 
 
@@ -56,11 +57,17 @@ class DecoderLayer:
     feed_forward: FeedForward
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, positions: Tensor, context: ForwardContext
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        context: ForwardContext,
+        rows: Tensor | None = None,
     ) -> Addends:
         """x, residual: [num_tokens, hidden]; the block's input is their sum, or x alone, which may be
-        overwritten. Returns the addends of its output in the same form, for whoever normalises next."""
-        x, residual = self.attention.after(self.input_norm, x, residual, positions, context)
+        overwritten. Returns the addends of its output in the same form, for whoever normalises next: of the tokens
+        in `rows` alone, if given, for which what stands behind the attention is then computed."""
+        x, residual = self.attention.after(self.input_norm, x, residual, positions, context, rows)
         return self.feed_forward.after(self.post_attention_norm, x, residual)
 
 
@@ -117,10 +124,13 @@ class DecoderLM:
         return self.weights.kept
 
     def forward(self, input_ids: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
-        """input_ids, positions: [num_tokens] int64; returns hidden states [num_tokens, hidden]."""
+        """input_ids, positions: [num_tokens] int64; returns hidden states [num_tokens, hidden], or of the tokens in
+        context.rows alone."""
         x, residual = self.embedding(input_ids), None
-        for layer in self.layers:
+        *before, last = self.layers
+        for layer in before:
             x, residual = layer(x, residual, positions, context)
+        x, residual = last(x, residual, positions, context, context.rows)
         return self.norm.add(x, residual)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ TABLE: Final[dict[str, str | Kernel]] = {
     "rms_norm": f"{_BODY}:rms_norm",
     "add_rms_norm": f"{_BODY}:add_rms_norm",
     "silu_and_mul": f"{_BODY}:silu_and_mul",
+    "select_rows": f"{_BODY}:select_rows",
     "rotary_embedding": f"{_BODY}:rotary_embedding",
     **{
         name: Kernel(f"{_FUSED}:{name}", composes=True)

@@ -36,6 +36,11 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return namespace(x).silu_and_mul(x)
 
 
+def select_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of x [T, H] that the index [n] int64 names: [n, H]. Numbers of nobody are zeros: row 0 again."""
+    return namespace(x).index_select(x, 0, index)
+
+
 def rotary_embedding(
     q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool
 ) -> tuple[Tensor, Tensor]:

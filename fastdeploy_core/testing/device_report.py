@@ -94,6 +94,7 @@ def sample_arguments(device: DeviceBackend) -> Arguments:
                 1e-6,
             ),
             "silu_and_mul": lambda: (make.floats(3, 16),),
+            "select_rows": lambda: (make.floats(4, 16), make.ids(1, 3)),
             "rotary_embedding": lambda: (
                 *(
                     make.floats(3, 4, 8),

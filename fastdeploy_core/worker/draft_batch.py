@@ -36,7 +36,7 @@ class TargetStep:
     attention: AttentionBatch
     context: ForwardContext  # of a recorded pass: that of the recording
     input_ids: Tensor  # [T]
-    hidden: Tensor  # [T, hidden]
+    hidden: Tensor  # [T, hidden], or of context.rows alone
     recorded: RecordedPrompt | None = None  # which a drafter's part was recorded with, too
 
 

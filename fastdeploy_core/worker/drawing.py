@@ -158,14 +158,20 @@ class TokenDrawer:
         if self._state is not None and plan.flags & bits.PENALTY:
             self._state.sampler.count(plan, drawn, kept)
 
-    def prompt_logprobs(self, hidden: Tensor, rows: StepRows) -> list[tuple[int, LogprobTensors]]:
-        """For rows that want them: every prompt token that this chunk predicts, by batch row."""
-        found: list[tuple[int, LogprobTensors]] = []
+    def wants_prompt_logprobs(self, rows: StepRows) -> np.ndarray:
+        """Which rows do of this step: the same ones on every rank. Their hidden states are all read."""
         if rows.is_decode:
-            return found
-        wanted = self._columns.flags[rows.slots] & bits.PROMPT_LOGPROBS
+            return np.zeros(0, dtype=np.int64)
+        wanted = self._columns.flags[rows.slots] & bits.PROMPT_LOGPROBS != 0
+        wanted &= rows.starts < self._batch.num_prompt[rows.slots] - 1
+        return np.flatnonzero(wanted)
+
+    def prompt_logprobs(self, hidden: Tensor, rows: StepRows) -> list[tuple[int, LogprobTensors]]:
+        """For rows that want them: every prompt token that this chunk predicts, by batch row. hidden: [T, hidden]
+        if there are any."""
+        found: list[tuple[int, LogprobTensors]] = []
         first = rows.first_tokens()
-        for row in np.flatnonzero(wanted).tolist():
+        for row in self.wants_prompt_logprobs(rows).tolist():
             slot, start = int(rows.slots[row]), int(rows.starts[row])
             end = min(int(rows.seq_lens[row]), int(self._batch.num_prompt[slot]) - 1)
             for begin in range(start, end, PROMPT_ROWS):

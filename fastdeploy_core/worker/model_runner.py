@@ -304,17 +304,21 @@ class ModelRunner:
         with self._lock:
             attention, token_slots, positions = self.batch.attention_batch(rows)
             input_ids = self.batch.input_ids(rows, token_slots, positions)
-        step = rows, attention, input_ids
+        read, reads_all = rows.read_tokens(), self._reads_all_hidden(rows)
+        step = rows, attention, input_ids, None if reads_all else read
         launched.target = forward(self._graphs, self._loaded, self.caches.tensors, *step)
         hidden = launched.target.hidden
         launched.prompt_logprobs = self._drawer.prompt_logprobs(hidden, rows)
         if not rows.sample_tokens.size:
             return None
-        # In a padded step always: what is queued goes with the shape, not with how full it is.
-        if rows.shape is not None or not rows.is_decode or hidden.shape[0] != rows.slots.size:
-            index = self._device.to_device(rows.padded_samples())
-            hidden = self._xp.index_select(hidden, 0, index)
+        if reads_all and read is not None:
+            hidden = self._xp.index_select(hidden, 0, self._device.to_device(read))
         return self._model.compute_logits(hidden)
+
+    def _reads_all_hidden(self, rows: StepRows) -> bool:
+        """Whether hidden states are read of tokens that are not sampled, too; the same on every rank."""
+        is_drafted_from = self._speculation is not None and self._speculation.reads_hidden
+        return is_drafted_from or bool(self._drawer.wants_prompt_logprobs(rows).size)
 
     def _draw(
         self, launched: Launched, logits: Tensor | None, recorded: RecordedStep | None

@@ -3,6 +3,7 @@
 A model of small layers computes a short prompt faster than the host can queue its kernels. Such steps are
 padded to the next size of a ladder and replayed: what differs between them lies in buffers on the device. Where
 padding costs nothing (limits.graph_any_size) the largest step serves all.
+Hidden states come out of them for sampled tokens alone, but for a drafter that fills its own cache.
 Logits and the draw stay outside; step_graphs.py owns the recordings of decode steps.
 """
 
@@ -17,9 +18,12 @@ from fastdeploy_core.layers.context import ForwardContext
 
 from .draft_batch import TargetStep
 from .step_buffers import PromptBuffers
+from .step_rows import padded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import numpy as np
 
     from fastdeploy_core.contracts.attention import AttentionBatch
     from fastdeploy_core.contracts.device import CapturedGraph, DeviceBackend
@@ -44,7 +48,8 @@ class RecordedPrompt:
         self.next_ids = graphs.buffers.next_ids[:size]
         self.last = graphs.buffers.last[: self.attention.num_seqs]
         self.context: ForwardContext | None = None
-        self.hidden: Tensor = None  # [size, hidden]; stays until the next replay of any step
+        # [rows that there can be, hidden], or with `fill` [size, hidden]; stays until the next replay of any step
+        self.hidden: Tensor = None
         self._forward: CapturedGraph | None = None
         self._fill: CapturedGraph | None = None
 
@@ -69,12 +74,15 @@ class RecordedPrompt:
         recording for any size."""
         return self._graphs.takes(self._forward)
 
-    def run(self, batch: AttentionBatch, input_ids: Tensor) -> TargetStep:
-        """Queue a step."""
+    def run(self, batch: AttentionBatch, input_ids: Tensor, read: np.ndarray | None) -> TargetStep:
+        """Queue a step; see `forward`."""
         assert self._forward is not None and self.context is not None
-        self._graphs.buffers.take(batch, input_ids, self.size)
+        graphs, rows = self._graphs, self.context.rows
+        graphs.buffers.take(batch, input_ids, self.size)
+        if rows is not None and read is not None:
+            rows.copy_(graphs.device.to_device(padded(read, int(rows.shape[0]))))
         self._forward.replay()
-        hidden = self.hidden[: batch.num_tokens]
+        hidden = self.hidden[: batch.num_tokens if read is None else read.size]
         return TargetStep(batch, self.context, input_ids, hidden, self if self._fill else None)
 
     def fill(self, next_ids: Tensor, last: Tensor) -> None:
@@ -87,6 +95,8 @@ class RecordedPrompt:
         """What is recorded."""
         graphs, batch = self._graphs, self.attention
         self.context = graphs.context(batch)
+        if not graphs.reads_all:
+            self.context.rows = graphs.buffers.read_tokens[: batch.num_seqs]
         self.hidden = graphs.model.forward(self.input_ids, batch.positions, self.context)
 
 
@@ -106,7 +116,7 @@ class PromptGraphs:
         max_model_len: int,
         fill: Callable[[RecordedPrompt], None] | None = None,
     ) -> None:
-        self.fill = fill
+        self.fill, self.reads_all = fill, fill is not None
         self.device, self.model, self.context, self.sizes = device, model, context, sizes
         self.any_size = device.limits.graph_any_size
         most = max(sizes)
@@ -114,9 +124,11 @@ class PromptGraphs:
         self.buffers = PromptBuffers(device, most, rows, max_blocks, max_model_len)
         self._steps: dict[int, RecordedPrompt] = {}
 
-    def find(self, rows: StepRows) -> RecordedPrompt | None:
-        """The smallest recorded step that holds these rows."""
+    def find(self, rows: StepRows, *, reads_all: bool) -> RecordedPrompt | None:
+        """The smallest recorded step that holds these rows. `reads_all`: hidden states of every token are."""
         if rows.is_decode or rows.num_drafts.any() or rows.slots.size > self.buffers.num_rows:
+            return None
+        if reads_all != self.reads_all:
             return None
         tokens = int(rows.counts.sum())
         size = next((size for size in self.sizes if size >= tokens), 0)
@@ -182,12 +194,20 @@ def forward(
     rows: StepRows,
     batch: AttentionBatch,
     input_ids: Tensor,
+    read: np.ndarray | None,
 ) -> TargetStep:
-    """Queue a step that is built on the host, recorded or operation by operation."""
-    recorded = None if graphs is None else graphs.find_prompt(rows)
+    """Queue a step that is built on the host, recorded or operation by operation. `read`: StepRows.read_tokens,
+    or None: hidden states of all tokens are wanted."""
+    recorded = None if graphs is None else graphs.find_prompt(rows, reads_all=read is None)
     if recorded is not None:
-        return recorded.run(batch, input_ids)
+        return recorded.run(batch, input_ids, read)
     metadata = {spec: driver.prepare(batch) for spec, driver in loaded.attention.items()}
-    context = ForwardContext(batch, metadata, caches)
+    index = None if read is None else loaded.builder.device.to_device(read)
+    context = ForwardContext(batch, metadata, caches, index)
     hidden = loaded.model.forward(input_ids, batch.positions, context)
+    if read is not None and int(hidden.shape[0]) != read.size:
+        raise WorkerError(
+            f"{type(loaded.model).__name__}.forward returned {int(hidden.shape[0])} hidden states where context.rows "
+            f"names {read.size} of {batch.num_tokens} tokens; it has to return those alone (contract 0.12)"
+        )
     return TargetStep(batch, context, input_ids, hidden)

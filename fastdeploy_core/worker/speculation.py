@@ -64,6 +64,8 @@ class Speculation:
         self.on_device = drafters.on_device
         # Such a drafter draws nothing, so one recording serves every kind of sampling.
         self.reads_history = bool(getattr(drafters.drafter, "reads_history", False))
+        # Whether it goes on from what the target computed of every token, not of sampled ones alone.
+        self.reads_hidden = drafters.on_device and not self.reads_history
         # Whether its drafts can stay on the device: no host drafter has a say in them.
         self.leaves_drafts = drafters.on_device and not drafters.is_continued
         self._is_kept = False  # whether recorded steps keep drafts where they are made
@@ -154,7 +156,7 @@ class Speculation:
         """What is recorded behind prompts: a drafter on the device with layers of its own fills their
         cache. None: there is no such drafter."""
         drafter = self._drafter
-        if drafter is None or not self.on_device or self.reads_history:
+        if drafter is None or not self.reads_hidden:
             return None
 
         def fill(recorded: RecordedPrompt) -> None:

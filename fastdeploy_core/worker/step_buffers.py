@@ -106,12 +106,13 @@ class PromptBuffers(StepBuffers):
     ) -> None:
         super().__init__(device, num_tokens, num_rows, max_blocks, longest)
         self.starts = self.zeros(num_rows + 1, dtype=self._xp.int32)
+        self.read_tokens = self.zeros(num_rows)  # ForwardContext.rows
         # For drafters, behind the step: see DraftBatch.
         self.next_ids, self.last = self.zeros(num_tokens), self.zeros(num_rows)
 
     def clear(self) -> None:
         """New caches: no number of a former step stays, so that one which runs now writes nothing."""
-        for numbers in (self.starts, self.seq_lens, self.tables, self.last):
+        for numbers in (self.starts, self.seq_lens, self.tables, self.read_tokens, self.last):
             numbers.zero_()
         self.slot_mapping.copy_(self._xp.zeros_like(self.slot_mapping) - 1)
 

@@ -97,9 +97,9 @@ class StepGraphs:
                 fill=fill,
             )
 
-    def find_prompt(self, rows: StepRows) -> RecordedPrompt | None:
-        """A recorded step for rows that are not all decodes."""
-        return None if self._prompts is None else self._prompts.find(rows)
+    def find_prompt(self, rows: StepRows, *, reads_all: bool) -> RecordedPrompt | None:
+        """A recorded step for rows that are not all decodes; see PromptGraphs.find."""
+        return None if self._prompts is None else self._prompts.find(rows, reads_all=reads_all)
 
     def find(self, num_rows: int, width: int) -> RecordedStep | None:
         """The smallest recorded step that holds so many rows of up to `width` tokens."""

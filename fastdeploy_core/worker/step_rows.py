@@ -11,6 +11,13 @@ if TYPE_CHECKING:
     from .step_shapes import StepShape
 
 
+def padded(tokens: np.ndarray, size: int) -> np.ndarray:
+    """[size] int64: the tokens, zeros behind them."""
+    found = np.zeros(size, dtype=np.int64)
+    found[: tokens.size] = tokens
+    return found
+
+
 @dataclass(slots=True)
 class StepRows:
     """One step as arrays; B rows, T tokens, R sampled positions."""
@@ -39,12 +46,15 @@ class StepRows:
         first: np.ndarray = np.cumsum(self.counts) - self.counts
         return first
 
-    def padded_samples(self) -> np.ndarray:
-        """sample_tokens; in a padded step with any further ones, so that their number goes with the shape."""
-        if self.shape is None:
-            return self.sample_tokens
-        size = self.shape.rows * (self.shape.tokens if self.num_drafts.any() else 1)
-        return np.resize(self.sample_tokens, size)
+    def read_tokens(self) -> np.ndarray | None:
+        """[n] int64, as ForwardContext.rows: sample_tokens, at least one number; None: they are all of the T
+        tokens. In a padded step always, and n goes with the shape."""
+        size = max(1, self.sample_tokens.size)
+        if self.shape is not None:
+            size = self.shape.rows * (self.shape.tokens if self.num_drafts.any() else 1)
+        elif self.is_decode:
+            return None
+        return padded(self.sample_tokens, size)
 
     def shaped(self, shape: StepShape) -> StepRows:
         """The same rows in a padded step."""

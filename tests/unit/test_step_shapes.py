@@ -79,7 +79,7 @@ def test_tokens_lie_at_the_beginning_of_their_rows() -> None:
     shaped = rows.shaped(shape)
     assert shaped.sample_tokens.tolist() == [1, 12]
     assert shaped.first_tokens().tolist() == [0, 8]
-    assert shaped.padded_samples().tolist() == [1, 12]
+    assert shaped.read_tokens().tolist() == [1, 12]
     assert shape.pad(np.array([7])).tolist() == [7, 0]
 
 

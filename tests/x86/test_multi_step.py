@@ -29,7 +29,8 @@ def patience() -> Iterator[None]:
 def make(library: str, **options: Any) -> LLM:
     settings = {"max_num_seqs": 4, "num_threads": 2, "max_model_len": 256, "dtype": "float32"}
     settings |= {"num_gpu_blocks_override": 64, "block_size": 16}
-    return LLM(str(DEMO), device="x86", tensor_library=library, **(settings | options))
+    settings |= {"device": "x86", "tensor_library": library}
+    return LLM(str(DEMO), **(settings | options))
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,35 @@ def test_recorded_prompts_answer_as_prompts_operation_by_operation(
     eager.close()
     assert found[0] == found[1]
     assert len(replayed) > 4 and len(set(replayed)) == 1
+
+
+def test_recorded_prompts_are_plans_for_sampled_tokens_and_answer_as_the_reference(
+    tensor_library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the sampled tokens stand, and however many there are; a chunk may have none."""
+    run, seen = prompt_graphs.RecordedPrompt.run, list[tuple[int, int]]()
+
+    def note(self: Any, batch: Any, *step: Any) -> Any:
+        target = run(self, batch, *step)
+        assert isinstance(self._forward, recording.NativeGraph)
+        assert self.hidden.shape[0] == 4, "rows that there can be"
+        seen.append((batch.num_tokens, int(target.hidden.shape[0])))
+        return target
+
+    monkeypatch.setattr(prompt_graphs.RecordedPrompt, "run", note)
+    options: dict[str, Any] = {"max_num_batched_tokens": 24, "enable_chunked_prefill": True}
+    prompts = ["12 + 30 =", "Count: " + "1 2 3 " * 12, "Sort: d a c b", "Reverse: " + "abc " * 7]
+    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=1)
+    found = []
+    for device in ("x86", "cpu"):
+        with make(tensor_library, device=device, **options) as llm:
+            outputs = [x.outputs[0] for x in llm.generate(prompts, params, use_tqdm=False)]
+        found.append(outputs)
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
+    assert {rows for _, rows in seen} >= {1, 2, 3}
+    assert any(tokens == 24 and rows == 1 for tokens, rows in seen)
 
 
 @pytest.mark.parametrize("method", ["mtp", "draft_model"])

@@ -101,6 +101,20 @@ class OpsConformance(SamplingOps):
         expected = oracle.silu_and_mul(self.rounded(device, x, dtype))
         self.assert_close(device, got, expected, dtype)
 
+    @pytest.mark.parametrize(
+        "index", [[0], [6], [0, 3, 6], [*range(7)], [2, 5, 0], [0, 0, 0]], ids=str
+    )
+    def test_select_rows(self, device: Any, kernels: Any, dtype: str, index: list[int]) -> None:
+        x, named = values(0, 7, 48), np.array(index)
+        got = kernels["select_rows"](
+            self.to_device(device, x, dtype), self.to_device(device, named)
+        )
+        assert tuple(got.shape) == (len(index), 48)
+        real = 1 + int((np.diff(named) > 0).sum())  # zeros behind that are nobody's
+        expected = self.rounded(device, x, dtype)[named[:real]]
+        assert np.array_equal(self.to_host(device, got)[:real], expected)
+        assert device.xp.dtype_name(got.dtype) == dtype
+
     @pytest.mark.parametrize("tokens", TOKENS)
     @pytest.mark.parametrize("interleaved", [False, True])
     @pytest.mark.parametrize("heads", [(4, 4, 16, 16), (4, 1, 16, 16), (6, 2, 32, 16)], ids=str)

@@ -78,6 +78,20 @@ void mark_broken(const MarkBrokenOp &op, const Worker &worker) {
     }
 }
 
+int64_t count_selected(const int64_t *index, int64_t num_rows) {
+    int64_t count = 1;
+    while (count < num_rows && index[count] > index[count - 1]) ++count;
+    return count;
+}
+
+void select_rows(const SelectRowsOp &op, const Worker &worker) {
+    int64_t first, last;
+    worker.share(op.num_rows, first, last);
+    for (int64_t row = first; row < last; ++row)
+        std::memcpy(static_cast<uint8_t *>(op.y) + row * op.row_bytes,
+                    static_cast<const uint8_t *>(op.x) + op.index[row] * op.row_stride, size_t(op.row_bytes));
+}
+
 size_t routing_scratch(const RoutingOp &op, int num_threads) {
     return size_t(num_threads) * size_t(2 * op.num_experts + 2 * op.num_groups) * sizeof(float);
 }

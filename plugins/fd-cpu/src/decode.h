@@ -1,4 +1,4 @@
-// Small operations around a decode step, and expert routing: integers and a few floats, so one version
+// Small operations around a decode step, expert routing, and copies: integers and a few floats, so one version
 // serves every instruction set. Meanings: fastdeploy_core/contracts/ops.py.
 #pragma once
 #include "ops.h"
@@ -36,6 +36,13 @@ struct MarkBrokenOp {
     int64_t num_rows;
 };
 
+struct SelectRowsOp {
+    const void *x;  // [.., row_bytes], row_stride apart
+    const int64_t *index;
+    void *y;
+    int64_t num_rows, row_bytes, row_stride;
+};
+
 struct RoutingOp {
     const float *logits, *bias;  // [num_tokens, num_experts]; [num_experts] or null
     int64_t *ids;
@@ -51,6 +58,9 @@ int64_t count_tokens(const PrepareDecodeOp &op);
 void finish_decode(const FinishDecodeOp &op, const Worker &worker);
 void keep_results(const KeepResultsOp &op, const Worker &worker);
 void mark_broken(const MarkBrokenOp &op, const Worker &worker);
+// Rows that are somebody's: an index grows as long as they are.
+int64_t count_selected(const int64_t *index, int64_t num_rows);
+void select_rows(const SelectRowsOp &op, const Worker &worker);
 void route(const RoutingOp &op, const Worker &worker);
 size_t routing_scratch(const RoutingOp &op, int num_threads);
 

@@ -202,6 +202,14 @@ void submit_head_norm(Runtime &runtime, uintptr_t q, uintptr_t k, uintptr_t q_we
     runtime.submit(clipped("head norm", op, &HeadNormOp::num_tokens, runtime.kernels().head_norm), 0);
 }
 
+void submit_select_rows(Runtime &runtime, uintptr_t x, uintptr_t index, uintptr_t y, int64_t num_rows,
+                        int64_t row_bytes, int64_t row_stride) {
+    nb::gil_scoped_release release;
+    const SelectRowsOp op{at(x), at<const int64_t>(index), at(y), num_rows, row_bytes, row_stride};
+    runtime.narrow_rows([op] { return count_selected(op.index, op.num_rows); });
+    runtime.submit(clipped("select rows", op, &SelectRowsOp::num_rows, select_rows), 0);
+}
+
 // From here on the operations of the plan are for so many tokens as the sequences have together.
 void count_tokens_of(Runtime &runtime, uintptr_t starts, int64_t num_seqs) {
     runtime.count_rows([starts, num_seqs] { return int64_t(at<const int32_t>(starts)[num_seqs]); });
@@ -384,6 +392,7 @@ NB_MODULE(_native, m) {
         .def("greedy_linear", &submit_greedy_linear)
         .def("head_norm", &submit_head_norm)
         .def("count_tokens", &count_tokens_of)
+        .def("select_rows", &submit_select_rows)
         .def("prepare_decode", &submit_prepare_decode)
         .def("finish_decode", &submit_finish_decode)
         .def("keep_results", &submit_keep_results)

@@ -35,13 +35,19 @@ void Runtime::submit(Step step, size_t scratch_bytes) {
             run(step, Worker{team_, rank, crew, scratch_.data(), most_rows});
         });
     }
-    if (recording) recording->steps.push_back(std::move(step));
+    if (!recording) return;
+    step.most_rows = recording->most_rows;
+    recording->steps.push_back(std::move(step));
 }
 
 void Runtime::count_rows(std::function<int64_t()> count) {
-    if (!recording || !recording->steps.empty()) return;
-    *recording->most_rows = count();
-    recording->count_rows = std::move(count);
+    if (recording && recording->steps.empty()) narrow_rows(std::move(count));
+}
+
+void Runtime::narrow_rows(std::function<int64_t()> count) {
+    if (!recording) return;
+    recording->most_rows = std::make_shared<int64_t>(count());
+    recording->counts.emplace_back(recording->most_rows, std::move(count));
 }
 
 void Runtime::submit_first(Step step, std::function<int64_t()> count) {
@@ -69,13 +75,13 @@ void Runtime::replay(const std::vector<const Plan *> &plans, int64_t times) {
     std::lock_guard<std::mutex> lock(mutex_);
     in_order_.clear();
     for (const Plan *plan : plans) {
-        if (plan->count_rows) *plan->most_rows = plan->count_rows();
-        for (const Step &step : plan->steps) in_order_.push_back({&step, *plan->most_rows});
+        for (const auto &[most_rows, count] : plan->counts) *most_rows = count();
+        for (const Step &step : plan->steps) in_order_.push_back(&step);
     }
     const int64_t count = int64_t(in_order_.size());
     team_.run(count * times, [&](int64_t i, int rank, int crew) {
-        const auto &[step, most_rows] = in_order_[i % count];
-        run(*step, Worker{team_, rank, crew, scratch_.data(), most_rows});
+        const Step &step = *in_order_[i % count];
+        run(step, Worker{team_, rank, crew, scratch_.data(), *step.most_rows});
     });
 }
 

@@ -14,21 +14,25 @@
 
 namespace fdcpu {
 
-// What one operation does, and what it is called in a profile.
+using RowCount = std::shared_ptr<int64_t>;
+
+// What one operation does, what it is called in a profile, and in a plan for how many rows.
 struct Step {
     const char *name;
     std::function<void(const Worker &)> run;
+    RowCount most_rows;
 };
 
 // Operations that ran once while recording; replayed by one call, all threads walking through them.
 //
 // A plan that counts its rows is recorded for the largest batch, or the longest prompts. Rows of nobody stand
 // at its end, so each replay counts the rows that are somebody's, and every operation leaves the others alone.
-// Plans that go on where another one ended share its count.
+// Where some of the rows are selected, operations from there on go by their number.
+// Plans that go on where another one ended share its last count.
 struct Plan {
     std::vector<Step> steps;
-    std::shared_ptr<int64_t> most_rows = std::make_shared<int64_t>(INT64_MAX);
-    std::function<int64_t()> count_rows;
+    RowCount most_rows = std::make_shared<int64_t>(INT64_MAX);  // of the operations to come
+    std::vector<std::pair<RowCount, std::function<int64_t()>>> counts;  // taken before each replay
 };
 
 class Runtime {
@@ -43,7 +47,9 @@ public:
     void submit(Step step, size_t scratch_bytes);
     // When this thread's plan is empty yet: its operations are for so many rows, counted at each replay.
     void count_rows(std::function<int64_t()> count);
-    // Both, in this order.
+    // Those that are submitted from here on are.
+    void narrow_rows(std::function<int64_t()> count);
+    // count_rows, then submit.
     void submit_first(Step step, std::function<int64_t()> count);
     // Calls work(i) for i below count, divided among the threads; never part of a plan.
     void divide(int64_t count, const std::function<void(int64_t)> &work);
@@ -70,7 +76,7 @@ private:
     Team team_;
     std::mutex mutex_;
     Pages scratch_;
-    std::vector<std::pair<const Step *, int64_t>> in_order_;  // of the replay at hand, with the rows that count
+    std::vector<const Step *> in_order_;  // of the replay at hand
     bool is_profiling_ = false;
     std::map<std::string, Time> times_;
 };

@@ -195,6 +195,42 @@ def test_a_recorded_prompt_takes_any_number_of_tokens_and_little_memory(device):
         assert (got[last:] == 777.0).all()
 
 
+def test_a_recorded_prompt_goes_on_with_needed_rows(device):
+    """They are counted at each replay, and what is recorded behind the plan goes by the same number."""
+    xp, size, most = device.xp, 60, 8
+    table, weight = random(device, 40, 64), prepare(random(device, 64, 64))
+    spec = AttentionSpec("gqa", 1, 1, 64, 64, 1.0, dtype="float32")
+    attention = X86Attention(spec, 16, device, {})
+    starts, ids = xp.zeros((3,), dtype=xp.int32), xp.zeros((size,), dtype=xp.int64)
+    ids.copy_(device.to_device(np.arange(size) % 40))
+    needed, batch, made = xp.zeros((most,), dtype=xp.int64), prompt_batch(device, starts, size), {}
+
+    def run():
+        attention.prepare(batch)
+        x = kernels.embedding(ids, table)
+        y, x = (kernels.select_rows(z, needed) for z in (kernels.linear(x, weight, None), x))
+        made["y"] = kernels.linear_add(y, weight, None, x)
+
+    def head():
+        made["ids"] = kernels.greedy_linear(made["y"], weight, None)[0]
+
+    graphs = [device.capture(call) for call in (run, head)]
+    assert all(isinstance(graph, NativeGraph) for graph in graphs)
+    recorded, drawn = made["y"], made["ids"]
+    for last, rows in ((60, [3, 17, 59]), (7, [6]), (50, [*range(0, 48, 6)])):
+        starts.copy_(device.to_device(np.array([0, 1, last], np.int32)))
+        needed.copy_(device.to_device(np.array(rows + [0] * (most - len(rows)))))
+        recorded.fill_(777.0)
+        drawn.fill_(-7)
+        device.replay_times(graphs, 1)
+        got, tokens = np.array(device.to_host(recorded)), np.array(device.to_host(drawn))
+        run()
+        head()
+        assert np.array_equal(got[: len(rows)], device.to_host(made["y"])[: len(rows)])
+        assert np.array_equal(tokens[: len(rows)], device.to_host(made["ids"])[: len(rows)])
+        assert (got[len(rows) :] == 777.0).all() and (tokens[len(rows) :] == -7).all()
+
+
 def test_work_of_the_library_makes_a_recording_repeat_its_call(device):
     weight, x = prepare(random(device, 64, 64)), random(device, 3, 64)
     out = device.xp.zeros((3, 64))

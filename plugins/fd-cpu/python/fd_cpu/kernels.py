@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _OWN = (
     *("embedding", "norm_linear", "linear_add", "linear_logits", "greedy_linear"),
-    *("rms_norm", "add_rms_norm", "silu_and_mul", "qk_norm"),
+    *("rms_norm", "add_rms_norm", "silu_and_mul", "qk_norm", "select_rows"),
     *("moe_routing", "prepare_decode", "finish_decode", "keep_results"),
     *("mark_broken", "greedy"),
 )
@@ -226,6 +226,19 @@ def qk_norm(
             int(k.stride()[0]),
         )
     return q, k
+
+
+def select_rows(x: Tensor, index: Tensor) -> Tensor:
+    """What is recorded behind it leaves rows of nobody alone, as many as there are at each replay."""
+    t, x = team(), rows_of(x)
+    num_rows, width, size = int(index.shape[0]), int(x.shape[1]), int(x.element_size())
+    y = t.new((num_rows, width), x.dtype)
+    t.reads(x)
+    t.owns(index)
+    t.keep(x, index, y)
+    strides = (width * size, int(x.stride()[0]) * size)
+    t.native.select_rows(address(x), address(index), address(y), num_rows, *strides)
+    return y
 
 
 def moe_routing(
