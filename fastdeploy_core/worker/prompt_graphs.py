@@ -97,7 +97,7 @@ class RecordedPrompt:
         self.context = graphs.context(batch)
         if not graphs.reads_all:
             self.context.rows = graphs.buffers.read_tokens[: batch.num_seqs]
-        self.hidden = graphs.model.forward(self.input_ids, batch.positions, self.context)
+        self.hidden = run_model(graphs.model, self.input_ids, self.context)
 
 
 class PromptGraphs:
@@ -204,10 +204,15 @@ def forward(
     metadata = {spec: driver.prepare(batch) for spec, driver in loaded.attention.items()}
     index = None if read is None else loaded.builder.device.to_device(read)
     context = ForwardContext(batch, metadata, caches, index)
-    hidden = loaded.model.forward(input_ids, batch.positions, context)
-    if read is not None and int(hidden.shape[0]) != read.size:
+    return TargetStep(batch, context, input_ids, run_model(loaded.model, input_ids, context))
+
+
+def run_model(model: CausalLM, input_ids: Tensor, context: ForwardContext) -> Tensor:
+    """Hidden states of context.rows, or of all tokens. WorkerError: the model returns others than it should."""
+    hidden, rows = model.forward(input_ids, context.batch.positions, context), context.rows
+    if rows is not None and hidden.shape[0] != rows.shape[0]:
         raise WorkerError(
-            f"{type(loaded.model).__name__}.forward returned {int(hidden.shape[0])} hidden states where context.rows "
-            f"names {read.size} of {batch.num_tokens} tokens; it has to return those alone (contract 0.12)"
+            f"{type(model).__name__}.forward returned {int(hidden.shape[0])} hidden states where context.rows names "
+            f"{int(rows.shape[0])} of {context.batch.num_tokens} tokens; it has to return those alone (contract 0.12)"
         )
-    return TargetStep(batch, context, input_ids, hidden)
+    return hidden

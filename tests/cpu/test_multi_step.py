@@ -229,6 +229,8 @@ def test_a_row_is_cut_before_what_means_nothing(
 
     def fragile(input_ids: Any, positions: Any, context: Any) -> Any:
         hidden = forward(input_ids, positions, context)
+        if context.rows is not None:
+            positions = xp.index_select(positions, 0, context.rows)
         broken = (positions == len(prompts["bad"]) + place - 1).unsqueeze(1)
         return xp.where(broken, xp.full([1], float("nan")), hidden)
 

@@ -310,7 +310,7 @@ def test_a_drafter_with_layers_of_its_own_gets_every_token(
 
 
 def test_a_model_that_returns_all_hidden_states_is_named(
-    pair: tuple[Steps, Steps], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Steps, Steps], folder: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = DecoderLM.forward
 
@@ -322,3 +322,5 @@ def test_a_model_that_returns_all_hidden_states_is_named(
     steps.add(1, [5, 9, 33])
     with pytest.raises(WorkerError, match=r"LlamaForCausalLM\.forward returned 3 .* names 1 of 3"):
         steps.step([steps.row(1)])
+    with pytest.raises(WorkerError, match=r"cannot be recorded: .* returned 48 .* names 6 of 48"):
+        make_steps(folder, tensor_library, is_recorded=True)
