@@ -55,8 +55,9 @@ class TestKernels(OnCuda, OpsConformance):
 
         origins = kernels.origins()
         # Composed of others: logits that are not rounded of "linear", or of what the library has, and draws.
-        # "keep_results" is for devices that decode several times in one go.
-        others = {"linear_logits", "draw", "keep_results"}
+        # "keep_results" is for devices that decode several times in one go. "select_rows" is one kernel of the
+        # library.
+        others = {"linear_logits", "draw", "keep_results", "select_rows"}
         assert {o for o in OPERATIONS if origins[o] != "fd-cuda"} == others
 
 
