@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from fastdeploy_core import tensor
@@ -40,3 +42,11 @@ def tensor_library(request: pytest.FixtureRequest) -> str:
     if name not in tensor.available():
         pytest.fail(f"tensor library {name!r} is not installed")
     return name
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of every architecture; modules that need a few have a fixture of that name."""
+    from tests.checkpoints import build  # only where it is asked for
+
+    return build(tmp_path_factory.mktemp("checkpoints"))

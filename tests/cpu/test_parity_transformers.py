@@ -11,7 +11,7 @@ import pytest
 from fastdeploy_core.contracts.attention import AttentionBatch, HeadNorms
 from fastdeploy_core.reference.attention import ReferenceAttention
 from fastdeploy_core.tensor import load
-from tests.checkpoints import NUM_GREEDY, VARIANTS, build, paddle_copy, reference
+from tests.checkpoints import NUM_GREEDY, VARIANTS, paddle_copy, reference
 from tests.paged import PagedModel, load_driver
 from tests.parity import check_chunks_beside_a_decode, check_prompts_and_greedy
 
@@ -48,11 +48,6 @@ class NormingAttention(ReferenceAttention):
         q, k = kernels["rotary_embedding"](q, k, batch.positions, rotary, interleaved)
         kernels["kv_write"]((k, v), cache, batch.slot_mapping)
         return super().forward(q, k, v, cache, metadata)
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -22,7 +22,7 @@ from fastdeploy_core.testing.capturing import CapturingDevice
 from fastdeploy_core.types import SamplingParams
 from fastdeploy_core.worker import recorded_sizes
 from fastdeploy_core.worker.worker import Worker
-from tests.checkpoints import VARIANTS, build, reference
+from tests.checkpoints import VARIANTS, reference
 from tests.cpu.recordable_prompts import WithPrompts
 from tests.paged import PagedModel, load_driver
 from tests.parity import TOLERANCE, relative_error
@@ -33,11 +33,6 @@ FEED_FORWARD = (
     *("linear_add", "linear", "add_rms_norm", "rms_norm", "gated_linear"),
     *("linear_float32", "moe_routing", "moe_experts"),
 )
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

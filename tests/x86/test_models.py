@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_core.plugins import lookup
-from tests.checkpoints import VARIANTS, build, reference
+from tests.checkpoints import VARIANTS, reference
 from tests.paged import PagedModel, load_driver, with_quantizer
 from tests.parity import (
     TOLERANCE,
@@ -22,11 +22,6 @@ from tests.parity import (
 )
 
 native = pytest.importorskip("fd_cpu._native", reason="fd-cpu is not installed")
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("checkpoints"))
 
 
 def drivers(kind: str, name: str) -> Any:

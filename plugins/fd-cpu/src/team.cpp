@@ -20,8 +20,8 @@ constexpr int kSpinsBeforeYield = 4000;
 // How long a thread without work keeps looking before it sleeps: longer than the host's part of a
 // decode step, so that a running engine does not pay for waking up.
 constexpr auto kLinger = std::chrono::milliseconds(2);
-// How long a call waits for answers. A thread that looks for calls answers in less than a microsecond, or in two
-// from inside a yield; one that sleeps has to be woken.
+// How long a call waits for answers: one that looks for calls, or yields meanwhile, has the time to answer, and so
+// has, where somebody sleeps, one that has to be woken.
 constexpr auto kPatience = std::chrono::microseconds(3);
 constexpr auto kPatienceAtFirst = std::chrono::microseconds(20);
 constexpr auto kPatienceWithSleepers = std::chrono::microseconds(200);

@@ -1,0 +1,58 @@
+// A team whose threads come and go, to be run under ThreadSanitizer: see the README. Says how often how many of them
+// did an operation; 1 where a number is wrong.
+#include <cstdio>
+#include <random>
+
+#include "team.h"
+
+using fdcpu::Team;
+
+namespace {
+
+// Each operation adds 2 to every number, every other one in two phases: who added first is not who adds then.
+bool adds_up(int size) {
+    Team team(size, {});
+    std::vector<long> numbers(4096);
+    std::vector<int> crews(size + 1);
+    std::atomic<bool> is_over{false};
+    std::thread disturber([&] {
+        std::mt19937 random(1);
+        while (!is_over) {
+            team.stay_away(random() % 2);
+            std::this_thread::sleep_for(std::chrono::microseconds(random() % 4000));
+        }
+    });
+    long wanted = 0;
+    bool is_right = true;
+    for (int round = 0; round < 400 && is_right; ++round) {
+        const int64_t count = 1 + round % 40;
+        const auto add = [&](int part, int crew, long value) {
+            for (size_t i = numbers.size() * part / crew; i < numbers.size() * (part + 1) / crew; ++i) numbers[i] += value;
+        };
+        team.run(count, [&](int64_t operation, int rank, int crew) {
+            add(rank, crew, operation % 2 ? 1 : 2);
+            if (operation % 2) {
+                team.barrier(crew);
+                add((rank + 1) % crew, crew, 1);
+            }
+            if (rank == 0) ++crews[crew];
+        });
+        wanted += 2 * count;
+        for (long number : numbers) is_right &= number == wanted;
+        if (round % 100 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(3));  // longer than they look
+    }
+    is_over = true;
+    disturber.join();
+    std::printf("%d threads:", size);
+    for (int crew = 1; crew <= size; ++crew) std::printf(" %d by %d", crews[crew], crew);
+    std::printf("%s\n", is_right ? "" : ", WRONG");
+    return is_right;
+}
+
+}  // namespace
+
+int main() {
+    bool is_right = true;
+    for (int size : {2, 3, 5}) is_right &= adds_up(size);
+    return is_right ? 0 : 1;
+}
