@@ -14,9 +14,12 @@ FDCPU_INLINE constexpr bool is_bf16(WeightKind kind) {
     return kind == WeightKind::bf16 || kind == WeightKind::coded_bf16;
 }
 
+// What bfloat16 meets: itself in pairs, or where no instruction multiplies pairs, float32 with the same values.
+using Input = std::conditional_t<FDCPU_LEVEL == 1, float, uint16_t>;
+
 // Of one input, as weights of this kind meet it.
 FDCPU_INLINE constexpr int bytes_of_input(WeightKind kind, bool is_wide) {
-    return kind == WeightKind::f32 ? 4 : is_bf16(kind) || kind == WeightKind::tet2 || is_wide ? 2 : 1;
+    return kind == WeightKind::f32 ? 4 : is_bf16(kind) ? int(sizeof(Input)) : kind == WeightKind::tet2 || is_wide ? 2 : 1;
 }
 
 // Activations of one product in the scratch: values in the format's form, then scales and sums.
@@ -26,11 +29,13 @@ struct Activations {
     int32_t *sums;   // [rows][groups], of what integers with an offset meet
     int64_t row_bytes, groups;
     bool is_int, is_wide;  // wide: bfloat16 for weights of integers
+    int offset;            // that int8 has been given, to be unsigned
     // Byte k of row m: rows as they are, or sixteen rows' 64 bytes side by side as tiles read them.
     int64_t row_step, block_step, line_step;
 
     Activations(const PackedMatrix &w, int64_t num_rows, uint8_t *scratch, bool in_tiles = false, bool wide = false)
-        : is_int(!wide && is_integer(w.kind)), is_wide(wide) {
+        : is_int(!wide && is_integer(w.kind)), is_wide(wide),
+          offset(w.kind == WeightKind::int8 ? kByteOffset : 0) {
         row_bytes = (w.padded_inputs * bytes_of_input(w.kind, wide) + 63) / 64 * 64;
         // What register tiles have of their rows at a time must not come to lie in the same places of a cache.
         if (!in_tiles) row_bytes |= 64;
@@ -48,14 +53,13 @@ struct Activations {
     int64_t at(int64_t byte) const { return byte / 64 * line_step + byte % 64; }
 };
 
-// Per group: int8 by absmax / 127. int8 weights are multiplied with x + 128, which is unsigned.
+// Per group: int8 by absmax / 127. The instructions that multiply bytes want one side unsigned, here or there.
 // What loops read is copied first: a store of bytes might change anything, for all that the compiler knows.
 template <class T>
 FDCPU_INLINE void quantize_row(const PackedMatrix &w, const T *row, const Activations &form, int64_t m) {
     const Activations out = form;
     const int64_t group = w.group, groups = out.groups;
     uint8_t *bytes = out.row(m);
-    const int offset = w.kind == WeightKind::int8 ? 128 : 0;
     for (int64_t g = 0; g < groups; ++g) {
         const T *x = row + g * group;
         // Magnitudes are in the order of their bits, and what is no number above all of them.
@@ -68,7 +72,7 @@ FDCPU_INLINE void quantize_row(const PackedMatrix &w, const T *row, const Activa
         for (int64_t k = 0; k < group; k += kLanes) {
             const I q = round_to_int(load(x + k) * inverse);
             total += q;
-            store_bytes(bytes + out.at(g * group + k), q + offset);
+            store_bytes(bytes + out.at(g * group + k), q + out.offset);
         }
         // A value that is no number must reach the result, not vanish in an integer.
         out.scales[m * groups + g] = is_finite ? peak / 127.f : std::nanf("");
@@ -82,9 +86,7 @@ FDCPU_INLINE void quantize_pairs(const PackedMatrix &w, const float *row, const 
     uint8_t *bytes = out.row(m);
     F peaks = splat(0), squares = splat(0);
     const auto pairs = [row](int64_t k, F &first, F &second) {
-        const F low = load(row + k), high = load(row + k + kLanes);
-        first = __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-        second = __builtin_shufflevector(low, high, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+        part_pairs(load(row + k), load(row + k + kLanes), first, second);
     };
     F x, y;
     for (int64_t k = 0; k < w.inputs; k += 2 * kLanes) {
@@ -115,6 +117,7 @@ template <class T>
 FDCPU_INLINE void copy_row(const T *x, const Activations &form, int64_t m, int64_t size) {
     const Activations out = form;
     uint8_t *bytes = out.row(m);
+    if constexpr (sizeof(Input) == 4) return widen_row(x, reinterpret_cast<float *>(bytes), size);
     for (int64_t k = 0; k < size; k += 32) std::memcpy(bytes + out.at(2 * k), x + k, 64);
 }
 
@@ -145,7 +148,10 @@ FDCPU_INLINE void prepare_row(const LinearOp &op, const Activations &form, int64
         return;
     }
     for (int64_t k = 0; k < padded; k += kLanes)
-        store(reinterpret_cast<uint16_t *>(bytes + out.at(2 * k)), load(row + k));
+        if constexpr (sizeof(Input) == 4)
+            store(reinterpret_cast<float *>(bytes) + k, round_to_bf16(load(row + k)));
+        else
+            store(reinterpret_cast<uint16_t *>(bytes + out.at(2 * k)), load(row + k));
 }
 
 }  // namespace fdcpu::FDCPU_NAMESPACE

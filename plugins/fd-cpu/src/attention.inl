@@ -70,19 +70,11 @@ size_t attention_scratch(const AttentionOp &op, int num_threads) {
 FDCPU_INLINE void rotate_pairs(float *x, float *y, bool interleaved, const float *cosine, const float *sine) {
     F a = load(x), b = load(y);
     const F c = load(cosine), s = load(sine);
-    if (interleaved) {
-        const F low = a, high = b;
-        a = __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-        b = __builtin_shufflevector(low, high, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-    }
-    const F first = a * c - b * s, second = b * c + a * s;
-    if (!interleaved) {
-        store(x, first);
-        store(y, second);
-        return;
-    }
-    store(x, __builtin_shufflevector(first, second, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
-    store(y, __builtin_shufflevector(first, second, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+    if (interleaved) part_pairs(a, b, a, b);
+    F first = a * c - b * s, second = b * c + a * s;
+    if (interleaved) join_pairs(first, second, first, second);
+    store(x, first);
+    store(y, second);
 }
 
 // One head's vector, rotated by its position and rounded to T as the reference does, unless the next thing
@@ -121,8 +113,10 @@ FDCPU_INLINE void score_tile(const AttentionOp &op, const C *keys, const float *
         F acc[R] = {};
         for (int64_t d = 0; d < op.head_dim; ++d) {
             const F key = load(keys + d * op.block_size + t);
+            FDCPU_UNROLL
             for (int r = 0; r < R; ++r) acc[r] = key * splat(q[r * op.head_dim + d]) + acc[r];
         }
+        FDCPU_UNROLL
         for (int r = 0; r < R; ++r) store(scores + r * op.block_size + t, acc[r]);
     }
 }
@@ -136,8 +130,10 @@ FDCPU_INLINE void score_rows(const AttentionOp &op, const C *keys, int64_t token
         F acc[R] = {};
         for (int64_t d = 0; d < whole; d += kLanes) {
             const F part = load(key + d);
+            FDCPU_UNROLL
             for (int r = 0; r < R; ++r) acc[r] = part * load(q + r * op.head_dim + d) + acc[r];
         }
+        FDCPU_UNROLL
         for (int r = 0; r < R; ++r) {
             float score = sum_of(acc[r]);
             for (int64_t d = whole; d < op.head_dim; ++d) score += q[r * op.head_dim + d] * load_one(key + d);
@@ -153,30 +149,37 @@ FDCPU_INLINE void value_tile(const AttentionOp &op, const C *values, int64_t tok
     int64_t d = 0;
     for (; d + 2 * kLanes <= op.v_head_dim; d += 2 * kLanes) {
         F low[R], high[R];
+        FDCPU_UNROLL
         for (int r = 0; r < R; ++r) {
             low[r] = load(out + r * op.v_head_dim + d);
             high[r] = load(out + r * op.v_head_dim + d + kLanes);
         }
         for (int64_t t = 0; t < tokens; ++t) {
             const F v0 = load(values + t * stride + d), v1 = load(values + t * stride + d + kLanes);
+            FDCPU_UNROLL
             for (int r = 0; r < R; ++r) {
                 const F p = splat(weights[r * op.block_size + t]);
                 low[r] = v0 * p + low[r];
                 high[r] = v1 * p + high[r];
             }
         }
+        FDCPU_UNROLL
         for (int r = 0; r < R; ++r) {
             store(out + r * op.v_head_dim + d, low[r]);
             store(out + r * op.v_head_dim + d + kLanes, high[r]);
         }
     }
     for (; d < op.v_head_dim; ++d)
+        FDCPU_UNROLL
         for (int r = 0; r < R; ++r)
             for (int64_t t = 0; t < tokens; ++t)
                 out[r * op.v_head_dim + d] += weights[r * op.block_size + t] * load_one(values + t * stride + d);
 }
 
 // ---- pairs: R rows by V vectors
+
+template <int R>
+constexpr int kPairVectors = FDCPU_LEVEL != 1 ? 4 : R == 1 ? 2 : 1;
 
 FDCPU_INLINE I pair_of(const uint16_t *from) { return I(splat_bytes(from)); }
 
@@ -194,12 +197,14 @@ struct Fetching {
         at += step;
     }
 };
-// Keys with every two numbers of those at hand, values with every two of `tokens` and four registers.
+// Keys with every two numbers of those at hand, values with every two of `tokens` and V registers.
 FDCPU_INLINE Fetching keys_of(const AttentionOp &op, const NextBlock &next) {
     return {reinterpret_cast<const uint8_t *>(next.keys), (next.tokens + kLanes - 1) / kLanes, op.block_size * 4};
 }
+template <int V>
 FDCPU_INLINE Fetching values_of(const AttentionOp &op, const NextBlock &next, int64_t tokens) {
-    const int64_t times = (tokens + 1) / 2 * (op.v_head_dim / 64 + op.v_head_dim % 64 / kLanes);
+    constexpr int64_t kWidth = V * kLanes;
+    const int64_t times = (tokens + 1) / 2 * (op.v_head_dim / kWidth + op.v_head_dim % kWidth / kLanes);
     const int64_t lines = times ? ((next.tokens + 1) / 2 * op.v_head_dim / kLanes + times - 1) / times : 0;
     return {reinterpret_cast<const uint8_t *>(next.values), lines, lines * 64};
 }
@@ -210,13 +215,18 @@ FDCPU_INLINE void score_pairs(const AttentionOp &op, const uint16_t *keys, const
     for (int64_t d = 0; d < op.head_dim; d += 2, keys += 2 * op.block_size) {
         next.fetch();
         I line[V];
+        FDCPU_UNROLL
         for (int v = 0; v < V; ++v) line[v] = load_as<I>(keys + v * 2 * kLanes);
+        FDCPU_UNROLL
         for (int r = 0; r < R; ++r) {
             const I x = pair_of(q + r * op.head_dim + d);
+            FDCPU_UNROLL
             for (int v = 0; v < V; ++v) acc[r][v] = dot_pairs(acc[r][v], line[v], x);
         }
     }
+    FDCPU_UNROLL
     for (int r = 0; r < R; ++r)
+        FDCPU_UNROLL
         for (int v = 0; v < V; ++v) store(scores + r * op.block_size + v * kLanes, acc[r][v]);
 }
 
@@ -224,22 +234,29 @@ template <int R, int V>
 FDCPU_INLINE void value_pairs(const AttentionOp &op, const uint16_t *values, int64_t tokens, const uint16_t *weights,
                               Fetching &next, float *out) {
     F acc[R][V];
+    FDCPU_UNROLL
     for (int r = 0; r < R; ++r)
+        FDCPU_UNROLL
         for (int v = 0; v < V; ++v) acc[r][v] = load(out + r * op.v_head_dim + v * kLanes);
     for (int64_t t = 0; t < tokens; t += 2, values += 2 * op.v_head_dim) {
         next.fetch();
         I line[V];
+        FDCPU_UNROLL
         for (int v = 0; v < V; ++v) {
             line[v] = load_as<I>(values + v * 2 * kLanes);
             // The slot behind the last token may hold anything, and nothing times that may be NaN.
             if (t + 1 == tokens) line[v] &= 0xffff;
         }
+        FDCPU_UNROLL
         for (int r = 0; r < R; ++r) {
             const I x = pair_of(weights + r * op.block_size + t);
+            FDCPU_UNROLL
             for (int v = 0; v < V; ++v) acc[r][v] = dot_pairs(acc[r][v], line[v], x);
         }
     }
+    FDCPU_UNROLL
     for (int r = 0; r < R; ++r)
+        FDCPU_UNROLL
         for (int v = 0; v < V; ++v) store(out + r * op.v_head_dim + v * kLanes, acc[r][v]);
 }
 
@@ -247,28 +264,32 @@ FDCPU_INLINE void value_pairs(const AttentionOp &op, const uint16_t *values, int
 template <int R>
 void paired_scores(const AttentionOp &op, const uint16_t *keys, int64_t tokens, const uint16_t *q, Fetching next,
                    float *scores) {
+    constexpr int V = kPairVectors<R>;
     int64_t t = 0;
-    for (; t + 3 * kLanes < tokens && t + 4 * kLanes <= op.block_size; t += 4 * kLanes, next = {})
-        score_pairs<R, 4>(op, keys + 2 * t, q, next, scores + t);
-    for (; t + kLanes < tokens; t += 2 * kLanes, next = {}) score_pairs<R, 2>(op, keys + 2 * t, q, next, scores + t);
+    for (; V > 2 && t + (V - 1) * kLanes < tokens && t + V * kLanes <= op.block_size; t += V * kLanes, next = {})
+        score_pairs<R, V>(op, keys + 2 * t, q, next, scores + t);
+    for (; V > 1 && t + kLanes < tokens; t += 2 * kLanes, next = {})
+        score_pairs<R, 2>(op, keys + 2 * t, q, next, scores + t);
     for (; t < tokens; t += kLanes, next = {}) score_pairs<R, 1>(op, keys + 2 * t, q, next, scores + t);
 }
 
 template <int R>
 void paired_values(const AttentionOp &op, const uint16_t *values, int64_t tokens, const uint16_t *weights, Fetching next,
                    float *out) {
+    constexpr int V = kPairVectors<R>;
     int64_t d = 0;
-    for (; d + 4 * kLanes <= op.v_head_dim; d += 4 * kLanes)
-        value_pairs<R, 4>(op, values + 2 * d, tokens, weights, next, out + d);
+    for (; d + V * kLanes <= op.v_head_dim; d += V * kLanes)
+        value_pairs<R, V>(op, values + 2 * d, tokens, weights, next, out + d);
     for (; d + kLanes <= op.v_head_dim; d += kLanes) value_pairs<R, 1>(op, values + 2 * d, tokens, weights, next, out + d);
     for (; d < op.v_head_dim; ++d)
+        FDCPU_UNROLL
         for (int r = 0; r < R; ++r)
             for (int64_t t = 0; t < tokens; ++t)
                 out[r * op.v_head_dim + d] += load_one(weights + r * op.block_size + t) *
                                               load_one(values + (t / 2 * op.v_head_dim + d) * 2 + t % 2);
 }
 
-constexpr int kPairRows = FDCPU_LEVEL >= 2 ? 6 : 2;
+constexpr int kPairRows = FDCPU_LEVEL >= 2 ? 6 : FDCPU_LEVEL ? 4 : 2;
 
 // work(R, first row) for all rows, R of them at a time.
 template <int R = kPairRows, class Work>

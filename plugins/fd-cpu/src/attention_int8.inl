@@ -61,9 +61,8 @@ FDCPU_INLINE void write_int8(const AttentionOp &op, int64_t place, int64_t offse
 
 template <class C>
 FDCPU_INLINE void widen_numbers(const int8_t *from, C *to, int64_t count) {
-    using Bytes = int8_t __attribute__((vector_size(kLanes)));
     for (int64_t i = 0; i < count; i += kLanes)
-        store(to + i, __builtin_convertvector(__builtin_convertvector(load_as<Bytes>(from + i), I), F));
+        store(to + i, to_floats(to_ints(load_as<Bytes>(from + i))));
 }
 
 // A block of one kv head becomes the n-th of `wide`, with its tokens' scales.

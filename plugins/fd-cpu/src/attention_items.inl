@@ -14,7 +14,7 @@ FDCPU_INLINE void attend_pairs(const AttentionOp &op, const AttentionScratch &s,
     in_tiles_of_rows(rows, 0, [&](auto count, int64_t r) {
         const int64_t most = seen(r + count - 1);
         paired_values<count>(op, values, most, s.weights + r * op.block_size,
-                             r ? Fetching() : values_of(op, next, most), s.out + r * op.v_head_dim);
+                             r ? Fetching() : values_of<kPairVectors<count>>(op, next, most), s.out + r * op.v_head_dim);
     });
 }
 

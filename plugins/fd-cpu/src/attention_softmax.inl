@@ -62,17 +62,17 @@ FDCPU_INLINE void soften_rows(const AttentionOp &op, const AttentionScratch &s, 
             store(row + t, load(row + t) * load(s.key_scale + t));
         const int64_t last = whole[i] - kLanes;
         const I counts = kLaneNumbers < splat_int(int32_t(valid - last));
-        if (valid < whole[i]) store(row + last, counts ? load(row + last) : splat(-INFINITY));
+        if (valid < whole[i]) store(row + last, select(counts, load(row + last), splat(-INFINITY)));
         found[i] = U(peaks_of(row, whole[i]));
     }
     const float step = op.scale * 1.44269504f;
     const F before = load(s.peak + r), top = largest_of(found, count);
     const I grows = (top - before) * step > kSlack;
-    const F peak = grows ? top : before;
-    if (sum_of_ints(grows)) {
+    const F peak = select(grows, top, before);
+    if (any(grows)) {
         // Of rows without a peak sums and results are nothing yet.
         float factors[kLanes];
-        store(factors, grows & (before > splat(-INFINITY)) ? exponential((before - peak) * op.scale) : splat(1));
+        store(factors, select(grows & (before > splat(-INFINITY)), exponential((before - peak) * op.scale), splat(1)));
         scale_rows(op, s, r, count, factors);
         store(s.peak + r, peak);
     }
@@ -87,7 +87,7 @@ FDCPU_INLINE void soften_rows(const AttentionOp &op, const AttentionScratch &s, 
                              : exponential((load(row + t) - s.peak[r + i]) * op.scale);
             total += weight;
             // Scales behind the last token may be anything.
-            if (op.value_scales) weight = weight == splat(0) ? weight : weight * load(s.value_scale + t);
+            if (op.value_scales) weight = select(weight == splat(0), weight, weight * load(s.value_scale + t));
             pairs ? store(to + t, weight) : store(row + t, weight);
         }
         for (; t < width; t += kLanes) pairs ? store(to + t, splat(0)) : store(row + t, splat(0));

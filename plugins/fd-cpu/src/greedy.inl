@@ -66,14 +66,6 @@ void greedy(const GreedyOp &op, const Worker &worker) {
     if (worker.thread == 0) found.choose(op.num_rows, op.ids, op.peaks);
 }
 
-FDCPU_INLINE bool any(I mask) {
-#if FDCPU_LEVEL >= 2
-    return _mm512_movepi32_mask(__m512i(mask)) != 0;
-#else
-    return sum_of_ints(mask) != 0;  // of lanes that are 0 or -1
-#endif
-}
-
 // 32 logits from `column` on; the first of the largest stays, and the first that is no number for good.
 FDCPU_INLINE void look_at(F low, F high, int64_t column, int64_t outputs, float &peak, int64_t &id) {
     const F both = low + high;

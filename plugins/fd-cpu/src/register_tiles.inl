@@ -1,21 +1,25 @@
-// Products with register tiles: R rows by one panel into out[R][64]. Few rows have two chains of sums, or the
-// processor would wait for one.
+// Products with register tiles: R rows by one panel into out[R][64], across as much of it at a time as there are
+// registers for sums. Few rows have two chains of sums, or the processor would wait for one.
 
 namespace fdcpu::FDCPU_NAMESPACE {
 
 constexpr int kVectors = kPanel / kLanes;            // registers across a panel
-constexpr int kMostRows = FDCPU_LEVEL >= 2 ? 6 : 2;  // rows of a register tile, and
-constexpr int kMostHalved = 2 * kMostRows;           // of one that takes half a panel at a time
+constexpr int kMostRows = FDCPU_LEVEL >= 1 ? 6 : 2;  // rows of a register tile, and
+constexpr int kMostHalved = FDCPU_LEVEL == 1 ? 3 : 2 * kMostRows;  // of one that takes half a panel at a time
 
 template <int R>
-constexpr int kChains = R <= 2 ? 2 : 1;
+constexpr int kAcross = FDCPU_LEVEL != 1 || R == 1 ? kVectors : R <= 3 ? 2 : 1;
+template <int R>
+constexpr int kChains = FDCPU_LEVEL != 1 && R <= 2 ? 2 : 1;
 
 template <int R>
 struct Rows {
     const uint8_t *at[R];
     Rows(const Activations &a, int64_t m) {
+        FDCPU_UNROLL
         for (int r = 0; r < R; ++r) at[r] = a.row(m + r);
     }
+    FDCPU_INLINE const float *floats(int r) const { return reinterpret_cast<const float *>(at[r]); }
 };
 
 // What is fetched while a panel's lines are multiplied: lines a little ahead, or, when several register tiles
@@ -36,52 +40,81 @@ struct Ahead {
     FDCPU_INLINE void fetch() { is_only ? fetch_for<true>() : fetch_for<false>(); }
 };
 
-// The first V registers of a panel; the others are zero.
+// Registers [s0, s0 + V) of a panel.
 template <int R, int V>
-void tile_f32_of(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, float *out) {
-    const float *line = reinterpret_cast<const float *>(w.panel(p));
-    const Rows<R> x(a, m);
-    F acc[R][kVectors] = {};
+FDCPU_INLINE void part_f32(const PackedMatrix &w, int64_t p, const Rows<R> &x, Ahead ahead, int s0, float *out) {
+    const float *line = reinterpret_cast<const float *>(w.panel(p)) + s0 * kLanes;
+    F acc[R][V] = {};
     for (int64_t k = 0; k < w.padded_inputs; ++k, line += kPanel) {
-        if (V == kVectors) ahead.fetch();
+        if (s0 == 0) ahead.fetch();
         F weights[V];
+        FDCPU_UNROLL
         for (int s = 0; s < V; ++s) weights[s] = load(line + s * kLanes);
+        FDCPU_UNROLL
         for (int r = 0; r < R; ++r)
+            FDCPU_UNROLL
             for (int s = 0; s < V; ++s)
-                acc[r][s] = weights[s] * splat(reinterpret_cast<const float *>(x.at[r])[k]) + acc[r][s];
+                acc[r][s] = weights[s] * splat(x.floats(r)[k]) + acc[r][s];
     }
+    FDCPU_UNROLL
     for (int r = 0; r < R; ++r)
-        for (int s = 0; s < kVectors; ++s) store(out + r * kPanel + s * kLanes, acc[r][s]);
+        FDCPU_UNROLL
+        for (int s = 0; s < V; ++s) store(out + r * kPanel + (s0 + s) * kLanes, acc[r][s]);
 }
 
 // Routers have few outputs.
 template <int R>
 void tile_f32(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, float *out) {
-    if (!w.gated && w.outputs - p * kPanel <= kLanes) return tile_f32_of<R, 1>(w, p, a, m, ahead, out);
-    tile_f32_of<R, kVectors>(w, p, a, m, ahead, out);
+    const Rows<R> x(a, m);
+    if (!w.gated && w.outputs - p * kPanel <= kLanes) {
+        part_f32<R, 1>(w, p, x, ahead, 0, out);
+        FDCPU_UNROLL
+        for (int r = 0; r < R; ++r)
+            FDCPU_UNROLL
+            for (int s = 1; s < kVectors; ++s) store(out + r * kPanel + s * kLanes, splat(0));
+        return;
+    }
+    for (int s0 = 0; s0 < kVectors; s0 += kAcross<R>) part_f32<R, kAcross<R>>(w, p, x, ahead, s0, out);
 }
 
-template <int R>
-FDCPU_INLINE void store_sums(const F (&sums)[kChains<R>][R][kVectors], float *out) {
-    for (int r = 0; r < R; ++r)
-        for (int s = 0; s < kVectors; ++s)
-            store(out + r * kPanel + s * kLanes, kChains<R> > 1 ? sums[0][r][s] + sums[kChains<R> - 1][r][s] : sums[0][r][s]);
+// A line of bfloat16 in pairs meets two inputs of each row, `k` bytes of bfloat16 from its first.
+template <int R, int V>
+FDCPU_INLINE void add_pairs(I line, const Rows<R> &x, int64_t k, int s, F (&acc)[R][V]) {
+#if FDCPU_LEVEL == 1
+    // The first of each pair, then the others: for both at once there are not enough registers.
+    const F first = half_of_pairs<0>(line);
+    FDCPU_UNROLL
+    for (int r = 0; r < R; ++r) acc[r][s] = first * splat(x.floats(r)[k / 2]) + acc[r][s];
+    const F second = half_of_pairs<1>(line);
+    FDCPU_UNROLL
+    for (int r = 0; r < R; ++r) acc[r][s] = second * splat(x.floats(r)[k / 2 + 1]) + acc[r][s];
+#else
+    FDCPU_UNROLL
+    for (int r = 0; r < R; ++r) acc[r][s] = dot_pairs(acc[r][s], line, I(splat_bytes(x.at[r] + k)));
+#endif
 }
 
 template <int R>
 void tile_bf16(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, float *out) {
-    const uint8_t *line = w.panel(p);
+    constexpr int V = kAcross<R>, C = kChains<R>;
     const Rows<R> x(a, m);
-    F acc[kChains<R>][R][kVectors] = {};
-    for (int64_t k = 0; k < 2 * w.padded_inputs;)
-        for (int c = 0; c < kChains<R>; ++c, k += 4, line += 4 * kPanel) {
-            ahead.fetch();
-            for (int s = 0; s < kVectors; ++s) {
-                const I weights = load_as<I>(line + s * 64);
-                for (int r = 0; r < R; ++r) acc[c][r][s] = dot_pairs(acc[c][r][s], weights, I(splat_bytes(x.at[r] + k)));
+    for (int s0 = 0; s0 < kVectors; s0 += V) {
+        const uint8_t *line = w.panel(p) + s0 * 64;
+        F acc[C][R][V] = {};
+        for (int64_t k = 0; k < 2 * w.padded_inputs;)
+            for (int c = 0; c < C; ++c, k += 4, line += 4 * kPanel) {
+                if (s0 == 0) ahead.fetch();
+                FDCPU_UNROLL
+                for (int s = 0; s < V; ++s) {
+                    add_pairs(load_as<I>(line + s * 64), x, k, s, acc[c]);
+                }
             }
-        }
-    store_sums<R>(acc, out);
+        FDCPU_UNROLL
+        for (int r = 0; r < R; ++r)
+            FDCPU_UNROLL
+            for (int s = 0; s < V; ++s)
+                store(out + r * kPanel + (s0 + s) * kLanes, C > 1 ? acc[0][r][s] + acc[C - 1][r][s] : acc[0][r][s]);
+    }
 }
 
 // Where a tile has half a panel of bfloat16 from: codes, which become lines on the way and may stay in a copy
@@ -93,13 +126,14 @@ enum class Lines { decoded, kept, copied };
 template <int R, Lines from>
 void tile_codes(const PackedMatrix &w, int64_t p, int half, const Activations &a, int64_t m, Ahead ahead, uint8_t *copy,
                 float *out) {
-    constexpr int kParts = R <= 4 ? 2 : 1;  // chains of sums
+    constexpr int kParts = R <= (FDCPU_LEVEL == 1 ? 1 : 4) ? 2 : 1;  // chains of sums
     const uint8_t *block = w.coded_half(p, half), *const last = block + w.half_bytes();
     const B exponents = load_as<B>(w.panel(p));
     const Rows<R> x(a, m);
     F acc[kParts][R][2];
-#pragma GCC unroll 16
+    FDCPU_UNROLL
     for (int r = 0; r < R; ++r)
+        FDCPU_UNROLL
         for (int c = 0; c < kParts; ++c) acc[c][r][0] = acc[c][r][1] = splat(0);
     uint8_t *line = copy;
     for (int64_t k = 0; block != last; k += 8, block += kCodedBlock, line += 8 * kHalf) {
@@ -107,19 +141,28 @@ void tile_codes(const PackedMatrix &w, int64_t p, int half, const Activations &a
         for (int i = 0; i < 3 && from == Lines::kept; ++i) __builtin_prefetch(block + 8 * kCodedBlock + i * 64, 0, 3);
         I lines[2][2];
         if (from != Lines::copied) decode_block<from == Lines::kept>(block, exponents, lines);
+        FDCPU_UNROLL
         for (int j = 0; j < 2; ++j) {
+            FDCPU_UNROLL
             for (int s = 0; s < 2 && from == Lines::copied; ++s) lines[s][j] = load_as<I>(line + j * 4 * kHalf + s * 64);
+            FDCPU_UNROLL
             for (int s = 0; s < 2 && from == Lines::kept; ++s) store_as(line + j * 4 * kHalf + s * 64, lines[s][j]);
-#pragma GCC unroll 16
+#if FDCPU_LEVEL == 1
+            for (int s = 0; s < 2; ++s) add_pairs(lines[s][j], x, k + 4 * j, s, acc[j % kParts]);
+#else
+            FDCPU_UNROLL
             for (int r = 0; r < R; ++r) {
                 const I input = I(splat_bytes(x.at[r] + k + 4 * j));
                 F(&to)[2] = acc[j % kParts][r];
+                FDCPU_UNROLL
                 for (int s = 0; s < 2; ++s) to[s] = dot_pairs(to[s], lines[s][j], input);
             }
+#endif
         }
     }
-#pragma GCC unroll 16
+    FDCPU_UNROLL
     for (int r = 0; r < R; ++r)
+        FDCPU_UNROLL
         for (int s = 0; s < 2; ++s)
             store(out + r * kHalf + s * kLanes, kParts > 1 ? acc[0][r][s] + acc[kParts - 1][r][s] : acc[0][r][s]);
     if (from == Lines::copied) return;
@@ -127,8 +170,9 @@ void tile_codes(const PackedMatrix &w, int64_t p, int half, const Activations &a
         if (patch->column / kHalf != half) continue;
         const int64_t column = patch->column % kHalf;
         const float weight = load_one(&patch->bits);
+        FDCPU_UNROLL
         for (int r = 0; r < R; ++r)
-            out[r * kHalf + column] += load_one(reinterpret_cast<const uint16_t *>(x.at[r]) + patch->input) * weight;
+            out[r * kHalf + column] += load_one(reinterpret_cast<const Input *>(x.at[r]) + patch->input) * weight;
         if (from == Lines::kept) put_patch(*patch, copy + patch->input / 2 * 4 * kHalf, column);
     }
 }
@@ -142,17 +186,19 @@ void tile_codes_of(int rows, const PackedMatrix &w, int64_t p, int half, const A
     tile_codes<R, from>(w, p, half, a, m, ahead, copy, out);
 }
 
-// Shared by int8 and int4: what a group's integer sums add to the result.
-template <int R>
-FDCPU_INLINE void add_group(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, int64_t g,
-                            const I (&sums)[kChains<R>][R][kVectors], float *out) {
+// Shared by formats of integers: what a group's sums add to the result, registers [s0, s0 + V) of a panel.
+template <int R, int C, int V>
+FDCPU_INLINE void add_group(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, int64_t g, int s0,
+                            const I (&sums)[C][R][V], float *out) {
     const float *scales = w.panel_scales(p) + g * kPanel;
+    FDCPU_UNROLL
     for (int r = 0; r < R; ++r) {
         const float x_scale = a.scales[(m + r) * a.groups + g];
-        for (int s = 0; s < kVectors; ++s) {
-            float *to = out + r * kPanel + s * kLanes;
-            const I both = kChains<R> > 1 ? sums[0][r][s] + sums[kChains<R> - 1][r][s] : sums[0][r][s];
-            const F value = __builtin_convertvector(both, F) * (load(scales + s * kLanes) * x_scale);
+        FDCPU_UNROLL
+        for (int s = 0; s < V; ++s) {
+            float *to = out + r * kPanel + (s0 + s) * kLanes;
+            const I both = C > 1 ? sums[0][r][s] + sums[C - 1][r][s] : sums[0][r][s];
+            const F value = to_floats(both) * (load(scales + (s0 + s) * kLanes) * x_scale);
             store(to, g ? load(to) + value : value);
         }
     }
@@ -160,72 +206,117 @@ FDCPU_INLINE void add_group(const PackedMatrix &w, int64_t p, const Activations 
 
 template <int R>
 void tile_int8(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, float *out) {
-    const uint8_t *line = w.panel(p);
+    constexpr int V = kAcross<R>, C = kChains<R>;
     const Rows<R> x(a, m);
-    for (int64_t g = 0; g < a.groups; ++g) {
-        I acc[kChains<R>][R][kVectors] = {};
-        const int32_t *sums = w.panel_sums(p) + g * kPanel;
-        for (int s = 0; s < kVectors; ++s)
-            for (int r = 0; r < R; ++r) acc[0][r][s] = load_as<I>(sums + s * kLanes) * -128;
-        for (int64_t k = g * w.group; k < (g + 1) * w.group;)
-            for (int c = 0; c < kChains<R>; ++c, k += 4, line += 4 * kPanel) {
-                ahead.fetch();
-                for (int s = 0; s < kVectors; ++s) {
-                    const B weights = load_as<B>(line + s * 64);
-                    for (int r = 0; r < R; ++r) acc[c][r][s] = dot_bytes(acc[c][r][s], splat_bytes(x.at[r] + k), weights);
+    for (int s0 = 0; s0 < kVectors; s0 += V) {
+        const uint8_t *line = w.panel(p) + s0 * 64;
+        for (int64_t g = 0; g < a.groups; ++g) {
+            I acc[C][R][V] = {};
+            const int32_t *sums = w.panel_sums(p) + g * kPanel + s0 * kLanes;
+            FDCPU_UNROLL
+            for (int s = 0; s < V; ++s)
+                FDCPU_UNROLL
+                for (int r = 0; r < R; ++r) acc[0][r][s] = load_as<I>(sums + s * kLanes) * -kByteOffset;
+            for (int64_t k = g * w.group; k < (g + 1) * w.group;)
+                for (int c = 0; c < C; ++c, k += 4, line += 4 * kPanel) {
+                    if (s0 == 0) ahead.fetch();
+                    FDCPU_UNROLL
+                    for (int s = 0; s < V; ++s) {
+                        const Weights weights(load_as<B>(line + s * 64));
+                        FDCPU_UNROLL
+                        for (int r = 0; r < R; ++r)
+                            acc[c][r][s] = dot_weights(acc[c][r][s], splat_bytes(x.at[r] + k), weights);
+                    }
                 }
-            }
-        add_group<R>(w, p, a, m, g, acc, out);
+            add_group(w, p, a, m, g, s0, acc, out);
+        }
     }
+}
+
+// 32 inputs, from `k` on, of weights of four bits.
+template <int R, int C, int V>
+FDCPU_INLINE void add_nibbles(const uint8_t *line, const Rows<R> &x, int64_t k, I (&acc)[C][R][V]) {
+#if FDCPU_LEVEL == 1
+    I words[R][V] = {};
+#endif
+    FDCPU_UNROLL
+    for (int i = 0; i < kGroupStep; i += 8, line += 4 * kPanel)
+        FDCPU_UNROLL
+        for (int s = 0; s < V; ++s) {
+            const B packed = load_as<B>(line + s * 64), low = packed & 15, high = B(U(packed) >> 4) & 15;
+            FDCPU_UNROLL
+            for (int r = 0; r < R; ++r) {
+                const B even = splat_bytes(x.at[r] + k + i), odd = splat_bytes(x.at[r] + k + i + 4);
+#if FDCPU_LEVEL == 1
+                words[r][s] = add_words(add_words(words[r][s], low, even), high, odd);
+#else
+                acc[0][r][s] = dot_bytes(acc[0][r][s], low, even);
+                acc[C - 1][r][s] = dot_bytes(acc[C - 1][r][s], high, odd);
+#endif
+            }
+        }
+#if FDCPU_LEVEL == 1
+    FDCPU_UNROLL
+    for (int r = 0; r < R; ++r)
+        FDCPU_UNROLL
+        for (int s = 0; s < V; ++s) acc[0][r][s] += sum_words(words[r][s]);
+#endif
 }
 
 template <int R>
 void tile_int4(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, float *out) {
-    const uint8_t *line = w.panel(p);
+    constexpr int V = kAcross<R>, C = kChains<R>;
+    constexpr int64_t kBytes = kGroupStep / 8 * 4 * kPanel;
     const Rows<R> x(a, m);
-    for (int64_t g = 0; g < a.groups; ++g) {
-        I acc[kChains<R>][R][kVectors] = {};
-        for (int r = 0; r < R; ++r)
-            for (int s = 0; s < kVectors; ++s) acc[0][r][s] = splat_int(-8 * a.sums[(m + r) * a.groups + g]);
-        for (int64_t k = g * w.group; k < (g + 1) * w.group; k += 8, line += 4 * kPanel) {
-            ahead.fetch();
-            for (int s = 0; s < kVectors; ++s) {
-                const B packed = load_as<B>(line + s * 64), low = packed & 15, high = B(U(packed) >> 4) & 15;
-                for (int r = 0; r < R; ++r) {
-                    I &even = acc[0][r][s], &odd = acc[kChains<R> - 1][r][s];
-                    even = dot_bytes(even, low, splat_bytes(x.at[r] + k));
-                    odd = dot_bytes(odd, high, splat_bytes(x.at[r] + k + 4));
-                }
+    for (int s0 = 0; s0 < kVectors; s0 += V) {
+        const uint8_t *line = w.panel(p) + s0 * 64;
+        for (int64_t g = 0; g < a.groups; ++g) {
+            I acc[C][R][V] = {};
+            FDCPU_UNROLL
+            for (int r = 0; r < R; ++r)
+                FDCPU_UNROLL
+                for (int s = 0; s < V; ++s) acc[0][r][s] = splat_int(-8 * a.sums[(m + r) * a.groups + g]);
+            for (int64_t k = g * w.group; k < (g + 1) * w.group; k += kGroupStep, line += kBytes) {
+                for (int i = 0; i < kGroupStep && s0 == 0; i += 8) ahead.fetch();
+                add_nibbles(line, x, k, acc);
             }
+            add_group(w, p, a, m, g, s0, acc, out);
         }
-        add_group<R>(w, p, a, m, g, acc, out);
     }
 }
 
 template <int R>
 void tile_tet2(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, float *out) {
-    const uint8_t *tile = w.panel(p);
+    constexpr int V = kAcross<R>, C = kChains<R>;
     const Rows<R> x(a, m);
-    I acc[kChains<R>][R][kVectors] = {};
-    for (int64_t k = 0; k < 2 * w.padded_inputs; k += 16, tile += kTetTile) {
-        ahead.fetch();
-        for (int s = 0; s < kVectors; ++s) {
-            const U words = tet_words(tile + s * kTetWords * sizeof(uint16_t));
-            for (int j = 0; j < 4; ++j) {
-                const B bytes = tet_bytes(words, j);
-                for (int r = 0; r < R; ++r) {
-                    I &sum = acc[j % kChains<R>][r][s];
-                    sum = dot_bytes(sum, bytes, splat_bytes(x.at[r] + k + 4 * j));
+    for (int s0 = 0; s0 < kVectors; s0 += V) {
+        const uint8_t *tile = w.panel(p) + s0 * kTetWords * sizeof(uint16_t);
+        I acc[C][R][V] = {};
+        for (int64_t k = 0; k < 2 * w.padded_inputs; k += 16, tile += kTetTile) {
+            if (s0 == 0) ahead.fetch();
+            FDCPU_UNROLL
+            for (int s = 0; s < V; ++s) {
+                const U words = tet_words(tile + s * kTetWords * sizeof(uint16_t));
+                FDCPU_UNROLL
+                for (int j = 0; j < 4; ++j) {
+                    const B bytes = tet_bytes(words, j);
+                    FDCPU_UNROLL
+                    for (int r = 0; r < R; ++r) {
+                        I &sum = acc[j % C][r][s];
+                        sum = dot_bytes(sum, bytes, splat_bytes(x.at[r] + k + 4 * j));
+                    }
                 }
             }
         }
+        FDCPU_UNROLL
+        for (int r = 0; r < R; ++r)
+            FDCPU_UNROLL
+            for (int s = 0; s < V; ++s) {
+                for (int c = 0; c < C; ++c) acc[c][r][s] += acc[c][r][s];
+                acc[0][r][s] -= 255 * a.sums[m + r];  // bytes stand for themselves minus 127.5
+            }
+        add_group(w, p, a, m, 0, s0, acc, out);
     }
-    for (int r = 0; r < R; ++r)
-        for (int s = 0; s < kVectors; ++s) {
-            for (int c = 0; c < kChains<R>; ++c) acc[c][r][s] += acc[c][r][s];
-            acc[0][r][s] -= 255 * a.sums[m + r];  // bytes stand for themselves minus 127.5
-        }
-    add_group<R>(w, p, a, m, 0, acc, out);
 }
 
 template <int R>

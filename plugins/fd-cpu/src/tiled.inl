@@ -123,9 +123,9 @@ struct TiledPanel {
     // The j-th input of each output in a line.
     static FDCPU_INLINE F integer(B line, int j) {
         if constexpr (kind == WeightKind::int4)
-            return __builtin_convertvector(I(U(line) >> (j % 4 * 8 + j / 4 * 4) & 15) - 8, F);
+            return to_floats(I(U(line) >> (j % 4 * 8 + j / 4 * 4) & 15) - 8);
         else
-            return __builtin_convertvector(I(U(line) << (24 - 8 * j)) >> 24, F);
+            return to_floats(I(U(line) << (24 - 8 * j)) >> 24);
     }
 
     // Sums of a group: [output tile][16][16] of up to sixteen rows. Tiles are read from a copy of the step, made a
@@ -224,7 +224,7 @@ struct TiledPanel {
                 if constexpr (kIsInt) {
                     I sum = load_as<I>(from);
                     if (kind == WeightKind::tet2) sum += sum;
-                    found[s] = __builtin_convertvector(sum - offset[s] - x_offset, F) * (scale[s] * x_scale);
+                    found[s] = to_floats(sum - offset[s] - x_offset) * (scale[s] * x_scale);
                 } else {
                     found[s] = load_as<F>(from);
                 }
