@@ -25,7 +25,8 @@ struct AttentionScratch {
     float *q, *scores, *out, *peak;
     float *sum;  // [rows][kLanes]: see attention_softmax.inl
     int64_t *limit;
-    uint16_t *q_pairs, *weights, *tail;  // of bfloat16 in pairs
+    Input *q_pairs, *weights;            // what bfloat16 in pairs meets
+    uint16_t *tail;                      // of values
     float *key_scale, *value_scale;      // of int8: the tokens' at hand, and
     uint8_t *wide_keys, *wide_values;    // their blocks
 
@@ -44,21 +45,23 @@ struct AttentionScratch {
         peak = out + rows * op.v_head_dim;
         sum = peak + rows;
         limit = reinterpret_cast<int64_t *>(sum + rows * kLanes);
-        q_pairs = reinterpret_cast<uint16_t *>(limit + rows);
+        q_pairs = reinterpret_cast<Input *>(limit + rows);
         weights = q_pairs + rows * op.head_dim;
-        tail = weights + num_scores(op);
+        tail = reinterpret_cast<uint16_t *>(weights + num_scores(op));
         key_scale = reinterpret_cast<float *>(tail + 32 * op.v_head_dim);
         value_scale = key_scale + num_wide(op);
         wide_keys = reinterpret_cast<uint8_t *>(value_scale + num_wide(op));
         wide_values = wide_keys + num_wide(op) * op.head_dim * wide_bytes(op);
     }
+    // Room for a few heads on their way into the cache.
+    uint16_t *bits() const { return reinterpret_cast<uint16_t *>(weights); }
     // Tokens that are widened at once, and bytes of a number then.
     static int64_t num_wide(const AttentionOp &op) { return op.is_int8 ? std::max(kSpan, op.block_size) : 0; }
     static int64_t wide_bytes(const AttentionOp &op) { return op.type == DType::f32 ? 4 : 2; }
     static size_t num_bytes(const AttentionOp &op) {
-        const size_t per_row = size_t(op.head_dim) * 6 + size_t(op.v_head_dim + 1 + kLanes) * 4 + 8;
+        const size_t per_row = size_t(op.head_dim) * (4 + sizeof(Input)) + size_t(op.v_head_dim + 1 + kLanes) * 4 + 8;
         const size_t wide = size_t(num_wide(op) * (8 + (op.head_dim + op.v_head_dim) * wide_bytes(op)));
-        return size_t(num_rows(op)) * per_row + size_t(num_scores(op)) * 6 + size_t(op.v_head_dim) * 64 + wide;
+        return size_t(num_rows(op)) * per_row + size_t(num_scores(op)) * (4 + sizeof(Input)) + size_t(op.v_head_dim) * 64 + wide;
     }
 };
 
@@ -181,7 +184,21 @@ FDCPU_INLINE void value_tile(const AttentionOp &op, const C *values, int64_t tok
 template <int R>
 constexpr int kPairVectors = FDCPU_LEVEL != 1 ? 4 : R == 1 ? 2 : 1;
 
-FDCPU_INLINE I pair_of(const uint16_t *from) { return I(splat_bytes(from)); }
+// acc[r][v] + line[v] times two inputs of each row, at `from` and rows `stride` apart.
+template <int R, int V>
+FDCPU_INLINE void add_lines(const I (&line)[V], const Input *from, int64_t stride, F (&acc)[R][V]) {
+#if FDCPU_LEVEL == 1
+    FDCPU_UNROLL
+    for (int v = 0; v < V; ++v) add_pairs(line[v], Rows<R>(from, stride), 0, v, acc);
+#else
+    FDCPU_UNROLL
+    for (int r = 0; r < R; ++r) {
+        const I x = I(splat_bytes(from + r * stride));
+        FDCPU_UNROLL
+        for (int v = 0; v < V; ++v) acc[r][v] = dot_pairs(acc[r][v], line[v], x);
+    }
+#endif
+}
 
 // The block of the cache that is met next. It comes while the one at hand is met, a few lines at a time: as many
 // as a block has, asked for at once, would be waited for.
@@ -210,19 +227,14 @@ FDCPU_INLINE Fetching values_of(const AttentionOp &op, const NextBlock &next, in
 }
 
 template <int R, int V>
-FDCPU_INLINE void score_pairs(const AttentionOp &op, const uint16_t *keys, const uint16_t *q, Fetching next, float *scores) {
+FDCPU_INLINE void score_pairs(const AttentionOp &op, const uint16_t *keys, const Input *q, Fetching next, float *scores) {
     F acc[R][V] = {};
     for (int64_t d = 0; d < op.head_dim; d += 2, keys += 2 * op.block_size) {
         next.fetch();
         I line[V];
         FDCPU_UNROLL
         for (int v = 0; v < V; ++v) line[v] = load_as<I>(keys + v * 2 * kLanes);
-        FDCPU_UNROLL
-        for (int r = 0; r < R; ++r) {
-            const I x = pair_of(q + r * op.head_dim + d);
-            FDCPU_UNROLL
-            for (int v = 0; v < V; ++v) acc[r][v] = dot_pairs(acc[r][v], line[v], x);
-        }
+        add_lines(line, q + d, op.head_dim, acc);
     }
     FDCPU_UNROLL
     for (int r = 0; r < R; ++r)
@@ -231,7 +243,7 @@ FDCPU_INLINE void score_pairs(const AttentionOp &op, const uint16_t *keys, const
 }
 
 template <int R, int V>
-FDCPU_INLINE void value_pairs(const AttentionOp &op, const uint16_t *values, int64_t tokens, const uint16_t *weights,
+FDCPU_INLINE void value_pairs(const AttentionOp &op, const uint16_t *values, int64_t tokens, const Input *weights,
                               Fetching &next, float *out) {
     F acc[R][V];
     FDCPU_UNROLL
@@ -247,12 +259,7 @@ FDCPU_INLINE void value_pairs(const AttentionOp &op, const uint16_t *values, int
             // The slot behind the last token may hold anything, and nothing times that may be NaN.
             if (t + 1 == tokens) line[v] &= 0xffff;
         }
-        FDCPU_UNROLL
-        for (int r = 0; r < R; ++r) {
-            const I x = pair_of(weights + r * op.block_size + t);
-            FDCPU_UNROLL
-            for (int v = 0; v < V; ++v) acc[r][v] = dot_pairs(acc[r][v], line[v], x);
-        }
+        add_lines(line, weights + t, op.block_size, acc);
     }
     FDCPU_UNROLL
     for (int r = 0; r < R; ++r)
@@ -262,7 +269,7 @@ FDCPU_INLINE void value_pairs(const AttentionOp &op, const uint16_t *values, int
 
 // Of the block's first tokens, and some more.
 template <int R>
-void paired_scores(const AttentionOp &op, const uint16_t *keys, int64_t tokens, const uint16_t *q, Fetching next,
+void paired_scores(const AttentionOp &op, const uint16_t *keys, int64_t tokens, const Input *q, Fetching next,
                    float *scores) {
     constexpr int V = kPairVectors<R>;
     int64_t t = 0;
@@ -274,7 +281,7 @@ void paired_scores(const AttentionOp &op, const uint16_t *keys, int64_t tokens, 
 }
 
 template <int R>
-void paired_values(const AttentionOp &op, const uint16_t *values, int64_t tokens, const uint16_t *weights, Fetching next,
+void paired_values(const AttentionOp &op, const uint16_t *values, int64_t tokens, const Input *weights, Fetching next,
                    float *out) {
     constexpr int V = kPairVectors<R>;
     int64_t d = 0;
@@ -289,7 +296,7 @@ void paired_values(const AttentionOp &op, const uint16_t *values, int64_t tokens
                                               load_one(values + (t / 2 * op.v_head_dim + d) * 2 + t % 2);
 }
 
-constexpr int kPairRows = FDCPU_LEVEL >= 2 ? 6 : FDCPU_LEVEL ? 4 : 2;
+constexpr int kPairRows = FDCPU_LEVEL >= 1 ? 6 : 2;
 
 // work(R, first row) for all rows, R of them at a time.
 template <int R = kPairRows, class Work>

@@ -96,7 +96,7 @@ void attend_item(const AttentionOp &op, const AttentionScratch &s, TileUse &use,
         float *q = is_paired<T>(op) ? s.q : s.q + r * op.head_dim;
         rotate(op, query(r), op.positions[first_token + t], op.head_dim, q);
         for (int64_t d = 0; d < op.head_dim && op.key_factors; ++d) q[d] *= op.key_factors[head * op.head_dim + d];
-        if (is_paired<T>(op)) narrow_row(q, s.q_pairs + r * op.head_dim, op.head_dim);
+        if (is_paired<T>(op)) round_row(q, s.q_pairs + r * op.head_dim, op.head_dim);
     }
     std::memset(s.out, 0, size_t(rows * op.v_head_dim) * sizeof(float));
     attend<T>(op, s, use, seq, head, rows, top, after);

@@ -49,7 +49,7 @@ FDCPU_INLINE void scale_rows(const AttentionOp &op, const AttentionScratch &s, i
 // Scores of `count` rows, at most sixteen, `stride` apart, for `width` tokens from `first_token` on become
 // weights, in `pairs` as bfloat16 unless that is null.
 FDCPU_INLINE void soften_rows(const AttentionOp &op, const AttentionScratch &s, int64_t r, int64_t count,
-                              int64_t first_token, int64_t width, int64_t stride, float *scores, uint16_t *pairs) {
+                              int64_t first_token, int64_t width, int64_t stride, float *scores, Input *pairs) {
     int64_t whole[kLanes];
     U found[kLanes];
     for (int64_t i = 0; i < kLanes; ++i) {
@@ -78,7 +78,7 @@ FDCPU_INLINE void soften_rows(const AttentionOp &op, const AttentionScratch &s, 
     }
     for (int64_t i = 0; i < count; ++i) {
         float *row = scores + i * stride;
-        uint16_t *to = pairs ? pairs + i * stride : nullptr;
+        Input *to = pairs ? pairs + i * stride : nullptr;
         const float base = -s.peak[r + i] * step;
         F total = load(s.sum + (r + i) * kLanes);  // of which a score that is no number makes none, too
         int64_t t = 0;
@@ -97,7 +97,7 @@ FDCPU_INLINE void soften_rows(const AttentionOp &op, const AttentionScratch &s, 
 
 // The same for any number of rows.
 FDCPU_INLINE void soften(const AttentionOp &op, const AttentionScratch &s, int64_t r, int64_t rows, int64_t first_token,
-                         int64_t width, int64_t stride, float *scores, uint16_t *pairs) {
+                         int64_t width, int64_t stride, float *scores, Input *pairs) {
     for (int64_t i = 0; i < rows; i += kLanes)
         soften_rows(op, s, r + i, std::min<int64_t>(kLanes, rows - i), first_token, width, stride, scores + i * stride,
                     pairs ? pairs + i * stride : nullptr);

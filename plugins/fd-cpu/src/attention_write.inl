@@ -20,7 +20,7 @@ FDCPU_INLINE void write_head(const AttentionOp &op, const AttentionScratch &s, i
     const T *v = static_cast<const T *>(op.v) + t * op.v_stride + h * op.v_head_dim;
     const int64_t place = block * op.num_kv_heads + h;
     if (op.is_int8) {
-        auto *numbers = reinterpret_cast<int8_t *>(s.weights);
+        auto *numbers = reinterpret_cast<int8_t *>(s.bits());
         write_int8<T>(op, place, offset, h, row, true, numbers);
         widen_row(v, row, op.v_head_dim);
         return write_int8<T>(op, place, offset, h, row, false, numbers);
@@ -32,11 +32,11 @@ FDCPU_INLINE void write_head(const AttentionOp &op, const AttentionScratch &s, i
         widen_row(v, row, op.v_head_dim);
         return narrow_row(row, values + offset * op.v_head_dim, op.v_head_dim);
     }
-    write_paired(op, offset, row, reinterpret_cast<uint16_t *>(keys), s.weights);
+    write_paired(op, offset, row, reinterpret_cast<uint16_t *>(keys), s.bits());
     widen_row(v, row, op.v_head_dim);
-    narrow_row(row, s.weights, op.v_head_dim);
+    narrow_row(row, s.bits(), op.v_head_dim);
     auto *pairs = reinterpret_cast<uint16_t *>(values) + offset / 2 * op.v_head_dim * 2 + offset % 2;
-    for (int64_t d = 0; d < op.v_head_dim; ++d) pairs[2 * d] = s.weights[d];
+    for (int64_t d = 0; d < op.v_head_dim; ++d) pairs[2 * d] = s.bits()[d];
 }
 
 // ---- kLanes tokens at once, which is a register of keys
@@ -62,12 +62,12 @@ FDCPU_INLINE void write_together(const AttentionOp &op, const AttentionScratch &
     for (int64_t i = 0; i < kLanes; ++i) {
         const auto *key = static_cast<const uint16_t *>(op.k) + (t + i) * op.k_stride + h * op.head_dim;
         rotate(op, key, op.positions[t + i], op.head_dim, s.q);
-        narrow_row(s.q, s.weights + i * op.head_dim, op.head_dim);
+        narrow_row(s.q, s.bits() + i * op.head_dim, op.head_dim);
     }
     auto *keys = static_cast<uint16_t *>(op.keys) + place * op.head_dim * op.block_size + offset * 2;
     for (int64_t d = 0; d < op.head_dim; d += 2 * kLanes) {
         U rows[kLanes];
-        for (int r = 0; r < kLanes; ++r) rows[r] = load_as<U>(s.weights + r * op.head_dim + d);
+        for (int r = 0; r < kLanes; ++r) rows[r] = load_as<U>(s.bits() + r * op.head_dim + d);
         transpose(rows);
         for (int r = 0; r < kLanes; ++r) store_as(keys + (d / 2 + r) * op.block_size * 2, rows[r]);
     }

@@ -19,6 +19,10 @@ struct Rows {
         FDCPU_UNROLL
         for (int r = 0; r < R; ++r) at[r] = a.row(m + r);
     }
+    FDCPU_INLINE Rows(const Input *first, int64_t stride) {
+        FDCPU_UNROLL
+        for (int r = 0; r < R; ++r) at[r] = reinterpret_cast<const uint8_t *>(first + r * stride);
+    }
     FDCPU_INLINE const float *floats(int r) const { return reinterpret_cast<const float *>(at[r]); }
 };
 

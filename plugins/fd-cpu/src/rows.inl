@@ -30,6 +30,22 @@ FDCPU_INLINE void narrow_row(const float *from, T *to, int64_t size) {
     for (; i < size; ++i) store_one(to + i, from[i]);
 }
 
+// The same values as bfloat16, wider or not.
+template <class T>
+FDCPU_INLINE void round_row(const float *from, T *to, int64_t size) {
+    if constexpr (sizeof(T) == 2) {
+        narrow_row(from, to, size);
+    } else {
+        int64_t i = 0;
+        for (; i + kLanes <= size; i += kLanes) store(to + i, round_to_bf16(load(from + i)));
+        for (; i < size; ++i) {
+            uint16_t rounded;
+            store_one(&rounded, from[i]);
+            to[i] = load_one(&rounded);
+        }
+    }
+}
+
 template <class X>
 FDCPU_INLINE float sum_of_squares(const X *row, int64_t size) {
     F total = splat(0);
