@@ -84,13 +84,18 @@ def choose_blas_code() -> None:
     """
     if _MKL_CODE_VARIABLE in os.environ:
         return
-    try:
-        info = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return
-    line = next((x for x in info.splitlines() if x.startswith("flags")), "")
-    features = set(line.split())
+    features = processor_features()
     if features >= {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}:
         os.environ[_MKL_CODE_VARIABLE] = "7"
     elif features >= {"avx2", "fma"}:
         os.environ[_MKL_CODE_VARIABLE] = "5"
+
+
+def processor_features() -> set[str]:
+    """What Linux lists as `flags` of the first processor; empty where it lists none."""
+    try:
+        info = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return set()
+    line = next((x for x in info.splitlines() if x.startswith("flags")), "")
+    return set(line.split())

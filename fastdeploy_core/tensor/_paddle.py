@@ -18,6 +18,7 @@ from ._bits import (
     choose_blas_code,
     hidden_module,
     kept_variable,
+    processor_features,
     tune_malloc,
 )
 from .library import DTYPE_BYTES
@@ -35,6 +36,8 @@ with hidden_module("tvm_ffi"), kept_variable("OMP_NUM_THREADS"):
 # Paddle keeps its eager mode in the importing thread: when that ends, so would the mode, for everybody.
 _eager_mode = paddle.base.framework.global_var._functional_dygraph_context_manager
 _fused_rms_norm = paddle.incubate.nn.functional.fused_rms_norm
+# Its CPU code uses registers of AVX512 without asking the processor: elsewhere that ends the process.
+_HAS_FUSED_NORM = "avx512f" in processor_features()
 
 
 class PaddleLibrary:
@@ -298,7 +301,7 @@ class PaddleLibrary:
         return paddle.searchsorted(sorted_values, values, right=right)
 
     def rms_norm(self, x: Any, weight: Any, eps: float) -> Any:
-        if x.dtype == paddle.float32 and x.place.is_cpu_place():
+        if _HAS_FUSED_NORM and x.dtype == paddle.float32 and x.place.is_cpu_place():
             return _fused_rms_norm(x, weight, None, eps, x.ndim - 1)[0]
         wide = x.astype(paddle.float32)
         scale = paddle.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
