@@ -247,16 +247,20 @@ FDCPU_INLINE void add_nibbles(const uint8_t *line, const Rows<R> &x, int64_t k, 
     for (int i = 0; i < kGroupStep; i += 8, line += 4 * kPanel)
         FDCPU_UNROLL
         for (int s = 0; s < V; ++s) {
-            const B packed = load_as<B>(line + s * 64), low = packed & 15, high = B(U(packed) >> 4) & 15;
+            const B packed = load_as<B>(line + s * 64);
             FDCPU_UNROLL
-            for (int r = 0; r < R; ++r) {
-                const B even = splat_bytes(x.at[r] + k + i), odd = splat_bytes(x.at[r] + k + i + 4);
+            for (int j = 0; j < 2; ++j) {
+                const B nibbles = (j ? B(U(packed) >> 4) : packed) & 15;
+                FDCPU_UNROLL
+                for (int r = 0; r < R; ++r) {
+                    const B inputs = splat_bytes(x.at[r] + k + i + 4 * j);
 #if FDCPU_LEVEL == 1
-                words[r][s] = add_words(add_words(words[r][s], low, even), high, odd);
+                    words[r][s] = add_words(words[r][s], nibbles, inputs);
 #else
-                acc[0][r][s] = dot_bytes(acc[0][r][s], low, even);
-                acc[C - 1][r][s] = dot_bytes(acc[C - 1][r][s], high, odd);
+                    I &sum = acc[j % C][r][s];
+                    sum = dot_bytes(sum, nibbles, inputs);
 #endif
+                }
             }
         }
 #if FDCPU_LEVEL == 1

@@ -171,7 +171,10 @@ FDCPU_INLINE I add_words(I words, B nibbles, B x) {
     const auto add = [](auto words, auto nibbles, auto x) {
         return Ints(_mm256_add_epi16(__m256i(words), _mm256_maddubs_epi16(__m256i(nibbles), __m256i(x))));
     };
-    return {add(words.a, nibbles.a, x.a), add(words.b, nibbles.b, x.b)};
+    words = {add(words.a, nibbles.a, x.a), add(words.b, nibbles.b, x.b)};
+    // One after the other: the compiler would make all products first, and they do not fit the registers.
+    asm volatile("" : "+x"(words.a), "+x"(words.b));
+    return words;
 }
 FDCPU_INLINE I sum_words(I words) { return {pairs_to_ints(__m256i(words.a)), pairs_to_ints(__m256i(words.b))}; }
 
