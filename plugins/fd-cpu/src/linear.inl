@@ -12,9 +12,10 @@ constexpr size_t kOwnBytes = 512 << 10;              // of weights that every th
 struct TileUse {};
 FDCPU_INLINE bool is_tiled(const PackedMatrix &, int64_t) { return false; }
 FDCPU_INLINE bool is_widened(const PackedMatrix &, int64_t) { return false; }
-// Room for half a panel of bfloat16 without codes.
+// Room for half a panel of bfloat16 without codes, or for all of it.
 FDCPU_INLINE size_t unpacked_bytes(const PackedMatrix &w) {
-    return w.kind == WeightKind::coded_bf16 ? size_t(w.padded_inputs * kHalf) * sizeof(uint16_t) : 0;
+    constexpr int64_t kWidth = kDecodesApart ? kPanel : kHalf;
+    return w.kind == WeightKind::coded_bf16 ? size_t(w.padded_inputs * kWidth) * sizeof(uint16_t) : 0;
 }
 #endif
 
@@ -33,7 +34,7 @@ FDCPU_INLINE void coded_panel_rows(const PackedMatrix &w, int64_t p, int64_t nex
                               i, num_tiles);
             const int rows = int((end - m + num_tiles - i - 1) / (num_tiles - i));
             for (int r = 0; r < rows; ++r) finish.fetch(m + r, half);  // comes meanwhile
-            if (num_tiles == 1)
+            if (kDecodesApart || num_tiles == 1)
                 tile_codes_of<Lines::decoded, 1>(rows, w, p, half, a, m, ahead, copy, sums);
             else if (i == 0)
                 tile_codes_of<Lines::kept, kLeast>(rows, w, p, half, a, m, ahead, copy, sums);
@@ -53,16 +54,22 @@ FDCPU_INLINE void panel_rows(TileUse &use, bool in_tiles, const PackedMatrix &w,
 #if FDCPU_TILES
     if (in_tiles) return panel_in_tiles(use, w, p, next, a, begin, end, unpacked, finish);
 #endif
-    if (w.kind == WeightKind::coded_bf16) return coded_panel_rows(w, p, next, a, begin, end, unpacked, finish);
+    const bool is_coded = w.kind == WeightKind::coded_bf16;
+    if (is_coded) {
+        if (!kDecodesApart || end - begin <= kMostHalved)
+            return coded_panel_rows(w, p, next, a, begin, end, unpacked, finish);
+        decode_panel(w, p, unpacked);
+    }
     alignas(64) float sums[kMostRows * kPanel];
     const int64_t num_tiles = (end - begin + kMostRows - 1) / kMostRows;
     int64_t m = begin;
     for (int64_t i = 0; i < num_tiles; ++i) {
-        const Ahead ahead(w.panel(p), w.panel(next), w.panel_bytes(), 4 * kPanel, i, num_tiles);
+        Ahead ahead(w.panel(p), w.panel(next), w.panel_bytes(), is_coded ? kCodedBlock : 4 * kPanel, i, num_tiles);
+        ahead.is_only &= !is_coded;  // its lines are here
         const int rows = int((end - m + num_tiles - i - 1) / (num_tiles - i));  // much the same
         for (int r = 0; r < rows; ++r)
             for (int half = 0; half < 2; ++half) finish.fetch(m + r, half);  // comes meanwhile
-        tile_of(rows, w, p, a, m, ahead, sums);
+        tile_of(rows, w, p, a, m, ahead, unpacked, sums);
         for (int r = 0; r < rows; ++r)
             for (int half = 0; half < 2; ++half) {
                 const float *from = sums + r * kPanel + half * kHalf;

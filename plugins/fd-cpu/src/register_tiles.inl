@@ -5,7 +5,9 @@ namespace fdcpu::FDCPU_NAMESPACE {
 
 constexpr int kVectors = kPanel / kLanes;            // registers across a panel
 constexpr int kMostRows = FDCPU_LEVEL >= 1 ? 6 : 2;  // rows of a register tile, and
-constexpr int kMostHalved = FDCPU_LEVEL == 1 ? 3 : 2 * kMostRows;  // of one that takes half a panel at a time
+constexpr int kMostHalved = FDCPU_LEVEL == 1 ? 2 : 2 * kMostRows;  // of one that takes half a panel at a time
+
+constexpr bool kDecodesApart = FDCPU_LEVEL == 1;  // decoding takes the registers of sums
 
 template <int R>
 constexpr int kAcross = FDCPU_LEVEL != 1 || R == 1 ? kVectors : R <= 3 ? 2 : 1;
@@ -26,31 +28,47 @@ struct Rows {
     FDCPU_INLINE const float *floats(int r) const { return reinterpret_cast<const float *>(at[r]); }
 };
 
-// What is fetched while a panel's lines are multiplied: lines a little ahead, or, when several register tiles
-// meet the panel one after another, each tile's share of what comes next.
+// What is fetched while a panel's lines are multiplied: of its own those a little ahead, or, when several register
+// tiles meet the panel one after another, each tile's share of what comes next.
 struct Ahead {
-    const uint8_t *at;
-    int64_t step;  // for each line
+    const uint8_t *here, *next;
+    int64_t bytes, line;  // a tile's share, of all and for each line
     bool is_only;
     // Tiles meet `bytes` from `here` on, a line of `line` of them at a time, and then as many from `next` on.
     Ahead(const uint8_t *here, const uint8_t *next, int64_t bytes, int64_t line, int64_t tile, int64_t num_tiles)
-        : at(num_tiles == 1 ? here + 4096 : next + bytes * tile / num_tiles), step((line + num_tiles - 1) / num_tiles),
+        : here(here), next(next + bytes * tile / num_tiles), bytes(bytes / num_tiles), line((line + num_tiles - 1) / num_tiles),
           is_only(num_tiles == 1) {}
-    template <bool kIsOnly>
-    FDCPU_INLINE void fetch_for() {
-        for (int line = 0; line < (kIsOnly ? 4 : 2); ++line) __builtin_prefetch(at + line * 64, 0, 2);
-        at += step;
+
+    // While V registers of each line are met.
+    template <int V>
+    struct Part {
+        const uint8_t *at;
+        int64_t step;
+        bool is_only;
+        template <bool kIsOnly>
+        FDCPU_INLINE void fetch_for() {
+            for (int i = 0; i < (kIsOnly ? V : std::min(V, 2)); ++i) __builtin_prefetch(at + i * 64, 0, 2);
+            at += step;
+        }
+        FDCPU_INLINE void fetch() { is_only ? fetch_for<true>() : fetch_for<false>(); }
+    };
+    // Registers [s0, s0 + V): those behind them are fetched meanwhile, so that no part waits and others do not read.
+    template <int V>
+    FDCPU_INLINE Part<V> part(int s0) const {
+        if (!is_only) return {next + bytes * s0 / kVectors, (line * V + kVectors - 1) / kVectors, false};
+        if (V == kVectors) return {here + 4096, line, true};
+        return {s0 + V < kVectors ? here + (s0 + V) * 64 : next, line, true};
     }
-    FDCPU_INLINE void fetch() { is_only ? fetch_for<true>() : fetch_for<false>(); }
 };
 
 // Registers [s0, s0 + V) of a panel.
 template <int R, int V>
-FDCPU_INLINE void part_f32(const PackedMatrix &w, int64_t p, const Rows<R> &x, Ahead ahead, int s0, float *out) {
+FDCPU_INLINE void part_f32(const PackedMatrix &w, int64_t p, const Rows<R> &x, const Ahead &ahead, int s0, float *out) {
     const float *line = reinterpret_cast<const float *>(w.panel(p)) + s0 * kLanes;
+    auto part = ahead.part<V>(s0);
     F acc[R][V] = {};
     for (int64_t k = 0; k < w.padded_inputs; ++k, line += kPanel) {
-        if (s0 == 0) ahead.fetch();
+        part.fetch();
         F weights[V];
         FDCPU_UNROLL
         for (int s = 0; s < V; ++s) weights[s] = load(line + s * kLanes);
@@ -68,7 +86,7 @@ FDCPU_INLINE void part_f32(const PackedMatrix &w, int64_t p, const Rows<R> &x, A
 
 // Routers have few outputs.
 template <int R>
-void tile_f32(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, float *out) {
+void tile_f32(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
     const Rows<R> x(a, m);
     if (!w.gated && w.outputs - p * kPanel <= kLanes) {
         part_f32<R, 1>(w, p, x, ahead, 0, out);
@@ -98,20 +116,20 @@ FDCPU_INLINE void add_pairs(I line, const Rows<R> &x, int64_t k, int s, F (&acc)
 #endif
 }
 
+// By lines of bfloat16 in pairs, those of a matrix or those that its codes have become.
 template <int R>
-void tile_bf16(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, float *out) {
+void tile_pairs(const uint8_t *lines, int64_t num_inputs, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
     constexpr int V = kAcross<R>, C = kChains<R>;
     const Rows<R> x(a, m);
     for (int s0 = 0; s0 < kVectors; s0 += V) {
-        const uint8_t *line = w.panel(p) + s0 * 64;
+        const uint8_t *line = lines + s0 * 64;
+        auto part = ahead.part<V>(s0);
         F acc[C][R][V] = {};
-        for (int64_t k = 0; k < 2 * w.padded_inputs;)
+        for (int64_t k = 0; k < 2 * num_inputs;)
             for (int c = 0; c < C; ++c, k += 4, line += 4 * kPanel) {
-                if (s0 == 0) ahead.fetch();
+                part.fetch();
                 FDCPU_UNROLL
-                for (int s = 0; s < V; ++s) {
-                    add_pairs(load_as<I>(line + s * 64), x, k, s, acc[c]);
-                }
+                for (int s = 0; s < V; ++s) add_pairs(load_as<I>(line + s * 64), x, k, s, acc[c]);
             }
         FDCPU_UNROLL
         for (int r = 0; r < R; ++r)
@@ -128,7 +146,7 @@ enum class Lines { decoded, kept, copied };
 // R rows by half a panel into out[R][32]. Unless loops over rows are unrolled at once, the compiler has the sums in
 // memory before and after them.
 template <int R, Lines from>
-void tile_codes(const PackedMatrix &w, int64_t p, int half, const Activations &a, int64_t m, Ahead ahead, uint8_t *copy,
+void tile_codes(const PackedMatrix &w, int64_t p, int half, const Activations &a, int64_t m, const Ahead &ahead, uint8_t *copy,
                 float *out) {
     constexpr int kParts = R <= (FDCPU_LEVEL == 1 ? 1 : 4) ? 2 : 1;  // chains of sums
     const uint8_t *block = w.coded_half(p, half), *const last = block + w.half_bytes();
@@ -139,9 +157,10 @@ void tile_codes(const PackedMatrix &w, int64_t p, int half, const Activations &a
     for (int r = 0; r < R; ++r)
         FDCPU_UNROLL
         for (int c = 0; c < kParts; ++c) acc[c][r][0] = acc[c][r][1] = splat(0);
+    auto part = ahead.part<kVectors>(0);
     uint8_t *line = copy;
     for (int64_t k = 0; block != last; k += 8, block += kCodedBlock, line += 8 * kHalf) {
-        ahead.fetch_for<from == Lines::decoded>();
+        part.template fetch_for<from == Lines::decoded>();
         for (int i = 0; i < 3 && from == Lines::kept; ++i) __builtin_prefetch(block + 8 * kCodedBlock + i * 64, 0, 3);
         I lines[2][2];
         if (from != Lines::copied) decode_block<from == Lines::kept>(block, exponents, lines);
@@ -181,8 +200,26 @@ void tile_codes(const PackedMatrix &w, int64_t p, int half, const Activations &a
     }
 }
 
+// A whole panel becomes lines of bfloat16 in pairs, [input / 2][64 outputs][2].
+FDCPU_INLINE void decode_panel(const PackedMatrix &w, int64_t p, uint8_t *lines) {
+    const B exponents = load_as<B>(w.panel(p));
+    for (int half = 0; half < 2; ++half) {
+        const uint8_t *block = w.coded_half(p, half), *const last = block + w.half_bytes();
+        for (uint8_t *line = lines + half * 4 * kHalf; block != last; block += kCodedBlock, line += 8 * kPanel) {
+            I decoded[2][2];
+            decode_block(block, exponents, decoded);
+            FDCPU_UNROLL
+            for (int j = 0; j < 2; ++j)
+                FDCPU_UNROLL
+                for (int s = 0; s < 2; ++s) store_as(line + j * 4 * kPanel + s * 64, decoded[s][j]);
+        }
+    }
+    for (const Patch *patch = w.patches_of(p); patch != w.patches_of(p + 1); ++patch)
+        put_patch(*patch, lines + patch->input / 2 * 4 * kPanel, patch->column);
+}
+
 template <Lines from, int kLeast, int R = kMostHalved>
-void tile_codes_of(int rows, const PackedMatrix &w, int64_t p, int half, const Activations &a, int64_t m, Ahead ahead,
+void tile_codes_of(int rows, const PackedMatrix &w, int64_t p, int half, const Activations &a, int64_t m, const Ahead &ahead,
                    uint8_t *copy, float *out) {
     if constexpr (R > kLeast) {
         if (rows < R) return tile_codes_of<from, kLeast, R - 1>(rows, w, p, half, a, m, ahead, copy, out);
@@ -209,11 +246,12 @@ FDCPU_INLINE void add_group(const PackedMatrix &w, int64_t p, const Activations 
 }
 
 template <int R>
-void tile_int8(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, float *out) {
+void tile_int8(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
     constexpr int V = kAcross<R>, C = kChains<R>;
     const Rows<R> x(a, m);
     for (int s0 = 0; s0 < kVectors; s0 += V) {
         const uint8_t *line = w.panel(p) + s0 * 64;
+        auto part = ahead.part<V>(s0);
         for (int64_t g = 0; g < a.groups; ++g) {
             I acc[C][R][V] = {};
             const int32_t *sums = w.panel_sums(p) + g * kPanel + s0 * kLanes;
@@ -223,7 +261,7 @@ void tile_int8(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m
                 for (int r = 0; r < R; ++r) acc[0][r][s] = load_as<I>(sums + s * kLanes) * -kByteOffset;
             for (int64_t k = g * w.group; k < (g + 1) * w.group;)
                 for (int c = 0; c < C; ++c, k += 4, line += 4 * kPanel) {
-                    if (s0 == 0) ahead.fetch();
+                    part.fetch();
                     FDCPU_UNROLL
                     for (int s = 0; s < V; ++s) {
                         const Weights weights(load_as<B>(line + s * 64));
@@ -272,12 +310,13 @@ FDCPU_INLINE void add_nibbles(const uint8_t *line, const Rows<R> &x, int64_t k, 
 }
 
 template <int R>
-void tile_int4(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, float *out) {
+void tile_int4(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
     constexpr int V = kAcross<R>, C = kChains<R>;
     constexpr int64_t kBytes = kGroupStep / 8 * 4 * kPanel;
     const Rows<R> x(a, m);
     for (int s0 = 0; s0 < kVectors; s0 += V) {
         const uint8_t *line = w.panel(p) + s0 * 64;
+        auto part = ahead.part<V>(s0);
         for (int64_t g = 0; g < a.groups; ++g) {
             I acc[C][R][V] = {};
             FDCPU_UNROLL
@@ -285,7 +324,7 @@ void tile_int4(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m
                 FDCPU_UNROLL
                 for (int s = 0; s < V; ++s) acc[0][r][s] = splat_int(-8 * a.sums[(m + r) * a.groups + g]);
             for (int64_t k = g * w.group; k < (g + 1) * w.group; k += kGroupStep, line += kBytes) {
-                for (int i = 0; i < kGroupStep && s0 == 0; i += 8) ahead.fetch();
+                for (int i = 0; i < kGroupStep; i += 8) part.fetch();
                 add_nibbles(line, x, k, acc);
             }
             add_group(w, p, a, m, g, s0, acc, out);
@@ -294,14 +333,15 @@ void tile_int4(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m
 }
 
 template <int R>
-void tile_tet2(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, float *out) {
+void tile_tet2(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
     constexpr int V = kAcross<R>, C = kChains<R>;
     const Rows<R> x(a, m);
     for (int s0 = 0; s0 < kVectors; s0 += V) {
         const uint8_t *tile = w.panel(p) + s0 * kTetWords * sizeof(uint16_t);
+        auto part = ahead.part<V>(s0);
         I acc[C][R][V] = {};
         for (int64_t k = 0; k < 2 * w.padded_inputs; k += 16, tile += kTetTile) {
-            if (s0 == 0) ahead.fetch();
+            part.fetch();
             FDCPU_UNROLL
             for (int s = 0; s < V; ++s) {
                 const U words = tet_words(tile + s * kTetWords * sizeof(uint16_t));
@@ -327,24 +367,27 @@ void tile_tet2(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m
     }
 }
 
+// `lines`: of bfloat16 in twelve bits what its panel became.
 template <int R>
-void tile(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, float *out) {
+void tile(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead,
+          const uint8_t *lines, float *out) {
     switch (w.kind) {
         case WeightKind::f32: return tile_f32<R>(w, p, a, m, ahead, out);
-        case WeightKind::bf16: return tile_bf16<R>(w, p, a, m, ahead, out);
+        case WeightKind::bf16: return tile_pairs<R>(w.panel(p), w.padded_inputs, a, m, ahead, out);
         case WeightKind::int8: return tile_int8<R>(w, p, a, m, ahead, out);
         case WeightKind::int4: return tile_int4<R>(w, p, a, m, ahead, out);
         case WeightKind::tet2: return tile_tet2<R>(w, p, a, m, ahead, out);
-        case WeightKind::coded_bf16: return;  // half a panel at a time: tile_codes
+        case WeightKind::coded_bf16: return tile_pairs<R>(lines, w.padded_inputs, a, m, ahead, out);
     }
 }
 
 template <int R = kMostRows>
-void tile_of(int rows, const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, Ahead ahead, float *out) {
+void tile_of(int rows, const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead,
+             const uint8_t *lines, float *out) {
     if constexpr (R > 1) {
-        if (rows < R) return tile_of<R - 1>(rows, w, p, a, m, ahead, out);
+        if (rows < R) return tile_of<R - 1>(rows, w, p, a, m, ahead, lines, out);
     }
-    tile<R>(w, p, a, m, ahead, out);
+    tile<R>(w, p, a, m, ahead, lines, out);
 }
 
 }  // namespace fdcpu::FDCPU_NAMESPACE
