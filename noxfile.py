@@ -12,7 +12,7 @@ import nox
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "tests", "plugins", "vendors"]
+nox.options.sessions = ["lint", "tests", "engine", "plugins", "vendors"]
 
 # The CPU build of torch where an index serves one; parity tests compare with transformers on it.
 TORCH = "torch==2.13.0"
@@ -36,15 +36,28 @@ TEST_TOOLS = (
     "transformers>=5,<6",
 )
 PLUGINS = sorted(str(path.parent) for path in Path("plugins").glob("fd-*/pyproject.toml"))
-# Files of tests/cpu that are long, and about the engine: once by default, on torch, which needs half the
-# time for them; on both in session `slow`.
-LONG = (
-    *("engine_equality", "engine_graphs", "host_communicator", "multi_step", "prompt_graphs"),
-    *("several_between_drafts", "speculative_ahead", "speculative_equality", "speculative_hostile"),
-    *("speculative_turns", "step_graphs", "step_graphs_parts"),
+# Files of tests/cpu about the engine: in `tests` on torch only, which needs half the time for them, and on
+# PaddlePaddle in session `engine`; the longer ones on both there.
+ONCE = (
+    *("engine_equality", "engine_graphs", "expert_parallel", "gguf_engine", "gguf_models"),
+    *("host_communicator", "prompt_graphs", "quant_checkpoints", "quant_models", "serve_demo"),
+    *("speculative_equality", "speculative_hostile", "speculative_verify", "step_graphs"),
 )
-# Their suites need neither a compiler nor hardware, so `tests` has them, too.
-LIGHT = ("plugins/fd-cuda", "plugins/fd-quant-wint2", "plugins/fd-spec-mtp")
+LONG = (
+    *("multi_step", "several_between_drafts", "speculative_ahead", "speculative_turns"),
+    "step_graphs_parts",
+)
+# Their suites need neither a compiler nor hardware, so `tests` has them, too; what Triton's interpreter takes
+# minutes for is left to session `plugins`.
+LIGHT = {
+    "plugins/fd-cuda": (
+        "--ignore-glob=*/test_quant*.py",
+        "--ignore-glob=*/test_*_blocks.py",
+        "--ignore-glob=*_steps.py",
+    ),
+    "plugins/fd-quant-wint2": (),
+    "plugins/fd-spec-mtp": (),
+}
 # Tested by session `vendors`, on simulated devices.
 SIMULATED = ("simdevice", "gcu", "iluvatar", "metax", "gaudi", "xpu", "dcu")
 
@@ -55,6 +68,10 @@ def _install_tests(session: nox.Session) -> None:
     # fd-cpu needs a compiler; only its own tests and tests/x86 use it.
     pure = (folder for folder in PLUGINS if folder != "plugins/fd-cpu")
     session.install("--no-deps", *(word for folder in pure for word in ("-e", folder)))
+
+
+def _files(names: tuple[str, ...]) -> list[str]:
+    return [f"tests/cpu/test_{name}.py" for name in names]
 
 
 def _libraries(session: nox.Session) -> tuple[list[str], list[str]]:
@@ -87,8 +104,8 @@ def tests(session: nox.Session) -> None:
     for number, library in enumerate(libraries):
         # What needs no tensor library runs once.
         where = ["tests/cpu"] if number else ["tests"]
-        if library == "paddle" and len(libraries) > 1:
-            where += [f"--ignore=tests/cpu/test_{name}.py" for name in LONG]
+        left_out = (*LONG, *ONCE) if number else LONG
+        where += [f"--ignore={file}" for file in _files(left_out)]
         session.run(
             "pytest",
             *where,
@@ -105,12 +122,39 @@ def tests(session: nox.Session) -> None:
             *arguments,
             env={"OMP_NUM_THREADS": "1"},
         )
-    for folder in LIGHT if "torch" in libraries else ():
+    for folder, left in LIGHT.items() if "torch" in libraries else ():
         with session.chdir(folder):
             session.run(
-                *("pytest", "-q", "--numprocesses=2", "--dist=loadfile", "--fd-tensor", "torch"),
+                *(
+                    "pytest",
+                    "-q",
+                    "--numprocesses=2",
+                    "--dist=loadfile",
+                    "--fd-tensor",
+                    "torch",
+                    *left,
+                ),
                 env={"OMP_NUM_THREADS": "1"},
             )
+
+
+@nox.session
+def engine(session: nox.Session) -> None:
+    """What `tests` leaves out of the engine's own suites: the longer ones, and on PaddlePaddle all of them."""
+    _install_tests(session)
+    libraries, arguments = _libraries(session)
+    for library in libraries:
+        session.run(
+            *(
+                "pytest",
+                *_files((*LONG, *ONCE) if library == "paddle" else LONG),
+                "-q",
+                "-m",
+                "not slow",
+            ),
+            *("--numprocesses=2", "--dist=loadfile", "--tensor", library, *arguments),
+            env={"OMP_NUM_THREADS": "1"},
+        )
 
 
 @nox.session
@@ -152,9 +196,6 @@ def slow(session: nox.Session) -> None:
     libraries, arguments = _libraries(session)
     for library in libraries:
         session.run("pytest", "tests", "-q", "-m", "slow", "--tensor", library, *arguments)
-    if "paddle" in libraries:  # what `tests` leaves to torch
-        files = [f"tests/cpu/test_{name}.py" for name in LONG]
-        session.run("pytest", *files, "-q", "-m", "not slow", "--tensor", "paddle", *arguments)
 
 
 @nox.session(default=False)

@@ -249,6 +249,7 @@ def test_list_answers_in_time_with_all_of_them(crowded: Path) -> None:
     assert listed.returncode == 0 and listed.stdout.count("fd-bad") >= len(CASES) - 1
 
 
+@pytest.mark.slow  # a server with all of them is started below
 def test_generation_is_the_same_with_all_of_them(crowded: Path, tmp_path: Path) -> None:
     """Tokens of the tiny model, with and without hostile neighbours."""
     order = json.dumps(

@@ -131,6 +131,7 @@ def drafter(stranger: Stranger) -> Path:
     return folder / "fd-spec-wise"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_new_drafter_passes_the_kit(
     stranger: Stranger, drafter: Path, tensor_library: str, tmp_path: Path
