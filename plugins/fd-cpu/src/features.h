@@ -12,7 +12,7 @@ enum class Isa { scalar = 0, avx2 = 1, avx512 = 2, amx = 3, emulated = 4 };
 const std::vector<Isa> &available_isas();
 const char *name_of(Isa isa);
 // By name ("scalar", "avx2", "avx512", "amx"; empty: the best). Throws std::invalid_argument that says
-// what is possible. "emulated" is for tests: AVX2, and the tiles of AMX in plain C++.
+// what is possible. "emulated" is for tests: the AMX level with its instructions in plain C++, on AVX2.
 Isa choose_isa(const std::string &name);
 
 }  // namespace fdcpu

@@ -217,6 +217,6 @@ namespace scalar { extern const Kernels kernels; }
 namespace avx2 { extern const Kernels kernels; }
 namespace avx512 { extern const Kernels kernels; }
 namespace amx { extern const Kernels kernels; }
-namespace emulated { extern const Kernels kernels; }  // avx2 and AMX's tiles in plain C++, for tests
+namespace emulated { extern const Kernels kernels; }  // AVX512 and AMX in plain C++, for tests
 
 }  // namespace fdcpu

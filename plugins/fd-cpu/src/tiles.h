@@ -1,6 +1,6 @@
 // The tile registers of AMX as the products use them: sixteen rows of activations times sixteen outputs.
-// With FDCPU_TILES 2 they are emulated in plain C++, so that everything around the instructions can be
-// tested on any processor. Included inside a level's namespace, like simd.h.
+// With FDCPU_TILES 2 they are emulated in plain C++, as emulated_instructions.h does for the rest, so that
+// everything around the instructions can be tested on any processor. Included inside a level's namespace, like simd.h.
 #pragma once
 #include <cstdint>
 #include <cstring>
