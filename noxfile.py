@@ -39,22 +39,25 @@ PLUGINS = sorted(str(path.parent) for path in Path("plugins").glob("fd-*/pyproje
 # Files of tests/cpu about the engine: in `tests` on torch only, which needs half the time for them, and on
 # PaddlePaddle in session `engine`; the longer ones on both there.
 ONCE = (
-    *("engine_equality", "engine_graphs", "expert_parallel", "gguf_engine", "gguf_models"),
-    *("host_communicator", "prompt_graphs", "quant_checkpoints", "quant_models", "serve_demo"),
-    *("speculative_equality", "speculative_hostile", "speculative_verify", "step_graphs"),
+    *("engine_equality", "engine_graphs", "gguf_models", "prompt_graphs", "quant_checkpoints"),
+    *("quant_models", "serve_demo", "speculative_equality", "step_graphs"),
 )
 LONG = (
-    *("multi_step", "several_between_drafts", "speculative_ahead", "speculative_turns"),
+    *(
+        "expert_parallel",
+        "gguf_engine",
+        "host_communicator",
+        "multi_step",
+        "several_between_drafts",
+    ),
+    *("speculative_ahead", "speculative_hostile", "speculative_turns", "speculative_verify"),
     "step_graphs_parts",
 )
 # Their suites need neither a compiler nor hardware, so `tests` has them, too; what Triton's interpreter takes
 # minutes for is left to session `plugins`.
+INTERPRETED = ("test_quant*", "test_*_blocks", "test_attention*")
 LIGHT = {
-    "plugins/fd-cuda": (
-        "--ignore-glob=*/test_quant*.py",
-        "--ignore-glob=*/test_*_blocks.py",
-        "--ignore-glob=*_steps.py",
-    ),
+    "plugins/fd-cuda": tuple(f"--ignore-glob=*/{name}.py" for name in INTERPRETED),
     "plugins/fd-quant-wint2": (),
     "plugins/fd-spec-mtp": (),
 }

@@ -40,6 +40,7 @@ RECORDED = [
 ]
 DEPTH = 2
 ROUNDS = 5
+LARGE = [pytest.param(rows, marks=pytest.mark.slow) for rows in (32, 128)]
 
 
 class Accelerator:
@@ -177,7 +178,7 @@ LOADS = {
 
 
 @pytest.mark.parametrize(("num_drafts", "chance"), [(5, 0.72), (5, 0.3), (3, 0.72), (1, 0.9)])
-@pytest.mark.parametrize("rows", [1, 8, 32])
+@pytest.mark.parametrize("rows", [1, 8, *LARGE[:1]])
 @pytest.mark.parametrize("load", ["whole", "decoding"])
 def test_no_load_is_slower_than_without(
     load: str, rows: int, num_drafts: int, chance: float
@@ -192,7 +193,7 @@ def test_no_load_is_slower_than_without(
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
-@pytest.mark.parametrize("rows", [1, 8, 32, 128])
+@pytest.mark.parametrize("rows", [1, 8, *LARGE])
 @pytest.mark.parametrize("load", LOADS)
 def test_recorded_answers_lose_nothing(load: str, rows: int, is_busy: bool) -> None:
     """Nearly each of them ends with a step of its own, and runs are short: all rounds together, the trials of
@@ -207,7 +208,7 @@ def test_recorded_answers_lose_nothing(load: str, rows: int, is_busy: bool) -> N
     assert median(ratios[1:]) > 0.97, ratios
 
 
-@pytest.mark.parametrize("rows", [8, 32])
+@pytest.mark.parametrize("rows", [8, *LARGE[:1]])
 @pytest.mark.parametrize("hopeless", [1, 2, 4])
 def test_a_lasting_load_with_hopeless_answers_loses_nothing(rows: int, hopeless: int) -> None:
     """Of some thousand steps; the sixteen that trials may cost to begin with are two percent of those."""

@@ -183,7 +183,7 @@ def assert_answers(collector: Collector, request: Request, aborted: set[str]) ->
     assert answers == expected
 
 
-many = settings(max_examples=300, deadline=None, derandomize=True)
+many = settings(max_examples=120, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**32)
 
 
