@@ -198,6 +198,7 @@ class TestSuffix(DrafterConformance):
     driver_name = "suffix"
 
 
+@pytest.mark.slow
 class TestDraftModel(DrafterConformance):
     driver_name = "draft_model"
 
