@@ -68,7 +68,9 @@ SIMULATED = ("simdevice", "gcu", "iluvatar", "metax", "gaudi", "xpu", "dcu")
 def _install_tests(session: nox.Session) -> None:
     # Bytecode is written for what is imported, when it is: all of it would take as long as the rest.
     session.env["PYTHONDONTWRITEBYTECODE"] = ""
-    session.install("--no-compile", TORCH)  # first and pinned, so that nothing below pulls another build
+    session.install(
+        "--no-compile", TORCH
+    )  # first and pinned, so that nothing below pulls another build
     session.install("--no-compile", PADDLE, TRITON, *TEST_TOOLS, "-e", ".")
     # fd-cpu needs a compiler; only its own tests and tests/x86 use it.
     pure = (folder for folder in PLUGINS if folder != "plugins/fd-cpu")
