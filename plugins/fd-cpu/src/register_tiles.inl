@@ -116,20 +116,30 @@ FDCPU_INLINE void add_pairs(I line, const Rows<R> &x, int64_t k, int s, F (&acc)
 #endif
 }
 
-// By lines of bfloat16 in pairs, those of a matrix or those that its codes have become.
+// Where registers of bfloat16 in pairs lie: `line` bytes from one to that of the next two inputs, `across` to the next
+// sixteen outputs.
+struct Pairs {
+    const uint8_t *at;
+    int64_t line, across;
+};
+// Those of a matrix, and those that codes have become: each register's by themselves, since what lies 256 bytes apart
+// shares places of the first-level cache with activations.
+FDCPU_INLINE Pairs pairs_of(const PackedMatrix &w, int64_t p) { return {w.panel(p), 4 * kPanel, 64}; }
+FDCPU_INLINE Pairs decoded_pairs(const PackedMatrix &w, const uint8_t *copy) { return {copy, 64, w.padded_inputs / 2 * 64}; }
+
 template <int R>
-void tile_pairs(const uint8_t *lines, int64_t num_inputs, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
+void tile_pairs(const Pairs &pairs, int64_t num_inputs, const Activations &a, int64_t m, const Ahead &ahead, float *out) {
     constexpr int V = kAcross<R>, C = kChains<R>;
     const Rows<R> x(a, m);
     for (int s0 = 0; s0 < kVectors; s0 += V) {
-        const uint8_t *line = lines + s0 * 64;
+        const uint8_t *line = pairs.at + s0 * pairs.across;
         auto part = ahead.part<V>(s0);
         F acc[C][R][V] = {};
         for (int64_t k = 0; k < 2 * num_inputs;)
-            for (int c = 0; c < C; ++c, k += 4, line += 4 * kPanel) {
+            for (int c = 0; c < C; ++c, k += 4, line += pairs.line) {
                 part.fetch();
                 FDCPU_UNROLL
-                for (int s = 0; s < V; ++s) add_pairs(load_as<I>(line + s * 64), x, k, s, acc[c]);
+                for (int s = 0; s < V; ++s) add_pairs(load_as<I>(line + s * pairs.across), x, k, s, acc[c]);
             }
         FDCPU_UNROLL
         for (int r = 0; r < R; ++r)
@@ -200,22 +210,23 @@ void tile_codes(const PackedMatrix &w, int64_t p, int half, const Activations &a
     }
 }
 
-// A whole panel becomes lines of bfloat16 in pairs, [input / 2][64 outputs][2].
-FDCPU_INLINE void decode_panel(const PackedMatrix &w, int64_t p, uint8_t *lines) {
+// A whole panel into the copy.
+FDCPU_INLINE void decode_panel(const PackedMatrix &w, int64_t p, uint8_t *copy) {
     const B exponents = load_as<B>(w.panel(p));
+    const int64_t across = decoded_pairs(w, copy).across;
     for (int half = 0; half < 2; ++half) {
         const uint8_t *block = w.coded_half(p, half), *const last = block + w.half_bytes();
-        for (uint8_t *line = lines + half * 4 * kHalf; block != last; block += kCodedBlock, line += 8 * kPanel) {
-            I decoded[2][2];
-            decode_block(block, exponents, decoded);
+        for (uint8_t *to = copy + 2 * half * across; block != last; block += kCodedBlock, to += 2 * 64) {
+            I lines[2][2];
+            decode_block(block, exponents, lines);
             FDCPU_UNROLL
-            for (int j = 0; j < 2; ++j)
+            for (int s = 0; s < 2; ++s)
                 FDCPU_UNROLL
-                for (int s = 0; s < 2; ++s) store_as(line + j * 4 * kPanel + s * 64, decoded[s][j]);
+                for (int j = 0; j < 2; ++j) store_as(to + s * across + j * 64, lines[s][j]);
         }
     }
     for (const Patch *patch = w.patches_of(p); patch != w.patches_of(p + 1); ++patch)
-        put_patch(*patch, lines + patch->input / 2 * 4 * kPanel, patch->column);
+        put_patch(*patch, copy + patch->column / kLanes * across + patch->input / 2 * 64, patch->column % kLanes);
 }
 
 template <Lines from, int kLeast, int R = kMostHalved>
@@ -367,27 +378,27 @@ void tile_tet2(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m
     }
 }
 
-// `lines`: of bfloat16 in twelve bits what its panel became.
+// `copy`: of bfloat16 in twelve bits the decoded panel.
 template <int R>
 void tile(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead,
-          const uint8_t *lines, float *out) {
+          const uint8_t *copy, float *out) {
     switch (w.kind) {
         case WeightKind::f32: return tile_f32<R>(w, p, a, m, ahead, out);
-        case WeightKind::bf16: return tile_pairs<R>(w.panel(p), w.padded_inputs, a, m, ahead, out);
+        case WeightKind::bf16: return tile_pairs<R>(pairs_of(w, p), w.padded_inputs, a, m, ahead, out);
         case WeightKind::int8: return tile_int8<R>(w, p, a, m, ahead, out);
         case WeightKind::int4: return tile_int4<R>(w, p, a, m, ahead, out);
         case WeightKind::tet2: return tile_tet2<R>(w, p, a, m, ahead, out);
-        case WeightKind::coded_bf16: return tile_pairs<R>(lines, w.padded_inputs, a, m, ahead, out);
+        case WeightKind::coded_bf16: return tile_pairs<R>(decoded_pairs(w, copy), w.padded_inputs, a, m, ahead, out);
     }
 }
 
 template <int R = kMostRows>
 void tile_of(int rows, const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, const Ahead &ahead,
-             const uint8_t *lines, float *out) {
+             const uint8_t *copy, float *out) {
     if constexpr (R > 1) {
-        if (rows < R) return tile_of<R - 1>(rows, w, p, a, m, ahead, lines, out);
+        if (rows < R) return tile_of<R - 1>(rows, w, p, a, m, ahead, copy, out);
     }
-    tile<R>(w, p, a, m, ahead, lines, out);
+    tile<R>(w, p, a, m, ahead, copy, out);
 }
 
 }  // namespace fdcpu::FDCPU_NAMESPACE
