@@ -28,18 +28,28 @@ def library(fd_tensor: str) -> str:
     return fd_tensor or tensor.available()[0]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with experts wide enough for 2-bit layouts, and a text for calibration."""
+def wide(folder: Path, num_layers: int, num_experts: int) -> Path:
+    """The tiny model with experts wide enough for 2-bit layouts, in all layers but the first."""
     patch = pytest.MonkeyPatch()
     for key in ("hidden_size", "intermediate_size", "moe_intermediate_size"):
         patch.setitem(tiny.CONFIG, key, 128)
-    patch.setitem(tiny.CONFIG, "num_hidden_layers", 3)
-    patch.setitem(tiny.CONFIG, "moe_layer_end_index", 2)
-    patch.setitem(tiny.CONFIG, "moe_num_experts", 3)  # encoding takes its time
-    folder = tiny.write_tiny_model(tmp_path_factory.mktemp("wide") / "model")
+    patch.setitem(tiny.CONFIG, "num_hidden_layers", num_layers)
+    patch.setitem(tiny.CONFIG, "moe_layer_end_index", num_layers - 1)
+    patch.setitem(tiny.CONFIG, "moe_num_experts", num_experts)
+    tiny.write_tiny_model(folder)
     patch.undo()
     return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wide(tmp_path_factory.mktemp("wide") / "model", num_layers=3, num_experts=3)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Searching the best path of every strand of weights takes a while."""
+    return wide(tmp_path_factory.mktemp("small") / "model", num_layers=2, num_experts=2)
 
 
 def tokens(folder: Path, library: str, **more: Any) -> list[int]:
@@ -142,15 +152,15 @@ def quantized(model: Path, library: str, method: str, output: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ours(model: Path, library: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return quantized(model, library, "wint2", tmp_path_factory.mktemp("ours") / "q")
+def ours(small: Path, library: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return quantized(small, library, "wint2", tmp_path_factory.mktemp("ours") / "q")
 
 
 def test_our_checkpoint_gives_the_tokens_of_rounding_while_loading(
-    model: Path, library: str, ours: Path
+    small: Path, library: str, ours: Path
 ) -> None:
-    assert tokens(ours, library) == tokens(model, library, quantization="wint2")
-    name = "model.layers.2.mlp.experts.1.down_proj.weight"
+    assert tokens(ours, library) == tokens(small, library, quantization="wint2")
+    name = "model.layers.1.mlp.experts.1.down_proj.weight"
     weights = load_file(next(ours.glob("model-*.safetensors")))
     assert weights[name].shape == (2, 16, 32) and weights[name].dtype == np.int32
     assert weights[f"{name}_signs"].shape == (16,)
