@@ -66,7 +66,7 @@ struct AttentionScratch {
 };
 
 size_t attention_scratch(const AttentionOp &op, int num_threads) {
-    return kCounterBytes + (AttentionScratch::num_bytes(op) + 63) / 64 * 64 * size_t(num_threads);
+    return (AttentionScratch::num_bytes(op) + 63) / 64 * 64 * size_t(num_threads);
 }
 
 // Sixteen pairs (x, y), rotated: each half a register, or alternating in two.

@@ -114,13 +114,13 @@ void attend_item(const AttentionOp &op, const AttentionScratch &s, TileUse &use,
     }
 }
 
-// The first block that an item reads, which is fetched while the item before it is computed: at once where that
-// is done in tiles, else bit by bit.
+// The first block that an item reads, which is fetched while the item before it is computed, bit by bit. It comes at
+// once where there is none before, and where tiles compute that.
 template <class T>
-FDCPU_INLINE NextBlock first_block(const AttentionOp &op, const Item &item) {
+FDCPU_INLINE NextBlock first_block(const AttentionOp &op, const Item &item, bool is_behind) {
     if (!is_paired<T>(op) || op.is_int8) return {};
     const NextBlock block = block_at(op, item.seq, item.head, 0, op.seq_lens[item.seq]);
-    if (!fits_tiles(op, (item.end - item.begin) * (op.num_heads / op.num_kv_heads))) return block;
+    if (is_behind && !fits_tiles(op, (item.end - item.begin) * (op.num_heads / op.num_kv_heads))) return block;
     for (int64_t d = 0; d < op.head_dim; d += 2)
         for (int64_t t = 0; t < block.tokens; t += 16) __builtin_prefetch(block.keys + d * op.block_size + 2 * t, 0, 2);
     for (int64_t i = 0; i < block.tokens * op.v_head_dim; i += 32) __builtin_prefetch(block.values + i, 0, 2);
@@ -129,9 +129,8 @@ FDCPU_INLINE NextBlock first_block(const AttentionOp &op, const Item &item) {
 
 template <class T>
 void attention_of(const AttentionOp &op, const Worker &worker) {
-    auto &next = *reinterpret_cast<std::atomic<int64_t> *>(worker.scratch);
     const size_t part = (AttentionScratch::num_bytes(op) + 63) / 64 * 64;
-    const AttentionScratch scratch(op, worker.scratch + kCounterBytes + part * size_t(worker.thread));
+    const AttentionScratch scratch(op, worker.scratch + part * size_t(worker.thread));
     const int64_t step = tokens_per_item(op);
     // Items with all new tokens of their sequences write them themselves: nobody else reads them.
     bool writes = true;
@@ -139,11 +138,10 @@ void attention_of(const AttentionOp &op, const Worker &worker) {
     int64_t first, last;
     worker.share(writes ? 0 : op.num_tokens, first, last);
     write_tokens<T>(op, scratch, first, last);
-    if (worker.thread == 0) next.store(0);
-    worker.barrier();
+    if (!writes) worker.barrier();
     TileUse use;
     Item waiting{-1, 0, 0, 0};
-    int64_t item = 0, mine = next.fetch_add(1);
+    int64_t item = 0, mine = worker.turn();
     for (int64_t seq = op.num_seqs; seq-- > 0;) {
         const int64_t num_new = op.cu_seqlens_q[seq + 1] - op.cu_seqlens_q[seq];
         // Head by head: its keys and values stay in the second-level cache. The last tokens see most of them, so
@@ -152,10 +150,10 @@ void attention_of(const AttentionOp &op, const Worker &worker) {
             for (int64_t end = num_new; end > 0; end -= step, ++item) {
                 if (item != mine) continue;
                 const Item found{seq, head, std::max<int64_t>(0, end - step), end};
-                const NextBlock after = writes ? first_block<T>(op, found) : NextBlock();
+                const NextBlock after = writes ? first_block<T>(op, found, waiting.seq >= 0) : NextBlock();
                 if (waiting.seq >= 0) attend_item<T>(op, scratch, use, waiting, writes, after);
                 waiting = found;
-                mine = next.fetch_add(1);
+                mine = worker.turn();
             }
     }
     if (waiting.seq >= 0) attend_item<T>(op, scratch, use, waiting, writes, {});

@@ -52,7 +52,9 @@ const char *name_of(Isa isa) {
 Isa choose_isa(const std::string &name) {
     const auto &isas = available_isas();
     if (name.empty()) return isas.back();
+#ifdef FDCPU_EMULATED
     if (name == name_of(Isa::emulated) && isas.size() > 1) return Isa::emulated;
+#endif
     std::string possible;
     for (Isa isa : isas) {
         if (name == name_of(isa)) return isa;

@@ -4,7 +4,6 @@
 namespace fdcpu::FDCPU_NAMESPACE {
 
 constexpr int64_t kTileRowsApart = 32;               // threads that divide rows for tiles keep two tiles together
-constexpr size_t kCounterBytes = 64;                 // before the rest: what threads take turns with
 constexpr int64_t kFewRows = 16;                      // as many as a tile has
 constexpr size_t kOwnBytes = 512 << 10;              // of weights that every thread may read for itself
 
@@ -47,10 +46,11 @@ FDCPU_INLINE void coded_panel_rows(const PackedMatrix &w, int64_t p, int64_t nex
 }
 
 // finish(row, half, sums, sums) for rows [begin, end) of a panel, in tiles or in registers. Panel `next` is this
-// thread's next one.
+// thread's next one. A call a panel costs nothing, and all of this at every place that calls takes long to compile.
 template <class Finish>
-FDCPU_INLINE void panel_rows(TileUse &use, bool in_tiles, const PackedMatrix &w, int64_t p, int64_t next,
-                             const Activations &a, int64_t begin, int64_t end, uint8_t *unpacked, const Finish &finish) {
+__attribute__((noinline)) void panel_rows(TileUse &use, bool in_tiles, const PackedMatrix &w, int64_t p, int64_t next,
+                                          const Activations &a, int64_t begin, int64_t end, uint8_t *unpacked,
+                                          const Finish finish) {
 #if FDCPU_TILES
     if (in_tiles) return panel_in_tiles(use, w, p, next, a, begin, end, unpacked, finish);
 #endif
@@ -172,7 +172,7 @@ size_t linear_scratch(const LinearOp &op, int num_threads) {
         fewer.num_rows = rows;
         const Activations a = form_of(fewer, nullptr);
         const size_t parts = ThreadScratch(*op.weight, a).num_bytes() * size_t(num_threads);
-        most = std::max(most, kCounterBytes + a.num_bytes(rows) + 128 + parts);
+        most = std::max(most, a.num_bytes(rows) + 128 + parts);
     }
     return most;
 }
@@ -185,9 +185,11 @@ FDCPU_INLINE bool divides_rows(const PackedMatrix &w, int64_t num_rows, int num_
     return w.num_panels < num_threads && !in_tiles;
 }
 
-// Whether threads take one panel after another as they come, so that none waits for one that is slower or has to
-// share its processor. Fewer rows are reading, which likes to go straight on.
-FDCPU_INLINE bool takes_turns(int64_t num_rows, int num_threads) { return num_threads > 1 && num_rows > kFewRows; }
+// How many panels threads divide before they take one after another as they come, so that none waits for one that is
+// slower or has to share its processor. Few rows are reading, which likes to go straight on.
+FDCPU_INLINE int64_t divided_panels(int64_t num_panels, int64_t num_rows) {
+    return num_rows > kFewRows ? 0 : num_panels - num_panels / 8;
+}
 
 // finish(panel, row, half, sums, sums) for all rows of this thread's panels, or its rows of all panels.
 template <class X, class Finish>
@@ -195,8 +197,6 @@ void product(const LinearOp &op, const Worker &worker, const Finish &finish) {
     if (op.num_rows == 0) return;  // of a plan, when nobody is there
     const PackedMatrix &w = *op.weight;
     auto *aligned = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(worker.scratch) + 63) & ~uintptr_t(63));
-    auto &counter = *reinterpret_cast<std::atomic<int64_t> *>(aligned);
-    aligned += kCounterBytes;
     Activations a = form_of(op, aligned);
     const ThreadScratch parts(w, a);
     uint8_t *mine = aligned + (a.num_bytes(op.num_rows) + 63) / 64 * 64 + parts.num_bytes() * size_t(worker.thread);
@@ -227,21 +227,22 @@ void product(const LinearOp &op, const Worker &worker, const Finish &finish) {
         prepare_row<X>(op, a, 0, 0, row);
     } else {
         share_steps(op.num_rows, step, worker.thread, worker.crew, first, last);
-        if (worker.thread == 0) counter.store(0);
         for (int64_t m = first; m < last; ++m) prepare_row<X>(op, a, m, m, row);
         worker.barrier();
     }
-    if (takes_turns(op.num_rows, num_threads)) {
-        const int64_t end = (op.num_rows + block - 1) / block * num_panels;
-        for (int64_t next, turn = counter.fetch_add(1); turn < end; turn = next) {
-            next = counter.fetch_add(1);
-            meet(turn / num_panels * block, op.num_rows, turn % num_panels, next % num_panels);
-        }
+    const int64_t divided = divided_panels(num_panels, op.num_rows);
+    worker.share(divided, first, last);
+    for (int64_t p = first; p < last; ++p) meet(0, op.num_rows, p, p + 1 < last ? p + 1 : divided + worker.thread);
+    if (divided) {  // nobody keeps a panel back, of which there are few
+        for (int64_t p = divided + worker.turn(); p < num_panels; p = divided + worker.turn())
+            meet(0, op.num_rows, p, p + worker.crew);
         return;
     }
-    worker.share(num_panels, first, last);
-    for (int64_t begin = 0; begin < op.num_rows; begin += block)
-        for (int64_t p = first; p < last; ++p) meet(begin, op.num_rows, p, p + 1);
+    const int64_t end = (op.num_rows + block - 1) / block * num_panels;
+    for (int64_t next, turn = worker.turn(); turn < end; turn = next) {
+        next = worker.turn();
+        meet(turn / num_panels * block, op.num_rows, turn % num_panels, next % num_panels);
+    }
 }
 
 template <class Finish>

@@ -7,7 +7,6 @@ constexpr int64_t kMoeTokens = 256;  // tokens taken at once; bounds the scratch
 constexpr int64_t kItemRows = 64;    // of an expert that one thread takes
 
 struct ExpertScratch {
-    std::atomic<int64_t> *next;
     int64_t *starts;  // [experts + 1]: which ordered rows are whose
     int64_t *token, *place;  // [rows]: the token of an ordered row; the row of (token, choice)
     float *hidden, *out;
@@ -26,7 +25,6 @@ struct ExpertScratch {
             to = reinterpret_cast<std::remove_reference_t<decltype(to)>>(at);
             at += (bytes + 63) / 64 * 64;
         };
-        take(next, 64);
         take(starts, size_t(op.num_experts + 1) * 8);
         take(token, size_t(most) * 8);
         take(place, size_t(most) * 8);
@@ -76,7 +74,7 @@ FDCPU_INLINE void expert_products(const ExpertsOp &op, const ExpertScratch &s, c
     linear.y_stride = y_stride;
     TileUse use;
     uint8_t *unpacked = s.unpacked + s.unpacked_step * size_t(worker.thread);
-    int64_t item = 0, mine = s.next->fetch_add(1);
+    int64_t item = 0, mine = worker.turn();
     for (int64_t e = 0; e < op.num_experts; ++e) {
         const int64_t begin = s.starts[e], end = s.starts[e + 1];
         if (begin == end) continue;
@@ -91,7 +89,7 @@ FDCPU_INLINE void expert_products(const ExpertsOp &op, const ExpertScratch &s, c
             const Outputs<float> out(linear);
             panel_rows(use, is_tiled(w, end - begin), w, p, p + 1, a, begin, end, unpacked,
                        PanelFinish<Outputs<float>>{out, p});
-            mine = s.next->fetch_add(1);
+            mine = worker.turn();
         }
     }
 }
@@ -129,13 +127,13 @@ FDCPU_INLINE void expert_rows(const ExpertsOp &op, const ExpertScratch &s, int t
 template <class T>
 FDCPU_INLINE void experts_by_rows(const ExpertsOp &op, const ExpertScratch &s, const Worker &worker, float *row) {
     TileUse use;
-    int64_t item = 0, mine = s.next->fetch_add(1);
+    int64_t item = 0, mine = worker.turn();
     for (int64_t e = 0; e < op.num_experts; ++e)
         for (int64_t begin = s.starts[e]; begin < s.starts[e + 1]; begin += kItemRows, ++item) {
             if (item != mine) continue;
             const int64_t rows = std::min(kItemRows, s.starts[e + 1] - begin);
             expert_rows<T>(op, s, worker.thread, use, e, begin, rows, row);
-            mine = s.next->fetch_add(1);
+            mine = worker.turn();
         }
 }
 
@@ -157,7 +155,6 @@ FDCPU_INLINE void experts_by_panels(const ExpertsOp &op, const ExpertScratch &s,
     worker.barrier();
     expert_products(op, s, worker, op.gate_up, a, s.hidden, up.half());
     worker.barrier();
-    if (worker.thread == 0) s.next->store(0);
     Activations b(down, num_rows, s.activations);
     LinearOp between{};
     between.x = s.hidden;
@@ -180,10 +177,7 @@ void experts_of(const ExpertsOp &op, const Worker &worker) {
     for (int64_t first = 0; first < op.num_tokens; first += kMoeTokens) {
         const int64_t count = std::min(kMoeTokens, op.num_tokens - first);
         if (first) worker.barrier();
-        if (worker.thread == 0) {
-            order_by_expert(op, s, first, count);
-            s.next->store(0);
-        }
+        if (worker.thread == 0) order_by_expert(op, s, first, count);
         worker.barrier();
         if (s.item_bytes && s.starts[op.num_experts] >= 2 * kItemRows * worker.team.size() &&
             up.num_bytes() + down.num_bytes() <= kOwnBytes)

@@ -20,6 +20,7 @@ struct Worker {
 
     int64_t clip(int64_t num_rows) const { return num_rows < most_rows ? num_rows : most_rows; }
     void barrier() const { team.barrier(crew); }
+    int64_t turn() const { return team.turn(); }
     // This thread's share of `count` items.
     void share(int64_t count, int64_t &first, int64_t &last) const {
         first = count * thread / crew;

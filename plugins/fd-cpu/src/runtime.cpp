@@ -13,8 +13,10 @@ const Kernels &kernels_of(Isa isa) {
         case Isa::scalar: return scalar::kernels;
         case Isa::avx2: return avx2::kernels;
         case Isa::avx512: return avx512::kernels;
-        case Isa::amx: return amx::kernels;
-        default: return emulated::kernels;
+#ifdef FDCPU_EMULATED
+        case Isa::emulated: return emulated::kernels;
+#endif
+        default: return amx::kernels;
     }
 }
 

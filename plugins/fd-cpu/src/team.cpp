@@ -36,10 +36,10 @@ void pin(pthread_t thread, int cpu) {
 }  // namespace
 
 void Barrier::wait(int size) {
-    if (size == 1) return;
     const unsigned phase = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
         arrived_.store(0, std::memory_order_relaxed);
+        turns_.store(0, std::memory_order_relaxed);
         phase_.store(phase + 1, std::memory_order_release);
         return;
     }

@@ -21,10 +21,13 @@ class Barrier {
 public:
     // Returns when `size` threads have called it.
     void wait(int size);
+    // 0, 1, 2 and so on, to whoever asks, since all were at the barrier.
+    int64_t turn() { return turns_.fetch_add(1, std::memory_order_relaxed); }
 
 private:
     std::atomic<int> arrived_{0};
     std::atomic<unsigned> phase_{0};
+    alignas(64) std::atomic<int64_t> turns_{0};
 };
 
 class Team {
@@ -41,6 +44,8 @@ public:
     void run(int64_t count, const Work &work);
     // Parts phases of an operation.
     void barrier(int crew) { barrier_.wait(crew); }
+    // What a thread of the crew takes next of what they have divided into turns; every phase begins with 0.
+    int64_t turn() { return barrier_.turn(); }
     int size() const { return size_; }
     // For tests: whether threads leave calls unanswered from now on.
     void stay_away(bool is_away) { is_away_.store(is_away); }

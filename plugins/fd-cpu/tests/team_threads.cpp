@@ -9,8 +9,10 @@ using fdcpu::Team;
 
 namespace {
 
-// Each operation adds 2 to every number, every other one in two phases: who added first is not who adds then.
+// Each operation adds 2 to every number, every other one in two phases: who added first is not who adds then. Half of
+// these take turns in the second one.
 bool adds_up(int size) {
+    constexpr int kTurns = 37;
     Team team(size, {});
     std::vector<long> numbers(4096);
     std::vector<int> crews(size + 1);
@@ -31,10 +33,9 @@ bool adds_up(int size) {
         };
         team.run(count, [&](int64_t operation, int rank, int crew) {
             add(rank, crew, operation % 2 ? 1 : 2);
-            if (operation % 2) {
-                team.barrier(crew);
-                add((rank + 1) % crew, crew, 1);
-            }
+            if (operation % 2) team.barrier(crew);
+            if (operation % 4 == 1) add((rank + 1) % crew, crew, 1);
+            for (int64_t turn = team.turn(); operation % 4 == 3 && turn < kTurns; turn = team.turn()) add(int(turn), kTurns, 1);
             if (rank == 0) ++crews[crew];
         });
         wanted += 2 * count;

@@ -13,8 +13,8 @@ from test_products import FORMATS, packed, product
 
 
 def sizes(rng, num_rows):
-    """One matrix of few panels, one of more; both of many rows are divided by rows."""
-    for outputs, inputs in ((40, 128), (320, 256)):
+    """One matrix of few panels, one of so many that the last two are taken in turns; both of many rows are divided by rows."""
+    for outputs, inputs in ((40, 128), (1060, 256)):
         weight = rng.standard_normal((outputs, inputs)).astype(np.float32) * 0.05
         yield weight, rng.standard_normal((num_rows, inputs)).astype(np.float32)
 
