@@ -1,6 +1,8 @@
-// A team whose threads come and go, to be run under ThreadSanitizer: see the README. Says how often how many of them
-// did an operation; 1 where a number is wrong.
+// A team whose threads come, go and part; test_team.py runs it, under ThreadSanitizer, too. For each size, and time that
+// everybody stays together, so many rounds (argument 1). Prints how often how many threads did an operation; exits
+// with 1 where a number is wrong.
 #include <cstdio>
+#include <cstdlib>
 #include <random>
 
 #include "team.h"
@@ -11,9 +13,9 @@ namespace {
 
 // Each operation adds 2 to every number, every other one in two phases: who added first is not who adds then. Half of
 // these take turns in the second one.
-bool adds_up(int size) {
+bool adds_up(int size, std::chrono::microseconds together, int num_rounds) {
     constexpr int kTurns = 37;
-    Team team(size, {});
+    Team team(size, {}, together);
     std::vector<long> numbers(4096);
     std::vector<int> crews(size + 1);
     std::atomic<bool> is_over{false};
@@ -26,13 +28,16 @@ bool adds_up(int size) {
     });
     long wanted = 0;
     bool is_right = true;
-    for (int round = 0; round < 400 && is_right; ++round) {
+    for (int round = 0; round < num_rounds && is_right; ++round) {
         const int64_t count = 1 + round % 40;
         const auto add = [&](int part, int crew, long value) {
             for (size_t i = numbers.size() * part / crew; i < numbers.size() * (part + 1) / crew; ++i) numbers[i] += value;
         };
         team.run(count, [&](int64_t operation, int rank, int crew) {
-            add(rank, crew, operation % 2 ? 1 : 2);
+            if (operation % 4 != 2)
+                add(rank, crew, operation % 2 ? 1 : 2);
+            else if (rank == crew - 1)  // the first one is through before others have begun
+                add(0, 1, 2);
             if (operation % 2) team.barrier(crew);
             if (operation % 4 == 1) add((rank + 1) % crew, crew, 1);
             for (int64_t turn = team.turn(); operation % 4 == 3 && turn < kTurns; turn = team.turn()) add(int(turn), kTurns, 1);
@@ -40,11 +45,11 @@ bool adds_up(int size) {
         });
         wanted += 2 * count;
         for (long number : numbers) is_right &= number == wanted;
-        if (round % 100 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(3));  // longer than they look
+        if (round % 40 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(3));  // longer than they look
     }
     is_over = true;
     disturber.join();
-    std::printf("%d threads:", size);
+    std::printf("%d threads, together for %d us:", size, int(together.count()));
     for (int crew = 1; crew <= size; ++crew) std::printf(" %d by %d", crews[crew], crew);
     std::printf("%s\n", is_right ? "" : ", WRONG");
     return is_right;
@@ -52,8 +57,10 @@ bool adds_up(int size) {
 
 }  // namespace
 
-int main() {
+int main(int, char **arguments) {
+    std::setvbuf(stdout, nullptr, _IOLBF, 0);
     bool is_right = true;
-    for (int size : {2, 3, 5}) is_right &= adds_up(size);
+    for (int size : {2, 3, 5})
+        for (int together : {0, 3, 20, 1000}) is_right &= adds_up(size, std::chrono::microseconds(together), std::atoi(arguments[1]));
     return is_right ? 0 : 1;
 }
