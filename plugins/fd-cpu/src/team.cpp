@@ -145,9 +145,10 @@ void Team::loop(int thread) {
             wake_.wait(lock, [&] { return is_called() || is_taken(); });
             sleeping_.fetch_sub(1);
         }
-        if (stop_.load()) return;
+        const unsigned number = call_.load(std::memory_order_seq_cst);
+        if (stop_.load()) return;  // read behind the number: the last call is answered by nobody
         if (!is_taken()) {
-            heard = call_.load(std::memory_order_acquire);
+            heard = number;
             if (!is_away_.load()) seat.answered.store(heard, std::memory_order_release);
             continue;
         }

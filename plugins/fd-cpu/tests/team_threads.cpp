@@ -55,12 +55,20 @@ bool adds_up(int size, std::chrono::microseconds together, int num_rounds) {
     return is_right;
 }
 
+// One that ends while its threads answer.
+void ends(int size) {
+    Team team(size, {});
+    for (int i = 0; i < 2; ++i) team.run(1, [](int64_t, int, int) {});
+}
+
 }  // namespace
 
 int main(int, char **arguments) {
     std::setvbuf(stdout, nullptr, _IOLBF, 0);
+    const int num_rounds = std::atoi(arguments[1]);
     bool is_right = true;
     for (int size : {2, 3, 5})
-        for (int together : {0, 3, 20, 1000}) is_right &= adds_up(size, std::chrono::microseconds(together), std::atoi(arguments[1]));
+        for (int together : {0, 3, 20, 1000}) is_right &= adds_up(size, std::chrono::microseconds(together), num_rounds);
+    for (int i = 0; i < 20 * num_rounds; ++i) ends(2 + i % 2);
     return is_right ? 0 : 1;
 }
