@@ -51,8 +51,7 @@ void Barrier::wait(int size) {
     }
 }
 
-Team::Team(int size, const std::vector<int> &cpus, Duration together)
-    : size_(size), cpus_(cpus), together_(together), seats_(size) {
+Team::Team(int size, const std::vector<int> &cpus) : size_(size), cpus_(cpus), seats_(size) {
     for (int thread = 1; thread < size; ++thread) {
         threads_.emplace_back([this, thread] { loop(thread); });
         if (size_t(thread) < cpus.size()) pin(threads_.back().native_handle(), cpus[thread]);
@@ -73,17 +72,10 @@ void Team::run(int64_t count, const Work &work) {
     count_ = count;
     int crew = 1;
     for (int64_t i = 0; i < count; ++i) {
-        if (crew < size_) {
-            crew = call(i, i ? kPatience : kPatienceAtFirst);
-            met_ = std::chrono::steady_clock::now();
-        }
+        if (crew < size_) crew = call(i, i ? kPatience : kPatienceAtFirst);
         work(i, 0, crew);
-        const bool parts = size_ > 1 && crew == size_ && std::chrono::steady_clock::now() - met_ > together_;
-        if (parts) parting_.store(done_ + i, std::memory_order_relaxed);
         barrier_.wait(crew);
-        if (parts) crew = 1;
     }
-    done_ += count;
 }
 
 int Team::call(int64_t next, Duration patience) {
@@ -157,14 +149,11 @@ void Team::loop(int thread) {
         const Work &work = *work_;
         const int64_t count = count_;
         const int crew = crew_, rank = seat.rank;
-        const int64_t before = done_;
-        bool parts = false;
-        for (int64_t i = next_; i < count && !parts; ++i) {
+        int64_t i = next_;
+        do {
             work(i, rank, crew);
             barrier_.wait(crew);
-            parts = crew < size_ || parting_.load(std::memory_order_relaxed) == before + i;
-        }
-        if (parts && crew == size_) std::this_thread::yield();
+        } while (++i < count && crew == size_);
     }
 }
 

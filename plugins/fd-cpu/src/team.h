@@ -2,9 +2,8 @@
 //
 // Whoever is missing is not waited for. A thread whose processor runs something else, a server beside the engine
 // for example, would stop all others for as long as that takes. So operations are done by a crew: the caller's
-// thread and those that answered its call. A smaller crew calls again behind every operation. One of everybody stays
-// together for a millisecond; then the others yield, for what waits for their processors meanwhile, and the caller
-// goes on alone until they are back. What waits has that rest, and need not come in the middle of an operation.
+// thread and those that answered its call. A crew of everybody stays together to the end; a smaller one calls
+// again behind every operation.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -36,11 +35,9 @@ public:
     // Does the rank-th of `crew` parts of an operation.
     using Work = std::function<void(int64_t operation, int rank, int crew)>;
 
-    using Duration = std::chrono::steady_clock::duration;
-
     // The caller of run() is of rank 0; size - 1 threads are made. `cpus`: where each of these is pinned,
-    // empty: nowhere. `together`: how long everybody stays before the others yield.
-    Team(int size, const std::vector<int> &cpus, Duration together = std::chrono::milliseconds(1));
+    // empty: nowhere.
+    Team(int size, const std::vector<int> &cpus);
     ~Team();
 
     // Operations 0 to count - 1, one behind the other. Calls from several threads take turns.
@@ -54,6 +51,8 @@ public:
     void stay_away(bool is_away) { is_away_.store(is_away); }
 
 private:
+    using Duration = std::chrono::steady_clock::duration;
+
     // What the caller and one thread tell each other; numbers are those of calls.
     struct alignas(64) Seat {
         std::atomic<unsigned> answered{0};
@@ -70,7 +69,6 @@ private:
 
     const int size_;
     const std::vector<int> cpus_;
-    const Duration together_;
     Barrier barrier_;
     std::mutex turn_;
     std::mutex mutex_;
@@ -81,11 +79,7 @@ private:
     // Written before a seat is taken, read behind that.
     const Work *work_ = nullptr;
     int64_t count_ = 0, next_ = 0;
-    int64_t done_ = 0;  // operations of earlier calls
     int crew_ = 1;
-    std::chrono::steady_clock::time_point met_;  // when everybody was there
-    // The last operation, of all that ever were, behind which everybody parted; written before it ends.
-    std::atomic<int64_t> parting_{-1};
     std::vector<Seat> seats_;
     std::vector<std::thread> threads_;
 };
