@@ -43,15 +43,9 @@ ONCE = (
     *("quant_models", "serve_demo", "speculative_equality", "step_graphs"),
 )
 LONG = (
-    *(
-        "expert_parallel",
-        "gguf_engine",
-        "host_communicator",
-        "multi_step",
-        "several_between_drafts",
-    ),
-    *("speculative_ahead", "speculative_hostile", "speculative_turns", "speculative_verify"),
-    "step_graphs_parts",
+    *("expert_parallel", "gguf_engine", "host_communicator", "multi_step"),
+    *("several_between_drafts", "speculative_ahead", "speculative_hostile", "speculative_turns"),
+    *("speculative_verify", "step_graphs_parts"),
 )
 # Their suites need neither a compiler nor hardware, so `tests` has them, too; what Triton's interpreter takes
 # minutes for is left to session `plugins`.
@@ -68,9 +62,8 @@ SIMULATED = ("simdevice", "gcu", "iluvatar", "metax", "gaudi", "xpu", "dcu")
 def _install_tests(session: nox.Session) -> None:
     # Bytecode is written for what is imported, when it is: all of it would take as long as the rest.
     session.env["PYTHONDONTWRITEBYTECODE"] = ""
-    session.install(
-        "--no-compile", TORCH
-    )  # first and pinned, so that nothing below pulls another build
+    # First and pinned, so that nothing below pulls another build.
+    session.install("--no-compile", TORCH)
     session.install("--no-compile", PADDLE, TRITON, *TEST_TOOLS, "-e", ".")
     # fd-cpu needs a compiler; only its own tests and tests/x86 use it.
     pure = (folder for folder in PLUGINS if folder != "plugins/fd-cpu")

@@ -33,13 +33,11 @@ bool adds_up(int size, int num_rounds) {
             for (size_t i = numbers.size() * part / crew; i < numbers.size() * (part + 1) / crew; ++i) numbers[i] += value;
         };
         team.run(count, [&](int64_t operation, int rank, int crew) {
-            if (operation % 4 != 2)
-                add(rank, crew, operation % 2 ? 1 : 2);
-            else if (rank == crew - 1)  // the first one is through before others have begun
-                add(0, 1, 2);
+            add(rank, crew, operation % 2 ? 1 : 2);
             if (operation % 2) team.barrier(crew);
             if (operation % 4 == 1) add((rank + 1) % crew, crew, 1);
-            for (int64_t turn = team.turn(); operation % 4 == 3 && turn < kTurns; turn = team.turn()) add(int(turn), kTurns, 1);
+            if (operation % 4 == 3)
+                for (int64_t turn = team.turn(); turn < kTurns; turn = team.turn()) add(int(turn), kTurns, 1);
             if (rank == 0) ++crews[crew];
         });
         wanted += 2 * count;

@@ -106,9 +106,8 @@ def test_the_likeliest_output_of_a_product(runtime, kind, num_rows):
     """All logits are negative, so that outputs that only pad a panel would win; the first of equals does."""
     rng = np.random.default_rng(num_rows)
     weight = -rng.random((1100, 64)).astype(np.float32) - 0.1
-    weight[[600, 777, 1099]] = (
-        weight[600] * 0.3
-    )  # the last one in a panel that threads take turns for
+    # The last one is in a panel that threads take turns for.
+    weight[[600, 777, 1099]] = weight[600] * 0.3
     x = rng.random((num_rows, 64)).astype(np.float32)
     x[num_rows // 2, 3] = np.nan
     matrix, meant = packed(kind, 0, weight)
