@@ -5,9 +5,11 @@ several at a time share that part, and come so much later: by MOST_S at most, go
 computed behind a stop is lost, so a batch begins with few; where steps are queued ahead, which loses twice as
 much, with one until some have passed since its last prompts.
 
-On the host's own processors output leaves at intervals that are longer (engine/egress.py), so tokens may come
-TIMES_ON_HOST as much later. Others take those processors from a step now and then, and what that makes it longer
-says little of the next one: the time that a decode is taken to need grows slowly there.
+On the host's own processors nothing is computed while the host does its part, which is longer where a model has
+just gone through their caches. Of n decodes (n - 1) / 2 are lost behind a stop on average and the host's part is
+paid once, so the least is lost with n = sqrt(BREAK_EVEN_S / what a decode takes). Others take those processors
+from a step now and then, and what that makes it longer says little of the next one: the time that a decode is
+taken to need grows slowly there.
 """
 
 from __future__ import annotations
@@ -15,8 +17,13 @@ from __future__ import annotations
 import math
 
 MOST_S = 0.003
-TIMES_ON_HOST = 2
+BREAK_EVEN_S = 0.08  # 2 * answers of 100 tokens * the host's part of 0.4 ms
 GROWTH_ON_HOST = 1.25  # from one step to the next
+
+
+def most_at(seconds: float, on_host: bool) -> float:
+    """How many decodes that take so long each may come at a time."""
+    return math.sqrt(BREAK_EVEN_S / seconds) if on_host else MOST_S / seconds
 
 
 class DecodeCount:
@@ -25,7 +32,7 @@ class DecodeCount:
     def __init__(self, most: int, begins_after: int = 0, *, on_host: bool = False) -> None:
         """most: what the device takes; 1: never several. begins_after: decodes behind prompts."""
         self.most, self._begins_after = most, begins_after
-        self._times, self._growth = (TIMES_ON_HOST, GROWTH_ON_HOST) if on_host else (1, math.inf)
+        self._on_host, self._growth = on_host, GROWTH_ON_HOST if on_host else math.inf
         self._last = 0  # of the step before; 0: it computed prompts
         self._num_since = 0  # decodes since there were prompts
         self._seconds = math.inf  # of a decode, as far as is known since then
@@ -34,7 +41,7 @@ class DecodeCount:
         """For rows of which none may get more than `left` tokens."""
         if self._num_since < self._begins_after:
             return 1
-        in_time = int(self._times * MOST_S / self._seconds)
+        in_time = int(most_at(self._seconds, self._on_host))
         return max(1, min(self.most, 2 * self._last, in_time, left))
 
     def note(self, num_decodes: int, seconds: float) -> None:

@@ -60,7 +60,7 @@ def bench(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CapturingDevice, "__init__", several)
-        patch.setattr(decode_count, "MOST_S", 1e6)
+        patch.setattr(decode_count, "most_at", lambda *step: 1e6)
         made = SpeculativeBench(
             *(folder, tensor_library, method, options.get(method)), captures=True, processors=()
         )

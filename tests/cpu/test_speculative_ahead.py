@@ -95,7 +95,7 @@ def bench(
                 device.limits = replace(device.limits, decodes_per_step=MOST)
 
             patch.setattr(CapturingDevice, "__init__", several)
-            patch.setattr(decode_count, "MOST_S", 1e6)
+            patch.setattr(decode_count, "most_at", lambda *step: 1e6)
             patch.setattr(scheduler_settings, "BEFORE_SEVERAL", 2)
         patch.setattr(recorded_sizes, "prompt_ladder", lambda most: PROMPT_SIZES)
         made = SpeculativeBench(
