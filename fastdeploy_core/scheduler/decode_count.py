@@ -7,7 +7,8 @@ much, with one until some have passed since its last prompts.
 
 On the host's own processors nothing is computed while the host does its part, which is longer where a model has
 just gone through their caches. Of n decodes (n - 1) / 2 are lost behind a stop on average and the host's part is
-paid once, so the least is lost with n = sqrt(BREAK_EVEN_S / what a decode takes). Others take those processors
+paid once, so the least is lost with n = sqrt(BREAK_EVEN_S / what a decode takes), if they take no longer than
+MOST_ON_HOST_S together: no reader sees 20 chunks in a second as anything but a flow. Others take those processors
 from a step now and then, and what that makes it longer says little of the next one: the time that a decode is
 taken to need grows slowly there.
 """
@@ -17,13 +18,16 @@ from __future__ import annotations
 import math
 
 MOST_S = 0.003
-BREAK_EVEN_S = 0.08  # 2 * answers of 100 tokens * the host's part of 0.4 ms
+BREAK_EVEN_S = 0.2  # 2 * answers of 100 tokens * the host's part of 1 ms
+MOST_ON_HOST_S = 0.05
 GROWTH_ON_HOST = 1.25  # from one step to the next
 
 
 def most_at(seconds: float, on_host: bool) -> float:
     """How many decodes that take so long each may come at a time."""
-    return math.sqrt(BREAK_EVEN_S / seconds) if on_host else MOST_S / seconds
+    if on_host:
+        return min(math.sqrt(BREAK_EVEN_S / seconds), MOST_ON_HOST_S / seconds)
+    return MOST_S / seconds
 
 
 class DecodeCount:
