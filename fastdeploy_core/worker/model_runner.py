@@ -233,7 +233,6 @@ class ModelRunner:
             recorded = self._find_recorded(launched)
             if recorded is None and self._slots is not None:
                 self._slots.fall_behind(launched.rows)
-        # Without the lock: where the forward pass runs at once, others can read meanwhile.
         forward_began = time.perf_counter()
         logits: Tensor | None = None
         if recorded is None:
