@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from fastdeploy_core.calibration.run import QuantizeOptions, quantize
 from fastdeploy_core.errors import ConfigError, WeightError
-from fastdeploy_core.testing.tiny_model import CONFIG, write_tiny_model
+from fastdeploy_testing.tiny_model import CONFIG, write_tiny_model
 from tests.checkpoints import build
 from tests.paged import PagedModel, with_quantizer
 from tests.tp_rank import run_ranks

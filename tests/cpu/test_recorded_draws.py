@@ -12,7 +12,7 @@ import pytest
 from fastdeploy_core.config import SpeculativeConfig
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.reference.ops import sampling as ops_sampling
-from fastdeploy_core.testing.capturing import CapturingDevice, OnCapturingDevice
+from fastdeploy_testing.capturing import CapturingDevice, OnCapturingDevice
 from fastdeploy_core.types import SamplingParams
 from fastdeploy_core.worker.recorded_draws import can_record_draws
 from fastdeploy_core.worker.worker import Worker

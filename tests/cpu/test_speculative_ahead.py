@@ -26,7 +26,7 @@ from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.scheduler import decode_count
 from fastdeploy_core.scheduler import settings as scheduler_settings
 from fastdeploy_core.speculative.ngram import DeviceNgramDrafter
-from fastdeploy_core.testing.capturing import CapturingDevice, OnCapturingDevice
+from fastdeploy_testing.capturing import CapturingDevice, OnCapturingDevice
 from fastdeploy_core.types import SchedulerOutput
 from fastdeploy_core.worker import recorded_sizes
 from fastdeploy_core.worker.draft_batch import DraftBatches

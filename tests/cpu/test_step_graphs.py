@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_core.config import GraphConfig, SpeculativeConfig
-from fastdeploy_core.testing.capturing import CapturingDevice, OnCapturingDevice
+from fastdeploy_testing.capturing import CapturingDevice, OnCapturingDevice
 from fastdeploy_core.types import SamplingParams, SchedulerOutput
 from fastdeploy_core.worker.worker import Worker
 from tests.cpu.test_model_runner import Life, clear, poisoned

@@ -21,7 +21,7 @@ from fastdeploy_core.contracts.device import (
 from fastdeploy_core.errors import ResourceError, WorkerError
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.device import CpuDevice
-from fastdeploy_core.testing.capturing import (
+from fastdeploy_testing.capturing import (
     CapturingDevice,
     OnCapturingDevice,
     RecordableAttention,

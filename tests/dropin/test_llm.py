@@ -11,7 +11,7 @@ import pytest
 
 from fastdeploy import LLM, RequestOutput, SamplingParams
 from fastdeploy_core.errors import ConfigError, InvalidRequest, RequestTooLong
-from fastdeploy_core.testing.fakes import NullModel
+from fastdeploy_testing.fakes import NullModel
 from fastdeploy_core.tokenizer import Tokenizer
 from tests.llm_models import VOCAB_SIZE, write_model
 

@@ -87,7 +87,7 @@ from fastdeploy_core.scheduler.local import LocalScheduler
 from fastdeploy_core.speculative.draft_model import DraftModel
 from fastdeploy_core.speculative.ngram import NgramDrafter
 from fastdeploy_core.speculative.suffix import SuffixDrafter
-from fastdeploy_core.testing.fakes import FaultyDevice, NullDevice
+from fastdeploy_testing.fakes import FaultyDevice, NullDevice
 
 kv_transports: list[Callable[[TransportOptions], KVTransport]] = [
     SharedMemoryTransport,

@@ -34,7 +34,7 @@ LARGER_ROOMS = {
     "fastdeploy_core/cli",
     "fastdeploy_core/contracts",
     "fastdeploy_core/scheduler",
-    "fastdeploy_core/testing/conformance",
+    "plugins/fastdeploy-testing/fastdeploy_testing/conformance",
     "fastdeploy_core/worker",
     "plugins/fd-cuda/fd_cuda/kernels",
 }
@@ -67,7 +67,7 @@ LARGER_RECORDS = {
     # Being redesigned.
     "fastdeploy_core/kvtransport/link.py Link",
     "fastdeploy_core/scheduler/settings.py SchedulerSettings",
-    "fastdeploy_core/testing/null_worker.py NullOptions",
+    "plugins/fastdeploy-testing/fastdeploy_testing/null_worker.py NullOptions",
     "fastdeploy_core/types/step.py ModelRunnerOutput",
     "fastdeploy_core/worker/pending.py Launched",
     "fastdeploy_core/worker/step_rows.py StepRows",
@@ -219,7 +219,6 @@ def test_nothing_waits_holding_the_interpreter_lock() -> None:
         "tensor",
         "contracts",
         "devices",
-        "testing",
     )
     sources = PLUGINS + [
         p for room in rooms for p in (ROOT / "fastdeploy_core" / room).rglob("*.py")
@@ -261,10 +260,11 @@ PUBLIC = {"contracts", "devices", "types", "errors", "tensor"}
 
 
 def test_plugins_import_what_is_public() -> None:
-    """fd-simdevice is for tests, so it may use the conformance kit, too."""
+    """fastdeploy-testing examines the core from inside and is released with it."""
     found: list[str] = []
     for path in PLUGINS:
-        rooms = PUBLIC | ({"testing"} if "fd-simdevice" in path.parts else set())
+        if "fastdeploy_testing" in path.parts:
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):
                 modules = [node.module or ""]
@@ -272,7 +272,7 @@ def test_plugins_import_what_is_public() -> None:
                 modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             for module in modules:
                 package, _, rest = module.partition(".")
-                if package in ("fastdeploy_core", "fastdeploy") and rest.split(".")[0] not in rooms:
+                if package in ("fastdeploy_core", "fastdeploy") and rest.split(".")[0] not in PUBLIC:
                     found.append(f"{_relative(path)}:{node.lineno} {module}")
     assert not found, "\n".join(found)
 

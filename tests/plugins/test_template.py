@@ -151,7 +151,7 @@ def test_new_drafter_drafts_in_an_engine(
     stranger: Stranger, drafter: Path, tensor_library: str, tmp_path: Path
 ) -> None:
     """Through the command line's own settings, refusals included."""
-    from fastdeploy_core.testing.tiny_model import write_tiny_model
+    from fastdeploy_testing.tiny_model import write_tiny_model
 
     model = write_tiny_model(tmp_path / "model")
     code = (

@@ -71,7 +71,7 @@ def stranger(tmp_path, monkeypatch):
 
 @pytest.fixture
 def model(tmp_path):
-    from fastdeploy_core.testing.tiny_model import CONFIG
+    from fastdeploy_testing.tiny_model import CONFIG
 
     folder = tmp_path / "model"
     folder.mkdir()
@@ -284,7 +284,7 @@ def test_a_driver_is_checked_on_the_device_of_its_distribution(
 def test_every_suite_of_the_kit_is_run_for_some_kind():
     from pathlib import Path
 
-    import fastdeploy_core.testing.conformance as kit
+    import fastdeploy_testing.conformance as kit
     from fastdeploy_core.contracts.base import KINDS
 
     there = {p.stem for p in Path(kit.__file__).parent.glob("test_*.py")}

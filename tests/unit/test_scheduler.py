@@ -6,7 +6,7 @@ import pytest
 
 from fastdeploy_core.errors import ConfigError, InvalidRequest, RequestTooLong
 from fastdeploy_core.scheduler import sequence_seed
-from fastdeploy_core.testing.fakes import NullModel
+from fastdeploy_testing.fakes import NullModel
 from fastdeploy_core.types import SamplingParams, branch_id, each_delta
 from tests.null_engine import (
     EOS,

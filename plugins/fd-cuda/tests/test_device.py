@@ -19,8 +19,8 @@ from fastdeploy_core.contracts import Accept, Decline
 from fastdeploy_core.contracts.attention import AttentionQuestion, AttentionSpec
 from fastdeploy_core.contracts.device import DeviceOptions, DeviceQuestion
 from fastdeploy_core.errors import ConfigError
-from fastdeploy_core.testing.conformance.test_device import DeviceConformance
-from fastdeploy_core.testing.conformance.test_expert_communicator import (
+from fastdeploy_testing.conformance.test_device import DeviceConformance
+from fastdeploy_testing.conformance.test_expert_communicator import (
     ExpertCommunicatorConformance,
 )
 from ranks_in_turn import RanksInTurn

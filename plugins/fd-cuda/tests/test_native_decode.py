@@ -12,7 +12,7 @@ import pytest
 import torch
 from attention_steps import Step, gqa
 from fastdeploy_core.contracts.device import DeviceOptions
-from fastdeploy_core.testing.drivers import lookup
+from fastdeploy_testing.drivers import lookup
 
 from fd_cuda.attention import native_decode
 from fd_cuda.attention.gqa import PagedAttention

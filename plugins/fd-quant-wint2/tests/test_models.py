@@ -18,7 +18,7 @@ from fastdeploy_core import tensor
 from fastdeploy_core.cli.main import main
 from fastdeploy_core.contracts.quantizer import LayerSpec, find_quantizer
 from fastdeploy_core.errors import FastDeployError
-from fastdeploy_core.testing import tiny_model as tiny
+from fastdeploy_testing import tiny_model as tiny
 
 PROMPT = [3, 9, 77, 14, 50, 2, 91, 33]
 
