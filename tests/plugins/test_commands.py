@@ -29,9 +29,7 @@ def add(site: Path, name: str, module: str, command: str, *, summary: str = "") 
     """Install a distribution fd-NAME with one command."""
     stem = name.replace("-", "_")
     points = POINTS.format(command, stem)
-    wheel = build_wheel(
-        site.parent, f"fd-{name}", {f"{stem}.py": module}, points, summary=summary
-    )
+    wheel = build_wheel(site.parent, f"fd-{name}", {f"{stem}.py": module}, points, summary=summary)
     install(site, wheel)
 
 

@@ -9,11 +9,11 @@ import textwrap
 from importlib.util import find_spec
 
 import pytest
+from fastdeploy_core.cli.plugins_check import device_of, kind_of, suites
+from fastdeploy_core.cli.plugins_new import TEMPLATES, create, driver_name, template_folder
 
 from fastdeploy_core.cli import commands
 from fastdeploy_core.cli.main import main
-from fastdeploy_core.cli.plugins_check import device_of, kind_of, suites
-from fastdeploy_core.cli.plugins_new import TEMPLATES, create, driver_name, template_folder
 from fastdeploy_core.errors import ConfigError, PluginNotFound
 from fastdeploy_core.plugins import discovery
 from fastdeploy_core.plugins.manager import shared_manager

@@ -1,9 +1,8 @@
-"""`fastdeploy plugins new fd-mychip`: a plugin from one of plugins/_template*, names filled in."""
+"""`fastdeploy plugins new fd-mychip`: a plugin from one of templates/, names filled in."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,18 +10,15 @@ from pathlib import Path
 from typing import Final
 
 from fastdeploy_core import __version__
-from fastdeploy_core.contracts.base import DISTRIBUTION
 from fastdeploy_core.errors import ConfigError
 
-_INSTALLED: Final = "share/fastdeploy/{}/pyproject.toml"
+TEMPLATE_FOLDER: Final = Path(__file__).with_name("templates")
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A folder of plugins/, the kind of driver in it, and the names that stand for the new one's."""
+    """The kind of driver in a folder of templates/, and the names that stand for the new one's."""
 
-    checkout: str
-    installed: str
     kind: str
     placeholder: str
     class_name: str
@@ -30,15 +26,8 @@ class Template:
 
 
 TEMPLATES: Final = {
-    "device": Template("_template", "plugin_template", "device", "mychip", "MyChip", "device.py"),
-    "drafter": Template(
-        "_template_drafter",
-        "plugin_template_drafter",
-        "speculative",
-        "mydraft",
-        "MyDraft",
-        "drafter.py",
-    ),
+    "device": Template("device", "mychip", "MyChip", "device.py"),
+    "drafter": Template("speculative", "mydraft", "MyDraft", "drafter.py"),
 }
 
 
@@ -87,7 +76,7 @@ def create(distribution: str, parent: Path, kind: str = "device") -> Path:
     target = parent / distribution
     if target.exists():
         raise ConfigError(f"{target} exists already; choose another --dir or remove it")
-    source = template_folder(template)
+    source = TEMPLATE_FOLDER / kind
     major, minor = (int(n) for n in __version__.split(".")[:2])
     upper = f"{major}.{minor + 1}" if major == 0 else f"{major + 1}"
     stands = template.placeholder
@@ -105,20 +94,6 @@ def create(distribution: str, parent: Path, kind: str = "device") -> Path:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(_filled(path.read_text("utf-8"), words), "utf-8")
     return target
-
-
-def template_folder(template: Template) -> Path:
-    """At the top of the repository in a checkout, among the data files of an installed core."""
-    checkout = Path(__file__).resolve().parents[2] / "plugins" / template.checkout
-    if (checkout / "pyproject.toml").is_file():
-        return checkout
-    for file in importlib.metadata.files(DISTRIBUTION) or []:
-        if file.match(_INSTALLED.format(template.installed)):
-            return Path(str(file.locate())).resolve().parent
-    raise ConfigError(
-        "the plugin template is missing from this installation; run: "
-        "pip install --force-reinstall --no-deps fastdeploy-core"
-    )
 
 
 def _filled(text: str, words: dict[str, str]) -> str:

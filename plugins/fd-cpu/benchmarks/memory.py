@@ -52,8 +52,9 @@ def main() -> None:
     asked = parser.parse_args()
 
     import torch
-    from fastdeploy import LLM, SamplingParams
     from fd_cpu.packing import Packed
+
+    from fastdeploy import LLM, SamplingParams
 
     torch.zeros(1)
     interpreter = anonymous_bytes()

@@ -29,14 +29,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fastdeploy_core.contracts.kv_formats import KV_FORMATS
-from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight, QuantFormat
-
 from fd_cuda.kernels import experts, quant_experts, quant_linear, quant_trellis, quant_weights
 from fd_cuda.kernels.quant_native import unpack
 from fd_cuda.kernels.quant_weights import Weights
 from fd_cuda.kernels.trellis_native import Trellis, decoded, rotate, rotated
 from fd_cuda.kernels.tune import time_s
+
+from fastdeploy_core.contracts.kv_formats import KV_FORMATS
+from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight, QuantFormat
 
 BYTES_S, FLOPS_S, FLOPS_8BIT_S = 4.30e12, 790e12, 1580e12
 DENSE = ("8192x8192", "8192x3584", "6144x1024", "1024x3072")
@@ -281,11 +281,11 @@ def moe(tokens: list[int], kinds: list[str], also_unpacked: bool) -> None:
 def cache() -> None:
     """Decode attention over quantized caches, the cache write included."""
     import attention
-    from fastdeploy_core.contracts.device import DeviceOptions
-
     from fd_cuda.attention.quantized import QuantizedAttention
     from fd_cuda.device import CudaDevice
     from fd_cuda.kernels import quant_cache
+
+    from fastdeploy_core.contracts.device import DeviceOptions
 
     class World(attention.World):
         def quantize(self, name: str, block_size: int) -> None:

@@ -146,9 +146,9 @@ class _Layer:
         self, device: Any, group: Any, num_experts: int, top_k: int, hidden: int, width: int
     ) -> None:
         import torch
-        from fastdeploy_core.contracts.moe import ExpertGroup
-
         from fd_cuda.experts import AllGatherExperts, AllToAllExperts, ByBatchExperts
+
+        from fastdeploy_core.contracts.moe import ExpertGroup
 
         self.device, self.group = device, group
         self.num_experts, self.top_k, self.hidden = num_experts, top_k, hidden
@@ -173,9 +173,9 @@ class _Layer:
 
     def measure(self, tokens: int) -> str:
         import torch
-        from fastdeploy_core.contracts.moe import ExpertPlan
-
         from fd_cuda.kernels.experts import moe_experts, sum_of_experts
+
+        from fastdeploy_core.contracts.moe import ExpertPlan
 
         group, world = self.group, self.group.world_size
         each = tokens // world

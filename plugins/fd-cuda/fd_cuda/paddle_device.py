@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from fastdeploy_core.contracts.device import (
     CapturedGraph,
     Communicator,

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec, HeadNorms
 from fastdeploy_testing import oracle
 

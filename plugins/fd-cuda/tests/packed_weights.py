@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight, QuantFormat
 from fastdeploy_core.tensor import namespace
 from fastdeploy_testing.conformance.test_quantized_ops import make_packed

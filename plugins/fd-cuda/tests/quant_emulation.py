@@ -8,7 +8,6 @@ from pathlib import Path
 import emulation
 import pytest
 import torch
-
 from fd_cuda.kernels import native
 from fd_cuda.kernels.native import tensor_map
 

@@ -4,7 +4,6 @@ it starts, so nothing ever waits."""
 from __future__ import annotations
 
 import torch
-
 from fd_cuda import one_shot
 from fd_cuda.one_shot import OneShot
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fastdeploy_core.contracts.quant_formats import PackedWeight, QuantFormat
-from quant_emulation import use_kernels
-from test_quant_native import DEVICE, HAS_GPU, check
-
 from fd_cuda.kernels import quant_weights
 from fd_cuda.kernels.quant_layout import CCQ, Slabs, code_lines
 from fd_cuda.kernels.quant_native import Gemv, Grouping, product
 from fd_cuda.kernels.routing import Order
+from quant_emulation import use_kernels
+from test_quant_native import DEVICE, HAS_GPU, check
+
+from fastdeploy_core.contracts.quant_formats import PackedWeight, QuantFormat
 
 pytestmark = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, reason="needs g++")
 

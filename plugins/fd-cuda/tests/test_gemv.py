@@ -9,7 +9,6 @@ from typing import Any
 import emulation
 import pytest
 import torch
-
 from fd_cuda.kernels import linear, native
 from fd_cuda.kernels.plans import Plan
 

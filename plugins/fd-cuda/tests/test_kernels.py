@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from fastdeploy_testing.conformance.test_moe import MoEConformance
 from fastdeploy_testing.conformance.test_ops import OpsConformance
 from fastdeploy_testing.drivers import build_kernel_table
@@ -73,10 +74,10 @@ class TestMoE(OnCuda, MoEConformance):
     def _backend(
         self, request: pytest.FixtureRequest, device: Any, kernels: Any, dtype: str, routing: Any
     ) -> Any:
+        from fd_cuda.moe import CudaMoE
+
         from fastdeploy_core.contracts.moe import MoESpec
         from fastdeploy_testing.conformance.test_moe import HIDDEN, INTERMEDIATE
-
-        from fd_cuda.moe import CudaMoE
 
         return CudaMoE(MoESpec(routing, HIDDEN, INTERMEDIATE, dtype), device, kernels)
 
@@ -127,9 +128,9 @@ class TestBatchInvariance:
 
 
 def test_draws_equal_the_references() -> None:
-    from fastdeploy_core.reference.ops import sampling as ops_sampling
-
     from fd_cuda.kernels import sampling
+
+    from fastdeploy_core.reference.ops import sampling as ops_sampling
 
     torch.manual_seed(0)
     for rows, width in ((1, 50), (3, 5000)):
@@ -142,9 +143,9 @@ def test_draws_equal_the_references() -> None:
 
 @pytest.mark.parametrize("width", [7, 600, 5000])
 def test_kept_logits_equal_the_references(width: int) -> None:
-    from fastdeploy_core.reference.ops import sampling as ops_sampling
-
     from fd_cuda.kernels import filtering
+
+    from fastdeploy_core.reference.ops import sampling as ops_sampling
 
     torch.manual_seed(0)
     for trial, spread in enumerate((1.0, 3.0, 0.1, 8.0)):
@@ -166,9 +167,9 @@ def test_kept_logits_equal_the_references(width: int) -> None:
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_step_state_equals_the_references(width: int, rows: int) -> None:
-    from fastdeploy_core.reference.ops import step as ops_step
-
     from fd_cuda.kernels import step
+
+    from fastdeploy_core.reference.ops import step as ops_step
 
     torch.manual_seed(0)
     slots = torch.tensor([2, 6, 0, 5, 6])[:rows]  # slot 6 is nobody's
@@ -230,9 +231,9 @@ def test_step_state_equals_the_references(width: int, rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 5, 130])
 def test_placed_tokens_equal_the_references(rows: int) -> None:
-    from fastdeploy_core.reference.ops import step as ops_step
-
     from fd_cuda.kernels import step
+
+    from fastdeploy_core.reference.ops import step as ops_step
 
     torch.manual_seed(0)
     positions, room = torch.randint(0, 24, (rows,)), torch.randint(0, 28, (rows,))
@@ -244,9 +245,9 @@ def test_placed_tokens_equal_the_references(rows: int) -> None:
 
 
 def test_histories_equal_the_references() -> None:
-    from fastdeploy_core.reference.ops import history as ops_history
-
     from fd_cuda.kernels import history
+
+    from fastdeploy_core.reference.ops import history as ops_history
 
     torch.manual_seed(0)
     slots = torch.tensor([2, 0, 3, 4])  # slot 4 is nobody's

@@ -9,11 +9,6 @@ import numpy as np
 import packed_weights
 import pytest
 import torch
-from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight, QuantFormat
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from quant_emulation import use_kernels
-
 from fd_cuda.kernels import quant_experts, quant_linear, quant_weights
 from fd_cuda.kernels.quant_layout import (
     FP8,
@@ -45,6 +40,11 @@ from fd_cuda.kernels.quant_shapes import (
     tile_shared,
 )
 from fd_cuda.kernels.routing import Order
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quant_emulation import use_kernels
+
+from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight, QuantFormat
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fastdeploy_core.contracts.quant_formats import PackedWeight, QuantFormat
-from quant_emulation import use_kernels
-
 from fd_cuda.kernels import quant_linear, quant_trellis
 from fd_cuda.kernels.quant_layout import TRELLIS
 from fd_cuda.kernels.quant_shapes import MOST_SHARED, Tile, tile_room, tile_shared
 from fd_cuda.kernels.routing import Order
 from fd_cuda.kernels.trellis_native import Rows, Streamed, Trellis, rotated
+from quant_emulation import use_kernels
+
+from fastdeploy_core.contracts.quant_formats import PackedWeight, QuantFormat
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"

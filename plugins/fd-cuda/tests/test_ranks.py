@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.errors import WorkerError
 from fastdeploy_testing.drivers import lookup

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import triton
-
 from fd_cuda.kernels import native, rehearsal
 
 
