@@ -218,6 +218,7 @@ def test_nothing_waits_holding_the_interpreter_lock() -> None:
         "reference",
         "tensor",
         "contracts",
+        "devices",
         "testing",
     )
     sources = PLUGINS + [
@@ -256,7 +257,7 @@ def test_nothing_unpickles_or_evaluates() -> None:
     assert not found, "\n".join(found)
 
 
-PUBLIC = {"contracts", "types", "errors", "tensor"}
+PUBLIC = {"contracts", "devices", "types", "errors", "tensor"}
 
 
 def test_plugins_import_what_is_public() -> None:
@@ -278,7 +279,8 @@ def test_plugins_import_what_is_public() -> None:
 
 def test_every_public_contract_item_is_documented() -> None:
     missing: list[str] = []
-    for path in sorted((ROOT / "fastdeploy_core" / "contracts").glob("*.py")):
+    core = ROOT / "fastdeploy_core"
+    for path in sorted([*core.glob("contracts/*.py"), *core.glob("devices/*.py")]):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             if not isinstance(node, ast.ClassDef | ast.FunctionDef) or node.name.startswith("_"):
@@ -294,6 +296,8 @@ def test_every_public_contract_item_is_documented() -> None:
         "fastdeploy",
         "fastdeploy_core",
         "fastdeploy_core.contracts",
+        "fastdeploy_core.devices.paddle_device",
+        "fastdeploy_core.devices.torch_device",
         "fastdeploy_core.types",
         "fastdeploy_core.plugins",
         "fastdeploy_core.scheduler",

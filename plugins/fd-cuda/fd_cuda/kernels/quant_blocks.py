@@ -81,17 +81,15 @@ def _multiply(
     y_scales: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """x [T, K] with scales [T, K / 128], tokens fastest, times the weight into y. With `y_scales`
-    the weight's outputs are gates and what belongs to them."""
-    scales = weight.block_scales
-    if scales is None:
+    """x [T, K] with scales [T, K / 128], tokens fastest, times the weight into y. `y_scales`: the
+    weight's outputs are gates and up values."""
+    if (scales := weight.block_scales) is None:
         raise TypeError("a weight without scales of blocks was asked for a product by blocks")
     paired = y_scales is not None
     num_rows, width = y.shape
     order = None if grouping is None else grouping.order
     count = -(-num_rows // shape.rows) if grouping is None else grouping.blocks
-    # The copy engine stores rows that begin at whole 16 bytes, where they lie like those of the
-    # tiles.
+    # The copy engine stores rows that begin at whole 16 bytes and lie like those of the tiles.
     is_boxed = grouping is None and weight.out_features % 8 == 0
     of_x = tensor_map.boxes(x, shape.rows)
     arguments = [
