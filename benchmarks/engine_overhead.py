@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from fastdeploy_core.config import BatchConfig, CacheConfig, DeviceConfig, EngineConfig, ModelConfig
-from fastdeploy_core.engine import wire
 from fastdeploy_core.engine.client import LocalEngine
-from fastdeploy_core.engine.supervisor import Listener, Supervisor
+from fastdeploy_core.engine.processes import wire
+from fastdeploy_core.engine.processes.supervisor import Listener, Supervisor
 from fastdeploy_core.errors import FastDeployError
 from fastdeploy_core.plugins.resolve import resolve
 from fastdeploy_core.testing.fakes import null_hf_config

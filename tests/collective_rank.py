@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from fastdeploy_core import tensor
-from fastdeploy_core.contracts.host_communicator import SharedMemoryCommunicator
+from fastdeploy_core.devices.host_communicator import SharedMemoryCommunicator
 
 
 def main(library: str, rank: int, size: int, folder: str, rounds: int, end: str) -> None:

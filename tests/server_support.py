@@ -22,9 +22,9 @@ from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.input import RequestLimits
 from fastdeploy_core.engine.stream import OutputStream
 from fastdeploy_core.errors import FastDeployError, QueueFull
-from fastdeploy_core.serving import event_loop
 from fastdeploy_core.serving.app import create_app
-from fastdeploy_core.serving.listening import bind_socket
+from fastdeploy_core.serving.http import event_loop
+from fastdeploy_core.serving.http.listening import bind_socket
 from fastdeploy_core.serving.server import ApiServer
 from fastdeploy_core.testing.fakes import null_hf_config
 from fastdeploy_core.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ import numpy as np
 
 from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.quantizer import CalibratedQuantizer, Calibration
-from fastdeploy_core.reference.ops_moe import one_by_one, through_experts
+from fastdeploy_core.reference.ops.moe import one_by_one, through_experts
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend

@@ -6,7 +6,7 @@ import logging
 import sys
 import warnings
 
-from fastdeploy_core.engine.log_format import LineFormatter
+from fastdeploy_core.engine.processes.log_format import LineFormatter
 
 __all__ = ["LineFormatter", "setup_logging"]
 

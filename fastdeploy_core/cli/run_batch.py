@@ -106,9 +106,9 @@ async def _in_order(app: Any, lines: Iterator[str], limit: int) -> AsyncIterator
 
 async def _answer(app: Any, line: str) -> dict[str, Any]:
     """The output line of an input line."""
-    from fastdeploy_core.serving.errors import ApiError
-    from fastdeploy_core.serving.in_process import call
-    from fastdeploy_core.serving.json_body import parse_json
+    from fastdeploy_core.serving.http.errors import ApiError
+    from fastdeploy_core.serving.http.in_process import call
+    from fastdeploy_core.serving.http.json_body import parse_json
 
     custom_id = None
     try:
@@ -125,7 +125,7 @@ async def _answer(app: Any, line: str) -> dict[str, Any]:
 
 
 def _check(request: dict[str, Any]) -> None:
-    from fastdeploy_core.serving.errors import ApiError
+    from fastdeploy_core.serving.http.errors import ApiError
 
     if not isinstance(request.get("custom_id"), str):
         raise ApiError(400, "custom_id must be a string")

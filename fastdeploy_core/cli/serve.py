@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
 
     setup_logging(values.get("log_level") or envs.read("FD_LOG_LEVEL"))
     from fastdeploy_core.config.argument_values import with_defaults
-    from fastdeploy_core.engine import early_engine
+    from fastdeploy_core.engine.processes import early_engine
 
     # Before anything else is imported here: what the engine's process has to import takes longest.
     early_engine.prepare(with_defaults(values)["tensor_library"])

@@ -1,9 +1,9 @@
 """The public plugin API: Protocols, hookspecs, capabilities, named operations.
 
 Importing it imports no tensor library, and pluggy only when a marker is asked for, so that
-`fastdeploy plugins list` stays quick. A plugin may import this package, `fastdeploy_core.types`,
-`fastdeploy_core.errors`, `fastdeploy_core.tensor`, and `fastdeploy_core.testing` in its tests;
-everything else is private.
+`fastdeploy plugins list` stays quick. A plugin may import this package, `fastdeploy_core.devices`,
+`fastdeploy_core.types`, `fastdeploy_core.errors`, `fastdeploy_core.tensor`, and
+`fastdeploy_core.testing` in its tests; everything else is private.
 """
 
 from __future__ import annotations

@@ -12,16 +12,16 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.engine.processes import wire
+from fastdeploy_core.engine.processes.attachment import Attachment
+from fastdeploy_core.engine.processes.supervisor import NOT_READY, Listener, Supervisor
 from fastdeploy_core.errors import FastDeployError, QueueFull, WorkerError
 from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas
 from fastdeploy_core.types.engine import EngineHealth, EngineInfo, EngineStats
 
-from . import wire
-from .attachment import Attachment
 from .core import EngineCore
 from .observer import Observer
 from .stream import OutputStream
-from .supervisor import NOT_READY, Listener, Supervisor
 
 if TYPE_CHECKING:
     from fastdeploy_core.plugins.resolved import ResolvedPlugins

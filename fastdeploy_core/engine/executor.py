@@ -21,12 +21,11 @@ import zmq
 
 from fastdeploy_core import errors
 from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.engine.processes import child, wire, worker_process
 from fastdeploy_core.errors import FastDeployError, WorkerError
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.types import ModelRunnerOutput, SchedulerOutput
 from fastdeploy_core.types.worker import WorkerInfo
-
-from . import child, wire, worker_process
 
 logger = logging.getLogger(__name__)
 
@@ -274,7 +273,7 @@ class _Peers:
                 address=self.address,
                 digest=resolved.digest,
             )
-            target = "fastdeploy_core.engine.worker_process:main"
+            target = "fastdeploy_core.engine.processes.worker_process:main"
             self._processes.append(child.spawn(target, wire.encode(init), f"fd-rank{rank}"))
         self._watcher = threading.Thread(target=self._watch, name="fd-ranks", daemon=True)
         self._watcher.start()

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastdeploy_core.contracts.base import CONTRACT
-from fastdeploy_core.contracts.host_communicator import check_private
 from fastdeploy_core.contracts.kv_transport import (
     CancelResult,
     Region,
@@ -28,6 +27,7 @@ from fastdeploy_core.contracts.kv_transport import (
     TransportCapabilities,
     TransportOptions,
 )
+from fastdeploy_core.devices.host_communicator import check_private
 from fastdeploy_core.errors import CapabilityError, ConfigError, InvalidRequest, ResourceError
 
 from . import wire

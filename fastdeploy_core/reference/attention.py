@@ -16,6 +16,7 @@ import numpy as np
 
 from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.kv_formats import kv_format
+from fastdeploy_core.reference.ops.kv import QuantizedRows
 
 from . import attention_fixed
 from .attention_plan import (
@@ -27,7 +28,6 @@ from .attention_plan import (
     plan_ragged,
     plan_tiles,
 )
-from .ops_kv import QuantizedRows
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec, KVScales

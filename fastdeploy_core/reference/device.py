@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fastdeploy_core.contracts.device import CapturedGraph, DeviceLimits, DeviceOptions
-from fastdeploy_core.contracts.host_device import MAX_TENSOR_PARALLEL, HostDevice
+from fastdeploy_core.devices.host_device import MAX_TENSOR_PARALLEL, HostDevice
 from fastdeploy_core.errors import CapabilityError
 
 

@@ -8,14 +8,14 @@ from fastdeploy_core.contracts.kv_formats import KV_FORMATS
 from fastdeploy_core.contracts.ops import Kernel
 from fastdeploy_core.contracts.quant_formats import FORMATS
 
-_BODY = "fastdeploy_core.reference.ops_body"
-_FUSED = "fastdeploy_core.reference.ops_fused"
-_CACHE = "fastdeploy_core.reference.ops_cache"
-_MOE = "fastdeploy_core.reference.ops_moe"
-_QUANTIZED = "fastdeploy_core.reference.ops_quantized"
-_SAMPLING = "fastdeploy_core.reference.ops_sampling"
-_STEP = "fastdeploy_core.reference.ops_step"
-_HISTORY = "fastdeploy_core.reference.ops_history"
+_BODY = "fastdeploy_core.reference.ops.body"
+_FUSED = "fastdeploy_core.reference.ops.fused"
+_CACHE = "fastdeploy_core.reference.ops.cache"
+_MOE = "fastdeploy_core.reference.ops.moe"
+_QUANTIZED = "fastdeploy_core.reference.ops.quantized"
+_SAMPLING = "fastdeploy_core.reference.ops.sampling"
+_STEP = "fastdeploy_core.reference.ops.step"
+_HISTORY = "fastdeploy_core.reference.ops.history"
 
 TABLE: Final[dict[str, str | Kernel]] = {
     "embedding": f"{_BODY}:embedding",
@@ -62,5 +62,5 @@ TABLE: Final[dict[str, str | Kernel]] = {
     # One definition serves every format: it is the format that knows how to dequantize.
     **{f.linear: f"{_QUANTIZED}:linear_packed" for f in FORMATS.values()},
     **{f.experts: f"{_QUANTIZED}:moe_experts_packed" for f in FORMATS.values()},
-    **{f.write: f"fastdeploy_core.reference.ops_kv:{f.write}" for f in KV_FORMATS.values()},
+    **{f.write: f"fastdeploy_core.reference.ops.kv:{f.write}" for f in KV_FORMATS.values()},
 }

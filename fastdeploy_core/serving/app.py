@@ -21,12 +21,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from fastdeploy_core import __version__
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.errors import FastDeployError
+from fastdeploy_core.serving.front.occupancy import OwnOccupancy
+from fastdeploy_core.serving.http.errors import ApiError, to_api_error
+from fastdeploy_core.serving.http.middleware import Bodies, Guard, Hosts, Keys
+from fastdeploy_core.serving.openai.routes import body_schemas, openai_router
 
-from .errors import ApiError, to_api_error
-from .middleware import Bodies, Guard, Hosts, Keys
-from .occupancy import OwnOccupancy
-from .routes_openai import body_schemas, openai_router
-from .routes_service import service_router
+from .service_routes import service_router
 from .state import Engine, ServerState
 
 if TYPE_CHECKING:

@@ -28,10 +28,10 @@ from fastdeploy_core.config.arguments import (
 )
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.client import AsyncEngine
+from fastdeploy_core.serving.http import event_loop
+from fastdeploy_core.serving.http.listening import bind_socket, url_of
 
-from . import event_loop
 from .asking import Plugins
-from .listening import bind_socket, url_of
 from .parser_choice import check_parsers
 
 # The web framework is imported while the engine starts, not before.
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from fastdeploy_core.plugins.resolve import ResolvedPlugins
+    from fastdeploy_core.serving.front.door import FrontDoor
+    from fastdeploy_core.serving.front.front_end import FrontEndInit
+    from fastdeploy_core.serving.front.occupancy import OwnOccupancy
     from fastdeploy_core.tokenizer import Tokenizer
     from fastdeploy_core.types.engine import EngineInfo
 
-    from .front_door import FrontDoor
-    from .front_end import FrontEndInit
-    from .occupancy import OwnOccupancy
     from .server import ApiServer
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def _serve_by_many(
     engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket
 ) -> int:
     """API servers in processes of their own; this one only watches over them and the engine."""
-    from .front_ends import FrontEnds
+    from fastdeploy_core.serving.front.front_ends import FrontEnds
 
     _log_model(engine_config)
     check_parsers(server_config)
@@ -133,7 +133,7 @@ async def _open(
     server: ApiServer, app: FastAPI, config: ServerConfig, listener: socket.socket
 ) -> FrontDoor:
     """Let connections in as soon as the app runs."""
-    from .front_door import FrontDoor
+    from fastdeploy_core.serving.front.door import FrontDoor
 
     while not server.started:
         await asyncio.sleep(0.005)

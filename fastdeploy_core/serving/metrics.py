@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.types.engine import EngineHealth, EngineInfo, EngineStats
 
 PREFIX = "fastdeploy:"
-# prometheus_client's own variable; front_end.py sets it before this module is imported.
+# prometheus_client's own variable; front/front_end.py sets it before this module is imported.
 SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 FINISH_REASONS = ("stop", "length", "abort", "error")
 _SECONDS = (

@@ -18,9 +18,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fastdeploy_core.errors import Aborted
+from fastdeploy_core.serving.http.connection import Connection, connection_of
+from fastdeploy_core.serving.http.errors import to_api_error
 
-from .connection import Connection, connection_of
-from .errors import to_api_error
 from .state import ServerState
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from fastdeploy_core.config.server import ServerConfig
+from fastdeploy_core.serving.front.occupancy import OwnOccupancy
+from fastdeploy_core.serving.http.protocol import GuardedProtocol
 
-from .http_protocol import GuardedProtocol
-from .occupancy import OwnOccupancy
 from .state import Engine
 
 logger = logging.getLogger(__name__)

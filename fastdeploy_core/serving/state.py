@@ -12,10 +12,10 @@ from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.input import RequestLimits, build_request_async, default_sampling_values
 from fastdeploy_core.engine.output import OutputProcessor
 from fastdeploy_core.errors import RequestTooLong, WorkerError
+from fastdeploy_core.serving.front.occupancy import OwnOccupancy
+from fastdeploy_core.serving.http.errors import ApiError, too_busy, unavailable
 
-from .errors import ApiError, too_busy, unavailable
 from .metrics import Metrics
-from .occupancy import OwnOccupancy
 from .parser_choice import parser_named
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """One accelerator of PaddlePaddle's: what its Python interface offers beside tensors.
 
-Behind contracts/paddle_device.py, for built-in places and for custom devices alike. Nothing here waits
+Behind devices/paddle_device.py, for built-in places and for custom devices alike. Nothing here waits
 while it holds the interpreter lock: events are polled, and values are read with numpy(), which releases
 it (paddle's synchronize() calls and Tensor.item() do not).
 """

@@ -1,6 +1,6 @@
 """One accelerator of torch's: what its Python interface offers beside tensors.
 
-Behind contracts/torch_device.py, for device types that torch knows itself and for those that a vendor's
+Behind devices/torch_device.py, for device types that torch knows itself and for those that a vendor's
 module registers. Nothing here waits while it holds the interpreter lock: events are polled, and copies
 to the host release it.
 """

@@ -233,8 +233,6 @@ class ModelRunner:
             recorded = self._find_recorded(launched)
             if recorded is None and self._slots is not None:
                 self._slots.fall_behind(launched.rows)
-        # Without the lock: where the forward pass runs at once, the tokens of the step before can
-        # be read meanwhile.
         forward_began = time.perf_counter()
         logits: Tensor | None = None
         if recorded is None:
@@ -246,6 +244,10 @@ class ModelRunner:
             results: Tensor | None = None
             if recorded is not None or logits is not None:
                 results = self._draw(launched, logits, recorded)
+            if (
+                not self._rank
+            ):  # under the same lock: a reader takes the last unread one for the newest
+                self._reader.expect(launched)
         drafts = None
         if self._speculation is not None and launched.concerns_drafters:
             drafts = self._speculation.propose(launched, recorded, self._slots)

@@ -62,6 +62,10 @@ class StepReader:
         self._num_kept = np.zeros(batch.max_num_seqs, dtype=np.int64)
         self._drafts_before: Arrival | None = None
 
+    def expect(self, launched: Launched) -> None:
+        """A step has sampled; `start` follows. Nobody reads the step before it has started."""
+        self._unread.append(launched)
+
     def start(
         self,
         launched: Launched,
@@ -77,7 +81,6 @@ class StepReader:
         else:
             tensors = [x for x in (results, drafts) if x is not None]
         launched.has_drafts, launched.has_results = drafts is not None, results is not None
-        self._unread.append(launched)
         if recorded is not None:
             number, rows = 0 if drafts is None else max(0, launched.max_drafts), launched.rows
             launched.posted = recorded.expect(rows.slots.size, number, rows.num_decodes)

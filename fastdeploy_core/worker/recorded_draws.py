@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastdeploy_core.reference import ops_sampling
+from fastdeploy_core.reference.ops import sampling as ops_sampling
 from fastdeploy_core.sampling import columns as bits
 from fastdeploy_core.sampling.columns import SamplingColumns
 

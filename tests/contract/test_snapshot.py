@@ -2,8 +2,8 @@
 
     python tests/contract/test_snapshot.py      # after bumping CONTRACT: write snapshot.json anew
 
-snapshot.json holds every method of every Protocol, every field of every record, every hook and
-operation. A difference under the same CONTRACT fails.
+snapshot.json holds every method of every Protocol and of every base class of devices/, every field of
+every record, every hook and operation. A difference under the same CONTRACT fails.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import fastdeploy_core.contracts as contracts
+import fastdeploy_core.devices as devices
 from fastdeploy_core.contracts.base import CONTRACT, KINDS
 from fastdeploy_core.contracts.ops import OPERATIONS
 
@@ -28,13 +29,17 @@ SNAPSHOT = Path(__file__).with_name("snapshot.json")
 def describe_contract() -> dict[str, Any]:
     """Everything a plugin can see, as plain data in a stable order."""
     found: dict[str, Any] = {}
-    for info in pkgutil.iter_modules(contracts.__path__):
-        module = importlib.import_module(f"{contracts.__name__}.{info.name}")
+    for info in (
+        *pkgutil.iter_modules(contracts.__path__, f"{contracts.__name__}."),
+        *pkgutil.iter_modules(devices.__path__, f"{devices.__name__}."),
+    ):
+        module = importlib.import_module(info.name)
+        short = info.name.rpartition(".")[2]
         for name, value in vars(module).items():
             if name.startswith("_") or getattr(value, "__module__", None) != module.__name__:
                 continue
             if inspect.isclass(value):
-                found[f"{info.name}.{name}"] = _class(value)
+                found[f"{short}.{name}"] = _class(value)
             elif inspect.isfunction(value) and name.startswith("fd_"):
                 found[f"hook {name}"] = str(inspect.signature(value))
     return {

@@ -14,7 +14,7 @@ import pytest
 from fastdeploy_core.config import BatchConfig, CacheConfig, EngineConfig
 from fastdeploy_core.config.arguments import build_engine_config
 from fastdeploy_core.engine.core import EngineCore
-from fastdeploy_core.engine.worker_process import make_worker
+from fastdeploy_core.engine.processes.worker_process import make_worker
 from fastdeploy_core.models.shapes import read_shapes
 from fastdeploy_core.plugins.resolve import resolve
 from fastdeploy_core.plugins.resolved import ResolvedPlugins

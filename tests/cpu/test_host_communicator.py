@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from fastdeploy_core import tensor
-from fastdeploy_core.contracts import host_communicator as module
-from fastdeploy_core.contracts.host_communicator import SharedMemoryCommunicator
+from fastdeploy_core.devices import host_communicator as module
+from fastdeploy_core.devices.host_communicator import SharedMemoryCommunicator
 from fastdeploy_core.errors import ConfigError, WorkerError
 
 ROOT = Path(__file__).resolve().parents[2]

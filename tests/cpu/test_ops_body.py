@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from fastdeploy_core import tensor
-from fastdeploy_core.reference import ops_body as body
-from fastdeploy_core.reference import ops_cache as cache
+from fastdeploy_core.reference.ops import body as body
+from fastdeploy_core.reference.ops import cache as cache
 from tests.torch_oracle import ask
 
 

@@ -8,9 +8,9 @@ import pytest
 from fastdeploy_core import tensor
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.contracts.moe import MoESpec, RoutingSpec
-from fastdeploy_core.reference import ops_moe as ops
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.reference.moe import ReferenceMoE
+from fastdeploy_core.reference.ops import moe as ops
 from tests.torch_oracle import ask
 
 HIDDEN, EXPERTS = 24, 16

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fastdeploy_core import tensor
-from fastdeploy_core.reference import ops_sampling as ops
 from fastdeploy_core.reference import random
+from fastdeploy_core.reference.ops import sampling as ops
 from tests.torch_oracle import ask
 
 

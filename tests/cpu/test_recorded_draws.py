@@ -11,7 +11,7 @@ import pytest
 
 from fastdeploy_core.config import SpeculativeConfig
 from fastdeploy_core.contracts.device import DeviceOptions
-from fastdeploy_core.reference import ops_sampling
+from fastdeploy_core.reference.ops import sampling as ops_sampling
 from fastdeploy_core.testing.capturing import CapturingDevice, OnCapturingDevice
 from fastdeploy_core.types import SamplingParams
 from fastdeploy_core.worker.recorded_draws import can_record_draws

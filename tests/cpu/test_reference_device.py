@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fastdeploy_core import tensor
-from fastdeploy_core.contracts import host_device as module
 from fastdeploy_core.contracts.device import DeviceBackend, DeviceOptions
+from fastdeploy_core.devices import host_device as module
 from fastdeploy_core.errors import CapabilityError, ConfigError
 from fastdeploy_core.reference.device import CpuDevice
 

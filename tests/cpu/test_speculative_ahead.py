@@ -21,8 +21,8 @@ import pytest
 
 from fastdeploy_core.config import ParallelConfig, SpeculativeConfig
 from fastdeploy_core.engine.core import EngineCore
+from fastdeploy_core.engine.processes.worker_process import make_worker
 from fastdeploy_core.engine.selection import resolve_plugins
-from fastdeploy_core.engine.worker_process import make_worker
 from fastdeploy_core.scheduler import decode_count
 from fastdeploy_core.scheduler import settings as scheduler_settings
 from fastdeploy_core.speculative.ngram import DeviceNgramDrafter

@@ -8,7 +8,7 @@ import fastapi
 import httpx
 import pytest
 
-from fastdeploy_core.serving.middleware import OPEN_PATHS
+from fastdeploy_core.serving.http.middleware import OPEN_PATHS
 from fastdeploy_core.tokenizer import Tokenizer
 from tests.server_support import LiveServer, ScriptedEngine, live, raw_request
 

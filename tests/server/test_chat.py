@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from fastdeploy_core.serving.chat import ChatJob
+from fastdeploy_core.serving.openai.chat import ChatJob
 from fastdeploy_core.tokenizer import Tokenizer
 from tests.server_support import LiveServer, ScriptedEngine, events_of, live
 

@@ -11,10 +11,9 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from fastdeploy_core.serving import front_door
-from fastdeploy_core.serving.front_door import FrontDoor
-from fastdeploy_core.serving.listening import bind_socket
-from fastdeploy_core.serving.occupancy import Occupancy, OwnOccupancy
+from fastdeploy_core.serving.front.door import FrontDoor
+from fastdeploy_core.serving.front.occupancy import Occupancy, OwnOccupancy
+from fastdeploy_core.serving.http.listening import bind_socket
 from fastdeploy_core.types.engine import EngineHealth
 from tests.server_support import server_config, wait_for
 
@@ -151,7 +150,7 @@ def test_connections_go_to_the_server_that_has_the_fewest() -> None:
 
 
 def test_a_server_that_takes_nothing_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front_door, "SWEEP_S", 0.05)
+    monkeypatch.setattr("fastdeploy_core.serving.front.door.SWEEP_S", 0.05)
 
     def broken(connection: socket.socket) -> None:
         raise BrokenPipeError("gone")
@@ -170,8 +169,8 @@ def test_a_server_that_takes_nothing_is_passed_over(monkeypatch: pytest.MonkeyPa
 
 
 def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front_door, "SWEEP_S", 0.05)
-    monkeypatch.setattr(front_door, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("fastdeploy_core.serving.front.door.SWEEP_S", 0.05)
+    monkeypatch.setattr("fastdeploy_core.serving.front.door.HEAD_TIMEOUT_S", 0.2)
     with door_of() as door, door.connect() as silent, door.connect() as gone:
         gone.close()
         silent.settimeout(10)

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fastdeploy_core.serving.protocol import (
+from fastdeploy_core.serving.openai.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,

@@ -187,7 +187,7 @@ def test_a_client_that_leaves_behind_a_large_body_ends_its_request(
 def test_a_connection_that_only_breaks_lines_is_closed(
     engine: ScriptedEngine, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fastdeploy_core.serving.http_protocol import GuardedProtocol
+    from fastdeploy_core.serving.http.protocol import GuardedProtocol
 
     monkeypatch.setattr(GuardedProtocol, "head_timeout_s", 0.2)
     with (

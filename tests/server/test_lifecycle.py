@@ -19,7 +19,7 @@ from fastdeploy_core.errors import (
     RequestTimeout,
     WorkerError,
 )
-from fastdeploy_core.serving.listening import bind_socket
+from fastdeploy_core.serving.http.listening import bind_socket
 from fastdeploy_core.tokenizer import Tokenizer
 from tests.server_support import (
     LiveServer,
@@ -271,7 +271,7 @@ def test_a_port_in_use_is_one_line(server: LiveServer) -> None:
 def test_an_idle_socket_is_closed(
     engine: ScriptedEngine, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fastdeploy_core.serving.http_protocol import GuardedProtocol
+    from fastdeploy_core.serving.http.protocol import GuardedProtocol
 
     monkeypatch.setattr(GuardedProtocol, "head_timeout_s", 0.2)
     with live(engine, tokenizer) as server:

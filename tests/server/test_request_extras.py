@@ -8,13 +8,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from fastdeploy_core.serving.protocol import (
+from fastdeploy_core.serving.openai.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from fastdeploy_core.serving.protocol.unsupported import NO_EFFECT, REFUSED
+from fastdeploy_core.serving.openai.schemas.unsupported import NO_EFFECT, REFUSED
 from fastdeploy_core.tokenizer import Tokenizer
 from tests.server_support import LiveServer, ScriptedEngine, events_of, live
 

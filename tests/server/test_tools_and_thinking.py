@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as Backend
 
 from fastdeploy_core.contracts.small import ToolCallDelta
 from fastdeploy_core.grammar.compiler import GrammarCompiler
-from fastdeploy_core.serving import forced_tools
-from fastdeploy_core.serving.answer import Answer
+from fastdeploy_core.serving.openai import forced_tools
+from fastdeploy_core.serving.openai.answer import Answer
 from fastdeploy_core.tokenizer import Tokenizer
 from fastdeploy_core.types import GrammarStart
 from tests.server_support import ScriptedEngine, events_of, live

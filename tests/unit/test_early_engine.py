@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_core.cli import serve
-from fastdeploy_core.engine import child, early_engine
+from fastdeploy_core.engine.processes import child, early_engine
 from fastdeploy_core.errors import ConfigError
 
 

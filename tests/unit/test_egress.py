@@ -11,8 +11,8 @@ from random import Random
 import pytest
 import zmq
 
-from fastdeploy_core.engine import egress, wire
-from fastdeploy_core.engine.egress import Egress, Output, Routes
+from fastdeploy_core.engine.processes import egress, wire
+from fastdeploy_core.engine.processes.egress import Egress, Output, Routes
 from fastdeploy_core.engine.stream import OutputStream
 from fastdeploy_core.types import (
     FinishReason,

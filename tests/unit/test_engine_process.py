@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_core.config import RequestSchedulerConfig, WatchdogConfig
-from fastdeploy_core.engine import child
 from fastdeploy_core.engine.client import AsyncEngine, LocalEngine
+from fastdeploy_core.engine.processes import child
 from fastdeploy_core.errors import (
     FastDeployError,
     InvalidRequest,

@@ -13,8 +13,8 @@ import pytest
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.engine import stream as stream_module
-from fastdeploy_core.engine import wire
-from fastdeploy_core.engine.progress import Progress
+from fastdeploy_core.engine.processes import wire
+from fastdeploy_core.engine.processes.progress import Progress
 from fastdeploy_core.engine.stream import OutputStream
 from fastdeploy_core.errors import FastDeployError, QueueFull, RequestTimeout, WorkerError
 from fastdeploy_core.types import (
@@ -244,7 +244,7 @@ def test_progress_is_never_seen_half_written(tmp_path):
     """Who reads while the engine marks must not take it for one that stands still."""
     reader = Progress(tmp_path, create=True)
     mark_for_ever = (
-        "import sys\nfrom fastdeploy_core.engine.progress import Progress\n"
+        "import sys\nfrom fastdeploy_core.engine.processes.progress import Progress\n"
         "progress = Progress(sys.argv[1])\nwhile True: progress.mark()"
     )
     writer = subprocess.Popen([sys.executable, "-c", mark_for_ever, str(tmp_path)])

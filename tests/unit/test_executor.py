@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fastdeploy_core.engine import worker_process
 from fastdeploy_core.engine.core import EngineCore
+from fastdeploy_core.engine.processes import worker_process
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.testing.null_worker import NullWorker
 from fastdeploy_core.types import SchedulerOutput

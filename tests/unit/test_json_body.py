@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from fastdeploy_core.errors import InvalidRequest
-from fastdeploy_core.serving.errors import ApiError
-from fastdeploy_core.serving.json_body import MAX_DEPTH, parse_json
-from fastdeploy_core.serving.protocol import common
-from fastdeploy_core.serving.protocol.chat import ChatCompletionRequest
-from fastdeploy_core.serving.protocol.common import SamplingFields
-from fastdeploy_core.serving.protocol.completion import CompletionRequest, split_prompts
+from fastdeploy_core.serving.http.errors import ApiError
+from fastdeploy_core.serving.http.json_body import MAX_DEPTH, parse_json
+from fastdeploy_core.serving.openai.schemas import common
+from fastdeploy_core.serving.openai.schemas.chat import ChatCompletionRequest
+from fastdeploy_core.serving.openai.schemas.common import SamplingFields
+from fastdeploy_core.serving.openai.schemas.completion import CompletionRequest, split_prompts
 
 
 def nested(levels: int) -> bytes:

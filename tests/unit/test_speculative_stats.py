@@ -11,7 +11,7 @@ from fastdeploy_core.kvcache import KVCacheManager
 from fastdeploy_core.scheduler import BatchScheduler, planner
 from fastdeploy_core.scheduler.settings import SchedulerSettings
 from fastdeploy_core.serving.metrics import Metrics
-from fastdeploy_core.serving.usage import Usage
+from fastdeploy_core.serving.openai.usage import Usage
 from fastdeploy_core.types import ModelRunnerOutput, each_delta
 from fastdeploy_core.types.engine import EngineHealth, EngineStats
 from tests.null_engine import make_request

@@ -127,7 +127,7 @@ class TestBatchInvariance:
 
 
 def test_draws_equal_the_references() -> None:
-    from fastdeploy_core.reference import ops_sampling
+    from fastdeploy_core.reference.ops import sampling as ops_sampling
 
     from fd_cuda.kernels import sampling
 
@@ -142,7 +142,7 @@ def test_draws_equal_the_references() -> None:
 
 @pytest.mark.parametrize("width", [7, 600, 5000])
 def test_kept_logits_equal_the_references(width: int) -> None:
-    from fastdeploy_core.reference import ops_sampling
+    from fastdeploy_core.reference.ops import sampling as ops_sampling
 
     from fd_cuda.kernels import filtering
 
@@ -166,7 +166,7 @@ def test_kept_logits_equal_the_references(width: int) -> None:
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_step_state_equals_the_references(width: int, rows: int) -> None:
-    from fastdeploy_core.reference import ops_step
+    from fastdeploy_core.reference.ops import step as ops_step
 
     from fd_cuda.kernels import step
 
@@ -230,7 +230,7 @@ def test_step_state_equals_the_references(width: int, rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 5, 130])
 def test_placed_tokens_equal_the_references(rows: int) -> None:
-    from fastdeploy_core.reference import ops_step
+    from fastdeploy_core.reference.ops import step as ops_step
 
     from fd_cuda.kernels import step
 
@@ -244,7 +244,7 @@ def test_placed_tokens_equal_the_references(rows: int) -> None:
 
 
 def test_histories_equal_the_references() -> None:
-    from fastdeploy_core.reference import ops_history
+    from fastdeploy_core.reference.ops import history as ops_history
 
     from fd_cuda.kernels import history
 

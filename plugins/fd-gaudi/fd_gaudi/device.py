@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 
 from fastdeploy_core.contracts.device import DeviceLimits, StepBuckets
-from fastdeploy_core.contracts.paddle_device import PaddleDevice, PaddleFacts
-from fastdeploy_core.contracts.torch_device import TorchFacts
+from fastdeploy_core.devices.paddle_device import PaddleDevice, PaddleFacts
+from fastdeploy_core.devices.torch_device import TorchFacts
 from fastdeploy_core.errors import ConfigError
 
 MIB = 1024**2

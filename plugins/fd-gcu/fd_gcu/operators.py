@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fastdeploy_core.contracts import vendor_operators
-from fastdeploy_core.contracts.vendor_operators import VendorOperators
+from fastdeploy_core.devices import vendor_operators
+from fastdeploy_core.devices.vendor_operators import VendorOperators
 from fastdeploy_core.tensor import namespace
 
 if TYPE_CHECKING:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fastdeploy_core.contracts.device import DeviceLimits
-from fastdeploy_core.contracts.paddle_device import PaddleDevice, PaddleFacts
-from fastdeploy_core.contracts.torch_device import TorchFacts
+from fastdeploy_core.devices.paddle_device import PaddleDevice, PaddleFacts
+from fastdeploy_core.devices.torch_device import TorchFacts
 
 FACTS = PaddleFacts(
     name="metax",

@@ -17,7 +17,7 @@ from .stand_in import StandIn, read, standing_in
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
-    from fastdeploy_core.contracts.vendor_operators import VendorOperators
+    from fastdeploy_core.devices.vendor_operators import VendorOperators
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 4, 2, 8, 12
 

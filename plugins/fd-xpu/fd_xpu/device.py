@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastdeploy_core.contracts.device import DeviceLimits
-from fastdeploy_core.contracts.paddle_device import PaddleDevice, PaddleFacts
+from fastdeploy_core.devices.paddle_device import PaddleDevice, PaddleFacts
 
 FACTS = PaddleFacts(
     name="xpu",

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from fastdeploy_core.contracts.device import CapturedGraph, DeviceLimits, DeviceOptions
-from fastdeploy_core.contracts.host_device import MAX_TENSOR_PARALLEL, HostDevice
+from fastdeploy_core.devices.host_device import MAX_TENSOR_PARALLEL, HostDevice
 
 from . import keeping
 from .formats import FORMATS

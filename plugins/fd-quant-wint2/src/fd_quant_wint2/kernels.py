@@ -6,7 +6,7 @@ from typing import Final
 
 from .formats import FORMATS
 
-_ROOM = "fastdeploy_core.reference.ops_quantized"
+_ROOM = "fastdeploy_core.reference.ops.quantized"
 
 TABLE: Final[dict[str, str]] = {
     **{f.linear: f"{_ROOM}:linear_packed" for f in FORMATS.values()},

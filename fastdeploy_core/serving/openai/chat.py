@@ -13,6 +13,7 @@ from fastdeploy_core.engine.input import grammar_start
 from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.parsers import AnswerReader
 from fastdeploy_core.parsers.answer import TextParser, shown_tokens, thinking_ahead
+from fastdeploy_core.serving.state import ServerState
 from fastdeploy_core.types import (
     CompletionOutput,
     Request,
@@ -24,8 +25,7 @@ from . import forced_tools
 from .answer import Answer, tool_call_deltas
 from .generation import run
 from .logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from .protocol import ChatCompletionRequest
-from .state import ServerState
+from .schemas import ChatCompletionRequest
 from .usage import Call, Usage, answer_id, request_options
 
 SHORT_BYTES = 4096

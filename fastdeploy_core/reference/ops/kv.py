@@ -8,7 +8,7 @@ from fastdeploy_core.contracts.kv_formats import KV_FORMATS, KVFormat
 from fastdeploy_core.quantization.kv import quantize_rows, restore_rows, round_rows
 from fastdeploy_core.tensor import namespace
 
-from .ops_cache import kv_write
+from .cache import kv_write
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.attention import KVScales

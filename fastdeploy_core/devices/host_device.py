@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fastdeploy_core.contracts.base import CONTRACT
+from fastdeploy_core.contracts.device import Communicator, DeviceOptions, MemoryInfo
 from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.tensor import available, load
-
-from .base import CONTRACT
-from .device import Communicator, DeviceOptions, MemoryInfo
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor, TensorLibrary

@@ -12,7 +12,7 @@ import numpy as np
 
 from fastdeploy_core.tensor import namespace
 
-from .ops_moe import one_by_one, through_experts
+from .moe import one_by_one, through_experts
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.quant_formats import PackedWeight

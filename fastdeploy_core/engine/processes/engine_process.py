@@ -19,14 +19,14 @@ import msgspec
 import zmq
 
 from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad, RequestScheduler
+from fastdeploy_core.engine.core import EngineCore
+from fastdeploy_core.engine.observer import Observer
 from fastdeploy_core.errors import FastDeployError, InvalidRequest, needs_trace
 from fastdeploy_core.plugins.manager import hook_manager
 from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas
 
 from . import child, wire
-from .core import EngineCore
 from .egress import Egress, connect
-from .observer import Observer
 from .progress import Progress
 
 logger = logging.getLogger(__name__)

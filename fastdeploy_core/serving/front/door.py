@@ -21,10 +21,10 @@ import h11
 import msgspec
 
 from fastdeploy_core.config.server import ServerConfig
+from fastdeploy_core.serving.http.middleware import OPEN_PATHS, shown_id
+from fastdeploy_core.serving.http.protocol import HEAD_TIMEOUT_S
 from fastdeploy_core.types.engine import EngineHealth
 
-from .http_protocol import HEAD_TIMEOUT_S
-from .middleware import OPEN_PATHS, shown_id
 from .occupancy import Occupancy
 from .probes import PROBES, answer_probe
 

@@ -18,14 +18,13 @@ import msgspec
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.config.server import ServerConfig
-from fastdeploy_core.engine import child, wire
+from fastdeploy_core.engine.processes import child, wire
 from fastdeploy_core.errors import FastDeployError
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
-
-from . import event_loop
+from fastdeploy_core.serving.http import event_loop
 
 if TYPE_CHECKING:
-    from .server import ApiServer
+    from fastdeploy_core.serving.server import ApiServer
 
 logger = logging.getLogger(__name__)
 
@@ -84,9 +83,10 @@ def main(data: bytes) -> int:
 
 
 async def _serve(init: FrontEndInit, door: socket.socket) -> int:
-    from .launch import attached_app, watch
+    from fastdeploy_core.serving.launch import attached_app, watch
+    from fastdeploy_core.serving.server import ApiServer
+
     from .occupancy import Occupancy, OwnOccupancy
-    from .server import ApiServer
 
     loop = asyncio.get_running_loop()
     this = asyncio.current_task()

@@ -10,18 +10,19 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from fastdeploy_core.serving.http.errors import ApiError
+from fastdeploy_core.serving.http.json_body import read_model
+from fastdeploy_core.serving.respond import answer, json_response
+from fastdeploy_core.serving.state import ServerState
+
 from .chat import ChatJob
 from .completion import CompletionJob
-from .errors import ApiError
-from .json_body import read_model
-from .protocol import (
+from .schemas import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from .respond import answer, json_response
-from .state import ServerState
 from .usage import Call
 
 BODIES: tuple[type[BaseModel], ...] = (

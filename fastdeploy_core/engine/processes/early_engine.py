@@ -37,4 +37,6 @@ def _start(tensor_library: str) -> subprocess.Popen[bytes]:
     library = early_import(tensor_library)
     modules = [library] if library else []
     modules.append("fastdeploy_core.worker.worker")
-    return child.spawn_early("fastdeploy_core.engine.process:main", "fastdeploy-engine", modules)
+    return child.spawn_early(
+        "fastdeploy_core.engine.processes.engine_process:main", "fastdeploy-engine", modules
+    )

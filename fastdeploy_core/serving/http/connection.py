@@ -7,7 +7,7 @@ from typing import Protocol
 
 from starlette.types import Scope
 
-# An extension of the scope that http_protocol.py sets to the Connection.
+# An extension of the scope that protocol.py sets to the Connection.
 CONNECTION_EXTENSION = "fastdeploy.connection"
 
 

@@ -26,14 +26,14 @@ import zmq
 from fastdeploy_core import errors
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.config.server import ServerConfig
-from fastdeploy_core.engine import child, wire
-from fastdeploy_core.engine.egress import connect
-from fastdeploy_core.engine.supervisor import Listener, Supervisor
+from fastdeploy_core.engine.processes import child, wire
+from fastdeploy_core.engine.processes.egress import connect
+from fastdeploy_core.engine.processes.supervisor import Listener, Supervisor
 from fastdeploy_core.errors import FastDeployError, WorkerError
+from fastdeploy_core.serving.asking import Plugins
 from fastdeploy_core.types.engine import EngineInfo
 
-from .asking import Plugins
-from .front_door import FrontDoor
+from .door import FrontDoor
 from .front_end import METRICS_FOLDER, FrontEndInit, Hello, door_path, occupancy_path
 from .occupancy import Occupancy
 
@@ -44,7 +44,7 @@ POLL_S = 0.1
 END_S = 8.0
 MAX_RESTARTS = 3  # of one API server, in a row within RESTART_WINDOW_S
 RESTART_WINDOW_S = 60.0
-TARGET = "fastdeploy_core.serving.front_end:main"
+TARGET = "fastdeploy_core.serving.front.front_end:main"
 
 
 class FrontEnds(Listener):

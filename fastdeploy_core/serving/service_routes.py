@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from fastdeploy_core import __version__
 from fastdeploy_core.errors import FastDeployError
+from fastdeploy_core.serving.front.probes import answer_probe
 
-from .probes import answer_probe
 from .respond import json_response
 from .state import ServerState
 

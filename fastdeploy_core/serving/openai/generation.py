@@ -11,10 +11,9 @@ from typing import Any
 
 from fastdeploy_core import errors
 from fastdeploy_core.errors import FastDeployError, RequestError, WorkerError
+from fastdeploy_core.serving.metrics import RequestTimer
+from fastdeploy_core.serving.state import ServerState
 from fastdeploy_core.types import Request, RequestOutput
-
-from .metrics import RequestTimer
-from .state import ServerState
 
 logger = logging.getLogger(__name__)
 

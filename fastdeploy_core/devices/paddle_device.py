@@ -26,11 +26,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from fastdeploy_core.contracts.base import Accept, Candidate, Decline
+from fastdeploy_core.contracts.device import (
+    CapturedGraph,
+    Communicator,
+    DeviceOptions,
+    DeviceQuestion,
+)
 from fastdeploy_core.errors import CapabilityError, ConfigError, PluginLoadError
 
 from .accelerator import GIB, SCORE, Accelerator, AcceleratorFacts, installed_version
-from .base import Accept, Candidate, Decline
-from .device import CapturedGraph, Communicator, DeviceOptions, DeviceQuestion
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor, TensorLibrary

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from fastdeploy_core.serving.http.errors import sanitise
 from fastdeploy_core.types.engine import EngineHealth
-
-from .errors import sanitise
 
 PROBES = ("/health", "/health/live", "/health/ready", "/ping")
 

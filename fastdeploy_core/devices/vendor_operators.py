@@ -7,17 +7,15 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from fastdeploy_core.contracts.base import Accept, Candidate, Decline
 from fastdeploy_core.errors import PluginLoadError
 from fastdeploy_core.tensor import loaded, namespace
 
-from .base import Accept, Candidate, Decline
-
 if TYPE_CHECKING:
+    from fastdeploy_core.contracts.attention import AttentionQuestion
+    from fastdeploy_core.contracts.moe import MoEQuestion
+    from fastdeploy_core.contracts.quant_formats import PackedWeight
     from fastdeploy_core.tensor import Tensor
-
-    from .attention import AttentionQuestion
-    from .moe import MoEQuestion
-    from .quant_formats import PackedWeight
 
 SCORE = 150  # tuned for its device
 

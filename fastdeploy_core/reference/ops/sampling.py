@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from fastdeploy_core.reference.random import exponential
 from fastdeploy_core.tensor import namespace
-
-from .random import exponential
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.ops import KernelTable

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fastdeploy_core.serving.openai.schemas.common import SamplingFields
+from fastdeploy_core.serving.state import ServerState
 from fastdeploy_core.types import RequestOutput, SpeculateMetrics
-
-from .protocol.common import SamplingFields
-from .state import ServerState
 
 
 class Usage:

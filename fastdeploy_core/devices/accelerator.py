@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastdeploy_core import envs
+from fastdeploy_core.contracts.base import CONTRACT
+from fastdeploy_core.contracts.device import DeviceEvent, DeviceLimits, MemoryInfo
 from fastdeploy_core.errors import CapabilityError, ConfigError
-
-from .base import CONTRACT
-from .device import DeviceEvent, DeviceLimits, MemoryInfo
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor

@@ -28,11 +28,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastdeploy_core import envs
-from fastdeploy_core.engine.log_format import LineFormatter
+from fastdeploy_core.engine.processes.log_format import LineFormatter
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from fastdeploy_core.engine.child import run_child; run_child(sys.argv[2])"
+    "from fastdeploy_core.engine.processes.child import run_child; run_child(sys.argv[2])"
 )
 _PR_SET_PDEATHSIG = 1
 _HEADER = struct.Struct("<Q")

@@ -13,12 +13,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastdeploy_core.serving.state import ServerState
 from fastdeploy_core.types import CompletionOutput, Request, RequestOutput, StructuredOutputsParams
 
 from .generation import merge, run
 from .logprobs import CompletionLogprobs, Position, TokenNames, prompt_logprobs
-from .protocol import CompletionRequest
-from .state import ServerState
+from .schemas import CompletionRequest
 from .usage import Call, Usage, answer_id, request_options
 
 

@@ -1,0 +1,1 @@
+"""The engine as processes: starting and watching them, and what they send each other."""

@@ -1,0 +1,1 @@
+"""The operations of contracts/ops.py in plain tensor code, grouped by what they work on."""
