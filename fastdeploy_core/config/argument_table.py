@@ -316,7 +316,7 @@ _SCHEDULER = group(
         "scheduler_lease",
         "float",
         10.0,
-        "seconds an instance may be silent before its requests move",
+        "seconds an instance may be silent before a shared queue gives its requests to another",
         low=0.001,
         high=1e6,
     ),

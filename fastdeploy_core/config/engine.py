@@ -109,7 +109,7 @@ class RequestSchedulerConfig:
     max_size: int = 1024  # waiting requests; one more is refused with QueueFull. 0: unbounded
     max_tokens: int = 0  # waiting prompt tokens; 0: unbounded
     ttl_s: float = 900.0  # a request waiting longer than this is answered with RequestTimeout
-    lease_s: float = 10.0
+    lease_s: float = 10.0  # for schedulers with leases; the local one has none
     instance: str = ""
     options: Mapping[str, Any] | None = None
 
