@@ -1,7 +1,7 @@
 """A few sequences fed to one attention driver step by step, and what must come out.
 
-For drivers that rotate and write the cache themselves, whatever its layout: the cache starts as NaN and
-is filled by the driver alone. Rotation and attention are those of testing/oracle.py.
+For drivers that rotate and write the cache themselves, whatever its layout: the cache starts as
+NaN and is filled by the driver alone. Rotation and attention are those of oracle.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A processor that records work, for tests of everything around captured steps without an accelerator.
+"""A processor that records work, to test what surrounds captured steps without an accelerator.
 
 A recording is the closure itself, called again at each replay over the same buffers. `RecordedWork`
 counts replays and lets a test look or poison in between; copies and events are counted, too.
@@ -94,7 +94,7 @@ class _Metadata:
 
 
 class RecordableAttention:
-    """Grouped-query attention over whole tables: slow, plain, and free of host numbers but shapes."""
+    """Grouped-query attention over whole tables: slow, plain, no host numbers but shapes."""
 
     name = "recordable"
     contract = CONTRACT
@@ -177,7 +177,7 @@ class RecordableAttention:
 
 
 class OnCapturingDevice:
-    """Plugins as resolved, but with these two drivers in place of the device's and attention's own."""
+    """Plugins as resolved, with these two drivers in place of the device's and attention's own."""
 
     def __init__(self, resolved: ResolvedPlugins) -> None:
         self._resolved = resolved

@@ -1,4 +1,4 @@
-"""`fastdeploy plugins check NAME`: the conformance kit against one driver, in a pytest of its own."""
+"""`fastdeploy plugins check NAME`: the conformance kit against one driver, in its own pytest."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ KINDS_WITH_SUITE = (
 def main(argv: Sequence[str]) -> int:
     """Run the kit; the exit code is pytest's (0: everything that applies has passed)."""
     arguments = _parser().parse_args(argv)
-    name = device_of(discover(), arguments.name) or arguments.name
-    kind = arguments.kind or kind_of(discover(), name)
-    entry = find(kind, name)
-    device = arguments.device or device_of(discover(), entry.distribution)
+    inventory = discover()
+    name = device_of(inventory, arguments.name) or arguments.name
+    kind = arguments.kind or kind_of(inventory, name)
+    entry = find(kind, name, inventory)
+    device = arguments.device or device_of(inventory, entry.distribution)
     with tempfile.TemporaryDirectory(prefix="fastdeploy-check-") as folder:
         # An empty folder as root: no conftest or setting of the current directory takes part.
         (Path(folder) / "pytest.ini").write_text("[pytest]\n", "utf-8")

@@ -122,9 +122,9 @@ class NullEvent:
 class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One entry of list "faults": what happens, and when.
 
-    raise: an ordinary exception in the step. oom: MemoryError. lost: WorkerError, the device is gone.
-    hang: never comes back. die: the process is killed. nan: the sequence's logits are not finite.
-    slow: the step takes `seconds` longer.
+    raise: an ordinary exception in the step. oom: MemoryError. lost: WorkerError, the device is
+    gone. hang: never comes back. die: the process is killed. nan: the sequence's logits are
+    not finite. slow: the step takes `seconds` longer.
     """
 
     kind: Literal["raise", "oom", "lost", "hang", "die", "nan", "slow"]

@@ -34,7 +34,8 @@ def sampled_tokens(
     **engine_args: Any,
 ) -> dict[str, Any]:
     """{"runs": one like greedy_tokens' for each of the samplings, "metrics": ...}; a fresh process,
-    because one process has one library. An empty sampling is greedy; seeds are the prompts' places."""
+    because one process has one library. An empty sampling is greedy; seeds are the prompts'
+    places."""
     order = {
         "model": str(model),
         "args": {"num_threads": 1, "num_gpu_blocks_override": 128} | engine_args,

@@ -1,4 +1,4 @@
-"""The operations of contracts/ops.py once more, in numpy and float64: what results are compared with.
+"""The operations of contracts/ops.py in numpy and float64: what results are compared with.
 
 Written from the contract, independent of reference/, so that the reference device is tested too.
 """
@@ -58,7 +58,7 @@ def rotary(x: Array, positions: Array, cos_sin: Array, interleaved: bool) -> Arr
 
 
 def attention(q: Array, k: Array, v: Array, scale: float) -> Array:
-    """One sequence: q [n, heads, d] are the last n of the len(k) tokens; k, v [len, kv_heads, d]."""
+    """One sequence: q [n, heads, d]: the last n of the len(k) tokens; k, v [len, kv_heads, d]."""
     group = q.shape[1] // k.shape[1]
     keys, values = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     scores = np.einsum("qhd,khd->hqk", q, keys) * scale

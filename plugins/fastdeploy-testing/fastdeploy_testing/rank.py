@@ -1,9 +1,9 @@
 """One rank of a group, started by the conformance kit: exchanges experts' tokens, prints verdicts.
 
-    python -m fastdeploy_testing.rank DEVICE TENSOR_LIBRARY RANK WORLD_SIZE FOLDER [COMMUNICATOR ...]
+    python -m fastdeploy_testing.rank DEVICE TENSOR_LIBRARY RANK SIZE FOLDER [COMMUNICATOR ...]
 
-The last line printed is a JSON object {communicator: passed}; without a communicator the device's own
-collectives are examined, as `fastdeploy plugins doctor` does.
+The last line printed is a JSON object {communicator: passed}; without a communicator the
+device's own collectives are examined, as `fastdeploy plugins doctor` does.
 """
 
 from __future__ import annotations

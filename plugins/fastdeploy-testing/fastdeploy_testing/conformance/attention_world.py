@@ -102,7 +102,7 @@ class World:
         return self.step_inputs()
 
     def _feed_everything(self, backend: Any) -> None:
-        """A step of all tokens of all rows, as prompts: the driver writes them in its own layout."""
+        """A step of all tokens of all rows, as prompts: the driver writes in its own layout."""
         whole = [
             Row(
                 len(row.k),

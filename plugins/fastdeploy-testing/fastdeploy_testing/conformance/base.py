@@ -56,7 +56,7 @@ class Conformance:
         return load(fd_entry)
 
     def tolerance(self, dtype: str) -> tuple[float, float]:
-        """(relative, absolute) for results of that dtype; override to be stricter, or to explain."""
+        """(relative, absolute) for results of that dtype; override to be stricter."""
         return TOLERANCE[dtype]
 
 
@@ -117,7 +117,7 @@ class OnDevice(Conformance):
     def assert_close(
         self, device: Any, result: Any, expected: np.ndarray, dtype: str, scale: float = 0.0
     ) -> None:
-        """Within the dtype's tolerance of the oracle; `scale` is the size of intermediate values."""
+        """Within the dtype's tolerance of the oracle; `scale`: the size of intermediate values."""
         got = self.to_host(device, result)
         assert got.shape == expected.shape, f"shape {got.shape}, expected {expected.shape}"
         if not got.size:

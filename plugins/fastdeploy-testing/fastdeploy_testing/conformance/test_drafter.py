@@ -24,9 +24,9 @@ _ANSWERS: dict[str, dict[str, Any]] = {}
 
 
 class DrafterConformance(OnDevice):
-    """Override `options` for settings that the method needs, and `model` for one that needs a certain
-    kind of target. Tests of proposals apply to drafters on the host; what a drafter on the device
-    proposes is judged by running it behind a model."""
+    """Override `options` for settings that the method needs, and `model` for one that needs a
+    certain kind of target. Tests of proposals apply to drafters on the host; what a drafter on
+    the device proposes is judged by running it behind a model."""
 
     kind = "speculative"
 
@@ -39,8 +39,8 @@ class DrafterConformance(OnDevice):
     @pytest.fixture(scope="class")
     @classmethod
     def options(cls, fd_options: dict[str, str], model: Path) -> dict[str, Any]:
-        """The method's own settings: --fd-option, values as JSON where they are JSON; {model} stands for
-        the target's folder."""
+        """The method's own settings: --fd-option, values as JSON where they are JSON; {model}
+        stands for the target's folder."""
         return {
             key: option_value(text.replace("{model}", str(model)))
             for key, text in fd_options.items()
@@ -88,7 +88,7 @@ class DrafterConformance(OnDevice):
     def test_histories_may_grow_by_any_number_of_tokens(
         self, driver: Any, device: Any, options: dict[str, Any], drafter: Any
     ) -> None:
-        """Looking every time, or only now and then, comes to the same length limits and no failure."""
+        """Looking every time or only now and then: the same length limits and no failure."""
         rng = np.random.default_rng(5)
         tokens = rng.integers(0, 6, 150).tolist()
         for end in np.cumsum(rng.integers(1, 9, 30)).tolist():

@@ -39,7 +39,7 @@ def round_e4m3(x: np.ndarray) -> np.ndarray:
 def rounded_rows(
     x: np.ndarray, kind: KVFormat, static: tuple[np.ndarray, np.ndarray | None] | None
 ) -> np.ndarray:
-    """What the cache holds of rows [T, heads, dim]; `static`: (scale, minimum), each [heads, dim]."""
+    """What the cache holds of rows [T, heads, dim]; static: (scale, minimum), each [heads, dim]."""
     low: Any = 0.0
     if static is not None:
         scale = static[0]

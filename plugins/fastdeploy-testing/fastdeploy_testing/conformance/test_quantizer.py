@@ -25,7 +25,7 @@ LAYERS = (
 class QuantizerConformance(OnDevice):
     """Online quantization and application; override the two fixtures for a format's own needs.
 
-    A format that only reads checkpoints refuses to quantize; what needs its tensors is skipped then.
+    A format that only reads checkpoints refuses to quantize: what needs its tensors is skipped.
     """
 
     kind = "quantizer"
