@@ -18,9 +18,9 @@ from fastdeploy_core.config.argument_values import ROWS
 from fastdeploy_core.config.refused import ALWAYS, REFUSED
 from fastdeploy_core.contracts import hookspecs
 from fastdeploy_core.contracts.base import CONTRACT, HOOK_GROUP, KINDS
-from fastdeploy_core.contracts.command import CORE_COMMANDS
 from fastdeploy_core.contracts.ops import OPERATIONS, QUANTIZED_OPERATIONS
 from fastdeploy_core.contracts.quant_formats import FORMATS
+from fastdeploy_core.plugins.core_commands import CORE_COMMANDS
 from fastdeploy_core.plugins.known import providers
 from fastdeploy_core.serving.metrics import Metrics
 

@@ -7,9 +7,12 @@ reads metadata and imports no plugin.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
-from fastdeploy_core.contracts.command import CORE_COMMANDS, GROUPS
+from fastdeploy_core.plugins.core_commands import CORE_COMMANDS, GROUPS
+
+T = TypeVar("T")
 
 
 def split(arguments: Sequence[str]) -> tuple[str, list[str]]:
@@ -63,10 +66,16 @@ def help_text(group: str = "") -> str:
 
 
 def _table(rows: dict[str, str], group: str) -> str:
-    """Rows of the commands right in that group."""
-    prefix = f"{group}." if group else ""
-    own = {n.removeprefix(prefix): text for n, text in rows.items() if n.startswith(prefix)}
-    return "\n".join(f"  {name:<12} {text}" for name, text in own.items() if "." not in name)
+    return "\n".join(f"  {name:<12} {text}" for name, text in _in_group(rows, group).items())
+
+
+def _in_group(rows: Mapping[str, T], group: str) -> dict[str, T]:
+    """What is right in that group ("": in none), by the name within it."""
+    return {
+        name.rpartition(".")[2]: value
+        for name, value in rows.items()
+        if name.rpartition(".")[0] == group
+    }
 
 
 def _installed() -> dict[str, str]:
@@ -105,10 +114,12 @@ def _unknown(name: str, installed: set[str]) -> Exception:
             f"`fastdeploy {words}` is in the distribution {known[name]}: pip install {known[name]}"
         )
     group = next((g for g in GROUPS if name.startswith(f"{g}.")), "")
-    names = [n for n in (*CORE_COMMANDS, *GROUPS, *sorted(installed), *known) if n != group]
-    near = difflib.get_close_matches(name, names, n=1)
-    prefix = f"{group}." if group else ""
-    there = [n.removeprefix(prefix) for n in names if n.startswith(prefix)]
-    possible = ", ".join(n for n in there if "." not in n)
-    hint = f"did you mean {near[0].replace('.', ' ')!r}?" if near else f"possible: {possible}"
+    names = dict.fromkeys([*CORE_COMMANDS, *GROUPS, *sorted(installed), *known])
+    there = list(_in_group(names, group))
+    near = difflib.get_close_matches(words.split()[-1], there, n=1)
+    hint = (
+        f"did you mean {f'{group} {near[0]}'.strip()!r}?"
+        if near
+        else f"possible: {', '.join(there)}"
+    )
     return ConfigError(f"unknown command {words!r}; {hint}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_core.contracts.command import CORE_COMMANDS
+from fastdeploy_core.plugins.core_commands import CORE_COMMANDS
 from fastdeploy_core.plugins.known import providers
 from tests.plugins.wheels import build_wheel, fastdeploy, install
 
@@ -29,9 +29,7 @@ def add(site: Path, name: str, module: str, command: str, *, summary: str = "") 
     """Install a distribution fd-NAME with one command."""
     stem = name.replace("-", "_")
     points = POINTS.format(command, stem)
-    wheel = build_wheel(
-        site.parent, f"fd-{name}", {f"{stem}.py": module}, points, summary=summary
-    )
+    wheel = build_wheel(site.parent, f"fd-{name}", {f"{stem}.py": module}, points, summary=summary)
     install(site, wheel)
 
 
@@ -127,7 +125,7 @@ def test_an_unknown_command_names_what_is_near(site: Path) -> None:
     add(site, "more", COUNT, "plugins.count")
     assert "did you mean 'count'?" in fastdeploy(site, "cuont").stderr
     assert "did you mean 'plugins count'?" in fastdeploy(site, "plugins", "cuont").stderr
-    far = fastdeploy(site, "plugins", "xyzzy")
+    far = fastdeploy(site, "plugins", "qqq")
     assert far.returncode == 1 and "possible: list, show" in far.stderr and "count" in far.stderr
 
 
