@@ -64,9 +64,12 @@ def cli() -> str:
         "\nPlugins add commands through group `fastdeploy.commands` "
         "([Command](../../fastdeploy_core/contracts/command.py)); `fastdeploy --help` lists what is "
         "installed.",
-        "\nEach command explains itself with `--help`. `--config FILE` reads arguments from YAML; flags win. "
-        "JSON arguments also take dotted form (`--speculative-config.method ngram_match`). Switches that are "
-        "on have a `--no-` twin. The keyword of the offline `LLM` is the flag's name with underscores.\n",
+        "\nEach command explains itself with `--help`. `--config FILE` reads arguments from YAML; "
+        "flags win. "
+        "JSON arguments also take dotted form (`--speculative-config.method ngram_match`). "
+        "Switches that are "
+        "on have a `--no-` twin. The keyword of the offline `LLM` is the flag's name with "
+        "underscores.\n",
     ]
     groups: dict[str, list[tuple[str, ...]]] = {}
     for row in ROWS:
@@ -86,7 +89,8 @@ def names() -> str:
     always = [(_flag(name), str(reason)) for name, reason in sorted(dict(ALWAYS).items())]
     return "\n".join(
         [
-            "# Names: FastDeploy 2.x and vLLM spellings\n\nThe command line keeps the spellings people "
+            "# Names: FastDeploy 2.x and vLLM spellings\n\nThe command line keeps the spellings "
+            "people "
             "know; inside there is one name.\n",
             "## Also accepted\n",
             table(("spelling", "is here"), [(f"`{a}`", f"`{b}`") for a, b in sorted(mapped)]),
@@ -124,7 +128,8 @@ def metrics() -> str:
     shown.render(EngineStats(), EngineHealth(alive=True, ready=True), info)
     rows = [(f"`{m.name}`", m.type, m.documentation) for m in shown.registry.collect()]
     return (
-        "# Metrics\n\n`GET /metrics`, Prometheus text format. Counters carry the suffix `_total`, histograms "
+        "# Metrics\n\n`GET /metrics`, Prometheus text format. Counters carry the suffix `_total`, "
+        "histograms "
         "`_bucket`, `_sum` and `_count`. Labels come from closed sets.\n\n"
         + table(("name", "type", "meaning"), sorted(rows))
     )
@@ -135,7 +140,8 @@ def hooks() -> str:
     kinds = [(f"`{k.name}`", f"`{k.group}`", k.summary) for k in KINDS.values()]
     parts = [
         f"# Kinds and hooks, contract {CONTRACT[0]}.{CONTRACT[1]}\n",
-        "An entry point's name is the driver's name and its target the driver class, except that of "
+        "An entry point's name is the driver's name and its target the driver class, except that "
+        "of "
         "`fastdeploy.kernels`, whose name is a device and whose target is a table.\n",
         table(("kind", "entry-point group", "what it is"), kinds),
         f"\nHook modules are named in group `{HOOK_GROUP}`. Implementations take any subset of the "
@@ -160,13 +166,16 @@ def operations() -> str:
     ]
     return "\n".join(
         [
-            "# Operations\n\nWhat a device may implement through group `fastdeploy.kernels`, in any order; "
+            "# Operations\n\nWhat a device may implement through group `fastdeploy.kernels`, in "
+            "any order; "
             "what it lacks comes from the reference.\n",
             table(("operation", "signature"), rows),
-            "\n## Of quantized models\n\nLooked up when a layer needs them, so a device may leave them all "
+            "\n## Of quantized models\n\nLooked up when a layer needs them, so a device may leave "
+            "them all "
             "out. A weight is handed as the cell's `prepare` made it, else as a `PackedWeight`.\n",
             table(("operation", "signature"), quantized),
-            "\n## Internal formats\n\nN outputs, K inputs, G = ceil(K / inputs that share a scale); experts "
+            "\n## Internal formats\n\nN outputs, K inputs, G = ceil(K / inputs that share a "
+            "scale); experts "
             "have one more dimension in front.\n",
             table(("format", "meaning", "tensors"), formats),
         ]

@@ -151,7 +151,8 @@ def scan() -> tuple[PluginEntry, ...]:
     for distribution in importlib.metadata.distributions():
         try:
             text = distribution.read_text("entry_points.txt")
-            # Parsing every METADATA file costs more than the whole budget; most have nothing for us.
+            # Parsing every METADATA file costs more than the whole budget; most have nothing for
+            # us.
             if not text or f"[{PREFIX}" not in text.replace(" ", ""):
                 continue
             found.extend(_entries_of(distribution, seen))

@@ -28,6 +28,7 @@ from fastdeploy_core.testing.conformance.test_expert_communicator import (
 from fastdeploy_core.testing.conformance.test_ops import OpsConformance
 from fastdeploy_core.testing.conformance.test_quantizer import QuantizerConformance
 from fastdeploy_core.testing.conformance.test_request_scheduler import RequestSchedulerConformance
+from tests.contract.shared_queue import SharedQueue
 
 FAILURE = (AssertionError, pytest.fail.Exception)
 
@@ -70,11 +71,38 @@ class Doubles(LocalScheduler):
 class Unfenced(LocalScheduler):
     """Believes every attempt."""
 
-    def _publish(self, delta: Any, now: float) -> None:
+    def _publish(self, delta: Any) -> None:
         entry = self._entries.get(delta.request_id)
         if entry is not None:
-            delta.attempt = entry.attempt
-        super()._publish(delta, now)
+            delta.attempt = entry.request.attempt
+        super()._publish(delta)
+
+
+class UnfencedQueue(SharedQueue):
+    """Believes whoever was handed the request before, too."""
+
+    def put_results(self, outputs: Any) -> None:
+        for delta in outputs:
+            if delta.request_id in self.topic.tasks:
+                delta.attempt = self.topic.tasks[delta.request_id].attempt
+        super().put_results(outputs)
+
+
+class Sleeper(SharedQueue):
+    """Takes leases back although their engine reports."""
+
+    def report_load(self, load: Any) -> None:
+        self.topic.loads[load.instance] = load
+
+
+class Greedy(SharedQueue):
+    """Leaves a request in the queue when it hands it out."""
+
+    def _take(self, number: int) -> Any:
+        taken = super()._take(number)
+        for request in taken:
+            self.topic.tasks[request.request_id].owner = None
+        return taken
 
 
 class Deaf(LocalScheduler):
@@ -122,12 +150,22 @@ def test_broken_schedulers_fail(driver: Any, test: str) -> None:
         getattr(Schedulers(), test)(make)
 
 
-def test_zombie_that_is_believed_fails() -> None:
+@pytest.mark.parametrize(
+    ("driver", "test"),
+    [
+        (UnfencedQueue, "test_what_a_dead_instance_held_is_handed_out_again"),
+        (Sleeper, "test_heartbeats_keep_a_lease"),
+        (Greedy, "test_two_instances_share_one_queue"),
+    ],
+)
+def test_broken_shared_queues_fail(driver: Any, test: str) -> None:
+    options = {"topic": f"{driver.__name__} {test}"}
+
     def make(**settings: Any) -> Any:
-        return Unfenced(RequestSchedulerConfig(lease_s=0.3, **settings))
+        return driver(RequestSchedulerConfig(lease_s=0.3, options=options, **settings))
 
     with pytest.raises(FAILURE):
-        Schedulers().test_what_a_dead_instance_held_is_handed_out_again(Unfenced, make)
+        getattr(Schedulers(), test)(driver, make)
 
 
 def wrapped(kernels: Any, name: str, change: Callable[..., Any]) -> Any:

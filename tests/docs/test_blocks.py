@@ -1,7 +1,8 @@
 """Every fenced block in the documents is true: Python runs, TOML and YAML parse, commands parse.
 
-A Python block that needs a server, hardware or a model runs as far as its imports and definitions; the demo
-model is at hand. A block marked `no-run` in its info string is skipped and must say why there.
+A Python block that needs a server, hardware or a model runs as far as its imports and definitions;
+the demo model is at hand. A block marked `no-run` in its info string is skipped and must say why
+there.
 """
 
 from __future__ import annotations

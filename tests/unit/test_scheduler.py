@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from fastdeploy_core.errors import ConfigError, InvalidRequest, RequestTooLong
@@ -476,6 +477,22 @@ def test_invalid_request_is_refused_and_changes_nothing(request_, param):
     assert caught.value.param == param
     assert not core.has_work()
     run(core, [make_request("ok", [5])])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_newer_attempt_takes_the_place_of_the_one_that_runs(overlap):
+    core = make_core(overlap=overlap)
+    older = make_request("r", [5, 6, 7], max_tokens=6, ignore_eos=True)
+    core.add(older)
+    core.step()
+    newer = msgspec.structs.replace(older, attempt=1)
+    found = run(core, [newer])
+    assert found.answers("r") == expected_answers(newer)
+    assert found.first["r"].attempt == 1
+    core.add(newer)
+    for request in (older, newer):
+        with pytest.raises(InvalidRequest, match="duplicate request id"):
+            core.add(request)
 
 
 def test_duplicate_id_is_refused_while_the_first_is_unfinished():
