@@ -62,8 +62,8 @@ def cli() -> str:
         "# Command line\n",
         table(("command", "what it does", "distribution, unless the core's"), rows),
         "\nPlugins add commands through group `fastdeploy.commands` "
-        "([Command](../../fastdeploy_core/contracts/command.py)); `fastdeploy --help` lists what is "
-        "installed.",
+        "([Command](../../fastdeploy_core/contracts/command.py)); `fastdeploy --help` lists what "
+        "is installed.",
         "\nEach command explains itself with `--help`. `--config FILE` reads arguments from YAML; "
         "flags win. "
         "JSON arguments also take dotted form (`--speculative-config.method ngram_match`). "

@@ -1,4 +1,4 @@
-"""The core's own commands. A table instead of entry points: `fastdeploy serve` reads no metadata first."""
+"""The core's own commands: a table, so that `fastdeploy serve` starts without reading metadata."""
 
 from __future__ import annotations
 
