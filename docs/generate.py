@@ -18,10 +18,10 @@ from fastdeploy_core.config.argument_values import ROWS
 from fastdeploy_core.config.refused import ALWAYS, REFUSED
 from fastdeploy_core.contracts import hookspecs
 from fastdeploy_core.contracts.base import CONTRACT, HOOK_GROUP, KINDS
-from fastdeploy_core.contracts.command import CORE_COMMANDS
 from fastdeploy_core.contracts.ops import OPERATIONS, QUANTIZED_OPERATIONS
 from fastdeploy_core.contracts.quant_formats import FORMATS
-from fastdeploy_core.plugins.known import providers
+from fastdeploy_core.plugins.core_commands import CORE_COMMANDS
+from fastdeploy_core.plugins.known import providers, summaries
 from fastdeploy_core.serving.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,17 +56,23 @@ def _description(distribution: str) -> str:
 def cli() -> str:
     """Commands and every argument of `serve`, by group."""
     commands = {name: (text, "") for name, (_, text) in CORE_COMMANDS.items()}
-    commands |= {n: (_description(d), f"`{d}`") for n, d in providers("command").items()}
+    texts = summaries()
+    commands |= {
+        n: (texts.get(n) or _description(d), f"`{d}`") for n, d in providers("command").items()
+    }
     rows = [(f"`fastdeploy {n.replace('.', ' ')}`", *cells) for n, cells in commands.items()]
     parts = [
         "# Command line\n",
         table(("command", "what it does", "distribution, unless the core's"), rows),
         "\nPlugins add commands through group `fastdeploy.commands` "
-        "([Command](../../fastdeploy_core/contracts/command.py)); `fastdeploy --help` lists what is "
-        "installed.",
-        "\nEach command explains itself with `--help`. `--config FILE` reads arguments from YAML; flags win. "
-        "JSON arguments also take dotted form (`--speculative-config.method ngram_match`). Switches that are "
-        "on have a `--no-` twin. The keyword of the offline `LLM` is the flag's name with underscores.\n",
+        "([Command](../../fastdeploy_core/contracts/command.py)); `fastdeploy --help` lists what "
+        "is installed.",
+        "\nEach command explains itself with `--help`. `--config FILE` reads arguments from YAML; "
+        "flags win. "
+        "JSON arguments also take dotted form (`--speculative-config.method ngram_match`). "
+        "Switches that are "
+        "on have a `--no-` twin. The keyword of the offline `LLM` is the flag's name with "
+        "underscores.\n",
     ]
     groups: dict[str, list[tuple[str, ...]]] = {}
     for row in ROWS:

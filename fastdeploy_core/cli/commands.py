@@ -7,9 +7,12 @@ reads metadata and imports no plugin.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
-from fastdeploy_core.contracts.command import CORE_COMMANDS, GROUPS
+from fastdeploy_core.plugins.core_commands import CORE_COMMANDS, GROUPS
+
+T = TypeVar("T")
 
 
 def split(arguments: Sequence[str]) -> tuple[str, list[str]]:
@@ -50,9 +53,8 @@ def help_text(group: str = "") -> str:
     rows = {name: summary for name, (_, summary) in CORE_COMMANDS.items()}
     rows |= {group: f"{text}: fastdeploy {group} --help" for group, text in GROUPS.items()}
     rows |= _installed()
-    known = _known()
+    missing = _table(_missing(rows), group)
     shown = _table(rows, group)
-    missing = _table({n: f"pip install {d}" for n, d in known.items() if n not in rows}, group)
     words = f"fastdeploy {group}".rstrip()
     return (
         f"usage: {words} COMMAND [arguments]\n\ncommands:\n{shown}\n"
@@ -63,10 +65,16 @@ def help_text(group: str = "") -> str:
 
 
 def _table(rows: dict[str, str], group: str) -> str:
-    """Rows of the commands right in that group."""
-    prefix = f"{group}." if group else ""
-    own = {n.removeprefix(prefix): text for n, text in rows.items() if n.startswith(prefix)}
-    return "\n".join(f"  {name:<12} {text}" for name, text in own.items() if "." not in name)
+    return "\n".join(f"  {name:<12} {text}" for name, text in _in_group(rows, group).items())
+
+
+def _in_group(rows: Mapping[str, T], group: str) -> dict[str, T]:
+    """What is right in that group ("": in none), by the name within it."""
+    return {
+        name.rpartition(".")[2]: value
+        for name, value in rows.items()
+        if name.rpartition(".")[0] == group
+    }
 
 
 def _installed() -> dict[str, str]:
@@ -74,17 +82,31 @@ def _installed() -> dict[str, str]:
     import importlib.metadata
 
     from fastdeploy_core.plugins.discovery import DISABLED, OK, REFUSED, discover
+    from fastdeploy_core.plugins.known import summaries
 
-    rows = {}
+    rows, own = {}, summaries()
     for entry in discover().of("command", usable=False):
         if entry.status in (DISABLED, REFUSED):
             continue
         text = f"not used: {entry.reason}"
         if entry.status == OK:
-            summary = importlib.metadata.metadata(entry.distribution)["Summary"]
+            summary = own.get(entry.name)
+            summary = summary or importlib.metadata.metadata(entry.distribution)["Summary"]
             text = f"{summary or 'no summary'} ({entry.distribution})"
         rows[entry.name] = text
     return rows
+
+
+def _missing(rows: Mapping[str, str]) -> dict[str, str]:
+    """Known commands that have no row, with what they do and what installs them."""
+    from fastdeploy_core.plugins.known import summaries
+
+    own, installs = summaries(), {n: f"pip install {d}" for n, d in _known().items()}
+    return {
+        name: f"{own[name]}: {install}" if name in own else install
+        for name, install in installs.items()
+        if name not in rows
+    }
 
 
 def _known() -> dict[str, str]:
@@ -105,10 +127,12 @@ def _unknown(name: str, installed: set[str]) -> Exception:
             f"`fastdeploy {words}` is in the distribution {known[name]}: pip install {known[name]}"
         )
     group = next((g for g in GROUPS if name.startswith(f"{g}.")), "")
-    names = [n for n in (*CORE_COMMANDS, *GROUPS, *sorted(installed), *known) if n != group]
-    near = difflib.get_close_matches(name, names, n=1)
-    prefix = f"{group}." if group else ""
-    there = [n.removeprefix(prefix) for n in names if n.startswith(prefix)]
-    possible = ", ".join(n for n in there if "." not in n)
-    hint = f"did you mean {near[0].replace('.', ' ')!r}?" if near else f"possible: {possible}"
+    names = dict.fromkeys([*CORE_COMMANDS, *GROUPS, *sorted(installed), *known])
+    there = list(_in_group(names, group))
+    near = difflib.get_close_matches(words.split()[-1], there, n=1)
+    hint = (
+        f"did you mean {f'{group} {near[0]}'.strip()!r}?"
+        if near
+        else f"possible: {', '.join(there)}"
+    )
     return ConfigError(f"unknown command {words!r}; {hint}")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from fastdeploy_core.cli import commands
-from fastdeploy_core.contracts.command import GROUPS
+from fastdeploy_core.plugins.core_commands import GROUPS
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2

@@ -18,8 +18,8 @@ from typing import Final
 from fastdeploy_core import __version__ as core_version
 from fastdeploy_core import envs
 from fastdeploy_core.contracts.base import CONTRACT, DISTRIBUTION, HOOK_GROUP, KINDS
-from fastdeploy_core.contracts.command import CORE_COMMANDS, GROUPS
 from fastdeploy_core.errors import ConfigError
+from fastdeploy_core.plugins.core_commands import CORE_COMMANDS, GROUPS
 
 PREFIX: Final = "fastdeploy."
 HOOKS: Final = "hooks"  # shown as the kind of entries of HOOK_GROUP

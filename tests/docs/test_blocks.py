@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from fastdeploy_core.config.argument_values import BY_SPELLING, NEGATIVE
-from fastdeploy_core.contracts.command import CORE_COMMANDS
+from fastdeploy_core.plugins.core_commands import CORE_COMMANDS
 from fastdeploy_core.plugins.known import providers
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_core.contracts.command import CORE_COMMANDS
+from fastdeploy_core.plugins.core_commands import CORE_COMMANDS
 from fastdeploy_core.plugins.known import providers
 from tests.plugins.wheels import build_wheel, fastdeploy, install
 
@@ -125,7 +125,7 @@ def test_an_unknown_command_names_what_is_near(site: Path) -> None:
     add(site, "more", COUNT, "plugins.count")
     assert "did you mean 'count'?" in fastdeploy(site, "cuont").stderr
     assert "did you mean 'plugins count'?" in fastdeploy(site, "plugins", "cuont").stderr
-    far = fastdeploy(site, "plugins", "xyzzy")
+    far = fastdeploy(site, "plugins", "qqq")
     assert far.returncode == 1 and "possible: list, show" in far.stderr and "count" in far.stderr
 
 

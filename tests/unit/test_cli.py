@@ -19,7 +19,7 @@ from fastdeploy_core.cli.bench_client import Measured
 from fastdeploy_core.cli.bench_serve import summary
 from fastdeploy_core.cli.logs import LineFormatter
 from fastdeploy_core.cli.main import main
-from fastdeploy_core.contracts.command import CORE_COMMANDS
+from fastdeploy_core.plugins.core_commands import CORE_COMMANDS
 from tests.server_process import command, environment, run
 from tests.server_support import write_tokenizer
 
