@@ -12,7 +12,7 @@ def providers(kind: str) -> dict[str, str]:
 
 
 def summaries() -> dict[str, str]:
-    """Command to summary, where a distribution has several commands and its own summary names none."""
+    """Command to summary, for distributions with several commands."""
     return _section("command summary")
 
 

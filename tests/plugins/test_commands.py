@@ -1,4 +1,4 @@
-"""Commands of plugins, as real wheels: found by name, imported when called, harmless when broken."""
+"""Commands of plugins, as real wheels: found by name, imported when called, harmless if broken."""
 
 from __future__ import annotations
 
