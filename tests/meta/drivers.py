@@ -39,6 +39,7 @@ from fd_xpu.moe import XpuMoE
 
 from fastdeploy_core.config import RequestSchedulerConfig
 from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
+from fastdeploy_core.contracts.command import Command
 from fastdeploy_core.contracts.device import DeviceBackend, DeviceOptions
 from fastdeploy_core.contracts.kv_transport import KVTransport, TransportOptions
 from fastdeploy_core.contracts.moe import ExpertCommunicator, ExpertGroup, MoEBackend, MoESpec
@@ -88,7 +89,14 @@ from fastdeploy_core.scheduler.local import LocalScheduler
 from fastdeploy_core.speculative.draft_model import DraftModel
 from fastdeploy_core.speculative.ngram import NgramDrafter
 from fastdeploy_core.speculative.suffix import SuffixDrafter
+from fastdeploy_testing.check import main as check_plugin
 from fastdeploy_testing.fakes import FaultyDevice, NullDevice
+from fastdeploy_testing.new import main as new_plugin
+
+commands: list[Command] = [
+    check_plugin,
+    new_plugin,
+]
 
 kv_transports: list[Callable[[TransportOptions], KVTransport]] = [
     SharedMemoryTransport,
