@@ -1,6 +1,6 @@
-"""A request scheduler whose objects share one queue and hand out leases, in the memory of a test: what a
-driver over a server would be. It keeps the contract, so that the conformance kit's tests of leases
-and of shared queues are themselves tested."""
+"""A request scheduler whose objects share one queue and hand out leases, in the memory of a test:
+what a driver over a server would be. It keeps the contract, so that the conformance kit's tests of
+leases and of shared queues are themselves tested."""
 
 from __future__ import annotations
 
@@ -92,8 +92,7 @@ class SharedQueue:
             task.owner, task.lease_until_s = self, now + self._config.lease_s
             task.attempt += 1
         return [
-            msgspec.structs.replace(task.request, attempt=task.attempt)
-            for task in waiting[:number]
+            msgspec.structs.replace(task.request, attempt=task.attempt) for task in waiting[:number]
         ]
 
     def _sweep(self) -> None:
