@@ -92,8 +92,7 @@ class SharedQueue:
             task.owner, task.lease_until_s = self, now + self._config.lease_s
             task.attempt += 1
         return [
-            msgspec.structs.replace(task.request, attempt=task.attempt)
-            for task in waiting[:number]
+            msgspec.structs.replace(task.request, attempt=task.attempt) for task in waiting[:number]
         ]
 
     def _sweep(self) -> None:
