@@ -72,6 +72,25 @@ class Roster:
             self._begun = [s for s in self._begun if s.status is running and s.is_prefill]
         return self._begun.copy()
 
+    @property
+    def num_promised_blocks(self) -> int:
+        """Blocks that running prompts still need."""
+        kv = self.kv
+        return sum(
+            max(0, kv.num_blocks_for(seq.num_known_at_start) - len(seq.table.blocks))
+            for seq in self.prefilling()
+        )
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that a new request could get: those of the pool that nobody references, less what
+        running prompts and waiting sequences need without the prefix cache's help."""
+        waiting = sum(
+            self.kv.num_blocks_for(len(seq.token_ids) + 1)
+            for seq in (*self.returning, *self.arrived)
+        )
+        return max(0, self.kv.pool.num_available - self.num_promised_blocks - waiting)
+
     def add(self, request: RequestState) -> None:
         """Queue a request's first sequence; the others follow with `release_followers`."""
         self.requests[request.request_id] = request
