@@ -1,4 +1,5 @@
-"""One request's deltas on their way to its client, merged while the client is slow or wants more at once.
+"""One request's deltas on their way to its client, merged while the client is slow or wants more at
+once.
 
 What waits is one delta, never a list: a client that stops reading costs the tokens themselves and,
 once these are too many, its request.
@@ -40,8 +41,8 @@ class OutputStream:
     )
 
     def __init__(self, request: Request, chunk_tokens: int = 1) -> None:
-        """chunk_tokens: new tokens of a sequence that a delta waits for; the first and the last come at
-        once, and so does the end of any sequence."""
+        """chunk_tokens: new tokens of a sequence that a delta waits for; the first and the last
+        come at once, and so does the end of any sequence."""
         self._request, self._chunk_tokens = request, chunk_tokens
         self._position = 0  # of the next delta from the engine
         self._delivered = 0  # deltas given to the client
@@ -75,8 +76,8 @@ class OutputStream:
         return self._num_bytes <= MAX_BUFFERED_BYTES or not self._has_stalled()
 
     def put(self, delta: RequestOutputDelta, num_deltas: int = 1) -> bool:
-        """Take a delta from the engine, which may stand for several; False if the client has stopped
-        reading for too long."""
+        """Take a delta from the engine, which may stand for several; False if the client has
+        stopped reading for too long."""
         if self.is_ended or delta.position < self._position:
             return True
         if delta.position > self._position:

@@ -1,8 +1,8 @@
 """The engine process: takes requests from a socket, runs the core, sends deltas back.
 
-Three threads: ingress hears the client, the main thread runs the core, egress sends what the request
-scheduler has for the client. A bad message is logged and dropped; a bad request is answered; only a
-broken engine ends the process, with a status that is not zero.
+Three threads: ingress hears the client, the main thread runs the core, egress sends what the
+request scheduler has for the client. A bad message is logged and dropped; a bad request is
+answered; only a broken engine ends the process, with a status that is not zero.
 """
 
 from __future__ import annotations
