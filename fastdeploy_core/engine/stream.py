@@ -10,6 +10,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from msgspec import Struct
+
 from fastdeploy_core import errors
 from fastdeploy_core.errors import FastDeployError, RequestTimeout, WorkerError
 from fastdeploy_core.types import FinishReason, Request, RequestOutputDelta, SequenceDelta
@@ -201,10 +203,14 @@ def _merge(first: RequestOutputDelta, second: RequestOutputDelta) -> None:
         known.token_ids.extend(seq.token_ids)
         if seq.logprobs is not None:
             known.logprobs = [*(known.logprobs or []), *seq.logprobs]
-        known.finish_reason = seq.finish_reason
-        known.stop_reason = seq.stop_reason
-    first.finished = second.finished
-    first.error, first.error_type = second.error, second.error_type
-    for name in ("prompt_logprobs", "num_cached_tokens", "queue_s"):
-        if getattr(first, name) is None:
-            setattr(first, name, getattr(second, name))
+        _take_set(known, seq, ("finish_reason", "stop_reason", "drafts"))
+    names = ("prompt_logprobs", "num_cached_tokens", "queue_s", "finished", "error", "error_type")
+    _take_set(first, second, names)
+
+
+def _take_set(first: Struct, second: Struct, names: Sequence[str]) -> None:
+    """Copy those fields of the second record that say something; each comes once in a request."""
+    for name in names:
+        value = getattr(second, name)
+        if value is not None and value is not False and value != "":
+            setattr(first, name, value)
