@@ -194,7 +194,7 @@ def test_a_second_sigterm_exits_at_once(model: Path) -> None:
 def engine_process(process: ServerProcess) -> int:
     """The pid of the engine process among the server's children."""
     lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in process.children()}
-    (found,) = [pid for pid, line in lines.items() if b"engine.child" in line]
+    (found,) = [pid for pid, line in lines.items() if b"engine.processes.child" in line]
     return found
 
 
