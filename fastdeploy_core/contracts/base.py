@@ -8,7 +8,7 @@ from typing import Any, Final
 
 # (major, minor). It stays 0.x until two unlike devices and two unlike request schedulers have
 # passed the conformance kit. Under major 0 a plugin works when its minor is not newer than ours.
-CONTRACT: Final[tuple[int, int]] = (0, 12)
+CONTRACT: Final[tuple[int, int]] = (0, 13)
 
 # The distribution that owns this contract; its own drivers are always enabled.
 DISTRIBUTION: Final = "fastdeploy-core"
@@ -152,7 +152,7 @@ class Candidate:
 
     `details` are facts for the start-up report. Some also travel into later questions: of a device
     `tensor_library`, the library the driver will run on; of a quantizer `experts`, the internal
-    formats of the experts (MoEQuestion.quantization).
+    formats of the experts (MoEQuestion.quantization), and `inner`, the quantizers that it is made of.
     """
 
     name: str
