@@ -113,6 +113,13 @@ KINDS: Final[dict[str, Kind]] = {
             f"{_HERE}.small:GrammarBackend",
         ),
         Kind(
+            "command",
+            "fastdeploy.commands",
+            "a command of `fastdeploy`",
+            f"{_HERE}.command:Command",
+            versioned=False,
+        ),
+        Kind(
             "kernels",
             "fastdeploy.kernels",
             "table of operations one device implements",

@@ -1,15 +1,16 @@
 """Whole-engine decode and prefill on one GPU, beside floors and vLLM's figures.
 
-    python plugins/fd-cuda/benchmarks/engine.py                         # three models, batches 1 8 64 256
+    python plugins/fd-cuda/benchmarks/engine.py              # three models, batches 1 8 64 256
     python plugins/fd-cuda/benchmarks/engine.py ernie-0.3b --batch 1 64 --profile
 
-Random bfloat16 weights and prompts of random tokens, all requests at once, greedy, prefix cache off.
-prefill: tokens over the time until each request has one token. decode: (time of 128 tokens - time of
-one) / 127. step: the median step while all requests decode. host: scheduling, launching and updating,
-per such step; the device is waited for otherwise. idle: 1 - busy / step, busy being the time in which
-kernels run in a profile of such steps; one that starts early and waits counts only from the end of the
-one before. floor: bytes over 4.30 TB/s for decode, operations over 790 TFLOP/s for prefill. vLLM is
-0.25.1 on the same kind of card (one NVIDIA H200, CUDA graphs and torch.compile, the same workload).
+Random bfloat16 weights and prompts of random tokens, all requests at once, greedy, prefix cache
+off. prefill: tokens over the time until each request has one token. decode: (time of 128 tokens -
+time of one) / 127. step: the median step while all requests decode. host: scheduling, launching and
+updating, per such step; the device is waited for otherwise. idle: 1 - busy / step, busy being the
+time in which kernels run in a profile of such steps; one that starts early and waits counts only
+from the end of the one before. floor: bytes over 4.30 TB/s for decode, operations over 790 TFLOP/s
+for prefill. vLLM is 0.25.1 on the same kind of card (one NVIDIA H200, CUDA graphs and
+torch.compile, the same workload).
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ MODELS = {
 
 
 def noise_on_the_device(seed: int) -> None:
-    """Weights as --load-format dummy makes them, but drawn by the GPU: the host needs minutes for 21B."""
+    """Weights as --load-format dummy makes them, but drawn by the GPU: the host needs minutes for
+    21B."""
     made = weights.DummyTensor.read
     generator = torch.Generator("cuda").manual_seed(seed)
 
@@ -182,7 +184,8 @@ class Bench:
         print(
             f"{self._name} batch {batch}: prefill {rate / 1e3:.0f}k tokens/s (floor "
             f"{peer.floor_prefill / 1e3:.0f}k, vLLM {peer.vllm_prefill.get(batch, 0) / 1e3:.0f}k), "
-            f"{first * 1e3:.1f} ms (min {min(prefill) * 1e3:.1f}); decode {decode * 1e3:.3f} ms (floor "
+            f"{first * 1e3:.1f} ms (min {min(prefill) * 1e3:.1f}); decode {decode * 1e3:.3f} ms "
+            "(floor "
             f"{peer.floor_ms.get(batch, 0)}, vLLM {peer.vllm_ms.get(batch, '-')}), step "
             f"{step * 1e3:.3f} ms, host {host * 1e6:.0f} us",
             flush=True,
@@ -213,8 +216,9 @@ class Bench:
 
 
 def summary(recorded: Any, steps: int, step_s: float) -> str:
-    """Idle share of the device in a step of `step_s` seconds (0: in the profile itself), and kernels by the time that passes from the end of the one before (or
-    their own start, if that is later) to their end: kernels that start early and wait overlap."""
+    """Idle share of the device in a step of `step_s` seconds (0: in the profile itself), and
+    kernels by the time that passes from the end of the one before (or their own start, if that is
+    later) to their end: kernels that start early and wait overlap."""
     spans = sorted(
         (event.time_range.start, event.time_range.end, event.name[:NAMES_SHOWN])
         for event in recorded.events()
