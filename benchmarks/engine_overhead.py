@@ -12,7 +12,6 @@ rounds. The device answers at once, so wall time is what would have to hide behi
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -21,6 +20,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from figures import add_json_option, print_figures
 
 from fastdeploy_core.config import BatchConfig, CacheConfig, DeviceConfig, EngineConfig, ModelConfig
 from fastdeploy_core.engine.client import LocalEngine
@@ -47,7 +48,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--no-overlap", action="store_true")
-    parser.add_argument("--json", action="store_true", help="print one JSON line as well")
+    add_json_option(parser)
     return parser.parse_args()
 
 
@@ -214,8 +215,15 @@ def main() -> None:
             f"{statistics.median(v):.3f} ({min(v):.3f} to {max(v):.3f})" for v in measured.values()
         ]
         print(f"{batch:>5} " + " ".join(f"{cell:>24}" for cell in cells))
-    if options.json:
-        print(json.dumps(columns))
+    names = {"core": "core, wall", "process": "process, wall", "processor": "process, processor"}
+    print_figures(
+        options,
+        {
+            f"batch {batch}: {names[column]}, ms": values
+            for batch, measured in columns.items()
+            for column, values in measured.items()
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import json
 import pstats
 import statistics
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from figures import add_json_option, print_figures
 
 from fastdeploy_core.config.arguments import build_engine_config
 from fastdeploy_core.contracts.device import DeviceOptions
@@ -50,7 +50,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default=str(ROOT / "models" / "ernie-tiny"))
     parser.add_argument("--tensor-library", default="torch")
     parser.add_argument("--profile", choices=("step", "answer"), help="print where the time goes")
-    parser.add_argument("--json", action="store_true", help="print one JSON line as well")
+    add_json_option(parser)
     return parser.parse_args()
 
 
@@ -271,8 +271,14 @@ def main() -> None:
         if options.profile:
             show_profile(engine, options, name)
         engine.close()
-    if options.json:
-        print(json.dumps(rows))
+    print_figures(
+        options,
+        {
+            f"{name}: {column}, us": values
+            for name, found in rows.items()
+            for column, values in found.items()
+        },
+    )
 
 
 if __name__ == "__main__":
