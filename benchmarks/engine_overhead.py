@@ -17,6 +17,7 @@ import platform
 import statistics
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from fastdeploy_core.engine.processes import wire
 from fastdeploy_core.engine.processes.supervisor import Listener, Supervisor
 from fastdeploy_core.errors import FastDeployError
 from fastdeploy_core.plugins.resolve import resolve
+from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.testing.fakes import null_hf_config
 from fastdeploy_core.types import Request, SamplingParams, TokenDeltas
 from fastdeploy_core.types.engine import EngineInfo
@@ -158,7 +160,9 @@ class EngineInProcess:
 
     def __init__(self, config: EngineConfig) -> None:
         self.client = Client()
-        self.supervisor = Supervisor(config, resolve(config), self.client)
+        resolved: Future[ResolvedPlugins] = Future()
+        resolved.set_result(resolve(config))
+        self.supervisor = Supervisor(config, resolved, self.client)
         self.supervisor.start()
         self.client.ready.wait()
         if self.client.error is not None:

@@ -113,10 +113,16 @@ def forget_the_model(worker: Any) -> None:
     """Steps with prompts, which are not recorded on a processor, compute nothing either."""
     model, xp = worker._runner._model, worker.device.xp
     config = worker.config.model.hf_config
-    sizes = {"forward": config["hidden_size"], "compute_logits": config["vocab_size"]}
-    for name, size in sizes.items():
-        nothing = xp.zeros((4096, size), dtype=xp.float32, device=worker.device.device)
-        setattr(model, name, lambda x, *others, nothing=nothing: nothing[: x.shape[0]])
+    hidden, logits = (
+        xp.zeros((4096, config[size]), dtype=xp.float32, device=worker.device.device)
+        for size in ("hidden_size", "vocab_size")
+    )
+
+    def forward(input_ids: Any, positions: Any, context: Any) -> Any:
+        return hidden[: (input_ids if context.rows is None else context.rows).shape[0]]
+
+    model.forward = forward
+    model.compute_logits = lambda x: logits[: x.shape[0]]
     speculation = worker._runner._speculation
     if speculation is not None and not speculation.reads_history:
         drafts = xp.zeros((4096, 32), dtype=xp.int64, device=worker.device.device)
