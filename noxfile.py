@@ -36,8 +36,8 @@ TEST_TOOLS = (
     "transformers>=5,<6",
 )
 PLUGINS = sorted(str(path.parent) for path in Path("plugins").glob("fd-*/pyproject.toml"))
-# Files of tests/cpu about the engine: in `tests` on torch only, which needs half the time for them, and on
-# PaddlePaddle in session `engine`; the longer ones on both there.
+# Files of tests/cpu about the engine: in `tests` on torch only, which needs half the time for them,
+# and on PaddlePaddle in session `engine`; the longer ones on both there.
 ONCE = (
     *("engine_equality", "engine_graphs", "gguf_models", "prompt_graphs", "quant_checkpoints"),
     *("quant_models", "serve_demo", "speculative_equality", "step_graphs"),
@@ -47,8 +47,8 @@ LONG = (
     *("several_between_drafts", "speculative_ahead", "speculative_hostile", "speculative_turns"),
     *("speculative_verify", "step_graphs_parts"),
 )
-# Their suites need neither a compiler nor hardware, so `tests` has them, too; what Triton's interpreter takes
-# minutes for is left to session `plugins`.
+# Their suites need neither a compiler nor hardware, so `tests` has them, too; what Triton's
+# interpreter takes minutes for is left to session `plugins`.
 INTERPRETED = ("test_quant*", "test_*_blocks", "test_attention*")
 LIGHT = {
     "plugins/fd-cuda": tuple(f"--ignore-glob=*/{name}.py" for name in INTERPRETED),
@@ -60,7 +60,8 @@ SIMULATED = ("simdevice", "gcu", "iluvatar", "metax", "gaudi", "xpu", "dcu")
 
 
 def _install_tests(session: nox.Session) -> None:
-    # Bytecode is written for what is imported, when it is: all of it would take as long as the rest.
+    # Bytecode is written for what is imported, when it is: all of it would take as long as the
+    # rest.
     session.env["PYTHONDONTWRITEBYTECODE"] = ""
     # First and pinned, so that nothing below pulls another build.
     session.install("--no-compile", TORCH)
@@ -94,9 +95,9 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Types, of the core and of every plugin against the contract; then the whole CPU suite, on each tensor
-    library: `nox -s tests -- --tensor paddle|torch`; and on torch the suites of plugins, with Triton's
-    interpreter for fd-cuda's kernels."""
+    """Types, of the core and of every plugin against the contract; then the whole CPU suite, on
+    each tensor library: `nox -s tests -- --tensor paddle|torch`; and on torch the suites of
+    plugins, with Triton's interpreter for fd-cuda's kernels."""
     _install_tests(session)
     session.install("mypy>=2.4")  # here, for it reads torch's types
     session.run("mypy", "--num-workers=2")
@@ -116,7 +117,8 @@ def tests(session: nox.Session) -> None:
             "not slow",
             "--numprocesses=2",
             "--dist=loadfile",
-            "--no-loadscope-reorder",  # else what is long and has few tests comes last, for one process
+            # else what is long and has few tests comes last, for one process
+            "--no-loadscope-reorder",
             "--tensor",
             library,
             *arguments,
@@ -140,7 +142,8 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def engine(session: nox.Session) -> None:
-    """What `tests` leaves out of the engine's own suites: the longer ones, and on PaddlePaddle all of them."""
+    """What `tests` leaves out of the engine's own suites: the longer ones, and on PaddlePaddle all
+    of them."""
     _install_tests(session)
     libraries, arguments = _libraries(session)
     for library in libraries:
@@ -176,8 +179,8 @@ def plugins(session: nox.Session) -> None:
 
 @nox.session
 def vendors(session: nox.Session) -> None:
-    """Vendor devices on simulated ones, each in a process of its own (needs g++); `-- --slow` for all of
-    it: every model on every device, faults under load, the how-to page word for word."""
+    """Vendor devices on simulated ones, each in a process of its own (needs g++); `-- --slow` for
+    all of it: every model on every device, faults under load, the how-to page word for word."""
     _install_tests(session)
     arguments = list(session.posargs)
     markers = "slow or not slow" if "--slow" in arguments else "not slow"

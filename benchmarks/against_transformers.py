@@ -4,9 +4,9 @@
     python benchmarks/against_transformers.py --model DIR --requests 32 --rounds 5
 
 Each round runs, one after another in one process: FastDeploy on all requests at once; transformers
-`generate` request by request; transformers `generate` on one left-padded batch (which must run to the
-longest answer). Greedy, fixed answer lengths. Figures are medians over rounds of useful tokens per
-second, ratios are taken within a round.
+`generate` request by request; transformers `generate` on one left-padded batch (which must run to
+the longest answer). Greedy, fixed answer lengths. Figures are medians over rounds of useful tokens
+per second, ratios are taken within a round.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def report(options: argparse.Namespace, useful: int, seconds: dict[str, list[flo
     import transformers
 
     print(
-        f"model {Path(options.model).name}, float32, {options.threads} threads, {options.requests} requests, "
+        f"model {Path(options.model).name}, float32, {options.threads} threads, {options.requests} "
+        "requests, "
         f"{useful} answer tokens, {options.rounds} rounds\n"
         f"{platform.processor() or platform.machine()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, {time.strftime('%Y-%m-%d')}\n"
@@ -149,7 +150,8 @@ def report(options: argparse.Namespace, useful: int, seconds: dict[str, list[flo
         )
         tail = "" if name == "fastdeploy" else f"{ratio:8.2f} times as fast"
         print(
-            f"{name:28} {statistics.median(rates):10.1f} {min(rates):9.1f} {max(rates):9.1f}   {tail}"
+            f"{name:28} {statistics.median(rates):10.1f} {min(rates):9.1f} {max(rates):9.1f}   "
+            f"{tail}"
         )
     print_figures(
         options, {f"{name}, tokens/s": [useful / s for s in v] for name, v in seconds.items()}

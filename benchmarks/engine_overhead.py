@@ -105,7 +105,8 @@ def core_round(engine: LocalEngine, batch: int, steps: int, tag: str) -> float:
 
 
 class Client(Listener):
-    """Hears an engine process and does nothing with its output but count tokens and look at clocks."""
+    """Hears an engine process and does nothing with its output but count tokens and look at
+    clocks."""
 
     def __init__(self) -> None:
         self.ready = threading.Event()
@@ -209,8 +210,10 @@ def main() -> None:
     remote.supervisor.stop()
     print(
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python "
-        f"{platform.python_version()}, {time.strftime('%Y-%m-%d')}; {options.rounds} rounds, blocks of "
-        f"{options.block_size}, overlap {'off' if options.no_overlap else 'on'}; ms per step, median "
+        f"{platform.python_version()}, {time.strftime('%Y-%m-%d')}; {options.rounds} rounds, "
+        "blocks of "
+        f"{options.block_size}, overlap {'off' if options.no_overlap else 'on'}; ms per step, "
+        "median "
         "(min to max)\n"
     )
     print(f"{'batch':>5} {'core, wall':>24} {'process, wall':>24} {'process, processor':>24}")

@@ -1,12 +1,12 @@
 """What streaming over HTTP costs per token, on a device that does nothing: server, engine, client.
 
-    python benchmarks/http_overhead.py --model models/ernie-tiny               # 1, 32, 64, 256 streams
+    python benchmarks/http_overhead.py --model models/ernie-tiny     # 1, 32, 64, 256 streams
     python benchmarks/http_overhead.py --model DIR --streams 256 --step-ms 1.8 --api-server-count 4
 
-The model folder lends its tokenizer; its weights are not read. Each round streams the same number of
-tokens to every one of so many clients at once, from one client process. Processor time is counted per
-process (API servers, engine, client), so that figures of a busy machine can be compared; `offline` is
-what the engine alone would have generated at this step time.
+The model folder lends its tokenizer; its weights are not read. Each round streams the same number
+of tokens to every one of so many clients at once, from one client process. Processor time is
+counted per process (API servers, engine, client), so that figures of a busy machine can be
+compared; `offline` is what the engine alone would have generated at this step time.
 """
 
 from __future__ import annotations
@@ -166,12 +166,15 @@ def main() -> None:
             server.stop()
     print(
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python "
-        f"{platform.python_version()}, {time.strftime('%Y-%m-%d')}; {options.rounds} rounds, answers of "
-        f"{options.tokens} tokens, {options.api_server_count} API servers, {options.clients} clients, "
+        f"{platform.python_version()}, {time.strftime('%Y-%m-%d')}; {options.rounds} rounds, "
+        "answers of "
+        f"{options.tokens} tokens, {options.api_server_count} API servers, {options.clients} "
+        "clients, "
         f"device step {options.step_ms:g} ms; medians\n"
     )
     print(
-        f"{'streams':>7} {'tokens/s':>9} {'offline':>9} {'ITL p99, ms':>12}   processor us per token: "
+        f"{'streams':>7} {'tokens/s':>9} {'offline':>9} {'ITL p99, ms':>12}   processor us per "
+        "token: "
         "API servers, engine, client"
     )
     for streams, results in rounds.items():
@@ -182,7 +185,8 @@ def main() -> None:
         offline = f"{streams / options.step_ms * 1000:9.0f}" if options.step_ms else f"{'-':>9}"
         costs = ", ".join(f"{median[key] * 1e6:.1f}" for key in _COSTS)
         print(
-            f"{streams:>7} {median['tokens_per_s']:>9.0f} {offline} {median['itl_p99_ms']:>12.2f}   {costs}"
+            f"{streams:>7} {median['tokens_per_s']:>9.0f} {offline} {median['itl_p99_ms']:>12.2f}  "
+            f" {costs}"
         )
 
 

@@ -1,11 +1,12 @@
 """What every number format costs the demo model: exact answers, perplexity, bytes.
 
-    python benchmarks/quantization_quality.py [--count 200] [--only wint4 ...] [--seeds 3] [--device cuda]
+    python benchmarks/quantization_quality.py [--count 200] [--only wint4 ...] [--seeds 3] \\
+        [--device cuda]
 
 Questions are held out of training by construction (models/ernie-tiny). An answer counts when greedy
 decoding gives it character by character; it is found in one pass, because that is the case exactly
-if every token of it is the model's first choice after those before. Perplexity is over all tokens of
-held-out texts of all tasks, questions too. Calibration text is drawn from the training half.
+if every token of it is the model's first choice after those before. Perplexity is over all tokens
+of held-out texts of all tasks, questions too. Calibration text is drawn from the training half.
 """
 
 from __future__ import annotations
@@ -136,7 +137,8 @@ class Loaded:
         self.loaded = load_model(config, self.device, kernels, 0, 1, None, resolved.load)
 
     def score(self, samples: list[list[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each sample of its tokens but the first: log-probability, and whether it comes first."""
+        """For each sample of its tokens but the first: log-probability, and whether it comes
+        first."""
         xp, loaded, found = self.device.xp, self.loaded, []
         for group in grouped(samples, TOKENS_AT_ONCE):
             with xp.no_grad():
@@ -250,8 +252,10 @@ def main() -> None:
     parser.add_argument("--tensor-library", default="torch")
     options = parser.parse_args()
     print(
-        f"{options.count} questions of each of {', '.join(curriculum.JUDGED)}; perplexity over held-out "
-        f"texts of all tasks; device {options.device}, {options.tensor_library}; weights in bytes as held (embeddings and "
+        f"{options.count} questions of each of {', '.join(curriculum.JUDGED)}; perplexity over "
+        "held-out "
+        f"texts of all tasks; device {options.device}, {options.tensor_library}; weights in bytes "
+        "as held (embeddings and "
         "norms in float32)\n",
         flush=True,
     )
@@ -262,7 +266,8 @@ def main() -> None:
         tasks = " | ".join(f"{result.tasks[task]:.1f}" for task in curriculum.JUDGED)
         print(
             f"| {name} | {result.exact:.2f} | {tasks} | {result.perplexity:.4f} | "
-            f"{result.answer_nats:.5f} | {result.weight_bytes / 1e6:.2f} | {result.cache_bytes:.0f} | "
+            f"{result.answer_nats:.5f} | {result.weight_bytes / 1e6:.2f} | "
+            f"{result.cache_bytes:.0f} | "
             f"{result.seconds:.0f} |",
             flush=True,
         )

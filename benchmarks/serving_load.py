@@ -1,15 +1,17 @@
 """A server under load: beside the same engine offline, and at rising rates of requests.
 
     python benchmarks/serving_load.py MODEL --streams 256 --rates 20,40,80 -- --load-format dummy
-    python benchmarks/serving_load.py MODEL --streams 32 --cpus 0,2 --client-cpus 4,6 -- --device x86
+    python benchmarks/serving_load.py MODEL --streams 32 --cpus 0,2 --client-cpus 4,6 \\
+        -- --device x86
 
-First the engine alone generates for `--num-prompts` prompts, `--streams` at once; then a server does,
-for as many clients, and then the engine alone again, because machines change their pace; then requests arrive at random (Poisson) for `--seconds` at each rate. Prompts are
-random ids, answers have a fixed length, the prefix cache is off. What follows -- goes to both. With
-`--cpus` engine and server run on those processors only, clients too or on `--client-cpus`. With
-`--in-turn` the engine alone stays loaded beside the server and generates before each of its rounds, so
-that many short rounds see the same pace of the machine; ratios within rounds are printed, too.
-`api` is the processor time that the server's first process (with one API server: that) takes for an answer.
+First the engine alone generates for `--num-prompts` prompts, `--streams` at once; then a server
+does, for as many clients, and then the engine alone again, because machines change their pace; then
+requests arrive at random (Poisson) for `--seconds` at each rate. Prompts are random ids, answers
+have a fixed length, the prefix cache is off. What follows -- goes to both. With `--cpus` engine and
+server run on those processors only, clients too or on `--client-cpus`. With `--in-turn` the engine
+alone stays loaded beside the server and generates before each of its rounds, so that many short
+rounds see the same pace of the machine; ratios within rounds are printed, too. `api` is the
+processor time that the server's first process (with one API server: that) takes for an answer.
 """
 
 from __future__ import annotations
@@ -159,7 +161,8 @@ def load(
 
 
 def api_s(server: Start) -> float:
-    """Seconds of processor time that the server's first process has taken, without those it started."""
+    """Seconds of processor time that the server's first process has taken, without those it
+    started."""
     threads = Path(f"/proc/{server.process.pid}/task").glob("*/schedstat")
     return sum(int(file.read_text().split()[0]) for file in threads) / 1e9
 
@@ -182,8 +185,10 @@ def main() -> None:
     alone = [once(options) if beside is None else beside.tokens_per_s()]
     print(
         f"{options.model}: {options.input_len} tokens in, {options.output_len} out; "
-        f"{options.api_server_count} API servers, {options.clients} clients, {os.cpu_count()} cores "
-        f"(server on {options.cpus or 'all'}, clients on {options.client_cpus or 'the same'}), stream interval "
+        f"{options.api_server_count} API servers, {options.clients} clients, {os.cpu_count()} "
+        "cores "
+        f"(server on {options.cpus or 'all'}, clients on {options.client_cpus or 'the same'}), "
+        "stream interval "
         f"{options.stream_interval}, Python {platform.python_version()}, "
         f"{time.strftime('%Y-%m-%d')}\n"
         f"offline, {options.streams} at once: {alone[0]:.0f} output tokens/s",
@@ -205,7 +210,8 @@ def main() -> None:
     move_to(options.client_cpus)
     try:
         print(
-            f"{'requests/s asked':>16} {'done/s':>9} {'tokens/s':>10} {'TTFT p50':>9} {'p99, ms':>9} "
+            f"{'requests/s asked':>16} {'done/s':>9} {'tokens/s':>10} {'TTFT p50':>9} "
+            f"{'p99, ms':>9} "
             f"{'ITL p50':>9} {'p99, ms':>9} {'api, ms':>8} {'failed':>7}"
         )
         speeds, shares = [], []

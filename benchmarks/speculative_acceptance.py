@@ -1,11 +1,12 @@
 """Speculative methods on the demo model's tasks: acceptance and tokens per step.
 
-    python benchmarks/speculative_acceptance.py                            # acceptance, k = 1 to 5
-    python benchmarks/speculative_acceptance.py --methods mtp --k 1 3      # with fd-spec-mtp installed
+    python benchmarks/speculative_acceptance.py                        # acceptance, k = 1 to 5
+    python benchmarks/speculative_acceptance.py --methods mtp --k 1 3  # with fd-spec-mtp installed
 
-Questions are held out of the model's training; answers are greedy and end where the model ends them.
-Acceptance is accepted of all drafts. Tokens per step count the steps of one sequence after its prompt.
-Method `draft_model` drafts with the first layers of the target. Speed is speculative_speed.py's.
+Questions are held out of the model's training; answers are greedy and end where the model ends
+them. Acceptance is accepted of all drafts. Tokens per step count the steps of one sequence after
+its prompt. Method `draft_model` drafts with the first layers of the target. Speed is
+speculative_speed.py's.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""What a decode step costs the host with speculation and without: all of an engine but the device's work.
+"""What a decode step costs the host with speculation and without: all of an engine but the device's
+work.
 
     python benchmarks/speculative_overhead.py --methods mtp:1,3 ngram_match:5 --batch 1 8 32 128
 
-The engine runs over recorded steps whose replay does nothing: every row always has the first half of its
-drafts right. So what is measured is this project's own code, with the copies that a processor does at once.
-Microseconds of the engine's thread, medians over rounds; beside them the share of what they are in the same
-round without speculation, which an engine costs that has it and has turned it off (`off`). `step`: per decode of sequences that
-all go on, two of which the engine does in one step. `answer`: per answer of some ANSWER tokens in a closed loop, prompts and changes of the batch included.
+The engine runs over recorded steps whose replay does nothing: every row always has the first half
+of its drafts right. So what is measured is this project's own code, with the copies that a
+processor does at once. Microseconds of the engine's thread, medians over rounds; beside them the
+share of what they are in the same round without speculation, which an engine costs that has it and
+has turned it off (`off`). `step`: per decode of sequences that all go on, two of which the engine
+does in one step. `answer`: per answer of some ANSWER tokens in a closed loop, prompts and changes
+of the batch included.
 """
 
 from __future__ import annotations
@@ -132,7 +135,8 @@ def forget_the_model(worker: Any) -> None:
 
 
 def post(postbox: Any, width: int) -> None:
-    """What a step will seem to have left: the first half of the tokens, and as many drafts as fit."""
+    """What a step will seem to have left: the first half of the tokens, and as many drafts as
+    fit."""
     turn = postbox._count
     results, drafts = (
         box[turn % len(box)] for box in (postbox._results_host, postbox._drafts_host)

@@ -2,12 +2,14 @@
 
     python benchmarks/speculative_profile.py --methods mtp ngram_match --k 1 --batch 1 32
 
-Tells, from the device's own time stamps, what each recorded part of a step takes (the model with its drafts
-to judge; drawing, judging and drafting), how long the device waits between them and between steps, and which
-calls that wait for the device the host made meanwhile. Needs torch with a device that its profiler knows.
+Tells, from the device's own time stamps, what each recorded part of a step takes (the model with
+its drafts to judge; drawing, judging and drafting), how long the device waits between them and
+between steps, and which calls that wait for the device the host made meanwhile. Needs torch with a
+device that its profiler knows.
 
-Before that, without the profiler, what a greedy step takes where the host is never late: its recordings queued
-many times over, alone and with a copy of the results to the host, as there is one on devices that cannot post them.
+Before that, without the profiler, what a greedy step takes where the host is never late: its
+recordings queued many times over, alone and with a copy of the results to the host, as there is one
+on devices that cannot post them.
 """
 
 from __future__ import annotations
@@ -154,7 +156,8 @@ def report(events: list[dict[str, Any]]) -> None:
         parts = [step[nth] for step in steps]
         before = [step[nth][0] - step[nth - 1][1] for step in steps] if nth else [0.0]
         print(
-            f"  recording {nth + 1}: {parts[0][3]} kernels, {median(p[1] - p[0] for p in parts):.0f} us "
+            f"  recording {nth + 1}: {parts[0][3]} kernels, "
+            f"{median(p[1] - p[0] for p in parts):.0f} us "
             f"of which busy {median(p[2] for p in parts):.0f}; the device waited "
             f"{median(before):.1f} us before it"
         )
@@ -166,7 +169,8 @@ def report(events: list[dict[str, Any]]) -> None:
     late = [spans[n][0] - launches[n]["ts"] - launches[n]["dur"] for n in firsts]
     if late:
         print(
-            f"  {len(ahead)} of {len(spans)} recordings were launched before the device came to them; "
+            f"  {len(ahead)} of {len(spans)} recordings were launched before the device came to "
+            "them; "
             f"those of the model {median(late):.0f} us before"
         )
     names = Counter[str]()

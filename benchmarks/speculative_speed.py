@@ -2,26 +2,29 @@
 
     python benchmarks/speculative_speed.py --methods mtp:1,3 ngram_match:3,5 none --batch 1 8 32 128
     python benchmarks/speculative_speed.py --overhead      # nothing accepted: a step's whole price
-    python benchmarks/speculative_speed.py --equality      # the same tokens as without, or exit status 1
+    python benchmarks/speculative_speed.py --equality      # same tokens as without, or exit code 1
 
-All engines, one of them without speculation, run in turns in one process; questions are held out of the model's
-training, answers are greedy unless --temperature says otherwise. `batch` is the number of streams: so many requests
-run at once, and the next one arrives at once when one ends. A window is as many tokens of that, prompts included, as
-the engine without speculation gives in --window seconds, the same number for all; the streams wait for the next
-window meanwhile. A round is a window of each engine, one behind the other.
+All engines, one of them without speculation, run in turns in one process; questions are held out of
+the model's training, answers are greedy unless --temperature says otherwise. `batch` is the number
+of streams: so many requests run at once, and the next one arrives at once when one ends. A window
+is as many tokens of that, prompts included, as the engine without speculation gives in --window
+seconds, the same number for all; the streams wait for the next window meanwhile. A round is a
+window of each engine, one behind the other.
 
-A figure is the median over rounds of the ratio of tokens per second to the engine without speculation, behind it the
-standard error of that median, as the quartiles tell it, and the number of rounds: --rounds, and more until that error
-is at most --error for all methods or --seconds have passed. `first` is the same ratio of the --warm-up rounds before,
-all together, in which an adaptive length begins that knows nothing yet. The method `none` is another engine
-without speculation: what two engines differ by that are the same.
+A figure is the median over rounds of the ratio of tokens per second to the engine without
+speculation, behind it the standard error of that median, as the quartiles tell it, and the number
+of rounds: --rounds, and more until that error is at most --error for all methods or --seconds have
+passed. `first` is the same ratio of the --warm-up rounds before, all together, in which an adaptive
+length begins that knows nothing yet. The method `none` is another engine without speculation: what
+two engines differ by that are the same.
 
 whole     the model ends its answers.
 long      answers have --long tokens, whatever the model would like to end.
 decoding  answers have --steady tokens.
 
-tok/step is per decode of a sequence, drafts/tok fed drafts per token, right the share of them that was, drafting the part of a step that the worker's
-host spends on drafters. On a device that only queues work, speculative_profile.py tells what drafting costs there.
+tok/step is per decode of a sequence, drafts/tok fed drafts per token, right the share of them that
+was, drafting the part of a step that the worker's host spends on drafters. On a device that only
+queues work, speculative_profile.py tells what drafting costs there.
 """
 
 from __future__ import annotations
@@ -123,7 +126,8 @@ class Comparison:
         most = PLACES * max(self._most, 12)
         each = -(-most // len(options.tasks))
         found = [questions(options.model, task, each) for task in options.tasks]
-        # As token ids: the tokenizer's time is no part of what is measured, but of how many rounds there are.
+        # As token ids: the tokenizer's time is no part of what is measured, but of how many rounds
+        # there are.
         encode = self._engines[PLAIN].get_tokenizer().encode
         self._prompts = [encode(prompt) for row in zip(*found, strict=True) for prompt in row]
         self._verdicts = logging.StreamHandler(sys.stdout)
@@ -203,8 +207,9 @@ class Comparison:
 
 
 class Streams:
-    """Requests of one engine, so many at once; the next one follows at once when one ends. They go on from one
-    round to the next, and the first ones are of different lengths, so that there is neither a begin nor an end."""
+    """Requests of one engine, so many at once; the next one follows at once when one ends. They go
+    on from one round to the next, and the first ones are of different lengths, so that there is
+    neither a begin nor an end."""
 
     def __init__(
         self,
@@ -328,7 +333,8 @@ def figures(name: str, first: list[Round], rounds: list[Round]) -> dict[str, Any
 
 def print_row(row: dict[str, Any]) -> None:
     """A figure, and what belongs to it."""
-    line = f"{row['method']:15}{row['batch']:5d} {row['measure']:10}{row['ratio']:6.3f} ~{row['error']:.3f}"
+    line = f"{row['method']:15}{row['batch']:5d} {row['measure']:10}"
+    line += f"{row['ratio']:6.3f} ~{row['error']:.3f}"
     line += f"{row['num_rounds']:7d}{row['first']:7.3f}{row['without']:10.0f}"
     line += f"{row['drafts_per_token']:11.2f}{row['acceptance']:9.0f}{row['tokens_per_step']:9.2f}"
     line += f"{row['step_ms_with']:9.3f}{row['step_ms_without']:9.3f}{row['draft_ms']:9.3f}"
@@ -343,8 +349,10 @@ def main() -> None:
     with ExitStack() as engines:
         comparison = Comparison(options, engines)
         print(", ".join(options.tasks))
-        print(f"{'method':15}{'batch':>5} {'':10}{'ratio':>6} {'error':6}{'rounds':>7}{'first':>7}{'none/s':>10}"
-              f"{'drafts/tok':>11}{'right %':>9}{'tok/step':>9}{'ms/step':>9}{'none':>9}{'drafting':>9}")  # fmt: skip
+        print(f"{'method':15}{'batch':>5} {'':10}{'ratio':>6} "
+            f"{'error':6}{'rounds':>7}{'first':>7}{'none/s':>10}"
+            f"{'drafts/tok':>11}{'right %':>9}{'tok/step':>9}{'ms/step':>9}"
+            f"{'none':>9}{'drafting':>9}")  # fmt: skip
         # As in an engine's process: what there is for good is not looked through again and again.
         gc.collect()
         gc.freeze()

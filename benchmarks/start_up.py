@@ -3,10 +3,10 @@
     python benchmarks/start_up.py models/ernie-tiny --tensor-library torch
     python benchmarks/start_up.py MODEL --rounds 3 -- --load-format dummy
 
-Runs `fastdeploy serve` again and again; then the median second of each step of the start, and what the
-last round logged with the second at which it was said. Byte code is kept, as installing packages does.
-What follows -- goes to `fastdeploy serve`. With --idle SECONDS each round also leaves the server alone for
-so long and tells what processor time it took meanwhile (Linux).
+Runs `fastdeploy serve` again and again; then the median second of each step of the start, and what
+the last round logged with the second at which it was said. Byte code is kept, as installing
+packages does. What follows -- goes to `fastdeploy serve`. With --idle SECONDS each round also
+leaves the server alone for so long and tells what processor time it took meanwhile (Linux).
 """
 
 from __future__ import annotations

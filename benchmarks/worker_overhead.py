@@ -2,9 +2,10 @@
 
     python benchmarks/worker_overhead.py [--tensor-library torch] [--steps 400] [--runs 5]
 
-The recorded work itself is left out (its replay does nothing), so what is measured is this project's own
-code and the copies that a processor does at once. Greedy rows: others run their sampler on this processor,
-which is the device's work. Prints the median of the runs, microseconds of processor time per step.
+The recorded work itself is left out (its replay does nothing), so what is measured is this
+project's own code and the copies that a processor does at once. Greedy rows: others run their
+sampler on this processor, which is the device's work. Prints the median of the runs, microseconds
+of processor time per step.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ def main() -> None:
     add_json_option(parser)
     asked = parser.parse_args()
     print(
-        f"{asked.tensor_library}, {os.cpu_count()} cores, median of {asked.runs} runs of {asked.steps} steps"
+        f"{asked.tensor_library}, {os.cpu_count()} cores, median of {asked.runs} runs of "
+        f"{asked.steps} steps"
     )
     print(f"{'rows':>5} {'launch':>8} {'read':>8} {'sum':>8}   microseconds per step")
     figures: dict[str, list[float]] = {}

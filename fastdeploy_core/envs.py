@@ -81,7 +81,8 @@ VARIABLES: Final[dict[str, Variable]] = {
             "FD_PLUGINS",
             "comma-separated distribution names",
             None,
-            "Which installed plugins take part. Unset or `all`: all of them; a list: only these (the "
+            "Which installed plugins take part. Unset or `all`: all of them; a list: only these "
+            "(the "
             "core's own drivers always do); empty: the core alone.",
             _names,
             keep_empty=True,
@@ -104,8 +105,10 @@ VARIABLES: Final[dict[str, Variable]] = {
             "FD_PLUGIN_PREFLIGHT",
             "yes or no",
             True,
-            "Import third-party plugins first in a child process with a time limit, so that one that "
-            "hangs, crashes or exits cannot take the server with it. Off saves its time at start-up.",
+            "Import third-party plugins first in a child process with a time limit, so that one "
+            "that "
+            "hangs, crashes or exits cannot take the server with it. Off saves its time at "
+            "start-up.",
             _boolean,
         ),
         Variable(
@@ -126,7 +129,8 @@ VARIABLES: Final[dict[str, Variable]] = {
             "FD_DEVICE_MEMORY_GIB",
             "GiB",
             0.0,
-            "Memory of one accelerator, for devices whose driver cannot be asked. 0: ask, and fail when "
+            "Memory of one accelerator, for devices whose driver cannot be asked. 0: ask, and fail "
+            "when "
             "nobody answers.",
             _number(0, 1 << 20),
         ),

@@ -1,7 +1,7 @@
 """Every error the project raises on purpose.
 
     FastDeployError
-    +-- ConfigError                a flag, file, variable or model configuration that cannot be served
+    +-- ConfigError                a flag, file, variable or model config that cannot be served
     |   +-- UnsupportedModel       an architecture, format or dtype that nothing installed can run
     |   +-- WeightError            a checkpoint that is missing, malformed or of an unsafe format
     +-- PluginError                something about a plugin; names its distribution
@@ -12,13 +12,13 @@
     |   +-- CapabilityError        it is asked for something it declares it cannot do
     +-- RequestError               ends one request, never the engine
     |   +-- InvalidRequest         a field is missing, malformed or out of range
-    |   |   +-- RequestTooLong     prompt (plus max_tokens) exceeds what the model or the KV pool can hold
+    |   |   +-- RequestTooLong     prompt (plus max_tokens) exceeds what the model or KV pool holds
     |   +-- QueueFull              the bounded queue refuses; retry after `retry_after_s`
     |   +-- RequestTimeout         its deadline or its time in the queue ran out
     |   +-- Aborted                the client left or asked to stop
     +-- ResourceError              this process has too little memory or too few blocks
     |   +-- OutOfBlocks            the KV pool cannot supply the blocks asked for
-    +-- WorkerError                a worker or the engine died, hung or failed; fatal to in-flight requests
+    +-- WorkerError                a worker or the engine died, hung or failed; ends all requests
 
 Messages say, in this order: what failed; what was asked; what is possible; what to run next.
 They start in lower case and carry no full stop at the end.

@@ -1,8 +1,9 @@
 """Tiny random checkpoints that transformers itself saves, with its own answers beside them.
 
-Run as a program in a child process (`build(folder)` does that), because transformers needs torch and
-the suite may be running on Paddle. Every family's features are switched on: grouped heads, biases,
-tied and untied heads, rope scalings, shared experts, groups, a correction bias that is not zero.
+Run as a program in a child process (`build(folder)` does that), because transformers needs torch
+and the suite may be running on Paddle. Every family's features are switched on: grouped heads,
+biases, tied and untied heads, rope scalings, shared experts, groups, a correction bias that is not
+zero.
 """
 
 from __future__ import annotations
@@ -153,7 +154,8 @@ GGUF_VARIANTS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
     },
 }
-# The same families as wide as kernels for real models want them: heads of 128, products of whole tiles.
+# The same families as wide as kernels for real models want them: heads of 128, products of whole
+# tiles.
 _WIDE = {
     "vocab_size": 1031,
     "hidden_size": 512,
@@ -193,8 +195,8 @@ SHARDED = ("qwen3-moe",)  # saved once more in several files, in the subfolder "
 
 
 def build(folder: Path, names: list[str] | None = None) -> Path:
-    """Copies of the variants below `folder`, which a child process made once for all modules and workers of
-    this run of pytest; returns folder."""
+    """Copies of the variants below `folder`, which a child process made once for all modules and
+    workers of this run of pytest; returns folder."""
     wanted = list(dict.fromkeys(names or VARIANTS))
     run = (p for p in folder.parents if p.name.startswith("pytest-") and p.name[7:].isdecimal())
     store = next(run, folder.parent) / "variants"
@@ -234,9 +236,11 @@ def reference(folder: Path) -> list[dict[str, np.ndarray]]:
 
 
 def paddle_copy(source: Path, target: Path, *, ernie_names: bool = False) -> Path:
-    """The same checkpoint as Paddle tools store it: linear weights [in, out], `dtype` in config.json.
+    """The same checkpoint as Paddle tools store it: linear weights [in, out], `dtype` in
+    config.json.
 
-    `ernie_names` also joins q, k and v and gate and up, and uses the prefix of ERNIE's own releases.
+    `ernie_names` also joins q, k and v and gate and up, and uses the prefix of ERNIE's own
+    releases.
     """
     from safetensors.numpy import load_file, save_file
 

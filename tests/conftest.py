@@ -46,7 +46,8 @@ def tensor_library(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a checkpoint of every architecture; modules that need a few have a fixture of that name."""
+    """A folder with a checkpoint of every architecture; modules that need a few have a fixture of
+    that name."""
     from tests.checkpoints import build  # only where it is asked for
 
     return build(tmp_path_factory.mktemp("checkpoints"))

@@ -1,7 +1,9 @@
-"""GGUF files of transformers checkpoints, written with the gguf package as llama.cpp's converter does.
+"""GGUF files of transformers checkpoints, written with the gguf package as llama.cpp's converter
+does.
 
-Names come from the package's own table, settings go through its writer; experts are stacked, Llama's
-query and key rows are put in llama.cpp's order, latent attention's up-projection is cut in two.
+Names come from the package's own table, settings go through its writer; experts are stacked,
+Llama's query and key rows are put in llama.cpp's order, latent attention's up-projection is cut in
+two.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ def write_gguf(
     tokenizer: Path | None = None,
     **settings: Any,
 ) -> Path:
-    """The checkpoint as a GGUF file whose matrices have the type `kind`. Further `settings` are added to
-    the architecture's."""
+    """The checkpoint as a GGUF file whose matrices have the type `kind`. Further `settings` are
+    added to the architecture's."""
     config = json.loads((checkpoint / "config.json").read_text())
     architecture = ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(target, architecture)

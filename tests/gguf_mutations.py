@@ -2,8 +2,9 @@
 
     python tests/gguf_mutations.py FILE FOLDER SEED COUNT LIBRARY
 
-Prints one JSON line: how many were refused with an error of ours, how many still load, what else was
-raised, and by how much memory grew. Address space is limited, so that a number believed too early fails.
+Prints one JSON line: how many were refused with an error of ours, how many still load, what else
+was raised, and by how much memory grew. Address space is limited, so that a number believed too
+early fails.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-EXTREMES = (0, 1, 2, 31, 255, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, 1 << 63,
+EXTREMES = (0, 1, 2, 31, 255, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62,
+    1 << 63,
             (1 << 64) - 1)  # fmt: skip
 KINDS = (*["bits"] * 5, *["bytes", "number"] * 2, "long", "cut", "drop", "repeat", "move")
 SPARE_BYTES = 1 << 30

@@ -1,7 +1,7 @@
 """Runs a model step by step over a small paged cache, without engine or scheduler.
 
-The reference drivers do the work unless others are given; blocks are handed out in a scattered order, so that nothing works
-by luck of being contiguous.
+The reference drivers do the work unless others are given; blocks are handed out in a scattered
+order, so that nothing works by luck of being contiguous.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class PagedModel:
     def step(
         self, rows: list[tuple[str, list[int]]], read: list[int] | None = None
     ) -> list[np.ndarray]:
-        """Feed tokens to sequences, all in one batch; returns each row's logits [tokens, vocab], or in one array
-        those of the batch's tokens that are `read`."""
+        """Feed tokens to sequences, all in one batch; returns each row's logits [tokens, vocab], or
+        in one array those of the batch's tokens that are `read`."""
         batch, input_ids = self._batch(rows)
         with self.xp.no_grad():
             context = ForwardContext(

@@ -1,4 +1,5 @@
-"""What every device must reproduce of transformers in float32: logits of prompts, greedy tokens, chunks."""
+"""What every device must reproduce of transformers in float32: logits of prompts, greedy tokens,
+chunks."""
 
 from __future__ import annotations
 

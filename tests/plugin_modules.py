@@ -1,4 +1,5 @@
-"""Helpers for tests of the plugin room: entries without installation, modules written on the spot."""
+"""Helpers for tests of the plugin room: entries without installation, modules written on the
+spot."""
 
 from __future__ import annotations
 

@@ -99,7 +99,8 @@ class ServerProcess:
 def serving(
     model: Path, *arguments: str, extra: Mapping[str, str] | None = None
 ) -> Iterator[ServerProcess]:
-    """A server that is gone afterwards, whatever the test did; `extra` goes into its environment."""
+    """A server that is gone afterwards, whatever the test did; `extra` goes into its
+    environment."""
     server = ServerProcess(model, *arguments, extra=extra)
     try:
         yield server

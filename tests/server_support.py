@@ -44,7 +44,8 @@ TEMPLATE = (
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """A byte-level tokenizer without merges: one token per byte, ids of bytes in code-point order."""
+    """A byte-level tokenizer without merges: one token per byte, ids of bytes in code-point
+    order."""
     vocab = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Backend(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -160,7 +160,8 @@ def make_worker(config: EngineConfig, **place: Any) -> Worker:
 
 
 def sharpen(worker: Worker) -> None:
-    """Dummy weights give nearly flat logits; larger ones make tokens depend on the whole context."""
+    """Dummy weights give nearly flat logits; larger ones make tokens depend on the whole
+    context."""
     runner = worker._runner
     xp = runner._xp
     with xp.no_grad():

@@ -10,10 +10,18 @@ from typing import Any
 from .http_client import DEFAULT_URL, Client
 
 
-def main(argv: Sequence[str]) -> int:
-    """argv[0] is the command's name: chat or complete."""
-    name = argv[0]
-    arguments = _parser(name).parse_args(argv[1:])
+def chat(argv: Sequence[str]) -> int:
+    """`fastdeploy chat`."""
+    return _talk("chat", argv)
+
+
+def complete(argv: Sequence[str]) -> int:
+    """`fastdeploy complete`."""
+    return _talk("complete", argv)
+
+
+def _talk(name: str, argv: Sequence[str]) -> int:
+    arguments = _parser(name).parse_args(argv)
     client = Client(arguments.url, arguments.api_key)
     model = arguments.model_name or client.model()
     talk = (

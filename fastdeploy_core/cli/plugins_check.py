@@ -7,8 +7,10 @@ import importlib.util
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
+from fastdeploy_core.contracts.base import KINDS
 from fastdeploy_core.errors import ConfigError, PluginNotFound
 from fastdeploy_core.plugins.discovery import HOOKS, OK, Inventory, discover
 from fastdeploy_core.plugins.drivers import find
@@ -27,8 +29,9 @@ KINDS_WITH_SUITE = (
 )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the kit; the exit code is pytest's (0: everything that applies has passed)."""
+    arguments = _parser().parse_args(argv)
     if importlib.util.find_spec("pytest") is None:
         raise ConfigError(
             'the conformance kit needs pytest; run: pip install "fastdeploy-core[testing]"'
@@ -60,6 +63,30 @@ def run(arguments: argparse.Namespace) -> int:
             command += ["-k", arguments.keyword]
         command.append("-v" if arguments.verbose else "-q")
         return subprocess.call(command)  # noqa: S603 - our own interpreter
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fastdeploy plugins check", description="Run the conformance kit against a driver."
+    )
+    parser.add_argument("name", help="name of the driver, or of a distribution with one device")
+    parser.add_argument("--kind", choices=list(KINDS), help="needed when several kinds have it")
+    parser.add_argument("--tensor", default="", help="tensor library: torch or paddle")
+    parser.add_argument(
+        "--device", default="", help="where to run; default: its distribution's device, or cpu"
+    )
+    parser.add_argument("--model", default="", metavar="DIR", help="target for a drafter's checks")
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="setting of the driver itself; may be repeated",
+    )
+    parser.add_argument("--report", metavar="FILE", help="write the results as JSON")
+    parser.add_argument("-k", dest="keyword", default="", help="only tests that match, as pytest")
+    parser.add_argument("-v", dest="verbose", action="store_true", help="one line per test")
+    return parser
 
 
 def suites(kind: str) -> list[str]:

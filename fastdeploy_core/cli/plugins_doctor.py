@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ PASS, FAIL, WARN, SKIP = "PASS", "FAIL", "WARN", "SKIP"
 DEVICE_LIMIT_S = 300.0
 
 
-def run(arguments: argparse.Namespace) -> int:
+def main(argv: Sequence[str]) -> int:
     """Print the rows; exit code 1 if any says FAIL."""
+    arguments = _parser().parse_args(argv)
     inventory = discover()
     rows = plugin_rows(inventory, arguments.timeout)
     rows += device_rows(inventory) + pth_rows()
@@ -59,6 +61,17 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         print(f"\n{len(rows)} checks, {failures} failed")
     return 1 if failures else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fastdeploy plugins doctor", description="Load each plugin in a child process."
+    )
+    parser.add_argument("--json", action="store_true", help="the stable form for programs")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", help="seconds one import may take"
+    )
+    return parser
 
 
 def plugin_rows(inventory: Inventory, timeout_s: float) -> list[dict[str, Any]]:

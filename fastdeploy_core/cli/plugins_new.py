@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -41,8 +42,9 @@ TEMPLATES: Final = {
 }
 
 
-def run(arguments: argparse.Namespace) -> int:
+def main(argv: Sequence[str]) -> int:
     """Create the folder and say what to do next."""
+    arguments = _parser().parse_args(argv)
     template = TEMPLATES[arguments.kind]
     folder = create(arguments.name, Path(arguments.dir), arguments.kind)
     name = driver_name(arguments.name)
@@ -56,6 +58,16 @@ def run(arguments: argparse.Namespace) -> int:
         f"then open {folder / 'src' / package / template.first_file}"
     )
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fastdeploy plugins new", description="Start a plugin from a template."
+    )
+    parser.add_argument("name", help="name of the distribution, such as fd-mychip")
+    parser.add_argument("--kind", choices=list(TEMPLATES), default="device")
+    parser.add_argument("--dir", default=".", help="where to create the folder")
+    return parser
 
 
 def driver_name(distribution: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from fastdeploy_core import envs
@@ -14,8 +15,9 @@ from fastdeploy_core.plugins.preflight import Job
 from fastdeploy_core.plugins.preflight import run as preflight
 
 
-def run(arguments: argparse.Namespace) -> int:
+def main(argv: Sequence[str]) -> int:
     """Print one plugin; exit code 1 when something of it cannot be imported."""
+    arguments = _parser().parse_args(argv)
     inventory = discover()
     entries = _entries_named(inventory, arguments.name)
     limit_s = envs.read("FD_PLUGIN_DRIVER_TIMEOUT_S")
@@ -46,6 +48,15 @@ def run(arguments: argparse.Namespace) -> int:
         for item in data:
             _print(item)
     return 1 if any(d["error"] for item in data for d in item["provides"]) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fastdeploy plugins show", description="Drivers, hooks and capabilities of one plugin."
+    )
+    parser.add_argument("name", help="a distribution, or the name of a driver")
+    parser.add_argument("--json", action="store_true", help="the stable form for programs")
+    return parser
 
 
 def _entries_named(inventory: Inventory, name: str) -> list[PluginEntry]:

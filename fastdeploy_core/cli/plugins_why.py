@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastdeploy_core.contracts.base import Accept, Candidate, Decline
+from fastdeploy_core.contracts.base import KINDS, Accept, Candidate, Decline
 from fastdeploy_core.contracts.device import DeviceQuestion
 from fastdeploy_core.contracts.model import ModelShapes
 from fastdeploy_core.errors import ConfigError
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.quantizer import QuantizationQuestion
 
 
-def run(arguments: argparse.Namespace) -> int:
+def main(argv: Sequence[str]) -> int:
     """Print the decision; exit code 1 when nothing can be chosen."""
+    arguments = _parser().parse_args(argv)
     inventory = discover()
     hooks = hook_manager(inventory=inventory)
     explain = _EXPLAIN.get(arguments.kind, _by_name)
@@ -32,6 +33,22 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print("\n\n".join(decision_table(d) for d in decisions))
     return 0 if decisions and all(d.winner for d in decisions) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fastdeploy plugins why", description="Every candidate, its answer, and the winner."
+    )
+    parser.add_argument("kind", choices=list(KINDS), help="what is to be chosen")
+    parser.add_argument("--model", metavar="DIR", help="model folder (attention, moe, quantizer)")
+    parser.add_argument("--device", default="", help="device instead of the negotiated one")
+    parser.add_argument("--dtype", default="auto", help="model dtype")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--quantization", default="", help="number format by name")
+    parser.add_argument("--json", action="store_true", help="the stable form for programs")
+    return parser
 
 
 def _device(

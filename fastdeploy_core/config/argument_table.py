@@ -1,7 +1,8 @@
 """The argument table, engine rows; `server_argument_table.py` has the others.
 
 One row is one argument: its inside name, every spelling the original and vLLM use for it, its
-type, default, bounds and help. `argument_values.py` reads the rows; `refused.py` lists what is refused.
+type, default, bounds and help. `argument_values.py` reads the rows; `refused.py` lists what is
+refused.
 """
 
 from __future__ import annotations
@@ -315,7 +316,7 @@ _SCHEDULER = group(
         "scheduler_lease",
         "float",
         10.0,
-        "seconds an instance may be silent before its requests move",
+        "seconds an instance may be silent before a shared queue gives its requests to another",
         low=0.001,
         high=1e6,
     ),

@@ -49,8 +49,8 @@ DEFAULT_BATCHED_TOKENS = 2048
 def build_engine_config(values: Mapping[str, Any]) -> EngineConfig:
     """The engine's configuration from arguments under any known spelling.
 
-    Raises ConfigError for unknown, refused or server-only names, wrong types, values out of range, a
-    model folder that is missing, and settings that contradict each other.
+    Raises ConfigError for unknown, refused or server-only names, wrong types, values out of range,
+    a model folder that is missing, and settings that contradict each other.
     """
     for name in normalise(values):
         if ARGUMENTS[name].scope != "engine":
@@ -88,7 +88,8 @@ def build_engine_config(values: Mapping[str, Any]) -> EngineConfig:
 def _parallel_config(v: Mapping[str, Any]) -> ParallelConfig:
     if v["expert_communicator"] and not v["enable_expert_parallel"]:
         raise ConfigError(
-            f"--expert-communicator {v['expert_communicator']} needs --enable-expert-parallel: without "
+            f"--expert-communicator {v['expert_communicator']} needs --enable-expert-parallel: "
+            "without "
             "it every rank has a share of every expert"
         )
     return ParallelConfig(

@@ -70,7 +70,8 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     # Ranks hold whole experts, not a share of each.
     enable_expert_parallel: bool = False
-    # Carries tokens to them in steps that hold prompts; empty: none does, ranks add up what they have.
+    # Carries tokens to them in steps that hold prompts; empty: none does, ranks add up what they
+    # have.
     expert_communicator: str = ""
 
     @property
@@ -108,7 +109,7 @@ class RequestSchedulerConfig:
     max_size: int = 1024  # waiting requests; one more is refused with QueueFull. 0: unbounded
     max_tokens: int = 0  # waiting prompt tokens; 0: unbounded
     ttl_s: float = 900.0  # a request waiting longer than this is answered with RequestTimeout
-    lease_s: float = 10.0
+    lease_s: float = 10.0  # for schedulers with leases; the local one has none
     instance: str = ""
     options: Mapping[str, Any] | None = None
 
@@ -130,8 +131,8 @@ class SpeculativeConfig:
 
     method: str
     num_speculative_tokens: int
-    # "lossy_top_p": a draft also passes when it is one of the target's likeliest tokens up to top_p.
-    # The output then has another distribution. The next two belong to it.
+    # "lossy_top_p": a draft also passes when it is one of the target's likeliest tokens up to
+    # top_p. The output then has another distribution. The next two belong to it.
     acceptance: Literal["lossless", "lossy_top_p"] = "lossless"
     max_candidate_len: int = 5
     verify_window: int = 2

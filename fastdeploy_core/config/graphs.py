@@ -25,7 +25,8 @@ GRAPH_ROWS: tuple[Argument, ...] = group(
         "graph_capture_sizes",
         "ints",
         None,
-        "batch sizes for which decode steps are recorded; smaller batches are padded; default: 1, 2, 4, "
+        "batch sizes for which decode steps are recorded; smaller batches are padded; default: 1, "
+        "2, 4, "
         "then steps of 8, 16 and 32 up to --max-num-seqs",
         aliases=("cudagraph_capture_sizes",),
     ),
@@ -33,7 +34,8 @@ GRAPH_ROWS: tuple[Argument, ...] = group(
         "max_graph_capture_size",
         "int",
         None,
-        "largest batch size for which decode steps are recorded; default: --max-num-seqs, at most 512",
+        "largest batch size for which decode steps are recorded; default: --max-num-seqs, at most "
+        "512",
         aliases=("max_cudagraph_capture_size",),
         low=1,
         high=MAX_SIZE,
@@ -111,7 +113,8 @@ def _combine(wanted: list[tuple[str, GraphConfig]]) -> GraphConfig:
                 continue
             if name in said and said[name][1] != value:
                 raise ConfigError(
-                    f"{said[name][0]} and {flag} say different things about recorded steps; give one"
+                    f"{said[name][0]} and {flag} say different things about recorded steps; give "
+                    "one"
                 )
             said[name] = (flag, value)
     if "enabled" in said and len(said) > 1:

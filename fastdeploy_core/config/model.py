@@ -1,7 +1,8 @@
-"""Builds a ModelConfig from a model folder (config.json, generation_config.json) and what was asked.
+"""Builds a ModelConfig from a model folder (config.json, generation_config.json) and what was
+asked.
 
-Reads JSON, or the header of a GGUF file. Whether an architecture can be served is the question of models/shapes.py; whether
-its weights are whole is the question of loading/loader.py.
+Reads JSON, or the header of a GGUF file. Whether an architecture can be served is the question of
+models/shapes.py; whether its weights are whole is the question of loading/loader.py.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ _DEFAULT_MAX_MODEL_LEN: Final = 2048
 def read_model_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """The validated configuration of the model in a local folder.
 
-    `overrides` uses the field names of ModelConfig; a missing or None entry means the default. Also:
-    `dtype` may be "auto" (the checkpoint's), `generation_config` is "auto" (the model's own file),
-    "none" (or "vllm") or a folder, `override_generation_config` and `hf_overrides` are mappings
-    merged into generation_config.json and config.json.
+    `overrides` uses the field names of ModelConfig; a missing or None entry means the default.
+    Also: `dtype` may be "auto" (the checkpoint's), `generation_config` is "auto" (the model's own
+    file), "none" (or "vllm") or a folder, `override_generation_config` and `hf_overrides` are
+    mappings merged into generation_config.json and config.json.
     """
     asked = {k: v for k, v in (overrides or {}).items() if v is not None}
     if unknown := sorted(asked.keys() - _OVERRIDES):
@@ -69,7 +70,8 @@ def read_model_config(path: str | Path, overrides: Mapping[str, Any] | None = No
     weight_cache = str(asked.get("weight_cache", ""))
     if weight_cache and load_format == "dummy":
         raise ConfigError(
-            "--weight-cache keeps the weights of a checkpoint and --load-format dummy has none; drop "
+            "--weight-cache keeps the weights of a checkpoint and --load-format dummy has none; "
+            "drop "
             "one of them"
         )
     dtype_asked = str(asked.get("dtype", "auto"))
@@ -111,15 +113,18 @@ def _find(path: Path, asked: Mapping[str, Any]) -> _Found:
         file = find_gguf(path)
         if file is not None and asked.get("load_format") == "safetensors":
             raise ConfigError(
-                f"{file} is a GGUF file and --load-format says safetensors; leave the flag out, or pass a "
+                f"{file} is a GGUF file and --load-format says safetensors; leave the flag out, or "
+                "pass a "
                 "folder with *.safetensors"
             )
         if file is not None:
             return _find_gguf(file, tokenizer, str(asked.get("quantization") or ""))
     if not path.is_dir():
         raise ConfigError(
-            f"model {str(path)!r} is not a folder on this machine, nor a GGUF file; expected a folder with "
-            "config.json, tokenizer.json and *.safetensors, or a file *.gguf; download the model first and "
+            f"model {str(path)!r} is not a folder on this machine, nor a GGUF file; expected a "
+            "folder with "
+            "config.json, tokenizer.json and *.safetensors, or a file *.gguf; download the model "
+            "first and "
             "pass its path"
         )
     own = path / "generation_config.json"
@@ -173,13 +178,15 @@ def fit_dtype(
         return model, []
     possible = ", ".join(device_dtypes) or "none"
     if not model.dtype_is_auto or "float32" not in device_dtypes:
+        asked = "the dtype of the checkpoint"
+        if not model.dtype_is_auto:
+            asked = f"--dtype {model.dtype}"
         raise UnsupportedModel(
-            f"the device cannot compute in {model.dtype}; asked: "
-            f"{'the dtype of the checkpoint' if model.dtype_is_auto else '--dtype ' + model.dtype}; "
+            f"the device cannot compute in {model.dtype}; asked: {asked}; "
             f"possible: {possible}; pass --dtype with one of them"
         )
-    line = f"dtype float32 instead of the checkpoint's {model.dtype}: the device computes in {possible}"
-    return replace(model, dtype="float32"), [line]
+    line = f"dtype float32 instead of the checkpoint's {model.dtype}"
+    return replace(model, dtype="float32"), [f"{line}: the device computes in {possible}"]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -228,7 +235,8 @@ def checkpoint_layout(
         return "torch" if version > (4, 56, 0) else "paddle"
     raise ConfigError(
         "cannot tell whether the checkpoint is in torch or Paddle layout: config.json has "
-        f"{'both torch_dtype and dtype' if has_torch else 'neither torch_dtype nor dtype'}; expected "
+        f"{'both torch_dtype and dtype' if has_torch else 'neither torch_dtype nor dtype'}; "
+        "expected "
         "torch_dtype (torch), dtype with transformers_version above 4.56.0 (torch) or dtype alone "
         "(Paddle); correct config.json or set FD_FOR_TORCH_MODEL_FORMAT=1"
     )
@@ -278,7 +286,8 @@ def _max_model_len(hf_config: Mapping[str, Any], asked: Any) -> int:
 
 
 def _longest(hf_config: Mapping[str, Any]) -> int | None:
-    """The context that config.json promises; YaRN and linear scaling extend what it was trained on."""
+    """The context that config.json promises; YaRN and linear scaling extend what it was trained
+    on."""
     trained = hf_config.get("max_position_embeddings")
     if not isinstance(trained, int) or isinstance(trained, bool) or trained < 1:
         return None

@@ -64,7 +64,8 @@ def read_quantization(model: ModelConfig, kv_dtype: str = "auto") -> Quantizatio
             )
         elif len(asked) > 1:
             notes.append(
-                f"{', '.join(_options(asked))} of --quantization have no effect: how the checkpoint is "
+                f"{', '.join(_options(asked))} of --quantization have no effect: how the "
+                "checkpoint is "
                 "quantized is up to its config.json"
             )
     else:
@@ -72,7 +73,8 @@ def read_quantization(model: ModelConfig, kv_dtype: str = "auto") -> Quantizatio
         if config == {"quantization": "wint4"} and model.architecture.startswith("Ernie"):
             config = dict(_ERNIE_WINT4)
             notes.append(
-                "--quantization wint4 on an ERNIE model: experts in wint4, everything else in wint8; "
+                "--quantization wint4 on an ERNIE model: experts in wint4, everything else in "
+                "wint8; "
                 'all in wint4: --quantization \'{"quantization": "wint4", "group_size": 0}\''
             )
         if config:
@@ -82,7 +84,8 @@ def read_quantization(model: ModelConfig, kv_dtype: str = "auto") -> Quantizatio
     if kv_dtype not in ("", "auto") and kv_dtype not in _spellings(declared):
         if kv_static:
             notes.append(
-                f"the checkpoint's cache scales ({declared}) are not used: --kv-cache-dtype {kv_dtype}"
+                f"the checkpoint's cache scales ({declared}) are not used: --kv-cache-dtype "
+                f"{kv_dtype}"
             )
         kv_format, kv_static = kv_dtype, False
     method = _method(config)
@@ -138,7 +141,8 @@ def _of_checkpoint(stored: Mapping[str, Any]) -> dict[str, Any]:
     if not _method(config):
         raise ConfigError(
             "quantization_config of config.json names no method; expected the key quantization "
-            f"(FastDeploy) or quant_method (transformers), found: {', '.join(sorted(config)) or 'none'}"
+            "(FastDeploy) or quant_method (transformers), found: "
+            f"{', '.join(sorted(config)) or 'none'}"
         )
     if "is_quantized" not in config:
         # Files of FastDeploy that only add cache scales leave the weights in full precision.
@@ -148,7 +152,8 @@ def _of_checkpoint(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _declared_kv(config: Mapping[str, Any], stored: Mapping[str, Any]) -> str:
-    """The cache format that the configuration itself names, as FastDeploy or compressed-tensors do."""
+    """The cache format that the configuration itself names, as FastDeploy or compressed-tensors
+    do."""
     declared = str(config.get("kv_cache_quant_type") or "")
     scheme = stored.get("kv_cache_scheme")
     if declared or not isinstance(scheme, Mapping):

@@ -1,7 +1,7 @@
 """Reads --speculative-config: FastDeploy's and vLLM's keys, each obeyed or refused with its reason.
 
-What belongs to a method stays in `options`, under the inside name, and is judged by the method itself
-(its answer to fd_speculative_requirements).
+What belongs to a method stays in `options`, under the inside name, and is judged by the method
+itself (its answer to fd_speculative_requirements).
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ _REVISION = "models are read from a local folder; give the folder as model"
 _GRAPHS = "the drafter's steps are captured or not as the target's are"
 _NO_DRIVER = "the draft's layers run on the drivers that serve the target's"
 _CHAIN = "drafts form one chain; leave it out"
-_EXACT = "drafts are taken when they are what the target draws; possible: acceptance lossless, lossy_top_p"
+_EXACT = (
+    "a draft is accepted when it is the token that the target samples; "
+    "possible: acceptance lossless, lossy_top_p"
+)
 # Known keys that are not taken, with a value that asks for what happens anyway.
 REFUSED: Final[dict[str, tuple[str, Any]]] = {
     "num_gpu_block_expand_ratio": (
@@ -102,7 +105,8 @@ def read_speculative(
         for key in ("max_candidate_len", "verify_window"):
             if key in left:
                 raise ConfigError(
-                    f"{FLAG}.{key} belongs to acceptance {LOSSY_TOP_P!r}, which changes the output's "
+                    f"{FLAG}.{key} belongs to acceptance {LOSSY_TOP_P!r}, which changes the "
+                    "output's "
                     f"distribution and was not asked for; leave it out, or set acceptance"
                 )
     settings: dict[str, Any] = {
@@ -130,7 +134,8 @@ def _method(left: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         near = difflib.get_close_matches("method", left, n=1)
         unknown = f" and has no key {near[0]}" if near else ""
         raise ConfigError(
-            f"{FLAG} needs a method{unknown}, such as {FLAG}.method ngram_match; see: fastdeploy plugins "
+            f"{FLAG} needs a method{unknown}, such as {FLAG}.method ngram_match; see: fastdeploy "
+            "plugins "
             "list --kind speculative"
         )
     if method in NO_METHOD:
@@ -154,7 +159,8 @@ def _draft_ranks(left: dict[str, Any], tensor_parallel_size: int) -> None:
     asked = left.pop("draft_tensor_parallel_size", None)
     if asked is not None and asked != tensor_parallel_size:
         raise ConfigError(
-            f"{FLAG}.draft_tensor_parallel_size {asked!r:.40} is not possible: the draft's layers are "
+            f"{FLAG}.draft_tensor_parallel_size {asked!r:.40} is not possible: the draft's layers "
+            "are "
             f"divided as the target's are; leave it out or give {tensor_parallel_size} "
             "(--tensor-parallel-size)"
         )
@@ -167,7 +173,8 @@ def _acceptance(left: dict[str, Any]) -> Literal["lossless", "lossy_top_p"]:
         name = str(strategy).lower()
         if name == "greedy":
             raise ConfigError(
-                f"{FLAG}.verify_strategy {strategy!r:.40} is not possible: it would make every request "
+                f"{FLAG}.verify_strategy {strategy!r:.40} is not possible: it would make every "
+                "request "
                 "greedy; send temperature 0 for that; possible: target_match, topp"
             )
         if name not in _ACCEPTANCE_OF:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 # (major, minor). It stays 0.x until two unlike devices and two unlike request schedulers have
 # passed the conformance kit. Under major 0 a plugin works when its minor is not newer than ours.
-CONTRACT: Final[tuple[int, int]] = (0, 12)
+CONTRACT: Final[tuple[int, int]] = (0, 13)
 
 # The distribution that owns this contract; its own drivers are always enabled.
 DISTRIBUTION: Final = "fastdeploy-core"
@@ -111,6 +111,13 @@ KINDS: Final[dict[str, Kind]] = {
             "fastdeploy.grammars",
             "constrain output to a grammar",
             f"{_HERE}.small:GrammarBackend",
+        ),
+        Kind(
+            "command",
+            "fastdeploy.commands",
+            "a command of `fastdeploy`",
+            f"{_HERE}.command:Command",
+            versioned=False,
         ),
         Kind(
             "kernels",

@@ -192,15 +192,6 @@ def fd_doctor_checks() -> list[tuple[str, bool, str]] | None:
 
 
 @hookspec
-def fd_cli_commands() -> Mapping[str, str] | None:
-    """Extra commands: name to "module:function", a function of the argument list.
-
-    Asked when the command line has a command that the core does not know; names of the core's own
-    commands cannot be taken. Added in contract 0.1.
-    """
-
-
-@hookspec
 def fd_api_routes() -> list[Any] | None:
     """fastapi.APIRouter objects, mounted under /plugins/<distribution>.
 

@@ -1,8 +1,9 @@
 """The request scheduler: which instance gets a request. (Who runs this step is the batch scheduler.)
 
 Both sides of one object: the front end puts requests and gets deltas, an engine gets requests and
-puts deltas. Delivery is at-least-once with at-most-once effect: every hand-over carries an attempt
-number and a lease; deltas of an older attempt are dropped by the scheduler, never shown to a client.
+puts deltas. Delivery is at-least-once with at-most-once effect: a request carries the number of its
+attempt; deltas of an older attempt are dropped by the scheduler, never shown to a client. With
+`SchedulerCapabilities.leases` every hand-over is a lease, and a lost one starts the next attempt.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas
 
 @dataclass(frozen=True, slots=True)
 class InstanceLoad:
-    """What an engine reports of itself; the view's age is known from `reported_at_s` (monotonic)."""
+    """What an engine reports of itself."""
 
     instance: str
     epoch: int  # random 64 bit, new at every start: a restarted instance is another one
     num_running: int = 0
     num_waiting: int = 0
-    num_free_blocks: int = 0
+    num_free_blocks: int = 0  # see Capacity
     num_total_blocks: int = 0
     role: str = "mixed"
     draining: bool = False
-    reported_at_s: float = 0.0
+    # Seconds since the report came. The scheduler fills it in `loads`, by a clock of its own (a
+    # queue's server has one for all), so clocks of two hosts are never compared.
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +38,12 @@ class Capacity:
     """What an engine can take now."""
 
     num_requests: int
+    # KV blocks that a new request could get now: free or only cached, less what the requests still
+    # need that the engine has taken already. A request needs its prompt's blocks and one more for
+    # its answer; fewer where prefixes are shared, which only the engine knows.
     num_free_blocks: int
-    block_size: int
-    num_tokens: int
+    block_size: int  # tokens of a block
+    num_tokens: int  # of prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +60,8 @@ class SchedulerCapabilities:
 
     shared_queue: bool = False  # objects with equal options but another `instance` serve one queue
     # What an instance holds that was silent for lease_s is handed out again under a new attempt; if
-    # part of its output was shown already, it may be answered with WorkerError instead.
+    # part of its output was shown already, it may be answered with WorkerError instead. For queues
+    # that outlive an engine: a scheduler in the engine's own process has nobody to take over.
     leases: bool = False
     durable: bool = False  # waiting requests survive the processes that put them
 
@@ -75,13 +82,16 @@ class RequestScheduler(Protocol):
         ...
 
     def get_requests(self, capacity: Capacity, timeout_s: float = 0.0) -> list[Request]:
-        """Take at most what fits, smaller priority first and oldest first within one, each under a
-        new lease. The request comes with its current `attempt`. One that waited longer than ttl_s
-        is not handed out but answered with a finished delta of error_type RequestTimeout."""
+        """Take at most what fits, smaller priority first and oldest first within one. A queue with
+        one engine need not look at blocks: what does not fit waits there as well. The request
+        comes with its current `attempt`; with leases, each hand-over begins one and raises that
+        number, and an engine that still runs an older attempt drops it for the newer one. A request
+        that waited longer than ttl_s is not handed out but answered with a finished delta of
+        error_type RequestTimeout."""
         ...
 
     def put_results(self, outputs: Sequence[RequestOutputDelta | TokenDeltas]) -> None:
-        """Publish deltas; renews the leases of their requests. Deltas of a stale attempt, of an
+        """Publish deltas, which renews the leases of their requests. Deltas of a stale attempt, of an
         unknown or finished request, and repeated positions are dropped. TokenDeltas are many deltas
         in short, `types.each_delta` gives them one by one."""
         ...
@@ -97,15 +107,17 @@ class RequestScheduler(Protocol):
         ...
 
     def get_aborts(self) -> list[str]:
-        """Requests this engine has taken and must stop, each reported once; branch ids among them."""
+        """Requests this engine has taken and must stop, each reported once; branch ids among them.
+        None of them is a request that the engine has been handed again since: abort first, then
+        hand out."""
         ...
 
     def report_load(self, load: InstanceLoad) -> None:
-        """Heartbeat of an engine; renews its leases."""
+        """Heartbeat of an engine, at least eight times per lease_s; renews its leases."""
         ...
 
     def loads(self) -> list[InstanceLoad]:
-        """Live instances as last seen."""
+        """Live instances as last seen, each with the age of its report."""
         ...
 
     def close(self) -> None:

@@ -100,8 +100,8 @@ class AsyncEngine:
     async def attach(
         cls, config: EngineConfig, folder: str, front_end: int, on_drain: Callable[[], None]
     ) -> AsyncEngine:
-        """One front end's view of an engine that another process starts and ends; wait until that is
-        ready. `folder` is that process's; it calls on_drain from a thread."""
+        """One front end's view of an engine that another process starts and ends; wait until that
+        is ready. `folder` is that process's; it calls on_drain from a thread."""
         timeout_s = config.watchdog.progress_timeout_s
         return await cls(
             config,
@@ -145,8 +145,8 @@ class AsyncEngine:
     async def generate(
         self, request: Request, chunk_tokens: int = 1
     ) -> AsyncGenerator[RequestOutputDelta, None]:
-        """Deltas until one has finished=True, each holding all that is new since the last one, and at
-        least so many tokens of a sequence (OutputStream says when fewer).
+        """Deltas until one has finished=True, each holding all that is new since the last one, and
+        at least so many tokens of a sequence (OutputStream says when fewer).
 
         Raises QueueFull, RequestTimeout, InvalidRequest, OutOfBlocks, WorkerError or, if this
         request alone failed, FastDeployError. Leaving the iterator (aclose) aborts the request.
@@ -184,7 +184,8 @@ class AsyncEngine:
         self._abort_in_engine(branch_ids)
 
     def health(self) -> EngineHealth:
-        """Whether the engine process lives, moves and may get requests; any thread, never blocks."""
+        """Whether the engine process lives, moves and may get requests; any thread, never
+        blocks."""
         health = self._link.health()
         health.draining = self._is_draining or self._is_closed
         if health.draining:

@@ -1,8 +1,9 @@
 """Runs steps on all ranks: rank 0 in this process, the others in processes of their own.
 
-Steps run in the order they are submitted: in threads, but for a single rank whose device only queues work or
-takes one step at a time, where the caller's own thread does it without any hand-over. When a rank dies or fails,
-everything that is waited for fails with WorkerError, within a second, even if rank 0 is stuck in a collective.
+Steps run in the order they are submitted: in threads, but for a single rank whose device only
+queues work or takes one step at a time, where the caller's own thread does it without any
+hand-over. When a rank dies or fails, everything that is waited for fails with WorkerError, within a
+second, even if rank 0 is stuck in a collective.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ class Executor:
                 self._wait_peer(self._peers.cache_ready)
 
     def submit(self, step: SchedulerOutput) -> StepResult:
-        """Queue a step; it may start before earlier ones have finished, never before they started."""
+        """Queue a step; it may start before earlier ones have finished, never before they
+        started."""
         if self._is_direct:
             return _Launched(lambda: self._worker.launch(step))
         if self._peers is None:

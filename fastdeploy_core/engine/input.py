@@ -195,7 +195,8 @@ def _without_grammar(
 
 
 def are_integers(values: Iterable[Any]) -> bool:
-    """Whether all are plain integers (True is none); a look at each would take a long prompt's while."""
+    """Whether all are plain integers (True is none); a look at each would take a long prompt's
+    while."""
     return set(map(type, values)) <= {int}
 
 

@@ -1,4 +1,5 @@
-"""Tells hook modules what an engine does: started, request finished, about once a second its stats."""
+"""Tells hook modules what an engine does: started, request finished, about once a second its
+stats."""
 
 from __future__ import annotations
 

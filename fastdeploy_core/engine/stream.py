@@ -1,4 +1,5 @@
-"""One request's deltas on their way to its client, merged while the client is slow or wants more at once.
+"""One request's deltas on their way to its client, merged while the client is slow or wants more at
+once.
 
 What waits is one delta, never a list: a client that stops reading costs the tokens themselves and,
 once these are too many, its request.
@@ -9,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+
+from msgspec import Struct
 
 from fastdeploy_core import errors
 from fastdeploy_core.errors import FastDeployError, RequestTimeout, WorkerError
@@ -38,8 +41,8 @@ class OutputStream:
     )
 
     def __init__(self, request: Request, chunk_tokens: int = 1) -> None:
-        """chunk_tokens: new tokens of a sequence that a delta waits for; the first and the last come at
-        once, and so does the end of any sequence."""
+        """chunk_tokens: new tokens of a sequence that a delta waits for; the first and the last
+        come at once, and so does the end of any sequence."""
         self._request, self._chunk_tokens = request, chunk_tokens
         self._position = 0  # of the next delta from the engine
         self._delivered = 0  # deltas given to the client
@@ -73,8 +76,8 @@ class OutputStream:
         return self._num_bytes <= MAX_BUFFERED_BYTES or not self._has_stalled()
 
     def put(self, delta: RequestOutputDelta, num_deltas: int = 1) -> bool:
-        """Take a delta from the engine, which may stand for several; False if the client has stopped
-        reading for too long."""
+        """Take a delta from the engine, which may stand for several; False if the client has
+        stopped reading for too long."""
         if self.is_ended or delta.position < self._position:
             return True
         if delta.position > self._position:
@@ -201,10 +204,14 @@ def _merge(first: RequestOutputDelta, second: RequestOutputDelta) -> None:
         known.token_ids.extend(seq.token_ids)
         if seq.logprobs is not None:
             known.logprobs = [*(known.logprobs or []), *seq.logprobs]
-        known.finish_reason = seq.finish_reason
-        known.stop_reason = seq.stop_reason
-    first.finished = second.finished
-    first.error, first.error_type = second.error, second.error_type
-    for name in ("prompt_logprobs", "num_cached_tokens", "queue_s"):
-        if getattr(first, name) is None:
-            setattr(first, name, getattr(second, name))
+        _take_set(known, seq, ("finish_reason", "stop_reason", "drafts"))
+    names = ("prompt_logprobs", "num_cached_tokens", "queue_s", "finished", "error", "error_type")
+    _take_set(first, second, names)
+
+
+def _take_set(first: Struct, second: Struct, names: Sequence[str]) -> None:
+    """Copy those fields of the second record that say something; each comes once in a request."""
+    for name in names:
+        value = getattr(second, name)
+        if value is not None and value is not False and value != "":
+            setattr(first, name, value)

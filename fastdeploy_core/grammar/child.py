@@ -1,4 +1,5 @@
-"""The process that compiles grammars: reads requests on stdin, answers on stdout, dies when told to.
+"""The process that compiles grammars: reads requests on stdin, answers on stdout, dies when told
+to.
 
 Frames are a 4-byte big-endian length and MessagePack. The first frame in is the set-up, the first
 frame out says whether it worked. Started by compiler.py only.

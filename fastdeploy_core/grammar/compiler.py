@@ -176,7 +176,8 @@ class _Cache:
 
 
 class GrammarCompiler:
-    """Thread-safe. `backend` goes into Request.grammar_backend, what compile() returns into grammar."""
+    """Thread-safe. `backend` goes into Request.grammar_backend, what compile() returns into
+    grammar."""
 
     def __init__(self, setup: Setup, backend: str, config: StructuredOutputsConfig) -> None:
         self.backend = backend
@@ -202,8 +203,8 @@ class GrammarCompiler:
         target: str = "",
         options: Mapping[str, Any] | None = None,
     ) -> GrammarCompiler:
-        """`tokenizer_path` is a model folder or its tokenizer.json. No process is started before the
-        first constraint arrives. `target` ("module:Class") overrides the configured backend."""
+        """`tokenizer_path` is a model folder or its tokenizer.json. No process is started before
+        the first constraint arrives. `target` ("module:Class") overrides the configured backend."""
         config = config or StructuredOutputsConfig()
         path = Path(tokenizer_path)
         path = path / "tokenizer.json" if path.is_dir() else path

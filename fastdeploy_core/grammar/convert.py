@@ -1,6 +1,8 @@
-"""Client constraints to grammar text for llguidance (its Lark dialect and its JSON-schema compiler).
+"""Client constraints to grammar text for llguidance (its Lark dialect and its JSON-schema
+compiler).
 
-GBNF / EBNF grammars (`root ::= ...`) are converted, Lark grammars (`start: ...`) are taken as they are.
+GBNF / EBNF grammars (`root ::= ...`) are converted, Lark grammars (`start: ...`) are taken as they
+are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a constraint may cost, judged in linear time before anything compiles it.
 
-These checks bound what reaches a grammar library; what slips through them is bounded by the time and
-memory limits of the child process that compiles (compiler.py).
+These checks bound what reaches a grammar library; what slips through them is bounded by the time
+and memory limits of the child process that compiles (compiler.py).
 """
 
 from __future__ import annotations

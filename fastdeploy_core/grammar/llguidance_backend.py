@@ -28,8 +28,8 @@ MAX_CACHED_BYTES = 1024 * 1024
 
 
 class LLGuidanceMatcher:
-    """One sequence's state. End-of-text tokens after the grammar's end are counted here, because the
-    library refuses them."""
+    """One sequence's state. End-of-text tokens after the grammar's end are counted here, because
+    the library refuses them."""
 
     def __init__(
         self, matcher: LLMatcher, num_bits: int, vocab_size: int, eos_ids: frozenset[int]
@@ -63,7 +63,8 @@ class LLGuidanceMatcher:
             raise InvalidRequest("the grammar cannot go back that far")
 
     def fill_mask(self, mask: np.ndarray) -> None:
-        """mask: [ceil(vocab_size / 32)] int32. InvalidRequest when the grammar is too complex here."""
+        """mask: [ceil(vocab_size / 32)] int32. InvalidRequest when the grammar is too complex
+        here."""
         if self._num_ended:
             mask[:] = 0
             self._allow_eos(mask)

@@ -1,8 +1,8 @@
 """Numbered KV blocks: who holds them, which are free, which of the free ones still hold a prefix.
 
 Bookkeeping only: a block is a number here, its memory belongs to the workers. A block is in exactly
-one state: referenced, free and empty, free and cached (reusable, least recently used goes first), or
-quarantined (a peer may still write to it; nobody gets it until it is released).
+one state: referenced, free and empty, free and cached (reusable, least recently used goes first),
+or quarantined (a peer may still write to it; nobody gets it until it is released).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from fastdeploy_core.errors import OutOfBlocks
 class BlockPool:
     """Reference-counted blocks 0 to num_blocks - 1.
 
-    `on_evict(block, is_intact)` is called when a cached block stops being one: intact, because it is
-    about to be given to someone else and its content may be saved first, or not, because a peer
+    `on_evict(block, is_intact)` is called when a cached block stops being one: intact, because it
+    is about to be given to someone else and its content may be saved first, or not, because a peer
     may write to it. Until then a free cached block can be had back with `share`.
     """
 
@@ -66,8 +66,8 @@ class BlockPool:
         return self._references[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out blocks with one reference each: empty ones first, those that came back last before all
-        others, then the least recently used."""
+        """Hand out blocks with one reference each: empty ones first, those that came back last
+        before all others, then the least recently used."""
         if count > self.num_available:
             raise OutOfBlocks(
                 f"{count} blocks were asked for and {self.num_available} of {self.num_blocks} are "
@@ -142,7 +142,8 @@ class BlockPool:
         return block in self._quarantined
 
     def check(self) -> None:
-        """Raise AssertionError unless every block is in exactly one state; for tests and idle time."""
+        """Raise AssertionError unless every block is in exactly one state; for tests and idle
+        time."""
         free, cached = set(self._free), set(self._cached_free)
         assert len(free) == len(self._free), "a block is twice in the free list"
         assert not free & cached, "a block is both empty and cached"
@@ -158,5 +159,6 @@ class BlockPool:
     def _put_back(self, block: int) -> None:
         if self._is_cached[block]:
             self._cached_free[block] = None
-        else:  # out again first: what was used is in caches, and what never was may be no memory yet
+        # out again first: what was used is in caches, and what never was may be no memory yet
+        else:
             self._free.appendleft(block)

@@ -152,7 +152,8 @@ class KVCacheManager:
         return end
 
     def free(self, table: BlockTable) -> None:
-        """Give the blocks back; those the prefix cache knows stay findable until they are reused."""
+        """Give the blocks back; those the prefix cache knows stay findable until they are
+        reused."""
         self.pool.release(reversed(table.blocks))
         table.reset()
 

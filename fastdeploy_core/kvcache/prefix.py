@@ -1,10 +1,10 @@
 """The prefix cache: which full blocks hold which tokens, found again by a chained hash.
 
 A block's key is SHA-256 over canonical bytes of its parent's key and its own tokens; the first
-parent is made of the model's identity and the request's cache_salt. With `lookahead` a key also covers
-so many tokens behind the block, because a drafter's entries in it depend on them. A key alone is
-never trusted: tokens, salt and parent are compared on every hit, so that even a forced collision
-mixes nothing.
+parent is made of the model's identity and the request's cache_salt. With `lookahead` a key also
+covers so many tokens behind the block, because a drafter's entries in it depend on them. A key
+alone is never trusted: tokens, salt and parent are compared on every hit, so that even a forced
+collision mixes nothing.
 """
 
 from __future__ import annotations

@@ -70,7 +70,8 @@ def _host_blocks(worker: WorkerInfo, num_ranks: int, cache: CacheConfig, report:
     num_host_blocks = cache.swap_space_bytes // block_bytes
     if num_host_blocks < 1:
         raise ResourceError(
-            f"the host KV tier cannot hold one block: swap space is {cache.swap_space_bytes} bytes, "
+            f"the host KV tier cannot hold one block: swap space is {cache.swap_space_bytes} "
+            "bytes, "
             f"a block has {block_bytes} on {num_ranks} rank(s); raise --swap-space or leave it at 0"
         )
     report.append(
@@ -86,11 +87,13 @@ def _too_small(
     if cache.num_blocks_override is not None:
         return (
             f"the KV cache needs at least one block, {cache.num_blocks_override} were asked for; "
-            f"raise --num-gpu-blocks-override ({needed} hold one sequence of {max_model_len} tokens)"
+            f"raise --num-gpu-blocks-override ({needed} hold one sequence of {max_model_len} "
+            "tokens)"
         )
     source = "set" if cache.kv_cache_memory_bytes is not None else "left after weights and a step"
     text = (
-        f"too little memory for the KV cache: one sequence of {max_model_len} tokens needs {needed} "
+        f"too little memory for the KV cache: one sequence of {max_model_len} tokens needs "
+        f"{needed} "
         f"blocks of {worker.block_size} tokens = {needed} x {worker.bytes_per_block} = "
         f"{needed * worker.bytes_per_block} bytes; {_budget(worker, cache)} bytes are {source}, "
         f"enough for {num_blocks} blocks"

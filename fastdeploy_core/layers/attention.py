@@ -60,7 +60,8 @@ class PagedAttention:
         return turned
 
     def select(self, rows: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Of each [num_tokens, width], what is needed behind the attention: these rows; None: all."""
+        """Of each [num_tokens, width], what is needed behind the attention: these rows; None:
+        all."""
         if rows is None:
             return tensors
         return tuple(self._select_rows(x, rows) for x in tensors)
@@ -74,8 +75,8 @@ class PagedAttention:
         context: ForwardContext,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        """Write `rows` to the cache and attend; see AttentionBackend.forward for the shapes. `norms`: those
-        that the driver sees to."""
+        """Write `rows` to the cache and attend; see AttentionBackend.forward for the shapes.
+        `norms`: those that the driver sees to."""
         cache, metadata = context.caches[self.index], context.metadata[self.spec]
         rotary = self.cos_sin if self.rotates else None
         # Drivers have parameters for what they claim only.
@@ -165,8 +166,8 @@ class Attention:
         context: ForwardContext,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Two addends of the sum t = x + residual and of attention to norm(t), as Linear.add_to returns
-        them. rows: of these tokens alone, [n] int64; all of them are attended to."""
+        """Two addends of the sum t = x + residual and of attention to norm(t), as Linear.add_to
+        returns them. rows: of these tokens alone, [n] int64; all of them are attended to."""
         if self._block is not None:
             normed, total = norm.add(x, residual)
             (total,) = self.paged.select(rows, total)

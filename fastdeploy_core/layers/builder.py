@@ -116,8 +116,8 @@ class ModelBuilder:
         self.weight_bytes += sum(self.xp.nbytes(tensor) for tensor in tensors.values())
 
     def place(self, name: str, announce: Callable[[], None]) -> Any:
-        """Announce the tensors of a weight; returns it as it was laid out at an earlier start, if that is
-        kept, and then none of them is read."""
+        """Announce the tensors of a weight; returns it as it was laid out at an earlier start, if
+        that is kept, and then none of them is read."""
         mark = self.weights.mark()
         announce()
         kept = None if self._kept_weights is None else self._kept_weights.get(name)
@@ -198,7 +198,8 @@ class ModelBuilder:
         return self._is_dummy or (self.quantizer is not None and self.quantizer.is_stored(layer))
 
     def leave_unquantized(self, name: str) -> None:
-        """A layer that no quantizer is asked about: named in the start-up report if there is one."""
+        """A layer that no quantizer is asked about: named in the start-up report if there is
+        one."""
         if self.quantizer is not None:
             self.unquantized.append(name)
 
@@ -293,7 +294,8 @@ class ModelBuilder:
         bias_name: str = "",
         bias_shape: tuple[int, ...] = (),
     ) -> MoEBlock:
-        """Routed experts, plus shared ones when they have a width: the driver's, if it takes them."""
+        """Routed experts, plus shared ones when they have a width: the driver's, if it takes
+        them."""
         shared, count = None, shared_intermediate // intermediate
         can_join = self.quantizer is None and not shared_bias and self.expert_ranks is None
         if count and can_join and shared_intermediate == count * intermediate:

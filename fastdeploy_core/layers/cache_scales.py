@@ -112,7 +112,8 @@ class CacheScales:
             side = "kv"[self._arrived.index(False)]
             raise WeightError(
                 f"the checkpoint lacks {self._prefix}.cache{side}_matmul.activation_scale; its "
-                f"config.json promises static scales for a {self._kind.name} cache; compute them at run "
+                f"config.json promises static scales for a {self._kind.name} cache; compute them "
+                "at run "
                 f"time with --kv-cache-dtype {self._kind.name} on a config.json without them, or "
                 "calibrate again"
             )

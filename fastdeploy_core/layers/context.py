@@ -18,5 +18,6 @@ class ForwardContext:
     batch: AttentionBatch
     metadata: dict[AttentionSpec, Any]  # filled by AttentionBackend.prepare
     caches: list[tuple[Tensor, ...]]  # in the order of ModelBuilder.kv_layers
-    # [n] int64: tokens whose hidden states are read behind the model, an index as select_rows takes it; None: all.
+    # [n] int64: tokens whose hidden states are read behind the model, an index as select_rows takes
+    # it; None: all.
     rows: Tensor | None = None

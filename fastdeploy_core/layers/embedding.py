@@ -64,8 +64,8 @@ class VocabShare:
 
 
 class VocabMatrix:
-    """[rows, hidden] of a checkpoint tensor, as the kernel of `operation` wants it once it is there.
-    Embedding and head may share one."""
+    """[rows, hidden] of a checkpoint tensor, as the kernel of `operation` wants it once it is
+    there. Embedding and head may share one."""
 
     def __init__(
         self,
@@ -77,7 +77,8 @@ class VocabMatrix:
         *,
         like: VocabMatrix | None = None,
     ) -> None:
-        """like: that one's weight is used unless the checkpoint has a tensor `name` that differs."""
+        """like: that one's weight is used unless the checkpoint has a tensor `name` that
+        differs."""
         self.operation: str = operation if like is None else like.operation
         self._build, self._share, self._like = build, share, like
         self._name, self._hidden, self._value = name.removesuffix(".weight"), hidden, None
@@ -102,8 +103,8 @@ class VocabMatrix:
         return self._value
 
     def share_with_head(self, name: str) -> None:
-        """A head multiplies with it, too. Where the quantizer rounds heads and the device's products take
-        the format, one rounded weight serves both."""
+        """A head multiplies with it, too. Where the quantizer rounds heads and the device's
+        products take the format, one rounded weight serves both."""
         build = self._build
         self.operation, quantizer = "linear", build.quantizer
         spec = self._head_spec(name)
@@ -121,7 +122,8 @@ class VocabMatrix:
         return LayerSpec(name or "embedding", "lm_head", self._hidden, rows, dtype=dtype)
 
     def _rounded(self, whole: Tensor) -> Any:
-        """In `_format`, a few rows at a time: in float32 they would take several times their memory."""
+        """In `_format`, a few rows at a time: in float32 they would take several times their
+        memory."""
         build, spec = self._build, self._head_spec()
         quantizer = find_quantizer(self._format)({}, build.device, build.kernels)
         tensors: dict[str, Tensor] = {}
@@ -159,7 +161,8 @@ class VocabMatrix:
         self._value = build.keep(self._name, prepared) if self._like is None else prepared
 
     def _is_likes(self, rows: Tensor) -> bool:
-        """Whether these rows are the shared ones; what has been laid out anew cannot be compared."""
+        """Whether these rows are the shared ones; what has been laid out anew cannot be
+        compared."""
         value: Any = None if self._like is None else self._like.value
         is_tensor = isinstance(value, self._build.xp.tensor_type)
         return is_tensor and bool((rows == value[: rows.shape[0]]).all())
@@ -269,8 +272,8 @@ class LMHead:
         return logits
 
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The likeliest token of each row ([num_rows] int64, the smallest id among equals) and its logit
-        ([num_rows] float32, NaN if the row has one); the logits are never held as a whole."""
+        """The likeliest token of each row ([num_rows] int64, the smallest id among equals) and its
+        logit ([num_rows] float32, NaN if the row has one); the logits are never held as a whole."""
         build, share, xp = self._build, self._share, self._build.xp
         is_padded = share.rows * build.tp_size != share.size  # these rows win over negative logits
         if is_padded or self.weight is None:

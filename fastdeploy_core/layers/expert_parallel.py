@@ -1,8 +1,9 @@
 """Experts divided over ranks: each rank holds some of them whole, instead of a share of every one.
 
-Attention leaves every token on every rank. So a rank can add what its own experts make of all tokens,
-and the sum over ranks that ends a block anyway does the rest: "in place". The other way ranks divide the
-tokens, an ExpertCommunicator takes each to its experts and back, and everybody gets all results.
+Attention leaves every token on every rank. So a rank can add what its own experts make of all
+tokens, and the sum over ranks that ends a block anyway does the rest: "in place". The other way
+ranks divide the tokens, an ExpertCommunicator takes each to its experts and back, and everybody
+gets all results.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExpertShare:
-    """What a rank holds of a block's experts: `count` of `total` from `first` on, a piece of each."""
+    """What a rank holds of a block's experts: `count` of `total` from `first` on, a piece of
+    each."""
 
     first: int
     count: int
@@ -48,8 +50,8 @@ class ExpertShare:
 
 
 class ExpertRanks:
-    """The ranks of one model that divide its experts. `make` builds the communicator to be used in steps
-    of more than `most_in_place` tokens; without it all are computed in place."""
+    """The ranks of one model that divide its experts. `make` builds the communicator to be used in
+    steps of more than `most_in_place` tokens; without it all are computed in place."""
 
     def __init__(
         self,
@@ -98,14 +100,16 @@ class ExpertRanks:
 
 
 class DividedExperts:
-    """The experts of one block that this rank holds. `exchange` serves large steps, if anything does."""
+    """The experts of one block that this rank holds. `exchange` serves large steps, if anything
+    does."""
 
     def __init__(
         self, build: ModelBuilder, ranks: ExpertRanks, routing: RoutingSpec, driver: MoEBackend
     ) -> None:
         if not isinstance(driver, DividedMoEBackend):
             raise CapabilityError(
-                f"MoE driver {driver.name!r} computes all experts of a block or none; choose another "
+                f"MoE driver {driver.name!r} computes all experts of a block or none; choose "
+                "another "
                 "with --moe-backend, or leave out --enable-expert-parallel"
             )
         self._driver, self._routing = driver, routing

@@ -1,4 +1,5 @@
-"""Weights of all experts of a block: collected expert by expert, handed to the MoE driver when whole."""
+"""Weights of all experts of a block: collected expert by expert, handed to the MoE driver when
+whole."""
 
 from __future__ import annotations
 
@@ -60,9 +61,9 @@ def make_experts(
     share: ExpertShare,
     shared_prefix: str = "",
 ) -> DenseExperts | PackedExperts:
-    """In the model's dtype, or quantized where the quantizer takes both matrices. `spec` is this rank's.
-    `shared_prefix`: where the checkpoint has the spec's shared experts, as one block as wide as all of
-    them."""
+    """In the model's dtype, or quantized where the quantizer takes both matrices. `spec` is this
+    rank's. `shared_prefix`: where the checkpoint has the spec's shared experts, as one block as
+    wide as all of them."""
     for expert in share.others:
         build.weights.leave_to_others(f"{prefix}.{expert}")
     quantizer, shards = build.quantizer, share.piece.count
@@ -75,7 +76,8 @@ def make_experts(
 
 
 class DenseExperts:
-    """gate_up [E, 2I, H] and down [E, H, I] in the model's dtype, shared experts behind the others."""
+    """gate_up [E, 2I, H] and down [E, H, I] in the model's dtype, shared experts behind the
+    others."""
 
     def __init__(
         self,
@@ -248,7 +250,8 @@ def _place(
 def _place_shared(
     build: ModelBuilder, prefix: str, spec: MoESpec, intermediate: int, accept: Accept
 ) -> None:
-    """Announce shared experts, which checkpoints hold as one wide block: cut to the width of the others."""
+    """Announce shared experts, which checkpoints hold as one wide block: cut to the width of the
+    others."""
     first, count = spec.routing.num_experts, spec.num_shared_experts
     hidden, width, full = spec.hidden_size, spec.intermediate_size, count * intermediate
     mine, whole, weights = build.piece.of(full), slice(0, hidden), build.weights

@@ -46,8 +46,8 @@ class LinearPart:
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """A weight that the kernel of its number format multiplies, and what does a norm or an activation and the
-    first of that kernel's work in one."""
+    """A weight that the kernel of its number format multiplies, and what does a norm or an
+    activation and the first of that kernel's work in one."""
 
     product: Callable[..., Any]
     weight: Any
@@ -58,12 +58,14 @@ class _Packed:
 class Linear:
     """y = x W^T + b for the joined parts, optionally summed over ranks.
 
-    x: [num_tokens, in_features of this rank], model dtype; y: [num_tokens, sum of part.rows], or half as
-    many with `gated`: the outputs are gate values then up values, and y is silu(gate) * up.
-    `weight` is as the plain operations' kernel wants it, and None where another one or a quantizer multiplies.
+    x: [num_tokens, in_features of this rank], model dtype; y: [num_tokens, sum of part.rows], or
+    half as many with `gated`: the outputs are gate values then up values, and y is silu(gate) * up.
+    `weight` is as the plain operations' kernel wants it, and None where another one or a quantizer
+    multiplies.
 
-    Around it stand a norm or an activation before and a sum behind. Where one kernel can do both, it does, so layers
-    call `after`, `feed` and `add_to`; what is still to be added travels beside x, for the next norm to add.
+    Around it stand a norm or an activation before and a sum behind. Where one kernel can do both,
+    it does, so layers call `after`, `feed` and `add_to`; what is still to be added travels beside
+    x, for the next norm to add.
     """
 
     def __init__(
@@ -169,8 +171,8 @@ class Linear:
         return self(normed), total
 
     def feed(self, other: Linear) -> None:
-        """What this gated layer yields goes to that one alone: one kernel may activate it and do there what comes
-        first."""
+        """What this gated layer yields goes to that one alone: one kernel may activate it and do
+        there what comes first."""
         self._activation = other._activated
 
     def _activated(self, x: Tensor) -> Any:
@@ -271,7 +273,8 @@ class Linear:
         )
 
     def _place_bias(self) -> None:
-        # Only one rank may add the bias of a row layer: the results are summed, here or by the caller.
+        # Only one rank may add the bias of a row layer: the results are summed, here or by the
+        # caller.
         if self.spec.parallel != "row" or self._build.tp_rank == 0:
             self.bias = self._build.zeros((self.spec.out_features,), self._dtype)
         for part, start in zip(self._parts, self._offsets(), strict=True):

@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek, arXiv 2412.19437) in its absorbed form.
 
 The cache holds one row per token: the normalised latent, then the rotated shared key. Instead of
-expanding it to keys and values of every head, the up-projections are moved to the query side and the
-output side: q_nope (W_uk c) = (q_nope W_uk) c, and sum of p (W_uv c) = W_uv (sum of p c).
+expanding it to keys and values of every head, the up-projections are moved to the query side and
+the output side: q_nope (W_uk c) = (q_nope W_uk) c, and sum of p (W_uv c) = W_uv (sum of p c).
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class LatentShape:
 
 
 class LatentAttention:
-    """x: [num_tokens, hidden] to the same. The latent is the same on every rank; heads are divided."""
+    """x: [num_tokens, hidden] to the same. The latent is the same on every rank; heads are
+    divided."""
 
     def __init__(
         self,
@@ -109,8 +110,8 @@ class LatentAttention:
         context: ForwardContext,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Two addends of the sum t = x + residual and of attention to norm(t), as Linear.add_to returns
-        them. rows: of these tokens alone, [n] int64; all of them are attended to."""
+        """Two addends of the sum t = x + residual and of attention to norm(t), as Linear.add_to
+        returns them. rows: of these tokens alone, [n] int64; all of them are attended to."""
         down, total = self._down.after(norm, x, residual)
         attended = self._attend(down, positions, context)
         attended, total = self._paged.select(rows, attended, total)

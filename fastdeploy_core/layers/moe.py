@@ -1,8 +1,8 @@
 """A mixture-of-experts block: router, experts through the chosen driver, optional shared experts.
 
 Tensor parallel: every rank holds all experts with its share of their intermediate width, or
-(expert_parallel.py) its share of the experts; routed and shared parts are added before the one sum over
-ranks.
+(expert_parallel.py) its share of the experts; routed and shared parts are added before the one sum
+over ranks.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class MoEBlock:
     """x: [num_tokens, hidden] to the same.
 
-    `intermediate` is one expert's width in the whole model; `shared` computes shared experts that are not
-    the driver's (spec.num_shared_experts says which are); `bias_name` is the checkpoint name of
-    the correction bias, its shape there may be [experts] or [1, experts].
+    `intermediate` is one expert's width in the whole model; `shared` computes shared experts that
+    are not the driver's (spec.num_shared_experts says which are); `bias_name` is the checkpoint
+    name of the correction bias, its shape there may be [experts] or [1, experts].
     """
 
     def __init__(
@@ -132,8 +132,8 @@ class MoEBlock:
     def after(
         self, norm: RMSNorm, x: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Two addends of the sum t = x + residual and of the block's result for norm(t), the second None
-        where they are added already; x may be overwritten."""
+        """Two addends of the sum t = x + residual and of the block's result for norm(t), the second
+        None where they are added already; x may be overwritten."""
         if self._whole is not None and residual is None:
             router, weights = self._router.weight, self._experts.prepared
             return self._whole(x, norm.weight, norm.eps, router, self._bias, weights), None

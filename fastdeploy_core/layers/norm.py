@@ -31,7 +31,8 @@ class RMSNorm:
         return self._norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); both [num_tokens, size]. None: nothing is to be added."""
+        """(norm(x + residual), x + residual); both [num_tokens, size]. None: nothing is to be
+        added."""
         if residual is None:
             return self._norm(x, self.weight, self.eps), x
         both: tuple[Tensor, Tensor] = self._add_norm(x, residual, self.weight, self.eps)

@@ -34,7 +34,8 @@ WHOLE = Piece()
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """One quantized checkpoint matrix: its prefix, its outputs on this rank, and this rank's share."""
+    """One quantized checkpoint matrix: its prefix, its outputs on this rank, and this rank's
+    share."""
 
     name: str
     rows: int
@@ -42,7 +43,8 @@ class StoredPart:
 
 
 class StoredLayer:
-    """Announces the tensors of a layer's parts and calls `done` with them, joined, when all are there.
+    """Announces the tensors of a layer's parts and calls `done` with them, joined, when all are
+    there.
 
     `spec` is the whole layer's. Joined names (qkv_proj.weight, gate_up_proj.weight_scale) are
     announced beside those of the parts; `names` are their prefixes.

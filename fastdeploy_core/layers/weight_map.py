@@ -26,7 +26,8 @@ _FLOATS = ("float32", "float16", "bfloat16")
 
 @dataclass(slots=True)
 class Placement:
-    """One checkpoint tensor. Shape and region are in the model's own layout: linear is [out, in]."""
+    """One checkpoint tensor. Shape and region are in the model's own layout: linear is [out,
+    in]."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
@@ -52,12 +53,14 @@ class Placement:
             )
         if self.done:
             raise WeightError(
-                f"weight {self.name} comes twice in the checkpoint; expected it once, alone or joined "
+                f"weight {self.name} comes twice in the checkpoint; expected it once, alone or "
+                "joined "
                 "with others"
             )
         if not self._holds(stored.dtype):
             raise WeightError(
-                f"weight {self.name} is stored as {stored.dtype}; quantization_config of config.json "
+                f"weight {self.name} is stored as {stored.dtype}; quantization_config of "
+                "config.json "
                 f"asks for {self.dtype}; the checkpoint does not belong to this config.json"
             )
         if self.is_held:
@@ -200,7 +203,8 @@ class WeightMap:
         del self._finishers[mark[1] :]
 
     def when_loaded(self, call: Callable[[], None]) -> None:
-        """Called by finish(): for layers that cannot know whether an optional tensor still comes."""
+        """Called by finish(): for layers that cannot know whether an optional tensor still
+        comes."""
         self._finishers.append(call)
 
     def finish(self) -> None:
@@ -210,7 +214,8 @@ class WeightMap:
         self._finishers.clear()
 
     def parts_of(self, name: str) -> list[str]:
-        """Placements that a checkpoint tensor (by its canonical name) fills; none if it is unknown."""
+        """Placements that a checkpoint tensor (by its canonical name) fills; none if it is
+        unknown."""
         if name in self.placements:
             return [name]
         return [part.name for part in self._fused[name][1]] if name in self._fused else []
@@ -236,7 +241,8 @@ class WeightMap:
             stored = _Swapped(stored)
         if tuple(stored.shape) != shape:
             raise WeightError(
-                f"weight {name} has shape {list(stored.shape)}; config.json asks for {list(shape)}; "
+                f"weight {name} has shape {list(stored.shape)}; config.json asks for "
+                f"{list(shape)}; "
                 "the checkpoint does not belong to this config.json"
             )
         for part in parts:

@@ -53,7 +53,8 @@ def load_draft_weights(
         unknown = weights.load(_beginning_with(tensors, tuple(prefixes), weights.canonical))
     if unknown:
         raise WeightError(
-            f"{source} has {len(unknown)} draft weights that this speculative method does not know: "
+            f"{source} has {len(unknown)} draft weights that this speculative method does not "
+            "know: "
             f"{some_names(unknown)}; they do not belong to the target's config.json"
         )
     missing = weights.missing()

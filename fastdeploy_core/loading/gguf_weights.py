@@ -1,8 +1,8 @@
 """Tensors of a GGUF file as a model's weights: decoded while they are read, or packed as they are.
 
 What is read is decoded a megabyte at a time and at once in the dtype the model computes in, so
-that no second copy of a tensor exists. Where a quantizer has asked for a matrix's packed numbers and
-scales, those are what it gets.
+that no second copy of a tensor exists. Where a quantizer has asked for a matrix's packed numbers
+and scales, those are what it gets.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _SPLIT: Final[dict[str, Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]]] 
 
 
 class GGUFWeights:
-    """The weights of one model. `dtype`: what quantized tensors are decoded to. `is_wanted` tells, by
-    checkpoint name, which packed tensors the model has a place for."""
+    """The weights of one model. `dtype`: what quantized tensors are decoded to. `is_wanted` tells,
+    by checkpoint name, which packed tensors the model has a place for."""
 
     def __init__(
         self,
@@ -136,7 +136,8 @@ class PackedWeight(GGUFWeight):
 
 
 class UpProjection(GGUFWeight):
-    """Keys then values of every head [heads * (a + b), rank], from [heads, rank, a] and [heads, b, rank]."""
+    """Keys then values of every head [heads * (a + b), rank], from [heads, rank, a] and [heads, b,
+    rank]."""
 
     def __init__(self, source: Source, device: DeviceBackend, dtype: str) -> None:
         super().__init__(source, device, dtype)

@@ -1,4 +1,5 @@
-"""Builds the model of one rank and fills it: the only place where files, layers and drivers meet."""
+"""Builds the model of one rank and fills it: the only place where files, layers and drivers
+meet."""
 
 from __future__ import annotations
 
@@ -156,8 +157,8 @@ def fill_from_folder(
     hf_config: Mapping[str, Any],
     config: ModelConfig,
 ) -> None:
-    """Give the model every tensor of the checkpoint and insist that it has all it needs. `hf_config`:
-    the folder's config.json."""
+    """Give the model every tensor of the checkpoint and insist that it has all it needs.
+    `hf_config`: the folder's config.json."""
     architecture = str((hf_config.get("architectures") or [config.architecture])[0])
     with ExitStack() as stack:
         if config.load_format == "dummy":

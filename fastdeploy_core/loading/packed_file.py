@@ -1,7 +1,9 @@
-"""A file of byte arrays under names, each with a checksum: what a device's laid-out weights are kept in.
+"""A file of byte arrays under names, each with a checksum: what a device's laid-out weights are
+kept in.
 
-Arrays come first, then an index, then a trailer that says where the index is; so a file is written while
-weights arrive and is whole only with its last bytes. Nothing in it is believed before it was checked.
+Arrays come first, then an index, then a trailer that says where the index is; so a file is written
+while weights arrive and is whole only with its last bytes. Nothing in it is believed before it was
+checked.
 """
 
 from __future__ import annotations
@@ -103,7 +105,8 @@ class PackedFile:
 
     def _refused(self, why: str) -> WeightError:
         return WeightError(
-            f"{self.path} of --weight-cache cannot be used: {why}; delete this file, and the next start "
+            f"{self.path} of --weight-cache cannot be used: {why}; delete this file, and the next "
+            "start "
             "writes it anew, or pass another folder"
         )
 

@@ -1,7 +1,8 @@
 """Reads checkpoint tensors ahead of their use, several at once, through page-locked memory.
 
-One thread copies from a mapped file at a fraction of what a disk cache, let alone a device's link, can
-give. Used where copies are asynchronous; what is not announced to a placement is read when it is asked.
+One thread copies from a mapped file at a fraction of what a disk cache, let alone a device's link,
+can give. Used where copies are asynchronous; what is not announced to a placement is read when it
+is asked.
 """
 
 from __future__ import annotations

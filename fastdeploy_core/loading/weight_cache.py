@@ -1,8 +1,8 @@
 """`--weight-cache DIR`: weights as a device has laid them out, kept in a file between starts.
 
-The first start reads the checkpoint, and what the device makes of each matrix goes into a file; the next
-one takes it from there and reads of the checkpoint only what is not laid out (norms, biases). A file
-belongs to one checkpoint, number format, dtype, device and rank: its name is made of them.
+The first start reads the checkpoint, and what the device makes of each matrix goes into a file; the
+next one takes it from there and reads of the checkpoint only what is not laid out (norms, biases).
+A file belongs to one checkpoint, number format, dtype, device and rank: its name is made of them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _SAMPLE_BYTES: Final = 4096
 
 
 class WeightCache:
-    """What layers ask before their weights are read (`get`) and tell when these are laid out (`put`).
-    As a context it is around loading: what was put is kept if that succeeds."""
+    """What layers ask before their weights are read (`get`) and tell when these are laid out
+    (`put`). As a context it is around loading: what was put is kept if that succeeds."""
 
     def __init__(self, device: PackingDevice | None, path: Path | None) -> None:
         """Without a path nothing is kept."""
@@ -92,7 +92,8 @@ class WeightCache:
             prepared = self._device.restore_weight(*found)
         except (ValueError, KeyError, TypeError) as error:
             raise WeightError(
-                f"{self._path} of --weight-cache holds a weight {name} that the device cannot take: "
+                f"{self._path} of --weight-cache holds a weight {name} that the device cannot "
+                "take: "
                 f"{error}; delete this file, and the next start writes it anew"
             ) from None
         self._num_weights += 1
@@ -157,7 +158,8 @@ def weight_cache(
 
 
 def _fingerprint(path: Path) -> bytes:
-    """Of a checkpoint: its files' names, sizes and times, and what stands at some places in them."""
+    """Of a checkpoint: its files' names, sizes and times, and what stands at some places in
+    them."""
     digest = hashlib.sha256()
     for file in [path] if path.is_file() else find_files(path):
         status = file.stat()

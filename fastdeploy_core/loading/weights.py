@@ -56,7 +56,8 @@ def find_files(folder: Path) -> list[Path]:
         raise WeightError(f"{folder} is no folder; expected one with *.safetensors")
     if list(folder.glob("rank*/*.safetensors")):
         raise WeightError(
-            f"the checkpoint in {folder} is divided into rank folders for one parallel size; expected "
+            f"the checkpoint in {folder} is divided into rank folders for one parallel size; "
+            "expected "
             "whole tensors in *.safetensors; merge it with the tool that divided it"
         )
     index = folder / INDEX_NAME
@@ -72,7 +73,8 @@ def find_files(folder: Path) -> list[Path]:
     unsafe = sorted(p.name for p in folder.iterdir() if p.suffix in _UNSAFE_SUFFIXES)
     if unsafe:
         raise WeightError(
-            f"the weights in {folder} are in a format that can carry code: {', '.join(unsafe[:5])}; "
+            f"the weights in {folder} are in a format that can carry code: "
+            f"{', '.join(unsafe[:5])}; "
             "only *.safetensors files are read; convert them with the library that wrote them"
         )
     raise WeightError(
@@ -125,7 +127,8 @@ class SafetensorsFile:
             (header_bytes,) = struct.unpack("<Q", file.read(8))
             if header_bytes > min(size - 8, _MAX_HEADER_BYTES):
                 raise WeightError(
-                    f"{path} is no safetensors file or is cut off: its header claims {header_bytes} "
+                    f"{path} is no safetensors file or is cut off: its header claims "
+                    f"{header_bytes} "
                     f"bytes, the file has {size}; finish the download"
                 )
             self._base = 8 + header_bytes
@@ -186,7 +189,8 @@ class SafetensorsTensor:
         return self._file.array(self._entry)
 
     def fill(self, region: tuple[slice | int, ...], first: int, buffer: np.ndarray) -> None:
-        """Copy bits of the region's rows, from row `first` on, into a uint8 buffer of whole rows."""
+        """Copy bits of the region's rows, from row `first` on, into a uint8 buffer of whole
+        rows."""
         whole = self.bits()
         part = whole[region]
         rows = part[first : first + buffer.nbytes // part[0].nbytes]
@@ -205,7 +209,8 @@ class SafetensorsTensor:
 
 
 def _parse_header(path: Path, raw: bytes, data_bytes: int) -> dict[str, _Entry]:
-    """Entries whose offsets are known to lie inside the file, to match their shapes and not to overlap."""
+    """Entries whose offsets are known to lie inside the file, to match their shapes and not to
+    overlap."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
@@ -247,8 +252,8 @@ def _entry(name: str, value: Any) -> _Entry:
     return _Entry(dtype, tuple(shape), start, stop)
 
 
-# A larger dummy tensor repeats so many numbers that lie on the device, from a place of its own on: drawing those of
-# a large model would take many minutes. Odd, so that rows differ.
+# A larger dummy tensor repeats so many numbers that lie on the device, from a place of its own on:
+# drawing those of a large model would take many minutes. Odd, so that rows differ.
 DUMMY_NUMBERS: Final = (1 << 20) - 3
 
 

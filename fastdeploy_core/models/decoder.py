@@ -64,9 +64,10 @@ class DecoderLayer:
         context: ForwardContext,
         rows: Tensor | None = None,
     ) -> Addends:
-        """x, residual: [num_tokens, hidden]; the block's input is their sum, or x alone, which may be
-        overwritten. Returns the addends of its output in the same form, for whoever normalises next: of the tokens
-        in `rows` alone, if given, for which what stands behind the attention is then computed."""
+        """x, residual: [num_tokens, hidden]; the block's input is their sum, or x alone, which may
+        be overwritten. Returns the addends of its output in the same form, for whoever normalises
+        next: of the tokens in `rows` alone, if given, for which what stands behind the attention is
+        then computed."""
         x, residual = self.attention.after(self.input_norm, x, residual, positions, context, rows)
         return self.feed_forward.after(self.post_attention_norm, x, residual)
 
@@ -106,7 +107,8 @@ class DecoderLM:
         )
 
     def block(self, build: ModelBuilder, prefix: str, number: int) -> DecoderLayer:
-        """One block of this family under that checkpoint prefix, made as its number-th one would be.
+        """One block of this family under that checkpoint prefix, made as its number-th one would
+        be.
 
         Drafters call it for blocks behind the last, with a builder of their own."""
         return DecoderLayer(
@@ -120,12 +122,13 @@ class DecoderLM:
 
     @property
     def mtp_weights(self) -> dict[str, StoredTensor]:
-        """Weights of multi-token-prediction layers, by checkpoint name: kept unread, for a drafter."""
+        """Weights of multi-token-prediction layers, by checkpoint name: kept unread, for a
+        drafter."""
         return self.weights.kept
 
     def forward(self, input_ids: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
-        """input_ids, positions: [num_tokens] int64; returns hidden states [num_tokens, hidden], or of the tokens in
-        context.rows alone."""
+        """input_ids, positions: [num_tokens] int64; returns hidden states [num_tokens, hidden], or
+        of the tokens in context.rows alone."""
         x, residual = self.embedding(input_ids), None
         *before, last = self.layers
         for layer in before:
@@ -138,8 +141,8 @@ class DecoderLM:
         return self.lm_head(hidden)
 
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The likeliest token of each row, [num_rows] int64, and its logit: what greedy rows need of
-        compute_logits, without the logits."""
+        """The likeliest token of each row, [num_rows] int64, and its logit: what greedy rows need
+        of compute_logits, without the logits."""
         return self.lm_head.greedy(hidden)
 
     def load_weights(self, tensors: Iterable[tuple[str, StoredTensor]]) -> list[str]:

@@ -44,7 +44,8 @@ def _moe_layers(read: ConfigReader) -> set[int]:
 
 
 class Ernie4_5_MoeForCausalLM(DecoderLM):
-    """Grouped-query attention with interleaved rotation; experts with shared ones, or a dense block."""
+    """Grouped-query attention with interleaved rotation; experts with shared ones, or a dense
+    block."""
 
     @staticmethod
     def shapes(config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:

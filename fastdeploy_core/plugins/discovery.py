@@ -19,6 +19,7 @@ from fastdeploy_core import __version__ as core_version
 from fastdeploy_core import envs
 from fastdeploy_core.contracts.base import CONTRACT, DISTRIBUTION, HOOK_GROUP, KINDS
 from fastdeploy_core.errors import ConfigError
+from fastdeploy_core.plugins.core_commands import CORE_COMMANDS, GROUPS
 
 PREFIX: Final = "fastdeploy."
 HOOKS: Final = "hooks"  # shown as the kind of entries of HOOK_GROUP
@@ -29,6 +30,7 @@ DUPLICATE: Final = "duplicate"  # another distribution provides the same name
 CONTRACT_GROUP: Final = "other contract"  # its group is of a contract this core does not speak
 INCOMPATIBLE: Final = "incompatible"  # its metadata asks for another core
 UNKNOWN_GROUP: Final = "unknown group"
+REFUSED: Final = "refused"  # a command whose name cannot be had
 
 _KIND_OF_GROUP: Final = {kind.group: kind.name for kind in KINDS.values()} | {HOOK_GROUP: HOOKS}
 _VERSIONED_GROUP: Final = re.compile(r"(?P<group>.+)\.v(?P<major>\d+)")
@@ -119,6 +121,7 @@ def build_inventory(
         problems.append(f"FD_PLUGINS_DISABLED names {DISTRIBUTION}, which always takes part")
     chosen = [_apply_choice(e, allow, deny) for e in entries]
     chosen = _mark_duplicates(chosen, problems)
+    chosen = [_check_command(e) if e.kind == "command" else e for e in chosen]
     for entry in chosen:
         if entry.status not in (OK, DISABLED, DUPLICATE):
             problems.append(f"{entry.kind} {entry.name!r} of {entry.origin}: {entry.reason}")
@@ -148,7 +151,8 @@ def scan() -> tuple[PluginEntry, ...]:
     for distribution in importlib.metadata.distributions():
         try:
             text = distribution.read_text("entry_points.txt")
-            # Parsing every METADATA file costs more than the whole budget; most have nothing for us.
+            # Parsing every METADATA file costs more than the whole budget; most have nothing for
+            # us.
             if not text or f"[{PREFIX}" not in text.replace(" ", ""):
                 continue
             found.extend(_entries_of(distribution, seen))
@@ -252,6 +256,20 @@ def _apply_choice(entry: PluginEntry, allow: set[str] | None, deny: set[str]) ->
     if allow is not None and name not in allow:
         return replace(entry, status=DISABLED, reason="not named by FD_PLUGINS")
     return entry
+
+
+def _check_command(entry: PluginEntry) -> PluginEntry:
+    """A command that could never be called says why."""
+    group = entry.name.rpartition(".")[0]
+    if entry.name in CORE_COMMANDS:
+        reason = "the core's own command of that name stays in use"
+    elif entry.name in GROUPS:
+        reason = "the core's own group of that name stays in use"
+    elif group not in ("", *GROUPS):
+        reason = f"no group of commands {group!r}; there are: {', '.join(GROUPS)}"
+    else:
+        return entry
+    return replace(entry, status=REFUSED, reason=reason) if entry.status == OK else entry
 
 
 def _mark_duplicates(entries: list[PluginEntry], problems: list[str]) -> list[PluginEntry]:

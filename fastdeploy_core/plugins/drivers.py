@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import json
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from fastdeploy_core import envs
@@ -34,6 +32,7 @@ from .discovery import (
     PluginEntry,
     discover,
 )
+from .known import providers
 from .preflight_child import describe
 
 logger = logging.getLogger(__name__)
@@ -222,8 +221,7 @@ def _registered(kind: str, inventory: Inventory) -> dict[str, PluginEntry]:
 def _not_found(kind: str, name: str, inventory: Inventory) -> str:
     installed = available(kind, inventory)
     text = f"no {_title(kind)} {name!r}; installed: {', '.join(installed) or 'none'}"
-    known = json.loads(Path(__file__).with_name("known_plugins.json").read_text("utf-8"))
-    provider = known.get(kind, {}).get(name)
+    provider = providers(kind).get(name)
     if provider:
         return f"{text}; provided by: {provider} (pip install {provider})"
     if not inventory.entries:

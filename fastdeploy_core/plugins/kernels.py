@@ -36,7 +36,8 @@ class _Cell:
 
 @dataclass(slots=True)
 class _Chosen:
-    """Operations with their functions, where these come from, and how their weights are laid out."""
+    """Operations with their functions, where these come from, and how their weights are laid
+    out."""
 
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -101,8 +102,8 @@ class ChosenKernels:
         self.functions[operation], self._origins[operation] = function, distribution
 
     def prepare(self, operation: str, weight: Any) -> Any:
-        """The weight as the chosen cell wants it; itself where the cell has no wish. Products that are
-        composed of others multiply with "linear"."""
+        """The weight as the chosen cell wants it; itself where the cell has no wish. Products that
+        are composed of others multiply with "linear"."""
         prepare = self._prepare.get("linear" if operation in self._composed else operation)
         return weight if prepare is None else prepare(weight)
 
@@ -116,7 +117,8 @@ class ChosenKernels:
         return self._activations.get(operation, "")
 
     def behind(self, operation: str, before: str) -> Callable[..., Any] | None:
-        """What does the operation before the chosen cell, and what the cell does to its x first, in one."""
+        """What does the operation before the chosen cell, and what the cell does to its x first, in
+        one."""
         return self._behind.get(operation, {}).get(before)
 
     def __contains__(self, operation: object) -> bool:

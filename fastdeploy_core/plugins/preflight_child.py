@@ -1,4 +1,5 @@
-"""The child process that imports a plugin before anybody else does. Run by preflight.py as a script.
+"""The child process that imports a plugin before anybody else does. Run by preflight.py as a
+script.
 
 It reads one JSON document from stdin and writes JSON lines to the file descriptor given as first
 argument: {"id", "event": "start"} and then {"id", "event": "done", ...}. A job that hangs, exits or
@@ -14,7 +15,8 @@ import threading
 import time
 from typing import Any
 
-# Class attributes that drivers declare; `option_docs` maps the driver's own settings to their meaning.
+# Class attributes that drivers declare; `option_docs` maps the driver's own settings to their
+# meaning.
 _SHOWN = (
     "contract",
     "unit",

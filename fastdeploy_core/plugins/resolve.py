@@ -66,8 +66,8 @@ def resolve(
 ) -> ResolvedPlugins:
     """Choose every driver the configuration needs; raises if one cannot be had.
 
-    `attention` and `moe` are the model's distinct layer shapes (models/shapes.py reads them). Without
-    `check` the caller has to call ResolvedPlugins.check.
+    `attention` and `moe` are the model's distinct layer shapes (models/shapes.py reads them).
+    Without `check` the caller has to call ResolvedPlugins.check.
     """
     inventory = discover() if inventory is None else inventory
     hooks = hook_manager(inventory=inventory) if hooks is None else hooks
@@ -325,8 +325,8 @@ class _Resolver:
         return requirements
 
     def _take(self, decision: Decision, place: str = "") -> None:
-        """Record a decision, or raise with its whole table. `place`: where it stands among the chosen,
-        if that is not its kind."""
+        """Record a decision, or raise with its whole table. `place`: where it stands among the
+        chosen, if that is not its kind."""
         self._decisions.append(decision)
         if not decision.winner:
             rows = "; ".join(

@@ -66,8 +66,8 @@ class ResolvedPlugins(msgspec.Struct, frozen=True):
         return load(self.entry(kind, name), preflight=False)
 
     def check(self) -> None:
-        """Import the strangers among the chosen in a child process first; PluginLoadError names one that
-        fails, hangs or ends its process. Takes seconds where a driver imports much."""
+        """Import the strangers among the chosen in a child process first; PluginLoadError names one
+        that fails, hangs or ends its process. Takes seconds where a driver imports much."""
         strangers = []
         for chosen in self.entries:
             plugin = chosen.as_plugin()

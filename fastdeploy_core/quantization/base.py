@@ -1,4 +1,5 @@
-"""What quantizer drivers share: which layers they take, checks, and the way into the kernel table."""
+"""What quantizer drivers share: which layers they take, checks, and the way into the kernel
+table."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _IGNORE_KEYS = ("modules_to_not_convert", "ignored_layers")
 
 
 class PackedQuantizer:
-    """A driver whose layers are PackedWeights. Subclasses say what is stored and how it is packed."""
+    """A driver whose layers are PackedWeights. Subclasses say what is stored and how it is
+    packed."""
 
     name = ""
     contract = CONTRACT
@@ -54,7 +56,8 @@ class PackedQuantizer:
     # -- Quantizer --------------------------------------------------------------------------------
 
     def supports(self, layer: LayerSpec) -> bool:
-        """Linear layers and experts; the lm head where the configuration says so; never embeddings."""
+        """Linear layers and experts; the lm head where the configuration says so; never
+        embeddings."""
         if layer.role == "embedding" or (layer.role == "lm_head" and not self._quantizes_head):
             return False
         names = [part.name for part in layer.parts] or [layer.name]
@@ -62,7 +65,8 @@ class PackedQuantizer:
         if ignored and len(ignored) < len(names):
             raise ConfigError(
                 f"quantization_config leaves {', '.join(ignored)} in full precision but not "
-                f"{', '.join(n for n in names if n not in ignored)}; these are computed as one layer "
+                f"{', '.join(n for n in names if n not in ignored)}; these are computed as one "
+                "layer "
                 f"({layer.name}); leave all of them out, or none"
             )
         return not ignored
@@ -82,7 +86,8 @@ class PackedQuantizer:
     def quantize(self, layer: LayerSpec, weight: Tensor) -> dict[str, Tensor]:
         """Formats that only come from checkpoints have nothing to do here."""
         raise ConfigError(
-            f"--quantization {self.name} reads checkpoints that are quantized already; this one is in "
+            f"--quantization {self.name} reads checkpoints that are quantized already; this one is "
+            "in "
             "full precision; possible for it: wint8, wint4, w8a8, w4a8, block_wise_fp8, wfp8afp8"
         )
 
@@ -116,7 +121,8 @@ class PackedQuantizer:
 
 
 class OrderedQuantizer(PackedQuantizer):
-    """One whose groups may be of scattered inputs: these are put in the groups' order before the product."""
+    """One whose groups may be of scattered inputs: these are put in the groups' order before the
+    product."""
 
     def order(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor | None:
         """[K] int64; None where the inputs lie in the order of their groups already."""
@@ -169,7 +175,8 @@ def check_scale(xp: Any, name: str, scale: Tensor) -> None:
         )
     if not bool((wide != 0).all()):
         raise WeightError(
-            f"tensor {name} holds a scale of zero; the quantized checkpoint is damaged; download it or "
+            f"tensor {name} holds a scale of zero; the quantized checkpoint is damaged; download "
+            "it or "
             "quantize the model again"
         )
 

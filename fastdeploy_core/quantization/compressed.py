@@ -52,7 +52,8 @@ class CompressedTensors(OrderedQuantizer):
         found = {find_scheme(self._schemes, name) for name in names}
         if len(found) != 1:
             raise ConfigError(
-                f"compressed-tensors: {', '.join(names)} fall into different config_groups; they are "
+                f"compressed-tensors: {', '.join(names)} fall into different config_groups; they "
+                "are "
                 f"computed as one layer ({layer.name}) and need one"
             )
         scheme = found.pop()
@@ -73,7 +74,8 @@ class CompressedTensors(OrderedQuantizer):
             )
         if scheme.is_scattered and layer.parallel == "row" and layer.shards > 1:
             raise ConfigError(
-                f"{self.name}: {layer.name} has its inputs in an order of its own (actorder group) and "
+                f"{self.name}: {layer.name} has its inputs in an order of its own (actorder group) "
+                "and "
                 "cannot be divided; possible: --tensor-parallel-size 1"
             )
         if scheme.strategy == "block":
@@ -84,7 +86,8 @@ class CompressedTensors(OrderedQuantizer):
                 size % FP8_BLOCK for size in sizes
             ):
                 raise ConfigError(
-                    f"compressed-tensors: {layer.name} is cut inside a block of {FP8_BLOCK}; use fewer "
+                    f"compressed-tensors: {layer.name} is cut inside a block of {FP8_BLOCK}; use "
+                    "fewer "
                     "tensor-parallel ranks"
                 )
         return True

@@ -1,8 +1,8 @@
-"""Rounding to int4 with error feedback (GPTQ, arXiv 2210.17323): the error of each input is made up for
-by the inputs that are rounded after it, weighted by what calibration says about them.
+"""Rounding to int4 with error feedback (GPTQ, arXiv 2210.17323): the error of each input is made up
+for by the inputs that are rounded after it, weighted by what calibration says about them.
 
-On the host in float64: it runs once per model and needs a factorisation that not every tensor library
-has.
+On the host in float64: it runs once per model and needs a factorisation that not every tensor
+library has.
 """
 
 from __future__ import annotations

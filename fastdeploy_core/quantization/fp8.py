@@ -61,7 +61,8 @@ class BlockFp8(PackedQuantizer):
             cut = layer.parts[0].out_features
         if cut % FP8_BLOCK:
             raise ConfigError(
-                f"{self.name}: {layer.name} is cut into pieces of {cut}, inside a block of {FP8_BLOCK}; "
+                f"{self.name}: {layer.name} is cut into pieces of {cut}, inside a block of "
+                f"{FP8_BLOCK}; "
                 "use fewer tensor-parallel ranks, or wfp8afp8, which has no blocks"
             )
         return True
@@ -128,7 +129,8 @@ class WFp8AFp8(PackedQuantizer):
         self.is_static = scheme == "static"
         if self.is_static and not (self._stored or config.get(CALIBRATING)):
             raise ConfigError(
-                f"{self.name}: static activation scales come from calibration; run: fastdeploy quantize "
+                f"{self.name}: static activation scales come from calibration; run: fastdeploy "
+                "quantize "
                 f"MODEL --method {self.name} --calibration FILE --output DIR, or use "
                 "activation_scheme dynamic"
             )

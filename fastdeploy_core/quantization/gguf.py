@@ -1,8 +1,8 @@
 """Driver gguf: matrices of a GGUF file that are an internal format as they are (Q8_0, Q4_0).
 
-They stay packed where the device multiplies them with a kernel of its own; elsewhere they are decoded
-while loading, because the reference would do that at every step. `--quantization gguf` keeps them packed
-anywhere. All other formats are decoded before a quantizer is asked.
+They stay packed where the device multiplies them with a kernel of its own; elsewhere they are
+decoded while loading, because the reference would do that at every step. `--quantization gguf`
+keeps them packed anywhere. All other formats are decoded before a quantizer is asked.
 """
 
 from __future__ import annotations
@@ -60,12 +60,13 @@ class GGUFQuantizer:
         return self._drivers[found]
 
     def supports(self, layer: LayerSpec) -> bool:
-        """Layers all of whose matrices are packed alike, if the device has a kernel for them. So is a head
-        that shares a token table of few bits: the device may round it to int8."""
+        """Layers all of whose matrices are packed alike, if the device has a kernel for them. So is
+        a head that shares a token table of few bits: the device may round it to int8."""
         if self._is_shared_head(layer):
             return True
         formats = self._formats(layer)
-        # A rank holds whole groups, and more than one, which would look like one scale for all ranks.
+        # A rank holds whole groups, and more than one, which would look like one scale for all
+        # ranks.
         is_cut = layer.in_features % GROUP_SIZE or (
             layer.shards > 1 and layer.in_features == GROUP_SIZE
         )
@@ -97,7 +98,8 @@ class GGUFQuantizer:
     def quantize(self, layer: LayerSpec, weight: Tensor) -> dict[str, Tensor]:
         """Nothing is quantized here."""
         raise ConfigError(
-            f"--quantization {self.name} keeps the numbers of a GGUF file; possible for {layer.name} of "
+            f"--quantization {self.name} keeps the numbers of a GGUF file; possible for "
+            f"{layer.name} of "
             "another checkpoint: wint8, wint4, w8a8, w4a8"
         )
 

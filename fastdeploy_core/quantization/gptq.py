@@ -76,8 +76,10 @@ class WordQuantizer(PackedQuantizer):
         sizes = [layer.in_features, *(part.out_features for part in layer.parts)]
         if any(size % self.per_word for size in sizes):
             raise ConfigError(
-                f"{self.name}: {layer.name} has {layer.in_features} inputs and {layer.out_features} "
-                f"outputs on this rank; expected multiples of {self.per_word}, the integers in a word; "
+                f"{self.name}: {layer.name} has {layer.in_features} inputs and "
+                f"{layer.out_features} "
+                f"outputs on this rank; expected multiples of {self.per_word}, the integers in a "
+                "word; "
                 "use fewer tensor-parallel ranks"
             )
         self._check_cut(layer)
@@ -153,7 +155,8 @@ class Gptq(OrderedQuantizer, WordQuantizer):
     def _check_cut(self, layer: LayerSpec) -> None:
         if self._is_scattered and layer.parallel == "row" and layer.shards > 1:
             raise ConfigError(
-                f"{self.name}: {layer.name} has its inputs in the order of act-order (desc_act) and "
+                f"{self.name}: {layer.name} has its inputs in the order of act-order (desc_act) "
+                "and "
                 "cannot be divided; possible: --tensor-parallel-size 1"
             )
 
@@ -208,14 +211,16 @@ class Gptq(OrderedQuantizer, WordQuantizer):
             return None
         if layer.role == "experts":
             raise UnsupportedModel(
-                f"{layer.name}: GPTQ experts with act-order (desc_act) are not supported; possible: "
+                f"{layer.name}: GPTQ experts with act-order (desc_act) are not supported; "
+                "possible: "
                 "desc_act=false"
             )
         flat = rows[0]
         counts = xp.to_numpy(xp.bincount(flat.to(xp.int64)))
         if (counts != self.group_size).any():
             raise WeightError(
-                f"tensor {layer.name}.g_idx does not give every group {self.group_size} inputs; the "
+                f"tensor {layer.name}.g_idx does not give every group {self.group_size} inputs; "
+                "the "
                 "checkpoint is damaged or was cut by tensor parallelism; use one rank"
             )
         return xp.argsort(flat.to(xp.int64), 0, stable=True)

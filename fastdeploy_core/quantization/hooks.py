@@ -24,7 +24,8 @@ _DRIVERS: Final = (
     "compressed-tensors", "gguf",
 )  # fmt: skip
 _STORED_ONLY: Final = ("gptq", "awq", "compressed-tensors", "gguf")
-# What --quantization may say beside the method: of all formats that are made while loading, and of each.
+# What --quantization may say beside the method: of all formats that are made while loading, and of
+# each.
 _SHARED_OPTIONS: Final = ("lm_head", "modules_to_not_convert", "ignored_layers")
 _PARTS: Final = ("dense_quant_type", "moe_quant_type")
 _OPTIONS: Final[dict[str, tuple[str, ...]]] = {
@@ -42,7 +43,8 @@ _REFUSED: Final[dict[str, str]] = {
     "nvfp4": "fp4 weights; possible: wint4, wfp8afp8",
     "mxfp4": "fp4 weights; possible: wint4, wfp8afp8",
     "modelopt": "checkpoints of that tool; possible: compressed-tensors, gptq, awq, fp8",
-    "bitsandbytes": "checkpoints of that tool; possible: --quantization wint8 or wint4 on the original",
+    "bitsandbytes": "checkpoints of that tool; possible: --quantization wint8 or wint4 on the "
+    "original",
     "fbgemm_fp8": "checkpoints of that tool; possible: compressed-tensors, fp8",
     "quark": "checkpoints of that tool; possible: compressed-tensors, gptq, awq, fp8",
 }
@@ -89,7 +91,8 @@ def _problem(name: str, config: Mapping[str, Any]) -> str:
     """Why this configuration cannot be obeyed or this checkpoint be read; empty when it can."""
     if name == "mix_quant" and not any(_part(config, key) for key in _PARTS):
         return (
-            "mix_quant without dense_quant_type and moe_quant_type leaves everything in full precision; "
+            "mix_quant without dense_quant_type and moe_quant_type leaves everything in full "
+            "precision; "
             'name a method for one of them at least, as in {"quantization": "mix_quant", '
             '"dense_quant_type": "wint8", "moe_quant_type": "wint4"}'
         )

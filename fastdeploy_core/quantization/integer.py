@@ -2,8 +2,8 @@
 
 Checkpoint tensors: weight ([N, K] int8, or [N, ceil(K/2)] uint8 with the even input in the low
 nibble and 8 added), weight_scale [N, G], and for static activations input_scale [1]; config.json
-then says "tensor_layout": "plain". Without it the checkpoint is FastDeploy 2.x's: quant_weight in the
-layout of interleaved.py, weight_scale [N].
+then says "tensor_layout": "plain". Without it the checkpoint is FastDeploy 2.x's: quant_weight in
+the layout of interleaved.py, weight_scale [N].
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class IntegerQuantizer(PackedQuantizer):
         self.is_static = self.quantizes_activations and scheme == "static"
         if self.is_static and not (self._stored or config.get(CALIBRATING)):
             raise ConfigError(
-                f"{self.name}: static activation scales come from calibration; run: fastdeploy quantize "
+                f"{self.name}: static activation scales come from calibration; run: fastdeploy "
+                "quantize "
                 f"MODEL --method {self.name} --calibration FILE --output DIR, or use "
                 "activation_scheme dynamic"
             )
@@ -69,8 +70,10 @@ class IntegerQuantizer(PackedQuantizer):
         self.is_interleaved = self._stored and config.get("tensor_layout") != PLAIN
         if self.is_interleaved and (self.quantizes_activations or self.group_size):
             raise ConfigError(
-                f"{self.name}: the checkpoint is not in the layout that `fastdeploy quantize` writes "
-                f'("tensor_layout": "{PLAIN}"); of FastDeploy 2.x, wint8 and wint4 with one scale per '
+                f"{self.name}: the checkpoint is not in the layout that `fastdeploy quantize` "
+                "writes "
+                f'("tensor_layout": "{PLAIN}"); of FastDeploy 2.x, wint8 and wint4 with one scale '
+                "per "
                 "output are read; quantize the original model with: fastdeploy quantize"
             )
         self.format = FORMATS[
@@ -92,10 +95,14 @@ class IntegerQuantizer(PackedQuantizer):
         odd = [part for part in layer.parts if part.out_features % together]
         if layer.in_features % TILE or odd or (layer.parallel == "row" and layer.shards > 1):
             raise ConfigError(
-                f"{self.name}: {layer.name} ({layer.in_features} inputs, {layer.out_features} outputs on "
-                f"this rank) cannot be cut out of FastDeploy 2.x's interleaved layout; expected inputs "
-                f"in whole tiles of {TILE}, not divided among ranks, and outputs in groups of {together}; "
-                "use --tensor-parallel-size 1, or quantize the original model with: fastdeploy quantize"
+                f"{self.name}: {layer.name} ({layer.in_features} inputs, {layer.out_features} "
+                "outputs on "
+                "this rank) cannot be cut out of FastDeploy 2.x's interleaved layout; expected "
+                "inputs "
+                f"in whole tiles of {TILE}, not divided among ranks, and outputs in groups of "
+                f"{together}; "
+                "use --tensor-parallel-size 1, or quantize the original model with: fastdeploy "
+                "quantize"
             )
 
     def parameters(self, layer: LayerSpec) -> dict[str, ParameterSpec]:
@@ -186,10 +193,11 @@ class IntegerQuantizer(PackedQuantizer):
 
 
 def largest_scale(layer: LayerSpec, scale: Tensor) -> Tensor:
-    """Static activation scales of joined parts: they share their input, so the largest holds for all.
+    """Static activation scales of joined parts: they share their input, so the largest holds for
+    all.
 
-    [1], or [parts, 1] of a joined layer, behind a dimension of experts where there are any; to [1] or
-    [E, 1], float32.
+    [1], or [parts, 1] of a joined layer, behind a dimension of experts where there are any; to [1]
+    or [E, 1], float32.
     """
     lead = [layer.num_experts] if layer.num_experts else []
     return scale.float().reshape([*lead, -1]).amax(dim=-1, keepdim=True)

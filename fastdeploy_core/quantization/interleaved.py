@@ -1,5 +1,5 @@
-"""The layout in which FastDeploy 2.x stores int8 and int4 weights: Paddle's weight_quantize for tensor
-cores of 2020 and later.
+"""The layout in which FastDeploy 2.x stores int8 and int4 weights: Paddle's weight_quantize for
+tensor cores of 2020 and later.
 
 int8 [N, K] or, two to a byte, [N / 2, K]. Rows of K are permuted in groups of 16 (int8) or 32
 (int4), 2 or 4 outputs are interleaved in tiles of 64 inputs, values are offset to be unsigned, and

@@ -1,4 +1,5 @@
-"""Small integers in larger ones: the internal packing, and those of GPTQ, AWQ and compressed-tensors."""
+"""Small integers in larger ones: the internal packing, and those of GPTQ, AWQ and
+compressed-tensors."""
 
 from __future__ import annotations
 

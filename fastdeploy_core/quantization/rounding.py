@@ -1,4 +1,5 @@
-"""From full precision to numbers and scales. Input is float32 [N, K], output in the internal layout."""
+"""From full precision to numbers and scales. Input is float32 [N, K], output in the internal
+layout."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def quantize_int8(weight: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def quantize_int4(weight: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
-    """([N, ceil(K/2)] uint8, scales [N, G] float32), symmetric; the clip with the least error wins."""
+    """([N, ceil(K/2)] uint8, scales [N, G] float32), symmetric; the clip with the least error
+    wins."""
     # A few rows at a time: every clip reads them again, from a processor's cache if they are few.
     rows = max(1, NUMBERS_AT_ONCE // int(weight.shape[1]))
     parts = [
@@ -68,7 +70,8 @@ def _quantize_rows(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 
 
 def int4_scale(groups: Tensor) -> Tensor:
-    """Scales [N, G, 1] of groups [N, G, g]: for each group the clip with the least squared error."""
+    """Scales [N, G, 1] of groups [N, G, g]: for each group the clip with the least squared
+    error."""
     xp = namespace(groups)
     peak = _nonzero(groups.abs().amax(dim=-1, keepdim=True))
     best_error: Tensor | None = None

@@ -112,8 +112,8 @@ class ReferenceAttention:
         self._narrow = xp.dtype(spec.dtype) if spec.dtype != "float32" else None
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
-        """gqa: keys and values [num_blocks, block_size, num_kv_heads, dim]; mla: latent rows. Behind
-        them, where the cache is quantized dynamically, their scales."""
+        """gqa: keys and values [num_blocks, block_size, num_kv_heads, dim]; mla: latent rows.
+        Behind them, where the cache is quantized dynamically, their scales."""
         spec, kind = self.spec, self._kv
         shape = (num_blocks, self.block_size, spec.num_kv_heads)
         dims = (spec.head_dim,) if spec.kind == "mla" else (spec.head_dim, spec.v_head_dim)

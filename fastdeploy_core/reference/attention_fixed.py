@@ -1,7 +1,7 @@
 """Reference attention over steps whose every row feeds as many tokens: recorded and padded ones.
 
-What is queued depends on the shapes of the batch alone: every row attends to its whole block table, and
-what it must not see is masked by numbers that lie on the device.
+What is queued depends on the shapes of the batch alone: every row attends to its whole block table,
+and what it must not see is masked by numbers that lie on the device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Expert communicators in plain tensor code: one rank alone, and ranks joined by all-gather.
 
-`loopback` is what a group of one needs. `all_gather` shows every token to every rank and adds up what
-their experts made of it, over any device Communicator: exact and simple, not fast.
+`loopback` is what a group of one needs. `all_gather` shows every token to every rank and adds up
+what their experts made of it, over any device Communicator: exact and simple, not fast.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ _MIX_1: Final = _signed(0xBF58476D1CE4E5B9)
 _MIX_2: Final = _signed(0x94D049BB133111EB)
 _MIX_3: Final = _signed(0xFF51AFD7ED558CCD)
 _MIX_4: Final = _signed(0xC4CEB9FE1A85EC53)
-# Indices and keys come from different sequences: if they shared one, some index would cancel the key
-# at some position, and that token would win there whatever its probability.
+# Indices and keys come from different sequences: if they shared one, some index would cancel the
+# key at some position, and that token would win there whatever its probability.
 _INDEX_STEP: Final = _signed(0xD1342543DE82EF95)
 _INDEX_START: Final = _signed(0x2545F4914F6CDD1D)
 # 40 random bits. Few enough for exact arithmetic, enough for the earliest arrival among a

@@ -63,7 +63,8 @@ class SamplingColumns:
         self.bias: list[tuple[np.ndarray, np.ndarray] | None] = [None] * max_num_seqs
 
     def add(self, slot: int, params: SamplingParams, seed: int) -> None:
-        """Fill one slot's entries; bits of masks, grammars and processors are set by their owners."""
+        """Fill one slot's entries; bits of masks, grammars and processors are set by their
+        owners."""
         flags = 0
         if not params.is_greedy:
             flags |= RANDOM

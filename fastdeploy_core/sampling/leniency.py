@@ -1,9 +1,9 @@
 """Acceptance "lossy_top_p": a draft passes when it is likely enough, not only when it is drawn.
 
-FastDeploy's rule, for rows that draw at random: a draft among the target's `max_candidate_len` likeliest
-tokens passes while top_p keeps it. The second likeliest passes, too, when each of the next
-`verify_window` drafts is the likeliest at its place. The output then has another distribution than the
-target's, which is why it has to be asked for by name.
+FastDeploy's rule, for rows that draw at random: a draft among the target's `max_candidate_len`
+likeliest tokens passes while top_p keeps it. The second likeliest passes, too, when each of the
+next `verify_window` drafts is the likeliest at its place. The output then has another distribution
+than the target's, which is why it has to be asked for by name.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Leniency:
         total = xp.cumsum(best, -1)
         window, rows = self.verify_window, int(drafts.shape[0])
         if rows > window:
-            # The row without a draft behind a sequence's last one is no best, so no window passes it.
+            # The row without a draft behind a sequence's last one is no best, so no window passes
+            # it.
             inside = total[window:] - total[: rows - window] == window
             second = (ranks == 1)[: rows - window] & inside
             passes[: rows - window] = passes[: rows - window] | second
@@ -51,8 +52,8 @@ class Leniency:
 
 
 def draft_ranks(xp: Any, logits: Tensor, drafts: Tensor) -> Tensor:
-    """[rows] int64: how many tokens are likelier than the row's draft; NOWHERE where there is none, or
-    where it is forbidden."""
+    """[rows] int64: how many tokens are likelier than the row's draft; NOWHERE where there is none,
+    or where it is forbidden."""
     value = xp.gather(logits, 1, xp.clamp(drafts, 0, None).unsqueeze(1))
     ranks = (logits > value).to(xp.int64).sum(dim=-1)
     is_possible = (value.squeeze(1) > float("-inf")) & (drafts >= 0)

@@ -1,8 +1,8 @@
 """Which tokens are forbidden, as one bit per token.
 
 allowed_token_ids, bad words, min_tokens and grammars all only forbid. What is forbidden once stays
-so whatever penalties or biases do to it, so all of them become one mask, applied once, and the order
-among them does not matter.
+so whatever penalties or biases do to it, so all of them become one mask, applied once, and the
+order among them does not matter.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ class TokenMasks:
             if wanted[row] & BAD_WORDS:
                 self._forbid_bad_words(slot, mask, histories(row))
             ends = self._ends[slot]
-            # A finished grammar leaves the end of text as the only way on, whatever min_tokens says.
+            # A finished grammar leaves the end of text as the only way on, whatever min_tokens
+            # says.
             if below[row] and ends is not None and not finished.get(row, False):
                 ends.clear(mask)
         return rows, masks.view(np.int32), errors
@@ -179,8 +180,8 @@ class TokenMasks:
         errors: dict[int, str],
     ) -> dict[int, bool]:
         """Narrow the masks of rows with a grammar, each behind the drafts before it; returns which
-        rows stand behind the grammar's end. A row behind a draft that does not fit is left as it is:
-        the draft will be refused, and the row with it."""
+        rows stand behind the grammar's end. A row behind a draft that does not fit is left as it
+        is: the draft will be refused, and the row with it."""
         finished: dict[int, bool] = {}
         num_ahead = 0  # drafts that the matcher has taken
         fits = True

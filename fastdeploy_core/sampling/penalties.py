@@ -56,8 +56,8 @@ class PenaltyTables:
         return select(output_counts, 0, slots_dev), select(prompt_seen, 0, slots_dev)
 
     def count(self, first_flat: Tensor, token_ids: Tensor, kept: Tensor | None = None) -> None:
-        """One more of each row's token. first_flat: [rows] int64, slot * vocabulary size; kept: [rows]
-        bool, False for tokens behind a refused draft."""
+        """One more of each row's token. first_flat: [rows] int64, slot * vocabulary size; kept:
+        [rows] bool, False for tokens behind a refused draft."""
         xp = self._xp
         if kept is None:
             more = xp.ones(token_ids.shape, dtype=xp.int32, device=self._device.device)
@@ -66,8 +66,8 @@ class PenaltyTables:
         xp.index_add_(self.tables()[0].view(-1), 0, first_flat + token_ids, more)
 
     def add_drafts(self, output_counts: Tensor, base: Tensor, drafts: Tensor) -> None:
-        """Count drafts into rows that `rows` returned. base: [n] int64, row * vocabulary size; drafts
-        [n] int64, -1: none."""
+        """Count drafts into rows that `rows` returned. base: [n] int64, row * vocabulary size;
+        drafts [n] int64, -1: none."""
         xp = self._xp
         more = (drafts >= 0).to(xp.int32)
         xp.index_add_(output_counts.view(-1), 0, base + xp.clamp(drafts, 0, None), more)

@@ -140,7 +140,8 @@ def find_processor(name: str) -> ProcessorDriver:
 
 
 class LogitBiasLogitsProcessor:
-    """logits_processors_args={"logit_bias": {token id: bias}}: FastDeploy's spelling of logit_bias."""
+    """logits_processors_args={"logit_bias": {token id: bias}}: FastDeploy's spelling of
+    logit_bias."""
 
     def __init__(self, context: ProcessorContext) -> None:
         self._context = context
@@ -185,7 +186,8 @@ class LogitBiasLogitsProcessor:
             return None
         if not isinstance(given, Mapping) or len(given) > MAX_LOGIT_BIAS:
             raise InvalidRequest(
-                f"logits_processors_args.logit_bias must be a map of at most {MAX_LOGIT_BIAS} entries",
+                f"logits_processors_args.logit_bias must be a map of at most {MAX_LOGIT_BIAS} "
+                "entries",
                 param="logits_processors_args",
             )
         try:

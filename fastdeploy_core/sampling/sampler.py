@@ -45,17 +45,20 @@ class Sampled:
 class SamplingStep:
     """What changes from step to step, per row of the plan."""
 
-    # [rows] int64: where the drawn token will stand in its sequence; on the device if only that knows
+    # [rows] int64: where the drawn token will stand in its sequence; on the device if only that
+    # knows
     positions: np.ndarray | Tensor
     num_output: np.ndarray  # [rows] int64: tokens generated before it
     output_tokens: OutputTokens  # of a slot; complete whenever the plan has a HOST flag
-    # The draft that each row's draw decides about, -1: none. None: no row stands before or behind one.
+    # The draft that each row's draw decides about, -1: none. None: no row stands before or behind
+    # one.
     drafts: np.ndarray | None = None  # [rows] int64
     drafts_dev: Tensor | None = None
 
 
 class Sampler:
-    """Owns no state of sequences but what it is given; see worker/model_runner.py for the owners."""
+    """Owns no state of sequences but what it is given; see worker/model_runner.py for the
+    owners."""
 
     def __init__(
         self,
@@ -113,8 +116,8 @@ class Sampler:
         return sampled
 
     def count(self, plan: SamplingPlan, token_ids: Tensor, kept: Tensor | None = None) -> None:
-        """Remember drawn tokens for later penalties. With drafts the caller does it once it is known
-        which rows count: kept [rows] bool."""
+        """Remember drawn tokens for later penalties. With drafts the caller does it once it is
+        known which rows count: kept [rows] bool."""
         index = plan.rows_dev(bits.PENALTY)
         if index is not None:
             token_ids = self._xp.index_select(token_ids, 0, index)

@@ -92,13 +92,21 @@ class BatchScheduler:
         """Sequences that wait for room."""
         return self._roster.num_waiting
 
+    @property
+    def num_free_blocks(self) -> int:
+        """KV blocks that a new request could get; see contracts.scheduler.Capacity."""
+        return self._roster.num_free_blocks
+
     def has_work(self) -> bool:
         """Whether a request is unfinished, or an answer not yet given."""
         return bool(self._roster.requests) or self._outcome.has_deltas
 
     def add(self, request: Request) -> None:
-        """Queue a request, or raise InvalidRequest; the scheduler is unchanged then."""
+        """Queue a request, or raise InvalidRequest; the scheduler is unchanged then. A newer attempt
+        takes the place of an older one, whose output nobody wants any more."""
         self.check(request)
+        if request.request_id in self._roster.requests:
+            self.abort([request.request_id])
         state = RequestState(request, self._clock())
         self._make_sequences(state)
         self.counters.num_requests += 1
@@ -111,7 +119,8 @@ class BatchScheduler:
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest for what can never run, with the arithmetic."""
-        if request.request_id in self._roster.requests:
+        running = self._roster.requests.get(request.request_id)
+        if running is not None and running.request.attempt >= request.attempt:
             raise InvalidRequest(
                 f"duplicate request id: {request.request_id!r:.80} is unfinished",
                 param="request_id",

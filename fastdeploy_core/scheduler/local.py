@@ -1,16 +1,17 @@
 """The in-process request scheduler, driver `local`: one bounded, fair queue in front of one engine.
 
-It keeps the promises of contracts/scheduler.py without a network: attempts and leases are real, so
-that what relies on them can be tested here.
+It lives in the engine's own process, so a request cannot lose its engine without losing this queue,
+too: there are no leases and no second attempts. A paused process (SIGSTOP, a frozen container) goes
+on where it stopped. Deadlines and ttl_s are time that a client waits, so a pause counts for them.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -27,10 +28,6 @@ from fastdeploy_core.types import (
 
 from .fair_queue import FairQueue
 
-logger = logging.getLogger(__name__)
-
-# A request that engines lost this often is not tried again.
-MAX_ATTEMPTS = 3
 # Aborts may overtake their requests; how many, and how long, are remembered.
 MAX_EARLY_ABORTS = 4096
 EARLY_ABORT_S = 60.0
@@ -40,10 +37,8 @@ class _Entry:
     """An unfinished request."""
 
     __slots__ = (
-        "attempt",
         "finished_indices",
         "is_queued",
-        "lease_until_s",
         "position",
         "queued_s",
         "request",
@@ -52,11 +47,9 @@ class _Entry:
 
     def __init__(self, request: Request, now: float) -> None:
         self.request = request
-        self.attempt = request.attempt
         self.is_queued = True
         self.queued_s = now
         self.waited_s = 0.0
-        self.lease_until_s = 0.0
         self.position = 0  # of the next delta
         self.finished_indices: set[int] = set()
 
@@ -66,7 +59,7 @@ class LocalScheduler:
 
     name = "local"
     contract = (0, 1)
-    capabilities = SchedulerCapabilities(leases=True)
+    capabilities = SchedulerCapabilities()
 
     def __init__(
         self, config: RequestSchedulerConfig, clock: Callable[[], float] = time.monotonic
@@ -79,14 +72,12 @@ class LocalScheduler:
         self._entries: dict[str, _Entry] = {}
         self._queue: FairQueue[_Entry] = FairQueue()
         self._by_age: OrderedDict[str, _Entry] = OrderedDict()  # queued ones, oldest first
-        self._leased: dict[str, _Entry] = {}  # taken ones
         self._num_queued_tokens = 0
         self._results: list[RequestOutputDelta | TokenDeltas] = []
         self._aborts: list[str] = []
         self._early_aborts: OrderedDict[str, float] = OrderedDict()
         self._deadlines: dict[str, float] = {}  # of queued requests that have one
-        self._loads: dict[str, InstanceLoad] = {}
-        self._next_lease_check_s = 0.0
+        self._loads: dict[str, tuple[InstanceLoad, float]] = {}  # and when it was reported
         self._is_closed = False
 
     @property
@@ -104,7 +95,8 @@ class LocalScheduler:
 
     def get_requests(self, capacity: Capacity, timeout_s: float = 0.0) -> list[Request]:
         """Take at most what fits, in turn of priority, tenant and arrival; nothing overtakes the
-        first that does not fit."""
+        first that does not fit. Blocks are the only engine's own business: it knows which of them
+        requests share, and what does not fit yet waits there as well as here."""
         with self._lock:
             self._sweep()
             if not self._queue and timeout_s > 0 and not self._is_closed:
@@ -113,15 +105,13 @@ class LocalScheduler:
             return self._take(capacity)
 
     def put_results(self, outputs: Sequence[RequestOutputDelta | TokenDeltas]) -> None:
-        """Publish deltas and renew the leases of their requests; stale attempts and repeats are
-        dropped, a gap fails the request."""
+        """Publish deltas; other attempts and repeats are dropped, a gap fails the request."""
         with self._lock:
-            now = self._clock()
             for output in outputs:
                 if isinstance(output, TokenDeltas):
-                    self._publish_tokens(output, now)
+                    self._publish_tokens(output)
                 else:
-                    self._publish(output, now)
+                    self._publish(output)
             if self._results:
                 self._has_results.notify()
 
@@ -164,18 +154,15 @@ class LocalScheduler:
             return aborts
 
     def report_load(self, load: InstanceLoad) -> None:
-        """The engine lives: its leases are renewed."""
+        """Keep what the engine says of itself."""
         with self._lock:
-            self._loads[load.instance] = load
-            until = self._clock() + self._config.lease_s
-            for entry in self._leased.values():
-                entry.lease_until_s = until
+            self._loads[load.instance] = load, self._clock()
 
     def loads(self) -> list[InstanceLoad]:
-        """Instances heard of within three leases."""
+        """What the engine said last."""
         with self._lock:
-            oldest = self._clock() - 3 * self._config.lease_s
-            return [load for load in self._loads.values() if load.reported_at_s >= oldest]
+            now = self._clock()
+            return [replace(load, age_s=now - then) for load, then in self._loads.values()]
 
     def close(self) -> None:
         """Answer whatever is unfinished and wake who waits."""
@@ -206,21 +193,15 @@ class LocalScheduler:
                     f"{config.max_tokens} may; try again later"
                 )
         entry = _Entry(request, self._clock())
-        self._entries[request_id] = entry
+        self._entries[request_id] = self._by_age[request_id] = entry
         self._queue.arrive(request.tenant)
-        self._enqueue(entry)
+        self._queue.push(entry, request.tenant, request.priority)
+        self._num_queued_tokens += num_tokens
+        if request.deadline_s is not None:
+            self._deadlines[request_id] = entry.queued_s + request.deadline_s
         if self._early_aborts.pop(request_id, None) is not None:
             self._answer(entry, None, "")
         return None
-
-    def _enqueue(self, entry: _Entry) -> None:
-        request = entry.request
-        entry.is_queued = True
-        self._by_age[request.request_id] = entry
-        self._queue.push(entry, request.tenant, request.priority)
-        self._num_queued_tokens += len(request.prompt_token_ids)
-        if request.deadline_s is not None:
-            self._deadlines[request.request_id] = entry.queued_s + request.deadline_s
 
     def _dequeue(self, entry: _Entry) -> None:
         request = entry.request
@@ -232,31 +213,29 @@ class LocalScheduler:
 
     def _take(self, capacity: Capacity) -> list[Request]:
         now = self._clock()
-        num_blocks, num_tokens = capacity.num_free_blocks, capacity.num_tokens
+        num_tokens = capacity.num_tokens
         taken: list[Request] = []
         while len(taken) < capacity.num_requests:
             entry = self._queue.peek()
             if entry is None:
                 break
             request = entry.request
+            if request.request_id in self._aborts:
+                break  # the engine still runs an aborted request of this id
             size = len(request.prompt_token_ids)
             num_tokens -= size
-            num_blocks -= -(-size // max(1, capacity.block_size))
-            if num_tokens < 0 or num_blocks < 0:
+            if num_tokens < 0:
                 break
             self._dequeue(entry)
-            entry.attempt += 1
             entry.waited_s = now - entry.queued_s
-            entry.lease_until_s = now + self._config.lease_s
-            self._leased[request.request_id] = entry
             self._queue.charge(request.tenant, size)
-            left = request.deadline_s
-            if left is not None:
-                left = max(0.0, left - entry.waited_s)
-            taken.append(msgspec.structs.replace(request, attempt=entry.attempt, deadline_s=left))
+            if request.deadline_s is not None:
+                left = max(0.0, request.deadline_s - entry.waited_s)
+                request = msgspec.structs.replace(request, deadline_s=left)
+            taken.append(request)
         return taken
 
-    def _publish_tokens(self, tokens: TokenDeltas, now: float) -> None:
+    def _publish_tokens(self, tokens: TokenDeltas) -> None:
         """All of them as they are, if all are as expected."""
         known, entries = self._entries, []
         columns = zip(tokens.request_ids, tokens.attempts, tokens.positions, strict=True)
@@ -265,24 +244,21 @@ class LocalScheduler:
             if (
                 entry is None
                 or entry.position != position
-                or entry.attempt != attempt
+                or entry.request.attempt != attempt
                 or entry.is_queued
             ):
                 for delta in tokens:
-                    self._publish(delta, now)
+                    self._publish(delta)
                 return
             entries.append(entry)
-        until = now + self._config.lease_s
         for entry in entries:
             entry.position += 1
-            entry.lease_until_s = until
         self._results.append(tokens)
 
-    def _publish(self, delta: RequestOutputDelta, now: float) -> None:
+    def _publish(self, delta: RequestOutputDelta) -> None:
         entry = self._entries.get(delta.request_id)
-        if entry is None or entry.is_queued or delta.attempt != entry.attempt:
+        if entry is None or entry.is_queued or delta.attempt != entry.request.attempt:
             return
-        entry.lease_until_s = now + self._config.lease_s
         if delta.position < entry.position:
             return
         if delta.position > entry.position:
@@ -314,7 +290,7 @@ class LocalScheduler:
             RequestOutputDelta(
                 request_id=request.request_id,
                 position=entry.position,
-                attempt=entry.attempt,
+                attempt=request.attempt,
                 sequences=[
                     SequenceDelta(index=index, finish_reason=reason)
                     for index in range(request.sampling.n)
@@ -329,13 +305,11 @@ class LocalScheduler:
         self._has_results.notify()
 
     def _forget(self, entry: _Entry) -> None:
-        request_id = entry.request.request_id
-        self._leased.pop(request_id, None)
-        del self._entries[request_id]
+        del self._entries[entry.request.request_id]
         self._queue.depart(entry.request.tenant)
 
     def _sweep(self) -> None:
-        """Answer what waited too long, take back what an engine lost."""
+        """Answer what waited too long."""
         now = self._clock()
         while self._by_age:
             entry = next(iter(self._by_age.values()))
@@ -356,20 +330,3 @@ class LocalScheduler:
                 )
         while self._early_aborts and now - next(iter(self._early_aborts.values())) > EARLY_ABORT_S:
             self._early_aborts.popitem(last=False)
-        if now >= self._next_lease_check_s:
-            self._next_lease_check_s = now + self._config.lease_s / 8
-            for entry in [e for e in self._leased.values() if e.lease_until_s <= now]:
-                self._take_back(entry)
-
-    def _take_back(self, entry: _Entry) -> None:
-        """The engine that has it was not heard of for a lease."""
-        request_id = entry.request.request_id
-        del self._leased[request_id]
-        if entry.position > 0 or entry.attempt - entry.request.attempt >= MAX_ATTEMPTS:
-            self._aborts.append(request_id)
-            self._answer(entry, "the engine that ran this request was lost", "WorkerError")
-            return
-        logger.warning("the lease of request %s ran out; it is queued again", request_id)
-        self._enqueue(entry)
-        self._by_age.move_to_end(request_id, last=False)
-        self._has_requests.notify()

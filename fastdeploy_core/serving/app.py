@@ -100,8 +100,8 @@ def _busy(router: APIRouter) -> list[APIRoute]:
 
 
 class Shortcut:
-    """Takes calls on busy routes to their endpoints, past what FastAPI would look up for each of them. It
-    describes these routes all the same, and serves whatever is spelled differently."""
+    """Takes calls on busy routes to their endpoints, past what FastAPI would look up for each of
+    them. It describes these routes all the same, and serves whatever is spelled differently."""
 
     def __init__(self, app: ASGIApp, routes: Sequence[APIRoute]) -> None:
         self.app = app

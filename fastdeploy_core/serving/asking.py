@@ -12,8 +12,8 @@ from fastdeploy_core.plugins.resolved import ResolvedPlugins
 
 
 class Plugins:
-    """`resolved`: what was chosen, or why nothing can be. `checked`: later, that what was chosen can be
-    imported, or what cannot."""
+    """`resolved`: what was chosen, or why nothing can be. `checked`: later, that what was chosen
+    can be imported, or what cannot."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config

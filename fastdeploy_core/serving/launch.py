@@ -54,7 +54,8 @@ _LOOPBACK = ("127.", "localhost", "::1")
 
 
 def serve(values: Mapping[str, Any]) -> int:
-    """Serve until a signal; returns the exit code. `values`: arguments as config/arguments.py knows."""
+    """Serve until a signal; returns the exit code. `values`: arguments as config/arguments.py
+    knows."""
     values = normalise(values)
     engine_config = build_engine_config(of_scope(values, "engine"))
     server_config = build_server_config(values, engine_config)
@@ -177,7 +178,8 @@ async def running_app(
 
 
 async def _checked(starting: Coroutine[Any, Any, AsyncEngine], plugins: Plugins) -> AsyncEngine:
-    """The engine, once its plugins are known to import; a plugin that does not ends the start at once."""
+    """The engine, once its plugins are known to import; a plugin that does not ends the start at
+    once."""
     engine = asyncio.create_task(starting)
     check = asyncio.wrap_future(plugins.checked)
     try:

@@ -115,7 +115,8 @@ def frame(event: dict[str, Any]) -> bytes:
 
 
 class WhileConnected:
-    """A block of the task that enters it; it is left early, without an error, when the client leaves."""
+    """A block of the task that enters it; it is left early, without an error, when the client
+    leaves."""
 
     def __init__(self, connection: Connection | None) -> None:
         self._connection = connection
@@ -143,8 +144,8 @@ class WhileConnected:
 class EventStream(Response):
     """A streamed body: stops when the client leaves, and drops a client that does not read.
 
-    It waits while the connection's write buffer is full, so a slow reader slows only its own stream;
-    what the engine produces meanwhile waits as token ids.
+    It waits while the connection's write buffer is full, so a slow reader slows only its own
+    stream; what the engine produces meanwhile waits as token ids.
     """
 
     media_type = "text/event-stream"

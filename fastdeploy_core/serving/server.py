@@ -1,4 +1,5 @@
-"""uvicorn, made to end well: drain on the first signal, stop on the second, exit code from the engine.
+"""uvicorn, made to end well: drain on the first signal, stop on the second, exit code from the
+engine.
 
 While it drains the port stays open and answers 503, so that a load balancer sees /health/ready turn
 red instead of a refused connection.
@@ -96,8 +97,8 @@ class ApiServer(uvicorn.Server):
             self.leave()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's. In a hurry it leaves the application's end to the event loop's, which logs that as
-        an error."""
+        """uvicorn's. In a hurry it leaves the application's end to the event loop's, which logs
+        that as an error."""
         await super().shutdown(sockets)
         if self.force_exit:
             await self.lifespan.shutdown()
@@ -114,7 +115,8 @@ class ApiServer(uvicorn.Server):
                 await asyncio.wait_for(self._leaving.wait(), TICK_S)
 
     def engine_died(self, reason: str) -> None:
-        """The engine is gone for good: nothing can be answered, so the process ends with an error."""
+        """The engine is gone for good: nothing can be answered, so the process ends with an
+        error."""
         logger.error("engine is dead: %s", reason)
         self.exit_code = 1
         self.leave()

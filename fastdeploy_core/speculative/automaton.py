@@ -52,7 +52,8 @@ class SuffixAutomaton:
             seen[token] = seen.get(token, 0) + 1
 
     def draft(self, state: int, limit: int, least: float) -> list[int]:
-        """The likeliest continuation, up to `limit` tokens, while its probability is `least` or more."""
+        """The likeliest continuation, up to `limit` tokens, while its probability is `least` or
+        more."""
         drafts: list[int] = []
         while state > ROOT and not self.next[state]:
             state = self.link[state]  # it only occurred at ends of texts

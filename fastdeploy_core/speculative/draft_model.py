@@ -1,7 +1,8 @@
 """`draft_model`: a smaller model of the same vocabulary drafts, one token per step of its own.
 
-Behind the target's step it is fed the same tokens, which keeps its cache complete; then it goes on alone
-from the token just drawn. What it draws uses the target's random numbers, so likely tokens agree.
+Behind the target's step it is fed the same tokens, which keeps its cache complete; then it goes on
+alone from the token just drawn. What it draws uses the target's random numbers, so likely tokens
+agree.
 """
 
 from __future__ import annotations

@@ -11,15 +11,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Places looked at per question, the most recent first. Text that repeats finds a full match among the
-# first few; this bounds what text without long matches costs.
+# Places looked at per question, the most recent first. Text that repeats finds a full match among
+# the first few; this bounds what text without long matches costs.
 MAX_PLACES = 32
 _BASE = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
 class TokenHistory:
-    """The places of every `min_size` tokens of one sequence, as chains from the most recent back."""
+    """The places of every `min_size` tokens of one sequence, as chains from the most recent
+    back."""
 
     __slots__ = ("_before", "_last", "_max_size", "_min_size", "_num_indexed")
 

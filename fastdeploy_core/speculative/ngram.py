@@ -85,8 +85,8 @@ class NgramDrafter:
 
 
 def continuation(tokens: np.ndarray, place: int, limit: int) -> list[int]:
-    """The tokens from `place` on; behind the newest one the copy goes on with itself, so that a short
-    period repeats."""
+    """The tokens from `place` on; behind the newest one the copy goes on with itself, so that a
+    short period repeats."""
     found: list[int] = tokens[place : place + limit].tolist()
     period = tokens.size - place
     while len(found) < limit:

@@ -1,7 +1,8 @@
-"""`suffix`: what followed the last tokens in this sequence or in past outputs, whichever matches longer.
+"""`suffix`: what followed the last tokens in this sequence or in past outputs, whichever matches
+longer.
 
-Past outputs lie in two generations of a suffix automaton: when the younger one is full, the older one
-is dropped and a new one begun. So memory is bounded, and what was useful lately stays.
+Past outputs lie in two generations of a suffix automaton: when the younger one is full, the older
+one is dropped and a new one begun. So memory is bounded, and what was useful lately stays.
 """
 
 from __future__ import annotations

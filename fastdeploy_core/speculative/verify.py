@@ -1,8 +1,9 @@
 """The one verifier of all methods: which drafts the target would have drawn itself.
 
-At every position of a row the target has drawn a token as it would without drafts: from its own logits,
-with the random numbers of that position. A draft is right while it is that token, so what comes out
-are the very tokens that would come out without speculation. Nothing here waits for the device.
+At every position of a row the target has drawn a token as it would without drafts: from its own
+logits, with the random numbers of that position. A draft is right while it is that token, so what
+comes out are the very tokens that would come out without speculation. Nothing here waits for the
+device.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ class Verdict:
 
 
 def count_accepted(xp: Any, drawn: Tensor, drafts: Tensor) -> Tensor:
-    """[S] int64: how many drafts of each row are right. drawn: [S, 1 + k] int64; drafts: [S, k] int64,
-    -1 where there is none."""
+    """[S] int64: how many drafts of each row are right. drawn: [S, 1 + k] int64; drafts: [S, k]
+    int64, -1 where there is none."""
     wrong = (drawn[:, : drafts.shape[1]] != drafts).to(xp.int64)
     return (xp.cumsum(wrong, 1) == 0).to(xp.int64).sum(dim=1)
 
 
 class DraftLayout:
-    """Where the positions of each sequence stand among R rows, as numpy tells and the device needs it.
+    """Where the positions of each sequence stand among R rows, as numpy tells and the device needs
+    it.
 
     depths: [R] how many rows of the same sequence stand before each (SamplingPlan.depths).
     """
@@ -62,8 +64,8 @@ class DraftLayout:
         self._depths, self._first = parts[ends[1] : ends[2]], parts[ends[2] :]
 
     def judge(self, drawn: Tensor, drafts: Tensor) -> Verdict:
-        """drawn, drafts: [R] int64; a position's draft is the one that its draw decides about, -1 at the
-        last position of a sequence."""
+        """drawn, drafts: [R] int64; a position's draft is the one that its draw decides about, -1
+        at the last position of a sequence."""
         xp = self._xp
         if not self._is_even:
             drawn_table = xp.index_select(drawn, 0, self._table)

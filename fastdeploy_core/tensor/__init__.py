@@ -1,7 +1,8 @@
 """The only door to a tensor library: PaddlePaddle (3.3 or newer) or torch (2.6 or newer).
 
-`load("torch")` or `load("paddle")` imports the library and returns a `TensorLibrary`; `namespace(x)`
-gives the library of a tensor, so nothing is global. Importing this package imports neither.
+`load("torch")` or `load("paddle")` imports the library and returns a `TensorLibrary`;
+`namespace(x)` gives the library of a tensor, so nothing is global. Importing this package imports
+neither.
 
 What data-plane code may use, because both libraries agree on it:
 
@@ -61,9 +62,9 @@ def available() -> list[str]:
 
 
 def early_import(asked: str) -> str:
-    """A module that a process may import while it waits to hear which device it gets; empty if there is
-    none. `asked`: the library named by the operator. Never paddle's, which reads the device driver's
-    variables when it is imported."""
+    """A module that a process may import while it waits to hear which device it gets; empty if
+    there is none. `asked`: the library named by the operator. Never paddle's, which reads the
+    device driver's variables when it is imported."""
     found = available()
     name = asked or (found[0] if len(found) == 1 else "")
     return f"{__name__}._torch" if name == "torch" and name in found else ""
@@ -95,8 +96,8 @@ def load(name: str) -> TensorLibrary:
     with _lock:
         if name not in _loaded:
             with warnings.catch_warnings():
-                # Start-up advice about compilers (ccache), deprecated imports inside the library, young
-                # features: nothing an operator of a server can act on.
+                # Start-up advice about compilers (ccache), deprecated imports inside the library,
+                # young features: nothing an operator of a server can act on.
                 warnings.simplefilter("ignore")
                 _loaded[name] = importlib.import_module(f"{__name__}._{name}").library()
     _loaded[name].enter_thread()

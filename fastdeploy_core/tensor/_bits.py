@@ -26,7 +26,8 @@ _MAX_MMAP_THRESHOLD = 32 * 1024 * 1024  # glibc refuses more
 
 
 def as_carrier(array: np.ndarray, dtype: str) -> tuple[np.ndarray, bool]:
-    """The array ready to be shared, and whether it holds bits of `dtype` that are to be reinterpreted.
+    """The array ready to be shared, and whether it holds bits of `dtype` that are to be
+    reinterpreted.
 
     uint16 comes back as int16: both libraries accept that.
     """

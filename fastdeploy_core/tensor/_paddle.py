@@ -25,18 +25,21 @@ from .library import DTYPE_BYTES
 
 choose_blas_code()  # must run before the library looks at the processor
 # On import, paddle asks tvm_ffi (a part of xgrammar) for its version, and that imports torch: a
-# second or two, half a gigabyte and a second thread pool, for nothing. It also sets OMP_NUM_THREADS=1
-# where an operator set nothing, which is no answer to how many threads a device of this host may use.
+# second or two, half a gigabyte and a second thread pool, for nothing. It also sets
+# OMP_NUM_THREADS=1 where an operator set nothing, which is no answer to how many threads a device
+# of this host may use.
 with hidden_module("tvm_ffi"), kept_variable("OMP_NUM_THREADS"):
     import paddle
     import paddle.nn.functional as F
 
     from ._paddle_rows import BYTES, NARROW, bits_of, words_of
 
-# Paddle keeps its eager mode in the importing thread: when that ends, so would the mode, for everybody.
+# Paddle keeps its eager mode in the importing thread: when that ends, so would the mode, for
+# everybody.
 _eager_mode = paddle.base.framework.global_var._functional_dygraph_context_manager
 _fused_rms_norm = paddle.incubate.nn.functional.fused_rms_norm
-# Its CPU code uses registers of AVX512 without asking the processor: elsewhere that ends the process.
+# Its CPU code uses registers of AVX512 without asking the processor: elsewhere that ends the
+# process.
 _HAS_FUSED_NORM = "avx512f" in processor_features()
 
 
@@ -113,8 +116,8 @@ class PaddleLibrary:
         return x.to(device)
 
     def enter_thread(self) -> None:
-        # Eager execution is a setting of each thread: the one that imports paddle has it, and what is
-        # started from the main thread after an import there; others build graphs instead.
+        # Eager execution is a setting of each thread: the one that imports paddle has it, and what
+        # is started from the main thread after an import there; others build graphs instead.
         if not paddle.in_dynamic_mode():
             paddle.disable_static()
 
@@ -259,8 +262,8 @@ class PaddleLibrary:
         if dim == -1 and x.ndim and x.dtype == paddle.float32 and x.place.is_cpu_place():
             return self.from_numpy(np.asarray(x.numpy().argmax(-1)))
         index = paddle.argmax(x, dim)
-        # paddle's skips NaN where torch's takes it for the largest. On the CPU the sum tells at little
-        # cost whether there may be one; elsewhere asking would wait for the device.
+        # paddle's skips NaN where torch's takes it for the largest. On the CPU the sum tells at
+        # little cost whether there may be one; elsewhere asking would wait for the device.
         if x.is_floating_point() and x.size:
             if x.place.is_cpu_place() and not math.isnan(float(x.sum())):
                 return index
@@ -343,7 +346,8 @@ class PaddleLibrary:
         tune_malloc()
 
     def _swap(self, width: int, interleaved: builtins.bool, place: Any) -> Any:
-        """[width, width]: x @ swap holds -b where x holds a of a pair (a, b), and a in b's place."""
+        """[width, width]: x @ swap holds -b where x holds a of a pair (a, b), and a in b's
+        place."""
         key = (width, interleaved, str(place))
         swap = self._swaps.get(key)
         if swap is None:
@@ -371,8 +375,8 @@ _paddle_copy = paddle.Tensor.copy_
 
 
 def _queued_copy(target: Any, source: Any, blocking: bool | None = None) -> Any:
-    """Tensor.copy_ as torch's: within a device it is queued, where paddle's waits for the whole device
-    (which also makes it impossible in a graph)."""
+    """Tensor.copy_ as torch's: within a device it is queued, where paddle's waits for the whole
+    device (which also makes it impossible in a graph)."""
     if blocking is None:
         blocking = target.place != source.place
     return _paddle_copy(target, source, blocking)

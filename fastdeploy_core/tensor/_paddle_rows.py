@@ -39,8 +39,8 @@ def bits_of(x: Any) -> np.ndarray:
 
 
 def words_of(x: Any) -> Any:
-    """Rows of bytes on an accelerator as rows of int32, in the same memory: kernels that move rows know
-    few types. None for any other tensor."""
+    """Rows of bytes on an accelerator as rows of int32, in the same memory: kernels that move rows
+    know few types. None for any other tensor."""
     if x.dtype not in BYTES or x.place.is_cpu_place() or x.shape[-1] % 4:
         return None
     return x.view(paddle.int32) if x.is_contiguous() else None

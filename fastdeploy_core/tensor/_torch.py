@@ -36,7 +36,8 @@ def _dtype_name(dtype: Any) -> str:
 
 
 class TorchLibrary:
-    """Mostly torch's own functions; they are attributes of the class, so a call costs nothing more."""
+    """Mostly torch's own functions; they are attributes of the class, so a call costs nothing
+    more."""
 
     name = "torch"
     version = torch.__version__

@@ -148,7 +148,8 @@ class TensorLibrary(Protocol):
         ...
 
     def to_numpy(self, x: Any) -> np.ndarray:
-        """A host array, perhaps sharing memory. bfloat16 comes as uint16 bits, float8 as uint8 bits."""
+        """A host array, perhaps sharing memory. bfloat16 comes as uint16 bits, float8 as uint8
+        bits."""
         ...
 
     def from_buffer(self, buffer: Any, dtype: str, shape: Shape) -> Any:
@@ -185,7 +186,8 @@ class TensorLibrary(Protocol):
         ...
 
     def scatter(self, x: Any, dim: int, index: Any, source: Any) -> Any:
-        """torch.scatter, a new tensor; source is a tensor of index's shape. No duplicate targets."""
+        """torch.scatter, a new tensor; source is a tensor of index's shape. No duplicate
+        targets."""
         ...
 
     def index_copy_(self, x: Any, dim: int, index: Any, source: Any) -> Any:

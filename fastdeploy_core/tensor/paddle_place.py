@@ -1,8 +1,8 @@
 """One accelerator of PaddlePaddle's: what its Python interface offers beside tensors.
 
-Behind devices/paddle_device.py, for built-in places and for custom devices alike. Nothing here waits
-while it holds the interpreter lock: events are polled, and values are read with numpy(), which releases
-it (paddle's synchronize() calls and Tensor.item() do not).
+For devices/paddle_device.py, for built-in places and for custom devices alike. Nothing here
+waits while it holds the interpreter lock: events are polled, and values are read with numpy(),
+which releases it (paddle's synchronize() calls and Tensor.item() do not).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _POLL_S = 0.02
 
 
 def is_builtin(check: str) -> bool:
-    """Whether this build of PaddlePaddle has the place that `check`, one of its functions, asks for."""
+    """Whether this build of PaddlePaddle has the place that `check`, one of its functions, asks
+    for."""
     function = getattr(paddle, check, None)
     return bool(function is not None and function())
 
@@ -76,7 +77,8 @@ class Place:
         if not array.size:
             dtype = PADDLE.dtype(array.dtype.name)
             return paddle.zeros(array.shape, dtype=dtype, device=self.device)
-        # Copied before this returns as far as the host can tell: the array may be changed afterwards.
+        # Copied before this returns as far as the host can tell: the array may be changed
+        # afterwards.
         return PADDLE.to_device(PADDLE.from_numpy(array), self.device)
 
     def event(self) -> Any:
@@ -112,7 +114,8 @@ class Place:
             self._graphs.pop().reset()
 
     def works(self) -> bool:
-        """Whether a tiny computation still comes back; after a fault most chips never answer again."""
+        """Whether a tiny computation still comes back; after a fault most chips never answer
+        again."""
         try:
             return bool(self.upload(np.ones(2, np.float32)).numpy().tolist() == [1.0, 1.0])
         except Exception:
@@ -136,7 +139,8 @@ class Graph:
 
 @contextlib.contextmanager
 def without_fallback() -> Iterator[None]:
-    """Inside, an operation the chip has no kernel for is an error instead of a detour over the CPU."""
+    """Inside, an operation the chip has no kernel for is an error instead of a detour over the
+    CPU."""
     before = paddle.get_flags(FALLBACK_FLAG)
     paddle.set_flags({FALLBACK_FLAG: False})
     try:
@@ -165,7 +169,8 @@ class Collectives:
             return
         if environment.get("PADDLE_XCCL_BACKEND") and custom_types()[0] != place.type_name:
             raise WorkerError(
-                f"ranks cannot join as {place.type_name!r}: PaddlePaddle joins ranks of the device type "
+                f"ranks cannot join as {place.type_name!r}: PaddlePaddle joins ranks of the device "
+                "type "
                 f"it registered first, {custom_types()[0]!r}; leave other runtimes out of "
                 "CUSTOM_DEVICE_ROOT"
             )
@@ -202,8 +207,8 @@ class Collectives:
         if not x.size:
             shape[dim] *= self.world_size
             return paddle.zeros(shape, dtype=x.dtype, device=self._place.device)
-        # The form with one tensor: the form with a list of tensors splits the result with a copy that
-        # is not ordered behind the collective.
+        # The form with one tensor: the form with a list of tensors splits the result with a copy
+        # that is not ordered behind the collective.
         out = paddle.empty(
             [self.world_size * shape[0], *shape[1:]], dtype=x.dtype, device=self._place.device
         )
@@ -255,7 +260,8 @@ def _meeting_point(rank: int, address: str) -> tuple[str, int]:
     while not note.exists():
         if time.monotonic() > deadline:
             raise WorkerError(
-                f"rank 0 left no address in {address} within {_JOIN_S:g} s; its process failed or is "
+                f"rank 0 left no address in {address} within {_JOIN_S:g} s; its process failed or "
+                "is "
                 "still starting"
             )
         time.sleep(_POLL_S)

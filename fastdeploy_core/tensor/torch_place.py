@@ -1,8 +1,8 @@
 """One accelerator of torch's: what its Python interface offers beside tensors.
 
-Behind devices/torch_device.py, for device types that torch knows itself and for those that a vendor's
-module registers. Nothing here waits while it holds the interpreter lock: events are polled, and copies
-to the host release it.
+For devices/torch_device.py, for device types that torch knows itself and for those that a
+vendor's module registers. Nothing here waits while it holds the interpreter lock: events are
+polled, and copies to the host release it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def count(type_name: str, module: str) -> int:
 
 
 class Place:
-    """The chip `type:index`. Calls may come from any thread: each makes the chip the thread's own."""
+    """The chip `type:index`. Calls may come from any thread: each makes the chip the thread's
+    own."""
 
     def __init__(self, type_name: str, index: int, pinned: bool) -> None:
         self.type_name, self.index = type_name, index
@@ -100,7 +101,8 @@ class Place:
         return event
 
     def works(self) -> bool:
-        """Whether a tiny computation still comes back; after a fault most chips never answer again."""
+        """Whether a tiny computation still comes back; after a fault most chips never answer
+        again."""
         try:
             return bool((self.upload(np.ones(2, np.float32)) + 1).cpu().tolist() == [2.0, 2.0])
         except Exception:
@@ -121,7 +123,8 @@ def is_oom(error: BaseException) -> bool:
 
 
 class Collectives:
-    """torch's distributed package, by the name of a backend, as a Communicator. One group per process."""
+    """torch's distributed package, by the name of a backend, as a Communicator. One group per
+    process."""
 
     def __init__(
         self, place: Place, backend: str, rank: int, world_size: int, address: str

@@ -1,4 +1,5 @@
-"""Chat templates: the sandboxed jinja2 environment, what a request may pass in, the size of what comes out.
+"""Chat templates: the sandboxed jinja2 environment, what a request may pass in, the size of what
+comes out.
 
 The model's own template is the operator's choice and renders here; a template that a request brings
 is hostile until proven otherwise and renders in template_process.py. Both meet the same sandbox.
@@ -71,7 +72,8 @@ class TemplateRefusal(Exception):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} marks the assistant's part for training; in serving it only shows its body."""
+    """{% generation %} marks the assistant's part for training; in serving it only shows its
+    body."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it this way)
 

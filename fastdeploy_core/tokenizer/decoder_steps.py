@@ -20,7 +20,8 @@ CACHED_TOKENS = 1 << 15  # whose spellings are kept at hand: nearly all of a tex
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's visible stand-ins for the 256 bytes: printable Latin-1 as itself, the rest from 256 up."""
+    """GPT-2's visible stand-ins for the 256 bytes: printable Latin-1 as itself, the rest from 256
+    up."""
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
     alphabet = {chr(byte): byte for byte in kept}
     others = (byte for byte in range(256) if byte not in set(kept))
@@ -271,7 +272,8 @@ class _WordSuffix(_Plain):
 
 
 class _WholeAtEnd(_Plain):
-    """A step that needs all tokens (CTC, a regular expression over the fused text): shown at the end."""
+    """A step that needs all tokens (CTC, a regular expression over the fused text): shown at the
+    end."""
 
     def __init__(self, decoder: Any) -> None:
         self._decoder = decoder

@@ -79,7 +79,8 @@ def load_backend(files: TokenizerFiles) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(files.path / "tokenizer.json"))
     except Exception as error:  # the library raises plain Exception
         raise ConfigError(
-            f"cannot read {files.path / 'tokenizer.json'}: {str(error)[:300]}; it must be a file of "
+            f"cannot read {files.path / 'tokenizer.json'}: {str(error)[:300]}; it must be a file "
+            "of "
             f"the tokenizers library (installed: {tokenizers.__version__})"
         ) from error
     backend.no_truncation()

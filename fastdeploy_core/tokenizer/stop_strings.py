@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 
 class StopStringMatcher:
-    """Text goes in by pieces; what comes out never contains any part of the stop string that ends it.
+    """Text goes in by pieces; what comes out never contains any part of the stop string that ends
+    it.
 
     The first stop string to be complete wins; of several complete at the same character, the
     longest. So the answer does not depend on where the text was cut.

@@ -33,7 +33,8 @@ def render_in_child(
     """Render `source`; InvalidRequest when it is malformed, refuses, or exceeds a limit."""
     if len(source) > MAX_TEMPLATE_CHARS:
         raise InvalidRequest(
-            f"chat_template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS} are possible",
+            f"chat_template has {len(source)} characters; "
+            f"at most {MAX_TEMPLATE_CHARS} are possible",
             param="chat_template",
         )
     job = json.dumps({"source": source, "variables": dict(variables)}).encode()

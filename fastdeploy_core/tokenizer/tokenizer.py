@@ -174,10 +174,10 @@ class Tokenizer:
     ) -> str:
         """The prompt of a conversation; InvalidRequest says what is wrong with it.
 
-        `template_kwargs`: a request's chat_template_kwargs, checked against what the template reads.
-        `chat_template`: a template that came with a request; the caller decides beforehand whether
-        requests may bring one. Unless it is `trusted` it renders in a child process under limits.
-        Encode the prompt with add_special_tokens=False: the template writes them.
+        `template_kwargs`: a request's chat_template_kwargs, checked against what the template
+        reads. `chat_template`: a template that came with a request; the caller decides beforehand
+        whether requests may bring one. Unless it is `trusted` it renders in a child process under
+        limits. Encode the prompt with add_special_tokens=False: the template writes them.
         """
         if continue_final_message and add_generation_prompt:
             raise InvalidRequest(
@@ -213,7 +213,8 @@ class Tokenizer:
         source = source or templates.get("default")
         if source is None:
             raise InvalidRequest(
-                "this model has no chat template, so it takes prompts and no messages; the operator "
+                "this model has no chat template, so it takes prompts and no messages; the "
+                "operator "
                 "can give one with --chat-template",
                 param="messages",
             )

@@ -1,4 +1,5 @@
-"""What travels between a client and an engine: a request one way, deltas of its output the other."""
+"""What travels between a client and an engine: a request one way, deltas of its output the
+other."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ class SequenceDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class RequestOutputDelta(msgspec.Struct, kw_only=True, omit_defaults=True, tag="delta"):
-    """What one engine step adds to one request. Deltas of a request carry consecutive `position`s."""
+    """What one engine step adds to one request. Deltas of a request carry consecutive
+    `position`s."""
 
     request_id: str
     position: int = 0  # counts deltas of this request from 0, so that repeats and gaps are seen

@@ -1,4 +1,5 @@
-"""How one request is sampled. Field names and defaults are vLLM's; ranges are checked once, here."""
+"""How one request is sampled. Field names and defaults are vLLM's; ranges are checked once,
+here."""
 
 from __future__ import annotations
 
@@ -120,8 +121,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def is_unconstrained(self) -> bool:
-        """Whether tokens come out of the model's logits alone: no penalty, bias or mask, nothing that
-        looks at the text so far."""
+        """Whether tokens come out of the model's logits alone: no penalty, bias or mask, nothing
+        that looks at the text so far."""
         return not (
             self.presence_penalty
             or self.frequency_penalty
@@ -205,7 +206,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         if self.bad_words is not None:
             if len(self.bad_words) > MAX_BAD_WORDS:
                 raise InvalidRequest(
-                    f"bad_words has {len(self.bad_words)} entries; at most {MAX_BAD_WORDS} are possible",
+                    f"bad_words has {len(self.bad_words)} entries; at most {MAX_BAD_WORDS} are "
+                    "possible",
                     param="bad_words",
                 )
             if not all(isinstance(w, str) and w for w in self.bad_words):
@@ -220,7 +222,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise InvalidRequest("allowed_token_ids must not be empty", param="allowed_token_ids")
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise InvalidRequest if a token id named anywhere lies outside the model's output width."""
+        """Raise InvalidRequest if a token id named anywhere lies outside the model's output
+        width."""
         named: list[tuple[str, list[int]]] = [
             ("stop_token_ids", self.stop_token_ids or []),
             ("allowed_token_ids", self.allowed_token_ids or []),
@@ -231,6 +234,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             for token_id in ids:
                 if not 0 <= token_id < vocab_size:
                     raise InvalidRequest(
-                        f"{name} names token {token_id}; the vocabulary has ids 0 to {vocab_size - 1}",
+                        f"{name} names token {token_id}; the vocabulary has ids 0 to "
+                        f"{vocab_size - 1}",
                         param=name,
                     )

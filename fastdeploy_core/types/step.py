@@ -28,7 +28,8 @@ class GrammarStart(msgspec.Struct, frozen=True, omit_defaults=True):
     """A grammar that binds only behind thinking: both are token ids."""
 
     end: int  # the token that ends thinking
-    # The token that begins it, where the model may answer at once; None: the text begins in thinking.
+    # The token that begins it, where the model may answer at once; None: the text begins in
+    # thinking.
     begin: int | None = None
 
 
@@ -56,12 +57,13 @@ class BatchRows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     # [B] int64: tokens fed: a prefill chunk, or the newest token plus drafts, num_decodes times
     counts: np.ndarray
     samples: np.ndarray  # [B] bool; False: a prefill chunk that does not reach the last known token
-    # [B] int64: so many of the tokens fed are unverified drafts, the last ones unless there are several decodes
+    # [B] int64: so many of the tokens fed are unverified drafts, the last ones unless there are
+    # several decodes
     num_drafts: np.ndarray
     draft_token_ids: np.ndarray  # [sum of num_drafts] int64: these, row after row
-    # The results of the step before, in which all of these rows decoded, are not known: starts and counts
-    # are the most that they can be, and what the device holds counts, as many drafts of each row as the
-    # step before made. draft_token_ids is empty.
+    # The results of the step before, in which all of these rows decoded, are not known: starts and
+    # counts are the most that they can be, and what the device holds counts, as many drafts of each
+    # row as the step before made. draft_token_ids is empty.
     is_ahead: bool = False
 
     @classmethod
@@ -97,7 +99,8 @@ class BatchRows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return bool((self.counts == 1).all() and self.samples.all())
 
     def next(self, num_decodes: int = 1) -> BatchRows:
-        """The rows of a step that only says that these go on: each with the token it has sampled."""
+        """The rows of a step that only says that these go on: each with the token it has
+        sampled."""
         size = self.seq_ids.size
         return BatchRows(
             seq_ids=self.seq_ids,
@@ -110,7 +113,8 @@ class BatchRows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class BlockCopies(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Block moves a worker does before the forward pass, in this order; pairs of (source, target)."""
+    """Block moves a worker does before the forward pass, in this order; pairs of (source,
+    target)."""
 
     device_to_host: list[tuple[int, int]] = []
     host_to_device: list[tuple[int, int]] = []
@@ -126,13 +130,13 @@ class SchedulerOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     # None: those of the step before, `next()`, which is nearly always so: every row sampled there,
     # none had drafts, and each is fed the one token that it sampled.
     rows: BatchRows | None = None
-    # Above 1: every row decodes, and does so that many times, each time fed what it drew before; with drafts
-    # where it goes ahead, which behind each but the last one are as many as max_drafts.
+    # Above 1: every row decodes, and does so that many times, each time fed what it drew before;
+    # with drafts where it goes ahead, which behind each but the last one are as many as max_drafts.
     num_decodes: int = 1
     new_block_ids: dict[int, list[int]] = {}  # by row: appended to its block table before this step
     copies: BlockCopies = BlockCopies()
-    # Drafts to make behind this step for each row that samples; 0: drafters with a cache of their own
-    # only keep it complete; -1: drafters rest.
+    # Drafts to make behind this step for each row that samples; 0: drafters with a cache of their
+    # own only keep it complete; -1: drafters rest.
     max_drafts: int = -1
 
 
@@ -141,15 +145,17 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True, eq=False):
 
     step_id: int
     token_ids: np.ndarray  # int64: the new tokens of all rows, row after row
-    # [B] int64: how many of these are each row's: none of a prefill that is not complete or of a row
-    # with an error, else one more than the drafts that were right for each of num_decodes, and less only where
-    # one of these led to nothing: an error of the row is then what comes behind its tokens. None: one of each row.
+    # [B] int64: how many of these are each row's: none of a prefill that is not complete or of a
+    # row with an error, else one more than the drafts that were right for each of num_decodes, and
+    # less only where one of these led to nothing: an error of the row is then what comes behind its
+    # tokens. None: one of each row.
     counts: np.ndarray | None = None
     # [num_decodes, B] int64: drafts that each row was fed in a step that went ahead of results
     # (BatchRows.is_ahead), and how many of them were right, if counts do not say it.
     num_drafts: np.ndarray | None = None
     num_right: np.ndarray | None = None
-    # [B, k] int64: proposals for each row's next step, -1 behind its last one. None: there are none.
+    # [B, k] int64: proposals for each row's next step, -1 behind its last one. None: there are
+    # none.
     next_drafts: np.ndarray | None = None
     logprobs: dict[int, list[TokenLogprobs]] = {}  # one for each of the row's tokens
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # of prompt tokens that the chunk predicts

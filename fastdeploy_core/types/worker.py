@@ -1,4 +1,5 @@
-"""What a worker tells the engine once its model is loaded: sizes, and the limits it must respect."""
+"""What a worker tells the engine once its model is loaded: sizes, and the limits it must
+respect."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class WorkerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     on_host: bool = False  # the device computes on this host's processors, all through a step
     host_tier: bool = True  # blocks can move to host memory and back
     logprobs: bool = True
-    # A decode step of up to so many rows finds its drafts on the device (BatchRows.is_ahead); 0: none
+    # A decode step of up to so many rows finds its drafts on the device (BatchRows.is_ahead); 0:
+    # none
     max_rows_ahead: int = 0
     records_drafts: bool = False  # a step with drafts is recorded, but not with prompts beside them
     max_decodes: int = 1  # the most of SchedulerOutput.num_decodes

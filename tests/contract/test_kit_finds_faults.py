@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -28,6 +29,7 @@ from fastdeploy_core.testing.conformance.test_expert_communicator import (
 from fastdeploy_core.testing.conformance.test_ops import OpsConformance
 from fastdeploy_core.testing.conformance.test_quantizer import QuantizerConformance
 from fastdeploy_core.testing.conformance.test_request_scheduler import RequestSchedulerConformance
+from tests.contract.shared_queue import SharedQueue
 
 FAILURE = (AssertionError, pytest.fail.Exception)
 
@@ -70,11 +72,45 @@ class Doubles(LocalScheduler):
 class Unfenced(LocalScheduler):
     """Believes every attempt."""
 
-    def _publish(self, delta: Any, now: float) -> None:
+    def _publish(self, delta: Any) -> None:
         entry = self._entries.get(delta.request_id)
         if entry is not None:
-            delta.attempt = entry.attempt
-        super()._publish(delta, now)
+            delta.attempt = entry.request.attempt
+        super()._publish(delta)
+
+
+class UnfencedQueue(SharedQueue):
+    """Believes whoever was handed the request before, too."""
+
+    def put_results(self, outputs: Any) -> None:
+        for delta in outputs:
+            if delta.request_id in self.topic.tasks:
+                delta.attempt = self.topic.tasks[delta.request_id].attempt
+        super().put_results(outputs)
+
+
+class Sleeper(SharedQueue):
+    """Takes leases back although their engine reports."""
+
+    def report_load(self, load: Any) -> None:
+        pass
+
+
+class Hoarder(SharedQueue):
+    """Hands out what the instance has no blocks for."""
+
+    def _take(self, capacity: Any) -> Any:
+        return super()._take(replace(capacity, num_free_blocks=10**6))
+
+
+class Greedy(SharedQueue):
+    """Leaves a request in the queue when it hands it out."""
+
+    def _take(self, capacity: Any) -> Any:
+        taken = super()._take(capacity)
+        for request in taken:
+            self.topic.tasks[request.request_id].owner = None
+        return taken
 
 
 class Deaf(LocalScheduler):
@@ -89,6 +125,13 @@ class Boundless(LocalScheduler):
 
     def __init__(self, config: RequestSchedulerConfig) -> None:
         super().__init__(RequestSchedulerConfig(max_size=0, lease_s=config.lease_s))
+
+
+class Believer(LocalScheduler):
+    """Takes the engine's word for how old its report is."""
+
+    def loads(self) -> Any:
+        return [load for load, _ in self._loads.values()]
 
 
 class LastFirst(LocalScheduler):
@@ -110,6 +153,7 @@ class LastFirst(LocalScheduler):
         (Deaf, "test_abort_of_a_waiting_request_keeps_it_from_running"),
         (Deaf, "test_abort_of_a_running_request_reaches_its_engine_once"),
         (Deaf, "test_abort_before_its_request_cancels_it"),
+        (Believer, "test_load_reports_are_seen_with_their_age"),
         (Boundless, "test_full_queue_refuses_one_by_one"),
         (Boundless, "test_request_that_waits_too_long_is_answered"),
     ],
@@ -122,12 +166,23 @@ def test_broken_schedulers_fail(driver: Any, test: str) -> None:
         getattr(Schedulers(), test)(make)
 
 
-def test_zombie_that_is_believed_fails() -> None:
+@pytest.mark.parametrize(
+    ("driver", "test"),
+    [
+        (UnfencedQueue, "test_what_a_dead_instance_held_is_handed_out_again"),
+        (Sleeper, "test_heartbeats_keep_a_lease"),
+        (Greedy, "test_two_instances_share_one_queue"),
+        (Hoarder, "test_full_instance_leaves_requests_to_another"),
+    ],
+)
+def test_broken_shared_queues_fail(driver: Any, test: str) -> None:
+    options = {"topic": f"{driver.__name__} {test}"}
+
     def make(**settings: Any) -> Any:
-        return Unfenced(RequestSchedulerConfig(lease_s=0.3, **settings))
+        return driver(RequestSchedulerConfig(lease_s=0.3, options=options, **settings))
 
     with pytest.raises(FAILURE):
-        Schedulers().test_what_a_dead_instance_held_is_handed_out_again(Unfenced, make)
+        getattr(Schedulers(), test)(driver, make)
 
 
 def wrapped(kernels: Any, name: str, change: Callable[..., Any]) -> Any:

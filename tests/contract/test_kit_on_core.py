@@ -30,6 +30,7 @@ from fastdeploy_core.testing.conformance.test_ops import OpsConformance
 from fastdeploy_core.testing.conformance.test_quantized_ops import QuantizedOpsConformance
 from fastdeploy_core.testing.conformance.test_quantizer import QuantizerConformance
 from fastdeploy_core.testing.conformance.test_request_scheduler import RequestSchedulerConformance
+from tests.contract.shared_queue import SharedQueue
 
 
 class TestCpu(DeviceConformance):
@@ -75,6 +76,13 @@ class TestAllGatherExperts(ExpertCommunicatorConformance):
 
 class TestLocalScheduler(RequestSchedulerConformance):
     driver_name = "local"
+
+
+class TestSharedQueue(RequestSchedulerConformance):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def driver(cls) -> type[SharedQueue]:
+        return SharedQueue
 
 
 class TestSharedMemoryTransport(KVTransportConformance):

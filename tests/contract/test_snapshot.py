@@ -2,8 +2,8 @@
 
     python tests/contract/test_snapshot.py      # after bumping CONTRACT: write snapshot.json anew
 
-snapshot.json holds every method of every Protocol and of every base class of devices/, every field of
-every record, every hook and operation. A difference under the same CONTRACT fails.
+snapshot.json holds every method of every Protocol and of every base class of devices/, every field
+of every record, every hook and operation. A difference under the same CONTRACT fails.
 """
 
 from __future__ import annotations

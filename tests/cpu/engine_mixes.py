@@ -253,7 +253,8 @@ def check_poisoned_step(
     overlap: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The model raises whenever one prompt's last token is fed; the other requests do not notice."""
+    """The model raises whenever one prompt's last token is fed; the other requests do not
+    notice."""
     used = {t for r in requests for t in r.prompt_token_ids}
     used |= {t for answers in alone.values() for tokens in answers for t in tokens}
     poison = next(t for t in range(3, VOCAB) if t not in used)

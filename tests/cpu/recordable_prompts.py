@@ -1,4 +1,5 @@
-"""An attention driver whose steps with prompts can be recorded, on a device that records on a processor."""
+"""An attention driver whose steps with prompts can be recorded, on a device that records on a
+processor."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Random request mixes over a worker with a speculative method, beside the same worker without one.
 
-The methods' drafts are spoilt at random, so that refusals are as frequent as hits whatever the model.
+The methods' drafts are spoilt at random, so that refusals are as frequent as hits whatever the
+model.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ NO_REPEAT = f"{__name__}:NoRepeat"
 
 
 class NoRepeat:
-    """Forbids the last three tokens generated: a processor whose rows differ from draft to draft."""
+    """Forbids the last three tokens generated: a processor whose rows differ from draft to
+    draft."""
 
     def __init__(self, context: ProcessorContext) -> None:
         pass

@@ -1,5 +1,6 @@
 """The same tokens whatever the engine does: caching, chunking, batching, preempting, swapping,
-overlapping, dividing among ranks. Float32, greedy and seeded sampling, over random request mixes."""
+overlapping, dividing among ranks. Float32, greedy and seeded sampling, over random request
+mixes."""
 
 from __future__ import annotations
 

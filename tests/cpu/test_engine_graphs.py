@@ -1,5 +1,5 @@
-"""A whole engine over recorded steps: the same tokens as over steps that are not recorded, whatever the
-engine does beside (caching, chunking, preempting, swapping, overlapping)."""
+"""A whole engine over recorded steps: the same tokens as over steps that are not recorded, whatever
+the engine does beside (caching, chunking, preempting, swapping, overlapping)."""
 
 from __future__ import annotations
 

@@ -57,9 +57,10 @@ def test_two_ranks_equal_one(
 def test_an_engine_with_divided_experts_answers_as_one_rank_does(
     settings: dict[str, Any], tensor_library: str, tmp_path: Path
 ) -> None:
-    """Prompts travel by the communicator that negotiation chose, decode steps are computed in place.
-    Quantized experts are whole on their rank, so they hold the same numbers; quantized attention is
-    divided and rounded part by part, for which one of the prompts is too near a tie."""
+    """Prompts travel by the communicator that negotiation chose, decode steps are computed in
+    place. Quantized experts are whole on their rank, so they hold the same numbers; quantized
+    attention is divided and rounded part by part, for which one of the prompts is too near a
+    tie."""
     model = write_tiny_model(tmp_path / "model")
     prompts = [[5, 9, 3, 7, 11, 30, 8], [4], [17, 18, 19, 20, 21, 22, 23, 24, 25, 26]]
     prompts = prompts[:: 2 if settings else 1]

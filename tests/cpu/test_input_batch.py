@@ -1,4 +1,5 @@
-"""The input batch against a slow book-keeper, and slots that are truly empty when they are given back."""
+"""The input batch against a slow book-keeper, and slots that are truly empty when they are given
+back."""
 
 from __future__ import annotations
 

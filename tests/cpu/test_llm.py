@@ -132,7 +132,8 @@ def test_bad_words_and_allowed_tokens_hold(llm: LLM) -> None:
 
 def test_chat_with_parsers_splits_thinking_and_calls(tmp_path: Path, tensor_library: str) -> None:
     # A grammar makes the random model say exactly this.
-    spoken = '<think>\nhm\n</think>\n\nI look.\n<tool_call>{"name":"look","arguments":{"x":1}}</tool_call>'
+    call = '{"name":"look","arguments":{"x":1}}'
+    spoken = f"<think>\nhm\n</think>\n\nI look.\n<tool_call>{call}</tool_call>"
     with LLM(
         write_model(tmp_path),
         device="cpu",

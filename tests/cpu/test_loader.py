@@ -280,5 +280,6 @@ def test_loading_takes_little_more_memory_than_the_weights(
     assert done.returncode == 0, done.stderr[-2000:]
     taken = json.loads(done.stdout)
     assert total <= taken["weights"] < 1.01 * total
-    # Weights, one tensor on its way, and what the library starts at its first use; never two copies.
+    # Weights, one tensor on its way, and what the library starts at its first use; never two
+    # copies.
     assert taken["peak"] < 1.5 * total

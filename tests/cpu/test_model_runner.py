@@ -1,4 +1,5 @@
-"""The model runner on the reference device: whatever shares a batch, tokens are those of being alone."""
+"""The model runner on the reference device: whatever shares a batch, tokens are those of being
+alone."""
 
 from __future__ import annotations
 
@@ -312,7 +313,8 @@ def run_row(steps: Steps, seq_id: int, count: int) -> list[RowOutput]:
 
 @contextmanager
 def poisoned(steps: Steps, token: int) -> Iterator[None]:
-    """The token's embedding is NaN: every row that holds it gets NaN logits, as from a bad kernel."""
+    """The token's embedding is NaN: every row that holds it gets NaN logits, as from a bad
+    kernel."""
     runner = steps.worker._runner
     weight = runner._loaded.model.embedding.weight
     with runner._xp.no_grad():

@@ -211,8 +211,8 @@ def test_a_row_is_cut_before_what_means_nothing(
     stops: bool,
     is_posting: bool,
 ) -> None:
-    """Logits are NaN in the midst of several decodes: the sequence fails there, as it does alone, if it has not
-    ended before; its neighbour goes on."""
+    """Logits are NaN in the midst of several decodes: the sequence fails there, as it does alone,
+    if it has not ended before; its neighbour goes on."""
     several, eager = benches
     if is_posting:
         several = request.getfixturevalue("posting")

@@ -1,4 +1,5 @@
-"""What a device writes into the host's memory by itself: when it is there, and when it never will be."""
+"""What a device writes into the host's memory by itself: when it is there, and when it never will
+be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Recorded steps of prompts: what a replay gives is what running the step operation by operation gives."""
+"""Recorded steps of prompts: what a replay gives is what running the step operation by operation
+gives."""
 
 from __future__ import annotations
 
@@ -131,7 +132,8 @@ class OnDevice(WithPrompts):
 def test_kernels_of_every_kind_of_step_are_met_before_any_is_recorded(
     folder: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The largest steps and recorded ones of unlike sizes; afterwards tokens are what they would be."""
+    """The largest steps and recorded ones of unlike sizes; afterwards tokens are what they would
+    be."""
     monkeypatch.setattr(recorded_sizes, "prompt_ladder", lambda most: SIZES)
     config = engine_config(folder, tensor_library, max_num_seqs=6)
     found, met, forward = {}, list[int](), DecoderLM.forward

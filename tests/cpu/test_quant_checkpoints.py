@@ -1,5 +1,5 @@
-"""Checkpoints of other tools: compressed-tensors' own files, GPTQ and AWQ by their published packing,
-FastDeploy 2.x by Paddle's own packing."""
+"""Checkpoints of other tools: compressed-tensors' own files, GPTQ and AWQ by their published
+packing, FastDeploy 2.x by Paddle's own packing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def near(a: np.ndarray, b: np.ndarray, tolerance: float) -> None:
     np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max())
 
 
-# -- compressed-tensors -----------------------------------------------------------------------------
+# -- compressed-tensors ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_compressed_tensors_names_groups_it_cannot_join(
         )
 
 
-# -- GPTQ and AWQ -----------------------------------------------------------------------------------
+# -- GPTQ and AWQ ---------------------------------------------------------------------------------
 
 
 def pack_down(values: np.ndarray, bits: int) -> np.ndarray:
@@ -258,7 +258,7 @@ def test_public_writers_agree_with_their_own_dequantization(
     near(got, expected, 2e-3 if bits == 8 else 4e-3)
 
 
-# -- FastDeploy 2.x ---------------------------------------------------------------------------------
+# -- FastDeploy 2.x -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bits", [4, 8])

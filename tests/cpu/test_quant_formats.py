@@ -157,7 +157,8 @@ def test_block_activations_have_a_scale_for_each_128_inputs(xp):
 
 
 def test_error_feedback_beats_rounding_where_it_counts(xp):
-    """The error of outputs on correlated inputs, group by group; scales are those of whole groups."""
+    """The error of outputs on correlated inputs, group by group; scales are those of whole
+    groups."""
     rng = np.random.default_rng(5)
     mixing = rng.standard_normal((128, 128)) * 0.2 + np.eye(128)
     inputs = rng.standard_normal((2000, 128)) @ mixing

@@ -1,4 +1,5 @@
-"""Whole models in every format: while loading and from checkpoints, experts, latent attention, ranks."""
+"""Whole models in every format: while loading and from checkpoints, experts, latent attention,
+ranks."""
 
 from __future__ import annotations
 
@@ -141,7 +142,8 @@ def test_groups_are_kept_in_checkpoints(
 def test_latent_attention_takes_its_up_projection_out_of_a_quantized_checkpoint(
     deepseek: Path, tensor_library: str, tmp_path: Path
 ) -> None:
-    """DeepSeek V3's checkpoints have kv_b_proj in fp8; absorbed, it is computed in full precision."""
+    """DeepSeek V3's checkpoints have kv_b_proj in fp8; absorbed, it is computed in full
+    precision."""
     stored = write(deepseek, "wint8", tmp_path / "q", tensor_library)
     config = json.loads((stored / "config.json").read_text())
     left = config["quantization_config"]["modules_to_not_convert"]
@@ -220,7 +222,7 @@ def test_weights_take_what_their_bits_say(tensor_library: str, tmp_path: Path) -
         assert saved == pytest.approx(rounded * (32 - bits) / 8, rel=0.02), method
 
 
-# -- what must be refused ---------------------------------------------------------------------------
+# -- what must be refused -------------------------------------------------------------------------
 
 
 @pytest.fixture

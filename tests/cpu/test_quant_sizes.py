@@ -1,4 +1,5 @@
-"""The memory table's arithmetic: by hand for ERNIE-4.5-300B-A47B, and against models that are loaded."""
+"""The memory table's arithmetic: by hand for ERNIE-4.5-300B-A47B, and against models that are
+loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`fastdeploy quantize`: with and without calibration, resumed, refused; and the engine serves the result."""
+"""`fastdeploy quantize`: with and without calibration, resumed, refused; and the engine serves the
+result."""
 
 from __future__ import annotations
 
@@ -187,7 +188,8 @@ def test_what_is_not_quantized_is_copied_bit_by_bit(
 def test_engine_serves_it_and_says_what_it_does(
     model: Path, tensor_library: str, tmp_path: Path
 ) -> None:
-    """The same tokens from the checkpoint and from rounding while loading, through a whole engine."""
+    """The same tokens from the checkpoint and from rounding while loading, through a whole
+    engine."""
     run(model, tmp_path / "q", tensor_library, MIX)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     prompt = {"prompt_token_ids": PROMPT}

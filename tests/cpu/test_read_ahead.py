@@ -1,4 +1,5 @@
-"""Weights that are read ahead in threads, and large dummy weights: the same numbers as read one by one."""
+"""Weights that are read ahead in threads, and large dummy weights: the same numbers as read one by
+one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Hidden states are computed of the tokens that are read, from the last block's attention on; results stay."""
+"""Hidden states are computed of the tokens that are read, from the last block's attention on;
+results stay."""
 
 from __future__ import annotations
 
@@ -257,7 +258,8 @@ def logprobs(row: Any) -> list[Any]:
 def test_prompt_logprobs_beside_another_prompt_read_every_token(
     pair: tuple[Steps, Steps], read: list[tuple[int, int]]
 ) -> None:
-    """Such a step is not recorded; what follows it is, chunks of other prompts beside the row that wanted them."""
+    """Such a step is not recorded; what follows it is, chunks of other prompts beside the row that
+    wanted them."""
     wishes, found = SamplingParams(temperature=0, prompt_logprobs=2), []
     for steps in pair:
         steps.add(1, [5, 9, 33, 120, 77], wishes)

@@ -1,5 +1,5 @@
-"""The reference's draws look at numbers on the host; where the host only queues work they stay outside of
-recordings, and tokens are the same."""
+"""The reference's draws look at numbers on the host; where the host only queues work they stay
+outside of recordings, and tokens are the same."""
 
 from __future__ import annotations
 

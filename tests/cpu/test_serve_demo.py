@@ -1,4 +1,5 @@
-"""The main job on real input: the demo model behind `fastdeploy serve`, used through openai's client."""
+"""The main job on real input: the demo model behind `fastdeploy serve`, used through openai's
+client."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""On a device whose steps are not queued ahead several decodes are one step while nothing is drafted, and drafts
-may begin behind any of them: no token changes."""
+"""On a device whose steps are not queued ahead several decodes are one step while nothing is
+drafted, and drafts may begin behind any of them: no token changes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def world(folder: Path, tensor_library: str) -> tuple[list[Any], DetailCollector
 def bench(
     folder: Path, tensor_library: str, request: pytest.FixtureRequest
 ) -> Iterator[SpeculativeBench]:
-    """Drafts by n-grams on the device, by a host drafter, and by the target's double, every third of these spoilt."""
+    """Drafts by n-grams on the device, by a host drafter, and by the target's double, every third
+    of these spoilt."""
     options: dict[str, dict[str, Any]] = {
         "ngram_match": {"min_ngram_size": 1},
         "draft_model": {"model": str(folder)},

@@ -1,7 +1,7 @@
 """Speculative steps that go ahead of their results give the tokens that come without speculation.
 
-On a device that records steps: drafts, positions and the number of right drafts stay there, and the host
-finds out later. Sequences end, are aborted and preempted meanwhile.
+On a device that records steps: drafts, positions and the number of right drafts stay there, and the
+host finds out later. Sequences end, are aborted and preempted meanwhile.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def host_box(device: CapturingDevice, num_words: int) -> tuple[Any, np.ndarray]:
 def bench(
     folder: Path, tensor_library: str, request: pytest.FixtureRequest
 ) -> Iterator[SpeculativeBench]:
-    """Drafts by the target's double, every third of them spoilt, or by n-grams on the device. Results are
-    copied to the host, or come by themselves; then steps may be of several decodes."""
+    """Drafts by the target's double, every third of them spoilt, or by n-grams on the device.
+    Results are copied to the host, or come by themselves; then steps may be of several decodes."""
     method, _, posts = request.param.partition(", ")
     if posts and tensor_library != "torch":
         pytest.skip("PaddlePaddle's tensors on a processor do not share memory with arrays")
@@ -262,7 +262,8 @@ def test_draws_at_random_are_recorded_with_drafts(
     stats = play_sampled(bench, requests, truth).stats()
     assert max(widths) > 1 and widths[max(widths)] > 5, widths
     assert stats.draft_tokens_total > 10 and not stats.draft_failures_total
-    # Nobody's n-grams guess what a random model draws at random; its double, with the same numbers, does.
+    # Nobody's n-grams guess what a random model draws at random; its double, with the same numbers,
+    # does.
     assert bench.speculation.reads_history or stats.accepted_draft_tokens_total > 10
 
 

@@ -1,8 +1,8 @@
 """The same tokens with every speculative method as without, whatever else is switched on.
 
-Float32, greedy and seeded sampling, with penalties, bad words, grammars, processors, thinking budgets,
-log-probabilities, n > 1, prefix cache, chunking, preemption, overlap, a number of drafts that changes
-from step to step, and two ranks.
+Float32, greedy and seeded sampling, with penalties, bad words, grammars, processors, thinking
+budgets, log-probabilities, n > 1, prefix cache, chunking, preemption, overlap, a number of drafts
+that changes from step to step, and two ranks.
 """
 
 from __future__ import annotations

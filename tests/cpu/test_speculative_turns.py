@@ -1,5 +1,5 @@
-"""Where steps are recorded nothing of drafts is computed operation by operation: prompts take turns with them, for
-drafters that keep the host in the loop, too."""
+"""Where steps are recorded nothing of drafts is computed operation by operation: prompts take turns
+with them, for drafters that keep the host in the loop, too."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The verifier keeps the target's distribution, at first and later positions, whatever is drafted.
 
-A target of eight tokens whose next-token logits depend on the last token alone. Over 10^5 seeds pairs of
-tokens are drawn with two drafts per step, and counted against the exact probabilities.
+A target of eight tokens whose next-token logits depend on the last token alone. Over 10^5 seeds
+pairs of tokens are drawn with two drafts per step, and counted against the exact probabilities.
 """
 
 from __future__ import annotations
@@ -260,7 +260,8 @@ def test_lossy_acceptance_takes_more_and_has_another_distribution(tensor_library
         drawn, details = bench.draw(TARGET[behind], bench.expanded, drafts)
         taken.append(exact(bench, drawn, drafts, details)[0])
     assert (taken[0] >= taken[1]).all() and taken[0].sum() > 1.1 * taken[1].sum()
-    # A draft passes when top_p keeps it among the three likeliest, or when it is drawn all the same.
+    # A draft passes when top_p keeps it among the three likeliest, or when it is drawn all the
+    # same.
     kept = probabilities(params, LAST, [])[first] > 0
     ranks = (TARGET[LAST] > TARGET[LAST][first][:, None]).sum(1)
     assert ((taken[0] > 0) == ((kept & (ranks < 3)) | (taken[1] > 0))).all()

@@ -1,4 +1,5 @@
-"""Recorded decode steps: what a replay gives is what running the step operation by operation gives."""
+"""Recorded decode steps: what a replay gives is what running the step operation by operation
+gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What recorded steps are made of: the ladder, the choice of sizes, state kernels, copies, failures."""
+"""What recorded steps are made of: the ladder, the choice of sizes, state kernels, copies,
+failures."""
 
 from __future__ import annotations
 
@@ -114,7 +115,7 @@ def test_which_sizes_are_recorded_and_why_not(
     assert words in line
 
 
-# -- kernels around a step --------------------------------------------------------------------------
+# -- kernels around a step ------------------------------------------------------------------------
 
 
 def state(rng: np.random.Generator, num_slots: int, drafts: int) -> dict[str, np.ndarray]:
@@ -293,7 +294,7 @@ def test_broken_rows_are_marked_and_nan_is_the_worse(device: CapturingDevice) ->
     assert device.to_host(mark(drawn, peaks, None)).tolist() == [7, -2, 9, -2]
 
 
-# -- copies -----------------------------------------------------------------------------------------
+# -- copies ---------------------------------------------------------------------------------------
 
 
 class LateDevice(CapturingDevice):
@@ -369,7 +370,7 @@ def test_downloads_share_memory_only_when_it_was_given_back(late: LateDevice) ->
     assert third._memory is memory
 
 
-# -- failures and memory ----------------------------------------------------------------------------
+# -- failures and memory --------------------------------------------------------------------------
 
 
 def worker_on(folder: Path, library: str, kind: type[CpuDevice], **settings: Any) -> Worker:

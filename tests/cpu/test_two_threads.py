@@ -1,4 +1,5 @@
-"""One thread launches steps, another one reads their results, as the executor does with async scheduling.
+"""One thread launches steps, another one reads their results, as the executor does with async
+scheduling.
 
 The reader is given every chance to come between the parts of a launch.
 """
@@ -52,8 +53,8 @@ class Reader:
         return LateResult(pending)
 
     def _read(self) -> None:
-        """Where the launching thread holds the lock the reader has to wait for it: it gets some time to
-        find out."""
+        """Where the launching thread holds the lock the reader has to wait for it: it gets some
+        time to find out."""
         if not self.waiting or self._random.random() < 0.5:
             return
         waiting, self.waiting = self.waiting, []

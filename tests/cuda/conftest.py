@@ -1,4 +1,5 @@
-"""Settings of the tests on a GPU: kernels are chosen by rule, since shapes of tests are not worth measuring."""
+"""Settings of the tests on a GPU: kernels are chosen by rule, since shapes of tests are not worth
+measuring."""
 
 from __future__ import annotations
 

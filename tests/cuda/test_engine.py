@@ -30,7 +30,8 @@ def prompts() -> list[list[int]]:
 
 
 def tokens(prompts: list[list[int]], *samplings: dict[str, Any], **settings: Any) -> list[Any]:
-    """What a fresh engine says, for each of the samplings: all prompts together, then one by one."""
+    """What a fresh engine says, for each of the samplings: all prompts together, then one by
+    one."""
     values = {"max_model_len": 512, "max_num_seqs": 16, "num_gpu_blocks_override": 256, **settings}
     return sampled_tokens(DEMO, prompts, list(samplings), max_tokens=MAX_TOKENS, **values)["runs"]
 

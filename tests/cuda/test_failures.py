@@ -1,5 +1,5 @@
-"""What goes wrong on a GPU is said in words, and what can run on does: no Triton, no NVRTC, no memory,
-a GPU that is lost. Each in processes of its own."""
+"""What goes wrong on a GPU is said in words, and what can run on does: no Triton, no NVRTC, no
+memory, a GPU that is lost. Each in processes of its own."""
 
 from __future__ import annotations
 

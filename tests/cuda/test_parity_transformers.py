@@ -1,7 +1,7 @@
 """Every architecture on a GPU against transformers on the same GPU, in float32 and in bfloat16.
 
-Checkpoints are random and written by transformers: the small odd ones of the CPU suite, and wide ones
-whose shapes reach the kernels that real models run on.
+Checkpoints are random and written by transformers: the small odd ones of the CPU suite, and wide
+ones whose shapes reach the kernels that real models run on.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ pytestmark = pytest.mark.device("cuda")
 
 # Largest difference of two logits over the largest logit, TF32 off on both sides.
 FLOAT32_TOLERANCE = 1e-4
-# In bfloat16 both sides are wrong. Ours may be this many times as far from the float32 logits as those of
-# transformers, at the median token: random routers have near ties, and a token that visits another expert
-# is far off on either side. All tokens together may be no further than this (mean squares).
+# In bfloat16 both sides are wrong. Ours may be this many times as far from the float32 logits as
+# those of transformers, at the median token: random routers have near ties, and a token that visits
+# another expert is far off on either side. All tokens together may be no further than this (mean
+# squares).
 BFLOAT16_RATIO = 1.5
 BFLOAT16_TOLERANCE = {"dense": 0.06, "experts": 0.3}
 PROMPT_LENGTHS = (5, 23, 150)
@@ -162,7 +163,8 @@ def test_bfloat16_logits_are_as_near_to_float32_as_those_of_transformers(
 def test_bfloat16_decode_steps_give_the_logits_of_the_prompt(
     checkpoint: Path, prompts: dict[str, list[int]], truth: dict[str, Any]
 ) -> None:
-    """Token by token through the kernels of decode steps, against the float32 logits of the whole."""
+    """Token by token through the kernels of decode steps, against the float32 logits of the
+    whole."""
     model, first = ours(checkpoint, "bfloat16"), 3
     names = [n for n in prompts if len(prompts[n]) > first + 12]
     model.step([(n, prompts[n][:first]) for n in names])

@@ -1,5 +1,5 @@
-"""Quantized models on a GPU: norms and activations round for the product behind them, and nothing comes out other than
-where a kernel of its own rounds."""
+"""Quantized models on a GPU: norms and activations round for the product behind them, and nothing
+comes out other than where a kernel of its own rounds."""
 
 from __future__ import annotations
 

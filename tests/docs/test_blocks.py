@@ -1,7 +1,8 @@
 """Every fenced block in the documents is true: Python runs, TOML and YAML parse, commands parse.
 
-A Python block that needs a server, hardware or a model runs as far as its imports and definitions; the demo
-model is at hand. A block marked `no-run` in its info string is skipped and must say why there.
+A Python block that needs a server, hardware or a model runs as far as its imports and definitions;
+the demo model is at hand. A block marked `no-run` in its info string is skipped and must say why
+there.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from fastdeploy_core.cli.main import COMMANDS
 from fastdeploy_core.config.argument_values import BY_SPELLING, NEGATIVE
+from fastdeploy_core.plugins.core_commands import CORE_COMMANDS
+from fastdeploy_core.plugins.known import providers
 
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"^( *)```(\w+)([^\n]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
@@ -113,7 +115,9 @@ def test_commands_exist(block: Block) -> None:
         for at, word in enumerate(words[:-1]):
             if Path(word).name != "fastdeploy":
                 continue
-            assert words[at + 1] in COMMANDS, f"{block.page}: no command {words[at + 1]}"
+            name = words[at + 1] if words[at + 1] != "plugins" else f"plugins.{words[at + 2]}"
+            there = name in CORE_COMMANDS or name in providers("command")
+            assert there, f"{block.page}: no command {name}"
             if words[at + 1] == "serve":
                 for flag in (w for w in words[at + 2 :] if w.startswith("--")):
                     name = flag.removeprefix("--").split("=")[0].split(".")[0].replace("-", "_")

@@ -1,5 +1,6 @@
-"""Every driver that an entry point names, as `mypy` has to find it: constructed as its kind's Protocol says,
-and an implementation of it. Nothing imports this file; test_typing.py compares it with the entry points.
+"""Every driver that an entry point names, as `mypy` has to find it: constructed as its kind's
+Protocol says, and an implementation of it. Nothing imports this file; test_typing.py compares it
+with the entry points.
 """
 
 from __future__ import annotations

@@ -191,8 +191,8 @@ def test_no_vendor_name_in_core() -> None:
     assert not found, found
 
 
-# Files whose library is torch, whose waits release the lock; whose tensors lie in the host's memory; and the
-# plain tensor code of a number format, which is there to be compared with.
+# Files whose library is torch, whose waits release the lock; whose tensors lie in the host's
+# memory; and the plain tensor code of a number format, which is there to be compared with.
 MAY_WAIT = {
     f"plugins/{name}.py"
     for name in (
@@ -207,8 +207,8 @@ MAY_WAIT = {
 
 
 def test_nothing_waits_holding_the_interpreter_lock() -> None:
-    """PaddlePaddle's synchronize() calls and Tensor.item() freeze every thread while a device hangs, the
-    watchdog's heartbeat included. Poll an event's query(), and read with to_host()."""
+    """PaddlePaddle's synchronize() calls and Tensor.item() freeze every thread while a device
+    hangs, the watchdog's heartbeat included. Poll an event's query(), and read with to_host()."""
     rooms = (
         "loading",
         "worker",

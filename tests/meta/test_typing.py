@@ -1,4 +1,5 @@
-"""What `mypy` is asked covers what there is: every distribution, every driver, every function of Python's."""
+"""What `mypy` is asked covers what there is: every distribution, every driver, every function of
+Python's."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ def test_every_driver_is_held_to_its_protocol() -> None:
 
 
 def test_only_kernels_of_triton_lack_annotations() -> None:
-    """Their modules are excused from mypy's and ruff's rules, for they are compiled from their source."""
+    """Their modules are excused from mypy's and ruff's rules, for they are compiled from their
+    source."""
     found = []
     for path in CUDA.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):

@@ -74,7 +74,8 @@ def deepseek_attention(x: np.ndarray, w: Weights, prefix: str, c: Config) -> np.
 
 
 def deepseek_experts(x: np.ndarray, w: Weights, prefix: str, c: Config) -> np.ndarray:
-    """Sigmoid affinities; groups by the sum of their two best, biased; weights from unbiased ones."""
+    """Sigmoid affinities; groups by the sum of their two best, biased; weights from unbiased
+    ones."""
     affinity = 1 / (1 + np.exp(-(x @ w[f"{prefix}.gate.weight"].T)))
     biased = affinity + w[f"{prefix}.gate.e_score_correction_bias"]
     y = feed_forward(x, w, f"{prefix}.shared_experts")
@@ -118,7 +119,8 @@ def parts(family: str, c: Config, module: int) -> Parts:
 def run(
     family: str, c: Config, w: Weights, module: int, tokens: np.ndarray, hidden: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(logits, new hidden states) of a whole sequence: tokens[t] is the one `module + 1` behind t."""
+    """(logits, new hidden states) of a whole sequence: tokens[t] is the one `module + 1` behind
+    t."""
     table, emb, hid, proj, block, last, head, attention, mlp = parts(family, c, module)
     eps = c["rms_norm_eps"]
     embedded = norm(w[f"{table}.weight"][tokens], w[f"{emb}.weight"], eps)

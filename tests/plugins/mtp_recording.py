@@ -77,7 +77,8 @@ class RecordableRound:
 
 
 class _Live:
-    """The context of the step, prepared anew whenever its metadata is asked for, as in a recording."""
+    """The context of the step, prepared anew whenever its metadata is asked for, as in a
+    recording."""
 
     def __init__(self, round_: RecordableRound) -> None:
         self._round = round_

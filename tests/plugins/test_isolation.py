@@ -27,7 +27,8 @@ class Device:
 def fd_device_probe():
     return Candidate("{0}", Accept(0))
 """
-# What each asked device resolves to ("": none is asked), and what was said meanwhile; nothing else is printed.
+# What each asked device resolves to ("": none is asked), and what was said meanwhile; nothing else
+# is printed.
 RESOLVE = """
 import json, logging, sys
 from pathlib import Path
@@ -87,7 +88,8 @@ CASES = {
         named="signal SIGSEGV",
     ),
     "leaves a thread running": Case(
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), name='ghost').start()",
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), "
+        "name='ghost').start()",
         noted="leaves threads running: ghost",
         named="leaves threads running: ghost",
     ),

@@ -1,4 +1,5 @@
-"""fd-spec-mtp's drafts against the papers' formulas in numpy, through chunks, refusals and sharing."""
+"""fd-spec-mtp's drafts against the papers' formulas in numpy, through chunks, refusals and
+sharing."""
 
 from __future__ import annotations
 

@@ -112,7 +112,8 @@ def test_new_plugin_passes_the_kit(stranger: Stranger, tensor_library: str, tmp_
     tests = json.loads(report.read_text())["tests"]
     suites = {t["suite"] for t in tests if t["outcome"] == "passed"}
     assert suites == {
-        "TestHygiene", "TestDevice", "TestOps", "TestQuantizedOps", "TestAttention", "TestKVFormats",
+        "TestHygiene", "TestDevice", "TestOps", "TestQuantizedOps", "TestAttention",
+        "TestKVFormats",
         "TestMoE", "TestEndToEnd",
     }  # fmt: skip
     skipped = [t for t in tests if t["outcome"] == "skipped"]
@@ -161,7 +162,8 @@ def test_new_drafter_drafts_in_an_engine(
         f"    tensor_library={tensor_library!r}, num_gpu_blocks_override=32,\n"
         "    speculative_config={'method': 'wise', 'num_speculative_tokens': 3,\n"
         "        'adaptive_length': False, **eval(sys.argv[1])})\n"
-        "params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, detokenize=False)\n"
+        "params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, "
+        "detokenize=False)\n"
         "llm.generate([[5, 6] * 9], params, use_tqdm=False)\n"
         "print(llm.get_metrics()['draft_tokens_total'])\n"
         "llm.close()\n"

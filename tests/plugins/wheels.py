@@ -22,12 +22,14 @@ def build_wheel(
     entry_points: str,
     *,
     version: str = "0.1.0",
+    summary: str = "",
     requires: Sequence[str] = ("fastdeploy-core>=0.1,<0.2",),
 ) -> Path:
     """A pure-Python wheel; returns its path."""
     stem = f"{name.replace('-', '_')}-{version}"
     info = f"{stem}.dist-info"
     metadata = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    metadata += [f"Summary: {summary}"] if summary else []
     metadata += [f"Requires-Dist: {r}" for r in requires]
     contents = {path: textwrap.dedent(text) for path, text in files.items()}
     contents[f"{info}/METADATA"] = "\n".join(metadata) + "\n"

@@ -1,4 +1,5 @@
-"""Seeded fuzz over the request models: whatever a field holds, the answer is 200 or 4xx, never 5xx."""
+"""Seeded fuzz over the request models: whatever a field holds, the answer is 200 or 4xx, never
+5xx."""
 
 from __future__ import annotations
 
@@ -29,11 +30,14 @@ GOOD: dict[str, tuple[Any, dict[str, Any]]] = {
     "/detokenize": (DetokenizeRequest, {"tokens": [1, 2]}),
 }
 JUNK: list[Any] = [
-    None, True, False, 0, 1, -1, 3, 17, 2**31, 2**63 - 1, -(2**63), 0.5, -1.5, 1e308, "", "a", "\x7f",
+    None, True, False, 0, 1, -1, 3, 17, 2**31, 2**63 - 1, -(2**63), 0.5, -1.5, 1e308, "", "a",
+    "\x7f",
     "é" * 50, "x" * 3000, [], [0], [-1], [2**62], ["a"], [None], [[]], [[1], ["a"]], [{}], {},
     {"a": 1}, {"type": "function"}, {"type": "json_object"}, {"type": "json_schema"},
-    {"type": "function", "function": {"name": "x"}}, [{"type": "function", "function": {"name": "f"}}],
-    [{"role": "user", "content": "x"}], [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+    {"type": "function", "function": {"name": "x"}}, [{"type": "function",
+        "function": {"name": "f"}}],
+    [{"role": "user", "content": "x"}], [{"role": "user", "content": [{"type": "text",
+        "text": "x"}]}],
     [{"role": "assistant", "content": None, "tool_calls": [1]}], {"regex": "a+"}, {"choice": []},
     {"1": 5.0}, {"-1": 1}, {"include_usage": True}, {"json_schema": {"schema": 3}},
 ]  # fmt: skip

@@ -83,7 +83,8 @@ def test_a_request_is_taken_however_it_arrives(server: LiveServer, name: str, pi
 
 
 REFUSED = {
-    "no Host": b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n" + with_length(BODY),
+    "no Host": b"POST /v1/completions HTTP/1.1\r\n"
+    b"Content-Type: application/json\r\n" + with_length(BODY),
     "two Hosts": POST + b"Host: y\r\n" + with_length(BODY),
     "length and chunks": POST + CHUNKED + LENGTH % len(BODY) + b"\r\n" + chunks(BODY),
     "chunks and length": POST + LENGTH % len(BODY) + CHUNKED + b"\r\n" + chunks(BODY),
@@ -91,7 +92,8 @@ REFUSED = {
     "a length with a sign": POST + b"Content-Length: +30\r\n\r\n" + BODY,
     "space before a colon": POST + b"Content-Length : 30\r\n\r\n" + BODY,
     "a folded header": POST + b"X-A: a\r\n b\r\n" + with_length(BODY),
-    "lines without CR": POST.replace(b"\r", b"") + LENGTH.replace(b"\r", b"") % len(BODY) + b"\n" + BODY,
+    "lines without CR": POST.replace(b"\r", b"")
+    + LENGTH.replace(b"\r", b"") % len(BODY) + b"\n" + BODY,
     "another coding": POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n" + chunks(BODY),
     "no chunks": POST + b"Transfer-Encoding: identity\r\n\r\n" + BODY,
     "a chunk's size": POST + CHUNKED + b"\r\n0x1e\r\n" + BODY + b"\r\n0\r\n\r\n",
@@ -101,7 +103,8 @@ REFUSED = {
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "a tunnel": b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n",
     "no method": b"BREW /version HTTP/1.1\r\nHost: x\r\n\r\n",
-    "two wishes for HTTP/2": 2 * (POST + b"Connection: Upgrade\r\nUpgrade: h2c\r\n" + with_length(BODY)),
+    "two wishes for HTTP/2": 2
+    * (POST + b"Connection: Upgrade\r\nUpgrade: h2c\r\n" + with_length(BODY)),
     "a long head": POST + b"X-A: a\r\n" * 9000 + with_length(BODY),
     "a long header": POST + b"X-A: " + b"a" * 300_000,
     "a long target": b"GET /" + b"a" * 300_000,

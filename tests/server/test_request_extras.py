@@ -1,4 +1,5 @@
-"""Fields beyond OpenAI's: each does what the page says, is refused, or is known to have no effect."""
+"""Fields beyond OpenAI's: each does what the page says, is refused, or is known to have no
+effect."""
 
 from __future__ import annotations
 

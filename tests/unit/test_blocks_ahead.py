@@ -1,5 +1,5 @@
-"""Where a step is several decodes, sequences get blocks for later steps, too: all at once, while many are free, and
-never at anybody's cost.
+"""Where a step is several decodes, sequences get blocks for later steps, too: all at once, while
+many are free, and never at anybody's cost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ BLOCK, LENGTH, ROWS = 4, 100, 3
 
 
 def serve(num_blocks: int) -> tuple[BatchScheduler, int, int]:
-    """Answers of LENGTH tokens: the scheduler, its steps, and those that give blocks to sequences that run."""
+    """Answers of LENGTH tokens: the scheduler, its steps, and those that give blocks to sequences
+    that run."""
     settings = SchedulerSettings(
         max_num_seqs=ROWS, max_num_batched_tokens=64, max_model_len=128, max_decodes=2
     )

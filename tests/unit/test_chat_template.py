@@ -31,7 +31,9 @@ RICH = """{{- bos_token }}
         {{- raise_exception('unknown role ' + message.role) }}
     {%- endif %}
     {{- '[' ~ ns.index ~ ' ' ~ message.role ~ '] ' }}
-    {%- if message.reasoning_content %}{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}
+    {%- if message.reasoning_content %}
+        {{- '<think>' + message.reasoning_content + '</think>' }}
+    {%- endif %}
     {%- generation %}{{ message.content | trim if message.content else '' }}{% endgeneration %}
     {%- for call in message.tool_calls or [] %}
         {{- '\\n' + call.function.name + ' ' + (call.function.arguments | tojson) }}

@@ -18,7 +18,8 @@ from fastdeploy_core.cli import bench_report, collect_env
 from fastdeploy_core.cli.bench_client import Measured
 from fastdeploy_core.cli.bench_serve import summary
 from fastdeploy_core.cli.logs import LineFormatter
-from fastdeploy_core.cli.main import COMMANDS, main
+from fastdeploy_core.cli.main import main
+from fastdeploy_core.plugins.core_commands import CORE_COMMANDS
 from tests.server_process import command, environment, run
 from tests.server_support import write_tokenizer
 
@@ -28,7 +29,11 @@ HEAVY = ("pydantic", "fastapi", "uvicorn", "numpy", "msgspec", "zmq", "torch", "
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in COMMANDS)
+    assert all(f"  {name} " in text for name in CORE_COMMANDS if "." not in name)
+    assert main(["plugins", "--help"]) == 0
+    text = capsys.readouterr().out
+    names = [name.removeprefix("plugins.") for name in CORE_COMMANDS if "." in name]
+    assert all(f"  {name} " in text for name in names)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["version"], ["plugins", "--help"]])

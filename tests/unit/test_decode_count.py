@@ -99,7 +99,8 @@ def test_answers_end_where_they_end_alone() -> None:
     for request in requests:
         assert collector.answers(request.request_id) == expected_answers(request, 128)
         assert collector.reasons[request.request_id] == {0: "length"}
-    # The first answer of 11: one token with the prompt's step, then ten; the others go on for a token each.
+    # The first answer of 11: one token with the prompt's step, then ten; the others go on for a
+    # token each.
     assert counts(core) == [1, 1, 2, 4, 3, 1, 1, 1]
     assert core.stats().generation_tokens_total == 11 + 12 + 13 + 14
 
@@ -110,7 +111,8 @@ def test_what_is_computed_behind_a_stop_is_thrown_away() -> None:
     request = next(
         request
         for seed in range(200)
-        if 8 < len(expected_answers(request := make_request("r", [5, 6, seed + 8], max_tokens=40, eos=True), 128)[0]) < 14
+        if 8 < len(expected_answers(request := make_request("r", [5, 6, seed + 8], max_tokens=40,
+            eos=True), 128)[0]) < 14
     )  # fmt: skip
     (expected,) = expected_answers(request, 128)
     assert expected[-1] == EOS

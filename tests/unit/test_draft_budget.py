@@ -1,5 +1,5 @@
-"""What trials of drafts may cost, on a clock that only steps move: a share of the time and a little at once, however
-slow drafts are and whatever the noise; and what wins is found all the same.
+"""What trials of drafts may cost, on a clock that only steps move: a share of the time and a little
+at once, however slow drafts are and whatever the noise; and what wins is found all the same.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ SHARE, AT_ONCE = 0.005, 16
 
 
 class Steps:
-    """Of a batch whose steps take 1 without drafts: `costs` and `tokens` of one with so many, and `entry` more of the
-    first one behind steps without any."""
+    """Of a batch whose steps take 1 without drafts: `costs` and `tokens` of one with so many, and
+    `entry` more of the first one behind steps without any."""
 
     def __init__(
         self,
@@ -33,8 +33,8 @@ class Steps:
         held_up: float = 3.0,
         seed: int = 0,
     ) -> None:
-        """noise: of each step; drift: what lasts for some thirty steps, as other work on a host does. held_up: by how
-        many steps one in fifty is, often."""
+        """noise: of each step; drift: what lasts for some thirty steps, as other work on a host
+        does. held_up: by how many steps one in fifty is, often."""
         self._rows, self._entry, self._noise = rows, entry, noise
         self._drift, self._held_up, self._level = drift, held_up, 0.0
         self._costs, self._tokens = {0: 1.0, **costs}, {0: 1.0, **tokens}

@@ -1,4 +1,5 @@
-"""The number of drafts follows what was measured, on simulated batches whose best number is known."""
+"""The number of drafts follows what was measured, on simulated batches whose best number is
+known."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ MOST = 5
 
 
 class World:
-    """Steps of `num_rows` rows: each draft is right with the same chance, and costs the same time."""
+    """Steps of `num_rows` rows: each draft is right with the same chance, and costs the same
+    time."""
 
     def __init__(self, length: DraftLength, *, rows: int, chance: float, cost: float) -> None:
         self.length, self.rows, self.chance, self.cost = length, rows, chance, cost
@@ -111,8 +113,8 @@ def test_a_batch_size_never_seen_begins_as_the_nearest_one_that_is_known() -> No
 
 @pytest.mark.parametrize(("rows", "untried"), [(30, 200), (200, 20)])
 def test_drafts_that_pay_are_used_by_batch_sizes_not_seen_yet(rows: int, untried: int) -> None:
-    """By fewer rows, as a batch has while it ends, without a trial for some hundred steps; by more rows until
-    one, which is soon."""
+    """By fewer rows, as a batch has while it ends, without a trial for some hundred steps; by more
+    rows until one, which is soon."""
     length = DraftLength(MOST)
     known = World(length, rows=100, chance=0.95, cost=0.01)
     known.run(400)

@@ -1,5 +1,5 @@
-"""Adaptive length in the batch scheduler, over a clock that only steps move: requests come and go, prompts
-take their time, and with drafts the whole never takes longer than without."""
+"""Adaptive length in the batch scheduler, over a clock that only steps move: requests come and go,
+prompts take their time, and with drafts the whole never takes longer than without."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def answers(seed: int, number: int) -> list[int]:
     ("chance", "cost"), [(0.0, 0.3), (0.1, 0.05), (0.3, 0.5), (0.6, 0.4), (0.9, 0.1), (0.95, 0.3)]
 )
 def test_the_whole_is_never_slower_than_without(chance: float, cost: float, at_once: int) -> None:
-    """Over three servers' lives: which answers end together, and so have prompts of one step follow, is luck."""
+    """Over three servers' lives: which answers end together, and so have prompts of one step
+    follow, is luck."""
     times = [0.0, 0.0]
     for seed in range(3):
         lengths = answers(seed, 8 + 2 * at_once)
@@ -116,7 +117,8 @@ def test_it_goes_off_and_comes_back_with_the_text() -> None:
 
 
 def test_a_prompt_counts_where_it_takes_time() -> None:
-    """Queued behind a decode step it is launched before the results of that one come, and computed before its own."""
+    """Queued behind a decode step it is launched before the results of that one come, and computed
+    before its own."""
     scheduler = Device(NUM_DRAFTS, chance=0.0, cost=0.0).scheduler
     told: list[int] = []
     scheduler._length.choose = lambda num_rows, kind: 0
@@ -142,7 +144,8 @@ def test_a_prompt_counts_where_it_takes_time() -> None:
 
 
 def test_a_prompt_without_a_token_says_nothing() -> None:
-    """It takes many steps, in a batch whose drafts are being tried: that is the same with drafts and without."""
+    """It takes many steps, in a batch whose drafts are being tried: that is the same with drafts
+    and without."""
     scheduler, told = Device(NUM_DRAFTS, chance=0.0, cost=0.0, most_tokens=32).scheduler, []
     scheduler._clock = count().__next__
     scheduler._length.passes = lambda num_tokens, num_prompt_tokens: False

@@ -1,10 +1,11 @@
-"""Adaptive length where steps are queued ahead of their results, as on an accelerator, over a clock that only
-steps move: neither a server's load nor steady decoding takes longer than without, be it the device that takes the
-time or a host to which every end of a sequence is work; nor does one batch of equal answers, if they are the
-recorded ones. (One with rows that never have a right draft does: it ends with these.)
+"""Adaptive length where steps are queued ahead of their results, as on an accelerator, over a clock
+that only steps move: neither a server's load nor steady decoding takes longer than without, be it
+the device that takes the time or a host to which every end of a sequence is work; nor does one
+batch of equal answers, if they are the recorded ones. (One with rows that never have a right draft
+does: it ends with these.)
 
-ngram_acceptance.txt: of answers of 256 tokens by the demo model (copying, reciting, plain copy), a line each: how
-many of five n-gram drafts are right behind the first token, the second and so on.
+ngram_acceptance.txt: of answers of 256 tokens by the demo model (copying, reciting, plain copy), a
+line each: how many of five n-gram drafts are right behind the first token, the second and so on.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from fastdeploy_core.scheduler.settings import SchedulerSettings
 from fastdeploy_core.types import ModelRunnerOutput, SamplingParams
 from tests.null_engine import make_request
 
-# Milliseconds of a decode step by rows, without drafts and with so many, about what a small model takes on an
-# accelerator; of a step with prompts; of the host per step.
+# Milliseconds of a decode step by rows, without drafts and with so many, about what a small model
+# takes on an accelerator; of a step with prompts; of the host per step.
 ROWS = (1, 8, 32, 128)
 PLAIN = (0.20, 0.225, 0.29, 0.46)
 WITH_DRAFTS = {1: (0.22, 0.26, 0.34, 0.6), 3: (0.255, 0.36, 0.5, 0.7), 5: (0.265, 0.365, 0.49, 1.0)}
 PROMPT, EACH_PROMPT, HOST = 0.33, 0.02, 0.11
-# The same of a busy host: per step and per row of it, with drafts; what is more where the rows are others than in
-# the step before; with prompts; per sequence that ends.
+# The same of a busy host: per step and per row of it, with drafts; what is more where the rows are
+# others than in the step before; with prompts; per sequence that ends.
 BUSY = {False: (0.15, 0.002), True: (0.2, 0.0034)}
 CHANGED = {False: (0.15, 0.0012), True: (0.2, 0.0015)}
 BUSY_PROMPT, BUSY_END = (0.45, 0.08), 0.04
@@ -44,7 +45,8 @@ LARGE = [pytest.param(rows, marks=pytest.mark.slow) for rows in (32, 128)]
 
 
 class Accelerator:
-    """Two steps in flight; a request's drafts are right with a chance of its own, or as they were once."""
+    """Two steps in flight; a request's drafts are right with a chance of its own, or as they were
+    once."""
 
     def __init__(
         self,
@@ -54,8 +56,8 @@ class Accelerator:
         is_busy: bool = False,
         hopeless: int = 0,
     ) -> None:
-        """chance: None: RECORDED. is_busy: the host, which is behind the device otherwise. hopeless: of four
-        requests, those without a right draft."""
+        """chance: None: RECORDED. is_busy: the host, which is behind the device otherwise.
+        hopeless: of four requests, those without a right draft."""
         self.now = self.free_at = 0.0
         self.num_made = self._number = 0
         self._random, self._chance, self._is_busy = Random(3), chance, is_busy
@@ -196,8 +198,8 @@ def test_no_load_is_slower_than_without(
 @pytest.mark.parametrize("rows", [1, 8, *LARGE])
 @pytest.mark.parametrize("load", LOADS)
 def test_recorded_answers_lose_nothing(load: str, rows: int, is_busy: bool) -> None:
-    """Nearly each of them ends with a step of its own, and runs are short: all rounds together, the trials of
-    the first ones included, take no longer than without."""
+    """Nearly each of them ends with a step of its own, and runs are short: all rounds together, the
+    trials of the first ones included, take no longer than without."""
     plain, drafting = Accelerator(0, is_busy=is_busy), Accelerator(5, is_busy=is_busy)
     times, ratios = [0.0, 0.0], []
     for number in range(8):
@@ -211,7 +213,8 @@ def test_recorded_answers_lose_nothing(load: str, rows: int, is_busy: bool) -> N
 @pytest.mark.parametrize("rows", [8, *LARGE[:1]])
 @pytest.mark.parametrize("hopeless", [1, 2, 4])
 def test_a_lasting_load_with_hopeless_answers_loses_nothing(rows: int, hopeless: int) -> None:
-    """Of some thousand steps; the sixteen that trials may cost to begin with are two percent of those."""
+    """Of some thousand steps; the sixteen that trials may cost to begin with are two percent of
+    those."""
     random = Random(1)
     lengths = [random.randrange(8, 36) for _ in range(48 * rows)]
     plain, drafting = Accelerator(0), Accelerator(5, hopeless=hopeless)
@@ -219,7 +222,8 @@ def test_a_lasting_load_with_hopeless_answers_loses_nothing(rows: int, hopeless:
 
 
 def test_an_answer_that_is_now_and_then_hopeless_keeps_its_drafts() -> None:
-    """One row at a time, every fourth answer without a right draft: the others go on as they did, most of them."""
+    """One row at a time, every fourth answer without a right draft: the others go on as they did,
+    most of them."""
     times = [0.0, 0.0]
     for length in (150, 200, 250):
         for which, world in enumerate((Accelerator(0), Accelerator(5, hopeless=1))):

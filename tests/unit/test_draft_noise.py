@@ -1,8 +1,8 @@
-"""Adaptive length while steps take now longer, now shorter, as they did on an accelerator: what pays is used,
-whatever the noise makes of their times. (What does not pay: test_draft_budget.py.)
+"""Adaptive length while steps take now longer, now shorter, as they did on an accelerator: what
+pays is used, whatever the noise makes of their times. (What does not pay: test_draft_budget.py.)
 
-step_noise.txt: times of consecutive decode steps without drafts of the demo model on one NVIDIA H200 beside other
-programs, in percent of their median: of 1, 32 and 128 rows, a line each.
+step_noise.txt: times of consecutive decode steps without drafts of the demo model on one NVIDIA
+H200 beside other programs, in percent of their median: of 1, 32 and 128 rows, a line each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ NUM_SEEDS, ROUNDS = 2, 12
 
 
 class NoisyAccelerator(Accelerator):
-    """Steps take the recorded shares of their time from some place on; `quiet` is what they would take."""
+    """Steps take the recorded shares of their time from some place on; `quiet` is what they would
+    take."""
 
     def __init__(self, num_drafts: int, chance: float | None, rows: int, seed: int) -> None:
         super().__init__(num_drafts, chance)

@@ -1,9 +1,10 @@
-"""Adaptive length over steps as an accelerator did them: drafts that make them a fifth faster are found and kept,
-although prompts come in between, each of which takes as long as twelve decodes.
+"""Adaptive length over steps as an accelerator did them: drafts that make them a fifth faster are
+found and kept, although prompts come in between, each of which takes as long as twelve decodes.
 
-step_trace.txt: of the demo model on one NVIDIA H200, `mtp`, eight streams of answers of 256 tokens, two steps queued
-ahead: stretches of 72 steps with 0 drafts and with 1 in turns, a line each. Of a step: microseconds from the results
-before to its own (0: they say nothing), tokens, and if it has them tokens of prompts.
+step_trace.txt: of the demo model on one NVIDIA H200, `mtp`, eight streams of answers of 256 tokens,
+two steps queued ahead: stretches of 72 steps with 0 drafts and with 1 in turns, a line each. Of a
+step: microseconds from the results before to its own (0: they say nothing), tokens, and if it has
+them tokens of prompts.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ PLAIN, DRAFTING = (speed([s for stretch in TRACE[n] for s in stretch[FIRST:]]) f
 
 
 def play(seed: int, seconds: float) -> list[Step]:
-    """Steps of so long, as the length has chosen them; each choice goes on from some stretch of its number."""
+    """Steps of so long, as the length has chosen them; each choice goes on from some stretch of its
+    number."""
     length, random, number, done = DraftLength(1), Random(seed), -1, list[Step]()
     place, stretch = 0, list[Step]()
     while seconds > 0:

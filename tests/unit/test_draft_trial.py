@@ -1,4 +1,5 @@
-"""Numbers of drafts compared: the fastest wins, what is slow is given up soon, and a trial always ends."""
+"""Numbers of drafts compared: the fastest wins, what is slow is given up soon, and a trial always
+ends."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def test_the_fastest_number_wins(
 
 
 def test_a_quicker_step_with_drafts_is_chance() -> None:
-    """Some device was held up whenever no drafts were in turn; what these add to a step is known all the same."""
+    """Some device was held up whenever no drafts were in turn; what these add to a step is known
+    all the same."""
     trial = Trial((0, 3), 8, Load())
     run(trial, {0: (1.0, 1.0), 3: (0.5, 1.2)})
     assert trial.ratio(3) == pytest.approx(2.4)
@@ -89,7 +91,8 @@ def test_nobody_wins_by_one_block(rows: int) -> None:
 
 
 def test_prompts_count_at_their_usual_share() -> None:
-    """By chance many more prompts came in the steps with drafts: per token of an answer they cost the same."""
+    """By chance many more prompts came in the steps with drafts: per token of an answer they cost
+    the same."""
     load, trial = Load(), Trial((0, 3), 8, Load())
     trial._load = load
     for _ in range(3000):

@@ -1,4 +1,5 @@
-"""Engines in real processes: serving, refusing, dying, hanging, restarting, leaving nothing behind."""
+"""Engines in real processes: serving, refusing, dying, hanging, restarting, leaving nothing
+behind."""
 
 from __future__ import annotations
 

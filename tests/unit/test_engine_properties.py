@@ -1,4 +1,5 @@
-"""Random lives of an engine: whatever happens, tokens are the predicted ones and no block is lost."""
+"""Random lives of an engine: whatever happens, tokens are the predicted ones and no block is
+lost."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def make_random_request(random: Random, index: int, poisonous: bool) -> Request:
 
 
 def make_life(seed: int, poisonous: bool = False) -> Life:
-    """A life by number. (Drawing every choice from hypothesis would cost far more than living it.)"""
+    """A life by number. (Drawing every choice from hypothesis would cost far more than living
+    it.)"""
     random = Random(seed)
     chunked = random.random() < 0.7
     null = {
@@ -230,7 +232,8 @@ def test_a_request_that_breaks_its_step_fails_alone(seed):
 @many
 @given(seeds)
 def test_first_come_is_first_served_within_a_tenant(seed):
-    """Admissions are compared: first tokens may come in another order, when prompts differ in length."""
+    """Admissions are compared: first tokens may come in another order, when prompts differ in
+    length."""
     life = make_life(seed)
     life.options |= {
         "policy": "fcfs",

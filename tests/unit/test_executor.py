@@ -1,4 +1,5 @@
-"""Which thread runs the steps of a single rank: the executor's own only where a step waits for another."""
+"""Which thread runs the steps of a single rank: the executor's own only where a step waits for
+another."""
 
 from __future__ import annotations
 

@@ -111,13 +111,18 @@ Q = entry("blk.0.attn_q.weight", (SMALL_HIDDEN, 64))
 @pytest.mark.parametrize(
     ("new", "message"),
     [
-        (entry("blk.0.attn_q.weight", (SMALL_HIDDEN, 64), 16), "tensor blk.0.attn_q.weight .* IQ2_XXS"),
-        (entry("blk.0.attn_q.weight", (SMALL_HIDDEN, 64), 77), "tensor blk.0.attn_q.weight .* number 77"),
-        (entry("blk.0.attn_q.weight", (1 << 62, 64)), "blk.0.attn_q.weight of shape .* ends at byte"),
-        (entry("blk.0.attn_q.weight", (SMALL_HIDDEN, 65)), "tensor blk.0.attn_k.weight .* overlaps"),
+        (entry("blk.0.attn_q.weight", (SMALL_HIDDEN, 64), 16), "tensor blk.0.attn_q.weight .* "
+            "IQ2_XXS"),
+        (entry("blk.0.attn_q.weight", (SMALL_HIDDEN, 64), 77), "tensor blk.0.attn_q.weight .* "
+            "number 77"),
+        (entry("blk.0.attn_q.weight", (1 << 62, 64)),
+            "blk.0.attn_q.weight of shape .* ends at byte"),
+        (entry("blk.0.attn_q.weight", (SMALL_HIDDEN, 65)),
+            "tensor blk.0.attn_k.weight .* overlaps"),
         (entry("blk.0.attn_q.weight", (0, 64)), "tensor blk.0.attn_q.weight has shape"),
         (entry("blk.0.attn_q.weight", (100, 64), 2), "Q4_0 comes in rows of 32"),
-        (entry("blk.0.attn_k.weight", (SMALL_HIDDEN, 64)), "tensor blk.0.attn_k.weight occurs twice"),
+        (entry("blk.0.attn_k.weight", (SMALL_HIDDEN, 64)),
+            "tensor blk.0.attn_k.weight occurs twice"),
         (Q[:27] + struct.pack("<I", 9) + Q[31:], "has 9 dimensions"),
     ],
 )  # fmt: skip

@@ -44,11 +44,13 @@ def write_vocabulary(path: Path, fill: Callable[[gguf.GGUFWriter], None]) -> GGU
 # As the models' own tokenizer.json have them.
 CUTS = {
     "qwen2": (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
+        r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
         r"|\s+(?!\S)|\s+",
     ),
     "llama-bpe": (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+        r"?[^\s\p{L}\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+",
     ),
     "deepseek-v3": (
@@ -104,7 +106,8 @@ def test_a_byte_level_tokenizer_comes_out_as_it_went_in(pre: str, tmp_path: Path
 def sentencepiece(
     writer: gguf.GGUFWriter, original: Tokenizer, *, prefix: bool | None = None
 ) -> None:
-    """As the format has a SentencePiece vocabulary: a piece's score falls with the rank of its merge."""
+    """As the format has a SentencePiece vocabulary: a piece's score falls with the rank of its
+    merge."""
     state = json.loads(original.to_str())
     vocabulary = {
         **state["model"]["vocab"],
@@ -160,7 +163,8 @@ def test_a_vocabulary_without_space_prefix_adds_none(tmp_path: Path) -> None:
     [
         (lambda w: None, "tokenizer.ggml.tokens is None; expected a list of texts"),
         (lambda w: w.add_token_list(["a"]), "tokenizer.ggml.model is None; expected gpt2"),
-        (lambda w: (w.add_token_list(["a"]), w.add_tokenizer_model("gpt2"), w.add_tokenizer_pre("viking")),
+        (lambda w: (w.add_token_list(["a"]), w.add_tokenizer_model("gpt2"),
+            w.add_tokenizer_pre("viking")),
          "tokenizer.ggml.pre is 'viking'; expected one of qwen2"),
         (lambda w: (w.add_token_list(["a", "b"]), w.add_tokenizer_model("gpt2"),
                     w.add_tokenizer_pre("qwen2"), w.add_token_merges(["a b"])),

@@ -1,4 +1,5 @@
-"""The shared-memory transport against strangers on its socket; the rest is the conformance kit's."""
+"""The shared-memory transport against strangers on its socket; the rest is the conformance
+kit's."""
 
 from __future__ import annotations
 

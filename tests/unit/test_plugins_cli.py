@@ -10,7 +10,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from fastdeploy_core.cli import plugins_command
+from fastdeploy_core.cli import commands
+from fastdeploy_core.cli.main import main
 from fastdeploy_core.cli.plugins_check import device_of, kind_of, suites
 from fastdeploy_core.cli.plugins_new import TEMPLATES, create, driver_name, template_folder
 from fastdeploy_core.errors import ConfigError, PluginNotFound
@@ -79,8 +80,12 @@ def model(tmp_path):
     return folder
 
 
+def command(name, *arguments):
+    return commands.find(f"plugins.{name}")(arguments)
+
+
 def run(capsys, *argv):
-    code = plugins_command.main(list(argv))
+    code = command(*argv)
     return code, capsys.readouterr()
 
 
@@ -131,7 +136,7 @@ def test_show_a_driver_by_name_as_json(capsys, stranger):
 
 def test_show_of_something_absent(stranger):
     with pytest.raises(PluginNotFound, match="fd-chip"):
-        plugins_command.main(["show", "nothing"])
+        command("show", "nothing")
 
 
 def test_why_device_prints_declines(capsys, stranger):
@@ -156,9 +161,9 @@ def test_why_moe_as_json(capsys, stranger, model):
 
 def test_why_without_what_it_needs_says_so(stranger):
     with pytest.raises(ConfigError, match="--model DIR"):
-        plugins_command.main(["why", "attention"])
+        command("why", "attention")
     with pytest.raises(ConfigError, match="--quantization"):
-        plugins_command.main(["why", "quantizer"])
+        command("why", "quantizer")
 
 
 def test_why_kv_transport_names_the_one_for_this_host(capsys, stranger):
@@ -293,19 +298,19 @@ def test_every_suite_of_the_kit_is_run_for_some_kind():
 
 
 def test_usage_errors_exit_with_2(capsys):
-    for argv in (["nothing"], [], ["list", "--kind", "odd"], ["why"]):
-        with pytest.raises(SystemExit) as caught:
-            plugins_command.main(argv)
-        assert caught.value.code == 2
+    for argv in ([], ["list", "--kind", "odd"], ["why"]):
+        assert main(["plugins", *argv]) == 2
+        assert "usage: fastdeploy plugins" in "".join(capsys.readouterr())
 
 
 def test_list_imports_neither_plugins_nor_heavy_libraries(stranger):
     (stranger / "chip.py").write_text("raise SystemExit('imported')")
     code = (
         f"import sys; sys.path[:] = {sys.path!r}\n"
-        "from fastdeploy_core.cli.plugins_command import main\n"
-        "main(['list'])\n"
-        "heavy = {'torch', 'paddle', 'numpy', 'msgspec', 'pluggy', 'stevedore', 'fastapi', 'chip'}\n"
+        "from fastdeploy_core.cli.main import main\n"
+        "main(['plugins', 'list'])\n"
+        "heavy = {'torch', 'paddle', 'numpy', 'msgspec', 'pluggy', 'stevedore', 'fastapi', "
+        "'chip'}\n"
         "sys.exit(str(sorted(heavy & set(sys.modules))) if heavy & set(sys.modules) else 0)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -34,7 +34,10 @@ def swapped(weight): return weight[::-1]
 ODD = {"linear_odd": "kernel_mod:reference", "linear_even": "kernel_mod:reference"}
 OWN_ODD = {**FULL, "linear_even": Kernel("kernel_mod:own", prepare="kernel_mod:swapped")}
 BEHIND = {**FULL, "linear_odd": Kernel("kernel_mod:own", behind={"greedy": "kernel_mod:special"})}
-WRONG_BEHIND = {**FULL, "linear_odd": Kernel("kernel_mod:own", behind={"greedy": "kernel_mod:absent"})}
+WRONG_BEHIND = {
+    **FULL,
+    "linear_odd": Kernel("kernel_mod:own", behind={"greedy": "kernel_mod:absent"}),
+}
 """
 
 

@@ -24,19 +24,19 @@ def write(tmp_path, monkeypatch):
     return lambda name, source: writer(name, HEAD + inspect.cleandoc(source))
 
 
-def commands(manager):
-    return [(a.plugin.distribution, a.value) for a in manager.ask("fd_cli_commands")]
+def models(manager):
+    return [(a.plugin.distribution, a.value) for a in manager.ask("fd_register_models")]
 
 
 def test_answers_come_with_their_plugin_strangers_first_by_name(write):
     for name in ("ma", "mb", "mcore"):
-        write(name, f"@hookimpl\ndef fd_cli_commands():\n    return {{'{name}': 'x:y'}}")
+        write(name, f"@hookimpl\ndef fd_register_models():\n    return {{'{name}': 'x:y'}}")
     manager = HookManager(
         [entry("hooks", "h", "mb", "fd-b"), core_entry("hooks", "h", "mcore"),
          entry("hooks", "h", "ma", "fd-a")]
     )  # fmt: skip
-    assert [d for d, _ in commands(manager)] == ["fd-a", "fd-b", "fastdeploy-core"]
-    assert manager.hook.fd_cli_commands() == [{"ma": "x:y"}, {"mb": "x:y"}, {"mcore": "x:y"}]
+    assert [d for d, _ in models(manager)] == ["fd-a", "fd-b", "fastdeploy-core"]
+    assert manager.hook.fd_register_models() == [{"ma": "x:y"}, {"mb": "x:y"}, {"mcore": "x:y"}]
 
 
 def test_first_result_stops_at_the_first_answer(write):
@@ -59,11 +59,11 @@ def test_first_result_stops_at_the_first_answer(write):
 )
 def test_module_that_fails_to_load_is_left_out_and_named(write, source):
     write("bad", source)
-    write("good", "@hookimpl\ndef fd_cli_commands():\n    return {'g': 'x:y'}")
+    write("good", "@hookimpl\ndef fd_register_models():\n    return {'g': 'x:y'}")
     manager = HookManager(
         [entry("hooks", "h", "bad", "fd-bad"), entry("hooks", "h", "good", "fd-good")]
     )
-    assert commands(manager) == [("fd-good", {"g": "x:y"})]
+    assert models(manager) == [("fd-good", {"g": "x:y"})]
     assert len(manager.problems) == 1 and "fd-bad 1.0" in manager.problems[0]
     assert [e.distribution for e in manager.entries] == ["fd-good"]
 
@@ -73,10 +73,10 @@ def test_unknown_hook_is_skipped_and_the_plugins_others_work(write):
         "typo",
         """
         @hookimpl
-        def fd_cli_comands():
+        def fd_register_modles():
             return {}
         @hookimpl
-        def fd_cli_commands(wrong):
+        def fd_register_models(wrong):
             return {}
         @hookimpl
         def fd_doctor_checks():
@@ -85,8 +85,8 @@ def test_unknown_hook_is_skipped_and_the_plugins_others_work(write):
     )
     manager = HookManager([entry("hooks", "h", "typo", "fd-typo")])
     assert manager.hook.fd_doctor_checks() == [[("fan", True, "")]]
-    assert commands(manager) == []
-    assert any("fd_cli_comands" in p and "did you mean fd_cli_commands" in p
+    assert models(manager) == []
+    assert any("fd_register_modles" in p and "did you mean fd_register_models" in p
                for p in manager.problems)  # fmt: skip
     assert any("wants wrong" in p for p in manager.problems)
     assert manager.hooks_of(manager.entries[0]) == ["fd_doctor_checks"]
@@ -98,13 +98,13 @@ def test_wrappers_are_refused(write):
         """
         from fastdeploy_core.contracts.hookspecs import hookimpl as impl
         @impl(wrapper=True)
-        def fd_cli_commands():
+        def fd_register_models():
             result = yield
             return []
         """,
     )
     manager = HookManager([entry("hooks", "h", "wrap", "fd-wrap")])
-    assert commands(manager) == [] and "wrappers" in manager.problems[0]
+    assert models(manager) == [] and "wrappers" in manager.problems[0]
 
 
 def test_third_failure_silences_a_hook_of_a_plugin(write):
@@ -129,12 +129,12 @@ def test_third_failure_silences_a_hook_of_a_plugin(write):
 
 def test_answer_that_hangs_is_given_up(write, monkeypatch):
     monkeypatch.setenv("FD_PLUGIN_HOOK_TIMEOUT_S", "0.2")
-    write("slow", "import time\n@hookimpl\ndef fd_cli_commands():\n    time.sleep(600)")
-    write("fast", "@hookimpl\ndef fd_cli_commands():\n    return {'f': 'x:y'}")
+    write("slow", "import time\n@hookimpl\ndef fd_register_models():\n    time.sleep(600)")
+    write("fast", "@hookimpl\ndef fd_register_models():\n    return {'f': 'x:y'}")
     manager = HookManager(
         [entry("hooks", "h", "slow", "fd-slow"), entry("hooks", "h", "fast", "fd-fast")]
     )
-    assert commands(manager) == [("fd-fast", {"f": "x:y"})]
+    assert models(manager) == [("fd-fast", {"f": "x:y"})]
     assert "no answer within 0.2 s" in manager.problems[0]
 
 
@@ -165,11 +165,11 @@ def test_preflight_keeps_a_killer_out_and_probes_strangers_elsewhere(write, monk
 
 def test_tracing_shows_call_answer_and_plugin(write, monkeypatch, capsys):
     monkeypatch.setenv("FD_TRACE_PLUGINS", "1")
-    write("seen", "@hookimpl\ndef fd_cli_commands():\n    return {'s': 'x:y'}")
+    write("seen", "@hookimpl\ndef fd_register_models():\n    return {'s': 'x:y'}")
     manager = HookManager([entry("hooks", "h", "seen", "fd-seen")])
-    manager.ask("fd_cli_commands")
+    manager.ask("fd_register_models")
     error = capsys.readouterr().err
-    assert "fd-trace fd_cli_commands() fd-seen 1.0 -> {'s': 'x:y'} in " in error
+    assert "fd-trace fd_register_models() fd-seen 1.0 -> {'s': 'x:y'} in " in error
 
 
 def test_asking_an_unknown_hook_is_our_own_mistake(write):

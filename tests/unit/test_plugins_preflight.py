@@ -16,7 +16,8 @@ def write(tmp_path, monkeypatch):
 
 def test_outcomes_come_in_order_and_name_what_happened(write):
     bad = {
-        write("pf_raises", "raise RuntimeError('no driver\\nhere')"): "RuntimeError: no driver here",
+        write("pf_raises",
+            "raise RuntimeError('no driver\\nhere')"): "RuntimeError: no driver here",
         write("pf_syntax", "def (:"): "SyntaxError",
         write("pf_absent", "import no_such_library"): "ModuleNotFoundError",
         write("pf_exits", "import sys; sys.exit(3)"): "SystemExit: 3",

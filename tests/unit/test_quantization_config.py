@@ -89,7 +89,10 @@ def test_an_option_that_no_method_has_is_refused(asked, words):
 
 
 def test_options_that_a_method_has_are_taken():
-    asked = '{"quantization": "mix_quant", "moe_quant_type": "wint4", "group_size": 64, "lm_head": true}'
+    asked = (
+        '{"quantization": "mix_quant", "moe_quant_type": "wint4", '
+        '"group_size": 64, "lm_head": true}'
+    )
     possible = answer(asked).details["options"].split(",")
     check_options(read_quantization(model(asked)), possible)
     strangers = answer('{"quantization": "mix_quant", "moe_quant_type": "tet3", "seed": 1}')

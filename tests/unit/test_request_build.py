@@ -76,7 +76,8 @@ def test_the_callers_parameters_are_not_changed(tokenizer: Tokenizer) -> None:
 def test_a_prompt_without_room_for_an_answer_is_too_long(tokenizer: Tokenizer) -> None:
     with pytest.raises(
         RequestTooLong,
-        match=r"This model's maximum context length is 20 tokens\. However, your prompt contains 20",
+        match=r"This model's maximum context length is 20 tokens\. "
+        r"However, your prompt contains 20",
     ):
         build(tokenizer, list(range(20)))
     assert build(tokenizer, list(range(20)), max_tokens=0).sampling.max_tokens == 0

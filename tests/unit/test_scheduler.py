@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from fastdeploy_core.errors import ConfigError, InvalidRequest, RequestTooLong
@@ -202,6 +203,38 @@ def test_low_priority_is_preempted_for_high_priority():
         collector.take(core.step())
     restarted = [new.seq_id for step in steps_of(core) for new in step.new_sequences]
     assert restarted.count(0) > 1 and restarted.count(1) == 1
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("priority", "urgent"), ("fcfs", "low")])
+def test_preempted_request_waits_for_one_of_higher_priority_that_has_just_come(policy, expected):
+    core = make_core(policy=policy, num_blocks=6, prefix_caching=False, overlap=False)
+    core.add(make_request("high", prompt(8), priority=0, max_tokens=14))
+    core.add(make_request("low", prompt(8, 1), priority=9, max_tokens=8))
+    collector = Collector()
+    while not core.stats().preemptions_total:
+        collector.take(core.step())
+    core.add(make_request("urgent", prompt(12, 2), priority=1, max_tokens=4))
+    while core.has_work():
+        collector.take(core.step())
+    assert collector.finished[:2] == ["high", expected]
+
+
+def test_free_blocks_are_what_a_new_request_could_get():
+    core = make_core(num_blocks=40, max_num_batched_tokens=16, max_num_seqs=2, overlap=False)
+    batch = core.scheduler
+    assert batch.num_free_blocks == 40
+    core.add(make_request("chunked", prompt(32), max_tokens=4))  # 8 blocks and one for its answer
+    assert batch.num_free_blocks == 31
+    core.step()  # half of the prompt has its blocks, the other half is promised
+    assert batch.kv.pool.num_available == 36 and batch.num_free_blocks == 32
+    for name in "ab":
+        core.add(make_request(name, prompt(5, 1), max_tokens=4))
+    assert batch.num_free_blocks == 28
+    core.add(make_request("long", prompt(127, 2), max_tokens=1))
+    assert batch.num_free_blocks == 0
+    while core.has_work():
+        core.step()
+    assert batch.kv.pool.num_cached and batch.num_free_blocks == 40
 
 
 def test_preempted_sequence_finds_its_blocks_in_host_memory():
@@ -476,6 +509,22 @@ def test_invalid_request_is_refused_and_changes_nothing(request_, param):
     assert caught.value.param == param
     assert not core.has_work()
     run(core, [make_request("ok", [5])])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_newer_attempt_takes_the_place_of_the_one_that_runs(overlap):
+    core = make_core(overlap=overlap)
+    older = make_request("r", [5, 6, 7], max_tokens=6, ignore_eos=True)
+    core.add(older)
+    core.step()
+    newer = msgspec.structs.replace(older, attempt=1)
+    found = run(core, [newer])
+    assert found.answers("r") == expected_answers(newer)
+    assert found.first["r"].attempt == 1
+    core.add(newer)
+    for request in (older, newer):
+        with pytest.raises(InvalidRequest, match="duplicate request id"):
+            core.add(request)
 
 
 def test_duplicate_id_is_refused_while_the_first_is_unfinished():

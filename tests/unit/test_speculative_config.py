@@ -1,4 +1,5 @@
-"""--speculative-config: every known key is obeyed or refused with its reason, before anything loads."""
+"""--speculative-config: every known key is obeyed or refused with its reason, before anything
+loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How drafts fared, counted once in the scheduler and shown per request, per place and in metrics."""
+"""How drafts fared, counted once in the scheduler and shown per request, per place and in
+metrics."""
 
 from __future__ import annotations
 
@@ -170,7 +171,8 @@ def test_prompts_go_between_steps_whose_results_are_awaited() -> None:
 
 @pytest.mark.parametrize("max_rows_ahead", [0, 4])
 def test_prompts_take_turns_with_recorded_drafts(max_rows_ahead: int) -> None:
-    """Beside prompts drafts would have to be judged operation by operation, those of the host as well."""
+    """Beside prompts drafts would have to be judged operation by operation, those of the host as
+    well."""
     scheduler = Script(max_rows_ahead=max_rows_ahead, records_drafts=True).scheduler
     scheduler.add(make_request("a", [1, 2, 3], max_tokens=40))
     for number in range(3):

@@ -1,4 +1,5 @@
-"""Every step finds a shape among those that run at start-up, and its tokens find their places there."""
+"""Every step finds a shape among those that run at start-up, and its tokens find their places
+there."""
 
 from __future__ import annotations
 

@@ -88,7 +88,8 @@ class GaudiOperators(StandIn):
         return like(q, self._output(np.stack(out), weight).reshape(rows, tokens, -1))
 
     def fused_block_attention(
-        self, x: Any, rotary: Any, k_cache: Any, v_cache: Any, groups: Any, blocks: Any, mapping: Any,
+        self, x: Any, rotary: Any, k_cache: Any, v_cache: Any, groups: Any, blocks: Any,
+        mapping: Any,
         mask: Any, indices: Any, offsets: Any, qkv: Any, bias: Any, output: Any, head_dim: int,
         num_heads: int, *, scaling_factor: float, transpose: bool, use_neox_style: bool,
     ) -> Any:  # fmt: skip

@@ -1,7 +1,7 @@
 """Faults of a simulated device while `fastdeploy serve` is under load.
 
-Every client gets its answer or its error, the server says which device failed, health turns red within
-its limit and green again after the restart, nothing hangs, and no KV block is lost.
+Every client gets its answer or its error, the server says which device failed, health turns red
+within its limit and green again after the restart, nothing hangs, and no KV block is lost.
 """
 
 from __future__ import annotations

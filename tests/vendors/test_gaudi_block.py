@@ -25,7 +25,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_tokens_equal_transformers_through_fused_blocks(
     panels: Path, checkpoints: Path, name: str
 ) -> None:
-    """With biases around attention, both styles of rotation, prompts beside each other, and padding."""
+    """With biases around attention, both styles of rotation, prompts beside each other, and
+    padding."""
     from fd_gaudi.operators import OPERATORS
     from fd_simdevice.stand_in import standing_in
 

@@ -1,4 +1,5 @@
-"""The limits bite: each test fails when the core ignores the limit. Whole engines on simulated devices."""
+"""The limits bite: each test fails when the core ignores the limit. Whole engines on simulated
+devices."""
 
 from __future__ import annotations
 
@@ -109,9 +110,9 @@ def test_gaudi_never_mixes_prompts_and_decodes(
 
 
 def gaudi_programs(panels: Path, model: Path) -> int:
-    """Operations with shapes that the chip never met before, while serving prompts of any length, alone
-    and together, in parts and behind a cached prefix; batches that grow and shrink; sequences that reach
-    the end."""
+    """Operations with shapes that the chip never met before, while serving prompts of any length,
+    alone and together, in parts and behind a cached prefix; batches that grow and shrink; sequences
+    that reach the end."""
     from fd_simdevice.panel import Panel
 
     sizes = {"max_model_len": 300, "max_num_batched_tokens": 200, "max_num_seqs": 6}

@@ -1,5 +1,6 @@
 """Vendors' devices give the tokens that transformers gives: float32, 64 greedy tokens, nothing
-detours over the CPU while decoding, streams are late at random, the host cannot read device memory."""
+detours over the CPU while decoding, streams are late at random, the host cannot read device
+memory."""
 
 from __future__ import annotations
 

@@ -109,7 +109,8 @@ def test_the_log_tells_of_a_detour(panels: Path) -> None:
         "import os, paddle\n"
         "paddle.set_device('gcu:0')\n"
         "x = paddle.linalg.cholesky(paddle.to_tensor([[4.0, 1.0], [1.0, 3.0]])).numpy()\n"
-        "os._exit(0)\n"  # with this log and a custom device PaddlePaddle 3.3.1 frees memory twice when it ends
+        # with this log and a custom device PaddlePaddle 3.3.1 frees memory twice when it ends
+        "os._exit(0)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False,

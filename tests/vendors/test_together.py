@@ -1,4 +1,5 @@
-"""All vendor distributions installed together, fd-cuda among them, on a machine without any of the chips."""
+"""All vendor distributions installed together, fd-cuda among them, on a machine without any of the
+chips."""
 
 from __future__ import annotations
 

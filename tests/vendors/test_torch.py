@@ -1,6 +1,8 @@
-"""Vendors' torch: the common base on a simulated PrivateUse1 device, and how probes tell builds apart.
+"""Vendors' torch: the common base on a simulated PrivateUse1 device, and how probes tell builds
+apart.
 
-Everything in processes of its own: one process works with one tensor library, and knows one such device.
+Everything in processes of its own: one process works with one tensor library, and knows one such
+device.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     names = ",".join(f"fd-{vendor}" for vendor in DEVICES)  # of the plugins only these
     path = os.pathsep.join(p for p in (str(ROOT), more.pop("PYTHONPATH", "")) if p)
     return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=550, check=False,
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=550,
+        check=False,
         env=kept | {
             "FD_PLUGINS": names, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "SIM_MEM_MB": "512",
         } | more,
@@ -57,7 +60,8 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_16_greedy_tokens_equal_the_processors(stand_in: dict[str, str]) -> None:
-    """No device is named: with the vendor's module its device is picked, without it the processor."""
+    """No device is named: with the vendor's module its device is picked, without it the
+    processor."""
     program = ("-m", "tests.vendors.torch_tokens", str(MODEL), str(NUM_TOKENS))
     reference, got = last_line(run(*program)), last_line(run(*program, **stand_in))
     assert all(len(tokens) == NUM_TOKENS for tokens in reference["tokens"])

@@ -1,5 +1,5 @@
-"""Every architecture on fd-cpu's device: against transformers in float32, within tolerances a wrong kernel
-fails in the other modes, at every instruction level and with every number of threads."""
+"""Every architecture on fd-cpu's device: against transformers in float32, within tolerances a wrong
+kernel fails in the other modes, at every instruction level and with every number of threads."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_a_prompt_in_chunks_beside_a_decode_gives_the_same_logits(
         check_chunks_beside_a_decode(model, reference(checkpoints / variant))
 
 
-# Cosine to float32's logits. These models have few, random weights, which rounds badly: what is wrong
-# about a kernel shows as 0.8 or less.
+# Cosine to float32's logits. These models have few, random weights, which rounds badly: what is
+# wrong about a kernel shows as 0.8 or less.
 MODES = {"wint8": 0.98, "wint4": 0.85}
 
 

@@ -1,4 +1,5 @@
-"""Several decode steps in one go on fd-cpu's device: the tokens of steps one by one, in fewer of them."""
+"""Several decode steps in one go on fd-cpu's device: the tokens of steps one by one, in fewer of
+them."""
 
 from __future__ import annotations
 
@@ -131,7 +132,8 @@ CASES: dict[str, dict[str, Any]] = {
     "random": {"temperature": 1.0, "seed": 5, "max_tokens": 40},
     "filtered": {"temperature": 0.9, "top_k": 20, "top_p": 0.8, "seed": 5, "max_tokens": 33},
     "stop string": {"temperature": 0.0, "max_tokens": 40, "stop": ["a", "3", "e"]},
-    "stop token": {"temperature": 0.8, "seed": 1, "max_tokens": 40, "stop_token_ids": [*range(300, 400)]},
+    "stop token": {"temperature": 0.8, "seed": 1, "max_tokens": 40, "stop_token_ids": [*range(300,
+        400)]},
     "penalties": {"temperature": 0.8, "seed": 1, "max_tokens": 20, "repetition_penalty": 1.3},
 }  # fmt: skip
 

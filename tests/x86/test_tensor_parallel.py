@@ -1,4 +1,5 @@
-"""Two ranks of fd-cpu on one host: processes with threads of their own that meet in shared memory."""
+"""Two ranks of fd-cpu on one host: processes with threads of their own that meet in shared
+memory."""
 
 from __future__ import annotations
 

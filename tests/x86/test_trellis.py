@@ -1,4 +1,5 @@
-"""Products in fd-quant-wint2's two bits on fd-cpu's device, against that plugin's reference operations."""
+"""Products in fd-quant-wint2's two bits on fd-cpu's device, against that plugin's reference
+operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`python -m fastdeploy.entrypoints.openai.api_server --model DIR`: the same as `fastdeploy serve`."""
+"""`python -m fastdeploy.entrypoints.openai.api_server --model DIR`: the same as `fastdeploy
+serve`."""
 
 from __future__ import annotations
 

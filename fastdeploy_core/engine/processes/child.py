@@ -107,8 +107,8 @@ def give(process: subprocess.Popen[bytes], init: bytes) -> None:
 
 
 def exit_descriptor(process: subprocess.Popen[bytes]) -> int | None:
-    """A descriptor, the caller's to close, that can be read when the child has ended. None: the system has
-    no such thing, its end has to be asked for now and then."""
+    """A descriptor, the caller's to close, that can be read when the child has ended. None: the
+    system has no such thing, its end has to be asked for now and then."""
     if not hasattr(os, "pidfd_open"):
         return None
     try:

@@ -1,7 +1,7 @@
 """The engine's process, started before anybody has read what it is to serve.
 
-What it imports takes longer than everything else at a start, so the command starts it first (`prepare`);
-the supervisor takes it (`spawn`) when there is something to tell it.
+What it imports takes longer than everything else at a start, so the command starts it first
+(`prepare`); the supervisor takes it (`spawn`) when there is something to tell it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""Carries what the engine has for clients to the front ends that asked: one thread, one socket each.
+"""Carries what the engine has for clients to the front ends that asked: one thread, one socket
+each.
 
 Tokens in columns are taken apart by front end, for which a list of requests that stays the same is
 looked at only once.
 
-Where the model runs on the processors that front ends and clients need, too, each chunk that they handle
-takes them from the model. There the thread rests after it sent something, so that a stream gets several
-tokens at once when steps are short; steps of tens of milliseconds find it awake. A rest ends early when
-many streams have begun or ended: their clients do something next, and the batch would run empty.
+Where the model runs on the processors that front ends and clients need, too, each chunk that they
+handle takes them from the model. There the thread rests after it sent something, so that a stream
+gets several tokens at once when steps are short; steps of tens of milliseconds find it awake. A
+rest ends early when many streams have begun or ended: their clients do something next, and the
+batch would run empty.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ logger = logging.getLogger(__name__)
 
 Output = RequestOutputDelta | TokenDeltas
 MAX_UNSENT = 100_000  # messages that wait for a process that does not read
-# A chunk takes server and client some 50 us of a processor: with 25 times as long a rest, chunks never take
-# more than about a twenty-fifth of one. And no reader sees 25 chunks in a second as anything but a flow.
+# A chunk takes server and client some 50 us of a processor: with 25 times as long a rest, chunks
+# never take more than about a twenty-fifth of one. And no reader sees 25 chunks in a second as
+# anything but a flow.
 REST_PER_CHUNK_S = 1.25e-3
 MAX_REST_S = 40e-3
 # Of the streams that got something before a rest: so many that begin or end are enough to end it.

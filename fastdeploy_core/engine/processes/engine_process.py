@@ -1,8 +1,8 @@
 """The engine process: takes requests from a socket, runs the core, sends deltas back.
 
-Three threads: ingress hears the client, the main thread runs the core, egress sends what the request
-scheduler has for the client. A bad message is logged and dropped; a bad request is answered; only a
-broken engine ends the process, with a status that is not zero.
+Three threads: ingress hears the client, the main thread runs the core, egress sends what the
+request scheduler has for the client. A bad message is logged and dropped; a bad request is
+answered; only a broken engine ends the process, with a status that is not zero.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class EngineProcess:
             config.request_scheduler
         )
         self._core = EngineCore(config, init.resolved)
+        self._num_free_blocks = self._core.info.num_blocks  # as of the newest tick
         self._observer = Observer(hook_manager(init.resolved))
         self._stopping = threading.Event()
         self._armed_s = 0.0
@@ -124,11 +125,12 @@ class EngineProcess:
             self._observer.aborted(aborts)
         is_idle = not core.has_work()
         batch = core.scheduler
+        self._num_free_blocks = batch.num_free_blocks
         free_slots = self._config.batch.max_num_seqs - batch.num_running - batch.num_waiting
         if free_slots > 0:
             capacity = Capacity(
                 num_requests=free_slots,
-                num_free_blocks=core.info.num_blocks,
+                num_free_blocks=self._num_free_blocks,
                 block_size=core.info.block_size,
                 num_tokens=UNBOUNDED,
             )
@@ -248,9 +250,8 @@ class EngineProcess:
                 epoch=self._core.info.epoch,
                 num_running=stats.num_running,
                 num_waiting=stats.num_waiting,
-                num_free_blocks=stats.num_blocks_free,
+                num_free_blocks=self._num_free_blocks,
                 num_total_blocks=stats.num_blocks_total,
-                reported_at_s=time.monotonic(),
             )
         )
 

@@ -1,6 +1,7 @@
 """How a log line looks, in the server and in the processes it starts.
 
-One line per record: control characters are escaped, so that nothing a client sends can forge a line.
+One line per record: control characters are escaped, so that nothing a client sends can forge a
+line.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class Listener:
 
 
 class _Life:
-    """One engine process with its folder and sockets. `resolved` may still have to be waited for, while
-    the process imports what it needs in any case; it raises what resolving raised."""
+    """One engine process with its folder and sockets. `resolved` may still have to be waited for,
+    while the process imports what it needs in any case; it raises what resolving raised."""
 
     def __init__(
         self,
@@ -131,8 +131,8 @@ class _Life:
         if self.failure is not None:
             return self.failure.message
         ended = child.describe_exit(self.process.poll())
-        # Its own timer ends a stuck engine; it may have been set up to a quarter of the time before the
-        # last mark of progress.
+        # Its own timer ends a stuck engine; it may have been set up to a quarter of the time before
+        # the last mark of progress.
         if 0 < TIMER_SHARE * progress_timeout_s <= self.progress.age_s:
             return f"the engine made no progress for {self.progress.age_s:.1f} s and {ended}"
         return f"the engine process {ended}"

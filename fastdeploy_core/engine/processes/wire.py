@@ -1,4 +1,5 @@
-"""What crosses a socket or a pipe between our own processes: typed records, MessagePack, no pickle."""
+"""What crosses a socket or a pipe between our own processes: typed records, MessagePack, no
+pickle."""
 
 from __future__ import annotations
 

@@ -89,7 +89,8 @@ class TaggedToolParser:
         self._repairs = 0
 
     def read(self, body: str) -> list[tuple[str, Any]]:
-        """(name, arguments) of the calls in the text between markers; MalformedCall if it is none."""
+        """(name, arguments) of the calls in the text between markers; MalformedCall if it is
+        none."""
         raise NotImplementedError
 
     def push(self, text: str) -> ParsedDelta:
@@ -182,7 +183,8 @@ def _refuse_constant(text: str) -> NoReturn:
 
 
 def load_json(text: str) -> Any:
-    """Strict JSON but for line breaks inside strings, which models write; MalformedCall otherwise."""
+    """Strict JSON but for line breaks inside strings, which models write; MalformedCall
+    otherwise."""
     try:
         return json.loads(text, strict=False, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:

@@ -26,7 +26,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum s = x + residual, normed: (rms_norm(s), s), both [T, H]. x and residual stay as they are."""
+    """The sum s = x + residual, normed: (rms_norm(s), s), both [T, H]. x and residual stay as they
+    are."""
     total = x + residual
     return namespace(x).rms_norm(total, weight, eps), total
 
@@ -37,7 +38,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def select_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of x [T, H] that the index [n] int64 names: [n, H]. Numbers of nobody are zeros: row 0 again."""
+    """Rows of x [T, H] that the index [n] int64 names: [n, H]. Numbers of nobody are zeros: row 0
+    again."""
     return namespace(x).index_select(x, 0, index)
 
 

@@ -35,8 +35,9 @@ def kv_write(rows: tuple[Tensor, ...], cache: tuple[Tensor, ...], slot_mapping: 
 def _write_without_waiting(
     xp: Any, rows: tuple[Tensor, ...], cache: tuple[Tensor, ...], slot_mapping: Tensor
 ) -> None:
-    """kv_write where asking whether there is padding would mean waiting for the accelerator: padding
-    stores the first real token once more; without a real one it stores what slot 0 holds."""
+    """kv_write where asking whether there is padding would mean waiting for the accelerator:
+    padding stores the first real token once more; without a real one it stores what slot 0
+    holds."""
     is_real = slot_mapping >= 0
     places = xp.arange(slot_mapping.shape[0], device=slot_mapping.device)
     source = xp.where(is_real, places, xp.argmax(is_real.to(xp.int32), 0))
@@ -62,7 +63,8 @@ def kv_read_blocks(cache: tuple[Tensor, ...], blocks: Tensor) -> tuple[Tensor, .
 
 
 def kv_write_blocks(cache: tuple[Tensor, ...], blocks: Tensor, data: tuple[Tensor, ...]) -> None:
-    """Overwrite the blocks with data, [n, ...] for each cache tensor; blocks [n] int64, distinct."""
+    """Overwrite the blocks with data, [n, ...] for each cache tensor; blocks [n] int64,
+    distinct."""
     xp = namespace(blocks)
     for pool, part in zip(cache, data, strict=True):
         xp.index_copy_(pool, 0, blocks, part)

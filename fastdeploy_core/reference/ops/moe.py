@@ -20,8 +20,8 @@ _SIGMOID_FLOOR = 1e-20
 # as long as padding them to the busiest one's does not multiply the work.
 _MAX_TOGETHER = 64
 _MAX_PADDING = 2
-# An accelerator that decodes runs every expert over every token: sorting tokens by expert would mean
-# waiting for it in every layer, and could not be recorded. Prompts of more tokens are sorted.
+# An accelerator that decodes runs every expert over every token: sorting tokens by expert would
+# mean waiting for it in every layer, and could not be recorded. Prompts of more tokens are sorted.
 _MAX_UNSORTED = 256
 # Numbers that this may hold at once.
 _MAX_HELD = 1 << 24
@@ -33,8 +33,9 @@ def moe_routing(
 ) -> tuple[Tensor, Tensor]:
     """Choose spec.top_k experts for each token.
 
-    router_logits [T, E] float32, correction_bias [E] float32 or None. The bias changes which experts
-    are chosen, never their weights. Returns (topk_ids [T, k] int64, topk_weights [T, k] float32).
+    router_logits [T, E] float32, correction_bias [E] float32 or None. The bias changes which
+    experts are chosen, never their weights. Returns (topk_ids [T, k] int64, topk_weights [T, k]
+    float32).
     """
     xp = namespace(router_logits)
     if spec.scoring == "softmax":

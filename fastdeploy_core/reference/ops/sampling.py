@@ -35,9 +35,9 @@ def apply_penalties(
 ) -> Tensor:
     """Penalise tokens that occurred.
 
-    presence, frequency (OpenAI's) count generated tokens only; repetition (arXiv 1909.05858) divides
-    positive logits and multiplies negative ones of every token in prompt or output. [B] float32
-    each; output_counts [B, V], any integer or float dtype; prompt_seen [B, V] bool.
+    presence, frequency (OpenAI's) count generated tokens only; repetition (arXiv 1909.05858)
+    divides positive logits and multiplies negative ones of every token in prompt or output. [B]
+    float32 each; output_counts [B, V], any integer or float dtype; prompt_seen [B, V] bool.
     """
     xp = namespace(logits)
     counts = output_counts.to(xp.float32)
@@ -64,8 +64,9 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
 
     First min_p [B] float32 (0 keeps all): tokens with at least min_p times the largest probability.
     Then top_k [B] int64 (0 keeps all). Then top_p [B] float32 (1 keeps all), over what is left,
-    renormalised: the fewest most likely tokens whose probabilities reach top_p, at least one. Tokens
-    equal to the last one kept are kept too, so the set does not depend on an order among equals.
+    renormalised: the fewest most likely tokens whose probabilities reach top_p, at least one.
+    Tokens equal to the last one kept are kept too, so the set does not depend on an order among
+    equals.
     """
     xp = namespace(logits)
     if logits.shape[0] == 0:
@@ -119,7 +120,8 @@ def _rank_threshold(
     wanted = top_p.unsqueeze(1) * total
     uses_p = top_p.unsqueeze(1) < 1
     if ranked < width and bool((uses_p & (reached[:, ranked - 1 :] < wanted)).any()):
-        # Equal values beyond the k-th rank carry mass of their own, so only a full rank may end here.
+        # Equal values beyond the k-th rank carry mass of their own, so only a full rank may end
+        # here.
         return None
     kept = ((reached - weights) < wanted).to(xp.int64).sum(dim=-1, keepdim=True)
     last = xp.gather(best, 1, xp.clamp(kept - 1, 0, ranked - 1))

@@ -1,4 +1,5 @@
-"""Operations around a decode step whose state lives on the device; see contracts/ops.py for S, W, k, q.
+"""Operations around a decode step whose state lives on the device; see contracts/ops.py for S, W,
+k, q.
 
 Everything is in place and in fixed shapes, so that the step can be captured.
 """
@@ -34,8 +35,8 @@ def prepare_decode(
     seq_lens: Tensor,
     block_tables: Tensor,
 ) -> None:
-    """Begin a turn: fill the last five tensors from the slots of the rows. Entries of the tables are numbers of blocks
-    or 0; what stands behind a row's last block is copied, too."""
+    """Begin a turn: fill the last five tensors from the slots of the rows. Entries of the tables
+    are numbers of blocks or 0; what stands behind a row's last block is copied, too."""
     xp = namespace(slots)
     num_rows, select = slots.shape[0], xp.index_select
     turn.copy_(turn + 1)
@@ -84,7 +85,8 @@ def finish_decode(
     results: Tensor,
     post: Post | None,
 ) -> Tensor:
-    """Judge the drafts, write what was drawn back to the slots, and what the host is to know to `results`."""
+    """Judge the drafts, write what was drawn back to the slots, and what the host is to know to
+    `results`."""
     xp = namespace(slots)
     num_rows, width = results.shape
     if peaks is not None:
@@ -143,8 +145,8 @@ def keep_drafts(
     num_drafts: Tensor,
     post: Post | None,
 ) -> Tensor:
-    """Write proposals to the slots up to the first that is no token, and as far as there is room. What was
-    taken, behind the results."""
+    """Write proposals to the slots up to the first that is no token, and as far as there is room.
+    What was taken, behind the results."""
     xp = namespace(slots)
     num_rows, width = proposals.shape
     select = xp.index_select

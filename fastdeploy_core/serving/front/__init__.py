@@ -1,1 +1,2 @@
-"""The port and the API servers that share it: who accepts a connection, and which process gets it."""
+"""The port and the API servers that share it: who accepts a connection, and which process gets
+it."""

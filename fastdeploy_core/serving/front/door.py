@@ -1,4 +1,5 @@
-"""The listening socket: answers health probes itself and hands every other connection to an API server.
+"""The listening socket: answers health probes itself and hands every other connection to an API
+server.
 
 It runs in a thread that does nothing else, so that a probe is answered however busy the API servers
 are, and a connection goes to the one that has the fewest. Nothing is read of a connection that is

@@ -1,8 +1,8 @@
 """Several API server processes behind one port and before one engine: starts, feeds and ends them.
 
-This process tokenizes and streams nothing: its front door hands connections out, its supervisor keeps
-the engine alive, and what happens to the engine is passed on to every API server. One that dies is
-started again; the requests that it had are ended in the engine.
+This process tokenizes and streams nothing: its front door hands connections out, its supervisor
+keeps the engine alive, and what happens to the engine is passed on to every API server. One that
+dies is started again; the requests that it had are ended in the engine.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class FrontEnds(Listener):
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._starts: dict[int, list[float]] = {}
 
-    # -- reports of the supervisor's thread ---------------------------------------------------------
+    # -- reports of the supervisor's thread -------------------------------------------------------
 
     def on_ready(self, info: EngineInfo) -> None:
         """An engine takes requests."""
@@ -104,7 +104,7 @@ class FrontEnds(Listener):
         if (error := checked.exception()) is not None:
             self._events.put(error)
 
-    # -- this process's main thread -------------------------------------------------------------------
+    # -- this process's main thread ---------------------------------------------------------------
 
     def run(self, on_ready: Callable[[], None]) -> int:
         """Serve until a signal, or until the engine is dead; returns the exit status. on_ready is
@@ -187,7 +187,7 @@ class FrontEnds(Listener):
             self._context.destroy(linger=0)
         self._folder.remove()
 
-    # -- processes --------------------------------------------------------------------------------------
+    # -- processes --------------------------------------------------------------------------------
 
     def _spawn(self, number: int) -> None:
         """Start a process, which imports its module while plugins are resolved."""
@@ -222,7 +222,8 @@ class FrontEnds(Listener):
                     if isinstance(event, FastDeployError):
                         raise event
                 raise WorkerError(
-                    f"API server {number} {child.describe_exit(process.returncode)} while starting; "
+                    f"API server {number} {child.describe_exit(process.returncode)} while "
+                    "starting; "
                     "see the log"
                 )
 

@@ -1,7 +1,7 @@
 """How busy each API server of one port is: a few numbers that all of them, and the front door, see.
 
-Each front end writes its own row and reads all; nobody waits. Sums may lag by a moment, so limits that
-use them are met to within what arrives in that moment.
+Each front end writes its own row and reads all; nobody waits. Sums may lag by a moment, so limits
+that use them are met to within what arrives in that moment.
 """
 
 from __future__ import annotations

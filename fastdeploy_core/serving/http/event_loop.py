@@ -1,8 +1,8 @@
 """The event loop that API servers run on.
 
-uvloop's, whose timers, sockets and queues are compiled: asyncio's own takes a tenth more of an API server's
-time. It also sends what is written to a connection in one turn with one call, of some 20 us: the head of a
-stream and its first chunk, its last chunk and its end.
+uvloop's, whose timers, sockets and queues are compiled: asyncio's own takes a tenth more of an API
+server's time. It also sends what is written to a connection in one turn with one call, of some 20
+us: the head of a stream and its first chunk, its last chunk and its end.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import uvloop
 
 Result = TypeVar("Result")
 
-# New objects that the garbage collector waits for. Python's own 700 come with every sixth answer, and nearly
-# all that it then looks at is still in use.
+# New objects that the garbage collector waits for. Python's own 700 come with every sixth answer,
+# and nearly all that it then looks at is still in use.
 YOUNG_OBJECTS = 10_000
 
 

@@ -18,8 +18,8 @@ def bind_socket(config: ServerConfig) -> socket.socket:
         _remove_stale(Path(config.uds))
     else:
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        # asyncio turns off Nagle's delay only on sockets that say they are TCP; without it every small
-        # answer on a kept connection waits 40 ms.
+        # asyncio turns off Nagle's delay only on sockets that say they are TCP; without it every
+        # small answer on a kept connection waits 40 ms.
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         where = f"{config.host}:{config.port}"

@@ -1,4 +1,5 @@
-"""The gate every byte passes: request ids, Host, keys, body limits, and an answer for every failure.
+"""The gate every byte passes: request ids, Host, keys, body limits, and an answer for every
+failure.
 
 Plain ASGI, outermost first: Guard (ids, last-resort errors, access log) -> Hosts -> Keys -> Bodies.
 Decisions look at `scope` only; a URL rebuilt from headers is never consulted.
@@ -175,7 +176,8 @@ class Bodies:
 
         async def counted() -> Message:
             nonlocal received, complete
-            # Nobody waits for what is there; what follows is http.disconnect, which may be long in coming.
+            # Nobody waits for what is there; what follows is http.disconnect, which may be long in
+            # coming.
             if complete or (connection is not None and connection.has_body):
                 message = await receive()
             else:

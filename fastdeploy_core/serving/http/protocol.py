@@ -1,8 +1,8 @@
-"""HTTP/1.1 for uvicorn, parsed by httptools: bounds on request heads, a short way for streamed bodies,
-and word of clients that leave.
+"""HTTP/1.1 for uvicorn, parsed by httptools: bounds on request heads, a short way for streamed
+bodies, and word of clients that leave.
 
-httptools reads in C what uvicorn's other parser reads in Python, but it bounds nothing and leaves some
-things to its caller: see `check_head`.
+httptools reads in C what uvicorn's other parser reads in Python, but it bounds nothing and leaves
+some things to its caller: see `check_head`.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Cycle(RequestResponseCycle):
             self._on_left()
 
     async def send(self, message: Any) -> None:
-        """ASGI, as uvicorn has it; but HTTP/1.0 knows no chunks: the end of the connection is the end of
-        a body that has no declared length."""
+        """ASGI, as uvicorn has it; but HTTP/1.0 knows no chunks: the end of the connection is the
+        end of a body that has no declared length."""
         if self.scope["http_version"] == "1.0":
             if message["type"] == "http.response.start":
                 if not any(name == b"content-length" for name, _ in message["headers"]):
@@ -131,9 +131,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._feed(self._plain_head() + data[upgrade.args[0] :])
 
     def _plain_head(self) -> bytes:
-        """The head that was just read without its wish for another protocol, at which the parser stops:
-        Java's client asks for HTTP/2 in each request and sends the body all the same, which uvicorn
-        loses (its issue 2722)."""
+        """The head that was just read without its wish for another protocol, at which the parser
+        stops: Java's client asks for HTTP/2 in each request and sends the body all the same, which
+        uvicorn loses (its issue 2722)."""
         head = [b"%b %b HTTP/1.1\r\n" % (self._method, self.url)]
         head += [b"%b: %b\r\n" % line for line in self.headers if line[0] != b"upgrade"]
         return b"".join([*head, b"\r\n"])
@@ -226,7 +226,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def check_head(version: str, url: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-    """Refuse what the parser lets through and others on the way may read differently, or not at all."""
+    """Refuse what the parser lets through and others on the way may read differently, or not at
+    all."""
     num_hosts, num_bytes = 0, len(url)
     for name, value in headers:
         num_bytes += len(name) + len(value) + 4

@@ -84,7 +84,8 @@ class ChatJob:
         self._request = request
 
     def _is_short(self) -> bool:
-        """Whether rendering takes no longer than handing it to a thread: a few hundred microseconds."""
+        """Whether rendering takes no longer than handing it to a thread: a few hundred
+        microseconds."""
         body = self._body
         given = (body.messages, body.tools, body.documents, self._kwargs)
         return body.chat_template is None and len(msgspec.json.encode(given)) <= SHORT_BYTES

@@ -1,8 +1,8 @@
 """Tool calls that a grammar forces: tool_choice `required` or a named function.
 
-A named function's answer is its arguments; a required one is a JSON array of {"name", "parameters"}.
-The scanner passes arguments on character by character while they arrive, so a stream shows them as
-they are written and ends with exactly the same text as a whole answer.
+A named function's answer is its arguments; a required one is a JSON array of {"name",
+"parameters"}. The scanner passes arguments on character by character while they arrive, so a stream
+shows them as they are written and ends with exactly the same text as a whole answer.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ async def run(
     visible_tokens: Sequence[str] = (),
     chunk_tokens: int = 1,
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Outputs of one request, each holding what is new, as Engine.generate. Close the generator to abort."""
+    """Outputs of one request, each holding what is new, as Engine.generate. Close the generator to
+    abort."""
     state.outputs.add(request, visible_tokens=visible_tokens)
     deltas: Any = state.engine.generate(request, chunk_tokens)
     timer = state.metrics.start(request)

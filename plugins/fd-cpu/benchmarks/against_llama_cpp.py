@@ -1,13 +1,16 @@
-"""FastDeploy beside llama.cpp, OpenVINO GenAI and transformers on one CPU: same models, same threads.
+"""FastDeploy beside llama.cpp, OpenVINO GenAI and transformers on one CPU: same models, same
+threads.
 
     python plugins/fd-cpu/benchmarks/against_llama_cpp.py --rounds 5
-    python plugins/fd-cpu/benchmarks/against_llama_cpp.py --models qwen3-0.6b --formats int4 --tokens 32
+    python plugins/fd-cpu/benchmarks/against_llama_cpp.py --models qwen3-0.6b --formats int4 \\
+        --tokens 32
 
-Random weights of real sizes, and the demo model. llama.cpp is built from source into --work-dir (needs cmake, a C++ compiler
-and the Python package gguf), where models are written too: 6 GB for both. Each round measures every
-engine once, one after another, in an order that rotates; figures are medians over rounds of tokens per second,
-ratios are of medians. Other engines than llama.cpp are started once and wait for their turns. The floor is the time to read the GGUF file's bytes once per token, at the rate at which
-this machine's threads read that many.
+Random weights of real sizes, and the demo model. llama.cpp is built from source into --work-dir
+(needs cmake, a C++ compiler and the Python package gguf), where models are written too: 6 GB for
+both. Each round measures every engine once, one after another, in an order that rotates; figures
+are medians over rounds of tokens per second, ratios are of medians. Other engines than llama.cpp
+are started once and wait for their turns. The floor is the time to read the GGUF file's bytes once
+per token, at the rate at which this machine's threads read that many.
 """
 
 from __future__ import annotations
@@ -101,7 +104,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--at-once",
         action="store_true",
-        help="start all engines of all tables before the first is measured: as much memory, less time",
+        help="start all engines of all tables before the first is measured: as much memory, less "
+        "time",
     )
     parser.add_argument("--build-dir", type=Path, help="of llama.cpp; default: below --work-dir")
     parser.add_argument(
@@ -154,7 +158,8 @@ def noting(engine: Engine) -> Iterator[None]:
 
 
 def bytes_per_s(size: int, threads: int) -> float:
-    """How fast the threads read `size` bytes together, again and again: the median of some passes."""
+    """How fast the threads read `size` bytes together, again and again: the median of some
+    passes."""
     share = size // threads
     buffers = [ctypes.create_string_buffer(share) for _ in range(threads)]
     memchr = ctypes.CDLL(None).memchr
@@ -273,7 +278,8 @@ def main() -> None:
     programs = llama_programs.build(build_dir, options.threads)
     now = datetime.datetime.now(datetime.UTC)
     print(
-        f"{now:%Y-%m-%d}; {processor()}; {options.threads} threads; Python {platform.python_version()}"
+        f"{now:%Y-%m-%d}; {processor()}; {options.threads} threads; Python "
+        f"{platform.python_version()}"
     )
     print(f"llama.cpp: {llama_programs.version(programs)}")
     print(

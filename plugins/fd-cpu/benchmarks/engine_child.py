@@ -1,8 +1,9 @@
-"""One engine in a process of its own: `python engine_child.py KIND JSON` says when it is ready, then measures
-whatever points come in, a JSON object a line, and answers with one.
+"""One engine in a process of its own: `python engine_child.py KIND JSON` says when it is ready,
+then measures whatever points come in, a JSON object a line, and answers with one.
 
-Kinds: fastdeploy (the whole engine, through LLM), transformers, openvino. Decoding is the time from the first
-token to the last; of engines that do not tell, the difference between a long and a short answer.
+Kinds: fastdeploy (the whole engine, through LLM), transformers, openvino. Decoding is the time from
+the first token to the last; of engines that do not tell, the difference between a long and a short
+answer.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Run = Callable[[list[list[int]], int], float | None]  # seconds from the first t
 
 
 def tokens_per_s(points: Points, tokens: int, vocab_size: int, run: Run) -> dict[str, float]:
-    """`run(prompts, n)` generates n tokens for each prompt: medians of some, after one to warm up."""
+    """`run(prompts, n)` generates n tokens for each prompt: medians of some, after one to warm
+    up."""
     found = {}
     for name, (batch, prompt) in points.items():
         stream = random.Random(f"{name}")

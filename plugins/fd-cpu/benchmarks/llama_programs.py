@@ -64,7 +64,8 @@ def version(programs: Path) -> str:
 def measure(
     programs: Path, model: Path, points: dict[str, tuple[int, int]], threads: int, tokens: int
 ) -> dict[str, float]:
-    """Tokens per second at every point: (sequences, 0) decodes `tokens`, (1, n) reads a prompt of n."""
+    """Tokens per second at every point: (sequences, 0) decodes `tokens`, (1, n) reads a prompt of
+    n."""
     batches = [batch for batch, prompt in points.values() if not prompt]
     prompts = [prompt for _, prompt in points.values() if prompt]
     found = _single(programs, model, prompts, threads, tokens if 1 in batches else 0)

@@ -1,9 +1,10 @@
 """What a loaded model keeps resident, and the most it took on the way.
 
-    python plugins/fd-cpu/benchmarks/memory.py --model DIR [--quantization JSON] [--weight-cache DIR]
+    python plugins/fd-cpu/benchmarks/memory.py --model DIR [--quantization JSON] \\
+        [--weight-cache DIR]
 
-Bytes are anonymous memory of this process, which holds the whole engine: files that are mapped are the
-system's to take back. "interpreter" is what stands after the tensor library's import.
+Bytes are anonymous memory of this process, which holds the whole engine: files that are mapped are
+the system's to take back. "interpreter" is what stands after the tensor library's import.
 """
 
 from __future__ import annotations

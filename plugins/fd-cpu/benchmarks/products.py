@@ -1,9 +1,10 @@
 """Products of packed matrices alone: how near they are to what the processor and its memory can do.
 
-    python plugins/fd-cpu/benchmarks/products.py [--threads 2] [--outputs 3072] [--inputs 1024] [--isa avx512]
+    python plugins/fd-cpu/benchmarks/products.py [--threads 2] [--outputs 3072] [--inputs 1024] \\
+        [--isa avx512]
 
-Prints, for each format and number of rows, the median of several runs: milliseconds, operations and bytes
-of weights per second. Shapes are those of ERNIE-4.5-0.3B's gate unless others are given.
+Prints, for each format and number of rows, the median of several runs: milliseconds, operations and
+bytes of weights per second. Shapes are those of ERNIE-4.5-0.3B's gate unless others are given.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def main() -> None:
     asked = parser.parse_args()
     runtime = _native.Runtime(asked.threads, [], asked.isa)
     print(
-        f"{runtime.isa}, {asked.threads} threads, [{asked.outputs}, {asked.inputs}], median of {asked.runs} runs"
+        f"{runtime.isa}, {asked.threads} threads, [{asked.outputs}, {asked.inputs}], median of "
+        f"{asked.runs} runs"
     )
     print(f"{'format':>20} {'rows':>5} {'ms':>8} {'Gop/s':>8} {'GB/s':>8}")
     for name, (kind, group) in FORMATS.items():

@@ -1,5 +1,5 @@
-"""Models of real sizes with random weights, and the demo model: a safetensors folder, and GGUF files of
-the same numbers."""
+"""Models of real sizes with random weights, and the demo model: a safetensors folder, and GGUF
+files of the same numbers."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ def _bits(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def write_folder(name: str, folder: Path) -> Path:
-    """config.json, tokenizer.json and one safetensors file; kept if it is there, as the demo model is."""
+    """config.json, tokenizer.json and one safetensors file; kept if it is there, as the demo model
+    is."""
     if name == DEMO:
         return ROOT / "models" / DEMO
     if (folder / "tokenizer.json").is_file():

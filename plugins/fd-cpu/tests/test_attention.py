@@ -31,7 +31,8 @@ def stored(values, kind):
 
 
 def rounded(x, factors):
-    """What an int8 cache holds of [tokens, heads, dim]: a scale for each head and token, or channel."""
+    """What an int8 cache holds of [tokens, heads, dim]: a scale for each head and token, or
+    channel."""
     if factors is None:
         peak = np.abs(x).max(-1, keepdims=True) / 127
         factors = np.maximum(peak, 1e-7).astype(np.float16).astype(np.float32)
@@ -51,8 +52,8 @@ def rounded(x, factors):
 def test_rotation_cache_and_attention(
     runtime, lengths, kind, block, num_heads, dim, rotary, interleaved, cache
 ):
-    """Rows of (tokens in the cache before, new tokens), in blocks scattered over the pool; slots that
-    nobody has written hold NaN, or have scales that are NaN."""
+    """Rows of (tokens in the cache before, new tokens), in blocks scattered over the pool; slots
+    that nobody has written hold NaN, or have scales that are NaN."""
     rng = np.random.default_rng(5)
     table = rng.standard_normal((80, rotary)).astype(np.float32)
     pool = rng.permutation(24).astype(np.int32)
@@ -112,7 +113,8 @@ def test_rotation_cache_and_attention(
                 g = h // (num_heads // KV_HEADS)
                 wanted.append(softmax(0.3 * k[: t + 1, g] @ q[t, h]) @ v[: t + 1, g])
     off = np.abs(got.reshape(-1, dim) - np.array(wanted))
-    # Scores of up to ten are rounded with the heads they come from; numbers between two of int8 either way.
+    # Scores of up to ten are rounded with the heads they come from; numbers between two of int8
+    # either way.
     most = 0.15 if kind == BF16 else 2e-5 if own else 0.05
     assert off.max() < most and off.mean() < (0.01 if kind == BF16 else 1e-3)
 

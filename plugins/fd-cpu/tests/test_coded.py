@@ -44,7 +44,8 @@ def test_every_number_has_a_code_among_fifteen_exponents(first):
 
 
 def test_every_number_may_be_a_patch():
-    """Each bfloat16 once among 256 times as many usual weights, not numbers and infinities included."""
+    """Each bfloat16 once among 256 times as many usual weights, not numbers and infinities
+    included."""
     rng = np.random.default_rng(5)
     weight = weights((4096, 4100))
     places = rng.choice(weight.size, 1 << 16, replace=False)

@@ -196,7 +196,8 @@ def test_a_recorded_prompt_takes_any_number_of_tokens_and_little_memory(device):
 
 
 def test_a_recorded_prompt_goes_on_with_needed_rows(device):
-    """They are counted at each replay, and what is recorded behind the plan goes by the same number."""
+    """They are counted at each replay, and what is recorded behind the plan goes by the same
+    number."""
     xp, size, most = device.xp, 60, 8
     table, weight = random(device, 40, 64), prepare(random(device, 64, 64))
     spec = AttentionSpec("gqa", 1, 1, 64, 64, 1.0, dtype="float32")

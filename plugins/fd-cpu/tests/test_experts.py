@@ -1,5 +1,5 @@
-"""Experts against numpy's of what their packed matrices stand for: few tokens, and so many that threads
-divide rows."""
+"""Experts against numpy's of what their packed matrices stand for: few tokens, and so many that
+threads divide rows."""
 
 from __future__ import annotations
 

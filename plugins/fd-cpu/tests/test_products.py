@@ -103,7 +103,8 @@ def test_gate_and_norm_around_the_product(runtime, kind, group, limit):
 @pytest.mark.parametrize("num_rows", [1, 6, 40])
 @pytest.mark.parametrize("kind", [0, 1, 2, 3, CODED])
 def test_the_likeliest_output_of_a_product(runtime, kind, num_rows):
-    """All logits are negative, so that outputs that only pad a panel would win; the first of equals does."""
+    """All logits are negative, so that outputs that only pad a panel would win; the first of equals
+    does."""
     rng = np.random.default_rng(num_rows)
     weight = -rng.random((1100, 64)).astype(np.float32) - 0.1
     # The last one is in a panel that threads take turns for.

@@ -1,4 +1,5 @@
-"""Rows that are needed behind a model's last block: copies, and plans that go on with these rows alone."""
+"""Rows that are needed behind a model's last block: copies, and plans that go on with these rows
+alone."""
 
 from __future__ import annotations
 

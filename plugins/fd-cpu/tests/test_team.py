@@ -17,7 +17,8 @@ from test_products import FORMATS, packed, product
 
 
 def sizes(rng, num_rows):
-    """One matrix of few panels, one of so many that the last two are taken in turns; both of many rows are divided by rows."""
+    """One matrix of few panels, one of so many that the last two are taken in turns; both of many
+    rows are divided by rows."""
     for outputs, inputs in ((40, 128), (1060, 256)):
         weight = rng.standard_normal((outputs, inputs)).astype(np.float32) * 0.05
         yield weight, rng.standard_normal((num_rows, inputs)).astype(np.float32)
@@ -63,7 +64,8 @@ def chain(runtime, num_rows, steps):
     ("flags", "num_rounds"), [(["-O2"], 1000), (["-O1", "-g", "-fsanitize=thread"], 100)]
 )
 def test_teams_whose_threads_come_and_go(tmp_path, flags, num_rounds):
-    """Up to five threads. A thread that waits for good does not end; ThreadSanitizer says what it finds."""
+    """Up to five threads. A thread that waits for good does not end; ThreadSanitizer says what it
+    finds."""
     here, program = Path(__file__).parent, tmp_path / "team_threads"
     source = here.parent / "src"
     command = ["g++", "-std=c++17", *flags, "-iquote", source]

@@ -12,7 +12,8 @@ TET2 = 4
 
 
 def decoded(strands):
-    """[N, K] of uint32 [N / 64, K / 8, 32]: every state from the ring's bits, every byte from the product."""
+    """[N, K] of uint32 [N / 64, K / 8, 32]: every state from the ring's bits, every byte from the
+    product."""
     tall, wide, _ = strands.shape
     found = np.empty((tall * 64, wide * 8))
     for tile in np.ndindex(tall, wide):

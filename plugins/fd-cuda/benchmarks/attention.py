@@ -3,8 +3,9 @@
     python plugins/fd-cuda/benchmarks/attention.py [--sweep] [--block-size 64] [--json FILE]
 
 Decode: one CUDA graph over many layers' caches, more than the L2 holds, so every key comes from
-memory; the plan of splits, made once a step, is timed by itself. Prefill: the rotation and cache write
-included, and torch's own kernels beside it. Medians of several replays; bfloat16, random numbers.
+memory; the plan of splits, made once a step, is timed by itself. Prefill: the rotation and cache
+write included, and torch's own kernels beside it. Medians of several replays; bfloat16, random
+numbers.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ WIDTH, DTYPE = 128, torch.bfloat16
 
 
 class FixedSizes(Sizes):
-    """One choice for everything; a DecodeShape is the Triton kernel's, the others those in CUDA C++."""
+    """One choice for everything; a DecodeShape is the Triton kernel's, the others those in CUDA
+    C++."""
 
     def __init__(
         self,
@@ -189,7 +191,8 @@ def decode_table(device: CudaDevice, block_size: int) -> list[dict[str, Any]]:
 
 
 def torch_prefill_us(world: World, backend: Any) -> float | None:
-    """torch's own kernel for equal rows without a prefix, over what it needs: no cache, no rotation."""
+    """torch's own kernel for equal rows without a prefix, over what it needs: no cache, no
+    rotation."""
     (fed, n), batch = world.rows[0], len(world.rows)
     if fed != n or len(set(world.rows)) != 1:
         return None
@@ -226,11 +229,12 @@ def prefill_table(device: CudaDevice, block_size: int) -> list[dict[str, Any]]:
 
 
 def show(result: dict[str, Any]) -> None:
-    print("  ".join(f"{k}={v:.1f}" if isinstance(v, float) else f"{k}={v}" for k, v in result.items()),
+    print("  ".join(f"{k}={v:.1f}" if isinstance(v, float) else f"{k}={v}" for k,
+        v in result.items()),
           flush=True)  # fmt: skip
 
 
-# -- sweeps -----------------------------------------------------------------------------------------
+# -- sweeps ---------------------------------------------------------------------------------------
 
 TRITON_KERNELS = [
     (64, 4, 3),

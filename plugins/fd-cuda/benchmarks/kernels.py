@@ -1,11 +1,12 @@
-"""Times of single operations and of whole decode steps on one GPU, beside what bytes and cuBLAS allow.
+"""Times of single operations and of whole decode steps on one GPU, beside what bytes and cuBLAS
+allow.
 
     python plugins/fd-cuda/benchmarks/kernels.py products [MODEL...]
     python plugins/fd-cuda/benchmarks/kernels.py experts sampling step
 
-Every figure is a median of graph replays over rotating weights, so that the card's cache does not help.
-"floor" is the bytes that must move over the copy bandwidth measured in the same run. A step is the whole
-decoder without its attention, which benchmarks/attention.py times.
+Every figure is a median of graph replays over rotating weights, so that the card's cache does not
+help. "floor" is the bytes that must move over the copy bandwidth measured in the same run. A step
+is the whole decoder without its attention, which benchmarks/attention.py times.
 """
 
 from __future__ import annotations

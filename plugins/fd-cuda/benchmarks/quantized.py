@@ -1,16 +1,17 @@
 """Products with packed weights, experts and quantized caches on one GPU, beside bf16 and the bytes
 that must move.
 
-    python plugins/fd-cuda/benchmarks/quantized.py dense [--rows 1,8] [--shapes 8192x8192] [--formats wint4] [--unpacked]
+    python plugins/fd-cuda/benchmarks/quantized.py dense [--rows 1,8] [--shapes 8192x8192] \\
+        [--formats wint4] [--unpacked]
     python plugins/fd-cuda/benchmarks/quantized.py experts [--rows 4096] [--unpacked]
     python plugins/fd-cuda/benchmarks/quantized.py cache
 
 Every figure is a median of graph replays over rotating weights, so that the card's cache does not
 help; rounding of activations is included and also shown by itself. Floor: bytes of weights over
 4.30 TB/s, or operations over 790 TFLOP/s (1580 with rounded activations), whichever takes longer.
-"error" compares with the same weights dequantized in float32. --unpacked: beside it the same layer whose weights are
-unpacked to half floats for the call and multiplied as such, by cuBLAS, with tet2 after the rotation of the activations, or as
-bf16 experts (tet2: without the rotations).
+"error" compares with the same weights dequantized in float32. --unpacked: beside it the same layer
+whose weights are unpacked to half floats for the call and multiplied as such, by cuBLAS, with tet2
+after the rotation of the activations, or as bf16 experts (tet2: without the rotations).
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ def floor_us(kind: str, weights: int, products: float) -> float:
 
 
 def rounded(kind: str, *shape: int) -> torch.Tensor:
-    """Normally distributed numbers as the format has them, the largest at four deviations. Random bits, which are never
-    alike, would draw more power than bf16's numbers, and at many rows power decides."""
+    """Normally distributed numbers as the format has them, the largest at four deviations. Random
+    bits, which are never alike, would draw more power than bf16's numbers, and at many rows power
+    decides."""
     x = torch.randn(shape, dtype=DTYPE, device=DEVICE).div_(4).clamp_(-1, 1)
     if "fp8" in kind:
         return (x * 448).to(torch.float8_e4m3fn)

@@ -1,11 +1,14 @@
-"""Products with rounded activations behind what makes their inputs in a model, whole chains in one run.
+"""Products with rounded activations behind what makes their inputs in a model, whole chains in one
+run.
 
-    python plugins/fd-cuda/benchmarks/quantized_chains.py [--after norm|silu] [--rows 4096] [--shapes 8192x8192] [--formats w8a8]
+    python plugins/fd-cuda/benchmarks/quantized_chains.py [--after norm|silu] [--rows 4096] \\
+        [--shapes 8192x8192] [--formats w8a8]
 
-norm: sum with a residual, RMSNorm, product; silu: silu(gate) * up, product. Beside bf16's chain (cuBLAS) stand the chain in
-which the norm or the activation rounds what it yields, as layers run it, and the one whose rounding is a kernel of its own.
-Microseconds, medians of graph replays over rotating weights, of runs that take turns; in brackets bf16's time over it, behind
-the bar what stands before the product alone: plain, and rounding. Both chains' results are compared bit for bit.
+norm: sum with a residual, RMSNorm, product; silu: silu(gate) * up, product. Beside bf16's chain
+(cuBLAS) stand the chain in which the norm or the activation rounds what it yields, as layers run
+it, and the one whose rounding is a kernel of its own. Microseconds, medians of graph replays over
+rotating weights, of runs that take turns; in brackets bf16's time over it, behind the bar what
+stands before the product alone: plain, and rounding. Both chains' results are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -59,7 +62,10 @@ def cell(kind: str, width: int, depth: int, make: Before) -> str:
     same = torch.equal(
         linear(make(packed[0]), packed[0], None), linear(make(None), packed[0], None)
     )
-    text = f"bf16 {bf16:.1f}, {fused:.1f} ({bf16 / fused:.2f}), rounding apart {apart:.1f} ({bf16 / apart:.2f})"
+    text = (
+        f"bf16 {bf16:.1f}, {fused:.1f} ({bf16 / fused:.2f}), "
+        f"rounding apart {apart:.1f} ({bf16 / apart:.2f})"
+    )
     return f"{text} | {alone:.1f}, {rounding:.1f}" + ("" if same else "; RESULTS DIFFER")
 
 

@@ -1,5 +1,5 @@
-"""ERNIE-4.5-300B-A47B's shapes with 2-bit experts, random packed weights, on one GPU: whole greedy steps through
-LLM.generate.
+"""ERNIE-4.5-300B-A47B's shapes with 2-bit experts, random packed weights, on one GPU: whole greedy
+steps through LLM.generate.
 
     python plugins/fd-cuda/benchmarks/quantized_model.py
 """
@@ -27,7 +27,8 @@ def main() -> int:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         began = time.perf_counter()
         engine = LLM(
-            folder, load_format="dummy", quantization="wint2", device="cuda", skip_tokenizer_init=True,
+            folder, load_format="dummy", quantization="wint2", device="cuda",
+            skip_tokenizer_init=True,
             max_model_len=2048, max_num_seqs=max(batches), graph_capture_sizes=list(batches),
             enable_prefix_caching=False,
         )  # fmt: skip

@@ -1,15 +1,17 @@
-"""Several GPUs of one host: sums, expert parallelism, tensor-parallel engines, and that they equal one GPU.
+"""Several GPUs of one host: sums, expert parallelism, tensor-parallel engines, and that they equal
+one GPU.
 
     python plugins/fd-cuda/benchmarks/several_gpus.py collectives 4
     python plugins/fd-cuda/benchmarks/several_gpus.py experts 4
-    python plugins/fd-cuda/benchmarks/several_gpus.py engine MODEL 4 --batch 1 64 256 --same reference.json
+    python plugins/fd-cuda/benchmarks/several_gpus.py engine MODEL 4 --batch 1 64 256 \\
+        --same reference.json
     python plugins/fd-cuda/benchmarks/several_gpus.py tokens models/ernie-tiny 4
 
-`collectives`: every collective against numpy, then microseconds of a sum within a graph. `experts`: one
-mixture layer of 21B-A3B and 30B-A3B shape, whose tokens lie on all GPUs. `engine`: random weights of a
-folder (benchmarks/random_model.py makes one), 1024 tokens in, 128 out; with --same the log-probabilities
-of first tokens are compared with those that another number of GPUs wrote. `tokens`: greedy tokens in
-float32 equal those of one GPU.
+`collectives`: every collective against numpy, then microseconds of a sum within a graph. `experts`:
+one mixture layer of 21B-A3B and 30B-A3B shape, whose tokens lie on all GPUs. `engine`: random
+weights of a folder (benchmarks/random_model.py makes one), 1024 tokens in, 128 out; with --same the
+log-probabilities of first tokens are compared with those that another number of GPUs wrote.
+`tokens`: greedy tokens in float32 equal those of one GPU.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ def time_us(device: Any, group: Any, call: Callable[[], Any], calls: int, graph:
     return statistics.median(times)
 
 
-# -- sums ---------------------------------------------------------------------------------------------
+# -- sums -----------------------------------------------------------------------------------------
 
 
 def collectives_rank(rank: int, world_size: int, folder: str) -> None:
@@ -119,7 +121,7 @@ def collectives_rank(rank: int, world_size: int, folder: str) -> None:
     device.close()
 
 
-# -- experts ------------------------------------------------------------------------------------------
+# -- experts --------------------------------------------------------------------------------------
 
 
 def experts_rank(rank: int, world_size: int, folder: str) -> None:
@@ -246,7 +248,7 @@ def _error(found: Any, expected: Any) -> float:
     return float(wrong / expected.double().norm())
 
 
-# -- engines ------------------------------------------------------------------------------------------
+# -- engines --------------------------------------------------------------------------------------
 
 
 def engine(options: argparse.Namespace) -> None:
@@ -288,7 +290,8 @@ def engine(options: argparse.Namespace) -> None:
             step_ms = (total - prefill) / (ANSWER - 1) * 1e3
             print(
                 f"{name}, batch {batch}: decode {step_ms:.2f} ms a step, prefill "
-                f"{batch * PROMPT / prefill:.0f} tokens/s, all {batch * ANSWER / total:.0f} tokens/s",
+                f"{batch * PROMPT / prefill:.0f} tokens/s, all {batch * ANSWER / total:.0f} "
+                "tokens/s",
                 flush=True,
             )
     finally:
@@ -337,7 +340,8 @@ def tokens(options: argparse.Namespace) -> None:
         same = sum(a == b for a, b in zip(one["together"], many["together"], strict=True))
         alone = sum(a == b for a, b in zip(one["together"], many["alone"], strict=True))
         print(
-            f"{name} tokens in float32 on {options.world_size} GPUs {options.experts}: {same} of {len(prompts)} "
+            f"{name} tokens in float32 on {options.world_size} GPUs {options.experts}: {same} of "
+            f"{len(prompts)} "
             f"answers together and {alone} alone equal one GPU's",
             flush=True,
         )

@@ -1,8 +1,9 @@
 """Notices within a second that another rank of a group is gone.
 
 Ranks hold hands in a ring of sockets. A process that dies lets go, because the kernel closes its
-sockets; a rank that leaves in good order says goodbye first. Whoever loses a neighbour tells its own
-neighbours by letting go, too. Work of a GPU that waits for a lost rank would never end by itself.
+sockets; a rank that leaves in good order says goodbye first. Whoever loses a neighbour tells its
+own neighbours by letting go, too. Work of a GPU that waits for a lost rank would never end by
+itself.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _MAX_SOCKET_PATH: Final = 100  # the kernel's limit is 107
 
 
 class Ring:
-    """One rank's place. From a thread, with what happened: `on_loss` when a rank died (once), `on_leave`
-    when a neighbour said goodbye."""
+    """One rank's place. From a thread, with what happened: `on_loss` when a rank died (once),
+    `on_leave` when a neighbour said goodbye."""
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
 """Expert communicators over GPUs: all-gather and reduce-scatter, or all-to-all of the rows needed.
 
 `cuda_all_gather` moves every token to every rank, in sizes that do not depend on the routing: no
-wait for the host, so decode steps that use it can be captured. `cuda_all_to_all` moves each token only
-to the ranks of its experts, once each; the host has to learn how many, which large batches repay.
-`cuda_by_batch` chooses between the two. Results are added in a fixed order, so they do not change from
-run to run.
+wait for the host, so decode steps that use it can be captured. `cuda_all_to_all` moves each token
+only to the ranks of its experts, once each; the host has to learn how many, which large batches
+repay. `cuda_by_batch` chooses between the two. Results are added in a fixed order, so they do not
+change from run to run.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Received rows are allocated for the worst routing up to this size; beyond, the host asks how many, but
-# not while a graph is recorded.
+# Received rows are allocated for the worst routing up to this size; beyond, the host asks how many,
+# but not while a graph is recorded.
 _WORST_CASE_BYTES: Final = 256 << 20
 _MAX_RANKS: Final = 64
 
@@ -275,8 +275,8 @@ class _Chosen(Generic[_Inner]):
 
 
 class ByBatchExperts:
-    """See ExpertCommunicator. The quicker of both for each plan's number of tokens, measured when the plan
-    is made; all ranks choose alike."""
+    """See ExpertCommunicator. The quicker of both for each plan's number of tokens, measured when
+    the plan is made; all ranks choose alike."""
 
     name = "cuda_by_batch"
     contract = CONTRACT
@@ -295,7 +295,8 @@ class ByBatchExperts:
         best = self._all[costs.index(min(costs))]
         logger.info(
             "expert parallel steps of up to %d tokens a rank: %s (%s us)", plan.max_tokens,
-            best.name, ", ".join(f"{c.name} {1e6 * s:.0f}" for c, s in zip(self._all, costs, strict=True)),
+            best.name, ", ".join(f"{c.name} {1e6 * s:.0f}" for c, s in zip(self._all, costs,
+                strict=True)),
         )  # fmt: skip
         return _Chosen(best, best.plan(plan))
 

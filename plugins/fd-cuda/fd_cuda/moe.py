@@ -1,7 +1,7 @@
 """MoE driver `cuda`: whole blocks, or routing and experts, through the device's kernels.
 
-Weights stay as checkpoints hold them; the kernels read them so. Quantized experts are laid out by the
-operation of their format, which takes the place of moe_experts.
+Weights stay as checkpoints hold them; the kernels read them so. Quantized experts are laid out by
+the operation of their format, which takes the place of moe_experts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
 
-# The operation of their format with what it prepared of both matrices; None: with these, as they are.
+# The operation of their format with what it prepared of both matrices; None: with these, as they
+# are.
 _Weights: TypeAlias = "tuple[Callable[..., Tensor] | None, Any, Any]"
 # From so many tokens on, cuBLAS is faster for experts that every token visits.
 _MANY_TOKENS: Final = 1024

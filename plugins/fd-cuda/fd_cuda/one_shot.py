@@ -51,7 +51,8 @@ def one_shot_sum(
     HALF_BYTES: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Grid (BLOCKS,). bases: [WORLD] int64 addresses of the pieces. count: elements of x and out."""
+    """Grid (BLOCKS,). bases: [WORLD] int64 addresses of the pieces. count: elements of x and
+    out."""
     block = tl.program_id(0)
     element: tl.constexpr = x.dtype.element_ty
     own = tl.load(bases + RANK)
@@ -63,7 +64,8 @@ def one_shot_sum(
     step = tl.num_programs(0) * TILE
     for start in range(block * TILE, count, step):
         inside = start + n < count
-        # Pieces are aligned, which a number that was loaded does not show: 16 bytes at once depend on it.
+        # Pieces are aligned, which a number that was loaded does not show: 16 bytes at once depend
+        # on it.
         to = tl.multiple_of(tl.max_contiguous(mine + start + n, [TILE]), [16])
         tl.store(to, tl.load(x + start + n, mask=inside), mask=inside)
     tl.debug_barrier()  # every thread's stores, before the announcement

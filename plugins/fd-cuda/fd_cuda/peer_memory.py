@@ -54,7 +54,8 @@ class PeerMemory:
             self._own.value = 0
 
     def set_word(self, offset: int, value: int) -> None:
-        """Write one 32-bit word of the own piece beside whatever the GPU is doing, from any thread."""
+        """Write one 32-bit word of the own piece beside whatever the GPU is doing, from any
+        thread."""
         with torch.cuda.stream(torch.cuda.Stream()):
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
             self._call(

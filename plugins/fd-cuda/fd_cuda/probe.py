@@ -19,7 +19,8 @@ _INIT_ERRORS = {
     34: "the library found is a stub without a driver behind it",
     36: "GPUs are in exclusive use by another process",
     46: "GPUs are busy or unavailable",
-    100: "the driver sees no GPU; check CUDA_VISIBLE_DEVICES and whether the container was given one",
+    100: "the driver sees no GPU; check CUDA_VISIBLE_DEVICES and whether the container was given "
+    "one",
     101: "CUDA_VISIBLE_DEVICES names a GPU that does not exist",
     802: "the fabric manager has not started",
     803: "driver library and kernel module have different versions; reboot or reinstall the driver",
@@ -68,8 +69,8 @@ def ask_driver() -> Driver:
 
 
 def why_not_torch(driver: Driver, *, opens: bool = True) -> str:
-    """Why torch cannot use the driver's GPUs; empty if it can. Without `opens` its files are asked, which
-    takes no time: importing it takes seconds."""
+    """Why torch cannot use the driver's GPUs; empty if it can. Without `opens` its files are asked,
+    which takes no time: importing it takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None:
         return "torch is not installed; install a CUDA build of it (torch>=2.8)"
@@ -89,7 +90,8 @@ def why_not_torch(driver: Driver, *, opens: bool = True) -> str:
     # Within one major version a newer build runs on an older driver, of at least that major.
     if driver.version[0] < int(cuda.partition(".")[0]):
         return (
-            f"the driver is too old: it runs CUDA {_text(driver.version)} and older, torch {version} is "
+            f"the driver is too old: it runs CUDA {_text(driver.version)} and older, torch "
+            f"{version} is "
             f"built for CUDA {cuda}; update the driver or install an older CUDA build of torch"
         )
     return _why_not_opened() if opens else ""

@@ -17,7 +17,8 @@ VARIABLES: dict[str, tuple[tuple[str, ...], str, str]] = {
     "FD_CUDA_ALLOCATOR": (
         ("expandable", "default"),
         "expandable",
-        "torch's caching allocator: growing segments (little fragmentation), or torch's own default",
+        "torch's caching allocator: growing segments (little fragmentation), "
+        "or torch's own default",
     ),
     "FD_CUDA_ALL_REDUCE": (
         ("auto", "nccl"),

@@ -47,7 +47,8 @@ class TorchCudaDevice(CudaDevice):
             torch.cuda.synchronize(self.index)  # opens it
         except RuntimeError as error:
             raise WorkerError(
-                f"GPU {self.index} cannot be opened: {str(error).splitlines()[0]}; nvidia-smi shows "
+                f"GPU {self.index} cannot be opened: {str(error).splitlines()[0]}; nvidia-smi "
+                "shows "
                 "who uses it and its errors, dmesg lines with Xid"
             ) from error
         self._bind()

@@ -1,7 +1,9 @@
-"""Compile for a GPU what a step would launch, on a machine without one: `python compile_only.py 90`.
+"""Compile for a GPU what a step would launch, on a machine without one: `python compile_only.py
+90`.
 
-Triton's compiler needs no GPU, so a stand-in driver that only names the architecture lets every launch
-become a compilation. The interpreter, which runs the same kernels on numbers, is more tolerant.
+Triton's compiler needs no GPU, so a stand-in driver that only names the architecture lets every
+launch become a compilation. The interpreter, which runs the same kernels on numbers, is more
+tolerant.
 """
 
 from __future__ import annotations

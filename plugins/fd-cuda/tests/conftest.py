@@ -1,7 +1,7 @@
 """Kernels run under Triton's interpreter where there is no GPU.
 
-One process uses one tensor library: what is torch's runs unless `--fd-tensor paddle` is given, and then
-only test_paddle_device.py does.
+One process uses one tensor library: what is torch's runs unless `--fd-tensor paddle` is given, and
+then only test_paddle_device.py does.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ pytest_plugins = ["fastdeploy_core.testing.pytest_plugin"]
 
 
 def _mend_interpreter() -> None:
-    """Two gaps of Triton 3.6's interpreter. Its scalars are arrays of one element, which numpy 2.4 no
-    longer takes for integers, so that `range(n)` of a loaded n fails; and it keeps bfloat16 and float8 as
-    bits, which `dot` multiplies as if they were integers."""
+    """Two gaps of Triton 3.6's interpreter. Its scalars are arrays of one element, which numpy 2.4
+    no longer takes for integers, so that `range(n)` of a loaded n fails; and it keeps bfloat16 and
+    float8 as bits, which `dot` multiplies as if they were integers."""
     import torch
     import triton.language as tl
     from triton.runtime import interpreter

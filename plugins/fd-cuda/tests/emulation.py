@@ -1,4 +1,5 @@
-"""Kernels of kernels/native as C++ over an emulated GPU: compiled by g++, one library per specialization."""
+"""Kernels of kernels/native as C++ over an emulated GPU: compiled by g++, one library per
+specialization."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Emulation:
         source += '\n#include "emulated_grid.h"\n'
         threads = 32 * defines.get("WARPS", 4 * defines.get("GROUPS", 1))
         sizes = {
-            "CLUSTER": defines.get("SPLIT", 1), **defines, "KERNEL": name, "FIBERS": defines.get("THREADS", threads)
+            "CLUSTER": defines.get("SPLIT", 1), **defines, "KERNEL": name,
+            "FIBERS": defines.get("THREADS", threads)
         }  # fmt: skip
         options = [f"-D{key}={value}" for key, value in sorted(sizes.items())]
         key = hashlib.sha256("\0".join([source, *options]).encode()).hexdigest()[:16]

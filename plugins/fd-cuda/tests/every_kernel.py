@@ -1,11 +1,13 @@
-"""Launches every hand-written kernel of this plugin a few times on odd shapes, for compute-sanitizer:
+"""Launches every hand-written kernel of this plugin a few times on odd shapes, for
+compute-sanitizer:
 
     compute-sanitizer --tool memcheck python plugins/fd-cuda/tests/every_kernel.py
-    compute-sanitizer --tool racecheck python plugins/fd-cuda/tests/every_kernel.py [--plain-copies] [PART...]
+    compute-sanitizer --tool racecheck python plugins/fd-cuda/tests/every_kernel.py [--plain-copies]
+    [PART...]
 
-A part is a function below or a format of packed weights. Shapes are small and their ends lie inside tiles.
-Results are not compared, which the tests do; here the tool watches every access. The last lines name what
-was launched.
+A part is a function below or a format of packed weights. Shapes are small and their ends lie inside
+tiles. Results are not compared, which the tests do; here the tool watches every access. The last
+lines name what was launched.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ def integers(high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.
 
 
 def native_products() -> None:
-    """Small products in CUDA C++: every kind of epilogue, numbers of rows around those of a tile."""
+    """Small products in CUDA C++: every kind of epilogue, numbers of rows around those of a
+    tile."""
     for dtype in DTYPES[:2]:
         for width, depth in ((392, 512), (104, 1024)):
             weight, norm = random(width, depth, dtype=dtype), random(depth, dtype=dtype)

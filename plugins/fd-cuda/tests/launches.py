@@ -44,13 +44,15 @@ def never_launched(counts: Counter[str]) -> list[str]:
 
 
 def copy_plainly() -> None:
-    """Copies to shared memory that run beside the kernel (copies.cuh, wide.cuh) become loads and stores. racecheck reports
-    the former against what other blocks of a cluster store there later, and against reads behind a barrier at which their
-    end arrives; it knows how barriers order the latter."""
+    """Copies to shared memory that run beside the kernel (copies.cuh, wide.cuh) become loads and
+    stores. racecheck reports the former against what other blocks of a cluster store there later,
+    and against reads behind a barrier at which their end arrives; it knows how barriers order the
+    latter."""
     plain = {
         "copies.cuh": (
             r'asm volatile\("cp\.async\.cg.*?\);',
-            "*(uint4*)__cvta_shared_to_generic(to) = inside ? *(const uint4*)from : make_uint4(0, 0, 0, 0);",
+            "*(uint4*)__cvta_shared_to_generic(to) = inside ? *(const uint4*)from : make_uint4(0, "
+            "0, 0, 0);",
         ),
         "wide.cuh": (
             r'asm volatile\("cp\.async\.ca.*?\);',

@@ -18,7 +18,8 @@ class Emulation(emulation.Emulation):
 
 
 def _record(x: torch.Tensor, size: int, rows: int, row_bytes: int, matrix_rows: int = 0) -> bytes:
-    """What emulated_feed.h takes for a tensor map: rows of numbers of `size` bytes, of a box so many rows and bytes."""
+    """What emulated_feed.h takes for a tensor map: rows of numbers of `size` bytes, of a box so
+    many rows and bytes."""
     stride = x.stride(-2) * x.element_size()
     height, inputs = x.numel() // x.shape[-1], x.shape[-1] * x.element_size() // size
     swizzles = int(size < 8)

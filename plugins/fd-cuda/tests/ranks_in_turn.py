@@ -1,5 +1,5 @@
-"""Ranks of fd_cuda.one_shot that take turns in one process: what one waits for has been written before
-it starts, so nothing ever waits."""
+"""Ranks of fd_cuda.one_shot that take turns in one process: what one waits for has been written
+before it starts, so nothing ever waits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Meets the kernels of a step before any may run, on a machine without a GPU: `python rehearse.py 90`.
+"""Meets the kernels of a step before any may run, on a machine without a GPU: `python rehearse.py
+90`.
 
-Prints how many were compiled inside, by how many threads, how many outside afterwards, and whether what
-they would have written is zero.
+Prints how many were compiled inside, by how many threads, how many outside afterwards, and whether
+what they would have written is zero.
 """
 
 from __future__ import annotations

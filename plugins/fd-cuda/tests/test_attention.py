@@ -13,7 +13,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class _Direct(AttentionConformance):
-    """Builds the driver without asking whether it serves this device: the interpreter runs on any."""
+    """Builds the driver without asking whether it serves this device: the interpreter runs on
+    any."""
 
     runs_on: ClassVar[str] = DEVICE
 

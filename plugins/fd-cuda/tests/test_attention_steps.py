@@ -1,4 +1,5 @@
-"""What the conformance kit does not reach: rotation, cache writes, drafts, padding, replayed plans."""
+"""What the conformance kit does not reach: rotation, cache writes, drafts, padding, replayed
+plans."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ def test_long_contexts(device: Any, tokens: int, width: int, num_seqs: int) -> N
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="a processor has no graphs")
 def test_replays_follow_the_lengths_on_the_device(device: Any) -> None:
-    """Planned inside the graph: lengths and tables of the replay count, not those of the capture."""
+    """Planned inside the graph: lengths and tables of the replay count, not those of the
+    capture."""
     spec = gqa("bfloat16", 16, 2, 128)
     driver = PagedAttention(spec, 64, device, None)
     steps = [
@@ -323,6 +325,7 @@ def test_kernels_compile_for_architectures(capability: int) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]).keys() == {
-        "clear_padding", "cut_decodes", "cut_prompts", "cut_stream", "decode_attention", "latent_attention", "one_shot_sum", "prefill_attention",
+        "clear_padding", "cut_decodes", "cut_prompts", "cut_stream", "decode_attention",
+        "latent_attention", "one_shot_sum", "prefill_attention",
         "rotate_and_write",
     }  # fmt: skip

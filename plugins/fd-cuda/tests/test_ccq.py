@@ -1,4 +1,5 @@
-"""The published 2-bit layout's own kernel and its maps in whole numbers: emulated, or on the GPU."""
+"""The published 2-bit layout's own kernel and its maps in whole numbers: emulated, or on the
+GPU."""
 
 from __future__ import annotations
 

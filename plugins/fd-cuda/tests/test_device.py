@@ -81,7 +81,7 @@ class TestByBatchExperts(_OnTorch, ExpertCommunicatorConformance):
         super().test_two_ranks_in_two_processes(driver, device, fd_entry)
 
 
-# -- why not ----------------------------------------------------------------------------------------
+# -- why not --------------------------------------------------------------------------------------
 
 
 @without_gpu
@@ -221,7 +221,7 @@ def test_one_driver_for_each_kind() -> None:
     assert all(isinstance(c.verdict, Decline) for c in hooks.fd_attention_backends(latent))
 
 
-# -- errors -----------------------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_numbers_of_the_runtime_count() -> None:
     assert not is_lost(AcceleratorError("invalid argument"))
 
 
-# -- ranks ------------------------------------------------------------------------------------------
+# -- ranks ----------------------------------------------------------------------------------------
 
 CHILD = """
 import sys, time

@@ -1,5 +1,5 @@
-"""Every operation of the table against the conformance kit's oracle: on the GPU where there is one, in
-Triton's interpreter elsewhere."""
+"""Every operation of the table against the conformance kit's oracle: on the GPU where there is one,
+in Triton's interpreter elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from fastdeploy_core.testing.drivers import build_kernel_table
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
-# The interpreter computes bfloat16 in a way of its own, so float16 stands for both; float32 takes as long again.
+# The interpreter computes bfloat16 in a way of its own, so float16 stands for both; float32 takes
+# as long again.
 DTYPES = (
     ["float32", "float16", "bfloat16"]
     if HAS_GPU
@@ -54,9 +55,9 @@ class TestKernels(OnCuda, OpsConformance):
         from fastdeploy_core.contracts.ops import OPERATIONS
 
         origins = kernels.origins()
-        # Composed of others: logits that are not rounded of "linear", or of what the library has, and draws.
-        # "keep_results" is for devices that decode several times in one go. "select_rows" is one kernel of the
-        # library.
+        # Composed of others: logits that are not rounded of "linear", or of what the library has,
+        # and draws. "keep_results" is for devices that decode several times in one go.
+        # "select_rows" is one kernel of the library.
         others = {"linear_logits", "draw", "keep_results", "select_rows"}
         assert {o for o in OPERATIONS if origins[o] != "fd-cuda"} == others
 

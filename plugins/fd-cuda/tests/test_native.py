@@ -50,7 +50,8 @@ def reference(
 
 
 def plans(product: Product, rows: int) -> list[Plan]:
-    """Those of PLANS that can do it; K decides what is compiled, so few warps are for small K alone."""
+    """Those of PLANS that can do it; K decides what is compiled, so few warps are for small K
+    alone."""
     return [
         plan
         for plan in PLANS

@@ -1,4 +1,5 @@
-"""The CUDA C++ decode kernels on the CPU: their sources, compiled as C++ over an emulated GPU (emulated.h)."""
+"""The CUDA C++ decode kernels on the CPU: their sources, compiled as C++ over an emulated GPU
+(emulated.h)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""quant_attention.cu against attention in float64 over what the cache's numbers mean: emulated, or on the GPU."""
+"""quant_attention.cu against attention in float64 over what the cache's numbers mean: emulated, or
+on the GPU."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def quantize(x: torch.Tensor, name: str, given: tuple[torch.Tensor, torch.Tensor] | None) -> Parts:
-    """Rows [slots, heads, dim] as numbers, scales of rows (and what they are shifted by), and what they mean."""
+    """Rows [slots, heads, dim] as numbers, scales of rows (and what they are shifted by), and what
+    they mean."""
     x, kind = x.float(), KV_FORMATS[name]
     if given is not None:
         scale, low = given

@@ -1,4 +1,5 @@
-"""quant_blocks.cu against dequantization in float64: emulated, the copy engine included, or on the GPU."""
+"""quant_blocks.cu against dequantization in float64: emulated, the copy engine included, or on the
+GPU."""
 
 from __future__ import annotations
 
@@ -113,8 +114,8 @@ def compare(case: Case, shape: Blocks) -> None:
 
 @pytest.mark.parametrize("tokens", [70, 2000] if HAS_GPU else [70])
 def test_layer_of_experts(tokens: int) -> None:
-    """Rows gathered by expert, groups of warps that have none, blocks that nobody has: what lies between the products is
-    rounded as a kernel of its own would."""
+    """Rows gathered by expert, groups of warps that have none, blocks that nobody has: what lies
+    between the products is rounded as a kernel of its own would."""
     experts, inner, hidden, shape = 3, 256, 256, blocks()
     (gate_up, first), (down, second) = (
         made(2 * inner, hidden, experts),
@@ -137,8 +138,8 @@ def test_layer_of_experts(tokens: int) -> None:
         expected = torch.nn.functional.silu(both[:inner]) * both[inner:]
         own = inside[place].double().view(-1, 128) * of_inside[place].double()[:, None]
         steps = expected.view(-1, 128).abs().amax(1, keepdim=True) / 448
-        # 16: half a step of the largest numbers; 1.75: half one of bfloat16's, which they were rounded to before; the
-        # rest: of the product itself.
+        # 16: half a step of the largest numbers; 1.75: half one of bfloat16's, which they were
+        # rounded to before; the rest: of the product itself.
         assert ((own - expected.view(-1, 128)).abs() <= 20 * steps).all()
         check(y[slot], own.view(-1) @ narrow[experts_of[slot]].T, torch.bfloat16)
     shares = torch.rand(tokens, 2, device=DEVICE)

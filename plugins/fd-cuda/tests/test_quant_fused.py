@@ -1,5 +1,5 @@
-"""Norms and activations that round what they yield: the same numbers as norm.py and then quant_round.py make, and the same
-products, on the GPU or in Triton's interpreter."""
+"""Norms and activations that round what they yield: the same numbers as norm.py and then
+quant_round.py make, and the same products, on the GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def rounds_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def both_ways(
     after: str, rows: int, weight: quant_weights.Weights, count: int, dtype: torch.dtype
 ) -> tuple[Any, torch.Tensor, list[torch.Tensor]]:
-    """What the fused kernel yields, what the plain one does, and what else must be equal, in pairs."""
+    """What the fused kernel yields, what the plain one does, and what else must be equal, in
+    pairs."""
     if after == "silu":
         x = (torch.randn(rows, 2 * count + 16, device=DEVICE) * 3).to(dtype)[:, : 2 * count]
         return quant_fused.silu_and_mul(x, weight), norm.silu_and_mul(x), []

@@ -1,4 +1,5 @@
-"""The CUDA C++ kernels of packed weights against dequantization in float64: emulated, or on the GPU."""
+"""The CUDA C++ kernels of packed weights against dequantization in float64: emulated, or on the
+GPU."""
 
 from __future__ import annotations
 
@@ -171,8 +172,8 @@ def test_product_of_rows(case: tuple[str, int, int, torch.dtype, int, RowGemm]) 
 def test_weights_that_the_kernel_before_unpacks_are_awaited(
     by_tiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels overlap: quant_rows.cu asks for its weights before the kernel in front has ended, unless that one
-    writes them; quant_persistent.cu never does."""
+    """Kernels overlap: quant_rows.cu asks for its weights before the kernel in front has ended,
+    unless that one writes them; quant_persistent.cu never does."""
     rows, count, tokens = (1024, 3072, 4096) if HAS_GPU else (48, 64, 300)
     weight, told = quant_weights.prepare(packed("w4a8", rows, count)), []
 

@@ -1,4 +1,5 @@
-"""quant_persistent.cu against dequantization in float64: emulated, the copy engine included, or on the GPU."""
+"""quant_persistent.cu against dequantization in float64: emulated, the copy engine included, or on
+the GPU."""
 
 from __future__ import annotations
 
@@ -138,7 +139,8 @@ def test_layer_of_experts(name: str) -> None:
             inside = (torch.nn.functional.silu(both[:, :inner]) * both[:, inner:]).bfloat16()
             y = down.seen(inside).double() @ second[expert].T
             expected[token] += shares[token, nth] * y[0]
-    # What lies between the products is rounded by formats: a number on the edge may go to either side.
+    # What lies between the products is rounded by formats: a number on the edge may go to either
+    # side.
     error = float((got.double() - expected).norm() / expected.norm())
     assert error < 2e-2, f"off by {error:.2g}"
 

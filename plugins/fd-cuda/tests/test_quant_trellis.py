@@ -1,4 +1,5 @@
-"""The trellis code's CUDA C++ kernels against a decoder that goes bit by bit: emulated, or on the GPU."""
+"""The trellis code's CUDA C++ kernels against a decoder that goes bit by bit: emulated, or on the
+GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def kernels(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decoded(words: np.ndarray) -> np.ndarray:
-    """[N, K] of int32 [N / 64, K / 8, 32]: every state from the ring's bits, every byte from the product."""
+    """[N, K] of int32 [N / 64, K / 8, 32]: every state from the ring's bits, every byte from the
+    product."""
     tall, wide, _ = words.shape
     rings = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
     symbols, bits = np.arange(256)[:, None], np.arange(16)
@@ -180,7 +182,8 @@ def test_chosen_kernels_fit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tiles_of_experts_fit() -> None:
-    """Beside each other into shared memory, and most experts have no block more than that of the average."""
+    """Beside each other into shared memory, and most experts have no block more than that of the
+    average."""
     weight = trellis(64, 128, 128)[0]
     for each in range(37, 600):
         tile = quant_trellis.choose_wide(weight, weight, each)

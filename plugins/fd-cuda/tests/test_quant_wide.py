@@ -1,4 +1,5 @@
-"""quant_tile.cu and quant_pipe.cu against dequantization in float64: emulated, clusters and copies included, or on the GPU."""
+"""quant_tile.cu and quant_pipe.cu against dequantization in float64: emulated, clusters and copies
+included, or on the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Packed weights: every format's cells against the definition, on the GPU or in Triton's interpreter."""
+"""Packed weights: every format's cells against the definition, on the GPU or in Triton's
+interpreter."""
 
 from __future__ import annotations
 

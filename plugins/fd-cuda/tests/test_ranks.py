@@ -1,5 +1,6 @@
-"""Collectives as far as one GPU can show them: NCCL's calls in a group of one, and the kernel for small
-sums between two processes. Several GPUs are the conformance kit's and benchmarks/several_gpus.py's."""
+"""Collectives as far as one GPU can show them: NCCL's calls in a group of one, and the kernel for
+small sums between two processes. Several GPUs are the conformance kit's and
+benchmarks/several_gpus.py's."""
 
 from __future__ import annotations
 

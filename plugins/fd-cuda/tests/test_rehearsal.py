@@ -1,4 +1,5 @@
-"""Kernels are compiled side by side before any runs; nothing is launched, and what they would write is zero."""
+"""Kernels are compiled side by side before any runs; nothing is launched, and what they would write
+is zero."""
 
 from __future__ import annotations
 

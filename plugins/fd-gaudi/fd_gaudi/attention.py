@@ -1,7 +1,8 @@
 """Attention driver `gaudi_block`: the vendor's fused operators, projections included.
 
-Decodes are one operator; prompts are three, over the row's whole block table, so that what was cached
-before counts and every shape is one of the buckets'. Rows of nobody do what the first row does.
+Decodes are one operator; prompts are three, over the row's whole block table, so that what was
+cached before counts and every shape is one of the buckets'. Rows of nobody do what the first row
+does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What is particular about Intel Gaudi2, as PaddlePaddle's custom device `intel_hpu`.
 
-Every new shape compiles for seconds to minutes, so steps are padded to a few rectangles and all of these
-run once at start-up.
+Every new shape compiles for seconds to minutes, so steps are padded to a few rectangles and all of
+these run once at start-up.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def _setting(name: str) -> int:
         return DEFAULTS[name]
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(
-            f"environment variable {name} cannot be read: got {text!r:.40}; expected a whole number "
+            f"environment variable {name} cannot be read: got {text!r:.40}; expected a whole "
+            "number "
             f"above 0; unset it for the default ({DEFAULTS[name]})"
         )
     return int(text)

@@ -1,5 +1,5 @@
-"""Cells of the kernel table: filled where the vendor's operators are installed, but for the experts,
-whose shapes must not depend on who goes to whom."""
+"""Cells of the kernel table: filled where the vendor's operators are installed, but for the
+experts, whose shapes must not depend on who goes to whom."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The vendor's fused operators, and the cells of the kernel table: the cache write, without which every
-write would copy the whole pool, and experts of fixed shapes.
+"""The vendor's fused operators, and the cells of the kernel table: the cache write, without which
+every write would copy the whole pool, and experts of fixed shapes.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def has_index_copy(facts: Mapping[str, Any]) -> bool:
 
 
 def kv_write(rows: tuple[Tensor, ...], cache: tuple[Tensor, ...], slot_mapping: Tensor) -> None:
-    """Store each token's rows in its slot. Padding (slot -1) stores the first real token once more, or
-    what slot 0 holds: shapes must not depend on how much of a step is padding."""
+    """Store each token's rows in its slot. Padding (slot -1) stores the first real token once more,
+    or what slot 0 holds: shapes must not depend on how much of a step is padding."""
     if slot_mapping.shape[0] == 0:
         return
     xp = namespace(slot_mapping)

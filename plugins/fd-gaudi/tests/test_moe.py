@@ -25,7 +25,8 @@ class Operators(StandIn):
     """As FastDeploy 2.x called it."""
 
     def fused_gate_moe(
-        self, x, router, bias, gate_up, down, top_k, *, norm_topk_prob, permuted_weights, activation,
+        self, x, router, bias, gate_up, down, top_k, *, norm_topk_prob, permuted_weights,
+        activation,
         experts_min, experts_max, chunk_size,
     ):  # fmt: skip
         self.count("experts")

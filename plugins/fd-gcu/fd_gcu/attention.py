@@ -70,7 +70,8 @@ class GcuAttention:
         rotary: Tensor | None = None,
         scales: KVScales | None = None,
     ) -> Tensor:
-        """[num_tokens, num_heads * head_dim]. No cache with scales is accepted, so none are given."""
+        """[num_tokens, num_heads * head_dim]. No cache with scales is accepted, so none are
+        given."""
         spec, batch, xp = self.spec, metadata.batch, self._xp
         tokens, width = q.shape[0], spec.num_heads * spec.head_dim
         if tokens == 0:
@@ -109,7 +110,8 @@ class GcuAttention:
         return out.reshape([tokens, width])
 
     def _table(self, rotary: Tensor, like: Tensor) -> Tensor:
-        """The rotary table in the model's dtype; the original is kept, so that its id stays taken."""
+        """The rotary table in the model's dtype; the original is kept, so that its id stays
+        taken."""
         if id(rotary) not in self._tables:
             self._tables[id(rotary)] = (rotary, rotary.to(like.dtype))
         return self._tables[id(rotary)][1]

@@ -33,7 +33,8 @@ class Operators(StandIn):
         assert head_dim == DIM
         rows = read(table)[read(positions)]
         return [
-            like(x, rotate(read(x).reshape(tokens, -1, DIM), rows[:, : DIM // 2], rows[:, DIM // 2 :],
+            like(x, rotate(read(x).reshape(tokens, -1, DIM), rows[:, : DIM // 2], rows[:,
+                DIM // 2 :],
                            is_neox).reshape(tokens, -1))
             for x in (query, key)
         ]  # fmt: skip
@@ -49,7 +50,8 @@ class Operators(StandIn):
             write(cache, values.reshape(tuple(cache.shape)))
 
     def flash_attn_var_len(
-        self, *, query, key, value, cu_seqlens_q, seqused_k, block_table, max_seqlen_q, max_seqlen_k,
+        self, *, query, key, value, cu_seqlens_q, seqused_k, block_table, max_seqlen_q,
+        max_seqlen_k,
         softmax_scale, is_causal, **rest,
     ):  # fmt: skip
         self.count("attention")

@@ -101,7 +101,8 @@ class IluvatarAttention:
         rotary: Tensor | None = None,
         scales: KVScales | None = None,
     ) -> Tensor:
-        """[num_tokens, num_heads * head_dim]. No cache with scales is accepted, so none are given."""
+        """[num_tokens, num_heads * head_dim]. No cache with scales is accepted, so none are
+        given."""
         spec, xp = self.spec, self._xp
         width = spec.num_heads * spec.head_dim
         qkv = xp.cat((q, k, v), 1).reshape(
@@ -181,7 +182,8 @@ class IluvatarAttention:
             half = rotary.shape[1] // 2
             wide = []
             for part in (rotary[:, :half], rotary[:, half:]):
-                spread = self._xp.repeat_interleave(part, 2, 1) if self.spec.rotary_interleaved else (
+                spread = self._xp.repeat_interleave(part, 2,
+                    1) if self.spec.rotary_interleaved else (
                     self._xp.cat((part, part), 1)
                 )  # fmt: skip
                 wide.append(spread.contiguous().unsqueeze(1))

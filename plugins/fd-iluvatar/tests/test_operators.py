@@ -67,7 +67,8 @@ class Operators(StandIn):
         return like(qkv, out.reshape(qkv.shape[0], -1))
 
     def prefill_fused_paged_attention(
-        self, qkv, k_cache, v_cache, *, block_tables, cu_seqlens_qkv, rope_sin, rope_cos, max_seq_len,
+        self, qkv, k_cache, v_cache, *, block_tables, cu_seqlens_qkv, rope_sin, rope_cos,
+        max_seq_len,
         q_rope, k_rope, v_rope, **shape,
     ):  # fmt: skip
         self.count("prefill")
@@ -78,7 +79,8 @@ class Operators(StandIn):
         return self._run(qkv, k_cache, v_cache, block_tables, rows, rope_cos, rope_sin, shape)
 
     def paged_attention(
-        self, qkv, k_cache, v_cache, *, block_tables, seq_lens, rope_sin, rope_cos, merged_qkv, k, v,
+        self, qkv, k_cache, v_cache, *, block_tables, seq_lens, rope_sin, rope_cos, merged_qkv, k,
+        v,
         max_context_len, alibi_slopes, window_left, window_right, softcap, use_cuda_graph,
         use_sqrt_alibi, rope_batch_stride, **shape,
     ):  # fmt: skip

@@ -76,7 +76,8 @@ class MetaxAttention:
         rotary: Tensor | None = None,
         scales: KVScales | None = None,
     ) -> Tensor:
-        """[num_tokens, num_heads * head_dim]. No cache with scales is accepted, so none are given."""
+        """[num_tokens, num_heads * head_dim]. No cache with scales is accepted, so none are
+        given."""
         spec, batch, xp = self.spec, metadata.batch, self._xp
         tokens, heads = q.shape[0], spec.num_heads
         out = xp.zeros([tokens, heads, spec.head_dim], dtype=q.dtype, device=q.device)

@@ -1,5 +1,5 @@
-"""Cells of the kernel table: int8 experts, where the vendor's operators are installed. Nothing else:
-the vendor's PaddlePaddle plugin compiles PaddlePaddle's own GPU kernels, so the plain
+"""Cells of the kernel table: int8 experts, where the vendor's operators are installed. Nothing
+else: the vendor's PaddlePaddle plugin compiles PaddlePaddle's own GPU kernels, so the plain
 composition runs on the chip."""
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ class Operators(StandIn):
         write(qkv, joined.reshape(qkv.shape[0], -1))
 
     def write_cache_kv(
-        self, qkv, other, before, row_of_token, starts, tables, k_cache, v_cache, heads, kv_heads, dim,
+        self, qkv, other, before, row_of_token, starts, tables, k_cache, v_cache, heads, kv_heads,
+        dim,
         longest,
     ):  # fmt: skip
         self.count("cache")

@@ -1,7 +1,7 @@
 """Compiles the runtime once per machine and PaddlePaddle version, and installs it under type names.
 
-One g++ command. The result is kept in the user's cache folder; a copy named libpaddle-sim-<type>.so is
-a device type, because the library reads its type from its own file name.
+One g++ command. The result is kept in the user's cache folder; a copy named libpaddle-sim-<type>.so
+is a device type, because the library reads its type from its own file name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ NATIVE = Path(__file__).parent / "native"
 FLAGS = (
     *("-std=c++17", "-O1", "-fPIC", "-shared", "-pthread"),
     "-w",  # Paddle's headers warn
-    # Several copies live in one process: none may take another's functions or variables for its own.
+    # Several copies live in one process: none may take another's functions or variables for its
+    # own.
     *("-fvisibility=hidden", "-fno-gnu-unique", "-Wl,-Bsymbolic"),
     *("-DPADDLE_WITH_CUSTOM_DEVICE", "-DPADDLE_WITH_CUSTOM_KERNEL"),
 )
@@ -57,7 +58,8 @@ def build() -> Path:
 
 
 def compiled(name: str, options: list[str]) -> Path:
-    """The library of that name in the cache folder, made by g++ with these options if it is not there."""
+    """The library of that name in the cache folder, made by g++ with these options if it is not
+    there."""
     target = _cache_folder() / name
     if target.exists():
         return target

@@ -1,4 +1,5 @@
-"""What drivers and cells made of vendors' expert operators must do, checked over stand-ins for these."""
+"""What drivers and cells made of vendors' expert operators must do, checked over stand-ins for
+these."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def check_gate_answers(
 def check_int8_cell(
     device: DeviceBackend, operators: VendorOperators, module: StandIn, distribution: str
 ) -> None:
-    """The table has the distribution's cell, whose three operators, called once each, equal the oracle."""
+    """The table has the distribution's cell, whose three operators, called once each, equal the
+    oracle."""
     rng = np.random.default_rng(3)
 
     def packed(outputs: int, inputs: int) -> tuple[PackedWeight, np.ndarray]:

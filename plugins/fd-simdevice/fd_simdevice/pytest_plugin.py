@@ -1,7 +1,7 @@
 """Tests on simulated devices: call `simulate("type")` in a conftest.py and use fixture `simulated`.
 
-PaddlePaddle looks for devices when it is imported, so this has to happen first; where it is imported
-already, or cannot be simulated, tests that use the fixture skip and say why.
+PaddlePaddle looks for devices when it is imported, so this has to happen first; where it is
+imported already, or cannot be simulated, tests that use the fixture skip and say why.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _state: dict[str, str] = {}
 
 
 def simulate(*types: str) -> None:
-    """Put devices of these types in this process and its children: asynchronous, with random delays,
-    memory that the host cannot read."""
+    """Put devices of these types in this process and its children: asynchronous, with random
+    delays, memory that the host cannot read."""
     if "paddle" in sys.modules:
         _state.setdefault(
             "reason", "PaddlePaddle was imported before the device could be simulated"

@@ -10,7 +10,8 @@ import numpy as np
 
 
 class StandIn:
-    """Base of a fake operator module. Subclasses define operators as methods; `calls` counts them."""
+    """Base of a fake operator module. Subclasses define operators as methods; `calls` counts
+    them."""
 
     def __init__(self) -> None:
         self.calls: dict[str, int] = {}

@@ -1,8 +1,9 @@
-"""The simulated device behind torch's PrivateUse1: build it, and register it under a vendor's names.
+"""The simulated device behind torch's PrivateUse1: build it, and register it under a vendor's
+names.
 
-`install_torch(folder, "torch_mychip", "mychip", "mccl")` writes a module torch_mychip that stands in for
-the vendor's: importing it makes torch know device `mychip` and collectives backend `mccl`. One device
-type per process, as with vendors' torch.
+`install_torch(folder, "torch_mychip", "mychip", "mccl")` writes a module torch_mychip that stands
+in for the vendor's: importing it makes torch know device `mychip` and collectives backend `mccl`.
+One device type per process, as with vendors' torch.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def build_torch() -> Path:
 
 
 def install_torch(folder: Path, module: str, type_name: str, backend: str) -> dict[str, str]:
-    """Write the stand-in module into `folder`; returns the environment to set for processes that use it."""
+    """Write the stand-in module into `folder`; returns the environment to set for processes that
+    use it."""
     build_torch()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     text = _STAND_IN.format(type_name=type_name, backend=backend)
@@ -86,7 +88,8 @@ def _make_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
     import torch
     import torch.distributed as dist
 
-    # torch's stubs leave out a backend's collectives, a group's second constructor and a future's work.
+    # torch's stubs leave out a backend's collectives, a group's second constructor and a future's
+    # work.
     native: Any = torch._C._distributed_c10d
     gloo = native.ProcessGroupGloo(store, rank, size, timeout)
 

@@ -105,7 +105,8 @@ def test_work_is_late_and_events_tell(paddle, still):
 
 
 def test_a_missing_event_shows_as_a_wrong_number(paddle, still):
-    """Two streams without an event between them race, and the second reads what is not there yet."""
+    """Two streams without an event between them race, and the second reads what is not there
+    yet."""
     source = tensor(paddle, np.full((64, 64), 3.0))
     target = paddle.zeros([64, 64], device=DEVICE)
     first, second = paddle.device.Stream(), paddle.device.Stream()
@@ -234,7 +235,8 @@ print(json.dumps(answers), flush=True)
     )  # fmt: skip
     assert json.loads(done.stdout) == [True, True, True]
     hung = subprocess.Popen(
-        [sys.executable, "-c", "import paddle; paddle.set_device('acme:0'); print('up', flush=True)\n"
+        [sys.executable, "-c", "import paddle; paddle.set_device('acme:0'); print('up', "
+            "flush=True)\n"
          "x = paddle.ones([4]) + 1; x.numpy(); print('never')"],
         stdout=subprocess.PIPE, text=True, env={**os.environ, "SIM_PANEL": ""},
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""The simulated device behind torch: what it refuses, what comes late, what it says when it is gone.
+"""The simulated device behind torch: what it refuses, what comes late, what it says when it is
+gone.
 
 In processes of their own: this suite's is PaddlePaddle's.
 """

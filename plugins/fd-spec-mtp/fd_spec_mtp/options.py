@@ -42,7 +42,8 @@ def refusals(options: Mapping[str, Any], num_speculative_tokens: int) -> list[st
     if strategy == WITH_NGRAM:
         if steps >= num_speculative_tokens:
             found.append(
-                f"mtp_strategy with_ngram leaves n-grams nothing to draft: num_model_steps {steps}, "
+                "mtp_strategy with_ngram leaves n-grams nothing to draft: num_model_steps "
+                f"{steps}, "
                 f"num_speculative_tokens {num_speculative_tokens}; raise the second or leave "
                 "mtp_strategy out"
             )
@@ -50,11 +51,13 @@ def refusals(options: Mapping[str, Any], num_speculative_tokens: int) -> list[st
         if steps < num_speculative_tokens:
             found.append(
                 f"num_model_steps {steps} makes fewer drafts than num_speculative_tokens "
-                f"{num_speculative_tokens}; leave num_model_steps out, or let n-grams make the rest "
+                f"{num_speculative_tokens}; leave num_model_steps out, or let n-grams make the "
+                "rest "
                 "with mtp_strategy with_ngram"
             )
         found += [
-            f"{key} belongs to mtp_strategy with_ngram, which was not asked for; leave it out or set it"
+            f"{key} belongs to mtp_strategy with_ngram, which was not asked for; leave it out or "
+            "set it"
             for key in NGRAM_KEYS
             if key in options
         ]

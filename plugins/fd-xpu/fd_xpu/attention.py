@@ -75,8 +75,8 @@ class XpuAttention:
         return shape, shape
 
     def prepare(self, batch: AttentionBatch) -> Metadata:
-        """Lengths as the vendor counts them: a prompt's chunk is "encoder", what precedes it and every
-        decode is "decoder"."""
+        """Lengths as the vendor counts them: a prompt's chunk is "encoder", what precedes it and
+        every decode is "decoder"."""
         put = self._device.to_device
         counts = np.diff(batch.cu_seqlens_q).astype(np.int32)
         before = (batch.seq_lens - counts).astype(np.int32)
@@ -108,7 +108,8 @@ class XpuAttention:
         rotary: Tensor | None = None,
         scales: KVScales | None = None,
     ) -> Tensor:
-        """[num_tokens, num_heads * head_dim]. No cache with scales is accepted, so none are given."""
+        """[num_tokens, num_heads * head_dim]. No cache with scales is accepted, so none are
+        given."""
         spec, xp = self.spec, self._xp
         width = spec.num_heads * spec.head_dim
         if metadata.num_tokens == 0:

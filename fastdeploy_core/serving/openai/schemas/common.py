@@ -1,7 +1,8 @@
 """Fields that chat and text completion share, in OpenAI's, vLLM's and the original's spellings.
 
 Unknown fields are ignored, as clients of all three expect, and named in a response header; known
-fields that cannot be honoured are refused with a reason (unsupported.py). Ranges are checked by SamplingParams, limits on size here, before any work.
+fields that cannot be honoured are refused with a reason (unsupported.py). Ranges are checked by
+SamplingParams, limits on size here, before any work.
 """
 
 from __future__ import annotations

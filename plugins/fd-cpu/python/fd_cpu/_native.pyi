@@ -1,5 +1,5 @@
-"""What src/module.cpp defines. Tensors are addresses: callers check shapes, dtypes and contiguity, and keep
-the memory alive."""
+"""What src/module.cpp defines. Tensors are addresses: callers check shapes, dtypes and contiguity,
+and keep the memory alive."""
 
 from collections.abc import Sequence
 

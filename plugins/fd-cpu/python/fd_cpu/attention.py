@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 class X86Attention:
-    """Keys [block, kv head, head_dim, block_size]: sixteen tokens a register; values [block, kv head,
-    block_size, head_dim]: sixteen dimensions of one token. Latent attention keeps rows of tokens. In int8
-    both lie alike, with scales [block, kv head, block_size] behind them unless they are static."""
+    """Keys [block, kv head, head_dim, block_size]: sixteen tokens a register; values [block, kv
+    head, block_size, head_dim]: sixteen dimensions of one token. Latent attention keeps rows of
+    tokens. In int8 both lie alike, with scales [block, kv head, block_size] behind them unless they
+    are static."""
 
     name = "x86_paged"
     contract = CONTRACT

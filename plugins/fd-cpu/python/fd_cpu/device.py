@@ -72,7 +72,8 @@ class X86Device(HostDevice):
         native = self._team.native
         return [
             f"native kernels: {native.isa}, {native.num_threads} threads",
-            f"products with {', '.join(FORMATS)} round activations to int8, for each token and group",
+            f"products with {', '.join(FORMATS)} round activations to int8, for each token and "
+            "group",
         ]
 
     def close(self) -> None:

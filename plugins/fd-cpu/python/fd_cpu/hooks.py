@@ -1,4 +1,5 @@
-"""Answers to start-up questions. Imports no tensor library; the native module is loaded for the probe."""
+"""Answers to start-up questions. Imports no tensor library; the native module is loaded for the
+probe."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def fd_device_probe(question: DeviceQuestion) -> Candidate:
 
 @hookimpl
 def fd_attention_backends(question: AttentionQuestion) -> list[Candidate]:
-    """Grouped-query and latent attention over a cache in the model's dtype, the former in int8, too."""
+    """Grouped-query and latent attention over a cache in the model's dtype, the former in int8,
+    too."""
     if question.device != NAME:
         return [Candidate(_ATTENTION, Decline(f"it runs on device {NAME} only"))]
     spec = question.spec

@@ -16,7 +16,8 @@ LAYOUT: Final = 2
 
 
 def layout(isa: str) -> str:
-    """Instruction sets share the layout today; a file says all the same for which one it was made."""
+    """Instruction sets share the layout today; a file says all the same for which one it was
+    made."""
     return f"fd-cpu {LAYOUT} {isa}"
 
 

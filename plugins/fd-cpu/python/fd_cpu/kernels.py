@@ -1,4 +1,5 @@
-"""Operations that this device implements itself; meanings and shapes: fastdeploy_core/contracts/ops.py."""
+"""Operations that this device implements itself; meanings and shapes:
+fastdeploy_core/contracts/ops.py."""
 
 from __future__ import annotations
 
@@ -229,7 +230,8 @@ def qk_norm(
 
 
 def select_rows(x: Tensor, index: Tensor) -> Tensor:
-    """What is recorded behind it leaves rows of nobody alone, as many as there are at each replay."""
+    """What is recorded behind it leaves rows of nobody alone, as many as there are at each
+    replay."""
     t, x = team(), rows_of(x)
     num_rows, width, size = int(index.shape[0]), int(x.shape[1]), int(x.element_size())
     y = t.new((num_rows, width), x.dtype)

@@ -67,8 +67,8 @@ class X86MoE:
 
 
 class Undecided:
-    """All experts' matrices of one kind, until it is known whether they are gate-up or down: kernels of
-    the table are told by the place of their argument."""
+    """All experts' matrices of one kind, until it is known whether they are gate-up or down:
+    kernels of the table are told by the place of their argument."""
 
     def __init__(self, weight: PackedWeight) -> None:
         self._weight: PackedWeight | None = weight

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from . import _native
 
-# Bfloat16 gets codes where decoding keeps pace with memory, and memory is where the weights come from.
+# Bfloat16 gets codes where decoding keeps pace with memory, and memory is where the weights come
+# from.
 CODING_ISAS, CODED_BYTES = ("avx2", "avx512", "amx"), 1 << 20
 KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "tet2": 4, "coded bfloat16": 5}
 
@@ -34,7 +35,8 @@ class Packed:
 
 
 def pack(weight: Tensor, *, gated: bool = False) -> Packed:
-    """A float matrix [N, K] in its own dtype; bfloat16 with its exponents in codes where that pays."""
+    """A float matrix [N, K] in its own dtype; bfloat16 with its exponents in codes where that
+    pays."""
     from . import _native
 
     t, weight = team(), weight.contiguous()
@@ -60,8 +62,8 @@ def pack_integers(
     group: int,
     gated: bool = False,
 ) -> Packed:
-    """Integers [N, K] int8, or of 4 bits pairs [N, ceil(K/2)] uint8 with 8 added, low nibble first; their
-    scales [N, groups]; group 0: one for a row."""
+    """Integers [N, K] int8, or of 4 bits pairs [N, ceil(K/2)] uint8 with 8 added, low nibble first;
+    their scales [N, groups]; group 0: one for a row."""
     num_rows = len(values)
     native = _room(f"int{bits}", num_rows, width, group, gated)
     values = np.ascontiguousarray(values)
@@ -82,8 +84,8 @@ def pack_trellis(
     rotation: int,
     gated: bool = False,
 ) -> Packed:
-    """The code of fd-quant-wint2's tet2: strands [ceil(N/64), K/8, 32] int32, scales [N], signs [K] int8;
-    `rotation`: inputs of one Hadamard transform."""
+    """The code of fd-quant-wint2's tet2: strands [ceil(N/64), K/8, 32] int32, scales [N], signs [K]
+    int8; `rotation`: inputs of one Hadamard transform."""
     from . import _native
 
     native = _room("tet2", outputs, len(signs), 0, gated)
@@ -101,6 +103,7 @@ def _room(kind: str, num_rows: int, width: int, group: int, gated: bool) -> _nat
         return _native.make_packed(KINDS[kind], num_rows, width, group, gated)
     except ValueError as error:
         raise CapabilityError(
-            f"device x86 cannot hold a weight [{num_rows}, {width}] in {kind}: {error}; quantize the "
+            f"device x86 cannot hold a weight [{num_rows}, {width}] in {kind}: {error}; quantize "
+            "the "
             "model in another way, or serve it with --device cpu"
         ) from None

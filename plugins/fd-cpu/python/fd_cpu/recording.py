@@ -1,8 +1,8 @@
 """Captured work: a native plan where our kernels did all of it, else the call itself.
 
-A plan holds what went through the kernels. Work of the tensor library between them would be missing, so
-it is looked for: by the library's own dispatch where it offers one (torch), and by asking of every
-operand whether a recorded operation made it.
+A plan holds what went through the kernels. Work of the tensor library between them would be
+missing, so it is looked for: by the library's own dispatch where it offers one (torch), and by
+asking of every operand whether a recorded operation made it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Recording:
             self.kept.append(x)
 
     def keep(self, *things: Any) -> None:
-        """What the plan points to lives as long as it does: `results` keep their memory themselves."""
+        """What the plan points to lives as long as it does: `results` keep their memory
+        themselves."""
         for thing in things:
             is_own = hasattr(thing, "data_ptr") and self.holds(int(thing.data_ptr()))
             if self.results is None or not is_own:
@@ -100,7 +101,8 @@ class NativeGraph:
 
 
 class RepeatedCall:
-    """Work that is not ours alone: called again at each replay, for as many rows as were recorded."""
+    """Work that is not ours alone: called again at each replay, for as many rows as were
+    recorded."""
 
     is_any_size = False
 
@@ -178,8 +180,8 @@ def _watch(xp: TensorLibrary, recording: Recording) -> AbstractContextManager[An
     class Watch(mode):  # type: ignore[misc, valid-type]
         pass
 
-    # Not in the class statement: torch would wrap it there in something that imports its compiler, which
-    # takes a second or more.
+    # Not in the class statement: torch would wrap it there in something that imports its compiler,
+    # which takes a second or more.
     Watch.__torch_dispatch__ = note
 
     @contextmanager

@@ -1,7 +1,7 @@
 """The native runtime of this process: its threads, and what is recorded while a step is captured.
 
-Kernels are plain functions, so the runtime is found here; the device opens it. Devices of one process
-share the threads, and the last one that is closed ends them.
+Kernels are plain functions, so the runtime is found here; the device opens it. Devices of one
+process share the threads, and the last one that is closed ends them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ FLOAT32, BFLOAT16 = 0, 1
 _Memory: TypeAlias = tuple[np.ndarray, int]  # and where it lies
 
 
-# Threads of a team meet after every operation. A few on one processor are for tests; with many a step would
-# hardly ever end.
+# Threads of a team meet after every operation. A few on one processor are for tests; with many a
+# step would hardly ever end.
 MOST_PER_PROCESSOR = 8
 
 
 class _Lease:
-    """Memory as numpy sees it; every array and tensor over it refers to this object, whose end gives it
-    back."""
+    """Memory as numpy sees it; every array and tensor over it refers to this object, whose end
+    gives it back."""
 
     __slots__ = ("__array_interface__", "_home", "_memory")
 
@@ -51,8 +51,8 @@ class _Lease:
 
 
 class Results:
-    """Memory of large results: what nobody refers to any more is used again. Fresh pages can cost as
-    much as the work whose result they take."""
+    """Memory of large results: what nobody refers to any more is used again. Fresh pages can cost
+    as much as the work whose result they take."""
 
     LEAST = 1 << 20  # bytes; below, making one out of kept memory takes longer than its pages
 
@@ -88,8 +88,10 @@ class Team:
         most = MOST_PER_PROCESSOR * len(cpus)
         if num_threads > most:
             raise ConfigError(
-                f"{num_threads} threads are asked for (--num-threads or OMP_NUM_THREADS) on {len(cpus)} "
-                f"processors, where they would wait for each other; possible: 1 to {most}, best: {len(cpus)}"
+                f"{num_threads} threads are asked for (--num-threads or OMP_NUM_THREADS) on "
+                f"{len(cpus)} "
+                f"processors, where they would wait for each other; possible: 1 to {most}, best: "
+                f"{len(cpus)}"
             )
         pinned = cpus if len(cpus) >= num_threads else []
         if pinned and num_ranks > 1:
@@ -123,8 +125,8 @@ class Team:
         return self._codes[x.dtype]
 
     def new(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
-        """Memory for a result. While recording it is the recording's own, because replays write to it:
-        zero pages that cost nothing before they are written."""
+        """Memory for a result. While recording it is the recording's own, because replays write to
+        it: zero pages that cost nothing before they are written."""
         recording = self._local.recording
         carrier = self._carriers.get(dtype)
         if carrier is None:
@@ -148,8 +150,8 @@ class Team:
         return made
 
     def reads(self, *tensors: Tensor | None) -> None:
-        """Operands that steps compute: only such a recording may replay natively whose operands its own
-        operations have made."""
+        """Operands that steps compute: only such a recording may replay natively whose operands its
+        own operations have made."""
         recording = self._local.recording
         if recording is not None:
             recording.reads(*tensors)
@@ -161,15 +163,16 @@ class Team:
             recording.keep(*tensors)
 
     def owns(self, *tensors: Tensor) -> None:
-        """Buffers that the core keeps for its recorded steps; what is in them is read at each replay."""
+        """Buffers that the core keeps for its recorded steps; what is in them is read at each
+        replay."""
         recording = self.recording
         if recording is not None:
             for tensor in tensors:
                 recording.made(tensor)
 
     def begin_prompts(self, *tensors: Tensor) -> None:
-        """A recording of prompts, which may be thousands of tokens: what they need goes over the memory of
-        what nobody refers to any more. `tensors` are the core's buffers."""
+        """A recording of prompts, which may be thousands of tokens: what they need goes over the
+        memory of what nobody refers to any more. `tensors` are the core's buffers."""
         if self.recording is not None:
             self.recording.results = Results(np.zeros)
             self.owns(*tensors)
@@ -195,7 +198,8 @@ _lock = threading.Lock()
 
 
 def open_team(xp: TensorLibrary, num_threads: int, rank: int = 0, num_ranks: int = 1) -> Team:
-    """The process's team with so many threads, on that library, for one of the ranks of this host."""
+    """The process's team with so many threads, on that library, for one of the ranks of this
+    host."""
     global _team
     isa = os.environ.get("FD_CPU_ISA", "")
     with _lock:

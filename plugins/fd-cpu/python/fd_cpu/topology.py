@@ -1,7 +1,7 @@
 """Which processors a rank's threads take, from what Linux says of cores and memory nodes.
 
-Weights and cache lie where the thread runs that writes them first, so a rank that stays on one node has
-its memory there.
+Weights and cache lie where the thread runs that writes them first, so a rank that stays on one node
+has its memory there.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 def processors_of(
     rank: int, num_ranks: int, allowed: list[int], topology: Path = TOPOLOGY
 ) -> list[int]:
-    """Of the allowed processors those of a rank: whole nodes where these can be divided evenly, else as
-    many processors as the others get; one of every core first."""
+    """Of the allowed processors those of a rank: whole nodes where these can be divided evenly,
+    else as many processors as the others get; one of every core first."""
     nodes: dict[str, list[int]] = {}
     for cpu in sorted(allowed):
         nodes.setdefault(_node(cpu, topology), []).append(cpu)

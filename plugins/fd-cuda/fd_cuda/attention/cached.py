@@ -1,5 +1,5 @@
-"""What the drivers share whose kernels find the step's own rows in the cache already: a step is cut into
-launches of one kernel, for rows split by keys and for rows tiled by tokens."""
+"""What the drivers share whose kernels find the step's own rows in the cache already: a step is cut
+into launches of one kernel, for rows split by keys and for rows tiled by tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ LOG2E = math.log2(math.e)
 
 @dataclass(slots=True)
 class Launch:
-    """One call of the kernel. A program computes `heads` of a token, of which there are `columns` groups."""
+    """One call of the kernel. A program computes `heads` of a token, of which there are `columns`
+    groups."""
 
     shape: DecodeShape
     rows: int  # of the matrix: tokens times heads
@@ -73,8 +74,8 @@ class CachedAttention(ABC):
 
     @abstractmethod
     def _short_rows(self, num_seqs: int, max_tokens: int) -> tuple[DecodeShape, int, int, int, int]:
-        """For rows that are split by keys: the shape; rows, heads and columns of a Launch; the width of its
-        results, padded."""
+        """For rows that are split by keys: the shape; rows, heads and columns of a Launch; the
+        width of its results, padded."""
 
     @abstractmethod
     def _long_rows(self) -> tuple[DecodeShape, int, int, int, int]:
@@ -88,7 +89,8 @@ class CachedAttention(ABC):
             return Metadata(batch, [self._decodes(batch, batch.tokens_per_row)])
         if not batch.is_exact:
             raise CapabilityError(
-                f"attention driver {self.name!r} cannot capture {batch.tokens_per_row} tokens per row; "
+                f"attention driver {self.name!r} cannot capture {batch.tokens_per_row} tokens per "
+                "row; "
                 f"at most {self._most_tokens} of these heads: use fewer speculative tokens"
             )
         fed = np.diff(batch.cu_seqlens_q)

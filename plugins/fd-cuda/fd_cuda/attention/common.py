@@ -38,11 +38,11 @@ def load_rotated(
     INTERLEAVED: tl.constexpr,
     NORMS: tl.constexpr,
 ):
-    """[rows, WIDTH_PAD] of a tensor whose last dimension is contiguous, rotated at `positions`, with NORMS
-    over its root mean square and times the weights `norm` before.
+    """[rows, WIDTH_PAD] of a tensor whose last dimension is contiguous, rotated at `positions`,
+    with NORMS over its root mean square and times the weights `norm` before.
 
-    Each element is loaded together with its partner of the rotation, so nothing is exchanged between
-    threads. ROTARY 0 rotates nothing. Arithmetic in float32, results in the tensor's dtype.
+    Each element is loaded together with its partner of the rotation, so nothing is exchanged
+    between threads. ROTARY 0 rotates nothing. Arithmetic in float32, results in the tensor's dtype.
     """
     dims = tl.arange(0, WIDTH_PAD)
     inside = mask[:, None] & (dims < WIDTH)[None, :]

@@ -181,7 +181,8 @@ def decode_attention(
         )
 
     store_rows(
-        out, acc, scores_max, total, part_acc, part_max, part_total, counters, row, split, num_splits,
+        out, acc, scores_max, total, part_acc, part_max, part_total, counters, row, split,
+        num_splits,
         first_token, fed, num_kv_heads * GROUP, GROUP, M, ROWS, V_WIDTH, V_WIDTH_PAD,
     )  # fmt: skip
 
@@ -208,8 +209,9 @@ def store_rows(
     WIDTH: tl.constexpr,
     PAD: tl.constexpr,
 ):
-    """The end of every program that attends for HEADS heads of `fed` tokens: its results, or its part of a
-    row, and the whole row's if it is the last to come. Rows of the matrix are tokens times HEADS."""
+    """The end of every program that attends for HEADS heads of `fed` tokens: its results, or its
+    part of a row, and the whole row's if it is the last to come. Rows of the matrix are tokens
+    times HEADS."""
     group, groups = tl.program_id(1), tl.num_programs(1)
     dims = tl.arange(0, PAD)
     if num_splits == 1:

@@ -1,8 +1,9 @@
-"""Attention driver `cuda_paged`: grouped-query attention with norms of heads, rotation and cache write.
+"""Attention driver `cuda_paged`: grouped-query attention with norms of heads, rotation and cache
+write.
 
 A step's rows are of two sorts. Rows of up to SHORT tokens (decodes, drafts) are computed split by
-their cached tokens; all numbers of such rows are read on the device, so that steps of them alone can
-be captured. Longer rows (prompts) are computed tile by tile.
+their cached tokens; all numbers of such rows are read on the device, so that steps of them alone
+can be captured. Longer rows (prompts) are computed tile by tile.
 """
 
 from __future__ import annotations
@@ -150,7 +151,8 @@ class PagedAttention:
             )
         if not batch.is_exact:
             raise CapabilityError(
-                f"attention driver {self.name!r} cannot capture {batch.tokens_per_row} tokens per row "
+                f"attention driver {self.name!r} cannot capture {batch.tokens_per_row} tokens per "
+                "row "
                 f"of {self._group} query heads per kv head; at most {self._most_tokens}: use fewer "
                 "speculative tokens"
             )

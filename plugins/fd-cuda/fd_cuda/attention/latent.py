@@ -47,7 +47,8 @@ def latent_attention(
     """Grid (work items, head blocks). Rows of the matrix: the item's tokens times HEAD_BLOCK heads.
     ROWS (a power of two) of the M are used.
 
-    Of an item, CONTEXT counts all the row's tokens, and NUM_TOKENS its last ones that are queries here.
+    Of an item, CONTEXT counts all the row's tokens, and NUM_TOKENS its last ones that are queries
+    here.
     """
     if PDL:
         gdc_launch_dependents()
@@ -99,6 +100,7 @@ def latent_attention(
         scores_max = new_max
 
     store_rows(
-        out, acc, scores_max, total, part_acc, part_max, part_total, counters, row, split, num_splits,
+        out, acc, scores_max, total, part_acc, part_max, part_total, counters, row, split,
+        num_splits,
         first_token, fed, HEADS, HEAD_BLOCK, M, ROWS, RANK, RANK_PAD,
     )  # fmt: skip

@@ -1,5 +1,5 @@
-"""The decode kernels in CUDA C++, where the GPU and the shape suit them: kernels/native/decode_attention.cu
-for few rows, stream_attention.cu for batches that fill the GPU.
+"""The decode kernels in CUDA C++, where the GPU and the shape suit them:
+kernels/native/decode_attention.cu for few rows, stream_attention.cu for batches that fill the GPU.
 
 They need head widths of 128 in 16 bits, at most 32 query rows (tokens times heads of a group) and
 rows aligned to 16 bytes; everything else takes the Triton kernel of decode.py, over the same plan.

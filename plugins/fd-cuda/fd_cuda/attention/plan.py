@@ -1,4 +1,5 @@
-"""How a step's work is cut: decode rows into splits on the device, prefill rows into tiles on the host.
+"""How a step's work is cut: decode rows into splits on the device, prefill rows into tiles on the
+host.
 
 A decode row's cached tokens are divided among several programs. How many, `cut_decodes` decides on
 the device from the lengths of this very step, so that a captured graph stays balanced whatever the
@@ -21,14 +22,16 @@ ROW, TILE_BEGIN, TILE_END, SPLIT, NUM_SPLITS, CONTEXT, FIRST_TOKEN, NUM_TOKENS =
 ITEM = 8
 TILE_WORDS = 8  # of a prefill tile, five of them used
 _ITEMS_PER_PROGRAM, _SHARES_PER_PROGRAM = 64, 16
-# A row and head in a line of shares counts as so many tiles at least: beginning and ending one takes as long as two
-# or three, and a block that got all rows that stand in for others would be the last by far.
+# A row and head in a line of shares counts as so many tiles at least: beginning and ending one
+# takes as long as two or three, and a block that got all rows that stand in for others would be the
+# last by far.
 _LEAST_IN_LINE = 4
 
 
 @triton.jit
 def _splits(tiles, limit):
-    """Number of splits of at most `limit` tiles each, without empty ones; 0 for rows without tiles."""
+    """Number of splits of at most `limit` tiles each, without empty ones; 0 for rows without
+    tiles."""
     wanted = tl.maximum(tl.cdiv(tiles, limit), 1)
     return tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, wanted), 1))
 
@@ -65,7 +68,8 @@ def cut_decodes(
     if INVARIANT:
         limit = tl.maximum(tl.cdiv(tiles, MAX_SPLITS), MIN_TILES)
     else:
-        # Rounding up costs at most one item a row, so these always fit into target + num_seqs items.
+        # Rounding up costs at most one item a row, so these always fit into target + num_seqs
+        # items.
         limit = tl.maximum(tl.cdiv(tl.sum(tiles), target), MIN_TILES)
         longest = tl.max(tiles)
         limit = tl.maximum(limit, tl.cdiv(longest, MAX_SPLITS))
@@ -121,11 +125,13 @@ def cut_stream(
     SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """For kernels/native/stream_attention.cu: an equal share of all rows' and heads' tiles for each block
-    (first row, first tile, end, tiles in all), then what it is to know of each row, by the last program.
+    """For kernels/native/stream_attention.cu: an equal share of all rows' and heads' tiles for each
+    block (first row, first tile, end, tiles in all), then what it is to know of each row, by the
+    last program.
 
-    Cutting a row costs about a third of its time. Where there is a block for every row and head and none is much
-    longer than the others, each block gets one of them, and 0 in the place of all tiles says so."""
+    Cutting a row costs about a third of its time. Where there is a block for every row and head and
+    none is much longer than the others, each block gets one of them, and 0 in the place of all
+    tiles says so."""
     first, fed, cached, tiles = _tiles_of_rows(
         seq_lens, cu_seqlens, num_seqs, MAX_TOKENS, TILE, LEAST, False, ROWS
     )
@@ -171,8 +177,8 @@ def _tiles_of_rows(
     MAX_TOKENS: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr, NEW_IN_CACHE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of each row: its first token, tokens it feeds and tokens in the cache; tiles, at least LEAST, 0 for rows of
-    more than MAX_TOKENS tokens."""
+    """Of each row: its first token, tokens it feeds and tokens in the cache; tiles, at least LEAST,
+    0 for rows of more than MAX_TOKENS tokens."""
     rows = tl.arange(0, ROWS)
     inside = rows < num_seqs
     first = tl.load(cu_seqlens + rows, mask=inside, other=0)
@@ -203,8 +209,8 @@ def cut_prompts(
     seq_lens, cu_seqlens, tiles, num_seqs, num_tiles,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """prefill_tiles on the device, for rows of more than one token; a row's last tile, which sees most keys,
-    comes first. Tiles behind the last feed no tokens."""
+    """prefill_tiles on the device, for rows of more than one token; a row's last tile, which sees
+    most keys, comes first. Tiles behind the last feed no tokens."""
     rows = tl.arange(0, ROWS)
     inside = rows < num_seqs
     fed = tl.load(cu_seqlens + rows + 1, mask=inside, other=0)
@@ -256,7 +262,8 @@ def decode_items(
     invariant: bool,
     new_in_cache: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(items [num_items, ITEM] int32, counters [num_counters] int32), filled by one small kernel."""
+    """(items [num_items, ITEM] int32, counters [num_counters] int32), filled by one small
+    kernel."""
     num_items = shape.num_items(num_seqs, invariant=invariant)
     items = torch.empty((num_items, ITEM), dtype=torch.int32, device=seq_lens.device)
     counters = torch.empty(num_counters, dtype=torch.int32, device=seq_lens.device)
@@ -346,8 +353,8 @@ def split_parts(
 def prompt_tiles(
     seq_lens: torch.Tensor, cu_seqlens: torch.Tensor, num_tokens: int, tokens_per_tile: int
 ) -> torch.Tensor:
-    """[tiles, TILE_WORDS] as prefill_tiles makes them, by one small kernel: as many as rows of more than one
-    token can need."""
+    """[tiles, TILE_WORDS] as prefill_tiles makes them, by one small kernel: as many as rows of more
+    than one token can need."""
     num_seqs = seq_lens.shape[0]
     num_tiles = num_tokens // tokens_per_tile + min(num_seqs, num_tokens // 2)
     tiles = torch.empty((num_tiles, TILE_WORDS), dtype=torch.int32, device=seq_lens.device)
@@ -364,7 +371,8 @@ def prefill_tiles(
     """[tiles, TILE_WORDS] int32 for rows that feed more than `shortest`: the row, the tile's first
     token within it, the row's first token of the step, tokens it feeds, tokens in the cache before.
 
-    The longest first: late tokens of long rows see most keys, and the last to start should be short.
+    The longest first: late tokens of long rows see most keys, and the last to start should be
+    short.
     """
     fed = np.diff(cu_seqlens).astype(np.int64)
     rows = np.flatnonzero(fed > shortest)

@@ -50,9 +50,10 @@ def quantized_attention(
     TILE: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, ITEM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (work items, kv heads). Rows of the matrix: the item's tokens times GROUP heads. ROWS (a power
-    of two) of the M are used. Items as in latent.py. k_scales, v_scales: rows of float16 behind those of the
-    cache, or with IS_STATIC tables [heads, dim] float32, v_lows like the latter."""
+    """Grid (work items, kv heads). Rows of the matrix: the item's tokens times GROUP heads. ROWS (a
+    power of two) of the M are used. Items as in latent.py. k_scales, v_scales: rows of float16
+    behind those of the cache, or with IS_STATIC tables [heads, dim] float32, v_lows like the
+    latter."""
     if PDL:
         gdc_launch_dependents()
     item = items + tl.program_id(0) * ITEM
@@ -129,6 +130,7 @@ def quantized_attention(
     elif HAS_LOW:
         acc += lift[:, None]
     store_rows(
-        out, acc, scores_max, total, part_acc, part_max, part_total, counters, row, split, num_splits,
+        out, acc, scores_max, total, part_acc, part_max, part_total, counters, row, split,
+        num_splits,
         first_token, fed, num_kv_heads * GROUP, GROUP, M, ROWS, V_WIDTH, V_WIDTH_PAD,
     )  # fmt: skip

@@ -1,5 +1,5 @@
-"""Decode attention over quantized caches in CUDA C++ (kernels/native/quant_attention.cu), where the GPU and the
-shape suit it; everything else takes the Triton kernel over the same plan."""
+"""Decode attention over quantized caches in CUDA C++ (kernels/native/quant_attention.cu), where the
+GPU and the shape suit it; everything else takes the Triton kernel over the same plan."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class QuantizedDecode:
         *,
         is_static: bool,
     ) -> None:
-        """Queue it. `scales`: of keys and values, by slot and head in float16, or by channel in float32; and by
-        how much channels of values are shifted."""
+        """Queue it. `scales`: of keys and values, by slot and head in float16, or by channel in
+        float32; and by how much channels of values are shifted."""
         spec, shape, tiles = self._spec, splits.shape, splits.columns // 8
         q = (
             q

@@ -1,7 +1,8 @@
-"""Norm and rotate a step's queries and keys and write keys and values to the cache: prefill before attention.
+"""Norm and rotate a step's queries and keys and write keys and values to the cache: prefill before
+attention.
 
-Queries are rotated here and not where they are read: a program of the attention kernel has few of them, and
-would wait for their angles before its first product.
+Queries are rotated here and not where they are read: a program of the attention kernel has few of
+them, and would wait for their angles before its first product.
 """
 
 from __future__ import annotations
@@ -59,13 +60,14 @@ def _turned(
 @triton.jit
 def rotate_and_write(
     q, k, v, q_rotated, k_rotated, k_cache, v_cache, slot_mapping, positions, cos_sin,
-    q_norm, k_norm, eps, num_rows, num_queries, stride_q, stride_k, stride_v, stride_q_head, stride_k_head, stride_v_head,
+    q_norm, k_norm, eps, num_rows, num_queries, stride_q, stride_k, stride_v, stride_q_head,
+    stride_k_head, stride_v_head,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, V_WIDTH_PAD: tl.constexpr,
     ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, NORMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A row is one kv head of one token, and behind num_rows of these one query head of one token: grid
-    (cdiv(num_rows, ROWS) + cdiv(num_queries, ROWS)). Results are [tokens, heads, WIDTH]."""
+    """A row is one kv head of one token, and behind num_rows of these one query head of one token:
+    grid (cdiv(num_rows, ROWS) + cdiv(num_queries, ROWS)). Results are [tokens, heads, WIDTH]."""
     programs = tl.cdiv(num_rows, ROWS)
     dims, v_dims = tl.arange(0, WIDTH_PAD), tl.arange(0, V_WIDTH_PAD)
     wide = (dims < WIDTH)[None, :]

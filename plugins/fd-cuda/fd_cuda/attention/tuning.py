@@ -1,4 +1,5 @@
-"""Sizes of tiles and splits: rules that follow what was fastest on an H200, for any number of multiprocessors."""
+"""Sizes of tiles and splits: rules that follow what was fastest on an H200, for any number of
+multiprocessors."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Gpu:
 
     @classmethod
     def of(cls, device: torch.device | str) -> Gpu:
-        """The properties of a device; those of a small GPU for a processor (kernels interpreted)."""
+        """The properties of a device; those of a small GPU for a processor (kernels
+        interpreted)."""
         if torch.device(device).type != "cuda":
             return cls(4, False)
         properties = torch.cuda.get_device_properties(device)
@@ -74,8 +76,9 @@ class Sizes:
         invariant: bool,
         is_alone: bool,
     ) -> NativeShape | StreamShape | None:
-        """For the CUDA C++ kernels; None where the Triton kernel is faster: so many rows that the GPU is full
-        without cutting any. `is_alone`: no prompts are in the step, so that most rows are decodes.
+        """For the CUDA C++ kernels; None where the Triton kernel is faster: so many rows that the
+        GPU is full without cutting any. `is_alone`: no prompts are in the step, so that most rows
+        are decodes.
 
         The sizes are those that were fastest on an H200, over 1 to 256 rows of 1k to 32k tokens.
         Clusters share a group of multiprocessors, and two of 8 blocks need one to themselves.
@@ -88,8 +91,8 @@ class Sizes:
         elif (
             is_alone and has_clusters and columns == 8 and 2 * processors < units <= 4 * processors
         ):
-            # A block for every row and head, all at a time. Fewer rows are cut, which costs these blocks more
-            # than a cluster's; more leave the last ones to a second round.
+            # A block for every row and head, all at a time. Fewer rows are cut, which costs these
+            # blocks more than a cluster's; more leave the last ones to a second round.
             return StreamShape(32, 2, 1, 3, 4, stream_blocks(units, 4 * processors))
         elif units >= 8 * processors or (units >= 4 * processors - 16 and num_seqs >= processors):
             return None
@@ -105,8 +108,8 @@ class Sizes:
         return NativeShape(plan, cluster, 2 if columns == 8 else 1, occupancy, warps)
 
     def _blocks_of_a_row(self, units: int, columns: int) -> tuple[int, int, int]:
-        """Blocks of a cluster, their warps, and the fewest tiles of a split: splits of one row meet in global
-        memory, which takes as long as several turns."""
+        """Blocks of a cluster, their warps, and the fewest tiles of a split: splits of one row meet
+        in global memory, which takes as long as several turns."""
         processors = self.gpu.num_multiprocessors
         if units * 16 <= processors:  # all that most rows have is taken at one go
             return 8, 8, 24
@@ -124,7 +127,8 @@ class Sizes:
         if invariant:
             return NativeShape(DecodeShape(64, 16, 8, 1, 4, 1), 1, 1, 2)
         processors, units, cluster = self.gpu.num_multiprocessors, num_seqs * num_kv_heads, 1
-        # As many blocks as registers allow; two where that many hold all rows and heads without cutting any.
+        # As many blocks as registers allow; two where that many hold all rows and heads without
+        # cutting any.
         occupancy = 1 if columns == 32 else 2 if columns == 16 or units > processors else 3
         while has_clusters and cluster < 8 and units * 2 <= processors >= units * cluster // 2:
             cluster *= 2
@@ -154,8 +158,9 @@ class Sizes:
 
 
 def stream_blocks(units: int, places: int) -> int:
-    """So many blocks of stream_attention.cu that shares are whole rows, or whole fractions of rows, where
-    all are of one length. `units`: rows times kv heads; `places`: blocks that run at a time."""
+    """So many blocks of stream_attention.cu that shares are whole rows, or whole fractions of rows,
+    where all are of one length. `units`: rows times kv heads; `places`: blocks that run at a
+    time."""
     return units * (places // units) if units <= places else units // -(-units // places)
 
 

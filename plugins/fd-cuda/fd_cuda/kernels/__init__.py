@@ -1,8 +1,9 @@
 """Operations that this device implements itself: name in contracts/ops.py -> "module:function".
 
-One module per kind of work: linear.py (products and what is fused with them; plans.py chooses kernels),
-norm.py, cache.py, step.py (around a decode step), sampling.py and filtering.py (logits to tokens),
-routing.py and experts.py (mixture of experts), quant_*.py (packed weights). native/ holds CUDA C++, everything else is Triton.
+One module per kind of work: linear.py (products and what is fused with them; plans.py chooses
+kernels), norm.py, cache.py, step.py (around a decode step), sampling.py and filtering.py (logits to
+tokens), routing.py and experts.py (mixture of experts), quant_*.py (packed weights). native/ holds
+CUDA C++, everything else is Triton.
 """
 
 from __future__ import annotations

@@ -112,7 +112,8 @@ def _rotated(
 def kv_write(
     rows: tuple[torch.Tensor, ...], cache: tuple[torch.Tensor, ...], slot_mapping: torch.Tensor
 ) -> None:
-    """rows[i] [T, h, d] into cache[i] [blocks, block_size, h, d] at each token's slot; -1 is left out."""
+    """rows[i] [T, h, d] into cache[i] [blocks, block_size, h, d] at each token's slot; -1 is left
+    out."""
     for x, pool in zip(rows, cache, strict=True):
         x = x if x.stride(-1) == 1 else x.contiguous()
         tokens, heads, width = x.shape

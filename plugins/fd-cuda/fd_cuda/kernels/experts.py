@@ -1,10 +1,11 @@
-"""What the chosen experts compute: a grouped product over assignments ordered by expert, twice, and the
-weighted sum of each token's results.
+"""What the chosen experts compute: a grouped product over assignments ordered by expert, twice, and
+the weighted sum of each token's results.
 
-Tiles were measured on an H200 for 64 experts of 2560 x 1536 and 128 of 2048 x 768; which are fastest depends
-on how many rows an expert gets. Prompts take the kernels of many_rows.py; torch's grouped product is slower.
-Sums over a token's experts are taken in the order of topk_ids, so results do not change from run to run.
-Quantized experts take the place of `moe_experts` in the table.
+Tiles were measured on an H200 for 64 experts of 2560 x 1536 and 128 of 2048 x 768; which are
+fastest depends on how many rows an expert gets. Prompts take the kernels of many_rows.py; torch's
+grouped product is slower. Sums over a token's experts are taken in the order of topk_ids, so
+results do not change from run to run. Quantized experts take the place of `moe_experts` in the
+table.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from .routing import Order, order_by_expert
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """What one program computes: so many rows times so many columns, `depth` of K at a time. Columns of
-    the first product are pairs of gate and up."""
+    """What one program computes: so many rows times so many columns, `depth` of K at a time.
+    Columns of the first product are pairs of gate and up."""
 
     rows: int
     columns: int
@@ -40,8 +41,8 @@ _ONE_ROW: Final = Tiles(16, 32, 64, 128, 4, 4)
 _FEW_ROWS: Final = Tiles(32, 64, 64, 128, 4, 3)
 _SOME_ROWS: Final = Tiles(64, 64, 128, 64, 4, 4)
 _MANY_ROWS: Final = Tiles(128, 128, 256, 64, 8, 3)
-# Up to so many tokens every assignment is a block of its own: hardly two share an expert, and finding
-# that out would take a kernel.
+# Up to so many tokens every assignment is a block of its own: hardly two share an expert, and
+# finding that out would take a kernel.
 _ALONE: Final = 2
 
 
@@ -62,12 +63,13 @@ def tiles_for(tokens: int, top_k: float, num_experts: int, dtype: torch.dtype) -
 @triton.jit(do_not_specialize=["num_slots"])
 def _grouped(
     x_p, w_p, y_p, slots_p, experts_p, num_slots, width, depth, x_stride, tiles,
-    ALONE: tl.constexpr, DIVISOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    ALONE: tl.constexpr, DIVISOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
     GATED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one block of one expert times BN of its outputs; GATED: of as many gate and up rows. ALONE:
-    experts_p are the ids themselves, and a block is one assignment."""
+    """Rows of one block of one expert times BN of its outputs; GATED: of as many gate and up rows.
+    ALONE: experts_p are the ids themselves, and a block is one assignment."""
     join_chain(PDL)
     block, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     expert = tl.load(experts_p + block).to(tl.int32)
@@ -141,7 +143,8 @@ def moe_experts(
     gate_up: torch.Tensor,
     down: torch.Tensor,
 ) -> torch.Tensor:
-    """Weighted sum of the chosen experts' gated MLPs: x [T, H], gate_up [E, 2I, H], down [E, H, I]."""
+    """Weighted sum of the chosen experts' gated MLPs: x [T, H], gate_up [E, 2I, H], down [E, H,
+    I]."""
     return sum_of_experts(x, topk_ids, topk_weights, gate_up, down, None)
 
 
@@ -154,8 +157,8 @@ def sum_of_experts(
     residual: torch.Tensor | None,
     present: float = 0.0,
 ) -> torch.Tensor:
-    """moe_experts, and a residual [T, H]. `present`: the share of assignments that is to be expected
-    where others are -1, with weight 0; 0: all are."""
+    """moe_experts, and a residual [T, H]. `present`: the share of assignments that is to be
+    expected where others are -1, with weight 0; 0: all are."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
     tokens, top_k = topk_ids.shape
@@ -203,7 +206,8 @@ def grouped(
     across = cdiv(width, columns)
     _grouped[(len(order.experts) * across,)](
         x, weight, y, order.slots, order.experts, num_slots, width, depth, x.stride(0), across,
-        ALONE=order.is_alone, DIVISOR=divisor, BM=tiles.rows, BN=columns, BK=tiles.depth, GATED=gated,
+        ALONE=order.is_alone, DIVISOR=divisor, BM=tiles.rows, BN=columns, BK=tiles.depth,
+        GATED=gated,
         EVEN=depth % tiles.depth == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         STAGES=tiles.stages, **options(num_warps=tiles.warps),
@@ -218,8 +222,8 @@ def combined(
     *,
     skips: bool = False,
 ) -> torch.Tensor:
-    """Sum over a token's experts: rows token * k + j of y times weights [T, k], and the residual. With
-    `skips` rows of weight 0 may hold anything."""
+    """Sum over a token's experts: rows token * k + j of y times weights [T, k], and the residual.
+    With `skips` rows of weight 0 may hold anything."""
     tokens, top_k = weights.shape
     width = y.shape[1]
     out = torch.empty((tokens, width), dtype=y.dtype, device=y.device)

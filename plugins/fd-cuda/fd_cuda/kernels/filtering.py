@@ -1,10 +1,11 @@
-"""min_p, top_k and top_p without sorting. On Hopper native/filter.cu does it; here is the same in Triton:
-one program per row finds the smallest logit that is kept.
+"""min_p, top_k and top_p without sorting. On Hopper native/filter.cu does it; here is the same in
+Triton: one program per row finds the smallest logit that is kept.
 
-What is kept are the largest logits down to some value, so only that value is sought. Passes over the row
-narrow the range it lies in by three pivots at a time, counting what lies above each; as soon as few
-logits are left in the range they are moved aside and the value is found among them in registers. Counts
-and sums are taken in a fixed order, so the result is the same every time and in any batch.
+What is kept are the largest logits down to some value, so only that value is sought. Passes over
+the row narrow the range it lies in by three pivots at a time, counting what lies above each; as
+soon as few logits are left in the range they are moved aside and the value is found among them in
+registers. Counts and sums are taken in a fixed order, so the result is the same every time and in
+any batch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _CLUSTER, _THREADS, _MOST_ITEMS = 8, 512, 51
 def _above(
     row_p, width, low, high, first, second, third, peak, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """What lies in [low, high) and at or above each pivot: three amounts, and their numbers from low on.
+    """What lies in [low, high) and at or above each pivot: three amounts, and their numbers from
+    low on.
 
     The amount is a count, or with BY_MASS the sum of exp(x - peak)."""
     a1 = tl.zeros((BLOCK,), tl.float32)
@@ -64,8 +66,8 @@ def _smallest_kept(
     row_p, aside_p, width, low, peak, wanted, BY_MASS: tl.constexpr, BLOCK: tl.constexpr,
     FEW: tl.constexpr,
 ):  # fmt: skip
-    """The largest value v >= low of the row such that the amount at or above v is at least `wanted`; low
-    if there is none. Values are at most peak."""
+    """The largest value v >= low of the row such that the amount at or above v is at least
+    `wanted`; low if there is none. Values are at most peak."""
     # Differences of keys need more than 32 bits.
     low_key = ordered(low).to(tl.int64)
     high_key = ordered(peak).to(tl.int64) + 1
@@ -74,7 +76,8 @@ def _smallest_kept(
     while (left > FEW) & (high_key - low_key > 1):
         lowest, highest = unordered(low_key), unordered(high_key - 1)
         step = (highest - lowest) * 0.25
-        # The middle of the keys always divides the range; the others go by value, where logits are dense.
+        # The middle of the keys always divides the range; the others go by value, where logits are
+        # dense.
         half = low_key + ((high_key - low_key) >> 1)
         one, two = ordered(highest - 2.0 * step).to(tl.int64), ordered(highest - step).to(tl.int64)
         one = tl.minimum(tl.maximum(one, low_key + 1), high_key - 1)

@@ -79,13 +79,15 @@ def match_ngrams(
     max_size: int,
     n: int,
 ) -> torch.Tensor:
-    """The continuation of the longest end of each history that stood before; one program per row."""
+    """The continuation of the longest end of each history that stood before; one program per
+    row."""
     num_rows = slots.shape[0]
     out = torch.empty((num_rows, n), dtype=torch.int64, device=history.device)
     if num_rows and n:
         _match[(num_rows,)](
             history, slots, num_known, out, history.shape[1], n,
-            MIN=min_size, MAX=max_size, BLOCK=min(BLOCK, pad2(history.shape[1])), PAD=max(MOST, pad2(n)),
+            MIN=min_size, MAX=max_size, BLOCK=min(BLOCK, pad2(history.shape[1])), PAD=max(MOST,
+                pad2(n)),
             **options(num_warps=8),
         )  # fmt: skip
     return out

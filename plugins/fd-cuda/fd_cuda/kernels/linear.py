@@ -1,8 +1,9 @@
 """Products of activations and weights, with what stands before and behind them.
 
-Few rows: the native kernels of native/, one launch each. Many rows, other dtypes, other cards: cuBLAS,
-and Triton kernels around it. plans.py chooses. With FD_BATCH_INVARIANT=1 a Triton kernel of one fixed
-tiling computes every product (matmul.py), so that a row does not depend on how many stand beside it.
+Few rows: the native kernels of native/, one launch each. Many rows, other dtypes, other cards:
+cuBLAS, and Triton kernels around it. plans.py chooses. With FD_BATCH_INVARIANT=1 a Triton kernel of
+one fixed tiling computes every product (matmul.py), so that a row does not depend on how many stand
+beside it.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def _like_recorded(x: torch.Tensor) -> torch.Tensor:
-    """As many rows as some decode step is recorded for. For a vocabulary cuBLAS has a kernel for each few
-    rows, and loading one that nobody has met stops a step for 20 ms."""
+    """As many rows as some decode step is recorded for. For a vocabulary cuBLAS has a kernel for
+    each few rows, and loading one that nobody has met stops a step for 20 ms."""
     rows = x.shape[0]
     more = -rows % (8 if rows <= 128 else 16)
     if not more or rows in (1, 2, 4) or rows > ROWS[-1] or not x.is_cuda:
@@ -133,8 +134,8 @@ def _by_library(
 
 
 def _is_fused(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the activation is part of the product: prompts, and so few values a row that writing the
-    product and reading it again would take long beside it."""
+    """Whether the activation is part of the product: prompts, and so few values a row that writing
+    the product and reading it again would take long beside it."""
     return (
         x.shape[0] >= _MANY
         and weight.shape[1] <= _SHALLOW
@@ -160,8 +161,8 @@ def _plan(epilogue: str, x: torch.Tensor, weight: torch.Tensor, *, has_norm: boo
 
 @functools.cache
 def _prepare_all(epilogue: str, has_norm: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """A product is met for the first time: other numbers of rows will follow, whose kernels are compiled
-    meanwhile, on all processors."""
+    """A product is met for the first time: other numbers of rows will follow, whose kernels are
+    compiled meanwhile, on all processors."""
     width, depth = shape
     product = Product(epilogue, has_norm, width, depth, str(dtype).removeprefix("torch."))
     for rows, plan in foreseen(product).items():

@@ -1,7 +1,9 @@
-"""Products of many rows with their activation: experts and dense gates of prompts, on the tensor copy engine.
+"""Products of many rows with their activation: experts and dense gates of prompts, on the tensor
+copy engine.
 
-Weights arrive by the copy engine, and so do rows that lie in order; rows of tokens that chose an expert are
-gathered. What the first product makes lies in the order of the blocks, so the second reads it in one piece.
+Weights arrive by the copy engine, and so do rows that lie in order; rows of tokens that chose an
+expert are gathered. What the first product makes lies in the order of the blocks, so the second
+reads it in one piece.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ _DEPTH: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Columns of a tile (of the gated product: pairs of gate and up), and how a program computes it."""
+    """Columns of a tile (of the gated product: pairs of gate and up), and how a program computes
+    it."""
 
     columns: int
     warps: int
@@ -41,9 +44,9 @@ def _product(
     DIVISOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, DENSE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows of one expert times BN of its outputs. GATED: rows slot // DIVISOR of x, to rows in
-    the order of the blocks; else from these to the rows of their slots. DENSE: slots are rows, and there is
-    one expert."""
+    """One block of rows of one expert times BN of its outputs. GATED: rows slot // DIVISOR of x, to
+    rows in the order of the blocks; else from these to the rows of their slots. DENSE: slots are
+    rows, and there is one expert."""
     join_chain(PDL)
     block, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     expert = 0 if DENSE else tl.load(experts_p + block).to(tl.int32)
@@ -83,7 +86,8 @@ def _product(
 
 
 def can_compute(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
-    """Whether the copy engine can read them, and no tile of columns reaches into the next expert."""
+    """Whether the copy engine can read them, and no tile of columns reaches into the next
+    expert."""
     width, depth = gate_up.shape[1] // 2, gate_up.shape[2]
     is_even = width % _GATED.columns == 0 and depth % _PLAIN.columns == 0
     return is_even and _has_engine(x) and all(_is_aligned(t) for t in (x, gate_up, down))
@@ -123,8 +127,8 @@ def gated(
     divisor: int,
     shape: Shape = _GATED,
 ) -> torch.Tensor:
-    """[blocks * ROWS, I] in the order of the blocks: silu(gate) * up of rows slot // divisor of x, for
-    weight [E, 2I, K]."""
+    """[blocks * ROWS, I] in the order of the blocks: silu(gate) * up of rows slot // divisor of x,
+    for weight [E, 2I, K]."""
     width, depth = weight.shape[1] // 2, weight.shape[2]
     blocks, across = len(order.experts), cdiv(width, shape.columns)
     y = torch.empty((blocks * ROWS, width), dtype=x.dtype, device=x.device)

@@ -1,5 +1,5 @@
-"""Products in Triton: one fixed tiling for all numbers of rows (a row never depends on the others), and
-the float32 product that scores experts."""
+"""Products in Triton: one fixed tiling for all numbers of rows (a row never depends on the others),
+and the float32 product that scores experts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def _scores(
     x_p, w_p, y_p, width, depth, x_stride,
     BN: tl.constexpr, BK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row and BN columns; the weights are asked for before the kernel waits for the one before."""
+    """One row and BN columns; the weights are asked for before the kernel waits for the one
+    before."""
     columns = tl.program_id(1) * BN + tl.arange(0, BN)
     ks = tl.arange(0, BK)
     mask = (columns < width)[:, None]
@@ -78,8 +79,8 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def linear_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [T, K] in any dtype times weight [N, K] float32, in float32. Batch-invariant where that is asked
-    for; else rows of large batches are summed in another order than those of small ones."""
+    """x [T, K] in any dtype times weight [N, K] float32, in float32. Batch-invariant where that is
+    asked for; else rows of large batches are summed in another order than those of small ones."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     num_rows, (width, depth) = x.shape[0], weight.shape
     y = torch.empty((num_rows, width), dtype=torch.float32, device=x.device)
@@ -92,8 +93,8 @@ def linear_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             CHUNKS=cdiv(depth, chunk), **options(num_warps=4),
         )  # fmt: skip
         return y
-    # bfloat16 and float16 have fewer digits than TF32, so of x nothing is lost, and three products keep
-    # what matters of the weight's.
+    # bfloat16 and float16 have fewer digits than TF32, so of x nothing is lost, and three products
+    # keep what matters of the weight's.
     tile = (16, 32, 64) if num_rows <= 128 else (64, 64, 32)
     _product(x, weight, None, y, tile, _precision(x), wide=True)
     return y
@@ -104,8 +105,8 @@ def _precision(x: torch.Tensor) -> str:
 
 
 def scores_in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """linear_float32 in parts still to be added, [parts, T, N]: a few rows times a few columns are too few
-    tiles for the card."""
+    """linear_float32 in parts still to be added, [parts, T, N]: a few rows times a few columns are
+    too few tiles for the card."""
     num_rows, width = x.shape[0], weight.shape[0]
     if not _FEW < num_rows <= _SOME or batch_invariant():
         return linear_float32(x, weight).unsqueeze(0)

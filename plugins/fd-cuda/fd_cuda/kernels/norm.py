@@ -1,4 +1,5 @@
-"""Root-mean-square norms and the gated activation. All are batch-invariant: a row is one program's."""
+"""Root-mean-square norms and the gated activation. All are batch-invariant: a row is one
+program's."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def added_norm(
     x_p, r_p, w_p, total_p, x_stride, r_stride, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """This program's row of x + r, normed: float32, before it is rounded to x's dtype. The sum goes to total_p."""
+    """This program's row of x + r, normed: float32, before it is rounded to x's dtype. The sum goes
+    to total_p."""
     cols = tl.arange(0, BLOCK)
     inside = cols < WIDTH
     weight = tl.load(w_p + cols, mask=inside, other=0.0).to(tl.float32)
@@ -102,7 +104,8 @@ def _qk_norm(
 
 @triton.jit
 def activated(x_p, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """This program's part of a row of silu(gate) * up: float32, before it is rounded to x's dtype."""
+    """This program's part of a row of silu(gate) * up: float32, before it is rounded to x's
+    dtype."""
     join_chain(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -147,7 +150,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(s), s) of the sum s = x + residual, [T, H]; the sum is rounded before it is normed."""
+    """(rms_norm(s), s) of the sum s = x + residual, [T, H]; the sum is rounded before it is
+    normed."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     residual = residual if residual.stride(-1) == 1 else residual.contiguous()
     y, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))

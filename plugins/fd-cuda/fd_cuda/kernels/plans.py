@@ -1,7 +1,8 @@
 """Which kernel computes a product: measured choices by card, operation, shape and number of rows.
 
-Shipped measurements are in tuned/<card>.json. What they lack is measured at first use (with a progress
-bar) and kept in the cache folder; while a graph is recorded nothing can be measured, so a rule decides.
+Shipped measurements are in tuned/<card>.json. What they lack is measured at first use (with a
+progress bar) and kept in the cache folder; while a graph is recorded nothing can be measured, so a
+rule decides.
 """
 
 from __future__ import annotations
@@ -139,8 +140,8 @@ def _stages(product: Product, rows: int, columns: int, split: int) -> list[int]:
 
 
 def shared_bytes(product: Product, rows: int, columns: int, stages: int, split: int) -> int:
-    """What a block of native/gemm.cu keeps in shared memory: tiles, what aligning them takes, parts of
-    the sums, squares and the norm's weights of its share of K."""
+    """What a block of native/gemm.cu keeps in shared memory: tiles, what aligning them takes, parts
+    of the sums, squares and the norm's weights of its share of K."""
     parts = rows * (columns + 4) * 4 if split > 1 else 0
     gains = -(-product.depth // 64 // split) * 128 if product.has_norm else 0
     return stages * (rows + columns) * 128 + 1024 + parts + rows * 4 + gains

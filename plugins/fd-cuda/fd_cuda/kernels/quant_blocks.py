@@ -1,5 +1,5 @@
-"""Products of hundreds of rows, or of hundreds of rows an expert, with fp8 weights that have scales of blocks, by
-quant_blocks.cu."""
+"""Products of hundreds of rows, or of hundreds of rows an expert, with fp8 weights that have scales
+of blocks, by quant_blocks.cu."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def product(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """x [T, K], rounded by blocks, with scales [T, K / 128], tokens fastest, times one matrix, in dtype."""
+    """x [T, K], rounded by blocks, with scales [T, K / 128], tokens fastest, times one matrix, in
+    dtype."""
     y = torch.empty((x.shape[0], weight.out_features), dtype=dtype, device=x.device)
     _multiply(shape, x, x_scales, weight, bias, y)
     return y
@@ -59,8 +60,9 @@ def gated_product(
     grouping: Grouping,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """silu(gate) times what belongs to it, of rows that lie in the order of the blocks: rounded to dtype and then by
-    blocks, as fp8_blocks would (numbers, scales). Gates are whole blocks of FP8_BLOCK."""
+    """silu(gate) times what belongs to it, of rows that lie in the order of the blocks: rounded to
+    dtype and then by blocks, as fp8_blocks would (numbers, scales). Gates are whole blocks of
+    FP8_BLOCK."""
     rows, width = x.shape[0], weight.out_features // 2
     y = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
     y_scales = torch.empty((width // FP8_BLOCK, rows), dtype=torch.float32, device=x.device)
@@ -79,15 +81,15 @@ def _multiply(
     y_scales: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """x [T, K] with scales [T, K / 128], tokens fastest, times the weight into y. With `y_scales` the weight's outputs are gates and what belongs to them."""
-    scales = weight.block_scales
-    if scales is None:
+    """x [T, K] with scales [T, K / 128], tokens fastest, times the weight into y. `y_scales`: the
+    weight's outputs are gates and up values."""
+    if (scales := weight.block_scales) is None:
         raise TypeError("a weight without scales of blocks was asked for a product by blocks")
     paired = y_scales is not None
     num_rows, width = y.shape
     order = None if grouping is None else grouping.order
     count = -(-num_rows // shape.rows) if grouping is None else grouping.blocks
-    # The copy engine stores rows that begin at whole 16 bytes, where they lie like those of the tiles.
+    # The copy engine stores rows that begin at whole 16 bytes and lie like those of the tiles.
     is_boxed = grouping is None and weight.out_features % 8 == 0
     of_x = tensor_map.boxes(x, shape.rows)
     arguments = [

@@ -1,4 +1,5 @@
-"""Writing a quantized cache: `kv_write_<format>` of contracts/kv_formats.py, one program a token."""
+"""Writing a quantized cache: `kv_write_<format>` of contracts/kv_formats.py, one program a
+token."""
 
 from __future__ import annotations
 
@@ -32,12 +33,13 @@ def _number(x, scale, low, BOUND: tl.constexpr, HAS_LOW: tl.constexpr, IS_FP8: t
 @triton.jit
 def _write(
     x_p, cache_p, scales_p, lows_p, slots_p, stride0, stride1,
-    v_p, v_cache_p, v_scales_p, v_lows_p, v_stride0, v_stride1, HEADS: tl.constexpr, WIDTH: tl.constexpr, HEADS_PAD: tl.constexpr, PAD: tl.constexpr,
+    v_p, v_cache_p, v_scales_p, v_lows_p, v_stride0, v_stride1, HEADS: tl.constexpr,
+    WIDTH: tl.constexpr, HEADS_PAD: tl.constexpr, PAD: tl.constexpr,
     PER_BYTE: tl.constexpr, BOUND: tl.constexpr, IS_STATIC: tl.constexpr, HAS_LOW: tl.constexpr,
     IS_FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A token's keys, or its values by the second program of a token, where there is one. PAD elements of the cache a
-    row: with PER_BYTE 2 the even and the odd inputs of each are loaded."""
+    """A token's keys, or its values by the second program of a token, where there is one. PAD
+    elements of the cache a row: with PER_BYTE 2 the even and the odd inputs of each are loaded."""
     join_chain(PDL)
     if tl.program_id(1) == 1:
         x_p, cache_p, scales_p, lows_p = v_p, v_cache_p, v_scales_p, v_lows_p
@@ -131,7 +133,8 @@ def _write_all(
         v, *of_v = pair[-1]
         tokens, heads, width = x.shape
         _write[(tokens, len(pair))](
-            x, numbers, table, low, slots, x.stride(0), x.stride(1), v, *of_v, v.stride(0), v.stride(1),
+            x, numbers, table, low, slots, x.stride(0), x.stride(1), v, *of_v, v.stride(0),
+            v.stride(1),
             HEADS=heads, WIDTH=width, HEADS_PAD=pad2(heads), PAD=pad2(kind.width(width)),
             PER_BYTE=kind.per_byte, BOUND=kind.bound, IS_STATIC=scales is not None,
             HAS_LOW=kind.has_minimum, IS_FP8=kind.dtype == "float8_e4m3fn",

@@ -1,8 +1,8 @@
 """Experts with packed weights, `moe_experts_<format>`: two grouped products and the weighted sum.
 
 The native kernels of quant_native.py pair gate and up. Many rows of fp8 by token, and sizes that
-native kernels do not have, are a Triton kernel's. Elsewhere (no Hopper GPU, float32) all experts are dequantized for
-the call.
+native kernels do not have, are a Triton kernel's. Elsewhere (no Hopper GPU, float32) all experts
+are dequantized for the call.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def moe_experts(
     gate_up: Weights,
     down: Weights,
 ) -> torch.Tensor:
-    """Weighted sum of the chosen experts' gated MLPs: x [T, H], gate_up [E, 2I, H], down [E, H, I]."""
+    """Weighted sum of the chosen experts' gated MLPs: x [T, H], gate_up [E, 2I, H], down [E, H,
+    I]."""
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
     tokens, top_k = topk_ids.shape
     if not tokens:
@@ -119,15 +120,16 @@ def _product(
 
 
 def choose(slabs: Slabs, each: float) -> Shape | RowGemm | Persistent | Blocks | None:
-    """The kernel for so many rows an expert, as measured on an H200 with 64 experts of 2560 x 1536; None
-    for Triton's."""
+    """The kernel for so many rows an expert, as measured on an H200 with 64 experts of 2560 x 1536;
+    None for Triton's."""
     by_rows = slabs.kind in (INT8_ROWS, FP8_ROWS)
     if batch_invariant():
         if slabs.kind == CCQ:
             return Gemv(4, 2, 8, 4, 1)
         return RowGemm(64, 2, 1, 5) if by_rows else Gemm(64, 2, 1, 5, 4)
     if each > _MANY_EACH and slabs.block_scales is not None:
-        # What two products of the matrix units make of gates and what belongs to them is rounded as one block.
+        # What two products of the matrix units make of gates and what belongs to them is rounded as
+        # one block.
         has_blocks = slabs.out_features % (2 * FP8_BLOCK) == 0
         return blocks() if has_blocks else RowGemm(64, 2, 1, 4)
     if each > _MANY_EACH and slabs.kind != CCQ:
@@ -149,14 +151,15 @@ def persistent_rows(each: float) -> int:
 
 
 def blocks_of(each: float, rows: int) -> float:
-    """How many an expert has where tokens choose at random: the chances that it has a first, a second, ..."""
+    """How many an expert has where tokens choose at random: the chances that it has a first, a
+    second, ..."""
     last = ceil((each + 6 * each**0.5) / rows)
     return sum(0.5 * erfc((n * rows + 0.5 - each) / (2 * each) ** 0.5) for n in range(last))
 
 
 def grouped_tile(rows: int, kind: int) -> Tile:
-    """quant_tile.cu for experts. Two blocks of few rows share a multiprocessor: one multiplies while the other one begins
-    or ends."""
+    """quant_tile.cu for experts. Two blocks of few rows share a multiprocessor: one multiplies
+    while the other one begins or ends."""
     resident, fewer = 2 if rows <= 80 else 1, rows == 80 or rows > 160
     unpackers, teams = (4, 2) if fewer else (8, 4)
     return with_copies(Tile(rows, 128, 1, 4, unpackers, teams, 1, resident), kind, 0)
@@ -178,8 +181,8 @@ def _by_triton(
 
 
 def may_unpack(*shapes: tuple[int, int, int]) -> bool:
-    """Whether all experts (their number, outputs, inputs) in half floats, for one call, fit beside what else is
-    in memory."""
+    """Whether all experts (their number, outputs, inputs) in half floats, for one call, fit beside
+    what else is in memory."""
     numbers = sum(count * rows * width for count, rows, width in shapes)
     return numbers <= _MOST_UNPACKED and all(rows % 16 == 0 for _, rows, _ in shapes)
 
@@ -203,8 +206,8 @@ def by_halves(
     wide: list[torch.Tensor],
     seen: tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]],
 ) -> torch.Tensor:
-    """The products of experts.py with dequantized experts [E, 2I, H] and [E, H, I], and what they see of their
-    inputs. Nothing waits for the host."""
+    """The products of experts.py with dequantized experts [E, 2I, H] and [E, H, I], and what they
+    see of their inputs. Nothing waits for the host."""
     slots, top_k = topk_ids.numel(), topk_ids.shape[1]
     tiles = tiles_of_experts(topk_ids.shape[0], top_k, wide[0].shape[0], x.dtype)
     order = order_by_expert(topk_ids, wide[0].shape[0], tiles.rows)

@@ -1,6 +1,6 @@
-"""Norms and activations that round what they yield, for a packed product that stands behind them (Kernel.behind): half
-the bytes are written, none is read again, and a launch is saved. The same numbers, bit for bit, as norm.py and then
-quant_round.py.
+"""Norms and activations that round what they yield, for a packed product that stands behind them
+(Kernel.behind): half the bytes are written, none is read again, and a launch is saved. The same
+numbers, bit for bit, as norm.py and then quant_round.py.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ def _store_rounded(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, BOUND: tl.constexpr,
     IS_FP8: tl.constexpr, IS_STATIC: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """y, BLOCK numbers of the row from the first one on, with a scale for all of them or, where there is a SIZE, for so
-    many each. scales_p: [T], or [blocks, T], blocks apart by scale_stride. eights: WIDTH / 8, of which the compiler knows
-    nothing: so it stores no more than eight numbers of a thread at once, gives threads the numbers that those of norm.py
-    have, and sums come out the same."""
+    """y, BLOCK numbers of the row from the first one on, with a scale for all of them or, where
+    there is a SIZE, for so many each. scales_p: [T], or [blocks, T], blocks apart by scale_stride.
+    eights: WIDTH / 8, of which the compiler knows nothing: so it stores no more than eight numbers
+    of a thread at once, gives threads the numbers that those of norm.py have, and sums come out the
+    same."""
     cols = first + tl.arange(0, BLOCK)
     if SIZE:
         y = tl.reshape(y, (BLOCK // SIZE, SIZE))
@@ -122,8 +123,8 @@ class _Made:
 
 
 def _make(x: torch.Tensor, width: int, weight: Weights) -> _Made | None:
-    """Room for x's rows as a product with the weight takes them; None where it does not round them, or to what is made
-    otherwise (few rows with scales of blocks)."""
+    """Room for x's rows as a product with the weight takes them; None where it does not round them,
+    or to what is made otherwise (few rows with scales of blocks)."""
     slabs, rows, by_block = weight.slabs, x.shape[0], weight.rounding == "block"
     if slabs is None or not rows or width > _WIDEST or not native_runs(x):
         return None

@@ -83,7 +83,8 @@ def _padded(x: torch.Tensor, rows: int, columns: int, value: int) -> torch.Tenso
 
 
 def pack_slabs(numbers: torch.Tensor, kind: int) -> torch.Tensor:
-    """[..., N, K] uint8 (int4: 0..15 around 8; others: their bits) to [..., slabs, turns, pieces, 32, 16]."""
+    """[..., N, K] uint8 (int4: 0..15 around 8; others: their bits) to [..., slabs, turns, pieces,
+    32, 16]."""
     numbers = _padded(numbers, SLAB_ROWS, TURN, _MIDDLE[kind] if kind == INT4 else 0)
     lead, slabs, turns = (
         numbers.shape[:-2],
@@ -118,7 +119,8 @@ def unpack_slabs(data: torch.Tensor, kind: int) -> torch.Tensor:
 
 
 def pack_codes(stored: torch.Tensor) -> torch.Tensor:
-    """CCQ's bytes [K / 4, N] to [slabs, turns, 32, 8]: a lane's four of a row, four of the row + 8."""
+    """CCQ's bytes [K / 4, N] to [slabs, turns, 32, 8]: a lane's four of a row, four of the row +
+    8."""
     rows = _padded(stored.t(), SLAB_ROWS, TURN // 4, 0)
     slabs, turns = rows.shape[0] // SLAB_ROWS, rows.shape[1] * 4 // TURN
     flat = rows.reshape(slabs, 2, 8, turns, 4, 4)  # slab, high, r, turn, q, s
@@ -133,8 +135,9 @@ def unpack_codes(data: torch.Tensor) -> torch.Tensor:
 
 
 def code_lines(codes: torch.Tensor) -> torch.Tensor:
-    """CCQ's maps [..., 2] in whole numbers: (slope, start) so that the upper half of slope * byte + start is
-    floor(byte * scale + zero + 0.5), as floats round it, for every byte. Zeros where there are none."""
+    """CCQ's maps [..., 2] in whole numbers: (slope, start) so that the upper half of slope * byte +
+    start is floor(byte * scale + zero + 0.5), as floats round it, for every byte. Zeros where there
+    are none."""
     lines = torch.zeros(codes.shape, dtype=torch.int32, device=codes.device)
     flat, found = codes.reshape(-1, 2), lines.view(-1, 2)
     for begin in range(0, len(flat), _LINES_AT_ONCE):

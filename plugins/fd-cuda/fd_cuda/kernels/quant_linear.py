@@ -1,9 +1,9 @@
 """Products with packed weights, `linear_<format>` of contracts/quant_formats.py.
 
-The native kernels read packed weights as they are. Many rows: fp8 of large layers by cuBLAS; codes and groups with scales,
-and layers too small for native tiles, by cuBLAS on weights unpacked for the call. Where native kernels
-cannot run (no Hopper GPU, float32) plain tensor code dequantizes at every call; so it does for what
-they cannot read.
+The native kernels read packed weights as they are. Many rows: fp8 of large layers by cuBLAS; codes
+and groups with scales, and layers too small for native tiles, by cuBLAS on weights unpacked for the
+call. Where native kernels cannot run (no Hopper GPU, float32) plain tensor code dequantizes at
+every call; so it does for what they cannot read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ _MANY_ROWS: Final = 1024
 # Rows of a tile of quant_persistent.cu, and what a tile costs besides, in rows.
 _TILES: Final = (64, 128, 256)
 TILE_ENDS: Final = 60
-# Turns of 128 inputs from which cuBLAS is faster with scales of blocks than tiles of 128 outputs, in large layers.
+# Turns of 128 inputs from which cuBLAS is faster with scales of blocks than tiles of 128 outputs,
+# in large layers.
 _MANY_TURNS: Final = 48
 # So few turns that blocks gain little by dividing them, or by wide tiles if each has one.
 _FEW_TURNS: Final = 8
@@ -56,8 +57,8 @@ _LITTLE_WORK: Final = 512
 
 
 def linear(x: torch.Tensor | Seen, weight: Weights, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [T, K] as the format sees it times weight [N, K] transposed, plus bias. What its see() made may stand in x's
-    place."""
+    """x [T, K] as the format sees it times weight [N, K] transposed, plus bias. What its see() made
+    may stand in x's place."""
     slabs = weight.slabs
     if isinstance(x, torch.Tensor):
         if not x.shape[0]:
@@ -91,15 +92,16 @@ def native_runs(x: torch.Tensor) -> bool:
 
 
 def choose(slabs: Slabs, rows: int, *, rounds: bool = False) -> Chosen:
-    """The kernel for so many rows, as measured on an H200; None for the library. `rounds`: activations are
-    rounded, so that many rows of int4 are better multiplied as int8."""
+    """The kernel for so many rows, as measured on an H200; None for the library. `rounds`:
+    activations are rounded, so that many rows of int4 are better multiplied as int8."""
     if batch_invariant():
         # One order of sums for all numbers of rows.
         if slabs.kind in (INT8_ROWS, FP8_ROWS):
             return RowGemm(64, 2, 1, 5)
         return None if slabs.kind == CCQ else Gemm(128, 2, 1, 4, 8)
     if slabs.kind in (INT8_ROWS, FP8_ROWS):
-        # Eight rows of x are read as float16 with the weights; more are worth the matrix units' own int8 and fp8.
+        # Eight rows of x are read as float16 with the weights; more are worth the matrix units' own
+        # int8 and fp8.
         if rows <= 8:
             return _gemv_shape(slabs, rows)
         own = _persistent_shape if slabs.block_scales is None else _blocks_shape
@@ -120,7 +122,8 @@ def choose(slabs: Slabs, rows: int, *, rounds: bool = False) -> Chosen:
 
 
 def size_of(count: int) -> int:
-    """Of a layer with so many sixteens of outputs, by which kernels are chosen: less than 4096 outputs, or than 8192."""
+    """Of a layer with so many sixteens of outputs, by which kernels are chosen: less than 4096
+    outputs, or than 8192."""
     return 0 if count < 256 else 1 if count < 512 else 2
 
 
@@ -137,7 +140,8 @@ def _unpacked_shape(slabs: Slabs, rows: int) -> Gemm | Tile | None:
 
 
 def _small_shape(slabs: Slabs, rows: int) -> Gemm | Tile | None:
-    """Where neither all multiprocessors find a tile of 256 rows, nor weights take long to unpack."""
+    """Where neither all multiprocessors find a tile of 256 rows, nor weights take long to
+    unpack."""
     size = size_of(slabs.num_slabs)
     if rows > 512:
         return None
@@ -202,7 +206,8 @@ def _gemm_shape(slabs: Slabs, rows: int) -> Gemm:
 
 
 def tile_shape(kind: int, scaled: int, count: int, rows: int) -> Tile | None:
-    """quant_tile.cu for a layer of so many sixteens of outputs; None for more rows than a small layer takes."""
+    """quant_tile.cu for a layer of so many sixteens of outputs; None for more rows than a small
+    layer takes."""
     size, across, narrow = size_of(count), -(-count // 8), -(-count // 4)
     is_ccq, is_trellis = kind == CCQ, kind == TRELLIS
     halves = _parts(narrow * -(-rows // 128), 0.5 if rows <= _SOME_ROWS else 1.0, 4)
@@ -242,8 +247,8 @@ def with_copies(tile: Tile, kind: int, scaled: int) -> Tile:
 
 
 def fills(count: int, rows: int) -> bool:
-    """Whether tiles of 256 rows by 128 outputs keep the GPU busy enough to be worth more than the library, which loses
-    less by unpacking the more rows there are."""
+    """Whether tiles of 256 rows by 128 outputs keep the GPU busy enough to be worth more than the
+    library, which loses less by unpacking the more rows there are."""
     across, processors = -(-count // 8), num_processors()
     split = _parts(across * -(-rows // 256), 1.0, 2)
     rounds = -(-across * -(-rows // 256) * split // processors)
@@ -252,7 +257,8 @@ def fills(count: int, rows: int) -> bool:
 
 
 def _pipe_shape(slabs: Slabs, rows: int) -> Pipe | Persistent | None:
-    """None where other kernels, or the library, are faster: tiles that leave the GPU idle, short rows of weights."""
+    """None where other kernels, or the library, are faster: tiles that leave the GPU idle, short
+    rows of weights."""
     count, size, stages = slabs.num_slabs, size_of(slabs.num_slabs), 6 if slabs.kind == INT4 else 5
     across = -(-count // 8)
     if rows <= 64 or (size < 2 and rows <= 128):
@@ -275,8 +281,8 @@ def _pipe_shape(slabs: Slabs, rows: int) -> Pipe | Persistent | None:
 
 
 def _persistent_shape(slabs: Slabs, rows: int) -> Persistent | None:
-    """int8 and fp8 numbers by rows: tiles of as many rows as keep the GPU busy. None where the library, or blocks that
-    divide K, are faster."""
+    """int8 and fp8 numbers by rows: tiles of as many rows as keep the GPU busy. None where the
+    library, or blocks that divide K, are faster."""
     size = size_of(slabs.num_slabs)
     # Two tiles of 64 rows have to be full.
     if rows <= 64 or (size == 2 and rows < 128) or (rows <= 128 and slabs.num_turns >= _LONG):
@@ -288,7 +294,8 @@ def _persistent_shape(slabs: Slabs, rows: int) -> Persistent | None:
 
 
 def _busy_tile(slabs: Slabs, rows: int, sizes: tuple[int, ...]) -> int | None:
-    """The tile of these rows with which quant_persistent.cu is done first; None where it leaves the GPU idle."""
+    """The tile of these rows with which quant_persistent.cu is done first; None where it leaves the
+    GPU idle."""
 
     def tiles(tile: int) -> int:
         return -(-slabs.num_slabs // 8) * -(-rows // tile)
@@ -301,9 +308,9 @@ def _busy_tile(slabs: Slabs, rows: int, sizes: tuple[int, ...]) -> int | None:
 
 
 def _blocks_shape(slabs: Slabs, rows: int) -> Blocks | None:
-    """fp8 numbers with scales of blocks: by tiles of 256 outputs where these are done as soon, by several blocks a tile
-    where tiles are few. None where quant_rows.cu keeps the GPU busier, and where cuBLAS is faster on tiles of 128
-    outputs: large layers of many inputs."""
+    """fp8 numbers with scales of blocks: by tiles of 256 outputs where these are done as soon, by
+    several blocks a tile where tiles are few. None where quant_rows.cu keeps the GPU busier, and
+    where cuBLAS is faster on tiles of 128 outputs: large layers of many inputs."""
     turns, is_large = -(-slabs.in_features // FP8_BLOCK), size_of(slabs.num_slabs) == 2
     if rows <= 64:
         return None

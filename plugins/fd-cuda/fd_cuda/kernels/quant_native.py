@@ -56,8 +56,8 @@ def product(
     grouping: Grouping | None = None,
     paired: bool = False,
 ) -> torch.Tensor:
-    """x [T, K] times the weight, in dtype or in x's own; rows of x are whole 16 bytes. Tile: rows of experts lie
-    in the order of the blocks, in x and, where it is `paired`, in what comes out."""
+    """x [T, K] times the weight, in dtype or in x's own; rows of x are whole 16 bytes. Tile: rows
+    of experts lie in the order of the blocks, in x and, where it is `paired`, in what comes out."""
     dtype = dtype or x.dtype
     is_ordered = isinstance(shape, Tile) and paired
     num_rows = x.shape[0] if grouping is None or is_ordered else grouping.num_slots
@@ -198,8 +198,8 @@ def fed(
     slabs: int,
     blocks: int,
 ) -> None:
-    """Launch a kernel whose activations the copy engine brings; `slabs` that a gate and what belongs to it share count
-    once."""
+    """Launch a kernel whose activations the copy engine brings; `slabs` that a gate and what
+    belongs to it share count once."""
     sizes = {
         "BN": shape.rows,
         "GROUPS": shape.groups,
@@ -238,9 +238,10 @@ def rows_product(
     paired: bool = False,
     is_fresh: bool = False,
 ) -> torch.Tensor:
-    """int8 or fp8 numbers [T, K] times weights that lie row by row, in dtype. `x_scales`: [T], or `by_block`
-    [T, K / 128] with tokens fastest, as the weight's are of blocks then. `paired`: shape.groups is 2.
-    `is_fresh`: kernels queued just now write the weights, so none is read before these have ended."""
+    """int8 or fp8 numbers [T, K] times weights that lie row by row, in dtype. `x_scales`: [T], or
+    `by_block` [T, K / 128] with tokens fastest, as the weight's are of blocks then. `paired`:
+    shape.groups is 2. `is_fresh`: kernels queued just now write the weights, so none is read before
+    these have ended."""
     num_rows = numbers.shape[0] if grouping is None else grouping.num_slots
     width = weight.out_features // 2 if paired else weight.out_features
     y = torch.empty((num_rows, width), dtype=dtype, device=numbers.device)
@@ -291,8 +292,8 @@ def rows_product(
 
 
 def unpack(weight: Slabs, dtype: torch.dtype) -> torch.Tensor:
-    """[(E,) N, K] of slabs in the dtype of activations, or as int8 without scales; K in whole eights, and N in
-    whole slabs where there are experts."""
+    """[(E,) N, K] of slabs in the dtype of activations, or as int8 without scales; K in whole
+    eights, and N in whole slabs where there are experts."""
     lead = (weight.num_experts,) if weight.num_experts else ()
     shape = (*lead, weight.out_features, weight.in_features)
     y = torch.empty(shape, dtype=dtype, device=weight.data.device)

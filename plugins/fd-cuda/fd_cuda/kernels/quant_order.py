@@ -1,4 +1,5 @@
-"""Activations put in the order in which quant_tile.cu and quant_persistent.cu read them: rows by expert."""
+"""Activations put in the order in which quant_tile.cu and quant_persistent.cu read them: rows by
+expert."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def _gather(
 
 
 def gathered(x: torch.Tensor, order: Order, num_slots: int, divisor: int) -> torch.Tensor:
-    """Rows slot // divisor of x in the order of the blocks; rows that no slot has are left as they are."""
+    """Rows slot // divisor of x in the order of the blocks; rows that no slot has are left as they
+    are."""
     num_rows, width = len(order.slots), x.shape[1]
     y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     _gather[(cdiv(num_rows, _ROWS), cdiv(width, _COLUMNS))](

@@ -30,8 +30,9 @@ def persistent_product(
     grouping: Grouping | None = None,
     paired: bool = False,
 ) -> torch.Tensor:
-    """x [T, K], half floats or for weights that lie row by row int8 or fp8 numbers, times the weight, in dtype. Rows of
-    experts lie in the order of the blocks, in x and, where it is `paired`, in what comes out. `x_scales`: [T]."""
+    """x [T, K], half floats or for weights that lie row by row int8 or fp8 numbers, times the
+    weight, in dtype. Rows of experts lie in the order of the blocks, in x and, where it is
+    `paired`, in what comes out. `x_scales`: [T]."""
     num_rows = x.shape[0] if grouping is None or paired else grouping.num_slots
     width = weight.out_features // 2 if paired else weight.out_features
     y = torch.empty((num_rows, width), dtype=dtype, device=x.device)
@@ -39,7 +40,8 @@ def persistent_product(
     blocks = -(-x.shape[0] // shape.rows) if grouping is None else grouping.blocks
     by_rows = _is_by_rows(weight)
     turns = -(-weight.in_features // (2 * TURN)) if by_rows else weight.num_turns
-    # The copy engine stores rows that begin at whole 16 bytes, where they lie like those of the tiles.
+    # The copy engine stores rows that begin at whole 16 bytes, where they lie like those of the
+    # tiles.
     is_boxed = grouping is None and weight.out_features % 8 == 0
     of_x = tensor_map.boxes(x, shape.rows)
     arguments = [
@@ -98,7 +100,8 @@ def _kernel(
 
 
 def _weight_boxes(weight: Slabs, outputs: int, *, paired: bool) -> bytes:
-    """What one copy brings of a tile of so many outputs; of slabs of gates and what belongs to them it takes two."""
+    """What one copy brings of a tile of so many outputs; of slabs of gates and what belongs to them
+    it takes two."""
     if not _is_by_rows(weight):
         size = slab_bytes(weight.kind)
         slabs = weight.data.view(-1, weight.num_turns * size)
@@ -118,7 +121,8 @@ def experts(
     gate_up: tuple[Weights, Slabs],
     down: tuple[Weights, Slabs],
 ) -> torch.Tensor:
-    """[num_slots, H]: the gated MLPs of the experts that rows slot // top_k of x go to in this order."""
+    """[num_slots, H]: the gated MLPs of the experts that rows slot // top_k of x go to in this
+    order."""
     grouping = Grouping(num_slots, 1, order)
 
     def multiply(
@@ -139,8 +143,8 @@ def experts(
 def in_order(
     x: torch.Tensor, of: tuple[Weights, Slabs], order: Order, num_slots: int, divisor: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows slot // divisor of x in the order of the blocks as the product sees them, and their scales; what no slot
-    has is any."""
+    """Rows slot // divisor of x in the order of the blocks as the product sees them, and their
+    scales; what no slot has is any."""
     weight, slabs = of
     if not weight.rounding:
         return gathered(x, order, num_slots, divisor), None

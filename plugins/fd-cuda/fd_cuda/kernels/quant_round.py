@@ -31,8 +31,9 @@ _INTERPRETED: Final = tl.constexpr(INTERPRETED)
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Activations as a product takes them: numbers [rows or more, K], what each row, or block of its inputs, is to be
-    multiplied with (None: they are not rounded), and the dtype that they had."""
+    """Activations as a product takes them: numbers [rows or more, K], what each row, or block of
+    its inputs, is to be multiplied with (None: they are not rounded), and the dtype that they
+    had."""
 
     numbers: torch.Tensor
     scales: torch.Tensor | None
@@ -67,8 +68,8 @@ def round_fp8(x):
 def quotient(
     x, scale, TO: tl.constexpr, BOUND: tl.constexpr, IS_FP8: tl.constexpr, CONVERTS: tl.constexpr
 ):
-    """x / scale, correctly rounded, to what the format holds, as dtype TO. CONVERTS: the card has an
-    instruction for fp8."""
+    """x / scale, correctly rounded, to what the format holds, as dtype TO. CONVERTS: the card has
+    an instruction for fp8."""
     if _INTERPRETED:
         value = tl.div_rn(x, scale)
     else:
@@ -195,9 +196,9 @@ def round_rows(
     order: Order | None = None,
     into: Order | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(numbers [T, K] in dtype, what each row is to be multiplied with [T]). `scale` [1] is fixed. `order`: that of
-    the rows, of which blocks without an expert are left out; `into`: the one in which they come out, each as often as it
-    has assignments, with nothing where nobody is."""
+    """(numbers [T, K] in dtype, what each row is to be multiplied with [T]). `scale` [1] is fixed.
+    `order`: that of the rows, of which blocks without an expert are left out; `into`: the one in
+    which they come out, each as often as it has assignments, with nothing where nobody is."""
     rows, width = x.shape
     held = rows if into is None else len(into.slots)
     y = torch.empty((held, width), dtype=dtype, device=x.device)
@@ -234,8 +235,8 @@ def _copies(into: Order | None, rows: int) -> int:
 def fp8_blocks(
     x: torch.Tensor, whole: int = 1, into: Order | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(fp8 [T, K], scales [T, blocks of 128 inputs], tokens fastest), T up to whole fours or such: what is
-    filled up with means nothing. `into` as in round_rows."""
+    """(fp8 [T, K], scales [T, blocks of 128 inputs], tokens fastest), T up to whole fours or such:
+    what is filled up with means nothing. `into` as in round_rows."""
     rows, width = x.shape
     held = -(-rows // whole) * whole if into is None else len(into.slots)
     y = torch.empty((held, width), dtype=torch.float8_e4m3fn, device=x.device)
@@ -253,8 +254,8 @@ def fp8_blocks(
 
 
 def round_blocks(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """x in fp8 by token and 128 inputs: (numbers [T, K] in dtype, relative to the row's largest block; what
-    each row is to be multiplied with [T])."""
+    """x in fp8 by token and 128 inputs: (numbers [T, K] in dtype, relative to the row's largest
+    block; what each row is to be multiplied with [T])."""
     rows, width = x.shape
     y = torch.empty((rows, width), dtype=dtype, device=x.device)
     scales = torch.empty((rows,), dtype=torch.float32, device=x.device)

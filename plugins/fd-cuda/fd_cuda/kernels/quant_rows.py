@@ -50,8 +50,8 @@ def _grouped_rows(
     DIVISOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     BY_BLOCK: tl.constexpr, IS_INT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one block of one expert times BN of its outputs. BY_BLOCK: x_scales_p [K / BK, T] and blocks_p
-    [E, N / 128, K / BK]; else x_scales_p [T] and scales_p [E, scale_width]."""
+    """Rows of one block of one expert times BN of its outputs. BY_BLOCK: x_scales_p [K / BK, T] and
+    blocks_p [E, N / 128, K / BK]; else x_scales_p [T] and scales_p [E, scale_width]."""
     join_chain(PDL)
     block, tile = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     expert = tl.load(experts_p + block).to(tl.int64)
@@ -108,7 +108,8 @@ def multiply_rows(
     across = triton.cdiv(width, tiles.columns)
     _grouped_rows[(len(order.experts) * across,)](
         numbers, scales, stored, slabs.scales, blocks, y, order.slots, order.experts, num_slots,
-        width, depth, len(order.experts), slabs.scales.shape[-1], blocks.shape[-2], blocks.shape[-1], x.shape[0],
+        width, depth, len(order.experts), slabs.scales.shape[-1], blocks.shape[-2],
+        blocks.shape[-1], x.shape[0],
         DIVISOR=divisor, BM=tiles.rows, BN=tiles.columns, BK=FP8_BLOCK, BY_BLOCK=by_block,
         IS_INT=is_int, **options(num_warps=tiles.warps, num_stages=tiles.stages),
     )  # fmt: skip

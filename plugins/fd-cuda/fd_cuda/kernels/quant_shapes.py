@@ -1,4 +1,5 @@
-"""How the native kernels of packed weights are specialized, and the shared memory that this takes."""
+"""How the native kernels of packed weights are specialized, and the shared memory that this
+takes."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Gemv:
 
 @dataclass(frozen=True, slots=True)
 class Few(Gemv):
-    """How quant_few.cu is specialized; as many blocks as `resident` says are all that a multiprocessor has place for."""
+    """How quant_few.cu is specialized; as many blocks as `resident` says are all that a
+    multiprocessor has place for."""
 
     def __str__(self) -> str:
         return f"few {self.tiles}t {self.slabs}s {self.warps}w {self.ahead}a {self.resident}r"
@@ -105,7 +107,8 @@ class Tile:
     resident: int = 1  # blocks a multiprocessor should hold
 
     def __post_init__(self) -> None:
-        # Readers order the writes of different teams to a stage too, but race detectors do not follow that.
+        # Readers order the writes of different teams to a stage too, but race detectors do not
+        # follow that.
         if self.stages % self.teams:
             raise ValueError(f"{self.stages} stages are not divisible among {self.teams} teams")
 
@@ -164,7 +167,8 @@ class Blocks:
 
     @property
     def wave(self) -> int:
-        """Outputs that a group asks the matrix units for at a time: what it adds up has room for two such waves."""
+        """Outputs that a group asks the matrix units for at a time: what it adds up has room for
+        two such waves."""
         return 128 if self.columns == 128 else 64
 
     @property
@@ -186,19 +190,20 @@ def slab_bytes(kind: int) -> int:
 
 
 def group_bytes(kind: int, scaled: int) -> int:
-    """Of a slab's scales that a turn brings; CCQ's are those of two turns, as the copy engine brings whole 16 bytes."""
+    """Of a slab's scales that a turn brings; CCQ's are those of two turns, as the copy engine
+    brings whole 16 bytes."""
     return 16 if kind == CCQ else 32 * scaled
 
 
 def only_resident(shared: int, resident: int) -> int:
-    """Bytes of shared memory of a block, so many that no more than `resident` have a place on a multiprocessor: blocks
-    of the next kernel would crowd on those that have room first."""
+    """Bytes of shared memory of a block, so many that no more than `resident` have a place on a
+    multiprocessor: blocks of the next kernel would crowd on those that have room first."""
     return max(shared, (_MULTIPROCESSOR // (resident + 1) // 1024 + 1) * 1024)
 
 
 def gemv_shared(shape: Gemv, held: int, kind: int, scaled: int) -> int:
-    """Bytes of shared memory of a block: inputs of its warps, of Few weights too, or their parts of the sums of `held`
-    slabs."""
+    """Bytes of shared memory of a block: inputs of its warps, of Few weights too, or their parts of
+    the sums of `held` slabs."""
     is_few = isinstance(shape, Few)
     weights = held * (slab_bytes(kind) + group_bytes(kind, scaled)) if is_few else 0
     ring = shape.ahead * (shape.rows * 128 + weights)
@@ -207,15 +212,16 @@ def gemv_shared(shape: Gemv, held: int, kind: int, scaled: int) -> int:
 
 
 def end_shared(rows: int, outputs: int, split: int) -> int:
-    """Bytes of shared memory that the end of a product takes: what other blocks send of the rows that a block finishes,
-    two bytes an output that is stored, or, of gates with what belongs to them, four and a half float."""
+    """Bytes of shared memory that the end of a product takes: what other blocks send of the rows
+    that a block finishes, two bytes an output that is stored, or, of gates with what belongs to
+    them, four and a half float."""
     share = rows // min(split, rows // 8)
     return share * outputs * (4 * (split - 1) + 3)
 
 
 def gemm_shared(shape: Gemm, kind: int, *, paired: bool) -> int:
-    """Bytes of shared memory of a block: tiles of x, and of weights where they take that way, what the end takes, what
-    aligning takes."""
+    """Bytes of shared memory of a block: tiles of x, and of weights where they take that way, what
+    the end takes, what aligning takes."""
     held = shape.groups * (1 + paired)
     weights = 0 if shape.ahead else held * (2048 if kind == INT4 else 4096)
     tiles = shape.stages * (shape.rows * 128 + weights)
@@ -225,7 +231,8 @@ def gemm_shared(shape: Gemm, kind: int, *, paired: bool) -> int:
 
 
 def pipe_shared(shape: Pipe, kind: int, scaled: int) -> int:
-    """Bytes of shared memory of a block: barriers, tiles of x and of weights, or what the end takes where these were."""
+    """Bytes of shared memory of a block: barriers, tiles of x and of weights, or what the end takes
+    where these were."""
     warps = shape.groups * 4
     weights = warps * slab_bytes(kind) + -(-warps * group_bytes(kind, scaled) // 1024) * 1024
     tiles = shape.stages * (shape.rows * 128 + weights)
@@ -233,8 +240,8 @@ def pipe_shared(shape: Pipe, kind: int, scaled: int) -> int:
 
 
 def tile_shared(shape: Tile, kind: int, scaled: int) -> int:
-    """Bytes of shared memory of a block: barriers, tiles of x and of weights, what the unpacking warps hold, or what the
-    end takes where all of it was."""
+    """Bytes of shared memory of a block: barriers, tiles of x and of weights, what the unpacking
+    warps hold, or what the end takes where all of it was."""
     slabs = (
         shape.outputs // (64 if kind == TRELLIS else 16) * shape.teams
     )  # of a turn of every team
@@ -245,15 +252,16 @@ def tile_shared(shape: Tile, kind: int, scaled: int) -> int:
 
 
 def tile_room(shape: Tile) -> int:
-    """Bytes of shared memory that a block may take, so that as many as it says find a place beside each other."""
+    """Bytes of shared memory that a block may take, so that as many as it says find a place beside
+    each other."""
     if shape.resident == 1:
         return MOST_SHARED
     return _MULTIPROCESSOR // shape.resident - 1024 - _ROW_BYTES * shape.rows
 
 
 def persistent_shared(shape: Persistent, kind: int) -> int:
-    """Bytes of shared memory of a block of quant_persistent.cu: barriers, a ring of turns, two tables of rows for every
-    group of warps, what warps are about to store."""
+    """Bytes of shared memory of a block of quant_persistent.cu: barriers, a ring of turns, two
+    tables of rows for every group of warps, what warps are about to store."""
     warps, by_rows = shape.groups * 4, kind in (INT8_ROWS, FP8_ROWS)
     weights = shape.groups * 64 * 128 if by_rows else warps * slab_bytes(kind)
     tables = shape.groups * 2 * shape.rows * 8
@@ -262,8 +270,9 @@ def persistent_shared(shape: Persistent, kind: int) -> int:
 
 
 def boxes(shape: Persistent, kind: int) -> tuple[int, int]:
-    """Where the copy engine stores results: how many pieces of them a group of warps has, two, which find a place where
-    its warps have theirs without it, or three, and bytes of shared memory of the block."""
+    """Where the copy engine stores results: how many pieces of them a group of warps has, two,
+    which find a place where its warps have theirs without it, or three, and bytes of shared memory
+    of the block."""
     shared = persistent_shared(shape, kind)
     more = shared + shape.groups * shape.box_rows * 128
     return (3, more) if more <= MOST_DYNAMIC else (2, shared)
@@ -279,8 +288,9 @@ def persistent(rows: int, kind: int) -> Persistent:
 
 
 def blocks_shared(shape: Blocks) -> int:
-    """Bytes of shared memory of a block of quant_blocks.cu: barriers and scales of turns, a ring of turns that begins at
-    whole 1,024 bytes, pieces of results that warps are about to store, sums of these that other blocks send."""
+    """Bytes of shared memory of a block of quant_blocks.cu: barriers and scales of turns, a ring of
+    turns that begins at whole 1,024 bytes, pieces of results that warps are about to store, sums of
+    these that other blocks send."""
     scales = (shape.rows + shape.columns // 128) * 4
     ring = shape.stages * (shape.rows + shape.columns) * 128
     sent = shape.rows // shape.split * (shape.split - 1) * shape.columns * 4
@@ -295,7 +305,8 @@ def blocks(columns: int = 128, split: int = 1) -> Blocks:
 
 
 def rows_shared(shape: RowGemm, *, by_block: bool) -> int:
-    """Bytes of shared memory of a block of quant_rows.cu: tiles, scales of turns, what the end takes, what aligning takes."""
+    """Bytes of shared memory of a block of quant_rows.cu: tiles, scales of turns, what the end
+    takes, what aligning takes."""
     tiles = shape.stages * (shape.groups * 64 + shape.rows) * 128
     end = end_shared(shape.rows, shape.groups * 64, shape.split)
     factors = shape.stages * shape.rows * 4 if by_block else 0

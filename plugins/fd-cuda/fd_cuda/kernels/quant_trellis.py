@@ -2,8 +2,9 @@
 format).
 
 Inputs are rotated and rounded to int8, then multiplied with the code as it is stored
-(trellis_native.py). Experts of one layer share a rotation. Many rows of small layers: weights are decoded
-for the call and multiplied as half floats. Elsewhere (no Hopper GPU, float32) the format's own definition serves.
+(trellis_native.py). Experts of one layer share a rotation. Many rows of small layers: weights are
+decoded for the call and multiplied as half floats. Elsewhere (no Hopper GPU, float32) the format's
+own definition serves.
 """
 
 from __future__ import annotations
@@ -198,7 +199,8 @@ def choose_wide(gate_up: Trellis, down: Trellis, each: float) -> Tile | None:
     whole = gate_up.packed.in_features % TILE == 0 and down.packed.in_features % TILE == 0
     if each <= _SOME_EACH or not whole or batch_invariant():
         return None
-    # Weights are unpacked anew for every block of an expert: most experts have as few blocks as that of the average.
+    # Weights are unpacked anew for every block of an expert: most experts have as few blocks as
+    # that of the average.
     most = each + 1.5 * each**0.5
     blocks = ceil(most / _TILE_ROWS[-1])
     return grouped_tile(next(r for r in _TILE_ROWS if r * blocks >= most), TRELLIS)

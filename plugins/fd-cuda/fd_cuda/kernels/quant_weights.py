@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
     from .routing import Order
 
-# How numbers lie, and how activations are rounded: to "int8" or "fp8" by token, to fp8 by "block", or not.
+# How numbers lie, and how activations are rounded: to "int8" or "fp8" by token, to fp8 by "block",
+# or not.
 _KINDS: Final = {
     "wint8": (INT8, ""),
     "wint8_zp": (INT8, ""),
@@ -95,9 +96,9 @@ class Weights:
     def round(
         self, x: torch.Tensor, into: Order | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(x as the product sees it, what rows of the result are multiplied with). Rounded numbers of
-        half floats come in float16, which holds them and is what fp8 weights become fastest. `into`, where the format
-        rounds by row: the order in which rows come out."""
+        """(x as the product sees it, what rows of the result are multiplied with). Rounded numbers
+        of half floats come in float16, which holds them and is what fp8 weights become fastest.
+        `into`, where the format rounds by row: the order in which rows come out."""
         if not self.rounding:
             return x, None
         dtype = torch.float32 if x.dtype == torch.float32 else torch.float16
@@ -109,8 +110,9 @@ class Weights:
     def numbers(
         self, x: torch.Tensor, order: Order | None = None, into: Order | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x as int8 or fp8 numbers, with scales [T], or [T, blocks of 128 inputs] with tokens fastest. `order`: that of
-        the rows, of which blocks without an expert may be left out; `into`: the one in which they come out."""
+        """x as int8 or fp8 numbers, with scales [T], or [T, blocks of 128 inputs] with tokens
+        fastest. `order`: that of the rows, of which blocks without an expert may be left out;
+        `into`: the one in which they come out."""
         if self.rounding == "block":
             return fp8_blocks(x, into=into)
         is_fp8 = self.rounding == "fp8"
@@ -130,8 +132,8 @@ class Weights:
         return Seen(*fp8_blocks(x, WHOLE if shape is None else 1), rows, x.dtype)
 
     def number_type(self, shape: Chosen) -> torch.dtype | None:
-        """What activations are rounded to for this kernel; None: they are not. Few rows are read in float16, which
-        holds the numbers, many as the matrix units' own int8 and fp8."""
+        """What activations are rounded to for this kernel; None: they are not. Few rows are read in
+        float16, which holds the numbers, many as the matrix units' own int8 and fp8."""
         if not self.rounding or self.slabs is None:
             return None
         lies_by_rows = self.slabs.kind in (INT8_ROWS, FP8_ROWS)
@@ -185,7 +187,8 @@ def _slabs(weight: PackedWeight, kind: int) -> Slabs:
     if scale.shape[-1] == 1 and zero is None:
         outputs = _filled(scale, padded)[..., 0].contiguous()
         return Slabs(kind, rows, count, weight.num_experts, data, outputs, None, 0, blocks)
-    # Scales of groups are rounded to the dtype of activations: to fractions of the output's largest.
+    # Scales of groups are rounded to the dtype of activations: to fractions of the output's
+    # largest.
     outputs = _filled(scale.abs().amax(-1, keepdim=True), padded)[..., 0].contiguous()
     scale = scale / outputs[..., :rows, None]
     if scale.shape[-1] == 1:
@@ -247,7 +250,8 @@ def _filled(scale: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _by_slab(values: torch.Tensor, rows: int) -> torch.Tensor:
-    """[..., N, G] to [..., slabs, G, 8, 2]: the row in the low half, the row + 8 in the high one."""
+    """[..., N, G] to [..., slabs, G, 8, 2]: the row in the low half, the row + 8 in the high
+    one."""
     filled = _filled(values, rows)
     shape = (*filled.shape[:-2], rows // SLAB_ROWS, 2, 8, filled.shape[-1])
     return filled.reshape(shape).transpose(-1, -3)

@@ -1,5 +1,6 @@
-"""The counter-based random numbers of op "sample", bit for bit as the reference computes them: integer
-arithmetic modulo 2^64 with arithmetic shifts (fastdeploy_core/reference/random.py says why)."""
+"""The counter-based random numbers of op "sample", bit for bit as the reference computes them:
+integer arithmetic modulo 2^64 with arithmetic shifts (fastdeploy_core/reference/random.py says
+why)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Kernels of a first start, compiled side by side before any of them runs.
 
-Inside `compile_only()` what the calling thread launches is handed to compilers in threads of their own
-and does not run; memory that kernels would have filled holds zeros, so that what torch itself computes
-meanwhile stays within bounds. Triton gives the interpreter lock up in its passes, LLVM and ptxas.
+Inside `compile_only()` what the calling thread launches is handed to compilers in threads of their
+own and does not run; memory that kernels would have filled holds zeros, so that what torch itself
+computes meanwhile stays within bounds. Triton gives the interpreter lock up in its passes, LLVM and
+ptxas.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def suspended() -> Iterator[None]:
 
 @contextmanager
 def compile_only() -> Iterator[None]:
-    """See the module; leaving waits for the compilers of Triton kernels. A Triton that compiles nothing
-    side by side compiles when kernels are met, and they run."""
+    """See the module; leaving waits for the compilers of Triton kernels. A Triton that compiles
+    nothing side by side compiles when kernels are met, and they run."""
     try:
         from triton import AsyncCompileMode
     except ImportError:
@@ -65,7 +66,8 @@ def compile_only() -> Iterator[None]:
 
 
 def _compiling(run: Callable[..., Any], seen: set[tuple[Any, ...]]) -> Callable[..., Any]:
-    """JITFunction.run that starts compilers in a thread that is_on(), once for each specialization."""
+    """JITFunction.run that starts compilers in a thread that is_on(), once for each
+    specialization."""
     from triton import FutureKernel
 
     def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -83,7 +85,8 @@ def _compiling(run: Callable[..., Any], seen: set[tuple[Any, ...]]) -> Callable[
 
 
 def _load(device: int, compiled: Future[Any]) -> None:
-    """Make what launches it, which takes a C compiler, and load it: in the thread that compiled it."""
+    """Make what launches it, which takes a C compiler, and load it: in the thread that compiled
+    it."""
     with suppress(Exception):  # whoever launches it hears why it cannot be
         torch.cuda.set_device(device)
         compiled.result().run  # noqa: B018 - made at first access

@@ -31,7 +31,8 @@ def _rank(x, index):
 @triton.jit
 def _route(
     logits_p, bias_p, ids_p, weights_p, stride, part_stride, floor, scaling,
-    PARTS: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP_K: tl.constexpr,
+    PARTS: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, OPEN: tl.constexpr,
+    TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, SHARED: tl.constexpr,
     FIRST: tl.constexpr, HELD: tl.constexpr, PAD_GROUPS: tl.constexpr, PAD_SIZE: tl.constexpr,
     PAD_K: tl.constexpr, PDL: tl.constexpr,
@@ -151,8 +152,8 @@ def _place(
     EXPERTS: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, PAD_BM: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs take places of an expert as they come. Which row of a block a token gets decides nothing
-    about its result."""
+    """Programs take places of an expert as they come. Which row of a block a token gets decides
+    nothing about its result."""
     join_chain(PDL)
     expert = tl.arange(0, PAD)
     counts = tl.load(counts_p + expert)
@@ -193,8 +194,8 @@ class Order:
 def moe_routing(
     router_logits: torch.Tensor, correction_bias: torch.Tensor | None, spec: RoutingSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(topk_ids [T, k] int64, topk_weights [T, k] float32). Batch-invariant; ids are valid whatever the
-    logits hold."""
+    """(topk_ids [T, k] int64, topk_weights [T, k] float32). Batch-invariant; ids are valid whatever
+    the logits hold."""
     return route(router_logits, correction_bias, spec, 0)
 
 
@@ -206,8 +207,8 @@ def route(
     held: tuple[int, int] = (0, 0),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """moe_routing, and behind each token's choice the experts that all visit, [T, k + num_shared].
-    router_logits may be parts of sums, [parts, T, E]. `held`: (first, count) of the experts that are
-    here; ids are places among these then, those elsewhere -1 with weight 0."""
+    router_logits may be parts of sums, [parts, T, E]. `held`: (first, count) of the experts that
+    are here; ids are places among these then, those elsewhere -1 with weight 0."""
     tokens, experts = router_logits.shape[-2:]
     parts = router_logits.shape[0] if router_logits.ndim == 3 else 1
     router_logits = router_logits if router_logits.stride(-1) == 1 else router_logits.contiguous()
@@ -241,7 +242,8 @@ def with_shared(
 
 
 def order_by_expert(ids: torch.Tensor, num_experts: int, rows: int) -> Order:
-    """The order for blocks of `rows` rows, without assignments to -1. Sizes depend on the shape of ids alone: nothing is waited for."""
+    """The order for blocks of `rows` rows, without assignments to -1. Sizes depend on the shape of
+    ids alone: nothing is waited for."""
     ids, num_slots = ids.contiguous(), ids.numel()
     blocks = min(num_slots, num_experts) + max(0, num_slots - num_experts) // rows
     if num_slots > _FEW_SLOTS:
@@ -266,7 +268,8 @@ def _counted_order(ids: torch.Tensor, num_experts: int, rows: int, blocks: int) 
         ids, counts, num_slots, PAD=pad, BLOCK=1024, **options(num_warps=4)
     )
     _place[(cdiv(num_slots, 128),)](
-        ids, counts, slots, experts, places, num_slots, blocks, EXPERTS=num_experts, PAD=pad, BM=rows,
+        ids, counts, slots, experts, places, num_slots, blocks, EXPERTS=num_experts, PAD=pad,
+        BM=rows,
         PAD_BM=pad2(rows), BLOCK=128, **options(num_warps=8),
     )  # fmt: skip
     return Order(slots, experts, places)

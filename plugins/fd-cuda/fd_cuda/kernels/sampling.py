@@ -1,8 +1,8 @@
 """From logits to tokens: penalties, masks, the likeliest token, the draw, log-probabilities.
 
-A row is cut into chunks, so that one row alone keeps many multiprocessors busy; chunks are joined in a
-fixed order. Everything here is batch-invariant, waits for nobody and can be captured. The filter is in
-filtering.py.
+A row is cut into chunks, so that one row alone keeps many multiprocessors busy; chunks are joined
+in a fixed order. Everything here is batch-invariant, waits for nobody and can be captured. The
+filter is in filtering.py.
 """
 
 from __future__ import annotations
@@ -182,8 +182,8 @@ def greedy_of(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def largest(value: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids [B] int64, values [B] float32): of each row of value [B, n] float32 the largest, of index
-    [B, n] int32, or int64 if n is 1, what belongs to it, the smallest among equals."""
+    """(ids [B] int64, values [B] float32): of each row of value [B, n] float32 the largest, of
+    index [B, n] int32, or int64 if n is 1, what belongs to it, the smallest among equals."""
     rows, count = value.shape
     if count == 1:
         return index.view(rows), value.view(rows)
@@ -222,7 +222,8 @@ def apply_penalties(
     if rows:
         _penalize[(rows, cdiv(width, _chunk(width)))](
             logits, presence, frequency, repetition, output_counts, prompt_seen, width,
-            output_counts.stride(0), prompt_seen.stride(0), CHUNK=_chunk(width), **options(num_warps=8),
+            output_counts.stride(0), prompt_seen.stride(0), CHUNK=_chunk(width),
+            **options(num_warps=8),
         )  # fmt: skip
     return logits
 
@@ -251,7 +252,8 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
         total = torch.empty_like(peak)
         _sums[peak.shape](logits, peak, total, width, CHUNK=_chunk(width), **options(num_warps=8))
         _log_softmax[peak.shape](
-            logits, y, peak, total, width, peak.shape[1], CHUNK=_chunk(width), PARTS=pad2(peak.shape[1]),
+            logits, y, peak, total, width, peak.shape[1], CHUNK=_chunk(width),
+            PARTS=pad2(peak.shape[1]),
             **options(num_warps=8),
         )  # fmt: skip
     return y

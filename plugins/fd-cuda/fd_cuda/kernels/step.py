@@ -1,4 +1,5 @@
-"""Around a decode step: from the slots' state to its inputs, and from drawn tokens back. One kernel each."""
+"""Around a decode step: from the slots' state to its inputs, and from drawn tokens back. One kernel
+each."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def _post(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Past all caches to the host's memory, which nothing else here makes visible before the step ends."""
+    """Past all caches to the host's memory, which nothing else here makes visible before the step
+    ends."""
     turn = tl.load(turn_p)
     place = ((turn % PAGES) * ROWS + row) * WIDTH + nth
     tl.store(box_p + place, (turn << 32) | (values & 0xFFFFFFFF), mask=mask, cache_modifier=".wt")
@@ -37,7 +39,8 @@ def _post(
 
 @triton.jit(do_not_specialize=["num_slots"])
 def _prepare(
-    slots_p, tables_p, computed_p, newest_p, drafts_p, num_drafts_p, room_p, num_slots, max_blocks, k,
+    slots_p, tables_p, computed_p, newest_p, drafts_p, num_drafts_p, room_p, num_slots, max_blocks,
+    k,
     turn_p, ids_p, positions_p, mapping_p, lens_p, out_p,
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr, TABLE: tl.constexpr,
     PDL: tl.constexpr,
@@ -132,8 +135,10 @@ def _finish(
 
 @triton.jit(do_not_specialize=["num_slots", "vocab_size", "n"])
 def _keep(
-    slots_p, proposals_p, results_p, limit_p, vocab_size, computed_p, room_p, drafts_p, num_drafts_p,
-    out_p, box_p, turn_p, num_slots, n, k, WIDTH: tl.constexpr, PAD: tl.constexpr, HAS_POST: tl.constexpr,
+    slots_p, proposals_p, results_p, limit_p, vocab_size, computed_p, room_p, drafts_p,
+    num_drafts_p,
+    out_p, box_p, turn_p, num_slots, n, k, WIDTH: tl.constexpr, PAD: tl.constexpr,
+    HAS_POST: tl.constexpr,
     PAGES: tl.constexpr, POST_ROWS: tl.constexpr, POST_WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     join_chain(PDL)
@@ -203,7 +208,8 @@ def prepare_decode(
     width, max_blocks = input_ids.shape[0] // num_rows, tables.shape[1]
     _prepare[(num_rows,)](
         slots, tables, num_computed, newest, drafts, num_drafts, room, num_computed.shape[0],
-        max_blocks, drafts.shape[1], turn, input_ids, positions, slot_mapping, seq_lens, block_tables,
+        max_blocks, drafts.shape[1], turn, input_ids, positions, slot_mapping, seq_lens,
+        block_tables,
         BLOCK_SIZE=block_size, WIDTH=width, PAD=pad2(width), TABLE=min(1024, pad2(max_blocks)),
         **options(num_warps=4),
     )  # fmt: skip

@@ -1,5 +1,5 @@
-"""Launches of native/tet_rotate.cu, tet_gemv.cu, tet_few.cu, tet_rows.cu and tet_unpack.cu: what the trellis code of
-two bits needs."""
+"""Launches of native/tet_rotate.cu, tet_gemv.cu, tet_few.cu, tet_rows.cu and tet_unpack.cu: what
+the trellis code of two bits needs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _SPAN_BYTES: Final = 528  # of 256 inputs while they are rotated
 
 @dataclass(slots=True, eq=False)
 class Trellis:
-    """A weight [N, K], or one for each expert; `signs` and `block` serve all experts. Where it is native, the words of
-    four strands lie in the order in which lanes read them, in `packed` too."""
+    """A weight [N, K], or one for each expert; `signs` and `block` serve all experts. Where it is
+    native, the words of four strands lie in the order in which lanes read them, in `packed` too."""
 
     packed: PackedWeight
     words: torch.Tensor  # int32 [(E,) N / 64, K / 8, 32]
@@ -61,7 +61,8 @@ class Trellis:
 
 
 def by_lanes(packed: PackedWeight) -> PackedWeight:
-    """Sixteen bytes of one strand after the same of the next: what lanes that follow each other read."""
+    """Sixteen bytes of one strand after the same of the next: what lanes that follow each other
+    read."""
     words = _exchanged(packed.tensors["weight"], _STRANDS, _LANES)
     return replace(packed, tensors={**packed.tensors, "weight": words})
 
@@ -74,7 +75,8 @@ def _exchanged(words: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Rotated:
-    """What the products read: four int8 for two inputs, what rows are multiplied with, their sums."""
+    """What the products read: four int8 for two inputs, what rows are multiplied with, their
+    sums."""
 
     numbers: torch.Tensor
     scales: torch.Tensor
@@ -125,7 +127,8 @@ class Streamed:
     own: int = 0  # rows that every block rotates itself
 
     def shared(self, width: int) -> tuple[int, int, int]:
-        """Bytes of shared memory of a block: all; those before barriers; those before what other blocks send."""
+        """Bytes of shared memory of a block: all; those before barriers; those before what other
+        blocks send."""
         each = -(-width // (TURN * self.split * self.warps))
         slots = min(self.ring, -(-each // self.piece))
         rows = self.warps * self.ahead * self.eights * 512
@@ -174,7 +177,8 @@ def _rotation(dtype: torch.dtype, width: int, block: int) -> dict[str, int]:
 
 
 def _row_bytes(width: int) -> int:
-    """Shared memory of a row on its way through the rotation: spans of 256 inputs, in whole sixteens."""
+    """Shared memory of a row on its way through the rotation: spans of 256 inputs, in whole
+    sixteens."""
     return -(-width // 4096) * 16 * _SPAN_BYTES
 
 
@@ -324,7 +328,8 @@ def tile_product(
     *,
     paired: bool = False,
 ) -> torch.Tensor:
-    """By quant_tile.cu: many rows, of inputs in whole sixty-fours; as product() of quant_native.py says."""
+    """By quant_tile.cu: many rows, of inputs in whole sixty-fours; as product() of quant_native.py
+    says."""
     packed, halves = weight.packed, 2 if paired else 1
     y = torch.empty((num_rows, packed.out_features // halves), dtype=dtype, device=x.scales.device)
     defines = {

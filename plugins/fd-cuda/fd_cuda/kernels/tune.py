@@ -1,7 +1,7 @@
 """Measure which kernel computes a product fastest on this card.
 
-`python -m fd_cuda.kernels.tune OUTPUT.json NxK...` measures shapes and writes a table such as those in
-tuned/. At run time plans.py calls `measure` for what no table has.
+`python -m fd_cuda.kernels.tune OUTPUT.json NxK...` measures shapes and writes a table such as those
+in tuned/. At run time plans.py calls `measure` for what no table has.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ def windows(code_scale: float, code_zero: float) -> np.ndarray:
 
 
 def encode(weight: np.ndarray) -> dict[str, np.ndarray]:
-    """Checkpoint tensors of a weight [N, K], K a multiple of 128: for each output the affine map, for
-    each group the scale and for each four inputs the byte with the least error, by trying."""
+    """Checkpoint tensors of a weight [N, K], K a multiple of 128: for each output the affine map,
+    for each group the scale and for each four inputs the byte with the least error, by trying."""
     rows, count = weight.shape
     groups = weight.reshape(rows, count // GROUP, GROUP).astype(np.float32)
     deviation = np.maximum(np.sqrt((groups**2).mean(axis=2)), 1e-12)  # [N, G]

@@ -1,8 +1,9 @@
 """The tet code: a tail-biting bitshift trellis whose codebook is computed, not stored.
 
 512 weights, 64 outputs by 8 inputs with inputs running fastest, are a ring of 512 * bits bits cut
-into 256 symbols of 2 * bits bits; a symbol yields two weights. With x the 16 newest bits, the newest
-symbol highest, and b0..b3 the bytes of x * MULTIPLIER mod 2^32, lowest first, each minus 127.5:
+into 256 symbols of 2 * bits bits; a symbol yields two weights. With x the 16 newest bits, the
+newest symbol highest, and b0..b3 the bytes of x * MULTIPLIER mod 2^32, lowest first, each minus
+127.5:
 
     w[2t] = b0 + b1 - b3        w[2t+1] = b1 + b2 + b3
 
@@ -56,7 +57,8 @@ def words_per_strand(bits: int) -> int:
 
 
 def pack_states(states: np.ndarray, bits: int) -> np.ndarray:
-    """[n, 256] states to [n, words] int32: each contributes its newest symbol, lowest bits first."""
+    """[n, 256] states to [n, words] int32: each contributes its newest symbol, lowest bits
+    first."""
     width = 2 * bits
     symbols = states.astype(np.uint32) >> (STATE_BITS - width)
     spread = (symbols[..., None] >> np.arange(width, dtype=np.uint32)) & 1
@@ -125,6 +127,6 @@ def dequantize(weight: PackedWeight) -> Tensor:
 
 
 def rotate_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
-    """x [T, K] as the product sees it: signs, then Hadamard transforms; kernels may round the result
-    to int8 per token, which adds a thousandth to the error."""
+    """x [T, K] as the product sees it: signs, then Hadamard transforms; kernels may round the
+    result to int8 per token, which adds a thousandth to the error."""
     return rotate(x.float(), weight.tensors["signs"], int(weight.tensors["block"].item()))

@@ -1,4 +1,5 @@
-"""Finding the states of a strand: Viterbi search, in C++ on processors, in tensor code on any device.
+"""Finding the states of a strand: Viterbi search, in C++ on processors, in tensor code on any
+device.
 
 Both close the ring the same way: a free search over half the ring around the seam finds the edge
 (the bits that two neighbouring states share) to close in, then the whole ring is searched with that
@@ -83,7 +84,7 @@ def _search_book(bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return first, second, (first * first + second * second) * np.float32(0.5)
 
 
-# -- compiled ---------------------------------------------------------------------------------------
+# -- compiled -------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)
@@ -161,7 +162,7 @@ def _encode_native(library: ctypes.CDLL, strands: np.ndarray, bits: int) -> np.n
     return states
 
 
-# -- tensor code ------------------------------------------------------------------------------------
+# -- tensor code ----------------------------------------------------------------------------------
 
 
 def _encode_tensor(xp: Any, device: str, strands: np.ndarray, bits: int) -> np.ndarray:
@@ -177,7 +178,8 @@ def _encode_tensor(xp: Any, device: str, strands: np.ndarray, bits: int) -> np.n
 def _search(
     xp: Any, device: str, book: tuple[Tensor, ...], pairs: np.ndarray, bits: int, edges: Any
 ) -> np.ndarray:
-    """Best states [n, steps] uint16 for pairs [n, steps, 2]; from and to an edge where one is given."""
+    """Best states [n, steps] uint16 for pairs [n, steps, 2]; from and to an edge where one is
+    given."""
     width = 2 * bits
     count, steps = pairs.shape[:2]
     num_edges, branches = _STATES >> width, 1 << width

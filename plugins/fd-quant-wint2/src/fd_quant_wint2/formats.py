@@ -16,7 +16,8 @@ def _tet(bits: int) -> QuantFormat:
         f"trellis code of {bits} bits per weight; inputs rotated by signs and a Hadamard transform",
         MappingProxyType(
             {
-                "weight": f"[ceil(N/64),K/8,{16 * bits}] int32: a ring of 512 weights, 64 outputs by 8 "
+                "weight": f"[ceil(N/64),K/8,{16 * bits}] int32: a ring of 512 weights, 64 outputs "
+                "by 8 "
                 "inputs",
                 "scale": "[N] float16",
                 "signs": "[K] int8: +1 or -1, before the transform",
@@ -34,7 +35,8 @@ CCQ: Final = QuantFormat(
     MappingProxyType(
         {
             "weight": "[K/4,N] uint8",
-            "scale": "[ceil(K/128),N] uint8: local scales of 64 inputs, the even group in the high nibble",
+            "scale": "[ceil(K/128),N] uint8: local scales of 64 inputs, the even group in the high "
+            "nibble",
             "super_scale": "[N] float",
             "code_scale": "[N] float32",
             "code_zero": "[N] float32",

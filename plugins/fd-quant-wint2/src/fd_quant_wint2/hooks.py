@@ -20,7 +20,8 @@ _WINT2_OPTIONS: Final = (
 
 @hookimpl
 def fd_quantizer_for(question: QuantizationQuestion) -> Candidate | None:
-    """wint2 (published checkpoints, or tet2 experts with the rest in wint8), and the codes by name."""
+    """wint2 (published checkpoints, or tet2 experts with the rest in wint8), and the codes by
+    name."""
     config = question.config
     is_stored = bool(config.get("is_quantized", False))
     note = "from the checkpoint" if is_stored else "while loading"

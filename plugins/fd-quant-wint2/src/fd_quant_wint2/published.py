@@ -1,9 +1,10 @@
-"""Driver wint2: checkpoints as ERNIE-4.5-300B-A47B-2Bits is published, and their like while loading.
+"""Driver wint2: checkpoints as ERNIE-4.5-300B-A47B-2Bits is published, and their like while
+loading.
 
 From a checkpoint: experts of layers up to moe_w4_quant_config.quant_end_layer in wint4, those after
-it in CCQ (ccq.py), everything else in wint8, all under FastDeploy 2.x's tensor names. From a model in
-full precision: experts in our own code tet2, everything else in wint8; "moe_quant_type": "ccq2" makes
-experts in CCQ, slowly and for comparison.
+it in CCQ (ccq.py), everything else in wint8, all under FastDeploy 2.x's tensor names. From a model
+in full precision: experts in our own code tet2, everything else in wint8; "moe_quant_type": "ccq2"
+makes experts in CCQ, slowly and for comparison.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class CcqQuantizer:
         """ConfigError where inputs are not whole groups of local scales."""
         if layer.in_features % _SCALE_ROWS:
             raise ConfigError(
-                f"wint2: {layer.name} has {layer.in_features} inputs on this rank; expected a multiple "
+                f"wint2: {layer.name} has {layer.in_features} inputs on this rank; expected a "
+                "multiple "
                 f"of {_SCALE_ROWS}, two groups of local scales; use fewer tensor-parallel ranks"
             )
 

@@ -18,6 +18,7 @@ def check_scale(xp: Any, name: str, scale: Tensor, *, may_be_zero: bool = False)
         wrong = wrong | (wide == 0)
     if bool(wrong.any()):
         raise WeightError(
-            f"tensor {name} holds a scale that is zero or not a finite number; the quantized checkpoint is "
+            f"tensor {name} holds a scale that is zero or not a finite number; the quantized "
+            "checkpoint is "
             "damaged; download it or quantize the model again"
         )

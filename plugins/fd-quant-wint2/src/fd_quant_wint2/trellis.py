@@ -1,4 +1,5 @@
-"""Drivers tet2, tet3 and tet4: the trellis code of code.py, for experts and, if asked, linear layers.
+"""Drivers tet2, tet3 and tet4: the trellis code of code.py, for experts and, if asked, linear
+layers.
 
 Checkpoint tensors: weight [ceil(N/64), K/8, 16 * bits] int32, weight_scale [N], weight_signs [K/8]
 uint8 (a set bit is -1), weight_block [1] (inputs of one Hadamard transform). Options, in
@@ -51,7 +52,8 @@ class TrellisQuantizer:
         self._most = _whole_number(config, "hadamard_block_size", 0)
         if self._most and (self._most < MIN_BLOCK or self._most & (self._most - 1)):
             raise ConfigError(
-                f"{self.name}: hadamard_block_size {self._most} is not possible; expected 0 or a power "
+                f"{self.name}: hadamard_block_size {self._most} is not possible; expected 0 or a "
+                "power "
                 f"of two from {MIN_BLOCK} on"
             )
 
@@ -157,7 +159,8 @@ class TrellisQuantizer:
         first = bits[..., 0, :]
         if not bool((bits == first.unsqueeze(-2)).all()):
             raise WeightError(
-                f"tensors {layer.name}.weight_signs of joined parts differ; they share one input and "
+                f"tensors {layer.name}.weight_signs of joined parts differ; they share one input "
+                "and "
                 "need one rotation; quantize the model again"
             )
         shifts = xp.to_device(xp.from_numpy(np.arange(8, dtype=np.uint8)), first.device)
@@ -177,8 +180,10 @@ class TrellisQuantizer:
         block = max(found, default=0)
         if len(found) != 1 or block < 1 or block & (block - 1) or layer.in_features % block:
             raise WeightError(
-                f"tensor {layer.name}.weight_block says {sorted(found)}; expected one power of two that "
-                f"divides the {layer.in_features} inputs of this rank; use fewer tensor-parallel ranks, "
+                f"tensor {layer.name}.weight_block says {sorted(found)}; expected one power of two "
+                "that "
+                f"divides the {layer.in_features} inputs of this rank; use fewer tensor-parallel "
+                "ranks, "
                 "or quantize with hadamard_block_size 128"
             )
         return block

@@ -1,7 +1,8 @@
-"""CUDA C++ kernels, compiled by NVRTC (a part of torch's CUDA builds) at first use and kept on disk.
+"""CUDA C++ kernels, compiled by NVRTC (a part of torch's CUDA builds) at first use and kept on
+disk.
 
-Only what a profile asked for is written so: products of few rows. Measured on an H200 at batch 8, one
-layer's four products take 14 us here and 36 us as the best Triton kernels of the same fusion.
+Only what a profile asked for is written so: products of few rows. Measured on an H200 at batch 8,
+one layer's four products take 14 us here and 36 us as the best Triton kernels of the same fusion.
 Nothing here needs nvcc. Where NVRTC or the card cannot do it, `available()` says so and callers use
 cuBLAS and Triton.
 """
@@ -62,8 +63,8 @@ class _Config(ctypes.Structure):
 
 
 class _Call:
-    """What launches of one kernel by one thread share. Packing arguments into memory that stays where
-    it is costs a few microseconds a launch; making ctypes objects of them costs fifty."""
+    """What launches of one kernel by one thread share. Packing arguments into memory that stays
+    where it is costs a few microseconds a launch; making ctypes objects of them costs fifty."""
 
     __slots__ = ("config", "pack", "pointers", "values")
 
@@ -92,7 +93,8 @@ class _Call:
 
 
 def _code(argument: Any) -> str:
-    """How `struct` spells the argument: pointers, 32-bit ints and floats, records as they are, or what ctypes says."""
+    """How `struct` spells the argument: pointers, 32-bit ints and floats, records as they are, or
+    what ctypes says."""
     if isinstance(argument, bytes):
         return f"{len(argument)}s"
     if argument is None or isinstance(argument, torch.Tensor):
@@ -110,7 +112,8 @@ class Function:
     defines: dict[str, int]
     device: int
     handle: ctypes.c_void_p | None = None
-    # Bytes of shared memory that may be asked for at launch: of 48 KiB, kernels declare up to 16 themselves.
+    # Bytes of shared memory that may be asked for at launch: of 48 KiB, kernels declare up to 16
+    # themselves.
     most_shared: int = 32 * 1024
     calls: dict[tuple[int, int], _Call] = field(default_factory=dict)  # by thread and cluster
 
@@ -270,7 +273,8 @@ def keep(path: Path, data: bytes) -> None:
 
 
 def enter(device: int) -> None:
-    """Make the device's context the calling thread's; torch does so only when it launches something."""
+    """Make the device's context the calling thread's; torch does so only when it launches
+    something."""
     if getattr(_thread, "device", None) == device:
         return
     driver, handle, context = _driver(), ctypes.c_int(), ctypes.c_void_p()
@@ -290,8 +294,8 @@ def _check(code: int, what: str) -> None:
 
 
 def function(name: str, defines: dict[str, int]) -> Function:
-    """The kernel `name` of name.cu, specialized; compiled and loaded at the first call, or where nothing
-    is to run yet, being compiled."""
+    """The kernel `name` of name.cu, specialized; compiled and loaded at the first call, or where
+    nothing is to run yet, being compiled."""
     device = torch.cuda.current_device()
     key = (device, name, *sorted(defines.items()))
     found = _functions.get(key)

@@ -1,4 +1,5 @@
-"""Descriptions of matrices for the GPU's copy engine, which a kernel takes as an argument (feed.cuh)."""
+"""Descriptions of matrices for the GPU's copy engine, which a kernel takes as an argument
+(feed.cuh)."""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ _EIGHT = 8  # rows in which gates and what belongs to them take turns
 
 
 def boxes(x: torch.Tensor, rows: int) -> bytes:
-    """x [M, K] of one- or two-byte numbers as boxes of `rows` rows and 128 bytes of each, in the 128-byte swizzle; what
-    lies outside is read as zeros. Rows begin at whole 16 bytes."""
+    """x [M, K] of one- or two-byte numbers as boxes of `rows` rows and 128 bytes of each, in the
+    128-byte swizzle; what lies outside is read as zeros. Rows begin at whole 16 bytes."""
     size = x.element_size()
     shape, strides = (x.shape[1], x.shape[0]), (x.stride(0) * size,)
     return _encoded(x.data_ptr(), size, shape, strides, (_ROW_BYTES // size, rows), _SWIZZLE_128)
 
 
 def gate_boxes(x: torch.Tensor, rows: int) -> bytes:
-    """Bytes [E, N, K], N in whole sixteens, as boxes of `rows` rows of one matrix: eight of its first half, eight of
-    its second one, and so on, by eights, 0, 0 and matrices after the byte."""
+    """Bytes [E, N, K], N in whole sixteens, as boxes of `rows` rows of one matrix: eight of its
+    first half, eight of its second one, and so on, by eights, 0, 0 and matrices after the byte."""
     matrices, height, width = x.shape
     shape = (width, _EIGHT, 2, height // 2 // _EIGHT, matrices)
     strides = (width, height // 2 * width, _EIGHT * width, height * width)
@@ -35,8 +36,8 @@ def gate_boxes(x: torch.Tensor, rows: int) -> bytes:
 
 
 def slab_boxes(x: torch.Tensor, size: int, slabs: int) -> bytes:
-    """Slabs of `size` bytes [slabs, turns * size] as boxes of one turn of so many of them, one after the other; columns
-    are counted in eight bytes."""
+    """Slabs of `size` bytes [slabs, turns * size] as boxes of one turn of so many of them, one
+    after the other; columns are counted in eight bytes."""
     shape, strides, word = (x.shape[1] // 8, x.shape[0]), (x.shape[1],), 8
     return _encoded(x.data_ptr(), word, shape, strides, (size // word, slabs), _NO_SWIZZLE)
 

@@ -1,0 +1,125 @@
+"""Which commands there are: the core's own, those of installed plugins, and those of known ones.
+
+The core's own are found without reading metadata, so that `fastdeploy serve` starts at once. Help
+reads metadata and imports no plugin.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from fastdeploy_core.plugins.core_commands import CORE_COMMANDS, GROUPS
+
+T = TypeVar("T")
+
+
+def split(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """The command's name and the words after it. The name is "" or a group's where none follows."""
+    words = list(arguments)
+    name = ""
+    while words and not is_help(words) and (not name or name in GROUPS):
+        word = words.pop(0)
+        name = f"{name}.{word}" if name else word
+    return name, words
+
+
+def is_help(words: Sequence[str]) -> bool:
+    """Whether the next word asks for help."""
+    return bool(words) and words[0] in ("-h", "--help", "help")
+
+
+def find(name: str) -> Callable[[Sequence[str]], int]:
+    """The command of that name, imported; ConfigError or a PluginError says why there is none."""
+    if name in CORE_COMMANDS:
+        module, _, function = CORE_COMMANDS[name][0].partition(":")
+        own: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
+        return own
+    from fastdeploy_core.plugins.discovery import discover
+
+    inventory = discover()
+    if inventory.named("command", name):
+        from fastdeploy_core.plugins import drivers
+
+        # The user asked for this very command: no child process has to try the import first.
+        command = drivers.load(drivers.find("command", name, inventory), preflight=False)
+        return lambda arguments: int(command(arguments) or 0)
+    raise _unknown(name, {e.name for e in inventory.of("command")})
+
+
+def help_text(group: str = "") -> str:
+    """What `fastdeploy --help` prints, or `fastdeploy GROUP --help`."""
+    rows = {name: summary for name, (_, summary) in CORE_COMMANDS.items()}
+    rows |= {group: f"{text}: fastdeploy {group} --help" for group, text in GROUPS.items()}
+    rows |= _installed()
+    known = _known()
+    shown = _table(rows, group)
+    missing = _table({n: f"pip install {d}" for n, d in known.items() if n not in rows}, group)
+    words = f"fastdeploy {group}".rstrip()
+    return (
+        f"usage: {words} COMMAND [arguments]\n\ncommands:\n{shown}\n"
+        + (f"\nin distributions that are not installed:\n{missing}\n" if missing else "")
+        + f"\nEach command explains itself: {words} COMMAND --help."
+        + ("" if group else " Start with: fastdeploy serve MODEL_FOLDER")
+    )
+
+
+def _table(rows: dict[str, str], group: str) -> str:
+    return "\n".join(f"  {name:<12} {text}" for name, text in _in_group(rows, group).items())
+
+
+def _in_group(rows: Mapping[str, T], group: str) -> dict[str, T]:
+    """What is right in that group ("": in none), by the name within it."""
+    return {
+        name.rpartition(".")[2]: value
+        for name, value in rows.items()
+        if name.rpartition(".")[0] == group
+    }
+
+
+def _installed() -> dict[str, str]:
+    """Commands of plugins, with the summaries of their distributions, or why one is not used."""
+    import importlib.metadata
+
+    from fastdeploy_core.plugins.discovery import DISABLED, OK, REFUSED, discover
+
+    rows = {}
+    for entry in discover().of("command", usable=False):
+        if entry.status in (DISABLED, REFUSED):
+            continue
+        text = f"not used: {entry.reason}"
+        if entry.status == OK:
+            summary = importlib.metadata.metadata(entry.distribution)["Summary"]
+            text = f"{summary or 'no summary'} ({entry.distribution})"
+        rows[entry.name] = text
+    return rows
+
+
+def _known() -> dict[str, str]:
+    from fastdeploy_core.plugins.known import providers
+
+    return providers("command")
+
+
+def _unknown(name: str, installed: set[str]) -> Exception:
+    import difflib
+
+    from fastdeploy_core.errors import ConfigError, PluginNotFound
+
+    known = _known()
+    words = name.replace(".", " ")
+    if name in known:
+        return PluginNotFound(
+            f"`fastdeploy {words}` is in the distribution {known[name]}: pip install {known[name]}"
+        )
+    group = next((g for g in GROUPS if name.startswith(f"{g}.")), "")
+    names = dict.fromkeys([*CORE_COMMANDS, *GROUPS, *sorted(installed), *known])
+    there = list(_in_group(names, group))
+    near = difflib.get_close_matches(words.split()[-1], there, n=1)
+    hint = (
+        f"did you mean {f'{group} {near[0]}'.strip()!r}?"
+        if near
+        else f"possible: {', '.join(there)}"
+    )
+    return ConfigError(f"unknown command {words!r}; {hint}")

@@ -1,0 +1,30 @@
+"""The core's own commands: a table, so that `fastdeploy serve` starts without reading metadata."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Groups of commands, with their summaries. Plugins add commands to them, not groups of their own.
+GROUPS: Final = {"plugins": "what is installed, what is chosen and why"}
+
+# The core's own commands: name -> ("module:function", summary). A plugin cannot take these names.
+CORE_COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    name: (f"fastdeploy_core.cli.{target}", summary)
+    for name, target, summary in (
+        ("serve", "serve:main", "start the OpenAI-compatible server"),
+        ("chat", "chat:chat", "talk to a running server"),
+        ("complete", "chat:complete", "complete text with a running server"),
+        ("bench", "bench:main", "measure: throughput, latency, serve"),
+        ("run-batch", "run_batch:main", "answer the requests of an OpenAI batch file"),
+        ("quantize", "quantize:main", "write a checkpoint in fewer bits"),
+        ("tokenizer", "tokenizer_command:main", "encode, decode and inspect a tokenizer"),
+        ("plugins.list", "plugins_list:main", "name, kind, distribution, version, status"),
+        ("plugins.show", "plugins_show:main", "drivers, hooks and capabilities of one plugin"),
+        ("plugins.why", "plugins_why:main", "every candidate, its answer, and the winner"),
+        ("plugins.doctor", "plugins_doctor:main", "load each plugin in a child process"),
+        ("plugins.check", "plugins_check:main", "run the conformance kit against a driver"),
+        ("plugins.new", "plugins_new:main", "start a plugin from a template"),
+        ("collect-env", "collect_env:main", "describe this machine for a bug report"),
+        ("version", "version:main", "print the version"),
+    )
+}
