@@ -32,7 +32,6 @@ MAX_FIELDS = 12
 # kernel, a part of the contract. A reader opens one of those.
 LARGER_ROOMS = {
     "fastdeploy_core/cli",
-    "fastdeploy_core/contracts",
     "fastdeploy_core/scheduler",
     "fastdeploy_core/testing/conformance",
     "fastdeploy_core/worker",
