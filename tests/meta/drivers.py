@@ -45,7 +45,7 @@ from fastdeploy_core.contracts.device import DeviceBackend, DeviceOptions
 from fastdeploy_core.contracts.kv_transport import KVTransport, TransportOptions
 from fastdeploy_core.contracts.moe import ExpertCommunicator, ExpertGroup, MoEBackend, MoESpec
 from fastdeploy_core.contracts.ops import KernelTable
-from fastdeploy_core.contracts.quantizer import Quantizer
+from fastdeploy_core.contracts.quantizer import ComposedQuantizer, FindQuantizer, Quantizer
 from fastdeploy_core.contracts.scheduler import RequestScheduler
 from fastdeploy_core.contracts.small import (
     CausalLM,
@@ -151,7 +151,6 @@ quantizers: list[Callable[[Mapping[str, Any], DeviceBackend, KernelTable], Quant
     CompressedTensors,
     GGUFQuantizer,
     Gptq,
-    MixedQuantizer,
     W4A8,
     W8A8,
     WFp8AFp8,
@@ -160,6 +159,11 @@ quantizers: list[Callable[[Mapping[str, Any], DeviceBackend, KernelTable], Quant
     Tet2,
     Tet3,
     Tet4,
+]
+composed_quantizers: list[
+    Callable[[Mapping[str, Any], DeviceBackend, KernelTable, FindQuantizer], ComposedQuantizer]
+] = [
+    MixedQuantizer,
     Wint2,
 ]
 models: list[Callable[[Mapping[str, Any], ModelBuilder], CausalLM]] = [
