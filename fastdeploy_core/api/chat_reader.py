@@ -43,7 +43,7 @@ class ChatReader:
         self._tools = tools
         self._kwargs = chat_template_kwargs
         self._readers: dict[tuple[str, int], AnswerReader] = {}
-        # Without tools nothing is a tool call.
+        # Without tools in the request, no text is a tool call.
         self._tool_parser = parsers.tool if tools else None
         self.visible_tokens = shown_tokens(parsers.reasoning, self._tool_parser)
 

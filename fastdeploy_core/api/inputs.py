@@ -1,4 +1,4 @@
-"""The many forms in which prompts, conversations and parameters may be given, as one form."""
+"""Normalises the many forms in which prompts, conversations and parameters may be given."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Text, or token ids, or both (then the ids count and the text is only shown)."""
+    """Text, or token ids, or both; with both, the ids are used and the text is only shown."""
 
     text: str | None
     token_ids: list[int] | None = None
@@ -36,7 +36,7 @@ def normalise_prompts(prompts: Prompts) -> list[Prompt]:
 
 
 def conversations(messages: Sequence[Any]) -> list[Sequence[Mapping[str, Any]]]:
-    """One conversation, or a list of them, as a list of them."""
+    """A list of conversations, from one conversation or a list of them."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequest(
             "messages must be a conversation (a list of messages) or a list of conversations",

@@ -35,7 +35,7 @@ Priority = int | Sequence[int] | None
 
 
 class _Batch:
-    """The requests of one call: where their outputs go until it takes them."""
+    """The requests of one call, and their outputs until the call takes them."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.order = {request.request_id: i for i, request in enumerate(requests)}
@@ -127,9 +127,9 @@ class LLM:
                 continue_final_message=continue_final_message,
                 template_kwargs=chat_template_kwargs,
                 chat_template=chat_template,
-                trusted=True,  # it comes from this program, not from a client
+                trusted=True,  # the template comes from this program, not from a client
             )
-            # The template writes the special tokens: adding them again would double <s>.
+            # The template writes the special tokens; adding them again would double <s>.
             prompts.append(Prompt(text, add_special_tokens=False))
         reader = None
         if self._parsers is not None:
@@ -189,7 +189,7 @@ class LLM:
         params = one_each("sampling_params", sampling_params, len(prompts))
         default = self.get_default_sampling_params()
         priorities = one_each("priority", priority, len(prompts))
-        # Every request is checked before the first one is handed to the engine.
+        # Check every request before the first one is given to the engine.
         requests = [
             self._build(prompt, default if param is None else param, rank or 0, reader)
             for prompt, param, rank in zip(prompts, params, priorities, strict=True)
@@ -263,7 +263,8 @@ class LLM:
         kind: OutputKind,
         reader: ChatReader | None,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """(place, output) as they come. However this ends, nothing stays in the engine."""
+        """(place, output) as they come. However the iteration ends, no request stays in the
+        engine."""
         engine = self._live_engine()
         batch = _Batch(requests)
         visible = reader.visible_tokens if reader else ()
@@ -303,7 +304,8 @@ class LLM:
                     self._batches[delta.request_id].deliver(output)
 
     def _settle(self, engine: LocalEngine) -> None:
-        """After aborts: take the step in flight, so that its blocks are free at once."""
+        """After aborts: take the step in flight, so that the aborted requests' blocks are free at
+        once."""
         try:
             while not self._batches and engine.has_work():
                 self._step(engine)
@@ -317,8 +319,8 @@ class LLM:
 
 
 def _raise_refusal(output: RequestOutput) -> None:
-    """A request that the engine refuses ends the call; one that fails while running is an output
-    with finish_reason "error", so that it does not take the others' answers along."""
+    """Raise if the engine refused the request: that ends the whole call. A request that fails while
+    it runs ends alone, as an output with finish_reason "error"."""
     if output.error is None:
         return
     kind = getattr(errors, output.error_type, None)

@@ -34,7 +34,7 @@ def spelling(name: str) -> str:
 
 
 def unknown_argument(name: str, shown: str = "") -> ConfigError:
-    """The error for a name nobody knows, with the nearest ones that exist."""
+    """The error for an unknown name, with the nearest known ones."""
     as_flag = (shown or name).startswith("--")
     near = difflib.get_close_matches(spelling(name), [*BY_SPELLING, *ALWAYS], n=3, cutoff=0.6)
     names = ["--" + n.replace("_", "-") if as_flag else n for n in near]

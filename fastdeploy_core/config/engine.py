@@ -94,11 +94,11 @@ class DeviceConfig:
 
 @dataclass(frozen=True, slots=True)
 class GraphConfig:
-    """Which decode steps are recorded, where the device can record any."""
+    """Which decode steps are captured as graphs, on a device that can capture any."""
 
     enabled: bool = True
     sizes: tuple[int, ...] | None = None  # batch sizes, ascending; None: worker/step_graphs.py's
-    max_size: int | None = None  # leaves out larger ones
+    max_size: int | None = None  # larger batch sizes are not captured
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +132,14 @@ class SpeculativeConfig:
     method: str
     num_speculative_tokens: int
     # "lossy_top_p": a draft also passes when it is one of the target's likeliest tokens up to
-    # top_p. The output then has another distribution. The next two belong to it.
+    # top_p, which changes the distribution of the output. The next two fields belong to it.
     acceptance: Literal["lossless", "lossy_top_p"] = "lossless"
     max_candidate_len: int = 5
     verify_window: int = 2
-    adaptive_length: bool = True  # fewer drafts, or none, where measured times say so
+    # fewer drafts, or none, when measured times say that this is faster
+    adaptive_length: bool = True
     disable_by_batch_size: int = 0  # no drafts while more sequences run; 0: no such limit
-    benchmark_mode: bool = False  # draft and verify, but accept nothing
+    benchmark_mode: bool = False  # draft and verify, but accept no draft
     options: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -1,6 +1,6 @@
-"""Which decode steps are recorded as graphs: arguments as FastDeploy and vLLM spell them, and their
-meaning here. This is the one file of the core where spellings of other projects name a vendor.
-"""
+"""Which decode steps are captured as graphs: FastDeploy's and vLLM's spellings of the arguments,
+and their meaning here. No other file of the core contains another project's spelling that names a
+vendor."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ GRAPH_ROWS: tuple[Argument, ...] = group(
     ),
 )
 
-# Options of the two sections that change nothing here: the values they may have, and why no other.
+# Options of the two sections that change nothing here: the values they may have, and why only
+# these.
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "graph_opt_level": ((0,), _COMPILER),
     "sot_warmup_sizes": (([],), _COMPILER),
@@ -103,7 +104,7 @@ def read_graphs(v: Mapping[str, Any]) -> GraphConfig:
 
 
 def _combine(wanted: list[tuple[str, GraphConfig]]) -> GraphConfig:
-    """What several arguments say together, unless one contradicts another."""
+    """The combined configuration; ConfigError if two arguments contradict each other."""
     empty = GraphConfig()
     said: dict[str, tuple[str, Any]] = {}
     for flag, config in wanted:
@@ -127,7 +128,7 @@ def _combine(wanted: list[tuple[str, GraphConfig]]) -> GraphConfig:
 
 def _section(flag: str, given: Any) -> GraphConfig:
     if not isinstance(given, Mapping):
-        given = {"level": given}  # vLLM takes a number, too
+        given = {"level": given}  # vLLM also takes a number
     values: dict[str, Any] = {}
     for key, value in given.items():
         if key == "use_cudagraph" and isinstance(value, bool):

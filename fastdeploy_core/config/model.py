@@ -1,8 +1,7 @@
-"""Builds a ModelConfig from a model folder (config.json, generation_config.json) and what was
-asked.
+"""Builds a ModelConfig from a model folder (config.json, generation_config.json) and the arguments.
 
-Reads JSON, or the header of a GGUF file. Whether an architecture can be served is the question of
-models/shapes.py; whether its weights are whole is the question of loading/loader.py.
+Reads JSON, or the header of a GGUF file. models/shapes.py decides whether an architecture can be
+served; loading/loader.py checks whether the weights are complete.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def read_model_config(path: str | Path, overrides: Mapping[str, Any] | None = No
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What lies under a model path: a folder, or a GGUF file that says all of it."""
+    """What a model path holds: a folder, or a GGUF file that replaces it."""
 
     path: Path
     tokenizer_path: Path
@@ -151,7 +150,7 @@ def _find_gguf(file: Path, tokenizer: Any, quantization: str) -> _Found:
         )
     if packed is not None and quantization in ("", METHOD):
         hf_config["quantization_config"] = {**packed, "is_kept": quantization == METHOD}
-    # With any other --quantization the file is decoded and rounded anew.
+    # With any other --quantization the file is decoded and quantized again.
     folder = Path(tokenizer).expanduser() if tokenizer else tokenizer_folder(model)
     return _Found(file, folder, hf_config, generation_config(model))
 
@@ -220,11 +219,11 @@ def checkpoint_layout(
     """Who saved the checkpoint: torch stores a linear weight as [out, in], Paddle as [in, out].
 
     `torch_dtype` means torch; `dtype` means torch from transformers 4.56.1 on, else Paddle. Both or
-    neither is ambiguous and an error, unless `force_torch` (FD_FOR_TORCH_MODEL_FORMAT) settles it.
+    neither is ambiguous and an error, unless `force_torch` (FD_FOR_TORCH_MODEL_FORMAT) decides.
     """
     quantization = hf_config.get("quantization_config")
     if isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4":
-        return "torch"  # a format that only torch tools write
+        return "torch"  # only torch tools write this format
     if force_torch:
         return "torch"
     has_torch, has_dtype = "torch_dtype" in hf_config, "dtype" in hf_config
@@ -286,8 +285,8 @@ def _max_model_len(hf_config: Mapping[str, Any], asked: Any) -> int:
 
 
 def _longest(hf_config: Mapping[str, Any]) -> int | None:
-    """The context that config.json promises; YaRN and linear scaling extend what it was trained
-    on."""
+    """The context length that config.json promises; YaRN and linear scaling extend the trained
+    length."""
     trained = hf_config.get("max_position_embeddings")
     if not isinstance(trained, int) or isinstance(trained, bool) or trained < 1:
         return None
@@ -305,7 +304,7 @@ def _longest(hf_config: Mapping[str, Any]) -> int | None:
 
 
 def _generation_config(found: _Found, source: str) -> Mapping[str, Any]:
-    if source in ("none", "vllm"):  # vLLM's word for: its own defaults, not the model's
+    if source in ("none", "vllm"):  # vLLM's word for its own defaults instead of the model's
         return {}
     if source != "auto":
         return read_json(Path(source).expanduser() / "generation_config.json")

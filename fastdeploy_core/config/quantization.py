@@ -1,7 +1,7 @@
-"""What a model's quantization is: config.json and the command line read into one record.
+"""The quantization of a model, read from config.json and the command line into one record.
 
-config.json wins, as in FastDeploy 2.x; what the command line said instead is kept as a note for the
-start-up report. Who can serve the method is a question of the quantizer plugins.
+config.json wins, as in FastDeploy 2.x; a contradicting argument is kept as a note for the start-up
+report. The quantizer plugins decide who can serve the method.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ class QuantizationSettings:
 
     method: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
-    kv_format: str = ""  # as spelled; empty: the cache holds the model's dtype
-    kv_static: bool = False  # the checkpoint has the scales
-    kv_unused: bool = False  # the checkpoint has scales, and another cache format was asked for
-    asked: tuple[str, ...] = ()  # of `config`, the options that --quantization brought
+    kv_format: str = ""  # as the user spelled it; empty: the cache holds the model's dtype
+    kv_static: bool = False  # the checkpoint has the cache's scales
+    # the checkpoint has cache scales, but another cache format was asked for
+    kv_unused: bool = False
+    asked: tuple[str, ...] = ()  # the options of `config` that came from --quantization
     notes: tuple[str, ...] = ()
 
 
@@ -127,7 +128,7 @@ def parse_quantization(text: str, flag: str = "--quantization") -> dict[str, Any
 
 
 def _options(asked: Mapping[str, Any]) -> tuple[str, ...]:
-    """Of --quantization, what is about weights and no word of the core's own."""
+    """The entries of --quantization that concern weights and are not the core's own."""
     return tuple(name for name in asked if name not in _OWN_WORDS)
 
 
@@ -136,7 +137,7 @@ def _method(config: Mapping[str, Any]) -> str:
 
 
 def _of_checkpoint(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json's own words, with `is_quantized` said out loud."""
+    """The content of config.json, with `is_quantized` made explicit."""
     config = dict(stored)
     if not _method(config):
         raise ConfigError(
@@ -145,7 +146,7 @@ def _of_checkpoint(stored: Mapping[str, Any]) -> dict[str, Any]:
             f"{', '.join(sorted(config)) or 'none'}"
         )
     if "is_quantized" not in config:
-        # Files of FastDeploy that only add cache scales leave the weights in full precision.
+        # Checkpoints of FastDeploy that only add cache scales keep full-precision weights.
         only_cache = "kv_cache_quant_type" in config or "is_moe_quantized" in config
         config["is_quantized"] = "quant_method" in config or not only_cache
     return config

@@ -127,7 +127,8 @@ REFUSED: dict[str, Refused] = {
     **_many("no renamed metrics exist yet", "show_hidden_metrics_for_version"),
 }  # fmt: skip
 
-# What always happens here. The --no- twin asks for something impossible and is refused.
+# Switches for what always happens here. Their --no- form asks for something impossible and is
+# refused.
 ALWAYS: dict[str, str] = {
     "enable_logprob": "log-probabilities are always available",
     "enable_auto_tool_choice": "tool_choice auto works whenever --tool-call-parser is set",

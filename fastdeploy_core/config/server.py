@@ -23,7 +23,7 @@ class ServerConfig:
     served_names: tuple[str, ...] = ()
     verify_model_name: bool = False  # True when names were given: any other name is answered 404
     api_server_count: int = 1  # processes; they share the port and one engine
-    max_concurrency: int = 512  # of all of them together
+    max_concurrency: int = 512  # of all API servers together
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 30.0
     keep_alive_s: float = 5.0
@@ -38,7 +38,7 @@ class ServerConfig:
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # from generation_config.json
     response_role: str = "assistant"
     return_tokens_as_token_ids: bool = False
-    stream_interval: int = 1  # tokens of a chunk, for requests that do not say
+    stream_interval: int = 1  # tokens per chunk, unless the request says otherwise
     force_include_usage: bool = False
     log_requests: bool = False
     log_stats: bool = True

@@ -1,7 +1,8 @@
-"""Reads --speculative-config: FastDeploy's and vLLM's keys, each obeyed or refused with its reason.
+"""Reads --speculative-config: every key of FastDeploy and vLLM is obeyed, or refused with its
+reason.
 
-What belongs to a method stays in `options`, under the inside name, and is judged by the method
-itself (its answer to fd_speculative_requirements).
+Options of a method stay in `options` under the inside name; the method itself checks them (its
+answer to fd_speculative_requirements).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MAX_DRAFTS: Final = 32
 LOSSLESS: Final = "lossless"
 LOSSY_TOP_P: Final = "lossy_top_p"
 
-# Other spellings of a method, with what they set beside it.
+# Other spellings of a method, with the options that each implies.
 METHODS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "ngram": ("ngram_match", {}),
     "[ngram]": ("ngram_match", {}),
@@ -35,7 +36,7 @@ NO_METHOD: Final = {
     "medusa": "no installed method drafts with Medusa heads",
     "mlp_speculator": "no installed method drafts with MLP heads",
 }
-# vLLM's names of options that have another one inside.
+# vLLM's names of options that have another name here.
 OPTIONS: Final = {
     "prompt_lookup_max": "max_ngram_size",
     "prompt_lookup_min": "min_ngram_size",
@@ -52,7 +53,7 @@ _EXACT = (
     "a draft is accepted when it is the token that the target samples; "
     "possible: acceptance lossless, lossy_top_p"
 )
-# Known keys that are not taken, with a value that asks for what happens anyway.
+# Known keys that are not taken, each with the value that asks for what happens anyway.
 REFUSED: Final[dict[str, tuple[str, Any]]] = {
     "num_gpu_block_expand_ratio": (
         "the KV pool is measured with the draft's layers in it, so no ratio has to be set",
@@ -96,7 +97,8 @@ def read_speculative(
     _refuse(left)
     _draft_ranks(left, tensor_parallel_size)
     number = _whole(left, "num_speculative_tokens", 1, 1, MAX_DRAFTS)
-    if "num_model_steps" in left:  # so many drafts come from the model; there are at least as many
+    # the model makes this many drafts; num_speculative_tokens is at least that
+    if "num_model_steps" in left:
         steps = _whole(left, "num_model_steps", 1, 1, MAX_DRAFTS)
         options["num_model_steps"] = steps
         number = max(number, steps)
@@ -116,7 +118,7 @@ def read_speculative(
         "disable_by_batch_size": _whole(left, "disable_by_batch_size", 0, 0, 1 << 20),
         "benchmark_mode": _flag(left, "benchmark_mode", default=False),
     }
-    for key, value in left.items():  # what is left is the method's
+    for key, value in left.items():  # the remaining keys are options of the method
         name = OPTIONS.get(key, key)
         if name in options:
             raise ConfigError(f"{FLAG} sets {name} twice, the second time as {key}")

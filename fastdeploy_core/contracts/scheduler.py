@@ -18,17 +18,19 @@ from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas
 
 @dataclass(frozen=True, slots=True)
 class InstanceLoad:
-    """What an engine reports of itself; the view's age is known from `reported_at_s` (monotonic)."""
+    """What an engine reports of itself."""
 
     instance: str
     epoch: int  # random 64 bit, new at every start: a restarted instance is another one
     num_running: int = 0
     num_waiting: int = 0
-    num_free_blocks: int = 0
+    num_free_blocks: int = 0  # see Capacity
     num_total_blocks: int = 0
     role: str = "mixed"
     draining: bool = False
-    reported_at_s: float = 0.0
+    # Seconds since the report came. The scheduler fills it in `loads`, by a clock of its own (a
+    # queue's server has one for all), so clocks of two hosts are never compared.
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +38,12 @@ class Capacity:
     """What an engine can take now."""
 
     num_requests: int
+    # KV blocks that a new request could get now: free or only cached, less what the requests still
+    # need that the engine has taken already. A request needs its prompt's blocks and one more for
+    # its answer; fewer where prefixes are shared, which only the engine knows.
     num_free_blocks: int
-    block_size: int
-    num_tokens: int
+    block_size: int  # tokens of a block
+    num_tokens: int  # of prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,8 @@ class RequestScheduler(Protocol):
         ...
 
     def get_requests(self, capacity: Capacity, timeout_s: float = 0.0) -> list[Request]:
-        """Take at most what fits, smaller priority first and oldest first within one. The request
+        """Take at most what fits, smaller priority first and oldest first within one. A queue with
+        one engine need not look at blocks: what does not fit waits there as well. The request
         comes with its current `attempt`; with leases, each hand-over begins one and raises that
         number, and an engine that still runs an older attempt drops it for the newer one. A request
         that waited longer than ttl_s is not handed out but answered with a finished delta of
@@ -111,7 +117,7 @@ class RequestScheduler(Protocol):
         ...
 
     def loads(self) -> list[InstanceLoad]:
-        """Live instances as last seen."""
+        """Live instances as last seen, each with the age of its report."""
         ...
 
     def close(self) -> None:

@@ -1,6 +1,5 @@
-"""How the rest of the project uses an engine: AsyncEngine from an event loop, with the engine in a
-process of its own, and LocalEngine within this process, for the offline API.
-"""
+"""Clients of an engine: AsyncEngine, for an event loop, with the engine in a process of its own;
+and LocalEngine, for the offline API, with the engine in this process."""
 
 from __future__ import annotations
 
@@ -35,19 +34,19 @@ class EngineLink(Protocol):
     """What connects a client to its engine; it reports to a Listener."""
 
     def start(self) -> None:
-        """Begin; the listener hears when an engine is ready, or that none will be."""
+        """Start; the listener hears when an engine is ready, or that none will be."""
         ...
 
     def send(self, message: wire.ToEngine) -> None:
-        """To the engine; WorkerError when there is none. Any thread."""
+        """Send to the engine; WorkerError when there is none. Any thread."""
         ...
 
     def health(self) -> EngineHealth:
-        """As seen at this moment. Any thread."""
+        """The engine's health now. Any thread."""
         ...
 
     def stop(self) -> None:
-        """Let go of the engine, or end it, whoever owns it; blocks until that is done."""
+        """Detach from the engine, or end it if this link owns it; blocks until that is done."""
         ...
 
 
@@ -85,8 +84,9 @@ class AsyncEngine:
     async def start(
         cls, config: EngineConfig, resolved: ResolvedPlugins | Future[ResolvedPlugins]
     ) -> AsyncEngine:
-        """Start the engine process and wait until it is ready; ConfigError, PluginError or
-        WorkerError carry the child's one-line reason. `resolved` may come while it starts."""
+        """Start the engine process and wait until it is ready. ConfigError, PluginError or
+        WorkerError carry the child's one-line reason. `resolved` may be a future that completes
+        while the process starts."""
         if isinstance(resolved, Future):
             plugins = resolved
         else:
@@ -100,8 +100,9 @@ class AsyncEngine:
     async def attach(
         cls, config: EngineConfig, folder: str, front_end: int, on_drain: Callable[[], None]
     ) -> AsyncEngine:
-        """One front end's view of an engine that another process starts and ends; wait until that
-        is ready. `folder` is that process's; it calls on_drain from a thread."""
+        """Attach one front end to an engine that another process starts and ends, and wait until
+        the engine is ready. `folder` belongs to that process; its request to drain calls on_drain
+        from a thread."""
         timeout_s = config.watchdog.progress_timeout_s
         return await cls(
             config,
@@ -124,8 +125,8 @@ class AsyncEngine:
         return len(self._streams)
 
     def check_admission(self, num_tokens: int = 0) -> None:
-        """Raise QueueFull or WorkerError if a request put now would be refused; cheap, so that it
-        can be asked before anything is tokenized. num_tokens: of prompts known so far."""
+        """Raise QueueFull or WorkerError if a request put now would be refused. Cheap, so it can be
+        asked before tokenizing. num_tokens: of the request's prompts, as far as they are known."""
         if self._is_draining or self._is_closed:
             raise WorkerError("the server is shutting down")
         if not self._link.health().ready:
@@ -145,8 +146,8 @@ class AsyncEngine:
     async def generate(
         self, request: Request, chunk_tokens: int = 1
     ) -> AsyncGenerator[RequestOutputDelta, None]:
-        """Deltas until one has finished=True, each holding all that is new since the last one, and
-        at least so many tokens of a sequence (OutputStream says when fewer).
+        """Deltas until one has finished=True. Each holds everything new since the previous one, and
+        at least chunk_tokens tokens of a sequence (OutputStream says when fewer).
 
         Raises QueueFull, RequestTimeout, InvalidRequest, OutOfBlocks, WorkerError or, if this
         request alone failed, FastDeployError. Leaving the iterator (aclose) aborts the request.
@@ -180,7 +181,7 @@ class AsyncEngine:
             self._abort_in_engine([request_id])
 
     def end_branches(self, branch_ids: Sequence[str]) -> None:
-        """End sequences whose text is complete, named by types.branch_id; the others go on."""
+        """End sequences whose text is complete, named by types.branch_id; other sequences go on."""
         self._abort_in_engine(branch_ids)
 
     def health(self) -> EngineHealth:
@@ -194,7 +195,8 @@ class AsyncEngine:
         return health
 
     async def stats(self) -> EngineStats:
-        """Asked of the engine process; WorkerError when it does not answer within five seconds."""
+        """Ask the engine process for its counters; WorkerError without an answer in five
+        seconds."""
         self._num_questions += 1
         number = self._num_questions
         answer: asyncio.Future[EngineStats] = self._loop.create_future()
@@ -226,7 +228,8 @@ class AsyncEngine:
         self._end_streams(WorkerError("the server is shutting down"))
         await asyncio.to_thread(self._link.stop)
         if self._ready.done() and not self._ready.cancelled():
-            self._ready.exception()  # whoever started the engine has seen it
+            # mark the exception as retrieved: the caller of `start` has seen it
+            self._ready.exception()
 
     def _end_streams(self, error: FastDeployError) -> None:
         running = [name for name, stream in self._streams.items() if not stream.is_ended]
@@ -270,7 +273,7 @@ class AsyncEngine:
             self._abort_in_engine(stalled)
 
     def _on_down(self) -> None:
-        # The reason is for the operator: it stands in the log and in `health`.
+        # The reason is for the operator: it is in the log and in `health`.
         error = WorkerError("the engine stopped while it was answering this request")
         for stream in self._streams.values():
             if not stream.is_ended:
@@ -287,7 +290,7 @@ class AsyncEngine:
 
 
 class _ToLoop(Listener):
-    """Carries the supervisor's reports over to the event loop, in order."""
+    """Passes the supervisor's reports to the event loop, in order."""
 
     def __init__(self, engine: AsyncEngine, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
@@ -298,7 +301,7 @@ class _ToLoop(Listener):
         self._call(self._engine._on_ready, info)
 
     def on_message(self, message: wire.Deltas | wire.Stats) -> None:
-        """The engine said something."""
+        """The engine sent output or counters."""
         self._call(self._engine._on_message, message)
 
     def on_down(self, reason: str) -> None:
@@ -318,7 +321,7 @@ class _ToLoop(Listener):
 class LocalEngine:
     """An engine inside this process, stepped by its caller. Not thread-safe.
 
-    Nobody watches it: a device that hangs, hangs the caller.
+    No watchdog looks after it: a device that hangs makes the caller hang.
     """
 
     def __init__(self, config: EngineConfig, resolved: ResolvedPlugins) -> None:

@@ -1,7 +1,7 @@
 """The engine core: schedule, execute, update, answer. One thread calls it.
 
-With overlap one step is always queued behind the one that runs, so the device never waits for the
-scheduler; what is scheduled ahead assumes that every running sequence goes on.
+With async scheduling, one step is always queued after the running one, so the device never waits
+for the scheduler. A step scheduled early assumes that every running sequence continues.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Steps that fail one after the other before the device is given up. A request that is to blame is
-# found and removed in two; this leaves room for several of them in a row.
+# Consecutive failed steps after which the device is given up. A request that is to blame is found
+# and removed within two steps, so this leaves room for several such requests in a row.
 MAX_FAILURES_IN_A_ROW = 16
-# Times that nothing could run although nothing was in flight, before somebody is failed.
+# Plans in a row with nothing to run and nothing in flight, before a request is failed.
 MAX_IDLE_PLANS = 4
 
 
@@ -101,7 +101,8 @@ class EngineCore:
         self.scheduler.abort(request_ids)
 
     def has_work(self) -> bool:
-        """Whether `step` has something to do: a request to run, a result or an answer to take."""
+        """Whether `step` has something to do: a request to run, a result to take or an answer to
+        return."""
         return self.scheduler.has_work() or bool(self._in_flight)
 
     def step(self) -> list[RequestOutputDelta | TokenDeltas]:
@@ -154,8 +155,8 @@ class EngineCore:
         self._count(step, output, received - started, time.perf_counter() - received)
 
     def _take_failure(self, step: ScheduledStep, error: Exception) -> None:
-        """A step failed. Its sequences are tried again one by one, so that only the one to blame
-        fails; what was submitted after it is void. Some failures are the end of the engine."""
+        """A step failed. Its sequences are run again one by one, so that only the one to blame
+        fails; steps submitted after it are void. Some failures end the engine."""
         stats = self._stats
         stats.step_failures_total += 1
         self._num_failures += 1
@@ -175,13 +176,13 @@ class EngineCore:
         steps = [step]
         while self._in_flight:
             later, future = self._in_flight.popleft()
-            future.exception()  # waited for; whether it failed, too, says nothing now
+            future.exception()  # only waited for: the step is void whether it failed or not
             steps.append(later)
         self.scheduler.fail(steps, f"running the model failed for this request ({name})")
 
     def _check_idle(self) -> None:
-        """Something waits, nothing runs and nothing could be scheduled: if that stays so, the
-        oldest request fails rather than everybody waiting for ever."""
+        """Requests wait, but nothing runs and nothing could be scheduled. If that lasts, the oldest
+        request fails, so that the others do not wait for ever."""
         if self._in_flight or not self.scheduler.num_requests:
             return
         self._num_idle_plans += 1
@@ -238,7 +239,7 @@ class EngineCore:
         startup_s: float,
     ) -> EngineInfo:
         config, worker = self.config, infos[0]
-        # Every rank reports; what they all say is said once.
+        # Every rank reports; equal lines are shown once.
         report = list(dict.fromkeys(line for info in infos for line in info.report)) + plan.report
         if config.cache.enable_prefix_caching and not caching:
             report.append("prefix cache off: the device cannot share blocks between sequences")
@@ -271,7 +272,7 @@ class EngineCore:
 
 
 def _model_identity(config: EngineConfig) -> str:
-    """What makes cached blocks of one model useless for another."""
+    """A text that differs for models whose cached blocks must not be shared."""
     model = config.model
     parts = (model.path, model.dtype, model.quantization, config.cache.kv_dtype)
     return "\0".join(str(part) for part in parts)

@@ -1,8 +1,8 @@
 """Runs steps on all ranks: rank 0 in this process, the others in processes of their own.
 
-Steps run in the order they are submitted: in threads, but for a single rank whose device only
-queues work or takes one step at a time, where the caller's own thread does it without any
-hand-over. When a rank dies or fails, everything that is waited for fails with WorkerError, within a
+Steps run in the order of submission. They run in threads, with one exception: a single rank whose
+device only queues work, or takes one step at a time, runs in the caller's thread, which saves the
+hand-over. When a rank dies or fails, everything that is waited for fails with WorkerError within a
 second, even if rank 0 is stuck in a collective.
 """
 
@@ -30,7 +30,7 @@ from fastdeploy_core.types.worker import WorkerInfo
 
 logger = logging.getLogger(__name__)
 
-_Task = tuple[Future[Any], Callable[[], Any], bool]  # the last: whether it is a step
+_Task = tuple[Future[Any], Callable[[], Any], bool]  # the last item: whether the task is a step
 
 POLL_MS = 100
 CLOSE_GRACE_S = 3.0
@@ -41,16 +41,16 @@ class StepResult(Protocol):
     """A submitted step."""
 
     def result(self) -> ModelRunnerOutput:
-        """Wait for what it produced, or raise what made it fail."""
+        """Wait for the step's output; raises what made the step fail."""
         ...
 
     def exception(self) -> BaseException | None:
-        """Wait for it, and return what made it fail."""
+        """Wait for the step; returns what made it fail, or None."""
         ...
 
 
 class _Launched:
-    """The result of a step that was launched by the thread that waits for it."""
+    """The result of a step that the waiting thread launched itself."""
 
     def __init__(self, launch: Callable[[], Any]) -> None:
         self._error: Exception | None = None
@@ -123,7 +123,7 @@ class Executor:
                 self._wait_peer(self._peers.cache_ready)
 
     def submit(self, step: SchedulerOutput) -> StepResult:
-        """Queue a step; it may start before earlier ones have finished, never before they
+        """Queue a step. It may start before earlier steps have finished, but never before they
         started."""
         if self._is_direct:
             return _Launched(lambda: self._worker.launch(step))
@@ -132,7 +132,7 @@ class Executor:
         return self._submit(lambda: self._launch_everywhere(step), is_step=True)
 
     def close(self) -> None:
-        """End the other ranks, give the device back. A stuck rank 0 is left behind; idempotent."""
+        """End the other ranks and give the device back. A stuck rank 0 is abandoned. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -163,8 +163,8 @@ class Executor:
         return self._worker.launch(step)
 
     def _start_waiter(self, info: WorkerInfo) -> None:
-        """With overlap a second thread waits for results, so that this one can queue the next step
-        on the device meanwhile."""
+        """With async scheduling, a second thread waits for results, so that the first one can queue
+        the next step on the device meanwhile."""
         overlap = self._config.batch.overlap and info.overlap
         self._is_direct = self._peers is None and (info.asynchronous or not overlap)
         if self._is_direct or not overlap:
@@ -212,7 +212,7 @@ class Executor:
     ) -> None:
         with self._lock:
             self._waited_for.discard(future)
-        # It may have failed already, with a rank that died.
+        # The future may have failed already, because a rank died.
         with contextlib.suppress(InvalidStateError):
             if error is not None:
                 future.set_exception(error)
@@ -220,7 +220,7 @@ class Executor:
                 future.set_result(result)
 
     def _fail(self, failure: FastDeployError) -> None:
-        """Called by the thread that watches the other ranks."""
+        """Fail everything that is waited for. Called by the thread that watches the other ranks."""
         with self._lock:
             if self._failure is not None:
                 return
@@ -281,11 +281,11 @@ class _Peers:
         self._watcher.start()
 
     def send_call(self, call: wire.ToWorker) -> None:
-        """The same call to every rank."""
+        """Send the same call to every rank."""
         self._send(worker_process.CALL, wire.encode(call))
 
     def send_step(self, step: bytes) -> None:
-        """The same step to every rank."""
+        """Send the same step to every rank."""
         self._send(worker_process.STEP, step)
 
     def _send(self, kind: bytes, payload: bytes) -> None:
@@ -296,17 +296,17 @@ class _Peers:
             socket.send_multipart([kind, payload])
 
     def stop(self) -> None:
-        """End the processes, politely first."""
+        """End the processes: ask first, then kill."""
         self._is_stopping = True
         for socket in self._commands:
-            with contextlib.suppress(zmq.Again):  # it is gone, or does not listen
+            with contextlib.suppress(zmq.Again):  # the process is gone or does not listen
                 socket.send_multipart([worker_process.CALL, wire.encode(wire.Close())], zmq.NOBLOCK)
         for process in self._processes:
             child.end(process, CLOSE_GRACE_S)
         self._watcher.join(CLOSE_GRACE_S)
 
     def tidy(self) -> None:
-        """Leave nothing behind."""
+        """Remove sockets, files and processes."""
         self._context.destroy(linger=0)
         self._folder.remove()
 
@@ -318,7 +318,7 @@ class _Peers:
                     self._take(decode.decode(self._status.recv()))
                 except msgspec.MsgspecError:
                     logger.exception("a worker process sent something unreadable; ignored")
-                continue  # what a rank said last is read before its death is noticed
+                continue  # read a rank's last message before noticing its death
             for rank, process in enumerate(self._processes, 1):
                 if process.poll() is not None and not self._is_stopping:
                     ended = child.describe_exit(process.returncode)

@@ -1,7 +1,7 @@
 """From a prompt and its sampling parameters to a complete, checked Request.
 
-Every front end comes through here, so what is refused is refused everywhere with the same words,
-before anything reaches the engine.
+Every front end calls this, so the same input is refused with the same words everywhere, before
+anything reaches the engine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RequestLimits:
     """What a request may ask of this engine."""
 
     max_model_len: int  # prompt and answer together
-    vocab_size: int  # output width of the model; 0: not known here
+    vocab_size: int  # width of the model's output; 0: not known here
     eos_token_ids: tuple[int, ...] = ()
     max_logprobs: int = 20  # -1: the whole vocabulary
 
@@ -64,11 +64,11 @@ class RequestLimits:
 class Truncation:
     """How a prompt that is too long is cut, after it was tokenized."""
 
-    max_tokens: int  # -1: what the context holds beside the answer
+    max_tokens: int  # -1: as many as the context holds next to the answer
     side: str = "left"  # which end is cut off: "left" keeps the last tokens
 
     def cut(self, ids: list[int], limits: RequestLimits, max_answer: int | None) -> list[int]:
-        """The tokens that are kept; InvalidRequest when the prompt could never be served."""
+        """The tokens that are kept; InvalidRequest if the prompt could never be served."""
         longest = limits.max_model_len
         if self.max_tokens > longest:
             raise InvalidRequest(
@@ -85,8 +85,8 @@ class Truncation:
 
 
 def grammar_start(thinking: Thinking | None, tokenizer: Tokenizer) -> GrammarStart | None:
-    """Where a grammar begins to bind; None (from the first token) for a model that does not think,
-    or that spells the marks of thinking in several tokens."""
+    """The token ids between which a grammar does not bind. None (the grammar binds from the first
+    token) for a model that does not think, or whose thinking marks are several tokens long."""
     if thinking is None:
         return None
     end = tokenizer.token_to_id(thinking.end)
@@ -99,7 +99,7 @@ def grammar_start(thinking: Thinking | None, tokenizer: Tokenizer) -> GrammarSta
 def default_sampling_values(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """SamplingParams fields that a model's generation_config.json sets.
 
-    `max_tokens` is what max_new_tokens says, else None: up to the context length.
+    `max_tokens` is the value of max_new_tokens, else None: up to the context length.
     """
     values: dict[str, Any] = {}
     for name in _GENERATION_FIELDS:
@@ -153,7 +153,8 @@ async def build_request_async(
     tenant: str = "",
     truncation: Truncation | None = None,
 ) -> Request:
-    """The same for an event loop: long prompts are tokenized in a thread, grammars elsewhere."""
+    """`build_request` for an event loop: long prompts are tokenized in a thread, grammars compiled
+    elsewhere."""
     args = (
         *(prompt, sampling, tokenizer, limits),
         *(add_special_tokens, priority, cache_salt, truncation),
@@ -195,8 +196,8 @@ def _without_grammar(
 
 
 def are_integers(values: Iterable[Any]) -> bool:
-    """Whether all are plain integers (True is none); a look at each would take a long prompt's
-    while."""
+    """Whether all are plain integers (True is none), without a Python-level loop over a long
+    prompt."""
     return set(map(type, values)) <= {int}
 
 
@@ -219,7 +220,7 @@ def _token_ids(
             raise InvalidRequest("prompt token ids must be integers", param="prompt")
     if not ids:
         raise InvalidRequest("the prompt must not be empty", param="prompt")
-    # Also for text: a tokenizer may know tokens that the model has no embedding for.
+    # Also checked for text: a tokenizer may know tokens that the model has no embedding for.
     top = limits.vocab_size or 2**31
     lowest = min(ids)
     wrong = lowest if lowest < 0 else max(ids)
@@ -267,7 +268,7 @@ def bad_word_ids(word: str, tokenizer: Tokenizer) -> list[list[int]]:
     """The token sequences that spell a word: at the start of a text and after a space."""
     plain = tokenizer.encode(word.lstrip(), add_special_tokens=False)
     spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
-    # A spelling that only puts a space token in front is covered by the plain one.
+    # The plain spelling already covers one that only puts a space token in front.
     if len(spaced) > len(plain) and spaced[len(spaced) - len(plain) :] == plain:
         spaced = plain
     return [ids for ids in ([plain] if plain == spaced else [plain, spaced]) if ids]

@@ -1,5 +1,5 @@
-"""Tells hook modules what an engine does: started, request finished, about once a second its
-stats."""
+"""Tells hook modules what an engine does: start, end of a request, statistics about once a
+second."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATS_INTERVAL_S = 1.0
 
 
 class _Record:
-    """What is told of a request when it ends."""
+    """What hooks are told of a request when it ends."""
 
     __slots__ = ("arrival_s", "first_token_s", "num_generated", "num_prompt", "reasons")
 
@@ -32,7 +32,7 @@ class _Record:
 
 
 class Observer:
-    """Keeps records only of what some hook wants to hear."""
+    """Calls the hooks. Keeps records only of what some hook implements."""
 
     def __init__(self, hooks: HookManager | None) -> None:
         self._hooks = hooks
@@ -48,12 +48,12 @@ class Observer:
             self._hooks.notify("fd_engine_started", info=msgspec.to_builtins(info))
 
     def admitted(self, request: Request) -> None:
-        """The engine took a request."""
+        """The engine accepted a request."""
         if self._wants_requests:
             self._records[request.request_id] = _Record(len(request.prompt_token_ids))
 
     def delivered(self, outputs: Sequence[RequestOutputDelta | TokenDeltas]) -> None:
-        """The engine answered."""
+        """The engine produced output."""
         if not self._wants_requests:
             return
         for delta in each_delta(outputs):
@@ -70,13 +70,13 @@ class Observer:
                 self._finished(delta.request_id, "error" if delta.error else "")
 
     def aborted(self, request_ids: Sequence[str]) -> None:
-        """Requests were given up."""
+        """Requests were aborted."""
         for request_id in request_ids:
             if request_id in self._records:
                 self._finished(request_id, "abort")
 
     def tick(self, stats: Callable[[], EngineStats]) -> None:
-        """Time passes."""
+        """Called by the core loop; emits statistics when a second has passed."""
         now = time.monotonic()
         if not self._wants_stats or now < self._next_stats_s:
             return

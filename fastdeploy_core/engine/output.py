@@ -1,7 +1,7 @@
-"""Token ids from the engine to what a user sees: text, stop strings, logprobs, finish reasons.
+"""From the engine's token ids to what a user sees: text, stop strings, logprobs, finish reasons.
 
-Used by the offline API and by the server alike, so that both give the same answer. Tokens are taken
-one by one: how many arrive together (one, or several after speculation) changes nothing.
+The offline API and the server both use it, so both give the same answer. Tokens are taken one by
+one: it makes no difference how many arrive together (one, or several after speculation).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class OutputKind(enum.Enum):
 
 
 class _Sequence:
-    """One of the n answers while it grows."""
+    """One of the n answers of a request, while it grows."""
 
     def __init__(
         self, request: Request, index: int, tokenizer: Tokenizer | None, visible: frozenset[int]
@@ -70,11 +70,12 @@ class _Sequence:
 
     @property
     def may_be_late(self) -> bool:
-        """Whether the text of tokens can be made as well when all of them are there."""
+        """Whether the text can be made once all tokens have arrived, instead of token by token."""
         return self._matcher is None and self.output.logprobs is None
 
     def take(self, delta: SequenceDelta, tokenizer: Tokenizer | None) -> tuple[int, str]:
-        """Returns how many tokens were taken (none after a stop string) and the new text."""
+        """Take a delta; returns how many tokens were taken (none after a stop string) and the new
+        text."""
         token_ids, known = delta.token_ids, self.output.token_ids
         first, stop = len(known), None
         pieces: list[str] = []
@@ -106,7 +107,7 @@ class _Sequence:
         )
 
     def _take_until_stop(self, delta: SequenceDelta, pieces: list[str]) -> str | None:
-        """Token by token, since a stop string may end the answer behind any of them."""
+        """Detokenize token by token, because a stop string may end the answer after any of them."""
         assert self._detokenizer is not None, "stop strings are found in text"
         num_shown = len(delta.token_ids) - self._ends_silently(delta)
         for number, token_id in enumerate(delta.token_ids):
@@ -136,7 +137,7 @@ class _Sequence:
         if self._matcher is None:
             pieces.append(text)
             return None
-        # As vLLM: text that ends within min_tokens cannot stop the answer.
+        # As in vLLM: a stop string within the first min_tokens tokens does not end the answer.
         match = len(self.output.token_ids) > self._min_tokens
         shown, stop = self._matcher.push(text, match)
         pieces.append(shown)
@@ -159,7 +160,7 @@ class _Sequence:
 
 
 class RequestState:
-    """One request on its way; made by OutputProcessor.add."""
+    """One request in progress; made by OutputProcessor.add."""
 
     def __init__(
         self,
@@ -182,14 +183,14 @@ class RequestState:
         self.sequences = [
             _Sequence(request, index, tokenizer, visible) for index in range(request.sampling.n)
         ]
-        self.finished = False  # all of them
-        # Tokens that are kept until there are no more, for which nobody waits.
+        self.finished = False  # all sequences have finished
+        # Tokens that are only detokenized at the end, because no caller needs text before it.
         self.late: list[int] | None = None
         if kind is OutputKind.FINAL and len(self.sequences) == 1 and self.sequences[0].may_be_late:
             self.late = []
 
     def note_drafts(self, drafts: DraftStats) -> None:
-        """A sequence has ended that had drafts."""
+        """Add the draft counts of a sequence that has ended."""
         total = self.drafts
         total.add(drafts)
         accepted, steps = total.num_accepted, total.num_steps
@@ -203,7 +204,7 @@ class RequestState:
         )
 
     def whole(self) -> RequestOutput:
-        """Everything so far."""
+        """The output so far."""
         outputs = []
         for sequence in self.sequences:
             output = sequence.output
@@ -217,13 +218,14 @@ class RequestState:
                 )
             )
         whole = self._output(outputs, self.prompt_logprobs)
-        whole.metrics = replace(self.metrics)  # it may be kept beside later ones
+        # a copy: the caller may keep this output next to later ones
+        whole.metrics = replace(self.metrics)
         return whole
 
     def newest(
         self, changes: Iterable[tuple[_Sequence, int, str]], prompt_logprobs: bool
     ) -> RequestOutput:
-        """Only what this step added."""
+        """The output of this step only."""
         outputs = []
         for sequence, taken, text in changes:
             whole = sequence.output
@@ -280,7 +282,7 @@ class OutputProcessor:
         visible_tokens: Iterable[str] = (),
     ) -> RequestState:
         """Expect deltas of this request. `visible_tokens`: special tokens that stay in the text
-        although special tokens are skipped, because a parser looks for them."""
+        although special tokens are skipped, because a parser reads them."""
         visible: frozenset[int] = frozenset()
         if self._tokenizer is not None:
             ids = (self._tokenizer.token_to_id(token) for token in visible_tokens)
@@ -290,7 +292,8 @@ class OutputProcessor:
         return state
 
     def collect(self, tokens: TokenDeltas) -> list[RequestOutputDelta]:
-        """Take the tokens that only have to be kept; returns deltas for `process` of the others."""
+        """Store tokens that need no text yet; returns deltas of the other requests, for
+        `process`."""
         now, states, others = time.time(), self._states, []
         columns = zip(tokens.request_ids, tokens.positions, tokens.pieces(), strict=True)
         for number, (request_id, position, piece) in enumerate(columns):
@@ -304,7 +307,7 @@ class OutputProcessor:
         return others
 
     def process(self, delta: RequestOutputDelta) -> tuple[RequestOutput | None, list[str]]:
-        """The new output (None: nothing to show yet) and ids the engine must abort.
+        """The new output (None: nothing to show yet), and the ids that the engine must abort.
 
         Deltas of unknown requests and repeated deltas are ignored.
         """
@@ -314,7 +317,7 @@ class OutputProcessor:
         state.next_position = delta.position + 1
         self._note(state, delta)
         changes: list[tuple[_Sequence, int, str]] = []
-        stopped: list[int] = []  # by a string
+        stopped: list[int] = []  # sequences that a stop string ended
         if state.late:
             late, state.late = state.late, []
             state.sequences[0].take(SequenceDelta(token_ids=late), self._tokenizer)
@@ -341,7 +344,7 @@ class OutputProcessor:
         if finished:
             state.metrics.finished_time = time.time()
             del self._states[delta.request_id]
-        # Finished for us but not for the engine: a stop string, which it does not know of.
+        # Sequences that a stop string ended: the engine does not know of it and must be told.
         aborts: list[str] = []
         if finished and not delta.finished:
             aborts = [delta.request_id]
@@ -386,11 +389,11 @@ class OutputProcessor:
 
 
 def logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """vLLM's form: token id to Logprob, the chosen token first, then the alternatives."""
+    """vLLM's form: token id to Logprob, the sampled token first, then the alternatives."""
     result: dict[int, Logprob] = {}
     for place, (token_id, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
         if token_id in result:
-            continue  # the chosen token among the alternatives
+            continue  # the sampled token among the alternatives
         text = None if tokenizer is None else tokenizer.token_text(token_id)
         result[token_id] = Logprob(logprob, entry.rank if place == 0 else place, text)
     return result

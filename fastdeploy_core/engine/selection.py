@@ -1,4 +1,4 @@
-"""Which plugins serve this model: asked once, by whoever starts an engine."""
+"""Which plugins serve a model; resolved once, by the process that starts an engine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def resolve_plugins(config: EngineConfig, *, check: bool = True) -> ResolvedPlugins:
-    """Ask the installed plugins who serves the layers that this model has, and its draft model.
-    Without `check` the caller has to call ResolvedPlugins.check."""
+    """Ask the installed plugins who serves the layers of this model and of its draft model. Without
+    `check` the caller must call ResolvedPlugins.check."""
     shapes = [read_shapes(config.model.hf_config, config.parallel.tensor_parallel_size)]
     shapes += _draft_shapes(config)
     return resolve(
@@ -30,8 +30,8 @@ def resolve_plugins(config: EngineConfig, *, check: bool = True) -> ResolvedPlug
 
 
 def _draft_shapes(config: EngineConfig) -> list[ModelShapes]:
-    """Of the model that --speculative-config names, if it is a whole one. What is wrong with it,
-    the speculative method says."""
+    """The layer shapes of a draft model that --speculative-config names, if it is a whole model.
+    The speculative method reports errors of that model."""
     folder = config.speculative.options.get("model") if config.speculative is not None else None
     if not isinstance(folder, str) or not (Path(folder) / "config.json").is_file():
         return []

@@ -1,8 +1,7 @@
-"""One request's deltas on their way to its client, merged while the client is slow or wants more at
-once.
+"""One request's deltas on their way to its client, merged while the client is slow or wants chunks.
 
-What waits is one delta, never a list: a client that stops reading costs the tokens themselves and,
-once these are too many, its request.
+At most one merged delta waits: a client that stops reading costs the memory of its tokens and, when
+these are too many, its request.
 """
 
 from __future__ import annotations
@@ -11,18 +10,20 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from msgspec import Struct
+
 from fastdeploy_core import errors
 from fastdeploy_core.errors import FastDeployError, RequestTimeout, WorkerError
 from fastdeploy_core.types import FinishReason, Request, RequestOutputDelta, SequenceDelta
 
 MAX_BUFFERED_BYTES = 256 * 1024
 STALL_S = 30.0
-TOKEN_BYTES = 32  # a Python integer in a list, about
-LOGPROB_BYTES = 96  # with its token id
+TOKEN_BYTES = 32  # about the size of a Python integer in a list
+LOGPROB_BYTES = 96  # the token id included
 
 
 class OutputStream:
-    """Belongs to one event loop."""
+    """The stream of one request. Belongs to one event loop."""
 
     __slots__ = (
         "_chunk_tokens",
@@ -39,8 +40,8 @@ class OutputStream:
     )
 
     def __init__(self, request: Request, chunk_tokens: int = 1) -> None:
-        """chunk_tokens: new tokens of a sequence that a delta waits for; the first and the last
-        come at once, and so does the end of any sequence."""
+        """chunk_tokens: a delta waits until a sequence has this many new tokens. The first and the
+        last delta come at once, and so does the end of any sequence."""
         self._request, self._chunk_tokens = request, chunk_tokens
         self._position = 0  # of the next delta from the engine
         self._delivered = 0  # deltas given to the client
@@ -53,7 +54,7 @@ class OutputStream:
         self.is_ended = False  # the engine owes nothing more
 
     def put_tokens(self, position: int, token_ids: Sequence[int], num_deltas: int = 1) -> bool:
-        """Take a delta, or several as one, that is tokens of the only sequence."""
+        """Take new tokens of a request's only sequence: one delta, or several joined."""
         waiting = self._waiting
         if waiting is None or self.is_ended or position != self._position:
             sequences = [SequenceDelta(token_ids=list(token_ids))]
@@ -74,8 +75,8 @@ class OutputStream:
         return self._num_bytes <= MAX_BUFFERED_BYTES or not self._has_stalled()
 
     def put(self, delta: RequestOutputDelta, num_deltas: int = 1) -> bool:
-        """Take a delta from the engine, which may stand for several; False if the client has
-        stopped reading for too long."""
+        """Take a delta from the engine, or several joined; False if the client has not read for too
+        long."""
         if self.is_ended or delta.position < self._position:
             return True
         if delta.position > self._position:
@@ -104,7 +105,7 @@ class OutputStream:
         self._wake()
 
     def abort(self) -> None:
-        """End the stream with a last delta that says so."""
+        """End the stream with a last delta whose finish reason is abort."""
         if self.is_ended:
             return
         sequences = [
@@ -122,7 +123,7 @@ class OutputStream:
         )
 
     async def get(self) -> RequestOutputDelta:
-        """What is new, as one delta; raises the error that ended the stream."""
+        """Everything new as one delta; raises the error that ended the stream."""
         while (delta := self._waiting) is None or not self._is_due(delta):
             if self._error is not None:
                 raise self._error
@@ -138,12 +139,12 @@ class OutputStream:
         error = error_of(delta)
         if not any(seq.token_ids for seq in delta.sequences):
             raise error
-        self._error = error  # raised next, after the tokens that came before it
+        self._error = error  # raised by the next call, after the tokens that came before it
         delta.error, delta.error_type, delta.finished = None, "", False
         return delta
 
     def is_due(self) -> bool:
-        """Whether `get` has something now."""
+        """Whether `get` would return now."""
         return self._waiting is not None and self._is_due(self._waiting)
 
     def _is_due(self, delta: RequestOutputDelta) -> bool:
@@ -174,7 +175,7 @@ class OutputStream:
 
 
 def error_of(delta: RequestOutputDelta) -> FastDeployError:
-    """The error that a delta tells of, as the class it names."""
+    """The error in a delta, as an instance of the class that it names."""
     kind = getattr(errors, delta.error_type, FastDeployError)
     if not (isinstance(kind, type) and issubclass(kind, FastDeployError)):
         kind = FastDeployError
@@ -202,10 +203,14 @@ def _merge(first: RequestOutputDelta, second: RequestOutputDelta) -> None:
         known.token_ids.extend(seq.token_ids)
         if seq.logprobs is not None:
             known.logprobs = [*(known.logprobs or []), *seq.logprobs]
-        known.finish_reason = seq.finish_reason
-        known.stop_reason = seq.stop_reason
-    first.finished = second.finished
-    first.error, first.error_type = second.error, second.error_type
-    for name in ("prompt_logprobs", "num_cached_tokens", "queue_s"):
-        if getattr(first, name) is None:
-            setattr(first, name, getattr(second, name))
+        _take_set(known, seq, ("finish_reason", "stop_reason", "drafts"))
+    names = ("prompt_logprobs", "num_cached_tokens", "queue_s", "finished", "error", "error_type")
+    _take_set(first, second, names)
+
+
+def _take_set(first: Struct, second: Struct, names: Sequence[str]) -> None:
+    """Copy those fields of the second record that say something; each comes once in a request."""
+    for name in names:
+        value = getattr(second, name)
+        if value is not None and value is not False and value != "":
+            setattr(first, name, value)

@@ -1,8 +1,8 @@
-"""Numbered KV blocks: who holds them, which are free, which of the free ones still hold a prefix.
+"""Numbered KV blocks: who references them, which are free, which free ones still hold a prefix.
 
-Bookkeeping only: a block is a number here, its memory belongs to the workers. A block is in exactly
-one state: referenced, free and empty, free and cached (reusable, least recently used goes first),
-or quarantined (a peer may still write to it; nobody gets it until it is released).
+Bookkeeping only: here a block is a number; its memory belongs to the workers. A block is in exactly
+one state: referenced; free and empty; free and cached (reusable, the least recently used is evicted
+first); or quarantined (a peer may still write to it, so it is not allocated until it is released).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from fastdeploy_core.errors import OutOfBlocks
 class BlockPool:
     """Reference-counted blocks 0 to num_blocks - 1.
 
-    `on_evict(block, is_intact)` is called when a cached block stops being one: intact, because it
-    is about to be given to someone else and its content may be saved first, or not, because a peer
-    may write to it. Until then a free cached block can be had back with `share`.
+    `on_evict(block, is_intact)` is called when a cached block stops being cached. is_intact is True
+    when the block is about to be allocated to another sequence, so its content may be saved first.
+    It is False when a peer may write to the block. Before the call, `share` takes a free cached
+    block back with its content.
     """
 
     __slots__ = (
@@ -42,7 +43,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` could hand out now."""
+        """Blocks that `allocate` could return now."""
         return len(self._free) + len(self._cached_free)
 
     @property
@@ -52,22 +53,22 @@ class BlockPool:
 
     @property
     def num_quarantined(self) -> int:
-        """Blocks withheld, whether or not somebody still references them."""
+        """Withheld blocks, referenced or not."""
         return len(self._quarantined)
 
     @property
     def num_used(self) -> int:
-        """Blocks that somebody references."""
+        """Blocks with at least one reference."""
         idle = sum(1 for block in self._quarantined if not self._references[block])
         return self.num_blocks - self.num_available - idle
 
     def references(self, block: int) -> int:
-        """How many hold the block."""
+        """Number of references to the block."""
         return self._references[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out blocks with one reference each: empty ones first, those that came back last
-        before all others, then the least recently used."""
+        """Allocate blocks with one reference each: empty blocks first (last released, first
+        allocated), then the least recently used cached ones."""
         if count > self.num_available:
             raise OutOfBlocks(
                 f"{count} blocks were asked for and {self.num_available} of {self.num_blocks} are "
@@ -93,8 +94,8 @@ class BlockPool:
         self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drop one reference of each. Give a table's blocks in reverse, so that the ends of
-        prefixes are evicted before their beginnings."""
+        """Drop one reference of each block. Pass a table's blocks in reverse order, so that the
+        ends of prefixes are evicted before their beginnings."""
         for block in blocks:
             self._references[block] -= 1
             assert self._references[block] >= 0, f"block {block} was released twice"
@@ -102,7 +103,7 @@ class BlockPool:
                 self._put_back(block)
 
     def mark_cached(self, block: int) -> None:
-        """The referenced block holds a prefix that may be reused when it is free."""
+        """The referenced block holds a prefix that may be reused once the block is free."""
         assert self._references[block] > 0, f"free block {block} cannot enter the cache"
         assert block not in self._quarantined, f"quarantined block {block} cannot enter the cache"
         self._is_cached[block] = 1
@@ -115,7 +116,8 @@ class BlockPool:
             self._free.append(block)
 
     def quarantine(self, blocks: Iterable[int]) -> None:
-        """Withhold blocks: now if they are free, else as soon as their last reference goes."""
+        """Withhold blocks: free ones now, referenced ones as soon as their last reference is
+        dropped."""
         for block in blocks:
             if block in self._quarantined:
                 continue
@@ -129,7 +131,7 @@ class BlockPool:
             self._quarantined.add(block)
 
     def release_quarantine(self, blocks: Iterable[int]) -> None:
-        """Nothing can land in these any more. Unknown blocks are ignored."""
+        """No peer can write to these blocks any more. Unknown blocks are ignored."""
         for block in blocks:
             if block not in self._quarantined:
                 continue
@@ -159,6 +161,7 @@ class BlockPool:
     def _put_back(self, block: int) -> None:
         if self._is_cached[block]:
             self._cached_free[block] = None
-        # out again first: what was used is in caches, and what never was may be no memory yet
+        # last released, first allocated: used memory is in caches, unused memory may not be mapped
+        # yet
         else:
             self._free.appendleft(block)

@@ -1,6 +1,7 @@
-"""Host memory behind the device pool: cached blocks that were evicted wait here for their next hit.
+"""The host tier: cached blocks evicted from the device pool are kept in host memory until their
+next hit.
 
-Bookkeeping and the list of copies for the next step; the workers own the memory and do the copies
+Bookkeeping, and the list of copies for the next step. The workers own the memory and do the copies
 before that step's forward pass: first device to host, then host to device, then within the device.
 """
 
@@ -23,8 +24,8 @@ class HostTier:
         self.num_saved_total = 0
         self._free = list(range(num_blocks - 1, -1, -1))
         self._entries: OrderedDict[CacheEntry, None] = OrderedDict()
-        # Read or written by a copy of the step under construction: no other copy of that step may
-        # take the host block.
+        # Entries that a copy of the step under construction reads or writes. No other copy of that
+        # step may use their host blocks.
         self._busy: set[CacheEntry] = set()
         self._device_to_host: list[tuple[int, int]] = []
         self._host_to_device: list[tuple[int, int]] = []

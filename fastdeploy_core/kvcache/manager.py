@@ -20,9 +20,9 @@ class PrefixMatch(NamedTuple):
     """Cached blocks at the beginning of a sequence."""
 
     entries: list[CacheEntry]
-    num_tokens: int  # held by them
-    num_host_tokens: int  # of these, held in host memory only
-    num_blocks_taken: int  # free blocks that taking them uses up
+    num_tokens: int  # tokens that these blocks hold
+    num_host_tokens: int  # of these, tokens held in host memory only
+    num_blocks_taken: int  # free blocks that `start` removes from the pool to take these
 
 
 class ForkSource:
@@ -40,7 +40,7 @@ NEVER = 2**62
 
 
 class KVCacheManager:
-    """The device pool, the prefix cache over it, and the host tier behind it."""
+    """The device pool, its prefix cache, and the host tier."""
 
     def __init__(
         self,
@@ -63,7 +63,8 @@ class KVCacheManager:
             self.pool, block_size, model_identity, self.host, hash_function, key_lookahead
         )
         self._device_to_device: list[tuple[int, int]] = []
-        # Read by a copy of the step under construction, so not free before that step is complete.
+        # Blocks that a copy of the step under construction reads. They become free when that step
+        # is complete.
         self._release_after_step: list[int] = []
 
     def new_table(self, cache_salt: str = "") -> BlockTable:
@@ -75,8 +76,8 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def match(self, table: BlockTable, token_ids: Sequence[int]) -> PrefixMatch:
-        """What of these tokens is cached. At least one token is always left to compute, since its
-        logits are needed; as blocks are shared whole, that is the last block of a full match."""
+        """Which of these tokens are cached. At least one token is always left to compute, because
+        its logits are needed. Blocks are shared whole, so a full match gives up its last block."""
         num_blocks = min(
             (len(token_ids) - 1) // self.block_size, self.prefix.num_keyed(len(token_ids))
         )
@@ -97,16 +98,16 @@ class KVCacheManager:
         return PrefixMatch(entries, len(entries) * size, num_host * size, num_taken)
 
     def num_needed(self, match: PrefixMatch, num_tokens: int) -> int:
-        """Free blocks that `start` would use up."""
+        """Free blocks that `start` would use."""
         missing = self.num_blocks_for(num_tokens) - len(match.entries)
         return match.num_blocks_taken + max(0, missing)
 
     def start(self, table: BlockTable, match: PrefixMatch, num_tokens: int) -> None:
-        """Give an empty table the matched blocks and new ones up to num_tokens; the caller has
-        checked `num_needed` against the pool."""
+        """Give an empty table the matched blocks and new ones up to num_tokens. The caller has
+        compared `num_needed` with the pool."""
         assert not table.blocks, "a table is started once"
         assert self.num_needed(match, num_tokens) <= self.pool.num_available, "start without room"
-        # Hold everything that is matched before anything is allocated, or it could be evicted.
+        # Reference all matched blocks before allocating any, or an allocation could evict them.
         for entry in match.entries:
             if entry.block is not None:
                 self.pool.share(entry.block)
@@ -125,7 +126,8 @@ class KVCacheManager:
         self.grow(table, num_tokens)
 
     def grow(self, table: BlockTable, num_tokens: int) -> list[int] | None:
-        """Blocks appended so that num_tokens fit; None, and nothing changed, without room."""
+        """Append blocks until num_tokens fit; returns them. Without room: None, and nothing
+        changes."""
         missing = -(-num_tokens // self.block_size) - len(table.blocks)
         if missing <= 0:
             return []
@@ -136,15 +138,15 @@ class KVCacheManager:
         return blocks
 
     def commit(self, table: BlockTable, token_ids: Sequence[int], num_tokens: int) -> None:
-        """Keys and values of the first num_tokens tokens are in the cache: full blocks of them can
-        be found by others from now on."""
+        """Keys and values of the first num_tokens tokens are computed: from now on the prefix cache
+        finds their full blocks."""
         num_blocks = min(num_tokens // self.block_size, self.prefix.num_keyed(len(token_ids)))
         if num_blocks > table.num_committed and self.caching and table.is_cacheable:
             self.prefix.extend_keys(table, token_ids, num_blocks)
             self.prefix.commit(table, num_blocks)
 
     def next_commit(self, table: BlockTable, num_prompt_tokens: int) -> int:
-        """How many computed tokens fill the next block that `commit` would take."""
+        """The number of computed tokens at which `commit` would take the next block."""
         end = (table.num_committed + 1) * self.block_size
         ends_in_output = end > num_prompt_tokens and not self.caches_output
         if not self.caching or not table.is_cacheable or ends_in_output:
@@ -152,21 +154,22 @@ class KVCacheManager:
         return end
 
     def free(self, table: BlockTable) -> None:
-        """Give the blocks back; those the prefix cache knows stay findable until they are
-        reused."""
+        """Release the blocks. Those in the prefix cache can be hit until they are reallocated."""
         self.pool.release(reversed(table.blocks))
         table.reset()
 
     def hold(self, table: BlockTable, num_tokens: int) -> ForkSource:
-        """Keep the blocks of the first num_tokens tokens for `fork`, whatever the owner does."""
+        """Keep the blocks of the first num_tokens tokens for `fork`, even after the owner releases
+        them."""
         blocks = table.blocks[: self.num_blocks_for(num_tokens)]
         for block in blocks:
             self.pool.share(block)
         return ForkSource(blocks, num_tokens)
 
     def fork(self, source: ForkSource, table: BlockTable) -> bool:
-        """Give an empty table all but the last held token: full blocks are shared, a partial one is
-        copied. False, and nothing changed, without room for the block that is written next."""
+        """Give an empty table all but the last of the held tokens: full blocks are shared, a
+        partial one is copied. Without room for the block that is written next: False, and nothing
+        changes."""
         assert not table.blocks, "a table is forked once"
         num_full, num_partial = divmod(source.num_tokens - 1, self.block_size)
         if self.pool.num_available < 1:
@@ -181,14 +184,14 @@ class KVCacheManager:
         return True
 
     def drop(self, source: ForkSource) -> None:
-        """Nobody forks from it any more; its blocks stay until the step being built is complete."""
+        """End a ForkSource; its blocks stay until the step under construction is complete."""
         self._release_after_step.extend(reversed(source.blocks))
         source.blocks = []
         if not self._device_to_device:
             self._release_dropped()
 
     def take_copies(self) -> BlockCopies:
-        """The copies that belong in front of the step that is now complete."""
+        """The copies to do before the step that is now complete."""
         to_host, to_device = self.host.take_copies() if self.host is not None else ([], [])
         copies = BlockCopies(to_host, to_device, self._device_to_device)
         self._device_to_device = []
@@ -200,11 +203,11 @@ class KVCacheManager:
         self.pool.quarantine(blocks)
 
     def release_quarantine(self, blocks: Iterable[int]) -> None:
-        """Nothing can land in these blocks any more."""
+        """No peer can write to these blocks any more."""
         self.pool.release_quarantine(blocks)
 
     def clear_cache(self) -> None:
-        """Forget every cached prefix, after a step failed and contents are in doubt."""
+        """Forget every cached prefix: a step failed, so the content of blocks is unknown."""
         self.prefix.clear()
 
     def check(self) -> None:

@@ -1,10 +1,10 @@
-"""The prefix cache: which full blocks hold which tokens, found again by a chained hash.
+"""The prefix cache: which full blocks hold which tokens, found by a chained hash.
 
-A block's key is SHA-256 over canonical bytes of its parent's key and its own tokens; the first
-parent is made of the model's identity and the request's cache_salt. With `lookahead` a key also
-covers so many tokens behind the block, because a drafter's entries in it depend on them. A key
-alone is never trusted: tokens, salt and parent are compared on every hit, so that even a forced
-collision mixes nothing.
+A block's key is SHA-256 over canonical bytes of its parent's key and its own tokens. The first
+parent is made of the model's identity and the request's cache_salt. With `lookahead`, a key also
+covers that many tokens after the block, because a drafter's cache entries in the block depend on
+them. A key alone is never trusted: tokens, salt and parent are compared on every hit, so even a
+forced collision cannot mix two prefixes.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ HashFunction = Callable[[bytes], bytes]
 
 
 def sha256(data: bytes) -> bytes:
-    """The hash of production; tests force collisions with another."""
+    """The hash used in production; tests replace it to force collisions."""
     return hashlib.sha256(data).digest()
 
 
 def canonical(*texts: str) -> bytes:
-    """Texts as bytes that no other texts share: each with its length in front."""
+    """An injective encoding of several texts as bytes: each text after its length."""
     parts = [text.encode("utf-8", "surrogatepass") for text in texts]
     return b"".join(struct.pack("<Q", len(part)) + part for part in parts)
 
 
 class CacheEntry:
-    """One full block of tokens behind its parent, on the device, in host memory, or both."""
+    """One full block of tokens after its parent; on the device, in host memory, or both."""
 
     __slots__ = ("block", "host_block", "key", "parent", "scope", "tokens")
 
@@ -52,10 +52,10 @@ class CacheEntry:
 
 
 class BlockTable:
-    """The blocks of one sequence in the order of its tokens, and what the prefix cache knows of it.
+    """The blocks of one sequence in the order of its tokens, and its state in the prefix cache.
 
-    `keys` and `packed` describe full blocks of its tokens and outlive the blocks themselves: a
-    preempted sequence need not be hashed again.
+    `keys` and `packed` describe full blocks of tokens and outlive the blocks themselves, so a
+    preempted sequence is not hashed again.
     """
 
     __slots__ = (
@@ -75,12 +75,12 @@ class BlockTable:
         self.blocks: list[int] = []
         self.keys: list[bytes] = []
         self.packed: list[bytes] = []
-        self.num_committed = 0  # leading blocks that the prefix cache has seen
-        self.tail: CacheEntry | None = None  # entry of the last of these
+        self.num_committed = 0  # leading blocks that were committed to the prefix cache
+        self.tail: CacheEntry | None = None  # cache entry of the last committed block
         self.is_cacheable = True  # False once its chain cannot be continued
 
     def reset(self) -> None:
-        """The blocks are gone."""
+        """Forget the blocks; keys stay."""
         self.blocks = []
         self.num_committed = 0
         self.tail = None
@@ -88,7 +88,7 @@ class BlockTable:
 
 
 class PrefixCache:
-    """Finds and remembers full blocks. Reference counts stay the pool's business."""
+    """Finds and remembers full blocks. Reference counts belong to the pool."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class PrefixCache:
         return len(self._by_key)
 
     def new_table(self, cache_salt: str) -> BlockTable:
-        """An empty table whose blocks are shared only among requests of the same salt."""
+        """An empty table that shares blocks only with requests of the same salt."""
         return BlockTable(cache_salt, self._hash(canonical(self._identity, cache_salt)))
 
     def num_keyed(self, num_known: int) -> int:
@@ -124,8 +124,8 @@ class PrefixCache:
         return max(0, num_known - self._lookahead) // self._block_size
 
     def extend_keys(self, table: BlockTable, token_ids: Sequence[int], num_blocks: int) -> None:
-        """Hash the table's tokens up to num_blocks full blocks, at most num_keyed(len(token_ids));
-        those hashed before are kept."""
+        """Hash the table's tokens up to num_blocks full blocks, at most num_keyed(len(token_ids)).
+        Blocks hashed before keep their keys."""
         keys, size, more = table.keys, self._block_size, self._lookahead
         parent = keys[-1] if keys else table.root
         for index in range(len(keys), num_blocks):
@@ -159,7 +159,7 @@ class PrefixCache:
             table.num_committed = index + 1
 
     def attach(self, entry: CacheEntry, block: int) -> None:
-        """The entry's content will be in this device block, too."""
+        """The entry's content will also be in this device block."""
         entry.block = block
         self._by_block[block] = entry
         self._pool.mark_cached(block)
@@ -176,7 +176,7 @@ class PrefixCache:
             self._host.clear()
 
     def _insert(self, table: BlockTable, index: int) -> CacheEntry | None:
-        """The entry that stands for this block from now on; None if its key is taken by others."""
+        """The cache entry of this block from now on; None if another entry has its key."""
         key, packed, parent = table.keys[index], table.packed[index], table.tail
         block = table.blocks[index]
         if index > 0 and (parent is None or not parent.is_alive):

@@ -1,4 +1,4 @@
-"""How many KV blocks there will be, with the arithmetic in words when they are too few."""
+"""How many KV blocks there will be; when they are too few, the message shows the arithmetic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIB = 1024 * 1024
 
 
 class CachePlan(NamedTuple):
-    """Blocks of every rank; all ranks have equally many."""
+    """Numbers of blocks per rank; all ranks have equally many."""
 
     num_blocks: int
     num_host_blocks: int
@@ -23,7 +23,7 @@ class CachePlan(NamedTuple):
 def plan_cache(
     workers: Sequence[WorkerInfo], cache: CacheConfig, batch: BatchConfig, max_model_len: int
 ) -> CachePlan:
-    """Size the pool from what the tightest rank has; ResourceError says what would be enough."""
+    """Size the pool by the rank with the least memory; ResourceError says what would be enough."""
     tightest = min(workers, key=lambda w: _budget(w, cache) // max(1, w.bytes_per_block))
     block_size = tightest.block_size
     needed = -(-max_model_len // block_size)

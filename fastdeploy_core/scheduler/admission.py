@@ -131,12 +131,8 @@ class Admission:
         available = kv.pool.num_available
         if not self._roster.running:
             return kv.num_needed(match, len(seq.token_ids)) <= available
-        promised = sum(
-            max(0, kv.num_blocks_for(s.num_known_at_start) - len(s.table.blocks))
-            for s in self._roster.prefilling()
-        )
         needed = kv.num_needed(match, len(seq.token_ids) + 1)
-        return needed + promised + self._num_watermark() <= available
+        return needed + self._roster.num_promised_blocks + self._num_watermark() <= available
 
     def _num_watermark(self) -> int:
         """Blocks left free at an admission, so that the next decodes do not preempt it at once."""

@@ -92,6 +92,11 @@ class BatchScheduler:
         """Sequences that wait for room."""
         return self._roster.num_waiting
 
+    @property
+    def num_free_blocks(self) -> int:
+        """KV blocks that a new request could get; see contracts.scheduler.Capacity."""
+        return self._roster.num_free_blocks
+
     def has_work(self) -> bool:
         """Whether a request is unfinished, or an answer not yet given."""
         return bool(self._roster.requests) or self._outcome.has_deltas

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -76,7 +77,7 @@ class LocalScheduler:
         self._aborts: list[str] = []
         self._early_aborts: OrderedDict[str, float] = OrderedDict()
         self._deadlines: dict[str, float] = {}  # of queued requests that have one
-        self._loads: dict[str, InstanceLoad] = {}
+        self._loads: dict[str, tuple[InstanceLoad, float]] = {}  # and when it was reported
         self._is_closed = False
 
     @property
@@ -94,7 +95,8 @@ class LocalScheduler:
 
     def get_requests(self, capacity: Capacity, timeout_s: float = 0.0) -> list[Request]:
         """Take at most what fits, in turn of priority, tenant and arrival; nothing overtakes the
-        first that does not fit."""
+        first that does not fit. Blocks are the only engine's own business: it knows which of them
+        requests share, and what does not fit yet waits there as well as here."""
         with self._lock:
             self._sweep()
             if not self._queue and timeout_s > 0 and not self._is_closed:
@@ -154,12 +156,13 @@ class LocalScheduler:
     def report_load(self, load: InstanceLoad) -> None:
         """Keep what the engine says of itself."""
         with self._lock:
-            self._loads[load.instance] = load
+            self._loads[load.instance] = load, self._clock()
 
     def loads(self) -> list[InstanceLoad]:
         """What the engine said last."""
         with self._lock:
-            return list(self._loads.values())
+            now = self._clock()
+            return [replace(load, age_s=now - then) for load, then in self._loads.values()]
 
     def close(self) -> None:
         """Answer whatever is unfinished and wake who waits."""
@@ -210,7 +213,7 @@ class LocalScheduler:
 
     def _take(self, capacity: Capacity) -> list[Request]:
         now = self._clock()
-        num_blocks, num_tokens = capacity.num_free_blocks, capacity.num_tokens
+        num_tokens = capacity.num_tokens
         taken: list[Request] = []
         while len(taken) < capacity.num_requests:
             entry = self._queue.peek()
@@ -221,8 +224,7 @@ class LocalScheduler:
                 break  # the engine still runs an aborted request of this id
             size = len(request.prompt_token_ids)
             num_tokens -= size
-            num_blocks -= -(-size // max(1, capacity.block_size))
-            if num_tokens < 0 or num_blocks < 0:
+            if num_tokens < 0:
                 break
             self._dequeue(entry)
             entry.waited_s = now - entry.queued_s

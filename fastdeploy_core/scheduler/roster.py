@@ -40,9 +40,7 @@ class Roster:
         self.columns = Columns(num_drafts)
         self.requests: dict[str, RequestState] = {}
         self.running: list[Sequence] = []  # senior first
-        self.returning: list[
-            Sequence
-        ] = []  # preempted, or forked: go before new ones; senior first
+        self.returning: list[Sequence] = []  # preempted or forked, senior first
         self.arrived: FairQueue[Sequence] = FairQueue()
         # The newest step in flight that makes or judges drafts, -1 without one: how many tokens its rows
         # will have is not known.
@@ -74,6 +72,25 @@ class Roster:
             self._begun = [s for s in self._begun if s.status is running and s.is_prefill]
         return self._begun.copy()
 
+    @property
+    def num_promised_blocks(self) -> int:
+        """Blocks that running prompts still need."""
+        kv = self.kv
+        return sum(
+            max(0, kv.num_blocks_for(seq.num_known_at_start) - len(seq.table.blocks))
+            for seq in self.prefilling()
+        )
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that a new request could get: those of the pool that nobody references, less what
+        running prompts and waiting sequences need without the prefix cache's help."""
+        waiting = sum(
+            self.kv.num_blocks_for(len(seq.token_ids) + 1)
+            for seq in (*self.returning, *self.arrived)
+        )
+        return max(0, self.kv.pool.num_available - self.num_promised_blocks - waiting)
+
     def add(self, request: RequestState) -> None:
         """Queue a request's first sequence; the others follow with `release_followers`."""
         self.requests[request.request_id] = request
@@ -81,11 +98,12 @@ class Roster:
         self._arrive(request, request.sequences[: 1 if request.followers_wait else None])
 
     def next_waiting(self, passed_over: Container[Sequence] = ()) -> Sequence | None:
-        """Whose turn it is."""
-        for seq in self.returning:
-            if seq not in passed_over:
-                return seq
-        return self.arrived.peek(passed_over)
+        """Whose turn it is: among equal priorities, a preempted or forked sequence before a new one."""
+        returning = next((seq for seq in self.returning if seq not in passed_over), None)
+        arrived = self.arrived.peek(passed_over)
+        if returning is None or arrived is None:
+            return returning or arrived
+        return arrived if self._priority(arrived.request) < returning.rank[0] else returning
 
     def start(self, seq: Sequence, num_computed: int) -> None:
         """Move a waiting sequence, which has got its blocks, to the running ones; num_computed of
@@ -97,8 +115,7 @@ class Roster:
             request.admission = self._admissions
             request.queue_s = self.clock() - request.arrival_s
             self._admissions += 1
-        priority = request.request.priority if self._by_priority else 0
-        seq.rank = (priority, request.admission, seq.index)
+        seq.rank = (self._priority(request), request.admission, seq.index)
         seq.status = RequestStatus.RUNNING
         seq.num_computed, seq.num_known_at_start = num_computed, len(seq.token_ids)
         seq.room = len(seq.table.blocks) * self.kv.block_size
@@ -203,10 +220,12 @@ class Roster:
         return forgotten
 
     def _arrive(self, request: RequestState, sequences: Iterable[Sequence]) -> None:
-        priority = request.request.priority if self._by_priority else 0
         for seq in sequences:
             if seq.status is RequestStatus.WAITING:
-                self.arrived.push(seq, request.tenant, priority)
+                self.arrived.push(seq, request.tenant, self._priority(request))
+
+    def _priority(self, request: RequestState) -> int:
+        return request.request.priority if self._by_priority else 0
 
     def _has_followers(self, request: RequestState) -> bool:
         return any(

@@ -1,2 +1,2 @@
-"""The OpenAI-compatible server: FastAPI on uvicorn and uvloop, around an AsyncEngine. The only room
-with them."""
+"""The OpenAI-compatible server: FastAPI on uvicorn and uvloop, around an AsyncEngine. No other room
+imports these three."""

@@ -1,4 +1,4 @@
-"""The API server's app: routes, error answers and the gate in front, around one engine."""
+"""The API server's app around one engine: routes, error answers, and the middleware in front."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 stats_logger = logging.getLogger("fastdeploy_core.serving.stats")
 
 LAG_PERIOD_S = 1.0
-# Each of a server's many calls is one of these; their endpoints take the request and nothing else.
+# Nearly all calls of a server use these routes; their endpoints take the request and nothing else.
 BUSY_PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -52,10 +52,10 @@ def create_app(
     routers: Sequence[tuple[str, Any]] = (),
     occupancy: OwnOccupancy | None = None,
 ) -> FastAPI:
-    """An app serving this engine. `routers`: (distribution, APIRouter) of plugins.
+    """An app that serves this engine. `routers`: (distribution, APIRouter) pairs of plugins.
 
-    The engine and the compiler stay the caller's; closing them is the caller's business.
-    `app.state.server` is the ServerState.
+    The caller owns the engine and the grammar compiler and closes them. `app.state.server` is the
+    ServerState.
     """
     state = ServerState(engine, tokenizer, config, limits, compiler, occupancy)
     app = FastAPI(
@@ -76,12 +76,13 @@ def create_app(
         app.include_router(router, prefix=f"/plugins/{distribution}")
     for kind in (ApiError, FastDeployError, ValidationError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _error_response)
-    # Added innermost first; the gate is outermost and nothing can come before it.
+    # Middleware is added innermost first; Guard comes last, so nothing runs before it.
     app.add_middleware(Shortcut, routes=_busy(openai))
     app.add_middleware(Bodies, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
     if config.api_keys:
         app.add_middleware(Keys, keys=config.api_keys)
-    if config.allowed_origins:  # outside of Keys, because a browser's preflight carries no key
+    # outside of Keys, because a browser's preflight request carries no key
+    if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.allowed_origins),
@@ -100,8 +101,8 @@ def _busy(router: APIRouter) -> list[APIRoute]:
 
 
 class Shortcut:
-    """Takes calls on busy routes to their endpoints, past what FastAPI would look up for each of
-    them. It describes these routes all the same, and serves whatever is spelled differently."""
+    """Passes calls on busy routes directly to their endpoints and skips FastAPI's routing. FastAPI
+    still describes these routes and serves other spellings of their paths."""
 
     def __init__(self, app: ASGIApp, routes: Sequence[APIRoute]) -> None:
         self.app = app
@@ -125,7 +126,7 @@ class Shortcut:
 
 
 def _describe_bodies(app: FastAPI) -> None:
-    """Add the bodies our routes read themselves to the OpenAPI description."""
+    """Add the bodies that routes parse themselves to the OpenAPI description."""
     describe = app.openapi
 
     def with_bodies() -> dict[str, Any]:
@@ -137,7 +138,8 @@ def _describe_bodies(app: FastAPI) -> None:
 
 
 async def _error_response(_: Request, error: Exception) -> Response:
-    if isinstance(error, RequestValidationError):  # a plugin's route; ours read bodies themselves
+    # raised by a plugin's route; routes of this project parse bodies themselves
+    if isinstance(error, RequestValidationError):
         answer = to_api_error(ApiError(400, "the request does not fit this route"))
     else:
         answer = to_api_error(error)
@@ -164,7 +166,7 @@ def _lifespan(state: ServerState) -> Any:
 
 
 async def _watch_lag(state: ServerState) -> None:
-    """Measure how late the loop wakes: what blocks it shows here."""
+    """Measure how late the event loop wakes, which shows what blocks it."""
     while True:
         due = time.monotonic() + LAG_PERIOD_S
         await asyncio.sleep(LAG_PERIOD_S)
@@ -172,7 +174,7 @@ async def _watch_lag(state: ServerState) -> None:
 
 
 async def _log_stats(state: ServerState) -> None:
-    """One line per interval while there is something to say."""
+    """Log one line per interval while there is activity."""
     before = (time.monotonic(), 0, 0)
     was_idle = True
     while True:

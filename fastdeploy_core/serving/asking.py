@@ -1,5 +1,5 @@
-"""Asks plugins who serves a model, in a thread, because that takes its time: other processes start
-meanwhile and are told when it is known."""
+"""Resolves plugins in a thread, because that takes time. Other processes start meanwhile and get
+the result when it is there."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from fastdeploy_core.plugins.resolved import ResolvedPlugins
 
 
 class Plugins:
-    """`resolved`: what was chosen, or why nothing can be. `checked`: later, that what was chosen
-    can be imported, or what cannot."""
+    """`resolved`: the chosen plugins, or the error of choosing. `checked` completes later: all
+    chosen plugins can be imported, or the error of the one that cannot."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self.resolved: Future[ResolvedPlugins] = Future()
         self.checked: Future[None] = Future()
         for answer in (self.resolved, self.checked):
-            answer.set_running_or_notify_cancel()  # who stops waiting does not stop the asking
+            # a waiter that gives up must not cancel the resolution
+            answer.set_running_or_notify_cancel()
         threading.Thread(target=self._ask, name="fd-plugins", daemon=True).start()
 
     def _ask(self) -> None:

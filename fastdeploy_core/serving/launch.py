@@ -1,7 +1,7 @@
-"""Starts everything `fastdeploy serve` needs, in the order in which failures are cheapest.
+"""Starts everything `fastdeploy serve` needs; what is cheapest to fail comes first.
 
 Configuration, then the port, then plugins, then the engine (which loads the model), then the app.
-Each start-up decision is one INFO line. Signals work from the first moment on.
+Each start-up decision is one INFO line. Signals work from the beginning.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _LOOPBACK = ("127.", "localhost", "::1")
 
 
 def serve(values: Mapping[str, Any]) -> int:
-    """Serve until a signal; returns the exit code. `values`: arguments as config/arguments.py
-    knows."""
+    """Serve until a signal; returns the exit code. `values`: arguments in any spelling of
+    config/arguments.py."""
     values = normalise(values)
     engine_config = build_engine_config(of_scope(values, "engine"))
     server_config = build_server_config(values, engine_config)
@@ -71,7 +71,8 @@ def serve(values: Mapping[str, Any]) -> int:
 def _serve_by_many(
     engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket
 ) -> int:
-    """API servers in processes of their own; this one only watches over them and the engine."""
+    """Run API servers in processes of their own; this process only supervises them and the
+    engine."""
     from fastdeploy_core.serving.front.front_ends import FrontEnds
 
     _log_model(engine_config)
@@ -90,7 +91,7 @@ def _serve_by_many(
 
 
 class _Signals:
-    """SIGTERM and SIGINT go to whoever is in charge at the moment."""
+    """Sends SIGTERM and SIGINT to the part that handles them at the moment."""
 
     def __init__(self, first: Callable[[], object]) -> None:
         self.receiver = first
@@ -110,7 +111,7 @@ async def _serve(
             from .server import ApiServer
 
             server = ApiServer(app, server_config)
-            gc.freeze()  # what exists by now stays: looking at it again would hold up all streams
+            gc.freeze()  # objects made so far stay; collecting them again would pause all streams
             signals.receiver = server.stop
             death = asyncio.create_task(watch(engine, server))
             opening = asyncio.create_task(_open(server, app, server_config, listener))
@@ -133,7 +134,7 @@ async def _serve(
 async def _open(
     server: ApiServer, app: FastAPI, config: ServerConfig, listener: socket.socket
 ) -> FrontDoor:
-    """Let connections in as soon as the app runs."""
+    """Accept connections as soon as the app runs."""
     from fastdeploy_core.serving.front.door import FrontDoor
 
     while not server.started:
@@ -155,7 +156,7 @@ async def _open(
 
 
 async def watch(engine: AsyncEngine, server: ApiServer) -> None:
-    """End the server with the engine."""
+    """End the server when the engine has ended for good."""
     server.engine_died(await engine.wait_dead())
 
 
@@ -163,7 +164,7 @@ async def watch(engine: AsyncEngine, server: ApiServer) -> None:
 async def running_app(
     engine_config: EngineConfig, server_config: ServerConfig
 ) -> AsyncIterator[tuple[FastAPI, AsyncEngine]]:
-    """An engine with an app around it; both are gone when the context ends."""
+    """An engine with an app around it; both end with the context."""
     started_at = time.monotonic()
     _log_model(engine_config)
     check_parsers(server_config)
@@ -178,7 +179,7 @@ async def running_app(
 
 
 async def _checked(starting: Coroutine[Any, Any, AsyncEngine], plugins: Plugins) -> AsyncEngine:
-    """The engine, once its plugins are known to import; a plugin that does not ends the start at
+    """The engine, once all chosen plugins were imported; one that cannot be ends the start at
     once."""
     engine = asyncio.create_task(starting)
     check = asyncio.wrap_future(plugins.checked)
@@ -190,7 +191,7 @@ async def _checked(starting: Coroutine[Any, Any, AsyncEngine], plugins: Plugins)
         return await engine
     finally:
         if not check.cancel() and not check.cancelled():
-            check.exception()  # seen
+            check.exception()  # marks the exception as retrieved
         if not engine.done():
             engine.cancel()
             await asyncio.gather(engine, return_exceptions=True)
@@ -200,7 +201,7 @@ async def _checked(starting: Coroutine[Any, Any, AsyncEngine], plugins: Plugins)
 async def attached_app(
     init: FrontEndInit, occupancy: OwnOccupancy, on_drain: Callable[[], None]
 ) -> AsyncIterator[tuple[FastAPI, AsyncEngine]]:
-    """The app of one of several API servers, whose engine another process starts and ends."""
+    """The app of one of several API servers; another process starts and ends their engine."""
     config = init.engine_config
     plugins: Future[ResolvedPlugins] = Future()
     plugins.set_result(init.resolved)
@@ -219,7 +220,7 @@ async def _app_around(
     resolved: Future[ResolvedPlugins],
     occupancy: OwnOccupancy | None = None,
 ) -> AsyncIterator[tuple[FastAPI, AsyncEngine]]:
-    """What an app needs, made while the engine starts."""
+    """Make what the app needs while the engine starts."""
     model = engine_config.model
     async with contextlib.AsyncExitStack() as stack:
         engine_task = asyncio.create_task(starting)
@@ -293,7 +294,7 @@ def plugin_routers(resolved: ResolvedPlugins | None) -> list[tuple[str, Any]]:
 
 
 def _log_engine(info: EngineInfo, seconds: float) -> None:
-    # The engine process has logged its own decisions (info.report) already.
+    # The engine process has already logged its own decisions (info.report).
     logger.info(
         "engine ready after %.1f s, KV cache %s",
         seconds,

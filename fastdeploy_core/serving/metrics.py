@@ -1,7 +1,8 @@
-"""Prometheus metrics under the original's names: request timings here, engine state at each scrape.
+"""Prometheus metrics under FastDeploy 2.x's names: request timings, and the engine's state at each
+scrape.
 
-Each app has its own registry, so two apps in one process never share a counter. Labels come from
-closed sets (finish reasons, rejection reasons, route templates), never from clients.
+Each app has its own registry, so two apps in one process never share a counter. Label values come
+from closed sets (finish reasons, rejection reasons, route templates), never from clients.
 """
 
 from __future__ import annotations
@@ -142,7 +143,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._name = model_name
         self._state = _EngineState(model_name)
-        # Several API servers of one port keep their numbers in files that each of them adds up.
+        # Several API servers of one port write their numbers to files; each of them reports the
+        # sums.
         if SHARED_FOLDER in os.environ:
             self._scraped = CollectorRegistry()
             multiprocess.MultiProcessCollector(self._scraped)
@@ -168,7 +170,8 @@ class Metrics:
         self._limit = self._histogram("request_params_max_tokens", "max_tokens asked", _TOKENS)
         self._http = self._counter("http_requests", "HTTP answers", ["path", "status"])
         self._http_s = self._histogram("http_request_duration_seconds", "HTTP answers", _SECONDS)
-        for reason in FINISH_REASONS:  # a series that is absent until it happens cannot be watched
+        # a series that only appears with its first event cannot be watched
+        for reason in FINISH_REASONS:
             self._success.labels(model_name, reason)
         self.in_flight(0)
         self.loop_lag(0.0)
@@ -236,7 +239,7 @@ class Metrics:
             self._success.labels(self._name, known).inc()
 
     def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
-        """With the model's name as its label; with further labels these are still to be given."""
+        """A counter with the model's name as label; further labels are left open."""
         names = ["model_name", *labels]
         counter = Counter(PREFIX + name, text, names, registry=self.registry)
         return counter if labels else counter.labels(self._name)

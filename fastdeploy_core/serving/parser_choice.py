@@ -10,13 +10,13 @@ from fastdeploy_core.errors import ConfigError, PluginNotFound
 
 
 def check_parsers(config: ServerConfig) -> None:
-    """ConfigError for a parser that nobody provides; cheap, before a model is loaded."""
+    """ConfigError if no plugin provides a named parser; cheap, before a model is loaded."""
     parser_named("reasoning_parser", config.reasoning_parser)
     parser_named("tool_parser", config.tool_call_parser)
 
 
 def parser_named(kind: str, name: str) -> Any:
-    """The driver; None for an empty name."""
+    """The parser; None for an empty name."""
     if not name:
         return None
     try:

@@ -1,8 +1,8 @@
-"""How answers leave: one JSON body or a stream of events, watched for clients that go away.
+"""Sends answers: one JSON body or a stream of events; notices clients that leave.
 
-A job is prepared (templates, tokens, grammar) and run under a permit that is given back however it
-ends. A stream's first event is made before the status line, so that an early failure has its own
-status; a later one is sent as an event.
+A job is prepared (templates, tokens, grammar) and runs under a permit, which is always released. A
+stream's first event is made before the status line is sent, so an early failure has its own status;
+a later failure is sent as an event.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Job(Protocol):
-    """One API call: what it needs, and its two ways to answer."""
+    """One API call: what it needs, and its two forms of answer."""
 
     stream: bool
 
     @property
     def num_requests(self) -> int:
-        """Engine requests it will make."""
+        """Engine requests that the call will make."""
         ...
 
     async def prepare(self) -> None:
-        """Everything up to the engine requests; raises what is wrong with the call."""
+        """All work before the engine requests; raises errors of the call."""
         ...
 
     async def complete(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ async def _prepare_and_start(
 
 
 def json_response(body: Any, status: int = 200) -> Response:
-    """A JSON body; msgspec writes what is not a number as null instead of invalid JSON."""
+    """A JSON body; msgspec writes NaN and infinity as null, which is valid JSON."""
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
@@ -115,8 +115,7 @@ def frame(event: dict[str, Any]) -> bytes:
 
 
 class WhileConnected:
-    """A block of the task that enters it; it is left early, without an error, when the client
-    leaves."""
+    """A context that ends early, without an error, when the client leaves. One task enters it."""
 
     def __init__(self, connection: Connection | None) -> None:
         self._connection = connection
@@ -145,7 +144,7 @@ class EventStream(Response):
     """A streamed body: stops when the client leaves, and drops a client that does not read.
 
     It waits while the connection's write buffer is full, so a slow reader slows only its own
-    stream; what the engine produces meanwhile waits as token ids.
+    stream. Meanwhile the engine's output for it waits as token ids.
     """
 
     media_type = "text/event-stream"

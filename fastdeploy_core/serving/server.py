@@ -1,8 +1,8 @@
-"""uvicorn, made to end well: drain on the first signal, stop on the second, exit code from the
+"""uvicorn with an orderly end: drain on the first signal, stop on the second, exit code from the
 engine.
 
-While it drains the port stays open and answers 503, so that a load balancer sees /health/ready turn
-red instead of a refused connection.
+While it drains, the port stays open and answers 503, so a load balancer sees /health/ready fail
+instead of refused connections.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .state import Engine
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS_S = 3.0  # for error events and closing connections after the grace is over
-TICK_S = 1.0  # uvicorn's own tenth of a second is only there to look for the end
+LAST_WORDS_S = 3.0  # for error events and closing connections, after the grace period
+TICK_S = 1.0  # instead of uvicorn's 0.1 s, which only serve to notice the end
 _POLL_S = 0.05
 
 
@@ -51,7 +51,7 @@ class ApiServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                proxy_headers=False,  # nothing here asks who the client says it is
+                proxy_headers=False,  # client addresses are not used
                 timeout_keep_alive=max(1, round(config.keep_alive_s)),
                 timeout_graceful_shutdown=round(LAST_WORDS_S),
                 ssl_keyfile=config.ssl_keyfile,
@@ -60,7 +60,7 @@ class ApiServer(uvicorn.Server):
         )
 
     def adopt(self, connection: socket.socket) -> None:
-        """Serve a connection that somebody else has accepted."""
+        """Serve a connection that another thread or process has accepted."""
         task = asyncio.get_running_loop().create_task(self._adopt(connection))
         self._adopting.add(task)
         task.add_done_callback(self._adopting.discard)
@@ -77,14 +77,14 @@ class ApiServer(uvicorn.Server):
 
         try:
             await loop.connect_accepted_socket(protocol, connection, ssl=config.ssl)
-        except (OSError, ConnectionError) as error:  # it left, or speaks no TLS
+        except (OSError, ConnectionError) as error:  # the client left, or its TLS handshake failed
             logger.debug("a connection was lost before it began: %s", error)
             connection.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Called by uvicorn around serving. Signals reach `stop` through whoever runs the loop, so
-        that they also work before the server exists; see launch.py."""
+        """Called by uvicorn around serving. Signals reach `stop` through launch.py instead, so that
+        they also work before the server exists."""
         yield
 
     def stop(self) -> None:
@@ -97,25 +97,25 @@ class ApiServer(uvicorn.Server):
             self.leave()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's. In a hurry it leaves the application's end to the event loop's, which logs
-        that as an error."""
+        """uvicorn's shutdown. When told to stop now, uvicorn leaves the application's end to the
+        event loop, which would log it as an error."""
         await super().shutdown(sockets)
         if self.force_exit:
             await self.lifespan.shutdown()
 
     def leave(self) -> None:
-        """End, without waiting for what still runs."""
+        """End without waiting for running answers."""
         self.should_exit = True
         self._leaving.set()
 
     async def main_loop(self) -> None:
-        """uvicorn's, which dates the answers, asleep between."""
+        """uvicorn's main loop, which updates the date header, with longer sleeps."""
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._leaving.wait(), TICK_S)
 
     def engine_died(self, reason: str) -> None:
-        """The engine is gone for good: nothing can be answered, so the process ends with an
+        """The engine has ended for good: no request can be answered, so the process ends with an
         error."""
         logger.error("engine is dead: %s", reason)
         self.exit_code = 1
@@ -130,7 +130,7 @@ class ApiServer(uvicorn.Server):
             self._grace_s,
         )
         await self._until_idle(self._grace_s)
-        # What still runs is failed by the engine, which ends every stream with an error event.
+        # The engine fails what still runs, so every stream ends with an error event.
         await self._engine.drain(0.0)
         await self._until_idle(LAST_WORDS_S)
         self.leave()

@@ -1,7 +1,7 @@
 """Routes about the server itself: health, load, version, metrics, plugins.
 
-Health answers 200 or 503, nothing else, and says what probes need: /health/live that this process
-answers, /health/ready that requests may come, /health (and /ping) that the engine makes progress.
+Health routes answer 200 or 503 only: /health/live: this process answers; /health/ready: requests
+may come; /health (and /ping): the engine makes progress.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def service_router(state: ServerState) -> APIRouter:
             async with asyncio.timeout(STATS_TIMEOUT_S):
                 stats = await state.engine.stats()
         except (FastDeployError, TimeoutError):
-            pass  # a sick engine must not hide its own metrics; engine_ready says it
+            pass  # metrics are served without a healthy engine; engine_ready shows that
         text = state.metrics.render(stats, state.engine.health(), state.engine.info)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 

@@ -1,4 +1,4 @@
-"""What the routes of one app share: engine, tokenizer, limits, counters. Nothing here is global."""
+"""What the routes of one app share: engine, tokenizer, limits, counters. There are no globals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 DRAINING_RETRY_S = 5.0
-SURE_CHARS = 256 * 1024  # a text up to this length is tokenized before it is called too long
+# texts up to this length are tokenized before they can be refused as too long
+SURE_CHARS = 256 * 1024
 
 
 class Engine(Protocol):
@@ -43,7 +44,8 @@ class Engine(Protocol):
     def generate(
         self, request: Request, chunk_tokens: int = 1
     ) -> AsyncIterator[RequestOutputDelta]:
-        """Deltas of one request, with so many tokens each; leaving the iterator aborts it."""
+        """Deltas of one request, each with at least chunk_tokens tokens; leaving the iterator
+        aborts it."""
         ...
 
     def end_branches(self, branch_ids: Sequence[str]) -> None:
@@ -68,7 +70,7 @@ class Engine(Protocol):
 
 
 class Permit:
-    """The right to have requests in flight; given back exactly once, however the answer ends."""
+    """The right to have requests in flight; released exactly once, however the answer ends."""
 
     def __init__(self, give_back: Callable[[], None]) -> None:
         self._give_back: Callable[[], None] | None = give_back
@@ -81,7 +83,7 @@ class Permit:
 
 
 class Admission:
-    """Decides, before any work is done for a request, whether there is room for it."""
+    """Decides whether there is room for a request, before any work is done for it."""
 
     def __init__(
         self, engine: Engine, config: ServerConfig, metrics: Metrics, occupancy: OwnOccupancy
@@ -163,7 +165,7 @@ class ServerState:
     async def in_thread(
         self, function: Callable[..., Result], *arguments: Any, **named: Any
     ) -> Result:
-        """Run something slow beside the event loop."""
+        """Run something slow in a thread, beside the event loop."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, partial(function, *arguments, **named))
 
@@ -189,7 +191,7 @@ class ServerState:
         )
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with; 404 for a model this server does not have."""
+        """The model name for the answer; 404 for a model that this server does not have."""
         names = self.config.served_names
         if not name:
             return names[0]
@@ -198,5 +200,5 @@ class ServerState:
         return name
 
     def close(self) -> None:
-        """Stop helpers; the engine belongs to whoever started it."""
+        """Stop helper threads and processes; the engine belongs to its creator."""
         self._threads.shutdown(wait=False, cancel_futures=True)

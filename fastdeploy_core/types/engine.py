@@ -1,4 +1,4 @@
-"""What an engine says of itself: what it is, whether it is well, what it has done so far."""
+"""What an engine reports about itself: fixed facts, health, counters."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class EngineInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     tensor_parallel_size: int = 1
     drivers: dict[str, str] = {}  # kind to the name chosen
     overlap: bool = False
-    on_host: bool = False  # its device computes on this host's processors, all through a step
+    on_host: bool = False  # the device computes on this host's processors during the whole step
     prefix_caching: bool = False
     max_request_tokens: (
-        int  # prompt and output together, of one sequence: model and pool considered
+        int  # of one sequence, prompt and output together; bounded by the model and by the pool
     )
     weight_bytes: int = 0
     bytes_per_block: int = 0
@@ -70,25 +70,25 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     # tokens
     prompt_tokens_total: int = 0  # of admitted prompts
     generation_tokens_total: int = 0
-    prefix_query_tokens_total: int = 0  # of prompts at their first admission
-    prefix_hit_tokens_total: int = 0  # of these, found on the device or in host memory
+    prefix_query_tokens_total: int = 0  # of prompts, counted at their first admission
+    prefix_hit_tokens_total: int = 0  # of these, tokens found on the device or in host memory
     host_hit_tokens_total: int = 0  # brought back from host memory, also after preemptions
     host_saved_blocks_total: int = 0
-    drafts_total: int = 0  # rows with drafts, summed over steps
+    drafts_total: int = 0  # rows with drafts, summed over all steps
     draft_tokens_total: int = 0
     accepted_draft_tokens_total: int = 0
-    accepted_drafts_at_total: list[int] = []  # by place: rows whose first so many drafts were right
+    accepted_drafts_at_total: list[int] = []  # entry i: rows whose first i + 1 drafts were accepted
     draft_failures_total: int = 0  # proposals lost because a drafter failed
-    draft_s: float = 0.0  # in drafters
+    draft_s: float = 0.0  # seconds in drafters
     # steps
     steps_total: int = 0
     step_failures_total: int = 0
     step_tokens_total: int = 0  # tokens fed
-    step_sequences_total: int = 0  # each as often as it decoded
-    schedule_s: float = 0.0  # choosing what to run
-    wait_s: float = 0.0  # waiting for the workers
-    update_s: float = 0.0  # taking in what they produced
-    execute_s: float = 0.0  # as the workers measured it
-    model_s: float = 0.0  # of that, in the model's forward pass
+    step_sequences_total: int = 0  # sequences per step, counted once per decode of the step
+    schedule_s: float = 0.0  # seconds in which the scheduler chose what to run
+    wait_s: float = 0.0  # seconds in which the engine waited for workers
+    update_s: float = 0.0  # seconds in which the scheduler took results in
+    execute_s: float = 0.0  # seconds of steps, as the workers measured them
+    model_s: float = 0.0  # seconds of these in the model's forward pass
     last_step_s: float = 0.0
     last_step_num_seqs: int = 0

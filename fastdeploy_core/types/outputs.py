@@ -17,17 +17,16 @@ class Logprob:
 
 @dataclass(slots=True)
 class SpeculateMetrics:
-    """How the drafts of a request's answers fared. Names are FastDeploy's; a head is a place in a
-    step's drafts, counted from 0."""
+    """How the drafts of a request's answers fared. Names are FastDeploy's; a "head" is a position
+    among the drafts of a step, counted from 0."""
 
     accepted_tokens: int = 0
     rejected_tokens: int = 0
-    accept_ratio: float = 0.0  # accepted of all drafts
-    average_accept_length: float = (
-        0.0  # tokens that came of a step with drafts, the drawn one included
-    )
+    accept_ratio: float = 0.0  # accepted drafts divided by all drafts
+    average_accept_length: float = 0.0  # tokens per step with drafts, the sampled token included
     accepted_tokens_per_head: list[int] = field(default_factory=list)
-    accept_ratio_per_head: list[float] = field(default_factory=list)  # of steps with drafts
+    # by position: the ratio among steps that had a draft there
+    accept_ratio_per_head: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -1,5 +1,5 @@
-"""What travels between a client and an engine: a request one way, deltas of its output the
-other."""
+"""What travels between a client and an engine: requests to the engine, deltas of their output
+back."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class FinishReason(enum.StrEnum):
 
 
 def branch_id(request_id: str, index: int) -> str:
-    """Names one of a request's n sequences where ids of requests to end are expected."""
+    """The name of one of a request's n sequences, for calls that end sequences by name."""
     return f"{request_id}#{index}"
 
 
 def split_branch_id(name: str) -> tuple[str, int | None]:
-    """The request, and which of its sequences is meant; None: all of it."""
+    """The request id and the index of the sequence; an index of None means all sequences."""
     request_id, separator, index = name.rpartition("#")
     return (request_id, int(index)) if separator and index.isdecimal() else (name, None)
 
@@ -45,8 +45,8 @@ def split_branch_id(name: str) -> tuple[str, int | None]:
 class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One request as the engine sees it: token ids only.
 
-    `request_id` is made by us (never by the client) and is unique; a client's own id is only echoed
-    and stays in the front end.
+    `request_id` is made by the front end, never by the client, and is unique. A client's own id is
+    only echoed and never reaches the engine.
     """
 
     request_id: str
@@ -54,7 +54,8 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     sampling: SamplingParams
     eos_token_ids: list[int] = []
     arrival_time_s: float = 0.0  # time.time() at the front end, for metrics only
-    deadline_s: float | None = None  # seconds the request may take in all, counted from admission
+    # seconds that the request may take in all, counted from its admission
+    deadline_s: float | None = None
     priority: int = 0  # smaller runs first
     cache_salt: str = ""  # enters the hash of the first block: equal salts share prefixes
     tenant: str = ""  # fair queueing key; empty: one shared queue
@@ -63,19 +64,19 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     )
     grammar_backend: str = ""
     grammar_start: GrammarStart | None = None  # None: the grammar binds from the first token
-    attempt: int = 0  # fencing number: only results of the newest attempt are delivered
-    instance: str = ""  # instance a request scheduler routed it to; empty: any
+    attempt: int = 0  # fencing number: only results of the newest attempt reach the client
+    instance: str = ""  # instance that a request scheduler routed it to; empty: any
 
 
 class DraftStats(msgspec.Struct, omit_defaults=True):
     """How the drafts of one sequence fared."""
 
-    num_steps: int = 0  # that had drafts of it
+    num_steps: int = 0  # steps of the sequence that had drafts
     num_drafts: int = 0
-    accepted_at: list[int] = []  # by place: steps whose first so many drafts were right
+    accepted_at: list[int] = []  # entry i: steps whose first i + 1 drafts were accepted
 
     def add(self, other: DraftStats) -> None:
-        """Another sequence of the same request."""
+        """Add the numbers of another sequence of the same request."""
         self.num_steps += other.num_steps
         self.num_drafts += other.num_drafts
         pairs = zip_longest(self.accepted_at, other.accepted_at, fillvalue=0)
@@ -83,7 +84,7 @@ class DraftStats(msgspec.Struct, omit_defaults=True):
 
     @property
     def num_accepted(self) -> int:
-        """Drafts that were right."""
+        """Drafts that were accepted."""
         return sum(self.accepted_at)
 
 
@@ -95,7 +96,7 @@ class SequenceDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: list[TokenLogprobs] | None = None  # one per token of token_ids, when asked for
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # stop token id, when one ended it
-    drafts: DraftStats | None = None  # with the finish_reason, if there were any
+    drafts: DraftStats | None = None  # with the finish_reason, if the sequence had drafts
 
 
 class RequestOutputDelta(msgspec.Struct, kw_only=True, omit_defaults=True, tag="delta"):
@@ -103,11 +104,11 @@ class RequestOutputDelta(msgspec.Struct, kw_only=True, omit_defaults=True, tag="
     `position`s."""
 
     request_id: str
-    position: int = 0  # counts deltas of this request from 0, so that repeats and gaps are seen
+    position: int = 0  # number of this delta within its request, from 0: shows repeats and gaps
     attempt: int = 0
     sequences: list[SequenceDelta] = []
     prompt_logprobs: list[TokenLogprobs | None] | None = (
-        None  # whole prompt, once, first entry None
+        None  # log-probabilities of the whole prompt, sent once; the first entry is None
     )
     num_cached_tokens: int | None = (
         None  # prompt tokens found in the prefix cache, in the first delta
@@ -119,15 +120,16 @@ class RequestOutputDelta(msgspec.Struct, kw_only=True, omit_defaults=True, tag="
 
 
 class TokenDeltas(msgspec.Struct, tag="tokens"):
-    """More tokens, and nothing else, for each of many requests that have one sequence: what a step
-    adds to nearly all requests, in columns. Entry i is a RequestOutputDelta in short."""
+    """New tokens, and nothing else, for many requests that have one sequence each. Nearly all
+    output of a step travels in these columns. Entry i stands for one RequestOutputDelta."""
 
     request_ids: list[str]
     positions: list[int]
     attempts: list[int]
-    token_ids: list[int]  # of all entries, one entry after the other
-    counts: list[int] | None = None  # how many of them each entry has; None: one
-    num_deltas: int = 1  # that an entry is made of, which came one after the other for all of them
+    token_ids: list[int]  # tokens of all entries, entry after entry
+    counts: list[int] | None = None  # number of tokens of each entry; None: one each
+    # consecutive deltas that each entry replaces, the same number for all entries
+    num_deltas: int = 1
 
     def pieces(self) -> Iterable[Sequence[int]]:
         """The tokens of each entry."""
@@ -137,7 +139,7 @@ class TokenDeltas(msgspec.Struct, tag="tokens"):
         return [tokens[end - size : end] for size, end in zip(self.counts, ends, strict=True)]
 
     def delta(self, index: int, token_ids: Iterable[int]) -> RequestOutputDelta:
-        """One entry, which has these tokens, on its own."""
+        """One entry as a RequestOutputDelta with these tokens."""
         return RequestOutputDelta(
             request_id=self.request_ids[index],
             position=self.positions[index],
@@ -150,7 +152,7 @@ class TokenDeltas(msgspec.Struct, tag="tokens"):
 
 
 def join_tokens(parts: Sequence[TokenDeltas]) -> TokenDeltas:
-    """Tokens that one list of requests got in successive deltas, as one entry for each."""
+    """Join successive deltas of the same list of requests: one entry per request."""
     if len(parts) == 1:
         return parts[0]
     first = parts[0]
@@ -167,7 +169,7 @@ def join_tokens(parts: Sequence[TokenDeltas]) -> TokenDeltas:
 
 
 def each_delta(outputs: Iterable[RequestOutputDelta | TokenDeltas]) -> Iterator[RequestOutputDelta]:
-    """The same output without columns."""
+    """The same output with every column entry as a RequestOutputDelta of its own."""
     for output in outputs:
         if isinstance(output, TokenDeltas):
             yield from output

@@ -121,8 +121,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def is_unconstrained(self) -> bool:
-        """Whether tokens come out of the model's logits alone: no penalty, bias or mask, nothing
-        that looks at the text so far."""
+        """Whether tokens depend on the model's logits alone: no penalty, no bias, no mask, nothing
+        that reads the text so far."""
         return not (
             self.presence_penalty
             or self.frequency_penalty

@@ -19,6 +19,7 @@ from fastdeploy_core.engine.stream import OutputStream
 from fastdeploy_core.errors import FastDeployError, QueueFull, RequestTimeout, WorkerError
 from fastdeploy_core.types import (
     BatchRows,
+    DraftStats,
     FinishReason,
     RequestOutputDelta,
     SchedulerOutput,
@@ -124,6 +125,48 @@ def test_slow_reader_gets_everything_in_one_delta():
     assert by_index[0].token_ids == [1, 2, 3] and by_index[0].finish_reason is FinishReason.LENGTH
     assert by_index[1].token_ids == [7, 9] and by_index[1].logprobs == logprobs * 2
     assert by_index[1].finish_reason is FinishReason.STOP
+
+
+# A value of every field that a delta may bring; a new field has to be added, and to survive merging.
+SAID_OF_SEQUENCE = {
+    "index": 0,
+    "token_ids": [6],
+    "logprobs": [TokenLogprobs([6], [-1.0], 1)],
+    "finish_reason": FinishReason.STOP,
+    "stop_reason": 0,
+    "drafts": DraftStats(3, 9, [2, 1, 0]),
+}
+SAID_OF_REQUEST = {
+    "prompt_logprobs": [None],
+    "num_cached_tokens": 0,
+    "queue_s": 0.0,
+    "finished": True,
+    "error": "what happened",
+    "error_type": "QueueFull",
+}
+
+
+@pytest.mark.parametrize("name", SequenceDelta.__struct_fields__)
+def test_what_a_delta_says_of_a_sequence_survives_merging(name):
+    for is_first in (True, False):
+        stream = OutputStream(make_request("r", [5]))
+        said, plain = SequenceDelta(**{name: SAID_OF_SEQUENCE[name]}), SequenceDelta()
+        for position, seq in enumerate([said, plain] if is_first else [plain, said]):
+            stream.put(RequestOutputDelta(request_id="r", position=position, sequences=[seq]))
+        (merged,) = asyncio.run(stream.get()).sequences
+        assert getattr(merged, name) == SAID_OF_SEQUENCE[name]
+
+
+# These are the same in all deltas of a stream, the stream's own, or tested above.
+OTHERS = {"request_id", "attempt", "position", "sequences"}
+
+
+@pytest.mark.parametrize("name", sorted({*RequestOutputDelta.__struct_fields__} - OTHERS))
+def test_what_a_delta_says_of_a_request_survives_merging(name):
+    stream = OutputStream(make_request("r", [5]))
+    stream.put(delta(0))
+    stream.put(delta(1, **{name: SAID_OF_REQUEST[name]}))
+    assert getattr(stream._waiting, name) == SAID_OF_REQUEST[name]
 
 
 def test_repeat_is_dropped_and_a_gap_ends_the_stream():

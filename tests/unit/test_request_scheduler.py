@@ -93,9 +93,9 @@ def test_duplicate_is_refused_until_the_first_is_answered():
 def test_nothing_overtakes_a_request_that_does_not_fit():
     scheduler = make()
     scheduler.put_requests([make_request("big", [5] * 40), make_request("small", [5])])
-    tight = Capacity(num_requests=5, num_free_blocks=5, block_size=4, num_tokens=1000)
+    tight = Capacity(num_requests=5, num_free_blocks=100, block_size=4, num_tokens=39)
     assert scheduler.get_requests(tight) == []
-    few = Capacity(num_requests=5, num_free_blocks=100, block_size=4, num_tokens=40)
+    few = Capacity(num_requests=5, num_free_blocks=0, block_size=4, num_tokens=40)
     assert ids(scheduler.get_requests(few)) == ["big"]
 
 
@@ -239,11 +239,13 @@ def test_an_id_in_use_again_waits_until_the_engine_has_heard_of_its_abort():
     assert [r.prompt_token_ids for r in scheduler.get_requests(ROOM)] == [[6]]
 
 
-def test_the_last_report_of_load_is_kept():
-    scheduler = make()
+def test_the_last_report_of_load_is_kept_with_its_age():
+    clock = Clock()
+    scheduler = make(clock)
     for num_running in (2, 3):
         scheduler.report_load(InstanceLoad("me", epoch=1, num_running=num_running))
-    assert [(x.instance, x.num_running) for x in scheduler.loads()] == [("me", 3)]
+        clock.now += 4
+    assert [(x.num_running, x.age_s) for x in scheduler.loads()] == [(3, 4.0)]
 
 
 def test_close_answers_everybody_and_wakes_who_waits():

@@ -205,6 +205,38 @@ def test_low_priority_is_preempted_for_high_priority():
     assert restarted.count(0) > 1 and restarted.count(1) == 1
 
 
+@pytest.mark.parametrize(("policy", "expected"), [("priority", "urgent"), ("fcfs", "low")])
+def test_preempted_request_waits_for_one_of_higher_priority_that_has_just_come(policy, expected):
+    core = make_core(policy=policy, num_blocks=6, prefix_caching=False, overlap=False)
+    core.add(make_request("high", prompt(8), priority=0, max_tokens=14))
+    core.add(make_request("low", prompt(8, 1), priority=9, max_tokens=8))
+    collector = Collector()
+    while not core.stats().preemptions_total:
+        collector.take(core.step())
+    core.add(make_request("urgent", prompt(12, 2), priority=1, max_tokens=4))
+    while core.has_work():
+        collector.take(core.step())
+    assert collector.finished[:2] == ["high", expected]
+
+
+def test_free_blocks_are_what_a_new_request_could_get():
+    core = make_core(num_blocks=40, max_num_batched_tokens=16, max_num_seqs=2, overlap=False)
+    batch = core.scheduler
+    assert batch.num_free_blocks == 40
+    core.add(make_request("chunked", prompt(32), max_tokens=4))  # 8 blocks and one for its answer
+    assert batch.num_free_blocks == 31
+    core.step()  # half of the prompt has its blocks, the other half is promised
+    assert batch.kv.pool.num_available == 36 and batch.num_free_blocks == 32
+    for name in "ab":
+        core.add(make_request(name, prompt(5, 1), max_tokens=4))
+    assert batch.num_free_blocks == 28
+    core.add(make_request("long", prompt(127, 2), max_tokens=1))
+    assert batch.num_free_blocks == 0
+    while core.has_work():
+        core.step()
+    assert batch.kv.pool.num_cached and batch.num_free_blocks == 40
+
+
 def test_preempted_sequence_finds_its_blocks_in_host_memory():
     core = make_core(num_blocks=12, max_num_seqs=4, host_blocks=32)
     requests = [make_request(f"r{i}", prompt(8, i), max_tokens=24) for i in range(4)]

@@ -1,7 +1,7 @@
 """A front end's connection to an engine that another process keeps alive; see supervisor.py.
 
-One thread hears the supervisor and the engine on one socket and reports to a listener, as the
-supervisor does where it lives in the same process.
+One thread receives messages of the supervisor and of the engine on one socket and reports to a
+listener, as a supervisor in the same process would.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Attachment:
         self._thread = threading.Thread(target=self._run, name="fd-attachment", daemon=True)
 
     def start(self) -> None:
-        """Start to listen."""
+        """Start the thread."""
         self._thread.start()
 
     def send(self, message: wire.ToEngine) -> None:
-        """To the engine; WorkerError when there is none."""
+        """Send to the engine; WorkerError when there is none."""
         data = wire.encode(message)
         with self._lock:
             if self._requests is None:
@@ -69,10 +69,10 @@ class Attachment:
                 raise WorkerError("the engine does not take requests") from None
 
     def health(self) -> EngineHealth:
-        """As seen at this moment; that the engine has died is heard from its supervisor."""
+        """The engine's health now; the supervisor reports when the engine has died."""
         age_s, reason, progress = 0.0, self._reason, self._progress
         if progress is not None:
-            with contextlib.suppress(ValueError):  # closed meanwhile
+            with contextlib.suppress(ValueError):  # closed in the meantime
                 age_s = progress.age_s
             if 0 < self._timeout_s < age_s:
                 reason = f"no progress for {age_s:.1f} s"
@@ -85,7 +85,7 @@ class Attachment:
         )
 
     def stop(self) -> None:
-        """Hear and send nothing more; the engine goes on."""
+        """Receive and send nothing more; the engine goes on."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()

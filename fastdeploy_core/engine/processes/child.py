@@ -1,8 +1,8 @@
-"""Starting a Python process of ours and making sure that it never outlives its parent.
+"""Starts Python processes of this project and makes sure that none outlives its parent.
 
-A child gets its first record over standard input, which then stays open: end of file means that the
-parent is gone. On Linux the kernel kills it as well, in case the interpreter is stuck. No
-multiprocessing: nothing is pickled and the user's main module is not imported again.
+A child reads its first record from standard input, which then stays open: end of file means that
+the parent is gone. On Linux the kernel kills the child as well, in case its interpreter is stuck.
+multiprocessing is not used: nothing is pickled and the user's main module is not imported again.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ MAX_SOCKET_PATH = 100  # the operating system allows 107 bytes
 class PrivateFolder:
     """A new folder that only this user can enter, with a path short enough for sockets in it.
 
-    It is locked while its owner lives. What owners left behind that were killed before they could
-    tidy up is removed when the next folder is made.
+    Its owner holds a lock on it. Folders of owners that were killed before they could remove them
+    are removed when the next folder is made.
     """
 
     def __init__(self, purpose: str) -> None:
@@ -54,7 +54,8 @@ class PrivateFolder:
         if len(str(self.path)) > MAX_SOCKET_PATH - 20:
             self.path.rmdir()
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
-        # Locked before it has its name: a folder with an unlocked lock file is nobody's any more.
+        # Lock the file before giving it its name: an unlocked lock file marks a folder as
+        # abandoned.
         unnamed = self.path / "lock.new"
         self._lock = unnamed.open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -65,13 +66,14 @@ class PrivateFolder:
         return str(self.path)
 
     def remove(self) -> None:
-        """Delete it with everything in it."""
+        """Delete the folder with its content."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
     def _sweep(self) -> None:
         for lock in self.path.parent.glob(f"{FOLDER_PREFIX}*/lock"):
-            # The error is what a folder answers that somebody lives in, or that is not ours.
+            # An error here means: the owner of that folder lives, or the folder belongs to another
+            # user.
             with contextlib.suppress(OSError), lock.open("r+") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock.parent, ignore_errors=True)
@@ -88,8 +90,8 @@ def spawn(target: str, init: bytes, label: str) -> subprocess.Popen[bytes]:
 
 
 def spawn_early(target: str, label: str, modules: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-    """The same before there is anything to tell it: the child imports what it will need, `modules`
-    among it, while it waits for `give`."""
+    """Start `target` before its first record exists: while it waits for `give`, the child imports
+    what it will need, `modules` included."""
     paths = [path for path in sys.path if isinstance(path, str)]
     return subprocess.Popen(  # noqa: S603
         [sys.executable, "-P", "-c", _BOOT, json.dumps(paths), target, label, *modules],
@@ -98,28 +100,28 @@ def spawn_early(target: str, label: str, modules: Sequence[str] = ()) -> subproc
 
 
 def give(process: subprocess.Popen[bytes], init: bytes) -> None:
-    """Tell a child that was spawned early what it is to do."""
+    """Send its first record to a child that was started by `spawn_early`."""
     assert process.stdin is not None, "the pipe was asked for"
-    # A child that died at once is reported by whoever waits for it, with its exit status.
+    # If a child died at once, the caller that waits for it reports so, with its exit status.
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(_HEADER.pack(len(init)) + init)
         process.stdin.flush()
 
 
 def exit_descriptor(process: subprocess.Popen[bytes]) -> int | None:
-    """A descriptor, the caller's to close, that can be read when the child has ended. None: the
-    system has no such thing, its end has to be asked for now and then."""
+    """A descriptor that becomes readable when the child has ended; the caller closes it. None: the
+    system offers none, so the caller has to poll the process."""
     if not hasattr(os, "pidfd_open"):
         return None
     try:
         return os.pidfd_open(process.pid)
-    except OSError:  # a kernel or a sandbox that does not know it
+    except OSError:  # the kernel or a sandbox does not know the call
         return None
 
 
 def end_startup() -> None:
-    """Called by a child when it is ready: what exists by now stays, so the garbage collector, which
-    was off while it was made, need never look at it and later pauses nobody for long."""
+    """Called by a child when it is ready. The garbage collector was off while start-up objects were
+    made; they live for good, so it now skips them and its later pauses are short."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -163,7 +165,8 @@ def run_child(target: str) -> None:
     logging.basicConfig(level=envs.read("FD_LOG_LEVEL").upper(), handlers=[handler])
     gc.disable()  # until end_startup
     module, _, function = target.partition(":")
-    main = getattr(importlib.import_module(module), function)  # the first record may come later
+    # before the first record is read, which may come later
+    main = getattr(importlib.import_module(module), function)
     _import_early(sys.argv[4:])
     (length,) = _HEADER.unpack(_read(pipe, _HEADER.size))
     init = _read(pipe, length)
@@ -177,7 +180,8 @@ def run_child(target: str) -> None:
 
 
 def _import_early(modules: Sequence[str]) -> None:
-    """Those that fail are imported again by whoever needs them, who says so then."""
+    """Import modules. A module that fails is imported again by the code that needs it, which
+    raises."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module in modules:
@@ -186,7 +190,8 @@ def _import_early(modules: Sequence[str]) -> None:
 
 
 def _take_standard_input() -> int:
-    """Keep the pipe under another number; libraries that read standard input find it empty."""
+    """Move the pipe to another descriptor, so that libraries which read standard input find it
+    empty."""
     pipe = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

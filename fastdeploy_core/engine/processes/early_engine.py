@@ -1,7 +1,7 @@
-"""The engine's process, started before anybody has read what it is to serve.
+"""An engine process that is started before it is known what it will serve.
 
-What it imports takes longer than everything else at a start, so the command starts it first
-(`prepare`); the supervisor takes it (`spawn`) when there is something to tell it.
+Its imports take longer than anything else at start-up. So the command starts the process first
+(`prepare`), and the supervisor takes it over (`spawn`) once there is a configuration.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ _prepared: list[tuple[str, subprocess.Popen[bytes]]] = []
 
 
 def prepare(tensor_library: str) -> None:
-    """Start one. The calling thread must live as long as the engine may: see child.spawn."""
+    """Start one process. The calling thread must live as long as the engine may: see
+    child.spawn."""
     _prepared.append((tensor_library, _start(tensor_library)))
 
 
 def spawn(tensor_library: str) -> subprocess.Popen[bytes]:
-    """The one that was prepared for this library, or a new one; told nothing yet."""
+    """The process prepared for this library, or a new one; it has not read its first record yet."""
     if _prepared and _prepared[0][0] == tensor_library and _prepared[0][1].poll() is None:
         return _prepared.pop()[1]
     return _start(tensor_library)
 
 
 def discard() -> None:
-    """End what was prepared and nobody took."""
+    """End a prepared process that no supervisor took."""
     while _prepared:
         child.end(_prepared.pop()[1], 0.0)
 

@@ -1,14 +1,13 @@
-"""Carries what the engine has for clients to the front ends that asked: one thread, one socket
-each.
+"""Sends the engine's output to the front ends that asked for it: one thread, one socket each.
 
-Tokens in columns are taken apart by front end, for which a list of requests that stays the same is
-looked at only once.
+Columns of tokens are split by front end; the split is computed once and reused while the list of
+requests stays the same.
 
-Where the model runs on the processors that front ends and clients need, too, each chunk that they
-handle takes them from the model. There the thread rests after it sent something, so that a stream
-gets several tokens at once when steps are short; steps of tens of milliseconds find it awake. A
-rest ends early when many streams have begun or ended: their clients do something next, and the
-batch would run empty.
+If the model runs on the processors that front ends and clients also need, each chunk that they
+handle takes time from the model. Then the thread rests after sending, so that with short steps a
+stream gets several tokens at once; steps of tens of milliseconds are longer than a rest. A rest
+ends early when many streams have begun or ended, because their clients send new requests next and
+the batch would run empty.
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ from . import wire
 logger = logging.getLogger(__name__)
 
 Output = RequestOutputDelta | TokenDeltas
-MAX_UNSENT = 100_000  # messages that wait for a process that does not read
-# A chunk takes server and client some 50 us of a processor: with 25 times as long a rest, chunks
-# never take more than about a twenty-fifth of one. And no reader sees 25 chunks in a second as
-# anything but a flow.
+MAX_UNSENT = 100_000  # messages queued for a process that does not read
+# A chunk costs server and client some 50 us of a processor. With a rest 25 times as long, chunks
+# take at most about a twenty-fifth of one. A reader sees 25 chunks per second as continuous.
 REST_PER_CHUNK_S = 1.25e-3
 MAX_REST_S = 40e-3
-# Of the streams that got something before a rest: so many that begin or end are enough to end it.
+# Share of the streams served before a rest: when so many begin or end, the rest ends.
 AWAKENING_SHARE = 0.25
 
 
@@ -48,23 +46,23 @@ class Routes:
         self._split: list[tuple[int, list[int]]] = []
 
     def add(self, request_id: str, front_end: int) -> None:
-        """A front end put this request."""
+        """A front end sent this request."""
         if self._num_front_ends > 1:
             self._owners[request_id] = front_end
 
     def remove(self, request_id: str) -> None:
-        """It was answered already."""
+        """The request has been answered."""
         self._owners.pop(request_id, None)
 
     def remove_all(self, front_end: int) -> list[str]:
-        """The front end is gone; returns the requests that nobody waits for any more."""
+        """The front end is gone; returns its requests, whose output has no reader any more."""
         lost = [name for name, owner in list(self._owners.items()) if owner == front_end]
         for name in lost:
             self._owners.pop(name, None)
         return lost
 
     def sort(self, outputs: Sequence[Output]) -> Iterable[tuple[int, list[Output]]]:
-        """Outputs by front end, in their order; those of unknown requests are left out."""
+        """Outputs by front end, in their order; outputs of unknown requests are left out."""
         if self._num_front_ends == 1:
             return [(0, list(outputs))]
         found: dict[int, list[Output]] = {}
@@ -113,8 +111,8 @@ def _take(tokens: TokenDeltas, places: list[int]) -> TokenDeltas:
 
 
 class Egress:
-    """The thread. `get` waits a moment for outputs; after `stop` it sends what is left and ends.
-    `is_resting`: whether it rests after it sent something (see above)."""
+    """The sending thread. `get` waits a moment for outputs; after `stop` the thread sends what is
+    left and ends. `is_resting`: whether it rests after sending (see above)."""
 
     def __init__(
         self,
@@ -127,24 +125,24 @@ class Egress:
         self._sockets = [connect(context, address) for address in addresses]
         self._get = get
         self._is_resting = is_resting
-        self._num_streams = 0  # that got something before this rest
+        self._num_streams = 0  # streams that got something before this rest
         self._num_turns = 0  # streams that have begun or ended since
         self._awake = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fd-egress", daemon=True)
 
     def start(self) -> None:
-        """Begin to send."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self, wait_s: float) -> None:
-        """Send what there is and end."""
+        """Send what is left, then end."""
         self._stopping.set()
         self._awake.set()
         self._thread.join(wait_s)
 
     def note(self, outputs: Iterable[Output]) -> None:
-        """The engine has made these, and `get` has them by now. Its own thread."""
+        """The core thread reports new output, which `get` returns from now on."""
         num_turns = sum(map(_is_turn, outputs)) if self._is_resting else 0
         if num_turns:
             self._num_turns += num_turns
@@ -153,7 +151,7 @@ class Egress:
 
     def _run(self) -> None:
         while True:
-            # First of all: whoever sets it later finds the next rest.
+            # Clear first: a thread that sets it from here on ends the next rest early.
             self._awake.clear()
             self._num_turns = 0
             is_last = self._stopping.is_set()
@@ -171,7 +169,8 @@ class Egress:
         try:
             self._sockets[front_end].send(data, zmq.NOBLOCK)
         except zmq.Again:
-            # Its streams will see the gap and fail; nobody else may wait for it.
+            # Streams of that front end will see the gap and fail; other front ends must not wait
+            # for it.
             logger.error("front end %s does not take its output; some of it is lost", front_end)
 
 
@@ -180,7 +179,7 @@ def _is_turn(output: Output) -> bool:
 
 
 def joined(outputs: Iterable[Output]) -> list[Output]:
-    """The same output, tokens that the same requests got step after step put together."""
+    """The same output, with the tokens of successive steps for the same requests joined."""
     found: list[Output] = []
     for _, run in groupby(outputs, _list_of):
         parts = list(run)
@@ -190,12 +189,12 @@ def joined(outputs: Iterable[Output]) -> list[Output]:
 
 
 def _list_of(output: Output) -> int:
-    """Lists of requests are kept while they stay the same."""
+    """The list of request ids, reused while it stays the same."""
     return id(output.request_ids) if isinstance(output, TokenDeltas) else 0
 
 
 def num_streams(outputs: Iterable[Output]) -> int:
-    """How many streams get something of these."""
+    """The number of streams that get something of these outputs."""
     streams: set[str] = set()
     for output in outputs:
         if isinstance(output, TokenDeltas):
@@ -206,12 +205,12 @@ def num_streams(outputs: Iterable[Output]) -> int:
 
 
 def rest_after(num_chunks: int) -> float:
-    """Seconds for which output gathers after so many chunks were sent."""
+    """Seconds to collect output after sending this many chunks."""
     return min(num_chunks * REST_PER_CHUNK_S, MAX_REST_S)
 
 
 def connect(context: zmq.Context[zmq.Socket[bytes]], address: str) -> Any:
-    """A socket that something is sent to."""
+    """A socket for sending."""
     socket = context.socket(zmq.PUSH)
     socket.setsockopt(zmq.SNDHWM, MAX_UNSENT)
     socket.connect(address)

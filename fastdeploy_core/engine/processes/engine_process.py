@@ -1,8 +1,8 @@
 """The engine process: takes requests from a socket, runs the core, sends deltas back.
 
-Three threads: ingress hears the client, the main thread runs the core, egress sends what the
-request scheduler has for the client. A bad message is logged and dropped; a bad request is
-answered; only a broken engine ends the process, with a status that is not zero.
+Three threads: ingress receives requests, the main thread runs the core, egress sends what the
+request scheduler has for clients. A bad message is logged and dropped; a bad request is answered;
+only a broken engine ends the process, with a non-zero status.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(data: bytes) -> int:
         init.resolved.verify(init.digest)
         process = EngineProcess(init, context, output, progress)
     except BaseException as error:
-        # The supervisor logs the words.
+        # The supervisor logs the message.
         level = logging.ERROR if needs_trace(error) else logging.DEBUG
         logger.log(level, "the engine did not start", exc_info=error)
         output.send(wire.encode(_failure(error)))
@@ -66,7 +66,7 @@ def _failure(error: BaseException) -> wire.Failed:
 
 
 class EngineProcess:
-    """Everything in the process."""
+    """The state of the process."""
 
     def __init__(
         self,
@@ -85,6 +85,7 @@ class EngineProcess:
             config.request_scheduler
         )
         self._core = EngineCore(config, init.resolved)
+        self._num_free_blocks = self._core.info.num_blocks  # as of the newest tick
         self._observer = Observer(hook_manager(init.resolved))
         self._stopping = threading.Event()
         self._armed_s = 0.0
@@ -115,7 +116,7 @@ class EngineProcess:
         return 0
 
     def _tick(self) -> None:
-        """Take what came in, run one step, publish; or wait a moment for something to do."""
+        """Take new requests, run one step, publish its output; or wait a moment for work."""
         core, scheduler = self._core, self._scheduler
         self._rearm()
         aborts = scheduler.get_aborts()
@@ -124,11 +125,12 @@ class EngineProcess:
             self._observer.aborted(aborts)
         is_idle = not core.has_work()
         batch = core.scheduler
+        self._num_free_blocks = batch.num_free_blocks
         free_slots = self._config.batch.max_num_seqs - batch.num_running - batch.num_waiting
         if free_slots > 0:
             capacity = Capacity(
                 num_requests=free_slots,
-                num_free_blocks=core.info.num_blocks,
+                num_free_blocks=self._num_free_blocks,
                 block_size=core.info.block_size,
                 num_tokens=UNBOUNDED,
             )
@@ -144,7 +146,7 @@ class EngineProcess:
         self._progress.mark()
 
     def _admit(self, request: Request) -> None:
-        """Whatever is wrong with one request ends that request only."""
+        """Add a request to the core. Any error ends this request only."""
         try:
             self._core.add(request)
         except InvalidRequest as error:
@@ -156,8 +158,8 @@ class EngineProcess:
             self._observer.admitted(request)
 
     def _rearm(self) -> None:
-        """If the main thread does not come back here in time, a thread outside the interpreter
-        writes all stacks to the log and ends the process."""
+        """Arm a timer: if the main thread does not come back in time, a thread outside the
+        interpreter writes all stacks to the log and ends the process."""
         timeout_s = self._config.watchdog.progress_timeout_s
         now = time.monotonic()
         if timeout_s > 0 and now - self._armed_s > min(REARM_S, timeout_s / 4):
@@ -166,7 +168,7 @@ class EngineProcess:
 
     def _fail(self, error: BaseException) -> None:
         """The engine is broken. The client is told first, so that it ends its streams and sends
-        nothing more; what another instance could take over is not answered here."""
+        nothing more. Requests that another instance could take over are not answered here."""
         last_words = self._context.socket(zmq.PUSH)
         last_words.connect(wire.output_address(self._folder))
         last_words.send(wire.encode(_failure(error)))
@@ -181,7 +183,7 @@ class EngineProcess:
         self._core.close()
 
     def _hear(self) -> None:
-        """The ingress thread."""
+        """The ingress thread: receive messages."""
         requests = self._context.socket(zmq.PULL)
         requests.bind(wire.request_address(self._folder))
         replies = [connect(self._context, address) for address in self._front_ends]
@@ -222,7 +224,8 @@ class EngineProcess:
             self._scheduler.abort([])  # wakes an idle core
 
     def _queue(self, request: Request) -> RequestOutputDelta | None:
-        """Refuse at once what can never run, whatever waits in front of it."""
+        """Put a request into the request scheduler; one that can never run is refused at once,
+        before requests that wait in front of it."""
         try:
             self._core.check(request)
         except InvalidRequest as error:
@@ -248,9 +251,8 @@ class EngineProcess:
                 epoch=self._core.info.epoch,
                 num_running=stats.num_running,
                 num_waiting=stats.num_waiting,
-                num_free_blocks=stats.num_blocks_free,
+                num_free_blocks=self._num_free_blocks,
                 num_total_blocks=stats.num_blocks_total,
-                reported_at_s=time.monotonic(),
             )
         )
 
@@ -259,7 +261,8 @@ class EngineProcess:
 
 
 def refusal(request: Request, error: Exception) -> RequestOutputDelta:
-    """The one answer to a request that does not run. What is not ours to tell is not told."""
+    """The answer to a request that does not run; internal errors are not described to the
+    client."""
     is_ours = isinstance(error, FastDeployError)
     return RequestOutputDelta(
         request_id=request.request_id,

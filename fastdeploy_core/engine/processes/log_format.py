@@ -1,7 +1,6 @@
-"""How a log line looks, in the server and in the processes it starts.
+"""The format of log lines, in the server and in the processes it starts.
 
-One line per record: control characters are escaped, so that nothing a client sends can forge a
-line.
+One line per record: control characters are escaped, so that no text of a client can forge a line.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ _LINE_ESCAPES = {code: text for code, text in _ESCAPES.items() if code not in (9
 
 
 class LineFormatter(logging.Formatter):
-    """Message on one line; a traceback keeps its line breaks.
+    """The message on one line; a traceback keeps its line breaks.
 
-    `%(room)s` is the room of the code that speaks (serving, plugins, engine, ...), behind the name
-    of the process where that is not the same.
+    `%(room)s` is the room of the code that logs (serving, plugins, engine, ...), after the name of
+    the process if that differs.
     """
 
     def __init__(self, fmt: str = LINE, process: str = "") -> None:

@@ -1,7 +1,8 @@
-"""Keeps one engine process alive: starts it, hears it, notices death and standstill, restarts it.
+"""Keeps one engine process alive: starts it, receives its messages, notices its death or
+standstill, restarts it.
 
-All of it happens in one thread, which also is the parent the operating system ties the child to, so
-that an event loop that is busy or gone cannot blind the watchdog.
+One thread does all of this. The operating system ties the child to that thread, and a busy or ended
+event loop cannot block the watchdog.
 """
 
 from __future__ import annotations
@@ -33,16 +34,19 @@ from .progress import Progress
 
 logger = logging.getLogger(__name__)
 
-LOOK_MS = 1000  # at the watchdog's clocks; the engine's words, its end and `stop` wake at once
-POLL_MS = 100  # for last words; and for the end, where the system cannot tell of it
+# between looks at the watchdog's clocks; messages, the engine's end and `stop` wake at once
+LOOK_MS = 1000
+# wait for last messages; also the period of asking for the end where no descriptor tells it
+POLL_MS = 100
 STOP_GRACE_S = 8.0
-# The engine ends itself after progress_timeout_s; if it cannot, its parent does, this much later.
+# The engine ends itself after progress_timeout_s; if it cannot, the supervisor kills it this much
+# later.
 KILL_AFTER_S = 2.0
 DUMP_S = 0.5
 TIMER_SHARE = 0.7
 RESTART_WINDOW_S = 600.0
 MAX_BACKOFF_S = 30.0
-# Clients are told this much; why it is so stands in the log and in `health`.
+# Clients are told this much; the reason is in the log and in `health`.
 NOT_READY = "the engine is not ready; try again later"
 
 
@@ -53,19 +57,20 @@ class Listener:
         """An engine takes requests from now on."""
 
     def on_message(self, message: wire.Deltas | wire.Stats) -> None:
-        """The engine said something."""
+        """The engine sent output or counters."""
 
     def on_down(self, reason: str) -> None:
-        """The engine ended, or is about to; nothing that was put will be answered any more. May
-        come twice for one end."""
+        """The engine ended or is about to end; requests sent to it will not be answered any more.
+        May be called twice for one end."""
 
     def on_dead(self, error: FastDeployError) -> None:
         """No engine runs, and none will be started."""
 
 
 class _Life:
-    """One engine process with its folder and sockets. `resolved` may still have to be waited for,
-    while the process imports what it needs in any case; it raises what resolving raised."""
+    """One engine process with its folder and sockets. `resolved` may be a future: the process
+    imports what it always needs while plugins are resolved. An error of resolving is raised
+    here."""
 
     def __init__(
         self,
@@ -105,12 +110,13 @@ class _Life:
         self.is_ready = False
 
     def has_spoken(self) -> bool:
-        """Whether there is output; waits a while for it, for the process's end or for `waker`."""
+        """Whether there is output; waits a while for output, for the process's end or for
+        `waker`."""
         wait_ms = POLL_MS if self._exit is None else LOOK_MS
         return self.output in dict(self._sources.poll(wait_ms))
 
     def tidy(self, grace_s: float) -> None:
-        """End the process, if it has not ended, and leave nothing behind."""
+        """End the process, if it has not ended, and remove its folder and sockets."""
         child.end(self.process, grace_s)
         if self._exit is not None:
             os.close(self._exit)
@@ -119,7 +125,7 @@ class _Life:
         self.folder.remove()
 
     def kill(self) -> None:
-        """Ask for stacks, then end it whatever state it is in."""
+        """Ask the process for stacks, then kill it in any state."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGUSR1)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -131,8 +137,8 @@ class _Life:
         if self.failure is not None:
             return self.failure.message
         ended = child.describe_exit(self.process.poll())
-        # Its own timer ends a stuck engine; it may have been set up to a quarter of the time before
-        # the last mark of progress.
+        # The process's own timer ends a stuck engine. It may have been armed up to a quarter of the
+        # time before the last sign of progress.
         if 0 < TIMER_SHARE * progress_timeout_s <= self.progress.age_s:
             return f"the engine made no progress for {self.progress.age_s:.1f} s and {ended}"
         return f"the engine process {ended}"
@@ -141,8 +147,8 @@ class _Life:
 class Supervisor:
     """Owner of the engine process. `send` and `health` may be called from any thread.
 
-    `front_ends`: addresses to which the engine sends its output; none: the listener gets it. What
-    `resolved` raises ends everything before it began.
+    `front_ends`: addresses to which the engine sends its output; without any, the listener gets it.
+    An error of `resolved` ends everything before an engine starts.
     """
 
     def __init__(
@@ -169,7 +175,7 @@ class Supervisor:
 
     @property
     def folder(self) -> str:
-        """The running engine's; empty when there is none."""
+        """The running engine's folder; empty when there is no engine."""
         life = self._life
         return "" if life is None else str(life.folder)
 
@@ -178,7 +184,7 @@ class Supervisor:
         self._thread.start()
 
     def send(self, message: wire.ToEngine) -> None:
-        """To the engine; WorkerError when there is none."""
+        """Send to the engine; WorkerError when there is none."""
         data = wire.encode(message)
         with self._send_lock:
             life = self._life
@@ -190,12 +196,12 @@ class Supervisor:
                 raise WorkerError("the engine does not take requests") from None
 
     def health(self) -> EngineHealth:
-        """As seen at this moment."""
+        """The engine's health now."""
         life = self._life
         is_alive = life is not None and life.process.returncode is None
         age_s, reason = 0.0, self._reason
         if life is not None and life.is_ready:
-            with contextlib.suppress(ValueError):  # closed meanwhile
+            with contextlib.suppress(ValueError):  # closed in the meantime
                 age_s = life.progress.age_s
             if self._is_late(age_s):
                 reason = f"no progress for {age_s:.1f} s"
@@ -208,11 +214,11 @@ class Supervisor:
         )
 
     def stop(self) -> None:
-        """End the engine; blocks until nothing is left of it."""
+        """End the engine; blocks until the process and its folder are gone."""
         with contextlib.suppress(WorkerError):
             self.send(wire.Stop())
         self._stopping.set()
-        self._waker.close()  # its other end can be read from now on
+        self._waker.close()  # the other end becomes readable
         if self._thread.is_alive():
             self._thread.join()
         self._woken.close()
@@ -240,7 +246,7 @@ class Supervisor:
         self._listener.on_dead(error)
 
     def _live(self) -> FastDeployError:
-        """Start an engine and stay with it to its end; returns why it ended."""
+        """Start an engine and attend to it until it ends; returns why it ended."""
         self._reason = "starting"
         life = _Life(self._config, self._resolved, self._front_ends, self._woken)
         self._life = life
@@ -258,14 +264,15 @@ class Supervisor:
         return as_error(life.failure, self._reason)
 
     def _attend(self, life: _Life) -> str:
-        """Hear the engine until it ends or is asked to; says why, if it had to be killed."""
+        """Receive the engine's messages until it ends or is asked to; says why, if it was
+        killed."""
         watchdog = self._config.watchdog
         while not self._stopping.is_set():
             if life.has_spoken():
                 self._hear(life)
                 continue
             if life.process.poll() is not None:
-                while life.output.poll(POLL_MS):  # last words may still be on their way
+                while life.output.poll(POLL_MS):  # last messages may still be on their way
                     self._hear(life)
                 return ""
             if not life.is_ready:
@@ -304,7 +311,8 @@ class Supervisor:
             self._listener.on_message(message)
 
     def _may_restart(self, ending: FastDeployError) -> bool:
-        """A configuration that cannot be served stays so; otherwise a few times in ten minutes."""
+        """Whether to start again: not after a configuration error, else a few times in ten
+        minutes."""
         if isinstance(ending, errors.ConfigError | errors.PluginError) or not self._has_lived:
             return False
         now = time.monotonic()
@@ -320,7 +328,7 @@ class Supervisor:
 
 
 def as_error(failure: wire.Failed | wire.Dead | None, reason: str) -> FastDeployError:
-    """The child's own error class where the caller can act on it."""
+    """The error to raise: the child's own error class where the caller can act on it."""
     kind = getattr(errors, failure.error_type, None) if failure is not None else None
     if isinstance(kind, type) and issubclass(
         kind, errors.ConfigError | errors.PluginError | errors.ResourceError

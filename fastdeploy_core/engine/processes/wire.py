@@ -1,5 +1,5 @@
-"""What crosses a socket or a pipe between our own processes: typed records, MessagePack, no
-pickle."""
+"""What crosses a socket or a pipe between processes of this project: typed records as MessagePack,
+no pickle."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ ARRAY_TYPES = ("int64", "bool")
 
 
 def request_address(folder: Path | str) -> str:
-    """Where the engine of this folder hears its clients."""
+    """Address at which the engine of this folder receives requests."""
     return f"ipc://{folder}/requests"
 
 
 def output_address(folder: Path | str) -> str:
-    """Where a supervisor hears the engine of this folder."""
+    """Address at which a supervisor receives output of this folder's engine."""
     return f"ipc://{folder}/output"
 
 
 def front_end_address(folder: Path | str, number: int) -> str:
-    """Where one of several front ends hears its supervisor and its engine."""
+    """Address at which one of several front ends receives messages of supervisor and engine."""
     return f"ipc://{folder}/front{number}"
 
 
@@ -40,7 +40,7 @@ class EngineInit(msgspec.Struct, kw_only=True):
     resolved: ResolvedPlugins
     folder: str
     digest: str
-    front_ends: list[str]  # where each front end hears its output
+    front_ends: list[str]  # address of each front end for its output
 
 
 class WorkerInit(msgspec.Struct, kw_only=True):
@@ -76,7 +76,7 @@ class AskStats(msgspec.Struct, tag=True):
 
 
 class Gone(msgspec.Struct, tag=True):
-    """Supervisor to engine: this front end has ended, and nobody waits for its requests."""
+    """Supervisor to engine: this front end has ended, so its requests have no reader."""
 
     front_end: int
 
@@ -114,7 +114,7 @@ class Stats(msgspec.Struct, tag=True):
 class Attached(msgspec.Struct, tag=True):
     """Supervisor to front end: an engine takes requests from now on."""
 
-    folder: str  # the engine's, with its sockets and its progress
+    folder: str  # the engine's folder, with its sockets and its progress file
     info: EngineInfo
     num_restarts: int
 

@@ -1,7 +1,8 @@
-"""A worker process: ranks 1 and up of a tensor-parallel group. Rank 0 lives in the engine process.
+"""A worker process: one of ranks 1 and up of a tensor-parallel group. Rank 0 lives in the engine
+process.
 
-It obeys one socket and answers on another; steps are not answered, since rank 0 has the tokens. Any
-failure ends the process, because the ranks would disagree from then on.
+It takes commands from one socket and answers on another. Steps are not answered, because rank 0 has
+the tokens. Any failure ends the process, because the ranks would disagree from then on.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ def make_worker(
 
 
 def command_address(folder: str, rank: int) -> str:
-    """Where a rank hears its commands."""
+    """Address at which a rank receives its commands."""
     return f"ipc://{folder}/rank{rank}"
 
 
 def status_address(folder: str) -> str:
-    """Where all ranks answer."""
+    """Address to which all ranks send answers."""
     return f"ipc://{folder}/status"
 
 
@@ -73,7 +74,7 @@ def _serve(init: wire.WorkerInit, commands: zmq.Socket[bytes], status: zmq.Socke
     worker = make_worker(init.config, init.resolved, init.rank, init.world_size, init.address)
     pending: Any = None
     while True:
-        # The next step may be queued on the device before this one is waited for, as on rank 0.
+        # As on rank 0, the next step may be queued on the device before this one is waited for.
         if pending is not None and not commands.poll(0):
             pending.wait()
             pending = None

@@ -1,2 +1,2 @@
-"""The port and the API servers that share it: who accepts a connection, and which process gets
-it."""
+"""The port and the API servers that share it: accepting connections and giving each to one
+process."""

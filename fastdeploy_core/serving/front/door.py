@@ -1,9 +1,9 @@
-"""The listening socket: answers health probes itself and hands every other connection to an API
+"""The listening socket: answers health probes itself and gives every other connection to an API
 server.
 
-It runs in a thread that does nothing else, so that a probe is answered however busy the API servers
-are, and a connection goes to the one that has the fewest. Nothing is read of a connection that is
-handed over; one that is encrypted cannot be looked into and is handed over at once.
+It runs in a thread of its own. So probes are answered however busy the API servers are, and each
+connection goes to the API server that has the fewest. Bytes of a connection that is given away stay
+unread. An encrypted connection cannot be inspected and is given away at once.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .probes import PROBES, answer_probe
 logger = logging.getLogger(__name__)
 
 HandOver = Callable[[socket.socket], None]  # raises OSError when the API server is gone or full
-MAX_ACCEPTS = 64  # before others get their turn
+MAX_ACCEPTS = 64  # per turn, so that other connections get theirs
 PEEK_BYTES = 4096
 SWEEP_S = 0.5
 
 
 class FrontDoor:
-    """The thread. API servers are added and removed by others."""
+    """The accepting thread. Other threads add and remove API servers."""
 
     def __init__(
         self,
@@ -53,31 +53,35 @@ class FrontDoor:
         self._is_draining = is_draining
         self._occupancy = occupancy
         self._is_encrypted = config.ssl_certfile is not None
-        # A probe is answered here where nothing but its path decides about the answer.
+        # Probes on these paths are answered here, because only the path decides about the answer.
         self._open_paths: frozenset[str] = frozenset()
         if not config.allowed_hosts:
             self._open_paths = frozenset(PROBES) if not config.api_keys else OPEN_PATHS
-        self._servers: dict[int, tuple[HandOver, int]] = {}  # with connections handed over so far
+        # number to (function, connections given to it so far)
+        self._servers: dict[int, tuple[HandOver, int]] = {}
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
-        self._waiting: dict[socket.socket, float] = {}  # for their first bytes, until when
+        # connections without any bytes yet, and their deadlines
+        self._waiting: dict[socket.socket, float] = {}
         self._wake, self._wake_end = socket.socketpair()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="fd-front-door", daemon=True)
 
     def add(self, number: int, hand_over: HandOver) -> None:
-        """An API server takes connections from now on; its count of ended ones begins at 0."""
+        """An API server takes connections from now on; its count of ended connections begins at
+        0."""
         with self._lock:
             self._servers[number] = (hand_over, 0)
         self._wake.send(b"+")
 
     def remove(self, number: int) -> None:
-        """It takes no more. Without any, connections wait for the next one, but not for long."""
+        """An API server takes no more connections. Without any API server, connections wait for the
+        next one, for a limited time."""
         with self._lock:
             self._servers.pop(number, None)
 
     def start(self) -> None:
-        """Begin to accept."""
+        """Start to accept."""
         self._selector.register(self._wake_end, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._thread.start()
@@ -116,7 +120,7 @@ class FrontDoor:
                 connection, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError as error:  # no more descriptors, or the client is gone already
+            except OSError as error:  # no descriptors left, or the client has gone already
                 logger.warning("a connection could not be accepted: %s", error)
                 time.sleep(0.01)
                 return
@@ -128,7 +132,7 @@ class FrontDoor:
                 self._selector.register(connection, selectors.EVENT_READ)
 
     def _look(self, connection: socket.socket) -> None:
-        """The first bytes came: whose is it?"""
+        """The first bytes arrived: answer a probe, or give the connection to an API server."""
         try:
             data = connection.recv(PEEK_BYTES, socket.MSG_PEEK)
         except BlockingIOError:
@@ -150,7 +154,8 @@ class FrontDoor:
         connection.close()
 
     def _answer(self, data: bytes) -> bytes | None:
-        """The whole answer to a probe; None for everything else, however little it differs."""
+        """The complete answer to a probe; None for any other request, even a slightly different
+        one."""
         if not data.endswith(b"\r\n\r\n"):
             return None
         http = h11.Connection(h11.SERVER)
@@ -180,7 +185,7 @@ class FrontDoor:
         return b"".join(part or b"" for part in parts)
 
     def _pass_on(self, connection: socket.socket) -> None:
-        """To the API server with the fewest connections; it waits while there is none."""
+        """Give the connection to the API server with the fewest; while there is none, it waits."""
         for number in self._by_load():
             hand_over, _ = self._servers.get(number, (None, 0))
             try:
@@ -202,7 +207,7 @@ class FrontDoor:
         return sorted(handed, key=lambda n: handed[n] - self._occupancy.num_closed(n))
 
     def _sweep(self, now: float) -> None:
-        """Drop who says nothing; try again for whom nobody was there."""
+        """Close connections that stay silent; retry those for which there was no API server."""
         watched = {key.fileobj for key in self._selector.get_map().values()}
         for connection, until in list(self._waiting.items()):
             if now > until:

@@ -1,7 +1,7 @@
-"""One of several API server processes of a port: tokenizes, streams, detokenizes.
+"""One of several API server processes that share a port: tokenizes, streams, detokenizes.
 
-It is started, told of the engine, given its connections and ended by the process that front_ends.py
-runs in. It has no port of its own and never restarts anything.
+The process of front_ends.py starts it, tells it about the engine, gives it connections and ends it.
+It has no port of its own and never restarts anything.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 METRICS_FOLDER = "metrics"
-MAX_DESCRIPTORS = 16  # taken over in one call
+MAX_DESCRIPTORS = 16  # received in one call
 
 
 class FrontEndInit(msgspec.Struct, kw_only=True):
@@ -45,27 +45,27 @@ class FrontEndInit(msgspec.Struct, kw_only=True):
 
 
 class Hello(msgspec.Struct):
-    """The first thing an API server says at the front door's own socket."""
+    """The first message of an API server on the front door's own socket."""
 
     number: int
-    error_type: str = ""  # it cannot serve, and ends
+    error_type: str = ""  # why it cannot serve; it then ends
     message: str = ""
 
 
 def door_path(folder: Path | str) -> str:
-    """Where API servers are given their connections."""
+    """Path of the socket on which API servers receive their connections."""
     return f"{folder}/door"
 
 
 def occupancy_path(folder: Path | str) -> Path:
-    """The table of occupancy.py."""
+    """Path of the table of occupancy.py."""
     return Path(folder) / "occupancy"
 
 
 def main(data: bytes) -> int:
     """Serve until told to stop; returns the exit status."""
     init: FrontEndInit = wire.decoder(FrontEndInit).decode(data)
-    # Read by prometheus_client when it is imported, which is why nothing above imports it.
+    # prometheus_client reads this when it is imported, so no module above may import it.
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = f"{init.folder}/{METRICS_FOLDER}"
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -94,7 +94,7 @@ async def _serve(init: FrontEndInit, door: socket.socket) -> int:
     table = Occupancy(init.count, occupancy_path(init.folder))
     own = OwnOccupancy(table, init.number)
 
-    def on_drain() -> None:  # called from a thread
+    def on_drain() -> None:  # called from another thread
         loop.call_soon_threadsafe(lambda: stop[-1]())
 
     async with attached_app(init, own, on_drain) as (app, engine):
@@ -112,7 +112,7 @@ async def _serve(init: FrontEndInit, door: socket.socket) -> int:
 
 
 async def _take_connections(init: FrontEndInit, door: socket.socket, server: ApiServer) -> None:
-    """Ask for connections as soon as the app runs, and take what comes."""
+    """Ask for connections once the app runs, and serve those that arrive."""
     while not server.started:
         await asyncio.sleep(0.005)
     loop = asyncio.get_running_loop()
@@ -124,7 +124,7 @@ async def _take_connections(init: FrontEndInit, door: socket.socket, server: Api
             connection = socket.socket(fileno=descriptor)
             connection.setblocking(False)
             server.adopt(connection)
-        if not data:  # the front door is closed
+        if not data:  # the front door was closed
             loop.remove_reader(door)
 
     loop.add_reader(door, take)

@@ -1,8 +1,9 @@
-"""Several API server processes behind one port and before one engine: starts, feeds and ends them.
+"""Several API server processes that share one port and one engine: starts them, gives them
+connections, ends them.
 
-This process tokenizes and streams nothing: its front door hands connections out, its supervisor
-keeps the engine alive, and what happens to the engine is passed on to every API server. One that
-dies is started again; the requests that it had are ended in the engine.
+This process neither tokenizes nor streams. Its front door hands out connections, its supervisor
+keeps the engine alive, and it tells every API server when the engine starts or ends. An API server
+that dies is started again; its requests are ended in the engine.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ from .occupancy import Occupancy
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
-# After the grace period, for last words, before a process is ended.
+# Seconds after the grace period for last answers, before a process is ended.
 END_S = 8.0
-MAX_RESTARTS = 3  # of one API server, in a row within RESTART_WINDOW_S
+MAX_RESTARTS = 3  # of one API server, within RESTART_WINDOW_S
 RESTART_WINDOW_S = 60.0
 TARGET = "fastdeploy_core.serving.front.front_end:main"
 
 
 class FrontEnds(Listener):
-    """Everything of a server with --api-server-count above 1."""
+    """All parts of a server with --api-server-count above 1."""
 
     def __init__(
         self,
@@ -66,8 +67,9 @@ class FrontEnds(Listener):
         addresses = [wire.front_end_address(folder, n) for n in range(self._count)]
         self._context: zmq.Context[Any] = zmq.Context()
         self._sockets = [connect(self._context, address) for address in addresses]
-        self._lock = threading.Lock()  # of the sockets
-        self._state: wire.ToFrontEnd | None = None  # what one that starts late has to know
+        self._lock = threading.Lock()  # guards the sockets
+        # the newest state, for API servers that start late
+        self._state: wire.ToFrontEnd | None = None
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._supervisor = Supervisor(engine_config, plugins.resolved, self, addresses)
         plugins.checked.add_done_callback(self._on_checked)
@@ -86,7 +88,7 @@ class FrontEnds(Listener):
     # -- reports of the supervisor's thread -------------------------------------------------------
 
     def on_ready(self, info: EngineInfo) -> None:
-        """An engine takes requests."""
+        """An engine takes requests from now on."""
         restarts = self._supervisor.health().num_restarts
         self._tell(wire.Attached(self._supervisor.folder, info, restarts))
 
@@ -95,12 +97,13 @@ class FrontEnds(Listener):
         self._tell(wire.Detached(reason))
 
     def on_dead(self, error: FastDeployError) -> None:
-        """No engine will be started any more."""
+        """No engine runs, and none will be started."""
         self._tell(wire.Dead(type(error).__name__, str(error)))
         self._events.put(error)
 
     def _on_checked(self, checked: Future[None]) -> None:
-        """In the thread that checks plugins: one that cannot be imported ends the start."""
+        """Runs in the thread that checks plugins: a plugin that cannot be imported ends the
+        start-up."""
         if (error := checked.exception()) is not None:
             self._events.put(error)
 
@@ -127,7 +130,7 @@ class FrontEnds(Listener):
             self._end()
 
     def _wait_open(self) -> bool:
-        """Until every API server takes connections; False when a signal came first."""
+        """Wait until every API server takes connections; False if a signal came first."""
         num_open = 0
         while num_open < self._count:
             event = self._next_event()
@@ -159,7 +162,7 @@ class FrontEnds(Listener):
         return None
 
     def _drain(self) -> int:
-        """Every API server finishes what it has; a second signal ends them now."""
+        """Let every API server finish its requests; a second signal ends them now."""
         self._is_draining = True
         self._tell(wire.Drain())
         deadline = time.monotonic() + self._server_config.grace_s + END_S
@@ -190,16 +193,16 @@ class FrontEnds(Listener):
     # -- processes --------------------------------------------------------------------------------
 
     def _spawn(self, number: int) -> None:
-        """Start a process, which imports its module while plugins are resolved."""
+        """Start an API server process; it imports its modules while plugins are resolved."""
         self._starts.setdefault(number, []).append(time.monotonic())
         self._processes[number] = child.spawn_early(TARGET, f"fastdeploy-api{number}")
 
     def _tell_first(self, number: int) -> None:
-        """Tell it what it is to do."""
+        """Send an API server its first record."""
         resolved = self._resolved.result()
         init = FrontEndInit(
             engine_config=self._engine_config,
-            # One of them writes the line about the engine.
+            # Only one of them logs the line about the engine.
             server_config=replace(
                 self._server_config, log_stats=self._server_config.log_stats and number == 0
             ),
@@ -217,7 +220,7 @@ class FrontEnds(Listener):
     def _raise_if_ended(self) -> None:
         for number, process in self._processes.items():
             if process.poll() is not None:
-                with contextlib.suppress(queue.Empty):  # it may have said why
+                with contextlib.suppress(queue.Empty):  # it may have sent its reason
                     event = self._events.get(timeout=1.0)
                     if isinstance(event, FastDeployError):
                         raise event
@@ -228,7 +231,7 @@ class FrontEnds(Listener):
                 )
 
     def _restart_ended(self) -> bool:
-        """Start again what has died; False if that does not help."""
+        """Restart dead API servers; False if that does not help."""
         now = time.monotonic()
         for number, process in self._processes.items():
             if process.poll() is None:
@@ -256,7 +259,7 @@ class FrontEnds(Listener):
         return True
 
     def _receive(self) -> None:
-        """The thread that API servers introduce themselves to."""
+        """The thread that receives the first messages of API servers."""
         while True:
             try:
                 hall, _ = self._hall.accept()
@@ -265,7 +268,7 @@ class FrontEnds(Listener):
             threading.Thread(target=self._greet, args=(hall,), daemon=True).start()
 
     def _greet(self, hall: socket.socket) -> None:
-        """An API server is there; it says that it serves, or why it cannot."""
+        """Read the first message of an API server: it serves, or why it cannot."""
         try:
             hello = msgspec.msgpack.decode(hall.recv(65536), type=Hello)
         except (OSError, msgspec.MsgspecError):
@@ -293,5 +296,5 @@ class FrontEnds(Listener):
             if not isinstance(message, wire.Drain):
                 self._state = message
             for target in self._sockets:
-                with contextlib.suppress(zmq.ZMQError):  # closed, or nobody reads
+                with contextlib.suppress(zmq.ZMQError):  # the socket is closed, or has no reader
                     target.send(data, zmq.NOBLOCK)

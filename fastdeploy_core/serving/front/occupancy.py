@@ -1,7 +1,8 @@
-"""How busy each API server of one port is: a few numbers that all of them, and the front door, see.
+"""How busy each API server of one port is: a few numbers in memory that they share with the front
+door.
 
-Each front end writes its own row and reads all; nobody waits. Sums may lag by a moment, so limits
-that use them are met to within what arrives in that moment.
+Each API server writes its own row and reads all rows, without locks. Sums may lag by a moment, so a
+limit may be exceeded by the requests that arrive in that moment.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ class Occupancy:
             self._memory = mmap.mmap(file.fileno(), size)
 
     def write(self, number: int, in_flight: int, num_closed: int) -> None:
-        """One front end's row."""
+        """Write one API server's row."""
         _ROW.pack_into(self._memory, number * _ROW.size, in_flight, num_closed)
 
     def num_closed(self, number: int) -> int:
-        """Connections of one front end that have ended."""
+        """Connections of one API server that have ended."""
         return int(_ROW.unpack_from(self._memory, number * _ROW.size)[1])
 
     def in_flight(self) -> int:
-        """Requests being answered, by all of them."""
+        """Requests in flight in all API servers."""
         return sum(in_flight for in_flight, _ in _ROW.iter_unpack(self._memory))
 
 
 class OwnOccupancy:
-    """One front end's row."""
+    """One API server's row."""
 
     def __init__(self, table: Occupancy | None = None, number: int = 0) -> None:
         self.table = table or Occupancy()
@@ -53,11 +54,11 @@ class OwnOccupancy:
 
     @property
     def in_flight(self) -> int:
-        """Requests that this front end answers."""
+        """Requests in flight in this API server."""
         return self._in_flight
 
     def change(self, count: int) -> None:
-        """So many more requests are in flight here."""
+        """Add to the number of requests in flight here."""
         self._in_flight += count
         self._write()
 

@@ -1,4 +1,4 @@
-"""What health probes are told; asked by routes and by the front door alike."""
+"""The answers to health probes, for routes and for the front door."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def answer_probe(path: str, health: EngineHealth, draining: bool) -> tuple[int, 
         if draining or health.draining:
             return 503, {"status": "draining"}
         return _answer(health.alive and health.ready, "ready", health.reason)
-    # A draining engine still makes progress; it is /health/ready that turns red then.
+    # A draining engine still makes progress, so it is healthy; only /health/ready answers 503.
     return _answer(health.alive and (health.ready or health.draining), "healthy", health.reason)
 
 

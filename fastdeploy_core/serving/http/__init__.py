@@ -1,4 +1,4 @@
-"""HTTP below the routes: the socket, the protocol, the gate, strict JSON, and error answers.
+"""HTTP below the routes: the socket, the protocol, the middleware, strict JSON, and error answers.
 
-Nothing here knows of models, prompts or OpenAI's API; no file imports another room of serving.
+Nothing here depends on models, prompts or OpenAI's API; no file imports another room of serving.
 """

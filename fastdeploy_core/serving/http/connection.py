@@ -1,4 +1,4 @@
-"""What a call knows of its connection, for what would be slow or impossible through ASGI."""
+"""A call's access to its connection, for what ASGI makes slow or impossible."""
 
 from __future__ import annotations
 
@@ -7,37 +7,38 @@ from typing import Protocol
 
 from starlette.types import Scope
 
-# An extension of the scope that protocol.py sets to the Connection.
+# protocol.py puts the Connection into the scope under this name.
 CONNECTION_EXTENSION = "fastdeploy.connection"
 
 
 class Connection(Protocol):
-    """The connection below ASGI, for what would be slow or impossible through `send`."""
+    """The connection below ASGI, for what `send` makes slow or impossible."""
 
     @property
     def has_body(self) -> bool:
-        """Whether the whole body of the request has come."""
+        """Whether the request's whole body has arrived."""
         ...
 
     def abort(self) -> None:
-        """Close at once, without waiting for what it still has to send."""
+        """Close at once and drop what is not sent yet."""
         ...
 
     def write(self, data: bytes) -> bool:
-        """A part, not empty, of a body that has no declared length, after the head was sent to a
-        client that knows chunks (HTTP/1.1). True: the client does not keep up, wait for `drain`."""
+        """Send a non-empty part of a body without declared length, after the head, to a client that
+        knows chunks (HTTP/1.1). True: the client reads too slowly; wait for `drain`."""
         ...
 
     async def drain(self) -> None:
-        """Wait until the client has read enough."""
+        """Wait until the client has read enough for more."""
         ...
 
     def watch(self, on_left: Callable[[], None] | None) -> None:
-        """Call this once the client leaves before it has its answer; None: nothing any more."""
+        """Call on_left once if the client leaves before its answer is complete; None: stop
+        watching."""
         ...
 
 
 def connection_of(scope: Scope) -> Connection | None:
-    """None for a call that came over no connection."""
+    """The Connection of a call; None if the call came without a connection."""
     connection: Connection | None = scope.get("extensions", {}).get(CONNECTION_EXTENSION)
     return connection

@@ -1,6 +1,7 @@
-"""What clients are told when something goes wrong: OpenAI error objects, never our insides.
+"""What clients are told about errors: OpenAI error objects, without internals.
 
-Every error leaves through `to_api_error`; text is cleaned of paths, addresses and tracebacks there.
+Every error goes through `to_api_error`, which removes paths, addresses and tracebacks from the
+text.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 MAX_VALIDATION_ERRORS = 10
 MAX_MESSAGE_CHARS = 2000
-CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is what logs and metrics show
+CLIENT_CLOSED_REQUEST = 499  # seen only in logs and metrics: the client has left
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -117,7 +118,7 @@ def unavailable(message: str, seconds: float = 1.0) -> ApiError:
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """The answer for any exception; what is nobody's fault but ours says nothing of its cause."""
+    """The answer for any exception. An internal error says nothing about its cause."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ValidationError):
@@ -145,7 +146,7 @@ def to_api_error(error: BaseException) -> ApiError:
         logger.error("engine failed: %s", error)
         return unavailable("the engine failed while this request was running; try again", 5.0)
     if isinstance(error, RequestError) or type(error) is FastDeployError:
-        return ApiError(500, str(error))  # this request alone failed, and the engine says why
+        return ApiError(500, str(error))  # only this request failed; the engine gives the reason
     if isinstance(error, FastDeployError):
         logger.error("request failed: %s", error)
     else:
@@ -157,7 +158,7 @@ def _from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     lines, params = [], []
     for error in errors[:MAX_VALIDATION_ERRORS]:
         cause = error.get("ctx", {}).get("error")
-        if isinstance(cause, InvalidRequest):  # says its field itself
+        if isinstance(cause, InvalidRequest):  # its message names the field
             lines.append(str(cause)[:300])
             params.append(cause.param)
             continue

@@ -1,4 +1,4 @@
-"""Calls an app without a socket: batch files go through the same routes as everybody else."""
+"""Calls an app without a socket, so that batch files use the same routes as HTTP clients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ async def call(app: FastAPI, method: str, path: str, body: Any) -> tuple[int, st
         if not sent:
             sent = True
             return {"type": "http.request", "body": raw, "more_body": False}
-        await asyncio.get_running_loop().create_future()  # the caller stays until it is answered
+        # the caller stays connected until it is answered
+        await asyncio.get_running_loop().create_future()
         return {"type": "http.disconnect"}
 
     async def send(message: Message) -> None:

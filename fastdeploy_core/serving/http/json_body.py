@@ -1,7 +1,7 @@
-"""Strict JSON: what the stock parser lets through and would hurt later is refused here.
+"""Strict JSON: refuses what Python's parser accepts and what would cause errors later.
 
 NaN and Infinity, numbers beyond 64 bit or float range, duplicate keys, lone surrogates, NUL
-characters, deep nesting and anything that is not UTF-8 are all errors of the client.
+characters, deep nesting and anything that is not UTF-8 are errors of the client.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .errors import ApiError
 
 MAX_DEPTH = 96
 MAX_INT_CHARS = 20  # sign and 19 digits hold every 64-bit number
-BIG_BODY_BYTES = 64 * 1024  # parsed in a thread from here on
+BIG_BODY_BYTES = 64 * 1024  # bodies of this size and more are parsed in a thread
 _SUSPECT_ESCAPE = re.compile(rb"\\u(?:[dD][89a-fA-F]|0000)")
-_SUSPECT_NUMBER = re.compile(rb"[0-9](?:[eE]|[0-9]{17})")  # others are within all bounds
+_SUSPECT_NUMBER = re.compile(rb"[0-9](?:[eE]|[0-9]{17})")  # all other numbers are within bounds
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 async def read_model(request: Request, model: type[Model]) -> Model:
-    """The request's body as this model; ApiError or pydantic's ValidationError otherwise."""
+    """The request's body as this model; else ApiError or pydantic's ValidationError."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise ApiError(
@@ -40,12 +40,12 @@ async def read_model(request: Request, model: type[Model]) -> Model:
     else:
         body, unknown = _to_model(raw, model)
     if unknown:
-        request.state.ignored_fields = unknown  # Guard says so in a header
+        request.state.ignored_fields = unknown  # Guard names them in a response header
     return body
 
 
 def _to_model(raw: bytes, model: type[Model]) -> tuple[Model, list[str]]:
-    """The body, and names of fields in it that mean nothing here."""
+    """The body, and the names of its fields that have no effect here."""
     value = parse_json(raw)
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, got {_kind(value)}")
@@ -64,7 +64,7 @@ def _kind(value: Any) -> str:
 
 
 def parse_json(raw: bytes) -> Any:
-    """The value of a JSON document; ApiError 400 naming what is wrong with it."""
+    """The value of a JSON document; ApiError 400 says what is wrong with it."""
     try:
         decoder = _CAREFUL if _SUSPECT_NUMBER.search(raw) else _PLAIN
         value = decoder.decode(raw.decode("utf-8"))
@@ -112,7 +112,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-# The scanner in C calls no function for a number unless it is given one.
+# Without a function for numbers, the C scanner parses them itself.
 _PLAIN = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_without_duplicates)
 _CAREFUL = json.JSONDecoder(
     parse_constant=_refuse_constant,
@@ -123,7 +123,8 @@ _CAREFUL = json.JSONDecoder(
 
 
 def _check_tree(value: Any, check_text: bool) -> None:
-    """Bound the depth; with check_text also look at every string for what UTF-8 cannot carry."""
+    """Check the depth; with check_text also check every string for characters that UTF-8 cannot
+    encode."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH + 1):
         below: list[Any] = []

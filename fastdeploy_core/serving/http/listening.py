@@ -1,4 +1,4 @@
-"""The listening socket, bound before anything slow happens, and its address in words."""
+"""The listening socket, bound before anything slow happens, and its URL."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastdeploy_core.errors import ConfigError
 
 
 def bind_socket(config: ServerConfig) -> socket.socket:
-    """The listening socket, bound before anything slow happens; ConfigError when it cannot be."""
+    """The listening socket, bound before anything slow happens; ConfigError if binding fails."""
     address: str | tuple[str, int]
     if config.uds is not None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -18,8 +18,8 @@ def bind_socket(config: ServerConfig) -> socket.socket:
         _remove_stale(Path(config.uds))
     else:
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        # asyncio turns off Nagle's delay only on sockets that say they are TCP; without it every
-        # small answer on a kept connection waits 40 ms.
+        # asyncio disables Nagle's algorithm only on sockets that declare TCP. With Nagle's
+        # algorithm every small answer on a kept-alive connection would wait 40 ms.
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         where = f"{config.host}:{config.port}"
@@ -39,7 +39,7 @@ def bind_socket(config: ServerConfig) -> socket.socket:
 
 
 def _remove_stale(path: Path) -> None:
-    """Unlink a unix socket that nobody listens on any more."""
+    """Unlink a unix socket that has no listener any more."""
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -50,7 +50,7 @@ def _remove_stale(path: Path) -> None:
 
 
 def url_of(listener: socket.socket, config: ServerConfig) -> str:
-    """Where clients reach the server, as well as it can be known here."""
+    """The URL of the server, as far as it is known here."""
     if config.uds is not None:
         return f"unix:{config.uds}"
     host, port = listener.getsockname()[:2]

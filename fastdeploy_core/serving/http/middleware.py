@@ -1,8 +1,8 @@
-"""The gate every byte passes: request ids, Host, keys, body limits, and an answer for every
-failure.
+"""The middleware that every byte passes: request ids, Host, keys, body limits, and an answer for
+every failure.
 
 Plain ASGI, outermost first: Guard (ids, last-resort errors, access log) -> Hosts -> Keys -> Bodies.
-Decisions look at `scope` only; a URL rebuilt from headers is never consulted.
+Decisions look at `scope` only, never at a URL rebuilt from headers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .errors import ApiError, send_error, to_api_error
 
 logger = logging.getLogger(__name__)
 
-# Probes of the machinery around a server; they say nothing but up or down.
+# Probes of orchestrators; the answers say nothing but up or down.
 OPEN_PATHS = frozenset({"/health/live", "/health/ready"})
-MAX_HEADERS = 100  # their bytes are bounded by the HTTP parser
+MAX_HEADERS = 100  # the HTTP parser bounds their bytes
 _CLIENT_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
 IGNORED_HEADER = b"x-ignored-fields"
@@ -34,7 +34,7 @@ _FIELD_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 
 def shown_id(given: bytes, own: str) -> bytes:
-    """The request id an answer carries: the client's, if it is fit for a header, or ours."""
+    """The request id of an answer: the client's, if it fits into a header, else the server's."""
     text = given.decode("latin-1")
     return (text if _CLIENT_ID.fullmatch(text) else own).encode("ascii")
 
@@ -47,13 +47,14 @@ def _header(scope: Scope, name: bytes) -> bytes | None:
 
 
 def _name_list(names: Sequence[str]) -> bytes:
-    """Names of fields a client sent, as far as they are fit for a header."""
+    """Names of fields that a client sent, as far as they fit into a header."""
     shown = [n if _FIELD_NAME.fullmatch(n) else "?" for n in names[:MAX_NAMES_SHOWN]]
     return ", ".join(shown).encode("ascii")
 
 
 class Guard:
-    """Gives each request our id, echoes the client's, and answers what nobody else caught."""
+    """Gives each request an id, echoes the client's, and answers errors that nothing else
+    caught."""
 
     def __init__(self, app: ASGIApp, observe: Observer | None = None) -> None:
         self.app = app
@@ -88,7 +89,7 @@ class Guard:
         try:
             await self.app(scope, receive, send_with_id)
         except Exception as error:
-            if status:  # the answer has begun; closing the connection is all that is left
+            if status:  # the answer has begun, so the connection can only be closed
                 logger.error("answer broke off", exc_info=error)
                 raise
             await send_error(to_api_error(error), scope, receive, send_with_id)
@@ -100,7 +101,7 @@ class Guard:
 
 
 class Hosts:
-    """Answers only the Host headers of an allow-list, against DNS rebinding."""
+    """Answers only requests whose Host header is on the allow-list, against DNS rebinding."""
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
         self.app = app
@@ -118,7 +119,7 @@ class Hosts:
 
 
 class Keys:
-    """Bearer authentication on every path but OPEN_PATHS, whatever routes exist below."""
+    """Bearer authentication on every path but OPEN_PATHS, independent of the routes that exist."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self.app = app
@@ -142,7 +143,8 @@ class Keys:
         await self.app(scope, receive, send)
 
     def _match(self, header: bytes | None) -> bytes | None:
-        """The digest of the key that was sent, if it is one of ours; always compares with all."""
+        """The digest of the key that was sent, if the server knows it; always compares with all
+        keys."""
         scheme, _, key = (header or b"").partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()
         matched = [hmac.compare_digest(digest, known) for known in self.digests]
@@ -150,7 +152,7 @@ class Keys:
 
 
 class Bodies:
-    """Bounds what a request may carry, while it arrives: headers, body bytes, and time."""
+    """Bounds a request while it arrives: headers, body bytes, and time."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
         self.app = app
@@ -176,8 +178,8 @@ class Bodies:
 
         async def counted() -> Message:
             nonlocal received, complete
-            # Nobody waits for what is there; what follows is http.disconnect, which may be long in
-            # coming.
+            # The whole body is here, so no timer is needed; the next message is http.disconnect,
+            # which may take long.
             if complete or (connection is not None and connection.has_body):
                 message = await receive()
             else:

@@ -1,8 +1,8 @@
-"""HTTP/1.1 for uvicorn, parsed by httptools: bounds on request heads, a short way for streamed
-bodies, and word of clients that leave.
+"""HTTP/1.1 for uvicorn, parsed by httptools: bounds on request heads, a fast path for streamed
+bodies, and notice of clients that leave.
 
-httptools reads in C what uvicorn's other parser reads in Python, but it bounds nothing and leaves
-some things to its caller: see `check_head`.
+httptools parses in C what uvicorn's other parser parses in Python, but it has no bounds and leaves
+some checks to its caller: see `check_head`.
 """
 
 from __future__ import annotations
@@ -24,38 +24,39 @@ from .connection import CONNECTION_EXTENSION
 
 HEAD_TIMEOUT_S = 10.0
 MAX_HEAD_BYTES = 64 * 1024
-UNTIL_CLOSED = sys.maxsize  # the length of a body that ends with its connection
+UNTIL_CLOSED = sys.maxsize  # the length of a body that ends when its connection closes
 
 
 class Cycle(RequestResponseCycle):
-    """One request and its answer; what connection.py calls a Connection."""
+    """One request and its answer; it is the Connection of connection.py."""
 
     _on_left: Callable[[], None] | None = None
 
     @property
     def has_body(self) -> bool:
-        """Whether the whole body of the request has come."""
+        """Whether the request's whole body has arrived."""
         return not self.more_body
 
     def abort(self) -> None:
-        """Close at once; what waits to be sent is lost."""
+        """Close at once; unsent bytes are lost."""
         self.transport.abort()
 
     def write(self, data: bytes) -> bool:
-        """A part of a streamed body, framed as `send` would. True: wait for drain() before more."""
+        """Send a part of a streamed body, framed as `send` would. True: wait for drain() before
+        more."""
         if self.disconnected:
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return self.flow.write_paused
 
     async def drain(self) -> None:
-        """Wait until the client has read enough."""
+        """Wait until the client has read enough for more."""
         await self.flow.drain()
 
     def watch(self, on_left: Callable[[], None] | None) -> None:
-        """Call this when the client leaves before it has its answer; None: nothing any more."""
+        """Call on_left if the client leaves before its answer is complete; None: stop watching."""
         self._on_left = on_left
-        self.flow.resume_reading()  # or nobody would see it leave
+        self.flow.resume_reading()  # a paused reader would not notice that the client leaves
         if self.disconnected and on_left is not None:
             on_left()
 
@@ -67,8 +68,8 @@ class Cycle(RequestResponseCycle):
             self._on_left()
 
     async def send(self, message: Any) -> None:
-        """ASGI, as uvicorn has it; but HTTP/1.0 knows no chunks: the end of the connection is the
-        end of a body that has no declared length."""
+        """ASGI's send, as in uvicorn, with one difference: HTTP/1.0 has no chunks, so a body
+        without declared length ends with its connection."""
         if self.scope["http_version"] == "1.0":
             if message["type"] == "http.response.start":
                 if not any(name == b"content-length" for name, _ in message["headers"]):
@@ -85,15 +86,16 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._open: deque[Cycle] = deque()  # the first is being answered
+        # requests of this connection; the first one is being answered
+        self._open: deque[Cycle] = deque()
         self._head_timer: asyncio.TimerHandle | None = None
         self._is_in_head = False
         self._method = b""
-        self._spare_bytes = 0  # that came since the last complete head or piece of a body
-        self.on_lost: Callable[[], None] | None = None  # for who wants to know
+        self._spare_bytes = 0  # received since the last complete head or piece of a body
+        self.on_lost: Callable[[], None] | None = None  # called when the connection is lost
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client connected; its first request head must come in time."""
+        """A client connected; its first request head must arrive in time."""
         super().connection_made(transport)
         self._start_head_timer()
 
@@ -107,7 +109,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.on_lost()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came: the timer runs while a head is incomplete."""
+        """Bytes arrived; the timer runs while a head is incomplete."""
         self._unset_keepalive_if_required()
         self._spare_bytes += len(data)
         try:
@@ -131,20 +133,20 @@ class GuardedProtocol(HttpToolsProtocol):
             self._feed(self._plain_head() + data[upgrade.args[0] :])
 
     def _plain_head(self) -> bytes:
-        """The head that was just read without its wish for another protocol, at which the parser
-        stops: Java's client asks for HTTP/2 in each request and sends the body all the same, which
-        uvicorn loses (its issue 2722)."""
+        """The head that was just read, without its request to upgrade the protocol, at which the
+        parser stops. Java's client asks for HTTP/2 in each request and sends the body all the same;
+        uvicorn loses that body (its issue 2722)."""
         head = [b"%b %b HTTP/1.1\r\n" % (self._method, self.url)]
         head += [b"%b: %b\r\n" % line for line in self.headers if line[0] != b"upgrade"]
         return b"".join([*head, b"\r\n"])
 
     def _refuse(self) -> None:
         if self._open and self._open[0].response_started:
-            self.transport.close()  # nothing can be said within an answer
+            self.transport.close()  # an answer has begun, so no error can be sent
         else:
             self.send_400_response("Invalid HTTP request received.")
 
-    # What the parser calls.
+    # Callbacks of the parser.
 
     def on_message_begin(self) -> None:
         """A request begins."""
@@ -152,15 +154,15 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_in_head = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header; trailers are nobody's."""
+        """A header; trailers are ignored."""
         if self._is_in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Answer this request, or queue it behind the one that is being answered."""
+        """Answer this request, or queue it after the one that is being answered."""
         self._spare_bytes = 0
         self._method = self.parser.get_method()
-        if self.parser.should_upgrade():  # it comes again
+        if self.parser.should_upgrade():  # the parser calls again, without the upgrade
             return
         self._is_in_head = False
         version = self.parser.get_http_version()
@@ -204,7 +206,7 @@ class GuardedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Called by a cycle: it is the next one's turn, or a new head may come."""
+        """Called by a cycle whose answer is complete: start the next one, or expect a new head."""
         self._open.popleft()
         if not self._open:
             super().on_response_complete()
@@ -226,8 +228,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def check_head(version: str, url: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-    """Refuse what the parser lets through and others on the way may read differently, or not at
-    all."""
+    """Refuse heads that the parser accepts but that other programs on the way may read
+    differently."""
     num_hosts, num_bytes = 0, len(url)
     for name, value in headers:
         num_bytes += len(name) + len(value) + 4

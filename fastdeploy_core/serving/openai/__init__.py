@@ -1,2 +1,1 @@
-"""The OpenAI API: routes, the bodies they accept (schemas/), and how an answer is made and
-shown."""
+"""The OpenAI API: routes, the bodies they accept (schemas/), and how answers are made and shown."""

@@ -1,7 +1,7 @@
-"""From the text of one answer to its parts: thinking, content, tool calls.
+"""Splits the text of an answer into thinking, content and tool calls.
 
-The same pieces go through the same parsers whether the answer is streamed or not; a whole answer is
-the sum of its deltas, so the two cannot differ.
+Streamed and whole answers go through the same parsers piece by piece. A whole answer is the sum of
+its deltas, so the two cannot differ.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastdeploy_core.parsers.answer import TextParser
 
 
 class Answer:
-    """One choice: its text goes in, its parts come out and are kept when wanted."""
+    """One choice: takes its text, returns its parts, and keeps them if wanted."""
 
     def __init__(self, parser: TextParser, max_calls: int | None = None) -> None:
         self._parser = parser
@@ -26,9 +26,9 @@ class Answer:
         self.num_reasoning_tokens = 0
 
     def push(self, text: str, num_tokens: int, finished: bool) -> ParsedDelta:
-        """New text; with `finished` also everything the parser held back."""
+        """Add text; with `finished` the result includes everything that the parser held back."""
         delta = self._parser.push(text) if text else ParsedDelta()
-        # Tokens count as thinking while the text they make is; exact enough for usage.
+        # A token counts as thinking if its delta contains thinking only; exact enough for usage.
         if delta.reasoning and not delta.content:
             self.num_reasoning_tokens += num_tokens
         if finished:
@@ -43,13 +43,13 @@ class Answer:
         return delta
 
     def finish_reason(self, engine_reason: str | None) -> str | None:
-        """OpenAI's reason: an answer that stopped after calling tools ended for them."""
+        """OpenAI's finish reason: `tool_calls` for an answer that stopped after calling tools."""
         if engine_reason == "stop" and self.collected.calls:
             return "tool_calls"
         return engine_reason
 
     def _checked(self, calls: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
-        """Give each call an id when it begins; drop calls beyond the limit."""
+        """Give each call an id when it begins; drop calls above the limit."""
         kept = []
         for call in calls:
             if self._max_calls is not None and call.index >= self._max_calls:
@@ -63,7 +63,7 @@ class Answer:
 
 @dataclass(slots=True)
 class ToolCall:
-    """One call, as far as it is known."""
+    """One tool call, as far as it is known."""
 
     id: str
     name: str = ""
@@ -72,7 +72,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class Collected:
-    """Everything one choice has said so far."""
+    """Everything in one choice so far."""
 
     content: str = ""
     reasoning: str = ""
@@ -88,7 +88,7 @@ class Collected:
             call.arguments += part.arguments
 
     def tool_calls(self) -> list[dict[str, Any]]:
-        """OpenAI's form, in order."""
+        """The calls in OpenAI's form, in order."""
         return [
             {
                 "id": call.id,
@@ -100,7 +100,7 @@ class Collected:
 
 
 def tool_call_deltas(calls: Sequence[ToolCallDelta]) -> list[dict[str, Any]]:
-    """OpenAI's form of parts of calls: id, type and name once, arguments in pieces."""
+    """OpenAI's form of partial calls: id, type and name once, arguments in pieces."""
     shown = []
     for call in calls:
         function: dict[str, Any] = {"arguments": call.arguments}

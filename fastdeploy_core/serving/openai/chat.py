@@ -84,7 +84,7 @@ class ChatJob:
         self._request = request
 
     def _is_short(self) -> bool:
-        """Whether rendering takes no longer than handing it to a thread: a few hundred
+        """Whether rendering takes no longer than passing it to a thread: a few hundred
         microseconds."""
         body = self._body
         given = (body.messages, body.tools, body.documents, self._kwargs)

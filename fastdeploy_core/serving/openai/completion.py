@@ -70,7 +70,7 @@ class CompletionJob:
             wanted["logprobs"] = body.logprobs or 0
         if body.echo and body.logprobs is not None:
             wanted["prompt_logprobs"] = body.logprobs
-        # Nothing is generated for max_tokens=0, but a prompt's own logprobs need one step.
+        # With max_tokens=0 no token is returned, but a prompt's own logprobs need one step.
         wanted["max_tokens"] = max(1, body.max_tokens) if body.max_tokens is not None else None
         sampling = body.sampling(state.default_sampling, **wanted)
         options = request_options(state, body, self._call)
@@ -80,7 +80,7 @@ class CompletionJob:
             )
             for prompt in self._prompts
         ]
-        # One, as nearly always, needs no task of its own.
+        # The usual single prompt needs no task of its own.
         self._requests = [await making[0]] if len(making) == 1 else await asyncio.gather(*making)
         if body.echo:
             self._prompt_texts = [

@@ -1,8 +1,8 @@
 """Tool calls that a grammar forces: tool_choice `required` or a named function.
 
-A named function's answer is its arguments; a required one is a JSON array of {"name",
+The answer of a named function is its arguments; a required call is a JSON array of {"name",
 "parameters"}. The scanner passes arguments on character by character while they arrive, so a stream
-shows them as they are written and ends with exactly the same text as a whole answer.
+shows them as they are written and ends with the same text as a whole answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.parsers.answer import TextParser
 from fastdeploy_core.types import StructuredOutputsParams
 
-MAX_FORCED_CALLS = 16  # so that a model that cannot stop calling comes to an end
+MAX_FORCED_CALLS = 16  # ends the answer of a model that would go on calling
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _SHARED = ("$defs", "definitions")
 
@@ -56,14 +56,14 @@ def _parameters(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def reader(name: str | None, required: bool) -> Callable[[list[Any]], TextParser] | None:
-    """What reads the answer to a forced choice; None where no choice is forced."""
+    """The reader of the answer to a forced choice; None if no choice is forced."""
     if name is not None:
         return lambda tools: NamedCall(name)
     return (lambda tools: RequiredCalls()) if required else None
 
 
 class NamedCall:
-    """All text is the arguments of one function."""
+    """All text of the answer is the arguments of one function."""
 
     def __init__(self, name: str) -> None:
         self._name: str | None = name
@@ -85,7 +85,7 @@ class RequiredCalls:
     """An array of calls, passed on while it arrives."""
 
     def __init__(self) -> None:
-        self._depth = 0  # of brackets; a call is at 2, its parameters at 3 and below
+        self._depth = 0  # of brackets: a call is at 2, its parameters at 3 and deeper
         self._in_string = False
         self._escaped = False
         self._string: list[str] = []  # the string being read, quotes included
@@ -102,7 +102,7 @@ class RequiredCalls:
         return ParsedDelta(tool_calls=self._calls)
 
     def finish(self) -> ParsedDelta:
-        """The text has ended; what was cut off stays as it is."""
+        """The text has ended; a call that was cut off stays incomplete."""
         return ParsedDelta()
 
     def _take(self, char: str) -> None:

@@ -1,4 +1,4 @@
-"""From an engine request to its outputs as they come; leaving early aborts the request."""
+"""Runs one engine request and yields its outputs; closing the generator aborts the request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def run(
     visible_tokens: Sequence[str] = (),
     chunk_tokens: int = 1,
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Outputs of one request, each holding what is new, as Engine.generate. Close the generator to
+    """Outputs of one request, each with what is new, as Engine.generate. Close the generator to
     abort."""
     state.outputs.add(request, visible_tokens=visible_tokens)
     deltas: Any = state.engine.generate(request, chunk_tokens)
@@ -78,7 +78,7 @@ def _log(request: Request, timer: RequestTimer) -> None:
 
 
 def failure(message: str, error_type: str) -> FastDeployError:
-    """The exception an engine names in an output's error_type."""
+    """The exception that the engine names in an output's error_type."""
     kind = getattr(errors, error_type, None)
     if isinstance(kind, type) and issubclass(kind, FastDeployError):
         return kind(message)

@@ -1,4 +1,5 @@
-"""Log-probabilities as OpenAI's two APIs and vLLM show them. No value leaves as NaN or infinity."""
+"""Log-probabilities in the forms of OpenAI's two APIs and of vLLM. NaN and infinity are never
+sent."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 from fastdeploy_core.tokenizer import Tokenizer
 from fastdeploy_core.types import Logprob
 
-LOWEST = -9999.0  # what OpenAI shows for a token that cannot happen
+LOWEST = -9999.0  # OpenAI's value for an impossible token
 
 Position = dict[int, Logprob]
 
@@ -20,7 +21,7 @@ def finite(value: float) -> float:
 
 
 class TokenNames:
-    """How a token is written in answers: its text, its bytes when it is no text, or its id."""
+    """How a token is written in answers: as text, as bytes when it is no text, or as its id."""
 
     def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
         self._tokenizer = tokenizer
@@ -43,7 +44,7 @@ class TokenNames:
 
 
 def best(position: Position, count: int) -> list[tuple[int, Logprob]]:
-    """The `count` most likely tokens of a position, best first; all of them for -1."""
+    """The `count` most likely tokens of a position, best first; -1: all of them."""
     ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
     if count < 0:
         return ranked
@@ -73,7 +74,7 @@ def chat_logprobs(
 
 
 class CompletionLogprobs:
-    """`logprobs` of a text completion; offsets go on from one delta to the next."""
+    """`logprobs` of a text completion; offsets continue from one delta to the next."""
 
     def __init__(self, top: int, names: TokenNames, offset: int = 0) -> None:
         self._top = top

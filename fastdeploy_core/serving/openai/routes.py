@@ -1,4 +1,4 @@
-"""The OpenAI routes: chat, completions, models; and tokenize and detokenize beside them."""
+"""The OpenAI routes (chat, completions, models), and tokenize and detokenize."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MAX_TIMEOUT_S = 1e6
 
 
 def _body_of(model: type[BaseModel]) -> dict[str, Any]:
-    """The OpenAPI entry of a body that is read by read_model, which FastAPI knows nothing of."""
+    """The OpenAPI entry of a body that read_model parses, since FastAPI does not see it."""
     schema = {"$ref": _REF.format(model=model.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
@@ -106,7 +106,7 @@ def openai_router(state: ServerState) -> APIRouter:
 
 
 def _call(http: Request) -> Call:
-    """What the connection says about a call: our id, whose it is, how long it may take."""
+    """What the connection says about a call: its request id, its tenant, its time limit."""
     timeout_s = None
     given = http.headers.get(TIMEOUT_HEADER)
     if given is not None:

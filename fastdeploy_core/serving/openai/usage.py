@@ -1,4 +1,4 @@
-"""Token counts of a call, and the request options every call takes from body and server alike."""
+"""Token counts of a call, and the request options that body and server set together."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class Usage:
         self.num_prompt_tokens = num_prompt_tokens
         self.num_completion_tokens = 0
         self.num_reasoning_tokens = 0
-        self._cached: dict[str, int] = {}  # by request, because each output repeats its own
-        self._drafts: dict[str, SpeculateMetrics] = {}  # the same
+        # by request, because each output repeats the request's own number
+        self._cached: dict[str, int] = {}
+        self._drafts: dict[str, SpeculateMetrics] = {}  # by request, for the same reason
 
     def add(self, output: RequestOutput) -> None:
         """New output of one of the call's requests."""
@@ -51,7 +52,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What is known of an API call beside its body."""
+    """What is known of an API call besides its body."""
 
     id: str
     tenant: str = ""
@@ -59,7 +60,8 @@ class Call:
 
 
 def answer_id(kind: str, body: SamplingFields, call: Call) -> str:
-    """The id clients see: made of the id they gave, or of ours. The engine only ever uses ours."""
+    """The id that clients see, made of their own id or of the server's. The engine only uses the
+    server's."""
     prefix = f"{kind}-"
     return prefix + (body.request_id or call.id).removeprefix(prefix)
 

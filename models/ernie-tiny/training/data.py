@@ -9,16 +9,17 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-import chat
-import curriculum
 import numpy as np
 import torch
-from curriculum import Sample
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.data import IterableDataset, get_worker_info
+
+import chat
+import curriculum
+from curriculum import Sample
 
 TARGET, START = 1, 2
 """Flags of a token: the model writes it; a document starts with it."""

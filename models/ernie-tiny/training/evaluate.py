@@ -16,14 +16,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 import chat
 import curriculum
-import torch
 from curriculum import Sample
 from model import ErnieTiny, ModelConfig, load_checkpoint
-from safetensors.torch import load_file
 from tokenizer import FOLDER
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 CAPITAL_CHECKS: tuple[tuple[str, str | None, str], ...] = (
     ("Where is the capital of China?", None, "Beijing"),

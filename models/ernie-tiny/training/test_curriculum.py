@@ -10,13 +10,14 @@ import re
 from random import Random
 from typing import Any
 
+import pytest
+from transformers import AutoTokenizer
+
 import chat
 import curriculum
-import pytest
 from curriculum import Sample, tables, words
 from curriculum.base import split_of
 from tokenizer import FOLDER
-from transformers import AutoTokenizer
 
 UNIQUE = (
     "arithmetic",

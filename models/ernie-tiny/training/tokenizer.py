@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
 import chat
 import curriculum
 from curriculum import words
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 FOLDER = Path(__file__).resolve().parent.parent
 VOCABULARY = 3072

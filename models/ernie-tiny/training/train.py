@@ -18,17 +18,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import curriculum
-import data
 import torch
 import torch.nn.functional as F
-from model import ErnieTiny, Mask, ModelConfig, checkpoint_tensors
-from optimizer import build
 from safetensors.torch import save_file
-from tokenizer import FOLDER, write_json
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+
+import curriculum
+import data
+from model import ErnieTiny, Mask, ModelConfig, checkpoint_tensors
+from optimizer import build
+from tokenizer import FOLDER, write_json
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import msgspec
@@ -39,7 +40,7 @@ class Topic:
         self.changed = threading.Condition(threading.RLock())
         self.tasks: dict[str, Task] = {}
         self.early_aborts: set[str] = set()
-        self.loads: dict[str, InstanceLoad] = {}
+        self.loads: dict[str, tuple[InstanceLoad, float]] = {}
 
 
 class SharedQueue:
@@ -77,23 +78,26 @@ class SharedQueue:
 
     def get_requests(self, capacity: Capacity, timeout_s: float = 0.0) -> list[Request]:
         with self.topic.changed:
-            taken = self._take(capacity.num_requests)
+            taken = self._take(capacity)
             if not taken and timeout_s:
                 self.topic.changed.wait(timeout_s)
-                taken = self._take(capacity.num_requests)
+                taken = self._take(capacity)
             return taken
 
-    def _take(self, number: int) -> list[Request]:
+    def _take(self, capacity: Capacity) -> list[Request]:
         self._sweep()
-        now = time.monotonic()
+        now, num_blocks = time.monotonic(), capacity.num_free_blocks
         waiting = [task for task in self.topic.tasks.values() if task.owner is None]
         waiting.sort(key=lambda task: task.request.priority)
-        for task in waiting[:number]:
+        taken: list[Request] = []
+        for task in waiting[: capacity.num_requests]:
+            num_blocks -= len(task.request.prompt_token_ids) // capacity.block_size + 1
+            if num_blocks < 0:
+                break
             task.owner, task.lease_until_s = self, now + self._config.lease_s
             task.attempt += 1
-        return [
-            msgspec.structs.replace(task.request, attempt=task.attempt) for task in waiting[:number]
-        ]
+            taken.append(msgspec.structs.replace(task.request, attempt=task.attempt))
+        return taken
 
     def _sweep(self) -> None:
         now = time.monotonic()
@@ -160,14 +164,15 @@ class SharedQueue:
 
     def report_load(self, load: InstanceLoad) -> None:
         with self.topic.changed:
-            self.topic.loads[load.instance] = load
+            self.topic.loads[load.instance] = load, time.monotonic()
             for task in self.topic.tasks.values():
                 if task.owner is self:
                     task.lease_until_s = time.monotonic() + self._config.lease_s
 
     def loads(self) -> list[InstanceLoad]:
         with self.topic.changed:
-            return list(self.topic.loads.values())
+            now = time.monotonic()
+            return [replace(load, age_s=now - then) for load, then in self.topic.loads.values()]
 
     def close(self) -> None:
         with self.topic.changed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -92,14 +93,21 @@ class Sleeper(SharedQueue):
     """Takes leases back although their engine reports."""
 
     def report_load(self, load: Any) -> None:
-        self.topic.loads[load.instance] = load
+        pass
+
+
+class Hoarder(SharedQueue):
+    """Hands out what the instance has no blocks for."""
+
+    def _take(self, capacity: Any) -> Any:
+        return super()._take(replace(capacity, num_free_blocks=10**6))
 
 
 class Greedy(SharedQueue):
     """Leaves a request in the queue when it hands it out."""
 
-    def _take(self, number: int) -> Any:
-        taken = super()._take(number)
+    def _take(self, capacity: Any) -> Any:
+        taken = super()._take(capacity)
         for request in taken:
             self.topic.tasks[request.request_id].owner = None
         return taken
@@ -117,6 +125,13 @@ class Boundless(LocalScheduler):
 
     def __init__(self, config: RequestSchedulerConfig) -> None:
         super().__init__(RequestSchedulerConfig(max_size=0, lease_s=config.lease_s))
+
+
+class Believer(LocalScheduler):
+    """Takes the engine's word for how old its report is."""
+
+    def loads(self) -> Any:
+        return [load for load, _ in self._loads.values()]
 
 
 class LastFirst(LocalScheduler):
@@ -138,6 +153,7 @@ class LastFirst(LocalScheduler):
         (Deaf, "test_abort_of_a_waiting_request_keeps_it_from_running"),
         (Deaf, "test_abort_of_a_running_request_reaches_its_engine_once"),
         (Deaf, "test_abort_before_its_request_cancels_it"),
+        (Believer, "test_load_reports_are_seen_with_their_age"),
         (Boundless, "test_full_queue_refuses_one_by_one"),
         (Boundless, "test_request_that_waits_too_long_is_answered"),
     ],
@@ -156,6 +172,7 @@ def test_broken_schedulers_fail(driver: Any, test: str) -> None:
         (UnfencedQueue, "test_what_a_dead_instance_held_is_handed_out_again"),
         (Sleeper, "test_heartbeats_keep_a_lease"),
         (Greedy, "test_two_instances_share_one_queue"),
+        (Hoarder, "test_full_instance_leaves_requests_to_another"),
     ],
 )
 def test_broken_shared_queues_fail(driver: Any, test: str) -> None:

@@ -53,9 +53,8 @@ def main() -> None:
     asked = parser.parse_args()
 
     import torch
-    from fd_cpu.packing import Packed
-
     from fastdeploy import LLM, SamplingParams
+    from fd_cpu.packing import Packed
 
     torch.zeros(1)
     interpreter = anonymous_bytes()

@@ -6,6 +6,10 @@ import time
 
 import numpy as np
 import pytest
+from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
+from fastdeploy_core.contracts.device import DeviceOptions, DeviceQuestion
+from fastdeploy_core.errors import CapabilityError, ConfigError, WorkerError
+from fastdeploy_core.tensor import available
 from fd_cpu import hooks, keeping, kernels
 from fd_cpu.attention import X86Attention
 from fd_cpu.device import X86Device
@@ -14,11 +18,6 @@ from fd_cpu.packing import CODING_ISAS
 from fd_cpu.recording import NativeGraph, RepeatedCall
 from fd_cpu.team import team
 from fd_cpu.topology import processors_of, spread
-
-from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
-from fastdeploy_core.contracts.device import DeviceOptions, DeviceQuestion
-from fastdeploy_core.errors import CapabilityError, ConfigError, WorkerError
-from fastdeploy_core.tensor import available
 
 
 @pytest.fixture

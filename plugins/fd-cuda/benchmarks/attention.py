@@ -26,14 +26,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
+from fastdeploy_core.contracts.device import DeviceOptions
+
 from fd_cuda.attention.gqa import PagedAttention
 from fd_cuda.attention.native_decode import NativeShape
 from fd_cuda.attention.plan import DecodeShape, StreamShape
 from fd_cuda.attention.tuning import Gpu, PrefillShape, Sizes, stream_blocks
 from fd_cuda.device import CudaDevice
-
-from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
-from fastdeploy_core.contracts.device import DeviceOptions
 
 COPY_BYTES_S, MATMUL_FLOPS_S = 4.30e12, 790e12  # measured on one H200
 HEADS = {"16/2 (ERNIE-0.3B)": (16, 2), "20/4 (ERNIE-21B)": (20, 4), "64/8 (ERNIE-300B)": (64, 8),

@@ -19,11 +19,11 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from fastdeploy_core.contracts.moe import RoutingSpec
+
 from fd_cuda.kernels import experts, filtering, linear, norm, routing, sampling
 from fd_cuda.kernels.plans import LIBRARY, Product, choose
 from fd_cuda.kernels.tune import time_s
-
-from fastdeploy_core.contracts.moe import RoutingSpec
 
 ROWS = (1, 8, 16, 64, 256)
 EPS = 1e-5

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from quantized import BY_ROWS, DENSE, DEVICE, DTYPE, guarded, how_many, in_turn_us, prepared
+
 from fd_cuda.kernels import norm, quant_fused, quant_linear
 from fd_cuda.kernels.quant_weights import Weights
-from quantized import BY_ROWS, DENSE, DEVICE, DTYPE, guarded, how_many, in_turn_us, prepared
 
 EPS = 1e-5
 Before = Callable[[Weights | None], Any]  # None: nothing rounds

@@ -16,9 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
-from random_model import SHAPES
-
 from fastdeploy import LLM, SamplingParams
+from random_model import SHAPES
 
 
 def main() -> int:

@@ -65,6 +65,7 @@ def spawn(arguments: list[str], world_size: int, limit_s: float) -> str:
 
 def open_group(rank: int, world_size: int, folder: str) -> tuple[Any, Any]:
     from fastdeploy_core.contracts.device import DeviceOptions
+
     from fastdeploy_testing.drivers import lookup
 
     device = lookup("device", "cuda")(DeviceOptions(index=rank, tensor_library="torch"))
@@ -148,9 +149,9 @@ class _Layer:
         self, device: Any, group: Any, num_experts: int, top_k: int, hidden: int, width: int
     ) -> None:
         import torch
-        from fd_cuda.experts import AllGatherExperts, AllToAllExperts, ByBatchExperts
-
         from fastdeploy_core.contracts.moe import ExpertGroup
+
+        from fd_cuda.experts import AllGatherExperts, AllToAllExperts, ByBatchExperts
 
         self.device, self.group = device, group
         self.num_experts, self.top_k, self.hidden = num_experts, top_k, hidden
@@ -175,9 +176,9 @@ class _Layer:
 
     def measure(self, tokens: int) -> str:
         import torch
-        from fd_cuda.kernels.experts import moe_experts, sum_of_experts
-
         from fastdeploy_core.contracts.moe import ExpertPlan
+
+        from fd_cuda.kernels.experts import moe_experts, sum_of_experts
 
         group, world = self.group, self.group.world_size
         each = tokens // world

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
+from fastdeploy_core.errors import CapabilityError, ConfigError, FastDeployError, WorkerError
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
@@ -24,8 +25,6 @@ from torch.distributed.distributed_c10d import (
     BroadcastOptions,
     ReduceScatterOptions,
 )
-
-from fastdeploy_core.errors import CapabilityError, ConfigError, FastDeployError, WorkerError
 
 from .alive import Ring
 from .device import wait

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import numpy as np
-
     from fastdeploy_core.contracts.device import (
         CapturedGraph,
         Communicator,

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import torch
-
 from fastdeploy_core.contracts.moe import (
     Dispatched,
     ExpertCommunicatorCapabilities,

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
-
 from fastdeploy_core.contracts.device import (
     CapturedGraph,
     Communicator,

@@ -10,7 +10,6 @@ import ctypes
 from typing import TYPE_CHECKING, Final
 
 import torch
-
 from fastdeploy_core.errors import ResourceError
 
 if TYPE_CHECKING:

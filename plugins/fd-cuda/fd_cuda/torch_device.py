@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
-
 from fastdeploy_core.contracts.device import (
     CapturedGraph,
     Communicator,
@@ -26,9 +25,8 @@ from .device import CudaDevice, wait
 from .settings import setting
 
 if TYPE_CHECKING:
-    from torch.cuda import _POOL_HANDLE
-
     from fastdeploy_core.tensor import Tensor
+    from torch.cuda import _POOL_HANDLE
 
 _ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _OLDEST_WITH_BFLOAT16: Final = (8, 0)

@@ -24,6 +24,15 @@ os.environ.setdefault("FD_CUDA_TUNE", "0")
 
 import torch
 from attention_steps import MIXED, Step, gqa, mla
+from fastdeploy_core.contracts.device import DeviceOptions
+from fastdeploy_core.contracts.kv_formats import KV_FORMATS
+from fastdeploy_core.contracts.moe import RoutingSpec
+from fastdeploy_core.contracts.quant_formats import FORMATS
+from launches import copy_plainly, count_launches, never_launched
+from packed_weights import packed
+from ranks_in_turn import RanksInTurn
+
+from fastdeploy_testing.drivers import build_kernel_table, lookup
 from fd_cuda.attention.gqa import PagedAttention
 from fd_cuda.attention.mla import LatentAttention
 from fd_cuda.attention.plan import StreamShape
@@ -49,15 +58,6 @@ from fd_cuda.kernels.quant_persistent import persistent_product
 from fd_cuda.kernels.quant_round import fp8_blocks
 from fd_cuda.kernels.quant_shapes import Few, Pipe, Tile, blocks, persistent
 from fd_cuda.kernels.trellis_native import Rows
-from launches import copy_plainly, count_launches, never_launched
-from packed_weights import packed
-from ranks_in_turn import RanksInTurn
-
-from fastdeploy_core.contracts.device import DeviceOptions
-from fastdeploy_core.contracts.kv_formats import KV_FORMATS
-from fastdeploy_core.contracts.moe import RoutingSpec
-from fastdeploy_core.contracts.quant_formats import FORMATS
-from fastdeploy_testing.drivers import build_kernel_table, lookup
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -8,6 +8,7 @@ from pathlib import Path
 import emulation
 import pytest
 import torch
+
 from fd_cuda.kernels import native
 from fd_cuda.kernels.native import tensor_map
 

@@ -4,6 +4,7 @@ before it starts, so nothing ever waits."""
 from __future__ import annotations
 
 import torch
+
 from fd_cuda import one_shot
 from fd_cuda.one_shot import OneShot
 

@@ -31,6 +31,7 @@ def main() -> int:
     knobs.runtime.interpret = False
     driver.set_active(Architecture(int(sys.argv[1])))
     from attention_steps import compile_cases
+
     from fd_cuda.kernels import rehearsal
 
     threads: list[int] = []

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 from attention_steps import MIXED, Step, gqa, mla
+from fastdeploy_core.contracts.device import DeviceOptions
+
+from fastdeploy_testing.drivers import lookup
 from fd_cuda.attention.gqa import PagedAttention
 from fd_cuda.attention.mla import LatentAttention
-
-from fastdeploy_core.contracts.device import DeviceOptions
-from fastdeploy_testing.drivers import lookup
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from fd_cuda.kernels import linear, native, plans
 from fd_cuda.kernels.plans import LIBRARY, Product
 

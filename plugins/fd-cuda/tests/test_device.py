@@ -15,22 +15,22 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from fastdeploy_core.contracts import Accept, Decline
+from fastdeploy_core.contracts.attention import AttentionQuestion, AttentionSpec
+from fastdeploy_core.contracts.device import DeviceOptions, DeviceQuestion
+from fastdeploy_core.errors import ConfigError
+from ranks_in_turn import RanksInTurn
+
+from fastdeploy_testing.conformance.test_device import DeviceConformance
+from fastdeploy_testing.conformance.test_expert_communicator import (
+    ExpertCommunicatorConformance,
+)
 from fd_cuda import hooks, probe
 from fd_cuda.alive import Ring
 from fd_cuda.device import CudaDevice
 from fd_cuda.failures import is_lost, is_oom
 from fd_cuda.one_shot import BLOCKS
 from fd_cuda.settings import setting
-from ranks_in_turn import RanksInTurn
-
-from fastdeploy_core.contracts import Accept, Decline
-from fastdeploy_core.contracts.attention import AttentionQuestion, AttentionSpec
-from fastdeploy_core.contracts.device import DeviceOptions, DeviceQuestion
-from fastdeploy_core.errors import ConfigError
-from fastdeploy_testing.conformance.test_device import DeviceConformance
-from fastdeploy_testing.conformance.test_expert_communicator import (
-    ExpertCommunicatorConformance,
-)
 
 HAS_GPU = torch.cuda.is_available()
 without_gpu = pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
@@ -157,9 +157,9 @@ def test_wrong_drivers_are_named(tmp_path: Path, code: int, count: int, words: s
 
 
 def test_without_triton_the_plugin_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fd_cuda.kernels import runs_here
-
     from fastdeploy_core.contracts.moe import MoEQuestion, MoESpec, RoutingSpec
+
+    from fd_cuda.kernels import runs_here
 
     found = importlib.util.find_spec
     monkeypatch.setattr(

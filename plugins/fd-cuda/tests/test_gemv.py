@@ -9,6 +9,7 @@ from typing import Any
 import emulation
 import pytest
 import torch
+
 from fd_cuda.kernels import linear, native
 from fd_cuda.kernels.plans import Plan
 

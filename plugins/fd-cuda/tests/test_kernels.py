@@ -75,10 +75,10 @@ class TestMoE(OnCuda, MoEConformance):
     def _backend(
         self, request: pytest.FixtureRequest, device: Any, kernels: Any, dtype: str, routing: Any
     ) -> Any:
-        from fd_cuda.moe import CudaMoE
-
         from fastdeploy_core.contracts.moe import MoESpec
+
         from fastdeploy_testing.conformance.test_moe import HIDDEN, INTERMEDIATE
+        from fd_cuda.moe import CudaMoE
 
         return CudaMoE(MoESpec(routing, HIDDEN, INTERMEDIATE, dtype), device, kernels)
 
@@ -129,9 +129,9 @@ class TestBatchInvariance:
 
 
 def test_draws_equal_the_references() -> None:
-    from fd_cuda.kernels import sampling
-
     from fastdeploy_core.reference.ops import sampling as ops_sampling
+
+    from fd_cuda.kernels import sampling
 
     torch.manual_seed(0)
     for rows, width in ((1, 50), (3, 5000)):
@@ -144,9 +144,9 @@ def test_draws_equal_the_references() -> None:
 
 @pytest.mark.parametrize("width", [7, 600, 5000])
 def test_kept_logits_equal_the_references(width: int) -> None:
-    from fd_cuda.kernels import filtering
-
     from fastdeploy_core.reference.ops import sampling as ops_sampling
+
+    from fd_cuda.kernels import filtering
 
     torch.manual_seed(0)
     for trial, spread in enumerate((1.0, 3.0, 0.1, 8.0)):
@@ -168,9 +168,9 @@ def test_kept_logits_equal_the_references(width: int) -> None:
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_step_state_equals_the_references(width: int, rows: int) -> None:
-    from fd_cuda.kernels import step
-
     from fastdeploy_core.reference.ops import step as ops_step
+
+    from fd_cuda.kernels import step
 
     torch.manual_seed(0)
     slots = torch.tensor([2, 6, 0, 5, 6])[:rows]  # slot 6 is nobody's
@@ -232,9 +232,9 @@ def test_step_state_equals_the_references(width: int, rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 5, 130])
 def test_placed_tokens_equal_the_references(rows: int) -> None:
-    from fd_cuda.kernels import step
-
     from fastdeploy_core.reference.ops import step as ops_step
+
+    from fd_cuda.kernels import step
 
     torch.manual_seed(0)
     positions, room = torch.randint(0, 24, (rows,)), torch.randint(0, 28, (rows,))
@@ -246,9 +246,9 @@ def test_placed_tokens_equal_the_references(rows: int) -> None:
 
 
 def test_histories_equal_the_references() -> None:
-    from fd_cuda.kernels import history
-
     from fastdeploy_core.reference.ops import history as ops_history
+
+    from fd_cuda.kernels import history
 
     torch.manual_seed(0)
     slots = torch.tensor([2, 0, 3, 4])  # slot 4 is nobody's

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from fd_cuda import moe
-from fd_cuda.kernels import experts, many_rows, routing
+from fastdeploy_core.contracts.moe import DividedMoEBackend, MoEBlockBackend, MoESpec, RoutingSpec
 from moe_reference import reference
 
-from fastdeploy_core.contracts.moe import DividedMoEBackend, MoEBlockBackend, MoESpec, RoutingSpec
+from fd_cuda import moe
+from fd_cuda.kernels import experts, many_rows, routing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}

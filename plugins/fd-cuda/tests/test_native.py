@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from fd_cuda.kernels import linear
 from fd_cuda.kernels.plans import LIBRARY, Plan, Product, candidates, fits, read, rule
 
@@ -175,9 +176,9 @@ def test_any_number_of_rows_takes_a_vocabulary_s_kernels() -> None:
 
 @pytest.mark.parametrize("width", [50, 5000, 103424])
 def test_kept_logits_equal_the_references(width: int) -> None:
-    from fd_cuda.kernels import filtering
-
     from fastdeploy_core.reference.ops import sampling as ops_sampling
+
+    from fd_cuda.kernels import filtering
 
     torch.manual_seed(0)
     for trial, spread in enumerate((1.0, 3.0, 0.1, 8.0)):

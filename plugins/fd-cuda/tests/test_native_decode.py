@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 from attention_steps import Step, gqa
+from fastdeploy_core.contracts.device import DeviceOptions
+
+from fastdeploy_testing.drivers import lookup
 from fd_cuda.attention import native_decode
 from fd_cuda.attention.gqa import PagedAttention
 from fd_cuda.attention.native_decode import NativeShape
 from fd_cuda.attention.plan import DecodeShape, StreamShape
 from fd_cuda.attention.tuning import Gpu, Sizes
 from fd_cuda.kernels import native
-
-from fastdeploy_core.contracts.device import DeviceOptions
-from fastdeploy_testing.drivers import lookup
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the kernel itself"),

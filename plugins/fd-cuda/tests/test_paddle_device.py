@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fd_cuda.device import CudaDevice
-from fd_cuda.paddle_device import PaddleCudaDevice
-
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.errors import CapabilityError, ConfigError
 from fastdeploy_core.tensor import load
+
+from fd_cuda.device import CudaDevice
+from fd_cuda.paddle_device import PaddleCudaDevice
 
 pytestmark = pytest.mark.skipif(find_spec("paddle") is None, reason="needs PaddlePaddle")
 

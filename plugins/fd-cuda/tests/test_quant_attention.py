@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 import torch
 from attention_steps import TOLERANCE, Step, gqa
+from fastdeploy_core.contracts.attention import KVScales
+from fastdeploy_core.contracts.device import DeviceOptions
+from fastdeploy_core.contracts.kv_formats import KV_FORMATS
+from quant_emulation import use_kernels
+
+from fastdeploy_testing.drivers import lookup
 from fd_cuda.attention.native_decode import NativeShape
 from fd_cuda.attention.plan import DecodeShape
 from fd_cuda.attention.quantized import QuantizedAttention
 from fd_cuda.attention.tuning import Gpu, Sizes
 from fd_cuda.kernels import native
-from quant_emulation import use_kernels
-
-from fastdeploy_core.contracts.attention import KVScales
-from fastdeploy_core.contracts.device import DeviceOptions
-from fastdeploy_core.contracts.kv_formats import KV_FORMATS
-from fastdeploy_testing.drivers import lookup
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"

@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from packed_weights import packed as packed_on
+from quant_emulation import use_kernels
+from test_quant_native import DEVICE, HAS_GPU, check
+
 from fd_cuda.kernels import quant_blocks, quant_linear, quant_weights
 from fd_cuda.kernels.experts import combined
 from fd_cuda.kernels.quant_layout import FP8_ROWS
@@ -15,9 +19,6 @@ from fd_cuda.kernels.quant_native import Grouping
 from fd_cuda.kernels.quant_round import fp8_blocks
 from fd_cuda.kernels.quant_shapes import MOST_DYNAMIC, Blocks, blocks, blocks_shared
 from fd_cuda.kernels.routing import order_by_expert
-from packed_weights import packed as packed_on
-from quant_emulation import use_kernels
-from test_quant_native import DEVICE, HAS_GPU, check
 
 pytestmark = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, reason="needs g++")
 # Outputs, inputs, dtype, rows of x.

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from fd_cuda.kernels import norm, quant_fused, quant_linear, quant_weights
-from fd_cuda.kernels.quant_round import Seen
 from packed_weights import packed
 from test_kernels import HAS_GPU
+
+from fd_cuda.kernels import norm, quant_fused, quant_linear, quant_weights
+from fd_cuda.kernels.quant_round import Seen
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 EPS = 1e-5

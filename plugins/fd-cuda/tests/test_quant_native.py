@@ -10,6 +10,11 @@ import numpy as np
 import packed_weights
 import pytest
 import torch
+from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quant_emulation import use_kernels
+
 from fd_cuda.kernels import quant_experts, quant_linear, quant_weights
 from fd_cuda.kernels.quant_layout import (
     FP8,
@@ -41,11 +46,6 @@ from fd_cuda.kernels.quant_shapes import (
     tile_shared,
 )
 from fd_cuda.kernels.routing import Order
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from quant_emulation import use_kernels
-
-from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight, QuantFormat
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -266,7 +266,7 @@ def test_published_two_bits(dtype: torch.dtype) -> None:
         "code_zero": zero,
     }
     tensors = {key: torch.from_numpy(value).to(DEVICE) for key, value in held.items()}
-    weight = PackedWeight(QuantFormat("ccq2", "", {}, ""), rows, count, tensors)
+    weight = PackedWeight(packed_weights.CCQ, rows, count, tensors)
     slabs = quant_weights.prepare(weight).slabs
     assert slabs is not None
     own = quant_weights.dequantized(slabs, torch.float32).double().cpu().numpy()

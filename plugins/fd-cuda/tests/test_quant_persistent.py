@@ -8,6 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from fastdeploy_core.contracts.quant_formats import PackedWeight
+from packed_weights import packed as packed_on
+from quant_emulation import use_kernels
+from test_quant_native import DEVICE, HAS_GPU, check, rounded
+
 from fd_cuda.kernels import quant_experts, quant_linear, quant_weights
 from fd_cuda.kernels.experts import combined
 from fd_cuda.kernels.quant_layout import FP8_ROWS, INT4, INT8, INT8_ROWS
@@ -16,11 +21,6 @@ from fd_cuda.kernels.quant_persistent import experts as layer_of
 from fd_cuda.kernels.quant_persistent import in_order, persistent_product
 from fd_cuda.kernels.quant_shapes import MOST_DYNAMIC, Persistent, persistent, persistent_shared
 from fd_cuda.kernels.routing import Order, order_by_expert
-from packed_weights import packed as packed_on
-from quant_emulation import use_kernels
-from test_quant_native import DEVICE, HAS_GPU, check, rounded
-
-from fastdeploy_core.contracts.quant_formats import PackedWeight
 
 pytestmark = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, reason="needs g++")
 # Format, outputs, inputs, group, dtype, rows of x, rows of a tile.

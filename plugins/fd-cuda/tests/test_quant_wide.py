@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
+from quant_emulation import use_kernels
+from test_quant_native import DEVICE, HAS_GPU, Case, check, check_product, packed
+
 from fd_cuda.kernels import quant_weights
 from fd_cuda.kernels.quant_native import Grouping, product
 from fd_cuda.kernels.quant_order import gathered
 from fd_cuda.kernels.quant_shapes import Pipe, Tile, tile_room, tile_shared
 from fd_cuda.kernels.routing import Order
-from quant_emulation import use_kernels
-from test_quant_native import DEVICE, HAS_GPU, Case, check, check_product, packed
-
-from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
 
 pytestmark = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, reason="needs g++")
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.errors import WorkerError
+
 from fastdeploy_testing.drivers import lookup
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

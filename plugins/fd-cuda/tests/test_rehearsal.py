@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import triton
+
 from fd_cuda.kernels import native, rehearsal
 
 

@@ -15,7 +15,7 @@ MAX_MESSAGES = 2048
 MAX_TOOLS = 128
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TOOL_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
-# The original took template switches out of `metadata`; these still work there.
+# FastDeploy 2.x read template switches from `metadata`; these are still read there.
 _METADATA_KWARGS = ("enable_thinking", "thinking_mode")
 
 ToolChoice = Literal["none", "auto", "required"]
@@ -126,7 +126,7 @@ class ChatCompletionRequest(SamplingFields):
         return name
 
     def wants_tools(self) -> bool:
-        """Whether the model is shown tools at all."""
+        """Whether the model sees any tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
     def template_kwargs(self, defaults: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class ChatCompletionRequest(SamplingFields):
         return kwargs
 
     def raw_prompt(self) -> str | list[int] | None:
-        """The prompt where no template is to be used: token ids, or the first message as it is."""
+        """The prompt when no template is used: token ids, or the first message unchanged."""
         if self.prompt_token_ids is not None:
             if not self.prompt_token_ids:
                 raise InvalidRequest("prompt_token_ids must not be empty", param="prompt_token_ids")

@@ -1,8 +1,8 @@
-"""Fields that chat and text completion share, in OpenAI's, vLLM's and the original's spellings.
+"""Fields that chat and text completion share, in OpenAI's, vLLM's and FastDeploy 2.x's spellings.
 
-Unknown fields are ignored, as clients of all three expect, and named in a response header; known
-fields that cannot be honoured are refused with a reason (unsupported.py). Ranges are checked by
-SamplingParams, limits on size here, before any work.
+Unknown fields are ignored, as clients of all three expect, and named in a response header. Known
+fields that cannot be honoured are refused with a reason (unsupported.py). SamplingParams checks
+ranges; limits on size are checked here, before any work.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ MAX_NAME_CHARS = 256
 MAX_CACHE_SALT_CHARS = 128
 MAX_STREAM_INTERVAL = 4096
 
-_SAME_NAME = {  # fields whose default is None: what a call did not give is the model's to say
+# fields whose default is None: without a value in the call, the model's default counts
+_SAME_NAME = {
     "temperature",
     "top_p",
     "top_k",
@@ -59,11 +60,11 @@ class ApiModel(BaseModel):
 
 
 class StreamOptions(ApiModel):
-    """What a stream carries beside text."""
+    """What a stream carries besides text."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
-    include_obfuscation: Literal[False] | None = None  # OpenAI's padding of chunks: never done
+    include_obfuscation: Literal[False] | None = None  # OpenAI's padding of chunks is never sent
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -102,7 +103,7 @@ class StructuredOutputs(ApiModel):
 class SamplingFields(ApiModel):
     """Everything that chat and text completion requests have in common."""
 
-    # Fields that are known and have no attribute here.
+    # Known fields without an attribute of this class.
     also_known: ClassVar[frozenset[str]] = frozenset({*REFUSED, *NO_EFFECT})
 
     model: str | None = Field(default=None, max_length=MAX_NAME_CHARS)
@@ -193,7 +194,8 @@ class SamplingFields(ApiModel):
         return Truncation(self.truncate_prompt_tokens, self.truncation_side or "left")
 
     def chunk_tokens(self, default: int) -> int:
-        """New tokens that a chunk of a stream waits for (vLLM's or the original's spelling)."""
+        """New tokens that each chunk of a stream waits for (vLLM's or FastDeploy 2.x's
+        spelling)."""
         asked = [n for n in (self.stream_interval, self.max_streaming_response_tokens) if n]
         return max(asked, default=default)
 
@@ -204,7 +206,7 @@ class SamplingFields(ApiModel):
         return bool(options.include_usage) or forced, continuous
 
     def constraint(self) -> StructuredOutputsParams | None:
-        """The one constraint on the answer, whichever spelling asked for it."""
+        """The one constraint on the answer, in whichever spelling it was given."""
         found: list[dict[str, Any]] = []
         if self.structured_outputs is not None:
             given = self.structured_outputs.model_dump(by_alias=True, exclude_none=True)
@@ -235,7 +237,8 @@ class SamplingFields(ApiModel):
         return StructuredOutputsParams(**options)
 
     def sampling(self, defaults: Mapping[str, Any], **decided: Any) -> SamplingParams:
-        """Sampling parameters: the request's fields over the model's defaults, then `decided`."""
+        """Sampling parameters: the model's defaults, overridden by the request's fields, then by
+        `decided`."""
         names = self.model_fields_set & _SAME_NAME
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         budget = self.thinking_token_budget

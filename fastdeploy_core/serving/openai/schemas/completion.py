@@ -17,7 +17,7 @@ Prompt = str | list[int]
 class CompletionRequest(SamplingFields):
     """A text completion: one or many prompts, as text or as token ids."""
 
-    prompt: Any = None  # its four shapes are told apart below, with better words than a union has
+    prompt: Any = None  # its four forms are told apart below, with clearer errors than a union's
     suffix: Any = None
     echo: bool | None = None
     best_of: int | None = Field(default=None, ge=1)

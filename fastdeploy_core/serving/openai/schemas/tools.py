@@ -32,7 +32,7 @@ class TokenizeRequest(ApiModel):
         return self
 
     def as_chat(self) -> ChatCompletionRequest:
-        """The conversation as a chat request, checked like one."""
+        """The conversation as a chat request, with the same checks."""
         fields: dict[str, Any] = {
             "messages": self.messages,
             "tools": self.tools,

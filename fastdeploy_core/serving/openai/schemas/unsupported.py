@@ -1,4 +1,4 @@
-"""Request fields that clients know and this server does not honour: refused, or without effect.
+"""Known request fields that this server does not honour: refused, or without effect.
 
 docs/reference/api.md shows these tables; a test compares them.
 """
@@ -13,7 +13,7 @@ from fastdeploy_core.errors import InvalidRequest
 _INTERNAL = "is for servers talking to each other and is not taken from clients"
 _TEXT_ONLY = "is not supported; only text models are served"
 
-# Answered with 400 unless the value asks for what happens anyway.
+# Answered with 400, unless the value asks for what happens anyway.
 REFUSED: dict[str, str] = {
     "audio": _TEXT_ONLY,
     "collect_metrics": "is not supported; see GET /metrics",
@@ -49,7 +49,7 @@ REFUSED: dict[str, str] = {
     "vllm_xargs": "is not supported; use logits_processors_args",
     "web_search_options": "is not supported; give the model a tool",
 }
-# OpenAI's clients send these as a matter of course; answers do not depend on them.
+# OpenAI's clients always send these; answers do not depend on them.
 NO_EFFECT: dict[str, str] = {
     "metadata": "labels of the client; in chat, `enable_thinking` and `thinking_mode` in it go to "
     "the chat template, as FastDeploy 2.x did",
@@ -76,7 +76,7 @@ def refuse_unsupported(body: Mapping[str, Any]) -> None:
         value = body[name]
         if name in _DEFAULTS and value == _DEFAULTS[name]:
             continue
-        # False asks for nothing, unless the default is to do it.
+        # False asks for nothing, unless the default is True.
         if value is None or (value in _HARMLESS and _DEFAULTS.get(name) is not True):
             continue
         raise InvalidRequest(f"{name} {REFUSED[name]}", param=name)

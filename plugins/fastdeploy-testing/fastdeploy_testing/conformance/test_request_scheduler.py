@@ -300,11 +300,18 @@ class RequestSchedulerConformance(Conformance):
         wanted = set(itertools.product((f"r{i}" for i in range(total)), (0, 1)))
         assert Counter(shown) == dict.fromkeys(wanted, 1)
 
-    def test_load_reports_are_seen(self, make: Maker) -> None:
+    def test_load_reports_are_seen_with_their_age(self, make: Maker) -> None:
         scheduler = make(instance="a")
-        scheduler.report_load(InstanceLoad("a", 7, num_running=2, reported_at_s=time.monotonic()))
+        began = time.monotonic()
+        scheduler.report_load(InstanceLoad("a", 7, num_running=2, age_s=1e6))
+        reported = time.monotonic()
+        time.sleep(self.lease_s / 4)
+        least = 0.9 * (time.monotonic() - reported)
         loads = scheduler.loads()
         assert [(x.instance, x.epoch, x.num_running) for x in loads] == [("a", 7, 2)]
+        assert least <= loads[0].age_s <= 1.1 * (time.monotonic() - began), (
+            "the scheduler tells the age of a report by its own clock"
+        )
 
     @pytest.mark.capability("leases")
     def test_what_a_dead_instance_held_is_handed_out_again(self, driver: Any, make: Maker) -> None:
@@ -373,6 +380,15 @@ class RequestSchedulerConformance(Conformance):
             last = time.monotonic()
             assert scheduler.get_requests(PLENTY, 0.0) == [], "a lease ended despite heartbeats"
             time.sleep(self.lease_s / 20)
+
+    @pytest.mark.capability("shared_queue")
+    def test_full_instance_leaves_requests_to_another(self, driver: Any, make: Maker) -> None:
+        if not driver.capabilities.shared_queue:
+            pytest.skip("capabilities.shared_queue is False")
+        front, full, free = (make(instance=name) for name in ("front", "full", "free"))
+        front.put_requests([request("r", tokens=100)])
+        assert full.get_requests(Capacity(8, 1, 64, 10**9), 0.1) == []
+        assert [r.request_id for r in self.take(free, 1, Capacity(8, 2, 64, 10**9))] == ["r"]
 
     @pytest.mark.capability("shared_queue")
     def test_two_instances_share_one_queue(self, driver: Any, make: Maker) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-
 from fastdeploy_core.contracts.device import CapturedGraph, DeviceLimits, DeviceOptions
 from fastdeploy_core.devices.host_device import MAX_TENSOR_PARALLEL, HostDevice
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-
 from fastdeploy_core.contracts.quant_formats import PackedWeight
 
 from .packing import Packed, pack, pack_integers, pack_trellis

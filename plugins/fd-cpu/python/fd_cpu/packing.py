@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
 from fastdeploy_core.errors import CapabilityError
 
 from .team import address, team

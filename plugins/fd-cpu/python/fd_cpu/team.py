@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-
 from fastdeploy_core.errors import ConfigError, WorkerError
 
 from .recording import Recording

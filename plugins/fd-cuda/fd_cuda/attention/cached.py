@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-
 from fastdeploy_core.errors import CapabilityError
+
 from fd_cuda.device import CONTRACT
 from fd_cuda.settings import is_batch_invariant
 
@@ -18,10 +18,9 @@ from .plan import DecodeShape, decode_items, latent_items, prefill_tiles, split_
 from .tuning import Gpu, Sizes
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
     from fastdeploy_core.contracts.device import DeviceBackend
+    from torch import Tensor
 
 # Rows of a batch that feed at most so many tokens are split by keys, not tiled by tokens.
 SHORT = 8

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
+from fastdeploy_core.errors import CapabilityError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fastdeploy_core.errors import CapabilityError
 from fd_cuda.device import CONTRACT
 from fd_cuda.kernels.common import cdiv, pad2
 from fd_cuda.kernels.common import options as launch_options
@@ -40,8 +40,6 @@ from .rope import rotate_and_write
 from .tuning import Gpu, PrefillShape, Sizes
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from fastdeploy_core.contracts.attention import (
         AttentionBatch,
         AttentionSpec,
@@ -50,6 +48,7 @@ if TYPE_CHECKING:
     )
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
+    from torch import Tensor
 
 _ROPE_ROWS, _CLEARED_ROWS = 16, 16
 # Keys per tile of the cached prefix: no more than a common block holds.

@@ -12,11 +12,10 @@ from .latent import latent_attention
 from .plan import ITEM, DecodeShape
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from fastdeploy_core.contracts.attention import AttentionSpec, KVScales
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
+    from torch import Tensor
 
 # Rows of the kernel's matrix (tokens times heads) at most: its accumulator is wide.
 _MAX_ROWS = 64

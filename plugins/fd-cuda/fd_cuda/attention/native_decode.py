@@ -17,9 +17,8 @@ from fd_cuda.kernels import native
 from .plan import DecodeShape, StreamShape
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec, HeadNorms
+    from torch import Tensor
 
 WIDTH: Final = 128
 MAX_COLUMNS: Final = 32

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastdeploy_core.contracts.kv_formats import KV_FORMATS
+
 from fd_cuda.kernels.common import options as launch_options
 from fd_cuda.kernels.common import pad2
 
@@ -19,11 +20,10 @@ from .quantized_native import QuantizedDecode, Splits
 from .question import MAX_ROWS
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec, KVScales
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
+    from torch import Tensor
 
 _PROMPT_KEYS = 64  # keys per tile of prompts
 _PROMPT_ROWS = 64  # tokens times heads of a group

@@ -13,9 +13,8 @@ from .native_decode import NativeDecode, NativeShape
 from .plan import decode_items, split_parts
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
+    from torch import Tensor
 
     from .tuning import Sizes
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Final
 
 import torch
-
 from fastdeploy_core.errors import ConfigError
+
 from fd_cuda.settings import setting
 
 from . import native

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
-
 from fastdeploy_core.contracts.kv_formats import KV_FORMATS, KVFormat
 
 from .common import join_chain, options, pad2

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-
 from fastdeploy_core.errors import PluginError
+
 from fd_cuda.kernels import rehearsal
 from fd_cuda.kernels.common import INTERPRETED, has_pdl
 from fd_cuda.settings import setting
