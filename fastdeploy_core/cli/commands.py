@@ -103,7 +103,7 @@ def _missing(rows: Mapping[str, str]) -> dict[str, str]:
 
     own, installs = summaries(), {n: f"pip install {d}" for n, d in _known().items()}
     return {
-        name: f"{own[name]}: {install}" if name in own else install
+        name: f"{own[name]} ({install})" if name in own else install
         for name, install in installs.items()
         if name not in rows
     }

@@ -94,11 +94,6 @@ from fastdeploy_testing.check import main as check_plugin
 from fastdeploy_testing.fakes import FaultyDevice, NullDevice
 from fastdeploy_testing.new import main as new_plugin
 
-commands: list[Command] = [
-    check_plugin,
-    new_plugin,
-]
-
 kv_transports: list[Callable[[TransportOptions], KVTransport]] = [
     SharedMemoryTransport,
 ]
@@ -198,6 +193,8 @@ grammars: list[Callable[[str, int, list[int]], GrammarBackend]] = [
 ]
 commands: list[Command] = [
     bench,
+    check_plugin,
+    new_plugin,
 ]
 logits_processors: list[Callable[[ProcessorContext], LogitsProcessor]] = [
     LogitBiasLogitsProcessor,

@@ -125,7 +125,7 @@ def test_the_core_alone_says_what_installs_the_kit(
 
 def test_help_of_the_core_alone_names_commands_for_authors(user: Stranger) -> None:
     words = user.fastdeploy("plugins", "--help").stdout
-    assert "run the conformance kit against a driver: pip install fastdeploy-testing" in words
+    assert "run the conformance kit against a driver (pip install fastdeploy-testing)" in words
 
 
 def test_core_comes_from_its_wheel(stranger: Stranger) -> None:
