@@ -1,6 +1,6 @@
-"""What the internal formats mean: dequantization, and activations as the products see them.
+"""The meaning of the internal formats: dequantization, and activations as the products see them.
 
-The living definition of contracts/quant_formats.py in plain tensor code, on any device.
+The reference definition of contracts/quant_formats.py in plain tensor code, on any device.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ _INT4_FORMATS = frozenset(("wint4", "wint4_zp", "w4a8", "w4a8_static"))
 INT4_OFFSET = 8
 INT8_BOUND = 127.0
 FP8_BOUND = 448.0
-# Below any scale that means something; keeps rows of zeros from dividing by zero.
+# Below every meaningful scale; prevents division by zero for rows of zeros.
 TINY = 1e-12
 
 
 def spread(scale: Tensor, count: int, group_size: int) -> Tensor:
-    """[..., N, G] to [..., N, count] by group; [..., N, 1] stays as it is, it broadcasts."""
+    """[..., N, G] to [..., N, count] by group; [..., N, 1] stays as it is, because it
+    broadcasts."""
     if scale.shape[-1] == 1:
         return scale
     xp = namespace(scale)
-    # To float32 first: not every library repeats half floats.
+    # To float32 first, because not every library repeats half floats.
     return xp.repeat_interleave(scale.float(), group_size, -1)[..., :count]
 
 
@@ -66,8 +67,7 @@ def dequantize_block_fp8(weight: PackedWeight) -> Tensor:
 
 
 def activate_int8(x: Tensor, weight: PackedWeight) -> Tensor:
-    """x [T, K] rounded to int8 times a scale: of the layer where there is one, else of the
-    token."""
+    """x [T, K] rounded to int8 times a scale: the layer's if it has one, else one per token."""
     wide = x.float()
     scale = weight.tensors.get("input_scale")
     if scale is None:
@@ -76,13 +76,14 @@ def activate_int8(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def round_fp8(x: Tensor) -> Tensor:
-    """x rounded to float8_e4m3fn, still float32; what lies beyond is cut to the largest."""
+    """x rounded to float8_e4m3fn, still float32; larger magnitudes become the largest finite
+    one."""
     xp = namespace(x)
     return x.clamp(-FP8_BOUND, FP8_BOUND).to(xp.float8_e4m3fn).float()
 
 
 def activate_fp8(x: Tensor, weight: PackedWeight) -> Tensor:
-    """x [T, K] rounded to fp8 times a scale: of the layer where there is one, else of the token."""
+    """x [T, K] rounded to fp8 times a scale: the layer's if it has one, else one per token."""
     wide = x.float()
     scale = weight.tensors.get("input_scale")
     if scale is None:
@@ -91,7 +92,7 @@ def activate_fp8(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def activate_block_fp8(x: Tensor, weight: PackedWeight) -> Tensor:
-    """x [T, K] rounded to fp8 times a scale of each token and 128 inputs."""
+    """x [T, K] rounded to fp8 times a scale per token and 128 inputs."""
     xp = namespace(x)
     wide = x.float()
     tokens, count = wide.shape

@@ -1,4 +1,4 @@
-"""Small integers in larger ones: the internal packing, and those of GPTQ, AWQ and
+"""Packs small integers into larger ones: the internal packing, and those of GPTQ, AWQ and
 compressed-tensors."""
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def unpack_int4(packed: Tensor, count: int) -> Tensor:
 def unpack_int32(packed: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
     """[..., n] int32 to [..., n * 32 / bits] uint8, lowest bits first.
 
-    `order` says for each place in the integer, lowest first, which value it holds.
+    `order` names the value of each place in the integer, lowest first.
     """
     xp = namespace(packed)
     shifts = xp.arange(0, 32, bits, dtype=xp.int32, device=_device(packed))
-    # The shift keeps the sign, the mask takes it off again.
+    # The shift keeps the sign; the mask removes it.
     wide = xp.bitwise_and(xp.right_shift(packed.unsqueeze(-1), shifts), (1 << bits) - 1)
     if order is not None:
         place = [order.index(n) for n in range(len(order))]

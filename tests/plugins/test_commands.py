@@ -1,4 +1,5 @@
-"""Commands of plugins, as real wheels: found by name, imported when called, harmless when broken."""
+"""Commands of plugins, as real wheels: found by name, imported when called, harmless when
+broken."""
 
 from __future__ import annotations
 
