@@ -12,13 +12,14 @@ per second, ratios are taken within a round.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import random
 import statistics
 import time
 from pathlib import Path
+
+from figures import add_json_option, print_figures
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -33,7 +34,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print one JSON line as well")
+    add_json_option(parser)
     return parser.parse_args()
 
 
@@ -152,8 +153,9 @@ def report(options: argparse.Namespace, useful: int, seconds: dict[str, list[flo
             f"{name:28} {statistics.median(rates):10.1f} {min(rates):9.1f} {max(rates):9.1f}   "
             f"{tail}"
         )
-    if options.json:
-        print(json.dumps({"useful_tokens": useful, "seconds": seconds}))
+    print_figures(
+        options, {f"{name}, tokens/s": [useful / s for s in v] for name, v in seconds.items()}
+    )
 
 
 if __name__ == "__main__":

@@ -12,15 +12,17 @@ rounds. The device answers at once, so wall time is what would have to hide behi
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from figures import add_json_option, print_figures
 
 from fastdeploy_core.config import BatchConfig, CacheConfig, DeviceConfig, EngineConfig, ModelConfig
 from fastdeploy_core.engine.client import LocalEngine
@@ -28,9 +30,10 @@ from fastdeploy_core.engine.processes import wire
 from fastdeploy_core.engine.processes.supervisor import Listener, Supervisor
 from fastdeploy_core.errors import FastDeployError
 from fastdeploy_core.plugins.resolve import resolve
-from fastdeploy_core.testing.fakes import null_hf_config
+from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.types import Request, SamplingParams, TokenDeltas
 from fastdeploy_core.types.engine import EngineInfo
+from fastdeploy_testing.fakes import null_hf_config
 
 PROMPT = 32
 WARM_STEPS = 30
@@ -47,7 +50,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--no-overlap", action="store_true")
-    parser.add_argument("--json", action="store_true", help="print one JSON line as well")
+    add_json_option(parser)
     return parser.parse_args()
 
 
@@ -158,7 +161,9 @@ class EngineInProcess:
 
     def __init__(self, config: EngineConfig) -> None:
         self.client = Client()
-        self.supervisor = Supervisor(config, resolve(config), self.client)
+        resolved: Future[ResolvedPlugins] = Future()
+        resolved.set_result(resolve(config))
+        self.supervisor = Supervisor(config, resolved, self.client)
         self.supervisor.start()
         self.client.ready.wait()
         if self.client.error is not None:
@@ -217,8 +222,15 @@ def main() -> None:
             f"{statistics.median(v):.3f} ({min(v):.3f} to {max(v):.3f})" for v in measured.values()
         ]
         print(f"{batch:>5} " + " ".join(f"{cell:>24}" for cell in cells))
-    if options.json:
-        print(json.dumps(columns))
+    names = {"core": "core, wall", "process": "process, wall", "processor": "process, processor"}
+    print_figures(
+        options,
+        {
+            f"batch {batch}: {names[column]}, ms": values
+            for batch, measured in columns.items()
+            for column, values in measured.items()
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import json
 import pstats
 import statistics
 import time
@@ -26,15 +25,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from figures import add_json_option, print_figures
 
 from fastdeploy_core.config.arguments import build_engine_config
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.engine.client import LocalEngine
 from fastdeploy_core.engine.selection import resolve_plugins
-from fastdeploy_core.testing.capturing import CapturingDevice, OnCapturingDevice
 from fastdeploy_core.types import Request, SamplingParams, TokenDeltas
 from fastdeploy_core.worker import model_runner
 from fastdeploy_core.worker import worker as worker_module
+from fastdeploy_testing.capturing import CapturingDevice, OnCapturingDevice
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT, WARM_STEPS = 16, 12
@@ -53,7 +53,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default=str(ROOT / "models" / "ernie-tiny"))
     parser.add_argument("--tensor-library", default="torch")
     parser.add_argument("--profile", choices=("step", "answer"), help="print where the time goes")
-    parser.add_argument("--json", action="store_true", help="print one JSON line as well")
+    add_json_option(parser)
     return parser.parse_args()
 
 
@@ -116,10 +116,16 @@ def forget_the_model(worker: Any) -> None:
     """Steps with prompts, which are not recorded on a processor, compute nothing either."""
     model, xp = worker._runner._model, worker.device.xp
     config = worker.config.model.hf_config
-    sizes = {"forward": config["hidden_size"], "compute_logits": config["vocab_size"]}
-    for name, size in sizes.items():
-        nothing = xp.zeros((4096, size), dtype=xp.float32, device=worker.device.device)
-        setattr(model, name, lambda x, *others, nothing=nothing: nothing[: x.shape[0]])
+    hidden, logits = (
+        xp.zeros((4096, config[size]), dtype=xp.float32, device=worker.device.device)
+        for size in ("hidden_size", "vocab_size")
+    )
+
+    def forward(input_ids: Any, positions: Any, context: Any) -> Any:
+        return hidden[: (input_ids if context.rows is None else context.rows).shape[0]]
+
+    model.forward = forward
+    model.compute_logits = lambda x: logits[: x.shape[0]]
     speculation = worker._runner._speculation
     if speculation is not None and not speculation.reads_history:
         drafts = xp.zeros((4096, 32), dtype=xp.int64, device=worker.device.device)
@@ -275,8 +281,14 @@ def main() -> None:
         if options.profile:
             show_profile(engine, options, name)
         engine.close()
-    if options.json:
-        print(json.dumps(rows))
+    print_figures(
+        options,
+        {
+            f"{name}: {column}, us": values
+            for name, found in rows.items()
+            for column, values in found.items()
+        },
+    )
 
 
 if __name__ == "__main__":

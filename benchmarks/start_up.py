@@ -26,6 +26,8 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from figures import add_json_option, print_figures
+
 LIMIT_S = 600.0
 POLL_S = 0.01
 SETTLE_S = 5.0  # from the last answer until a server counts as idle
@@ -50,6 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--idle", type=float, default=0.0, help="seconds without requests")
     parser.add_argument("--quiet", action="store_true", help="no log lines")
     parser.add_argument("--show-each", action="store_true", help="log lines of every round")
+    add_json_option(parser)
     own, _, serve = " ".join(["", *sys.argv[1:]]).partition(" -- ")
     options = parser.parse_args(own.split())
     options.serve = serve.split()
@@ -172,6 +175,7 @@ def main() -> None:
         if options.idle:
             share = 100 * idle_s / options.idle
             print(f"  idle for {options.idle:g} s: {idle_s:.2f} s of processor time, {share:.2f} %")
+            result["idle_s"] = idle_s
         if options.show_each or (number + 1 == options.rounds and not options.quiet):
             start.show()
     for step, times in steps.items():
@@ -183,6 +187,13 @@ def main() -> None:
         f"{rounds[0]['ready_s']:.2f} s), {median['processor_s']:.1f} s of processor time; "
         f"{os.cpu_count()} cores, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
     )
+    names = {
+        "ready_s": "ready, s",
+        "first_token_s": "first token, s",
+        "processor_s": "processor time of all processes, s",
+        "idle_s": "processor time while idle, s",
+    }
+    print_figures(options, {names[name]: [result[name] for result in rounds] for name in rounds[0]})
 
 
 if __name__ == "__main__":

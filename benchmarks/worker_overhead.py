@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from figures import add_json_option, print_figures
 
 from fastdeploy_core.config.arguments import build_engine_config
 from fastdeploy_core.models.shapes import read_shapes
 from fastdeploy_core.plugins.resolve import resolve
-from fastdeploy_core.testing.capturing import OnCapturingDevice
 from fastdeploy_core.types import BatchRows, NewSequence, SamplingParams, SchedulerOutput
 from fastdeploy_core.worker.worker import Worker
+from fastdeploy_testing.capturing import OnCapturingDevice
 
 BLOCK_SIZE, PROMPT, LONGEST = 64, 16, 2048
 MODEL = {
@@ -118,12 +119,14 @@ def main() -> None:
     parser.add_argument("--tensor-library", default="torch")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--runs", type=int, default=5)
+    add_json_option(parser)
     asked = parser.parse_args()
     print(
         f"{asked.tensor_library}, {os.cpu_count()} cores, median of {asked.runs} runs of "
         f"{asked.steps} steps"
     )
     print(f"{'rows':>5} {'launch':>8} {'read':>8} {'sum':>8}   microseconds per step")
+    figures: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for batch in (1, 32, 256):
             runs = [
@@ -132,6 +135,10 @@ def main() -> None:
             ]
             launch, read = (statistics.median(run[i] for run in runs) for i in range(2))
             print(f"{batch:>5} {launch:>8.1f} {read:>8.1f} {launch + read:>8.1f}")
+            figures[f"{batch} rows: launch, us"] = [run[0] for run in runs]
+            figures[f"{batch} rows: read, us"] = [run[1] for run in runs]
+            figures[f"{batch} rows: sum, us"] = [sum(run) for run in runs]
+    print_figures(asked, figures)
 
 
 if __name__ == "__main__":
