@@ -63,9 +63,8 @@ def load_model(
     communicator: Communicator | None,
     load_driver: LoadDriver,
 ) -> LoadedModel:
-    """Build and load the model. `load_driver(kind, name)` returns a driver class; an empty name
-    means the one that negotiation chose. ConfigError, UnsupportedModel or WeightError say what is
-    wrong."""
+    """Build and load the model. `load_driver(kind, name)` returns a driver class; an empty name is
+    the chosen one. ConfigError, UnsupportedModel or WeightError say what is wrong."""
     limits = device.limits
     model_config, report = fit_dtype(config.model, limits.dtypes, limits.preferred_dtype)
     hf_config = model_config.hf_config
