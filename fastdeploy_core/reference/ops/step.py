@@ -75,7 +75,7 @@ def place_tokens(
 
 def finish_decode(
     slots: Tensor,
-    sampled: Tensor,
+    drawn: Tensor,
     marked: Tensor,
     peaks: Tensor | None,
     drafts: Tensor,
@@ -92,11 +92,11 @@ def finish_decode(
     if peaks is not None:
         marked = mark_broken(marked, peaks, None)
     marked = marked.view([num_rows, width])
-    accepted = _count_accepted(slots, sampled.view([num_rows, width]), marked, drafts, num_drafts)
+    accepted = _count_accepted(slots, drawn.view([num_rows, width]), marked, drafts, num_drafts)
     is_row = (slots < num_computed.shape[0] - 1).to(xp.int64)
     start = xp.index_select(num_computed, 0, slots)
     last = xp.arange(num_rows, dtype=xp.int64, device=slots.device) * width + accepted
-    token = xp.index_select(sampled, 0, last)
+    token = xp.index_select(drawn, 0, last)
     # Padding rows all name the last slot; each writes the value that the slot has already.
     xp.index_copy_(newest, 0, slots, token * is_row)
     xp.index_copy_(num_computed, 0, slots, (start + 1 + accepted) * is_row)
@@ -119,16 +119,16 @@ def keep_results(slots: Tensor, results: Tensor, num_computed: Tensor, kept: Ten
 
 
 def _count_accepted(
-    slots: Tensor, sampled: Tensor, marked: Tensor, drafts: Tensor, num_drafts: Tensor
+    slots: Tensor, drawn: Tensor, marked: Tensor, drafts: Tensor, num_drafts: Tensor
 ) -> Tensor:
     """Leading drafts of each row that equal the sampled token and are followed by a valid one."""
     xp = namespace(slots)
-    width = sampled.shape[1] - 1
+    width = drawn.shape[1] - 1
     if not width:
-        return xp.zeros([sampled.shape[0]], dtype=xp.int64, device=slots.device)
+        return xp.zeros([drawn.shape[0]], dtype=xp.int64, device=slots.device)
     fed = xp.index_select(drafts, 0, slots)[:, :width]
     nth = xp.arange(width, dtype=xp.int64, device=slots.device).unsqueeze(0)
-    is_right = (sampled[:, :width] == fed) & (marked[:, 1:] >= 0)
+    is_right = (drawn[:, :width] == fed) & (marked[:, 1:] >= 0)
     is_right = is_right & (nth < xp.index_select(num_drafts, 0, slots).unsqueeze(1))
     return (xp.cumsum(1 - is_right.to(xp.int64), 1) == 0).to(xp.int64).sum(dim=1)
 
@@ -181,11 +181,11 @@ def _post(values: Tensor, post: Post | None) -> None:
     xp.index_copy_(box, 0, place, page)
 
 
-def mark_broken(sampled: Tensor, peaks: Tensor, possible: Tensor | None) -> Tensor:
+def mark_broken(drawn: Tensor, peaks: Tensor, possible: Tensor | None) -> Tensor:
     """The sampled tokens for the host, with a code in place of those that are meaningless."""
-    xp = namespace(sampled)
+    xp = namespace(drawn)
     for values, code in ((possible, NOTHING_POSSIBLE), (peaks, NOT_FINITE)):
         if values is not None:
-            sign = xp.full([1], code, dtype=xp.int64, device=sampled.device)
-            sampled = xp.where(xp.isfinite(values), sampled, sign)
-    return sampled
+            sign = xp.full([1], code, dtype=xp.int64, device=drawn.device)
+            drawn = xp.where(xp.isfinite(values), drawn, sign)
+    return drawn
