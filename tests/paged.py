@@ -40,7 +40,7 @@ def load_driver(kind: str, name: str) -> Any:
 def with_quantizer(name: str) -> Any:
     """The same, and the installed quantizer of that name."""
     return lambda kind, asked: (
-        lookup("quantizer", name) if kind == "quantizer" else load_driver(kind, asked)
+        lookup("quantizer", asked or name) if kind == "quantizer" else load_driver(kind, asked)
     )
 
 

@@ -19,7 +19,7 @@ from fastdeploy_core.config.model import read_model_config
 from fastdeploy_core.config.quantization import parse_quantization, read_quantization
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.contracts.kv_formats import KVFormat, kv_format
-from fastdeploy_core.contracts.quantizer import CalibratedQuantizer, Calibration
+from fastdeploy_core.contracts.quantizer import CalibratedQuantizer, Calibration, make_quantizer
 from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.models.shapes import read_shapes
 from fastdeploy_core.plugins.kernels import build_kernel_table
@@ -101,13 +101,15 @@ class _Run:
         self.xp = self.device.xp
         kernels = build_kernel_table(self.device.name, resolved=resolved)
         settings = {**self.settings.config, _CALIBRATING: options.calibration is not None}
-        self.inner = resolved.load("quantizer", "")(settings, self.device, kernels)
-        if not isinstance(self.inner, CalibratedQuantizer):
+        quantizers = partial(resolved.load, "quantizer")
+        inner = make_quantizer("", settings, self.device, kernels, quantizers)
+        if not isinstance(inner, CalibratedQuantizer):
             raise ConfigError(
-                f"quantizer {self.inner.name} reads checkpoints and writes none; possible: wint8, wint4, "
+                f"quantizer {inner.name} reads checkpoints and writes none; possible: wint8, wint4, "
                 "w8a8, w4a8, block_wise_fp8, wfp8afp8, mix_quant, and those of plugins: "
                 "fastdeploy plugins list --kind quantizer"
             )
+        self.inner = inner
         self.cache = CacheRanges(self.xp, self.kind)
         take = None if options.calibration else self._stream
         observer = Observer(self.inner, self.device, kernels, take)

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastdeploy_core.config import ModelConfig
 from fastdeploy_core.config.quantization import read_quantization
-from fastdeploy_core.contracts.quantizer import QuantizationQuestion, find_quantizer
+from fastdeploy_core.contracts.quantizer import QuantizationQuestion, make_quantizer
 from fastdeploy_core.errors import UnsupportedModel
 from fastdeploy_core.layers import ModelBuilder
 from fastdeploy_core.models.shapes import model_class
+from fastdeploy_core.plugins import lookup
 from fastdeploy_core.plugins.manager import hook_manager
 from fastdeploy_core.tensor import DTYPE_BYTES
-
-if TYPE_CHECKING:
-    from fastdeploy_core.contracts.quantizer import Quantizer
 
 _FEW_POSITIONS = 16  # the rotary table is no weight
 
@@ -76,7 +75,9 @@ def weight_bytes(
     kernels: Any = _NoKernels()
     quantizer = None
     if settings.method:
-        quantizer = _driver(settings.method, settings.config)(settings.config, device, kernels)
+        name = _driver_name(settings.method, settings.config)
+        quantizers = partial(lookup, "quantizer")
+        quantizer = make_quantizer(name, settings.config, device, kernels, quantizers)
     build = ModelBuilder(
         device,
         kernels,
@@ -109,11 +110,12 @@ def _part(name: str) -> str:
     return "linear" if "_proj." in name or ".gate." in name else "other"
 
 
-def _driver(method: str, config: Mapping[str, Any]) -> type[Quantizer]:
+def _driver_name(method: str, config: Mapping[str, Any]) -> str:
     question = QuantizationQuestion(method, config, "shapes", "shapes")
     answer = hook_manager().first("fd_quantizer_for", question=question)
     if answer is None:
         raise UnsupportedModel(
             f"no installed quantizer serves {method!r}; see: fastdeploy plugins list --kind quantizer"
         )
-    return find_quantizer(answer.value.name)
+    name: str = answer.value.name
+    return name

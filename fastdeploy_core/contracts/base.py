@@ -159,7 +159,7 @@ class Candidate:
 
     `details` are facts for the start-up report. Some also travel into later questions: of a device
     `tensor_library`, the library the driver will run on; of a quantizer `experts`, the internal
-    formats of the experts (MoEQuestion.quantization).
+    formats of the experts (MoEQuestion.quantization), and `inner`, the quantizers that it is made of.
     """
 
     name: str

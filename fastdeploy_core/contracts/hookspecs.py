@@ -76,7 +76,8 @@ def fd_quantizer_for(question: QuantizationQuestion) -> Candidate | None:
     quantization_config, not for full-precision models; before attention and experts are asked about.
     Return None for formats of others, and a Decline for an own format that cannot be served here: it
     stops start-up with its reason. `details["experts"]` of the answer names the internal formats that
-    experts will come in, which MoE drivers are asked about next. `details["options"]` names, divided by
+    experts will come in, which MoE drivers are asked about next. `details["inner"]` names, divided by
+    commas, the quantizers that this one is made of (quantizer.ComposedQuantizer). `details["options"]` names, divided by
     commas, what --quantization may say beside the method; with it, start-up refuses anything else.
     Added in contract 0.1.
     """

@@ -7,10 +7,9 @@ only `apply` runs per step.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -20,6 +19,10 @@ if TYPE_CHECKING:
     from .device import DeviceBackend
     from .ops import KernelTable
     from .quant_formats import PackedWeight
+
+# The quantizer, and its internal format, of an embedding that is shared with the head where the
+# model's own quantizer takes heads: the parent process resolves it beside any other.
+HEAD_QUANTIZER: Final = "wint8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +184,38 @@ class CalibratedQuantizer(Quantizer, Protocol):
         ...
 
 
-def find_quantizer(name: str) -> type[Quantizer]:
-    """Another installed quantizer's class, for methods that are made of several."""
-    module = importlib.import_module("fastdeploy_core.plugins")
-    found: type[Quantizer] = module.lookup("quantizer", name)
-    return found
+@runtime_checkable
+class ComposedQuantizer(Quantizer, Protocol):
+    """A Quantizer made of others, such as one method for experts and one for everything else.
+
+    `details["inner"]` of its answer to `fd_quantizer_for` names the others, divided by commas: the
+    parent process resolves them, too, and every process loads exactly those.
+    """
+
+    is_composed: Literal[True]
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        device: DeviceBackend,
+        kernels: KernelTable,
+        quantizers: FindQuantizer,
+    ) -> None: ...
+
+
+# The class of a quantizer that was resolved, by its entry-point name; PluginNotFound for others.
+FindQuantizer = Callable[[str], type[Quantizer]]
+
+
+def make_quantizer(
+    name: str,
+    config: Mapping[str, Any],
+    device: DeviceBackend,
+    kernels: KernelTable,
+    quantizers: FindQuantizer,
+) -> Quantizer:
+    """The quantizer of that entry-point name, constructed as its Protocol says."""
+    driver: Any = quantizers(name)
+    others = (quantizers,) if getattr(driver, "is_composed", False) else ()
+    made: Quantizer = driver(config, device, kernels, *others)
+    return made

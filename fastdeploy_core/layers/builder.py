@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
 from fastdeploy_core.contracts.moe import MoEBackend, MoEBlockBackend, MoESpec
-from fastdeploy_core.contracts.quantizer import LayerSpec, Quantizer
+from fastdeploy_core.contracts.quantizer import (
+    HEAD_QUANTIZER,
+    FindQuantizer,
+    LayerSpec,
+    Quantizer,
+    make_quantizer,
+)
 
 from .attention import Attention, HeadShape
 from .embedding import Embedding, LMHead
@@ -65,6 +71,7 @@ class ModelBuilder:
         tp_size: int = 1,
         communicator: Communicator | None = None,
         quantizer: Quantizer | None = None,
+        quantizers: FindQuantizer | None = None,
         is_dummy: bool = False,
         kv_format: str = "",
         kv_static: bool = False,
@@ -76,6 +83,7 @@ class ModelBuilder:
         self.tp_rank, self.tp_size, self.communicator = tp_rank, tp_size, communicator
         self.piece = Piece(tp_rank, tp_size)
         self.quantizer, self._is_dummy = quantizer, is_dummy
+        self._quantizers = quantizers
         self.kv_format, self.kv_static = kv_format, kv_static
         self.expert_ranks = expert_ranks  # ranks that hold whole experts; None: a share of each
         self._kept_weights = kept_weights
@@ -188,6 +196,12 @@ class ModelBuilder:
             return self.quantizer
         self.unquantized.append(layer.name)
         return None
+
+    def head_quantizer(self) -> Quantizer | None:
+        """The one that rounds an embedding shared with the head; None where none was resolved."""
+        if self._quantizers is None:
+            return None
+        return make_quantizer(HEAD_QUANTIZER, {}, self.device, self.kernels, self._quantizers)
 
     def is_stored(self, layer: LayerSpec) -> bool:
         """Whether the layer's quantized tensors are read, or made from a full-precision weight.

@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fastdeploy_core.contracts.quantizer import LayerSpec, PackingQuantizer, find_quantizer
+from fastdeploy_core.contracts.quantizer import (
+    HEAD_QUANTIZER,
+    LayerSpec,
+    PackingQuantizer,
+    Quantizer,
+)
 
 from .linear import Linear, LinearPart
 from .weight_map import Placement
@@ -20,8 +25,7 @@ if TYPE_CHECKING:
     from .builder import ModelBuilder
 
 
-# What a weight shared by embedding and head is rounded to, if it is, and how much of it at a time.
-HEAD_FORMAT = "wint8"
+# Rows of a weight shared by embedding and head that are rounded at a time, if it is.
 ROWS_AT_ONCE = 4096
 
 
@@ -82,7 +86,7 @@ class VocabMatrix:
         self.operation: str = operation if like is None else like.operation
         self._build, self._share, self._like = build, share, like
         self._name, self._hidden, self._value = name.removesuffix(".weight"), hidden, None
-        self._format = ""  # that the weight is rounded to
+        self._rounder: Quantizer | None = None  # of the weight, if it is rounded
         is_linear = operation == "linear"
 
         def announce() -> None:
@@ -111,8 +115,9 @@ class VocabMatrix:
         rounds = (
             quantizer is not None and quantizer.supports(spec) and not quantizer.is_stored(spec)
         )
-        if rounds and build.kernels.takes("linear", HEAD_FORMAT):
-            self._format = HEAD_FORMAT
+        if rounds and build.kernels.takes("linear", HEAD_QUANTIZER):
+            self._rounder = build.head_quantizer()
+        if self._rounder is not None:
             build.unquantized.remove(self._name)
         else:
             build.leave_unquantized(name)
@@ -121,11 +126,9 @@ class VocabMatrix:
         rows, dtype = self._share.rows, self._build.dtype
         return LayerSpec(name or "embedding", "lm_head", self._hidden, rows, dtype=dtype)
 
-    def _rounded(self, whole: Tensor) -> Any:
-        """In `_format`, a few rows at a time: in float32 they would take several times their
-        memory."""
+    def _rounded(self, whole: Tensor, quantizer: Quantizer) -> Any:
+        """A few rows at a time: in float32 they would take several times their memory."""
         build, spec = self._build, self._head_spec()
-        quantizer = find_quantizer(self._format)({}, build.device, build.kernels)
         tensors: dict[str, Tensor] = {}
         for first in range(0, int(whole.shape[0]), ROWS_AT_ONCE):
             part = quantizer.quantize(spec, whole[first : first + ROWS_AT_ONCE])
@@ -150,8 +153,8 @@ class VocabMatrix:
         if tuple(rows.shape) != shape:
             whole = xp.zeros(shape, dtype=rows.dtype, device=build.device.device)
             whole[: rows.shape[0]] = rows
-        if self._format:
-            self._value = self._rounded(whole)
+        if self._rounder is not None:
+            self._value = self._rounded(whole, self._rounder)
             return
         prepared = build.kernels.prepare(self.operation, whole)
         build.hold({self.operation: whole})

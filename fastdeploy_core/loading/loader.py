@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +20,7 @@ from fastdeploy_core.config.quantization import quantization_of
 from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
 from fastdeploy_core.contracts.kv_formats import kv_format
 from fastdeploy_core.contracts.model import ModelShapes
+from fastdeploy_core.contracts.quantizer import make_quantizer
 from fastdeploy_core.contracts.small import CausalLM
 from fastdeploy_core.errors import WeightError
 from fastdeploy_core.layers import ModelBuilder
@@ -64,9 +66,8 @@ def load_model(
 ) -> LoadedModel:
     """Build and load. `load_driver(kind, name)` gives driver classes; an empty name means: the one
     that negotiation chose. ConfigError, UnsupportedModel or WeightError say what is wrong."""
-    model_config, report = fit_dtype(
-        config.model, device.limits.dtypes, device.limits.preferred_dtype
-    )
+    limits = device.limits
+    model_config, report = fit_dtype(config.model, limits.dtypes, limits.preferred_dtype)
     hf_config = model_config.hf_config
     family = load_driver("model", model_config.architecture)
     shapes = family.shapes(hf_config, tp_size, model_config.dtype)
@@ -74,9 +75,9 @@ def load_model(
     attention_class = load_driver("attention", "")
     settings = quantization_of(config)
     report += settings.notes
-    quantizer = None
+    quantizer, quantizers = None, partial(load_driver, "quantizer")
     if settings.method:
-        quantizer = load_driver("quantizer", "")(settings.config, device, kernels)
+        quantizer = make_quantizer("", settings.config, device, kernels, quantizers)
     kind = kv_format(settings.kv_format)
     keeping = weight_cache(config.parallel, model_config, settings, device, tp_rank)
     with device.xp.no_grad(), keeping as cache:
@@ -91,6 +92,7 @@ def load_model(
             tp_size=tp_size,
             communicator=communicator,
             quantizer=quantizer,
+            quantizers=quantizers,
             is_dummy=model_config.load_format == "dummy",
             kv_format="" if kind is None else kind.name,
             kv_static=settings.kv_static,

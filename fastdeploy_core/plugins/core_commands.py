@@ -14,7 +14,6 @@ CORE_COMMANDS: Final[dict[str, tuple[str, str]]] = {
         ("serve", "serve:main", "start the OpenAI-compatible server"),
         ("chat", "chat:chat", "talk to a running server"),
         ("complete", "chat:complete", "complete text with a running server"),
-        ("bench", "bench:main", "measure: throughput, latency, serve"),
         ("run-batch", "run_batch:main", "answer the requests of an OpenAI batch file"),
         ("quantize", "quantize:main", "write a checkpoint in fewer bits"),
         ("tokenizer", "tokenizer_command:main", "encode, decode and inspect a tokenizer"),

@@ -19,9 +19,10 @@ from fastdeploy_core.config.quantization import (
     quantization_of,
     read_quantization,
 )
-from fastdeploy_core.contracts.base import Candidate, Requirements
+from fastdeploy_core.contracts.base import Candidate, Decline, Requirements
 from fastdeploy_core.contracts.device import DeviceQuestion
 from fastdeploy_core.contracts.kv_formats import kv_format
+from fastdeploy_core.contracts.quantizer import HEAD_QUANTIZER, QuantizationQuestion
 from fastdeploy_core.errors import (
     CapabilityError,
     ConfigError,
@@ -188,8 +189,6 @@ class _Resolver:
     def _quantizer(self, settings: QuantizationSettings, place: str) -> str:
         """Choose one, to be found as `place` among the chosen; nothing is chosen without a format.
         Returns the formats in which it hands experts to their driver."""
-        from fastdeploy_core.contracts.quantizer import QuantizationQuestion
-
         name, config = settings.method, settings.config
         if not name:
             return ""
@@ -204,6 +203,7 @@ class _Resolver:
             candidate: Candidate = answer.value
             candidates = [(candidate, answer.plugin.distribution)]
             self._take(decide("quantizer", name, candidates), place)
+            self._inner_quantizers(candidate, question)
             if "options" in candidate.details:
                 check_options(settings, candidate.details["options"].split(","))
             return candidate.details.get("experts", "")
@@ -216,6 +216,27 @@ class _Resolver:
             )
         self._take(decide("quantizer", name, [], asked=name), place)
         return ""
+
+    def _inner_quantizers(self, outer: Candidate, question: QuantizationQuestion) -> None:
+        """Those that the chosen one is made of (details["inner"]), and the one for shared heads."""
+        self._add(find("quantizer", HEAD_QUANTIZER, self._inventory))
+        for name in filter(None, outer.details.get("inner", "").split(",")):
+            entry = find("quantizer", name, self._inventory)
+            key = (entry.kind, entry.name, entry.distribution)
+            if key in self._entries:
+                continue
+            self._add(entry)
+            config = {**question.config, "quantization": name}
+            inner = replace(question, name=name, config=config)
+            answer = self._hooks.first("fd_quantizer_for", question=inner)
+            if answer is None or not isinstance(answer.value, Candidate):
+                continue
+            if isinstance(answer.value.verdict, Decline):
+                raise CapabilityError(
+                    f"quantizer {outer.name} is made of {name} here, and that declines: "
+                    f"{answer.value.verdict.reason}; see: fastdeploy plugins why quantizer"
+                )
+            self._inner_quantizers(answer.value, inner)
 
     def speculative(self) -> None:
         """The drafting method, and what it needs of the rest."""

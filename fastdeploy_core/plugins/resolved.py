@@ -72,7 +72,8 @@ class ResolvedPlugins(msgspec.Struct, frozen=True):
         for chosen in self.entries:
             plugin = chosen.as_plugin()
             is_needed = self.chosen.get(plugin.kind) == plugin.name
-            if not plugin.is_core and (is_needed or plugin.kind == "logits_processor"):
+            is_needed |= plugin.kind in ("logits_processor", "quantizer")
+            if not plugin.is_core and is_needed:
                 strangers.append(plugin)
         check_imports(strangers)
 

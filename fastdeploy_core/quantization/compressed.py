@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fastdeploy_core.contracts.quant_formats import FORMATS, FP8_BLOCK, PackedWeight
+from fastdeploy_core.contracts.quant_formats import FORMATS, FP8_BLOCK, PackedWeight, pack_int4
 from fastdeploy_core.contracts.quantizer import ParameterSpec
 from fastdeploy_core.errors import ConfigError, UnsupportedModel
 
 from .base import OrderedQuantizer, check_group, names_in
 from .fp8 import spread_parts
 from .integer import largest_scale
-from .packing import pack_int4, unpack_int32
+from .packing import unpack_int32
 from .schemes import Scheme, find_scheme, matches, read_schemes
 
 if TYPE_CHECKING:

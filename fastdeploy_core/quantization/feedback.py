@@ -11,7 +11,8 @@ from typing import Final
 
 import numpy as np
 
-from .formats import INT4_OFFSET
+from fastdeploy_core.contracts.quant_formats import INT4_OFFSET
+
 from .rounding import CLIPS, INT4_BOUND
 
 DAMPING: Final = 0.01  # of the mean of the diagonal

@@ -12,12 +12,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fastdeploy_core.contracts.quant_formats import FORMATS, FP8_BLOCK, PackedWeight
+from fastdeploy_core.contracts.quant_formats import (
+    FORMATS,
+    FP8_BLOCK,
+    FP8_BOUND,
+    TINY,
+    PackedWeight,
+)
 from fastdeploy_core.contracts.quantizer import Calibration, ParameterSpec
 from fastdeploy_core.errors import ConfigError
 
 from .base import CALIBRATING, PackedQuantizer
-from .formats import FP8_BOUND, TINY
 from .integer import largest_scale
 from .rounding import quantize_block_fp8, quantize_fp8
 

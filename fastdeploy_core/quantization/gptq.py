@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
+from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight, pack_int4
 from fastdeploy_core.contracts.quantizer import ParameterSpec
 from fastdeploy_core.errors import ConfigError, UnsupportedModel, WeightError
 
 from .base import OrderedQuantizer, PackedQuantizer, check_group, group_size_of
-from .packing import AWQ_ORDER, pack_int4, unpack_int32, unpack_rows
+from .packing import AWQ_ORDER, unpack_int32, unpack_rows
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend

@@ -54,13 +54,14 @@ _REFUSED: Final[dict[str, str]] = {
 def fd_quantizer_for(question: QuantizationQuestion) -> Candidate | None:
     """The driver of that method; a Decline for methods that are known and not served."""
     config = question.config
-    name = _driver_name(question.name, config)
+    name = driver_name(question.name, config)
     if name in _REFUSED:
         reason = f"method {question.name!r} is not supported: {_REFUSED[name]}"
         return Candidate(name, Decline(reason))
     if name not in _DRIVERS:
         return None
-    if not config.get("is_quantized", False) and name in _STORED_ONLY:
+    is_stored = config.get("is_quantized") or config.get("is_moe_quantized")
+    if not is_stored and name in _STORED_ONLY:
         reason = (
             f"{name} is the format of a checkpoint, and config.json has no quantization_config; "
             "possible while loading: wint8, wint4, w8a8, w4a8, block_wise_fp8, wfp8afp8; or run: "
@@ -73,12 +74,15 @@ def fd_quantizer_for(question: QuantizationQuestion) -> Candidate | None:
     note = "from the checkpoint" if config.get("is_quantized") else "while loading"
     details = {"experts": _experts(name, config)}
     options = _options(name, config)
+    if name == "mix_quant":
+        details["inner"] = ",".join(part for key in _PARTS if (part := _part(config, key)))
     if options:
         details["options"] = ",".join(options)
     return Candidate(name, Accept(_SCORE, note), details)
 
 
-def _driver_name(name: str, config: Mapping[str, Any]) -> str:
+def driver_name(name: str, config: Mapping[str, Any]) -> str:
+    """The driver that FastDeploy 2.x, vLLM or transformers mean by that name."""
     if name == "weight_only":
         name = str(config.get("algo", ""))
     if name == "fp8":
@@ -113,7 +117,7 @@ def _problem(name: str, config: Mapping[str, Any]) -> str:
 
 def _part(config: Mapping[str, Any], key: str) -> str:
     """The driver of one part of mix_quant; empty for full precision."""
-    name = _driver_name(str(config.get(key) or ""), config)
+    name = driver_name(str(config.get(key) or ""), config)
     return "" if name == "none" else name
 
 

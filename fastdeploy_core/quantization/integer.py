@@ -13,15 +13,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import numpy as np
 
-from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
+from fastdeploy_core.contracts.quant_formats import (
+    FORMATS,
+    INT8_BOUND,
+    TINY,
+    PackedWeight,
+    pack_int4,
+)
 from fastdeploy_core.contracts.quantizer import Calibration, ParameterSpec
 from fastdeploy_core.errors import ConfigError
 
 from .base import CALIBRATING, PackedQuantizer, check_group, group_size_of
 from .feedback import quantize_int4_with_feedback
-from .formats import INT8_BOUND, TINY
 from .interleaved import TILE, outputs_together, plain_rows
-from .packing import pack_int4
 from .rounding import quantize_int4, quantize_int8
 
 if TYPE_CHECKING:

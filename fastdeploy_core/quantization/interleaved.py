@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from fastdeploy_core.contracts.quant_formats import unpack_int4
 from fastdeploy_core.tensor import namespace
-
-from .packing import unpack_int4
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fastdeploy_core.contracts.quant_formats import pack_int4, unpack_int4
 from fastdeploy_core.tensor import namespace
-
-from .packing import pack_int4, unpack_int4
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.kv_formats import KVFormat

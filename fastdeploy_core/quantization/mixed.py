@@ -15,15 +15,22 @@ from fastdeploy_core.contracts.quantizer import (
     CalibratedQuantizer,
     PackingQuantizer,
     Quantizer,
-    find_quantizer,
+    make_quantizer,
 )
 from fastdeploy_core.errors import ConfigError
+
+from .hooks import driver_name
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.contracts.quant_formats import PackedWeight
-    from fastdeploy_core.contracts.quantizer import Calibration, LayerSpec, ParameterSpec
+    from fastdeploy_core.contracts.quantizer import (
+        Calibration,
+        FindQuantizer,
+        LayerSpec,
+        ParameterSpec,
+    )
     from fastdeploy_core.tensor import Tensor
 
 _KEYS = ("dense_quant_type", "moe_quant_type")
@@ -34,15 +41,27 @@ class MixedQuantizer:
 
     name = "mix_quant"
     contract = CONTRACT
+    is_composed: Literal[True] = True
 
     def __init__(
-        self, config: Mapping[str, Any], device: DeviceBackend, kernels: KernelTable
+        self,
+        config: Mapping[str, Any],
+        device: DeviceBackend,
+        kernels: KernelTable,
+        quantizers: FindQuantizer,
     ) -> None:
         stored = bool(config.get("is_quantized", False))
         moe_stored = stored or bool(config.get("is_moe_quantized", False))
         self._config = config
-        self._dense = _driver("dense_quant_type", config, stored, device, kernels)
-        self._moe = _driver("moe_quant_type", config, moe_stored, device, kernels)
+
+        def part(key: str, is_stored: bool) -> Quantizer | None:
+            own = _part_config(key, config, is_stored)
+            if own is None:
+                return None
+            return make_quantizer(own["quantization"], own, device, kernels, quantizers)
+
+        self._dense = part("dense_quant_type", stored)
+        self._moe = part("moe_quant_type", moe_stored)
 
     def _of(self, layer: LayerSpec) -> Quantizer:
         driver = self._moe if layer.role == "experts" else self._dense
@@ -114,13 +133,11 @@ class MixedQuantizer:
         return {**found, **scheme, **kept, "quantization": self.name, "is_quantized": True}
 
 
-def _driver(
-    key: str, config: Mapping[str, Any], stored: bool, device: DeviceBackend, kernels: KernelTable
-) -> Quantizer | None:
-    method = config.get(key)
-    if method in (None, "", "none"):
+def _part_config(key: str, config: Mapping[str, Any], is_stored: bool) -> dict[str, Any] | None:
+    """What the part's driver is built from; None: that part stays in full precision."""
+    method = driver_name(str(config.get(key) or ""), config)
+    if method in ("", "none"):
         return None
     if method == MixedQuantizer.name:
         raise ConfigError(f"mix_quant: {key} is mix_quant itself; name a method, such as wint8")
-    own = {**config, "quantization": method, "is_quantized": stored}
-    return find_quantizer(str(method))(own, device, kernels)
+    return {**config, "quantization": method, "is_quantized": is_stored}

@@ -1,5 +1,4 @@
-"""Small integers in larger ones: the internal packing, and those of GPTQ, AWQ and
-compressed-tensors."""
+"""Small integers in larger ones: those of GPTQ, AWQ and compressed-tensors."""
 
 from __future__ import annotations
 
@@ -12,25 +11,6 @@ if TYPE_CHECKING:
 
 # AWQ's order of eight int4 columns inside one int32, lowest bits first.
 AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
-
-
-def pack_int4(values: Tensor) -> Tensor:
-    """[..., K] uint8 below 16 to [..., ceil(K / 2)] uint8, the even position in the low nibble."""
-    xp = namespace(values)
-    count = values.shape[-1]
-    if count % 2:
-        column = xp.zeros([*values.shape[:-1], 1], dtype=xp.uint8, device=_device(values))
-        values = xp.cat((values, column), -1)
-    pairs = values.reshape([*values.shape[:-1], (count + 1) // 2, 2])
-    return xp.bitwise_or(pairs[..., 0], xp.left_shift(pairs[..., 1], 4))
-
-
-def unpack_int4(packed: Tensor, count: int) -> Tensor:
-    """The inverse of pack_int4: [..., count] uint8."""
-    xp = namespace(packed)
-    pairs = xp.stack((xp.bitwise_and(packed, 15), xp.right_shift(packed, 4)), -1)
-    flat = pairs.reshape([*packed.shape[:-1], 2 * packed.shape[-1]])
-    return flat[..., :count] if count < flat.shape[-1] else flat
 
 
 def unpack_int32(packed: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastdeploy_core.contracts.quant_formats import FP8_BLOCK
+from fastdeploy_core.contracts.quant_formats import (
+    FP8_BLOCK,
+    FP8_BOUND,
+    INT4_OFFSET,
+    INT8_BOUND,
+    TINY,
+    pack_int4,
+)
 from fastdeploy_core.tensor import namespace
-
-from .formats import FP8_BOUND, INT4_OFFSET, INT8_BOUND, TINY
-from .packing import pack_int4
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor

@@ -12,6 +12,7 @@ from fastdeploy_core.config import EngineConfig, SpeculativeConfig
 from fastdeploy_core.config.model import read_json
 from fastdeploy_core.config.quantization import read_quantization
 from fastdeploy_core.contracts.base import Requirements
+from fastdeploy_core.contracts.quantizer import make_quantizer
 from fastdeploy_core.contracts.speculative import Drafter, DrafterContext
 from fastdeploy_core.errors import CapabilityError, ConfigError, FastDeployError, PluginLoadError
 from fastdeploy_core.loading.draft_weights import load_draft_weights
@@ -155,9 +156,8 @@ class DrafterMaker:
                     quantization=needs.draft_quantization,
                 )
             )
-            driver = self._resolved.load("quantizer", name)
-            quantizer: Quantizer = driver(settings.config, self._device, self._kernels)
-            return quantizer
+            quantizers = partial(self._resolved.load, "quantizer")
+            return make_quantizer(name, settings.config, self._device, self._kernels, quantizers)
         return None if needs.draft_model else self._loaded.builder.quantizer
 
     def _load_model(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdeploy_core import tensor
-from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
+from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight, pack_int4, unpack_int4
 from fastdeploy_core.quantization import packing
 from fastdeploy_core.quantization.feedback import quantize_int4_with_feedback
 from fastdeploy_core.testing.conformance.test_quantized_ops import make_packed
@@ -33,9 +33,9 @@ def numbers(seed, *shape, high=16):
 @given(rows=st.integers(1, 9), count=st.integers(1, 33), lead=st.integers(0, 2))
 def test_int4_pairs_come_back_for_odd_widths(xp, rows, count, lead):
     values = numbers(rows * 100 + count, *([3] * lead), rows, count)
-    packed = packing.pack_int4(xp.from_numpy(values.copy()))
+    packed = pack_int4(xp.from_numpy(values.copy()))
     assert tuple(packed.shape) == (*values.shape[:-1], -(-count // 2))
-    assert np.array_equal(host(packing.unpack_int4(packed, count)), values)
+    assert np.array_equal(host(unpack_int4(packed, count)), values)
     low = host(packed)[..., 0] & 15
     assert np.array_equal(low, values[..., 0])  # the even input lies low
 

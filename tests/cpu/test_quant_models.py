@@ -13,7 +13,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from fastdeploy_core.calibration.run import QuantizeOptions, quantize
+from fastdeploy_core.config import DeviceConfig, EngineConfig
+from fastdeploy_core.config.model import read_model_config
+from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.errors import ConfigError, WeightError
+from fastdeploy_core.loading.loader import load_model
+from fastdeploy_core.models.shapes import read_shapes
+from fastdeploy_core.plugins.kernels import build_kernel_table
+from fastdeploy_core.plugins.resolve import resolve
 from fastdeploy_core.testing.tiny_model import CONFIG, write_tiny_model
 from tests.checkpoints import build
 from tests.paged import PagedModel, with_quantizer
@@ -65,6 +72,30 @@ def write(model: Path, method: str, output: Path, library: str, **more: Any) -> 
     )
     quantize(options)
     return output
+
+
+@pytest.mark.parametrize("method", ["mix_quant", "w8a8"])
+def test_a_worker_loads_what_was_resolved_and_looks_no_driver_up(
+    method: str, tiny_model: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(
+        model=read_model_config(tiny_model, {"quantization": spelled(method)}),
+        device=DeviceConfig(device="cpu", tensor_library=tensor_library),
+    )
+    shapes = read_shapes(config.model.hf_config)
+    assert shapes.moe is not None
+    resolved = resolve(config, attention=(shapes.attention,), moe=(shapes.moe,))
+
+    def discover() -> Any:
+        raise AssertionError("a worker asked what is installed")
+
+    for module in ("discovery", "drivers", "kernels", "manager", "resolve", "resolved"):
+        monkeypatch.setattr(f"fastdeploy_core.plugins.{module}.discover", discover)
+    device = resolved.load("device")(DeviceOptions(tensor_library=tensor_library))
+    kernels = build_kernel_table("cpu", {"tensor_library": tensor_library}, resolved=resolved)
+    loaded = load_model(config, device, kernels, 0, 1, None, resolved.load)
+    assert loaded.builder.quantizer is not None and loaded.builder.quantizer.name == method
+    assert loaded.builder.head_quantizer() is not None
 
 
 def test_experts_alone_beside_a_tied_head(

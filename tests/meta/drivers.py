@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fd_bench.command import main as bench
 from fd_cpu.attention import X86Attention
 from fd_cpu.device import X86Device
 from fd_cpu.moe import X86MoE
@@ -39,11 +40,12 @@ from fd_xpu.moe import XpuMoE
 
 from fastdeploy_core.config import RequestSchedulerConfig
 from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
+from fastdeploy_core.contracts.command import Command
 from fastdeploy_core.contracts.device import DeviceBackend, DeviceOptions
 from fastdeploy_core.contracts.kv_transport import KVTransport, TransportOptions
 from fastdeploy_core.contracts.moe import ExpertCommunicator, ExpertGroup, MoEBackend, MoESpec
 from fastdeploy_core.contracts.ops import KernelTable
-from fastdeploy_core.contracts.quantizer import Quantizer
+from fastdeploy_core.contracts.quantizer import ComposedQuantizer, FindQuantizer, Quantizer
 from fastdeploy_core.contracts.scheduler import RequestScheduler
 from fastdeploy_core.contracts.small import (
     CausalLM,
@@ -149,7 +151,6 @@ quantizers: list[Callable[[Mapping[str, Any], DeviceBackend, KernelTable], Quant
     CompressedTensors,
     GGUFQuantizer,
     Gptq,
-    MixedQuantizer,
     W4A8,
     W8A8,
     WFp8AFp8,
@@ -158,6 +159,11 @@ quantizers: list[Callable[[Mapping[str, Any], DeviceBackend, KernelTable], Quant
     Tet2,
     Tet3,
     Tet4,
+]
+composed_quantizers: list[
+    Callable[[Mapping[str, Any], DeviceBackend, KernelTable, FindQuantizer], ComposedQuantizer]
+] = [
+    MixedQuantizer,
     Wint2,
 ]
 models: list[Callable[[Mapping[str, Any], ModelBuilder], CausalLM]] = [
@@ -182,6 +188,9 @@ tool_parsers: list[Callable[[Sequence[Any]], ToolParser]] = [
 ]
 grammars: list[Callable[[str, int, list[int]], GrammarBackend]] = [
     LLGuidanceBackend,
+]
+commands: list[Command] = [
+    bench,
 ]
 logits_processors: list[Callable[[ProcessorContext], LogitsProcessor]] = [
     LogitBiasLogitsProcessor,

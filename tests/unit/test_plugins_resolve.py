@@ -56,6 +56,11 @@ def fd_attention_backends(question):
 def fd_quantizer_for(question):
     if question.config.get("quant_method") == "fp3":
         return Candidate("fp3", Accept(1))
+    if question.name == "both":
+        return Candidate("both", Accept(1), {{"inner": "fp3,fp5"}})
+    if question.name == "fp5":
+        inner = {{"inner": "fp6"}}
+        return Candidate("fp5", Decline("no") if question.config.get("bad") else Accept(1), inner)
 @hookimpl
 def fd_speculative_requirements(question):
     if question.method == "guess":
@@ -88,6 +93,7 @@ def world(tmp_path, monkeypatch, fd_plugins):
             core_entry("kernels", "cpu", "any_drivers:TABLE"),
             core_entry("model", "Known", "any_drivers:Any"),
             core_entry("grammar", "lark", "any_drivers:Any"),
+            core_entry("quantizer", "wint8", "any_drivers:Any"),
         ]
         theirs = [
             entry("hooks", "chip", "chip_hooks", "fd-chip"),
@@ -95,6 +101,10 @@ def world(tmp_path, monkeypatch, fd_plugins):
             entry("attention", "flash", "any_drivers:Any", "fd-chip"),
             entry("kernels", "chip", "any_drivers:TABLE", "fd-chip"),
             entry("quantizer", "fp3", "any_drivers:Any", "fd-chip"),
+            *(
+                entry("quantizer", name, "any_drivers:Any", "fd-chip")
+                for name in ("both", "fp5", "fp6")
+            ),
             entry("speculative", "guess", "any_drivers:Any", "fd-chip"),
             entry("speculative", "greedy", "any_drivers:Any", "fd-chip"),
         ]
@@ -178,7 +188,7 @@ def test_quantized_checkpoint_finds_its_reader(world):
 
 def test_quantized_checkpoint_without_reader_is_refused(world):
     model = replace(CONFIG.model, hf_config={"quantization_config": {"quant_method": "odd"}})
-    with pytest.raises(UnsupportedModel, match=r"odd.*installed: fp3"):
+    with pytest.raises(UnsupportedModel, match=r"odd.*installed: both, fp3"):
         resolve(replace(CONFIG, model=model), inventory=world())
 
 
@@ -188,6 +198,33 @@ def test_quantizer_by_name(world):
     model = replace(CONFIG.model, quantization="fp4")
     with pytest.raises(PluginNotFound, match="fp4"):
         resolve(replace(CONFIG, model=model), inventory=world())
+
+
+def test_quantizers_that_another_is_made_of_travel_with_it(world):
+    """Workers load what was resolved and nothing else, so the parts must be among it."""
+    model = replace(CONFIG.model, quantization="both")
+    resolved = resolve(replace(CONFIG, model=model), inventory=world())
+    assert set(resolved.names("quantizer")) == {"both", "fp3", "fp5", "fp6", "wint8"}
+    assert resolved.name("quantizer") == "both"
+
+
+def test_part_of_a_quantizer_that_declines_stops_start_up(world):
+    asked = '{"quantization": "both", "bad": true}'
+    model = replace(CONFIG.model, quantization=asked)
+    with pytest.raises(CapabilityError, match="both is made of fp5"):
+        resolve(replace(CONFIG, model=model), inventory=world())
+
+
+def test_stranger_among_the_parts_of_a_quantizer_is_imported_in_a_child_first(world, monkeypatch):
+    model = replace(CONFIG.model, quantization="both")
+    resolved = resolve(replace(CONFIG, model=model), inventory=world(), check=False)
+    checked = []
+    monkeypatch.setattr(
+        "fastdeploy_core.plugins.resolved.check_imports",
+        lambda entries: checked.extend(entry.name for entry in entries),
+    )
+    resolved.check()
+    assert {"both", "fp3", "fp5", "fp6"} <= set(checked)
 
 
 def test_speculative_requirements_reach_the_engine(world):

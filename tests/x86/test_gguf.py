@@ -18,7 +18,7 @@ DRIVERS = {"attention": "x86_paged", "moe": "x86_experts", "quantizer": "gguf"}
 
 
 def drivers(kind: str, name: str) -> Any:
-    return lookup(kind, DRIVERS[kind]) if kind in DRIVERS else load_driver(kind, name)
+    return lookup(kind, name or DRIVERS[kind]) if kind in DRIVERS else load_driver(kind, name)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])

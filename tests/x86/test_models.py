@@ -27,7 +27,11 @@ native = pytest.importorskip("fd_cpu._native", reason="fd-cpu is not installed")
 def drivers(kind: str, name: str) -> Any:
     if kind in ("attention", "moe"):
         return lookup(kind, {"attention": "x86_paged", "moe": "x86_experts"}[kind])
-    return lookup("quantizer", QUANTIZER[0]) if kind == "quantizer" else load_driver(kind, name)
+    return (
+        lookup("quantizer", name or QUANTIZER[0])
+        if kind == "quantizer"
+        else load_driver(kind, name)
+    )
 
 
 QUANTIZER = [""]

@@ -31,7 +31,7 @@ def start(path: Path, library: str, cache: Path | None, **options: Any) -> tuple
     names["quantizer"] = "gguf" if path.is_file() else options.get("quantization", "")
 
     def drivers(kind: str, name: str) -> Any:
-        return lookup(kind, names[kind]) if kind in names else load_driver(kind, name)
+        return lookup(kind, name or names[kind]) if kind in names else load_driver(kind, name)
 
     if cache is not None:
         options["weight_cache"] = str(cache)

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastdeploy_core.contracts.quantizer import LayerSpec
+from fastdeploy_core.contracts.quantizer import LayerSpec, make_quantizer
 from fastdeploy_core.errors import ConfigError
+from fastdeploy_core.plugins import lookup
 
 from .base import OnDevice, option_value, values
 
@@ -45,8 +46,12 @@ class QuantizerConformance(OnDevice):
         self, driver: Any, device: Any, kernels: Any, quantization_config: dict[str, Any]
     ) -> Any:
         """A fresh instance."""
+
+        def found(name: str) -> Any:
+            return lookup("quantizer", name) if name else driver
+
         try:
-            return driver(quantization_config, device, kernels)
+            return make_quantizer("", quantization_config, device, kernels, found)
         except Exception as error:
             pytest.fail(f"not made of {quantization_config}: {error!r}; {_SETTINGS}")
 

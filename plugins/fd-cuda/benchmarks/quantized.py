@@ -25,13 +25,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from fastdeploy_core.contracts.kv_formats import KV_FORMATS
-from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight, QuantFormat
+from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
 
 from fd_cuda.kernels import experts, quant_experts, quant_linear, quant_trellis, quant_weights
 from fd_cuda.kernels.quant_native import unpack
@@ -51,11 +50,6 @@ EXPERTS = {
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 4096)
 LARGE_KINDS = ("wint4", "tet2")  # of experts that fill gigabytes
 BY_ROWS = ("w8a8", "wfp8afp8", "block_fp8")  # whose numbers no kernel unpacks
-_CODE = "fd_quant_wint2.code"  # many rows are multiplied with what it decodes
-TRELLIS = QuantFormat(
-    "tet2", "trellis", MappingProxyType({}), f"{_CODE}:dequantize", f"{_CODE}:rotate_inputs"
-)
-CCQ = QuantFormat("ccq2", "ccq", MappingProxyType({}), "fd_quant_wint2.ccq:dequantize")
 DTYPE, DEVICE = torch.bfloat16, "cuda"
 
 
@@ -98,7 +92,9 @@ def packed(kind: str, rows: int, count: int, num_experts: int = 0) -> PackedWeig
             "signs": torch.ones((*lead, count), dtype=torch.int8, **at),
             "block": torch.full((*lead, 1), count & -count, dtype=torch.int32, **at),
         }
-        return PackedWeight(TRELLIS, rows, count, held, num_experts)
+        from fd_quant_wint2.formats import TET
+
+        return PackedWeight(TET[2], rows, count, held, num_experts)
     if name == "ccq2":
         byte = partial(torch.randint, dtype=torch.uint8, **at)
         held = {
@@ -108,6 +104,8 @@ def packed(kind: str, rows: int, count: int, num_experts: int = 0) -> PackedWeig
             "code_scale": torch.rand(*lead, rows, **at) * 4 + 118,
             "code_zero": torch.rand(*lead, rows, **at) * 540 - 60,
         }
+        from fd_quant_wint2.formats import CCQ
+
         return PackedWeight(CCQ, rows, count, held, num_experts)
     weight = rounded(kind, *lead, rows, count)
     shape = (rows, count // int(group) if group else 1)

@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import packed_weights
 import pytest
 import torch
-from fastdeploy_core.contracts.quant_formats import PackedWeight, QuantFormat
+from fastdeploy_core.contracts.quant_formats import PackedWeight
 from quant_emulation import use_kernels
 from test_quant_native import DEVICE, HAS_GPU, check
 
@@ -71,7 +72,7 @@ def packed(rows: int, count: int, num_experts: int) -> tuple[Slabs, torch.Tensor
         key: torch.from_numpy(np.ascontiguousarray(value if num_experts else value[0])).to(DEVICE)
         for key, value in held.items()
     }
-    format_ = QuantFormat("ccq2", "", {}, "")
+    format_ = packed_weights.CCQ
     slabs = quant_weights.prepare(PackedWeight(format_, rows, count, tensors, num_experts)).slabs
     assert slabs is not None and slabs.kind == CCQ
     return slabs, torch.from_numpy(dense.transpose(0, 2, 1).copy()).to(DEVICE)

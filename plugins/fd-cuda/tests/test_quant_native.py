@@ -10,7 +10,7 @@ import numpy as np
 import packed_weights
 import pytest
 import torch
-from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight, QuantFormat
+from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quant_emulation import use_kernels
@@ -266,7 +266,7 @@ def test_published_two_bits(dtype: torch.dtype) -> None:
         "code_zero": zero,
     }
     tensors = {key: torch.from_numpy(value).to(DEVICE) for key, value in held.items()}
-    weight = PackedWeight(QuantFormat("ccq2", "", {}, ""), rows, count, tensors)
+    weight = PackedWeight(packed_weights.CCQ, rows, count, tensors)
     slabs = quant_weights.prepare(weight).slabs
     assert slabs is not None
     own = quant_weights.dequantized(slabs, torch.float32).double().cpu().numpy()

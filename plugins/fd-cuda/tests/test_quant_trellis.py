@@ -9,9 +9,10 @@ from math import ceil
 from typing import Any
 
 import numpy as np
+import packed_weights
 import pytest
 import torch
-from fastdeploy_core.contracts.quant_formats import PackedWeight, QuantFormat
+from fastdeploy_core.contracts.quant_formats import PackedWeight
 from quant_emulation import use_kernels
 
 from fd_cuda.kernels import quant_linear, quant_trellis
@@ -23,7 +24,6 @@ from fd_cuda.kernels.trellis_native import Rows, Streamed, Trellis, rotated
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 pytestmark = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, reason="needs g++")
-FORMAT = QuantFormat("tet2", "as fd-quant-wint2 defines it", {}, "")
 # Activations are rounded to int8, twice where there are experts, and so few inputs average little.
 TOLERANCE = 2.5e-2
 
@@ -71,7 +71,7 @@ def trellis(rows: int, count: int, block: int, num_experts: int = 0) -> tuple[Tr
     }
     if not num_experts:
         held = {key: tensor[0] for key, tensor in held.items()}
-    packed = PackedWeight(FORMAT, rows, count, held, num_experts)
+    packed = PackedWeight(packed_weights.TRELLIS, rows, count, held, num_experts)
     return quant_trellis.prepare(packed), dense
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from safetensors.numpy import load_file, save_file
 from fastdeploy import LLM, SamplingParams
 from fastdeploy_core import tensor
 from fastdeploy_core.cli.main import main
-from fastdeploy_core.contracts.quantizer import LayerSpec, find_quantizer
+from fastdeploy_core.contracts.quantizer import LayerSpec, make_quantizer
 from fastdeploy_core.errors import FastDeployError
+from fastdeploy_core.plugins import lookup
 from fastdeploy_core.testing import tiny_model as tiny
 
 PROMPT = [3, 9, 77, 14, 50, 2, 91, 33]
@@ -220,8 +222,9 @@ def test_wrong_options_are_refused(model: Path, library: str, method: str, words
 def test_scales_signs_and_codes_of_one_matrix_take_2_bits_and_little_more() -> None:
     """2.003 bits per weight for tet2, 2.08 for CCQ, at the sizes of ERNIE-4.5-300B's experts."""
     config: dict[str, Any] = {"is_quantized": True}
+    find = partial(lookup, "quantizer")
     for name, most in (("tet2", 2.006), ("wint2", 2.09)):
-        driver: Any = find_quantizer(name)(config, _NoDevice(), {})
+        driver: Any = make_quantizer(name, config, _NoDevice(), {}, find)
         for rows, inputs in ((3584, 8192), (8192, 3584)):
             layer = LayerSpec("model.layers.9.mlp.experts.x", "experts", inputs, rows)
             total = sum(

@@ -7,7 +7,7 @@ from typing import Final
 
 from fastdeploy_core.contracts.quant_formats import QuantFormat
 
-_ROOM = "fd_quant_wint2"
+from . import ccq, code
 
 
 def _tet(bits: int) -> QuantFormat:
@@ -24,8 +24,8 @@ def _tet(bits: int) -> QuantFormat:
                 "block": "[1] int32: inputs of one transform",
             }
         ),
-        f"{_ROOM}.code:dequantize",
-        f"{_ROOM}.code:rotate_inputs",
+        code.dequantize,
+        code.rotate_inputs,
     )
 
 
@@ -42,7 +42,7 @@ CCQ: Final = QuantFormat(
             "code_zero": "[N] float32",
         }
     ),
-    f"{_ROOM}.ccq:dequantize",
+    ccq.dequantize,
 )
 TET: Final = {bits: _tet(bits) for bits in (2, 3, 4)}
 FORMATS: Final = {f.name: f for f in (CCQ, *TET.values())}

@@ -28,7 +28,8 @@ def fd_quantizer_for(question: QuantizationQuestion) -> Candidate | None:
     if question.name == "wint2":
         kind = str(config.get("moe_quant_type") or ("w4w2" if is_stored else "tet2"))
         experts = "wint4,ccq2" if kind == "w4w2" else kind
-        details = {"experts": experts, "options": _WINT2_OPTIONS}
+        inner = f"{config.get('dense_quant_type') or 'wint8'},wint4"
+        details = {"experts": experts, "options": _WINT2_OPTIONS, "inner": inner}
         return Candidate("wint2", Accept(_SCORE, note), details)
     if question.name in _TET:
         details = {"experts": question.name, "options": _TET_OPTIONS}

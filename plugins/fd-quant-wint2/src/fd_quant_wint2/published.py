@@ -22,7 +22,7 @@ from fastdeploy_core.contracts.quantizer import (
     LayerSpec,
     ParameterSpec,
     Quantizer,
-    find_quantizer,
+    make_quantizer,
 )
 from fastdeploy_core.errors import ConfigError, UnsupportedModel
 
@@ -34,6 +34,7 @@ from .trellis import Tet2
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.contracts.quantizer import FindQuantizer
     from fastdeploy_core.tensor import Tensor
 
 # What experts may be in: the published mix, our own code, or CCQ alone.
@@ -101,8 +102,14 @@ class Wint2:
     name = "wint2"
     contract = CONTRACT
 
+    is_composed: Literal[True] = True
+
     def __init__(
-        self, config: Mapping[str, Any], device: DeviceBackend, kernels: KernelTable
+        self,
+        config: Mapping[str, Any],
+        device: DeviceBackend,
+        kernels: KernelTable,
+        quantizers: FindQuantizer,
     ) -> None:
         self._stored = bool(config.get("is_quantized", False))
         kind = str(config.get("moe_quant_type") or ("w4w2" if self._stored else "tet2"))
@@ -119,9 +126,12 @@ class Wint2:
         # The documented key is dense_quant_type; FastDeploy 2.x reads another and has this default.
         dense = str(config.get("dense_quant_type") or "wint8")
         options = {k: v for k, v in config.items() if k not in ("group_size", "quantization")}
-        make = find_quantizer
-        self._dense: Quantizer = make(dense)({**options, "quantization": dense}, device, kernels)
-        self._w4: Quantizer = make("wint4")({**options, "quantization": "wint4"}, device, kernels)
+
+        def inner(name: str) -> Quantizer:
+            own = {**options, "quantization": name}
+            return make_quantizer(name, own, device, kernels, quantizers)
+
+        self._dense, self._w4 = inner(dense), inner("wint4")
         self._ccq = CcqQuantizer(device, kernels)
         self._tet = Tet2({**options, "quantization": "tet2"}, device, kernels)
         self._config, self._dense_name = config, dense

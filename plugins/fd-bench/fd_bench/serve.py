@@ -15,14 +15,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from fastdeploy_core.cli.parsing import whole
 from fastdeploy_core.errors import ConfigError
 
-from .bench import add_dataset_arguments
-from .bench_client import BenchClient, Call, Measured
-from .bench_data import LOWEST_RANDOM_ID, BenchPrompt, load_prompts
-from .bench_report import percentile, save, show, spread
-from .bench_worker import run_in_processes
-from .parsing import whole
+from .client import BenchClient, Call, Measured
+from .command import add_dataset_arguments
+from .data import LOWEST_RANDOM_ID, BenchPrompt, load_prompts
+from .report import percentile, save, show, spread
+from .worker import run_in_processes
 
 SLO_NAMES = ("ttft", "tpot", "e2e")
 

@@ -1,7 +1,7 @@
 """Streams completions from a server and notes when each piece came; plain asyncio, HTTP/1.1.
 
-Written to cost little per piece, because a benchmark's client shares the machine with what it measures;
-`bench_worker.py` runs it in several processes where one is not enough.
+Written to cost little per piece, because a benchmark's client shares the machine with what it
+measures; `worker.py` runs it in several processes where one is not enough.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     async def ask(self, request: bytes, result: Measured) -> bool:
-        """Send a request and note how its answer comes. False: the server had closed before it began to
-        answer, as it may while a connection is idle."""
+        """Send a request and note how its answer comes. False: the server had closed before it
+        began to answer, as it may while a connection is idle."""
         self._result, self._last = result, result.started_at
         self._data, self._rest, self._status = b"", b"", 0
         self._ended = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""One of several client processes of `fastdeploy bench serve`: reads its calls, answers what it saw."""
+"""One of several client processes of `bench serve`: reads its calls, answers what it saw."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 
 from fastdeploy_core.errors import FastDeployError
 
-from .bench_client import BenchClient, Call, Measured
+from .client import BenchClient, Call, Measured
 
 START_DELAY_S = 2.0  # until every process has started and read its calls
 
@@ -38,7 +38,7 @@ def run_in_processes(
     for number in range(count):
         work = Work(url, api_key, list(calls[number::count]), start_at, share)
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "fastdeploy_core.cli.bench_worker"],
+            [sys.executable, "-P", "-m", "fd_bench.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

@@ -7,12 +7,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fastdeploy_core.cli.parsing import parse_table, whole
 from fastdeploy_core.errors import ConfigError
 
-from .bench import add_dataset_arguments
-from .bench_data import BenchPrompt, load_prompts
-from .bench_report import save, show, spread
-from .parsing import parse_table, whole
+from .command import add_dataset_arguments
+from .data import BenchPrompt, load_prompts
+from .report import save, show, spread
 
 
 def run_throughput(argv: Sequence[str]) -> int:
@@ -101,9 +101,8 @@ def _latency_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _load(values: Mapping[str, Any]) -> Any:
-    from fastdeploy_core.api.llm import LLM
-
-    from .logs import setup_logging
+    from fastdeploy import LLM
+    from fastdeploy_core.cli.logs import setup_logging
 
     setup_logging("warning")
     if not values.get("model"):

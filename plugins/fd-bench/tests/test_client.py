@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from fastdeploy_core.cli.bench_client import BenchClient, Measured
+from fd_bench.client import BenchClient, Measured
 
 EVENT = b'data: {"choices": [{"text": "a", "token_ids": [1, 2]}]}\n\n'
 USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}\n\n'

@@ -6,14 +6,13 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
+from fastdeploy_core.cli.parsing import whole
 from fastdeploy_core.errors import ConfigError
 
-from .parsing import whole
-
 KINDS = {
-    "throughput": ("bench_offline", "run_throughput", "tokens per second of many prompts at once"),
-    "latency": ("bench_offline", "run_latency", "seconds of one batch, repeated"),
-    "serve": ("bench_serve", "run", "latencies of a running server at given request rates"),
+    "throughput": ("offline", "run_throughput", "tokens per second of many prompts at once"),
+    "latency": ("offline", "run_latency", "seconds of one batch, repeated"),
+    "serve": ("serve", "run", "latencies of a running server at given request rates"),
 }
 
 
@@ -26,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     if argv[0] not in KINDS:
         raise ConfigError(f"unknown benchmark {argv[0]!r}; possible: {', '.join(KINDS)}")
     module, function, _ = KINDS[argv[0]]
-    found = importlib.import_module(f"fastdeploy_core.cli.{module}")
+    found = importlib.import_module(f"fd_bench.{module}")
     return int(getattr(found, function)(argv[1:]))
 
 

@@ -1,4 +1,4 @@
-"""Prompts for benchmarks: random token ids, or lines of a JSONL file. Seeded, so that runs compare."""
+"""Prompts for benchmarks: random token ids, or lines of a JSONL file; seeded."""
 
 from __future__ import annotations
 
