@@ -22,7 +22,7 @@ from fastdeploy_core.contracts.base import CONTRACT, HOOK_GROUP, KINDS
 from fastdeploy_core.contracts.ops import OPERATIONS, QUANTIZED_OPERATIONS
 from fastdeploy_core.contracts.quant_formats import FORMATS
 from fastdeploy_core.plugins.core_commands import CORE_COMMANDS
-from fastdeploy_core.plugins.known import providers
+from fastdeploy_core.plugins.known import providers, summaries
 from fastdeploy_core.serving.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,7 +57,10 @@ def _description(distribution: str) -> str:
 def cli() -> str:
     """Commands and every argument of `serve`, by group."""
     commands = {name: (text, "") for name, (_, text) in CORE_COMMANDS.items()}
-    commands |= {n: (_description(d), f"`{d}`") for n, d in providers("command").items()}
+    texts = summaries()
+    commands |= {
+        n: (texts.get(n) or _description(d), f"`{d}`") for n, d in providers("command").items()
+    }
     rows = [(f"`fastdeploy {n.replace('.', ' ')}`", *cells) for n, cells in commands.items()]
     parts = [
         "# Command line\n",

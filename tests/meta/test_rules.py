@@ -34,7 +34,7 @@ MAX_FIELDS = 12
 LARGER_ROOMS = {
     "fastdeploy_core/cli",
     "fastdeploy_core/scheduler",
-    "fastdeploy_core/testing/conformance",
+    "plugins/fastdeploy-testing/fastdeploy_testing/conformance",
     "fastdeploy_core/worker",
     "plugins/fd-cuda/fd_cuda/kernels",
 }
@@ -67,7 +67,7 @@ LARGER_RECORDS = {
     # Being redesigned.
     "fastdeploy_core/kvtransport/link.py Link",
     "fastdeploy_core/scheduler/settings.py SchedulerSettings",
-    "fastdeploy_core/testing/null_worker.py NullOptions",
+    "plugins/fastdeploy-testing/fastdeploy_testing/null_worker.py NullOptions",
     "fastdeploy_core/types/step.py ModelRunnerOutput",
     "fastdeploy_core/worker/pending.py Launched",
     "fastdeploy_core/worker/step_rows.py StepRows",
@@ -219,7 +219,6 @@ def test_nothing_waits_holding_the_interpreter_lock() -> None:
         "tensor",
         "contracts",
         "devices",
-        "testing",
     )
     sources = PLUGINS + [
         p for room in rooms for p in (ROOT / "fastdeploy_core" / room).rglob("*.py")
@@ -261,9 +260,14 @@ PUBLIC = {"contracts", "devices", "types", "errors", "tensor"}
 # Parts of the core that few deployments need, as distributions of their own: they are released
 # with the core and require exactly its version, so they may import these private rooms. The empty
 # name is the package `fastdeploy` itself.
-PRIVATE = {"fd-bench": {"", "cli"}}
+PRIVATE = {
+    "fastdeploy-testing": {
+        *("", "api", "cli", "config", "engine", "plugins", "quantization", "reference"),
+    },
+    "fd-bench": {"", "cli"},
+}
 # For tests alone: it may use the conformance kit.
-PRIVATE_OF_TESTS = {"fd-simdevice": {"testing"}}
+PRIVATE_OF_TESTS = {"fd-simdevice": {"fastdeploy_testing"}}
 
 
 def _rooms_imported(path: Path) -> dict[str, str]:
@@ -278,6 +282,8 @@ def _rooms_imported(path: Path) -> dict[str, str]:
             package, _, rest = module.partition(".")
             if package in ("fastdeploy_core", "fastdeploy"):
                 found[rest.split(".")[0]] = f"{_relative(path)}:{node.lineno} {module}"
+            elif package == "fastdeploy_testing" and package not in path.parts:
+                found[package] = f"{_relative(path)}:{node.lineno} {module}"
     return found
 
 
@@ -364,13 +370,13 @@ IMPORTING_BY_NAME = {
     "fastdeploy_core/sampling/processors.py",
     "fastdeploy_core/serving/launch.py",
     "fastdeploy_core/tensor/",
-    "fastdeploy_core/testing/",
+    "fastdeploy_testing/",
     "fastdeploy/__init__.py",
 }
 
 
 def test_no_room_reaches_another_past_the_import_rules() -> None:
-    """import-linter sees import statements alone: a module that imports by name reaches any room."""
+    """import-linter sees import statements alone: who imports by name reaches any room."""
     found = []
     for path in CORE:
         name = path.relative_to(ROOT).as_posix()
