@@ -259,25 +259,36 @@ def test_nothing_unpickles_or_evaluates() -> None:
 
 PUBLIC = {"contracts", "devices", "types", "errors", "tensor"}
 # Parts of the core that few deployments need, as distributions of their own: they are released
-# with the core and require exactly its version, so they may import these private rooms. The empty
-# name is the package `fastdeploy` itself.
-PRIVATE = {"fd-bench": {"", "cli"}}
+# with the core and require exactly its version, so they may import these private rooms.
+PRIVATE = {
+    "fd-bench": {"fastdeploy", "cli"},
+    "fd-calibrate": {
+        *("cli", "config", "envs", "layers", "loading", "models", "plugins", "reference"),
+        "tokenizer",
+    },
+}
 # For tests alone: it may use the conformance kit.
 PRIVATE_OF_TESTS = {"fd-simdevice": {"testing"}}
 
 
 def _rooms_imported(path: Path) -> dict[str, str]:
-    """Rooms of the core that a file imports, each with a place."""
+    """Rooms of the core that a file imports, each with a place; the package `fastdeploy` is one."""
     found = {}
     for node in ast.walk(ast.parse(path.read_text())):
+        names = (
+            [a.name for a in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        )
         if isinstance(node, ast.ImportFrom):
-            modules = [node.module or ""]
-        else:
-            modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        for module in modules:
-            package, _, rest = module.partition(".")
-            if package in ("fastdeploy_core", "fastdeploy"):
-                found[rest.split(".")[0]] = f"{_relative(path)}:{node.lineno} {module}"
+            names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            package, *rooms = name.split(".")
+            room = {"fastdeploy": "fastdeploy", "fastdeploy_core": (rooms or [""])[0]}.get(package)
+            if room is not None:
+                found[room] = f"{_relative(path)}:{node.lineno} {name}"
     return found
 
 
