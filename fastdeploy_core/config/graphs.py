@@ -15,8 +15,8 @@ from .engine import GraphConfig
 MAX_SIZE = 65536
 _COMPILER = "models are run as they are written, no compiler rewrites them"
 _PREFILL = (
-    "decode steps and steps with prompts are both captured, each as one graph; only the batch sizes "
-    "of decode steps can be chosen"
+    "decode steps and steps with prompts are both captured, each as one graph; only the batch "
+    "sizes of decode steps can be chosen"
 )
 _ALWAYS = "recordings share one memory, cover the whole model, and are warmed up as they need it"
 

@@ -20,8 +20,6 @@ CORE_COMMANDS: Final[dict[str, tuple[str, str]]] = {
         ("plugins.show", "plugins_show:main", "drivers, hooks and capabilities of one plugin"),
         ("plugins.why", "plugins_why:main", "every candidate, its answer, and the winner"),
         ("plugins.doctor", "plugins_doctor:main", "load each plugin in a child process"),
-        ("plugins.check", "plugins_check:main", "run the conformance kit against a driver"),
-        ("plugins.new", "plugins_new:main", "start a plugin from a template"),
         ("collect-env", "collect_env:main", "describe this machine for a bug report"),
         ("version", "version:main", "print the version"),
     )

@@ -91,7 +91,9 @@ from fastdeploy_core.scheduler.local import LocalScheduler
 from fastdeploy_core.speculative.draft_model import DraftModel
 from fastdeploy_core.speculative.ngram import NgramDrafter
 from fastdeploy_core.speculative.suffix import SuffixDrafter
-from fastdeploy_core.testing.fakes import FaultyDevice, NullDevice
+from fastdeploy_testing.check import main as check_plugin
+from fastdeploy_testing.fakes import FaultyDevice, NullDevice
+from fastdeploy_testing.new import main as new_plugin
 
 kv_transports: list[Callable[[TransportOptions], KVTransport]] = [
     SharedMemoryTransport,
@@ -193,6 +195,8 @@ grammars: list[Callable[[str, int, list[int]], GrammarBackend]] = [
 commands: list[Command] = [
     bench,
     quantize,
+    check_plugin,
+    new_plugin,
 ]
 logits_processors: list[Callable[[ProcessorContext], LogitsProcessor]] = [
     LogitBiasLogitsProcessor,

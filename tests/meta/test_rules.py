@@ -34,7 +34,7 @@ MAX_FIELDS = 12
 LARGER_ROOMS = {
     "fastdeploy_core/cli",
     "fastdeploy_core/scheduler",
-    "fastdeploy_core/testing/conformance",
+    "plugins/fastdeploy-testing/fastdeploy_testing/conformance",
     "fastdeploy_core/worker",
     "plugins/fd-cuda/fd_cuda/kernels",
 }
@@ -67,7 +67,7 @@ LARGER_RECORDS = {
     # Being redesigned.
     "fastdeploy_core/kvtransport/link.py Link",
     "fastdeploy_core/scheduler/settings.py SchedulerSettings",
-    "fastdeploy_core/testing/null_worker.py NullOptions",
+    "plugins/fastdeploy-testing/fastdeploy_testing/null_worker.py NullOptions",
     "fastdeploy_core/types/step.py ModelRunnerOutput",
     "fastdeploy_core/worker/pending.py Launched",
     "fastdeploy_core/worker/step_rows.py StepRows",
@@ -219,7 +219,6 @@ def test_nothing_waits_holding_the_interpreter_lock() -> None:
         "tensor",
         "contracts",
         "devices",
-        "testing",
     )
     sources = PLUGINS + [
         p for room in rooms for p in (ROOT / "fastdeploy_core" / room).rglob("*.py")
@@ -257,10 +256,14 @@ def test_nothing_unpickles_or_evaluates() -> None:
     assert not found, "\n".join(found)
 
 
-PUBLIC = {"contracts", "devices", "types", "errors", "tensor"}
+PUBLIC = {"contracts", "devices", "types", "errors", "tensor", "__version__"}
 # Parts of the core that few deployments need, as distributions of their own: they are released
 # with the core and require exactly its version, so they may import these private rooms.
 PRIVATE = {
+    "fastdeploy-testing": {
+        *("fastdeploy", "api", "cli", "config", "engine", "envs", "plugins", "quantization"),
+        "reference",
+    },
     "fd-bench": {"fastdeploy", "cli"},
     "fd-calibrate": {
         *("cli", "config", "envs", "layers", "loading", "models", "plugins", "reference"),
@@ -268,27 +271,26 @@ PRIVATE = {
     },
 }
 # For tests alone: it may use the conformance kit.
-PRIVATE_OF_TESTS = {"fd-simdevice": {"testing"}}
+PRIVATE_OF_TESTS = {"fd-simdevice": {"fastdeploy_testing"}}
 
 
 def _rooms_imported(path: Path) -> dict[str, str]:
-    """Rooms of the core that a file imports, each with a place; the package `fastdeploy` is one."""
-    found = {}
+    """Rooms of the core that a file imports, each with a place; `fastdeploy` and
+    `fastdeploy_testing` count as rooms."""
+    found: dict[str, str] = {}
     for node in ast.walk(ast.parse(path.read_text())):
-        names = (
-            [a.name for a in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-        )
-        if isinstance(node, ast.ImportFrom):
-            names: list[str] = []
+        names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
             package, *rooms = name.split(".")
-            room = {"fastdeploy": "fastdeploy", "fastdeploy_core": (rooms or [""])[0]}.get(package)
-            if room is not None:
-                found[room] = f"{_relative(path)}:{node.lineno} {name}"
+            if package == "fastdeploy_core" and rooms:
+                package = rooms[0]
+            elif package not in ("fastdeploy", "fastdeploy_testing") or package in path.parts:
+                continue
+            found[package] = f"{_relative(path)}:{node.lineno} {name}"
     return found
 
 
@@ -375,13 +377,13 @@ IMPORTING_BY_NAME = {
     "fastdeploy_core/sampling/processors.py",
     "fastdeploy_core/serving/launch.py",
     "fastdeploy_core/tensor/",
-    "fastdeploy_core/testing/",
+    "fastdeploy_testing/",
     "fastdeploy/__init__.py",
 }
 
 
 def test_no_room_reaches_another_past_the_import_rules() -> None:
-    """import-linter sees import statements alone: a module that imports by name reaches any room."""
+    """import-linter sees import statements alone: who imports by name reaches any room."""
     found = []
     for path in CORE:
         name = path.relative_to(ROOT).as_posix()

@@ -7,8 +7,8 @@ import pytest
 
 from fastdeploy_core.errors import ConfigError, InvalidRequest, RequestTooLong
 from fastdeploy_core.scheduler import sequence_seed
-from fastdeploy_core.testing.fakes import NullModel
 from fastdeploy_core.types import SamplingParams, branch_id, each_delta
+from fastdeploy_testing.fakes import NullModel
 from tests.null_engine import (
     EOS,
     VOCAB_SIZE,

@@ -17,7 +17,7 @@ from tokenizers.models import WordLevel
 
 from fastdeploy_core import tensor
 from fastdeploy_core.cli.main import main
-from fastdeploy_core.testing.tiny_model import CONFIG, write_tiny_model
+from fastdeploy_testing.tiny_model import CONFIG, write_tiny_model
 
 
 @pytest.fixture(autouse=True)

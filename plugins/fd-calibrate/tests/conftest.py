@@ -18,7 +18,7 @@ from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.loading.loader import LoadedModel, load_model
 from fastdeploy_core.plugins.kernels import build_kernel_table
 
-pytest_plugins = ["fastdeploy_core.testing.pytest_plugin"]
+pytest_plugins = ["fastdeploy_testing.pytest_plugin"]
 Load = Callable[..., tuple[LoadedModel, DeviceBackend]]
 
 

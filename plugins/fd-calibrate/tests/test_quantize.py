@@ -20,8 +20,8 @@ from safetensors.numpy import load_file, save_file
 from fastdeploy import LLM, SamplingParams
 from fastdeploy_core.cli.main import main
 from fastdeploy_core.errors import ConfigError, WeightError
-from fastdeploy_core.testing import tiny_model as tiny
 from fastdeploy_core.tokenizer import Tokenizer
+from fastdeploy_testing import tiny_model as tiny
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "ernie-tiny"
 TEXT = "\n\n".join(
