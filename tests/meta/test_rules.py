@@ -261,8 +261,7 @@ PUBLIC = {"contracts", "devices", "types", "errors", "tensor", "__version__"}
 # with the core and require exactly its version, so they may import these private rooms.
 PRIVATE = {
     "fastdeploy-testing": {
-        *("fastdeploy", "api", "cli", "config", "engine", "envs", "plugins", "quantization"),
-        "reference",
+        *("api", "cli", "config", "engine", "plugins", "quantization", "reference"),
     },
     "fd-bench": {"fastdeploy", "cli"},
     "fd-calibrate": {
