@@ -227,7 +227,7 @@ def test_blocks_that_predict_further_tokens_are_left_out_in_words(
 ) -> None:
     source = checkpoints / "gguf-wide"
     whole = write_gguf(source, tmp_path / "whole.gguf")
-    # Its second block as the one behind the last.
+    # Its second block as the one after the last.
     file = write_gguf(source, tmp_path / "model.gguf", nextn_predict_layers=1)
     with caplog.at_level(logging.INFO):
         model = PagedModel(file, tensor_library)
