@@ -54,6 +54,7 @@ LIGHT = {
     "plugins/fd-bench": (),
     "plugins/fastdeploy-testing": (),
     "plugins/fd-cuda": tuple(f"--ignore-glob=*/{name}.py" for name in INTERPRETED),
+    "plugins/fd-gguf": (),
     "plugins/fd-quant-wint2": (),
     "plugins/fd-spec-mtp": (),
 }
