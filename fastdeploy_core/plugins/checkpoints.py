@@ -6,15 +6,15 @@ imported, and one that is missing is known by the file alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from fastdeploy_core import envs
 from fastdeploy_core.config.model import FoundModel, find_folder
 from fastdeploy_core.errors import ConfigError, FastDeployError, PluginError, PluginNotFound
 
-from .discovery import PluginEntry, discover
+from .discovery import Inventory, discover
 from .drivers import find, load
 from .known import providers
 from .preflight_child import describe
@@ -23,43 +23,59 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.small import CheckpointFormat
 
 _KIND: Final = "checkpoint_format"
-_T = TypeVar("_T")
 
 
-def find_model(path: Path, asked: Mapping[str, Any]) -> FoundModel:
+def find_model(
+    path: Path, asked: Mapping[str, Any], inventory: Inventory | None = None
+) -> FoundModel:
     """The model that a path means, in a format of the core or of an installed plugin.
 
     `asked`: the overrides of config.model.read_model_config. PluginNotFound names the distribution
     to install; what a driver says of a damaged file is passed on.
     """
+    inventory = discover() if inventory is None else inventory
     load_format = str(asked.get("load_format") or "auto")
-    name = _format_of(path, load_format)
+    possible = {e.name for e in inventory.of(_KIND, usable=False)} | set(providers(_KIND))
+    name = _format_of(path, load_format, possible)
+    if not name and path.is_file():
+        raise ConfigError(
+            f"model {str(path)!r} is a file; expected a folder with config.json, tokenizer.json "
+            f"and *.safetensors, or a file of one of these formats: {', '.join(sorted(possible))}"
+        )
     if not name:
-        return _find_folder(path, asked)
+        return find_folder(path, asked)
     if load_format == "safetensors":
         raise ConfigError(
             f"{path} is a {name} checkpoint and --load-format says safetensors; leave the flag "
             "out, or pass a folder with *.safetensors"
         )
     try:
-        entry = find(_KIND, name)
+        entry = find(_KIND, name, inventory)
     except PluginNotFound as error:
         raise PluginNotFound(f"{path} is a {name} checkpoint: {error}") from None
     driver = load(entry)
-    return _guarded(entry, path, lambda: _read(name, driver(path), asked))
+    try:
+        return _read(name, driver(path), asked)
+    except FastDeployError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"checkpoint format {name!r} of {entry.origin} failed on {path}: {describe(error)}; "
+            "see: fastdeploy plugins doctor"
+        ) from error
 
 
-def _format_of(path: Path, load_format: str) -> str:
-    """The driver whose files are there, installed or known; empty: the core's own format."""
+def _format_of(path: Path, load_format: str, possible: set[str]) -> str:
+    """The one of the possible formats whose files are there; empty: the core's own."""
     if path.is_dir():
         if (path / "config.json").is_file() and (
             load_format != "auto" or any(path.glob("*.safetensors"))
         ):
             return ""
-        suffixes = {_suffix(file) for file in path.iterdir()}
+        suffixes = {_suffix(file) for file in path.glob("*")}
     else:
         suffixes = {_suffix(path)} if path.is_file() else set()
-    found = sorted(suffixes & _names())
+    found = sorted(suffixes & possible)
     if len(found) > 1:
         raise ConfigError(
             f"{path} holds checkpoints in several formats: {', '.join(found)}; pass the path of a "
@@ -70,20 +86,6 @@ def _format_of(path: Path, load_format: str) -> str:
 
 def _suffix(file: Path) -> str:
     return file.suffix.lower().removeprefix(".")
-
-
-def _names() -> set[str]:
-    installed = {entry.name for entry in discover().of(_KIND, usable=False)}
-    return installed | set(providers(_KIND))
-
-
-def _find_folder(path: Path, asked: Mapping[str, Any]) -> FoundModel:
-    if path.is_file():
-        raise ConfigError(
-            f"model {str(path)!r} is a file; expected a folder with config.json, tokenizer.json "
-            f"and *.safetensors, or a file of one of these formats: {', '.join(sorted(_names()))}"
-        )
-    return find_folder(path, asked)
 
 
 def _read(name: str, checkpoint: CheckpointFormat, asked: Mapping[str, Any]) -> FoundModel:
@@ -106,16 +108,3 @@ def _cache() -> Path:
             f"FD_CACHE_DIR {envs.FD_CACHE_DIR!r} leads nowhere: this user has no home; set it to a "
             "folder"
         ) from None
-
-
-def _guarded(entry: PluginEntry, path: Path, call: Callable[[], _T]) -> _T:
-    """What the driver returns; errors that are not the project's own name the plugin."""
-    try:
-        return call()
-    except FastDeployError:
-        raise
-    except Exception as error:
-        raise PluginError(
-            f"checkpoint format {entry.name!r} of {entry.origin} failed on {path}: "
-            f"{describe(error)}; see: fastdeploy plugins doctor"
-        ) from error

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 
 class GGUFCheckpoint:
-    """contracts.small.CheckpointFormat. `path`: a file, the first one of a split model, or a folder
-    with one model."""
+    """A GGUF file as a model: contracts.small.CheckpointFormat.
+
+    `path`: the file, the first one of a split model, or a folder with one model."""
 
     name = METHOD
     contract = CONTRACT
