@@ -12,11 +12,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fastdeploy_core import envs
 from fastdeploy_core.config.model import FoundModel, find_folder
-from fastdeploy_core.errors import ConfigError, FastDeployError, PluginError, PluginNotFound
+from fastdeploy_core.errors import (
+    ConfigError,
+    FastDeployError,
+    PluginError,
+    PluginLoadError,
+    PluginNotFound,
+)
 
-from .discovery import Inventory, discover
+from .discovery import Inventory, PluginEntry, discover
 from .drivers import find, load
 from .known import providers
+from .manager import call_with_limit
 from .preflight_child import describe
 
 if TYPE_CHECKING:
@@ -53,7 +60,7 @@ def find_model(
         entry = find(_KIND, name, inventory)
     except PluginNotFound as error:
         raise PluginNotFound(f"{path} is a {name} checkpoint: {error}") from None
-    driver = load(entry)
+    driver = _load(entry)
     try:
         return _read(name, driver(path), asked)
     except FastDeployError:
@@ -63,6 +70,22 @@ def find_model(
             f"checkpoint format {name!r} of {entry.origin} failed on {path}: {describe(error)}; "
             "see: fastdeploy plugins doctor"
         ) from error
+
+
+def _load(entry: PluginEntry) -> type[CheckpointFormat]:
+    """Import the driver in this process, with a time limit. A child process that imports it first
+    (preflight.py) would make every start slower, and could save no model: this one needs it."""
+    limit_s = envs.read("FD_PLUGIN_DRIVER_TIMEOUT_S")
+    try:
+        driver: type[CheckpointFormat] = call_with_limit(
+            lambda: load(entry, preflight=False), limit_s
+        )
+    except TimeoutError:
+        raise PluginLoadError(
+            f"checkpoint format {entry.name!r} of {entry.origin} failed to load: its import did "
+            f"not finish within {limit_s:g} s; see: fastdeploy plugins doctor"
+        ) from None
+    return driver
 
 
 def _format_of(path: Path, load_format: str, possible: set[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from fastdeploy_core.errors import (
     WeightError,
 )
 from fastdeploy_core.plugins.checkpoints import find_model
-from fastdeploy_core.plugins.drivers import _preflight
 from tests.plugin_modules import entry, module_writer
 
 DRIVER = """
@@ -44,13 +43,9 @@ class Checkpoint:
 
 
 @pytest.fixture
-def formats(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fd_plugins: Any
-) -> Iterator[Callable[..., Any]]:
+def formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fd_plugins: Any) -> Callable[..., Any]:
     """An inventory with the format "raw", made of a module's text."""
     monkeypatch.setenv("FD_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("FD_PLUGIN_PREFLIGHT", "0")
-    _preflight.cache_clear()
     write = module_writer(tmp_path, monkeypatch)
 
     def make(source: str = DRIVER, **choice: Any) -> Any:
@@ -59,8 +54,7 @@ def formats(
             entry("checkpoint_format", "raw", "raw_format:Checkpoint", "fd-raw"), **choice
         )
 
-    yield make
-    _preflight.cache_clear()
+    return make
 
 
 def file(tmp_path: Path, name: str = "model.raw") -> Path:
