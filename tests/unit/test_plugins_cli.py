@@ -225,8 +225,8 @@ def test_list_imports_neither_plugins_nor_heavy_libraries(stranger):
         "from fastdeploy_core.cli.main import main\n"
         "main(['plugins', 'list'])\n"
         "heavy = {'torch', 'paddle', 'numpy', 'msgspec', 'pluggy', 'stevedore', 'fastapi', "
-        "'chip'}\n"
-        "sys.exit(str(sorted(heavy & set(sys.modules))) if heavy & set(sys.modules) else 0)\n"
+        "'chip'}\nsys.exit(str(sorted(heavy & set(sys.modules))) if heavy & set(sys.modules) "
+        "else 0)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
