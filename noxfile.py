@@ -56,6 +56,7 @@ LIGHT = {
     "plugins/fastdeploy-testing": (),
     "plugins/fd-cuda": tuple(f"--ignore-glob=*/{name}.py" for name in INTERPRETED),
     "plugins/fd-gguf": (),
+    "plugins/fd-kv-shm": (),
     "plugins/fd-quant-wint2": (),
     "plugins/fd-spec-mtp": (),
 }

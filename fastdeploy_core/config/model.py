@@ -109,8 +109,7 @@ def read_model_config(
     if weight_cache and load_format == "dummy":
         raise ConfigError(
             "--weight-cache keeps the weights of a checkpoint and --load-format dummy has none; "
-            "drop "
-            "one of them"
+            "drop one of them"
         )
     dtype_asked = str(asked.get("dtype", "auto"))
     return ModelConfig(
@@ -214,9 +213,8 @@ def checkpoint_layout(
     raise ConfigError(
         "cannot tell whether the checkpoint is in torch or Paddle layout: config.json has "
         f"{'both torch_dtype and dtype' if has_torch else 'neither torch_dtype nor dtype'}; "
-        "expected "
-        "torch_dtype (torch), dtype with transformers_version above 4.56.0 (torch) or dtype alone "
-        "(Paddle); correct config.json or set FD_FOR_TORCH_MODEL_FORMAT=1"
+        "expected torch_dtype (torch), dtype with transformers_version above 4.56.0 (torch) or "
+        "dtype alone (Paddle); correct config.json or set FD_FOR_TORCH_MODEL_FORMAT=1"
     )
 
 

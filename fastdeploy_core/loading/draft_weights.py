@@ -52,8 +52,7 @@ def load_draft_weights(
     if unknown:
         raise WeightError(
             f"{source} has {len(unknown)} draft weights that this speculative method does not "
-            "know: "
-            f"{some_names(unknown)}; they do not belong to the target's config.json"
+            f"know: {some_names(unknown)}; they do not belong to the target's config.json"
         )
     missing = weights.missing()
     if missing:

@@ -96,8 +96,7 @@ class WeightCache:
         except (ValueError, KeyError, TypeError) as error:
             raise WeightError(
                 f"{self._path} of --weight-cache holds a weight {name} that the device cannot "
-                "take: "
-                f"{error}; delete this file, and the next start writes it anew"
+                f"take: {error}; delete this file, and the next start writes it anew"
             ) from None
         self._num_weights += 1
         self.num_bytes += sum(array.nbytes for array in found[1])

@@ -31,6 +31,7 @@ from fd_gguf.checkpoint import GGUFCheckpoint
 from fd_gguf.quantizer import GGUFQuantizer
 from fd_iluvatar.attention import IluvatarAttention
 from fd_iluvatar.device import IluvatarDevice
+from fd_kv_shm.shm import SharedMemoryTransport
 from fd_metax.attention import MetaxAttention
 from fd_metax.device import MetaxDevice
 from fd_mychip.device import MyChipDevice
@@ -62,7 +63,6 @@ from fastdeploy_core.contracts.small import (
 )
 from fastdeploy_core.contracts.speculative import DeviceDrafter, DrafterContext, HostDrafter
 from fastdeploy_core.grammar.llguidance_backend import LLGuidanceBackend
-from fastdeploy_core.kvtransport.shm import SharedMemoryTransport
 from fastdeploy_core.layers import ModelBuilder
 from fastdeploy_core.models.deepseek_v3 import DeepseekV3ForCausalLM
 from fastdeploy_core.models.ernie4_5 import Ernie4_5ForCausalLM

@@ -255,8 +255,7 @@ def main() -> None:
         f"{options.count} questions of each of {', '.join(curriculum.JUDGED)}; perplexity over "
         "held-out "
         f"texts of all tasks; device {options.device}, {options.tensor_library}; weights in bytes "
-        "as held (embeddings and "
-        "norms in float32)\n",
+        "as held (embeddings and norms in float32)\n",
         flush=True,
     )
     print("| format | exact, % | " + " | ".join(curriculum.JUDGED), end="")

@@ -114,8 +114,7 @@ class GGUFQuantizer:
         """Nothing is quantized here."""
         raise ConfigError(
             f"--quantization {self.name} keeps the numbers of a GGUF file; possible for "
-            f"{layer.name} of "
-            "another checkpoint: wint8, wint4, w8a8, w4a8"
+            f"{layer.name} of another checkpoint: wint8, wint4, w8a8, w4a8"
         )
 
     def prepare(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Any:
