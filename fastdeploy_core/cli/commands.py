@@ -36,14 +36,21 @@ def find(name: str) -> Callable[[Sequence[str]], int]:
         module, _, function = CORE_COMMANDS[name][0].partition(":")
         own: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
         return own
+    from fastdeploy_core.errors import PluginLoadError
     from fastdeploy_core.plugins.discovery import discover
 
     inventory = discover()
     if inventory.named("command", name):
         from fastdeploy_core.plugins import drivers
 
+        entry = drivers.find("command", name, inventory)
         # The user asked for this very command: no child process has to try the import first.
-        command = drivers.load(drivers.find("command", name, inventory), preflight=False)
+        command = drivers.load(entry, preflight=False)
+        if not callable(command):
+            raise PluginLoadError(
+                f"command {name!r} of {entry.origin} failed to load: {entry.target} is "
+                f"{type(command).__name__}, not a function of the words after the command"
+            )
         return lambda arguments: int(command(arguments) or 0)
     raise _unknown(name, {e.name for e in inventory.of("command")})
 
@@ -78,7 +85,7 @@ def _in_group(rows: Mapping[str, T], group: str) -> dict[str, T]:
 
 
 def _installed() -> dict[str, str]:
-    """Commands of plugins, with the summaries of their distributions, or why one is not used."""
+    """Commands of plugins, with what they do, or why one is not used."""
     import importlib.metadata
 
     from fastdeploy_core.plugins.discovery import DISABLED, OK, REFUSED, discover
@@ -101,12 +108,8 @@ def _missing(rows: Mapping[str, str]) -> dict[str, str]:
     """Known commands that have no row, with what they do and what installs them."""
     from fastdeploy_core.plugins.known import summaries
 
-    own, installs = summaries(), {n: f"pip install {d}" for n, d in _known().items()}
-    return {
-        name: f"{own[name]} ({install})" if name in own else install
-        for name, install in installs.items()
-        if name not in rows
-    }
+    own = summaries()
+    return {n: f"{own[n]} (pip install {d})" for n, d in _known().items() if n not in rows}
 
 
 def _known() -> dict[str, str]:

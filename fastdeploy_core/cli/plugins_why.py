@@ -79,13 +79,14 @@ def _place(
 def _shapes(arguments: argparse.Namespace) -> ModelShapes:
     from fastdeploy_core.config.model import read_model_config
     from fastdeploy_core.models.shapes import read_shapes
+    from fastdeploy_core.plugins.checkpoints import find_model
 
     if not arguments.model:
         raise ConfigError(
             f"`why {arguments.kind}` depends on the model's shapes; add --model DIR "
             "(a folder with config.json)"
         )
-    config = read_model_config(arguments.model, {"dtype": arguments.dtype})
+    config = read_model_config(arguments.model, {"dtype": arguments.dtype}, find_model)
     return read_shapes(config.hf_config, arguments.tensor_parallel_size, config.dtype)
 
 
@@ -143,9 +144,10 @@ def _quantization_question(
 
     if arguments.model:
         from fastdeploy_core.config.model import read_model_config
+        from fastdeploy_core.plugins.checkpoints import find_model
 
         asked = {"dtype": arguments.dtype, "quantization": arguments.quantization}
-        settings = read_quantization(read_model_config(arguments.model, asked))
+        settings = read_quantization(read_model_config(arguments.model, asked, find_model))
         method, config = settings.method, settings.config
     else:
         config = parse_quantization(arguments.quantization)
@@ -199,9 +201,9 @@ def _all_answers(
         if isinstance(answer.value, Candidate):
             rows.append((answer.value, answer.plugin.distribution))
     named = {c.name for c, _ in rows}
-    for entry in inventory.of(kind):
+    for entry in inventory.of(kind, usable=False):
         if entry.name not in named:
-            silent = Decline("gave no answer; it can be asked for by name")
+            silent = Decline(entry.reason or "gave no answer; it can be asked for by name")
             rows.append((Candidate(entry.name, silent), entry.distribution))
     return decide(kind, repr(question), rows)
 

@@ -1,9 +1,9 @@
-"""Builds the model of one rank and fills it: the only place where files, layers and drivers
-meet."""
+"""Builds and loads the model of one rank: the only place where files, layers and drivers meet."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,13 +19,14 @@ from fastdeploy_core.config.model import checkpoint_layout, fit_dtype
 from fastdeploy_core.config.quantization import quantization_of
 from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
 from fastdeploy_core.contracts.kv_formats import kv_format
-from fastdeploy_core.contracts.model import ModelShapes
+from fastdeploy_core.contracts.model import ModelShapes, StoredTensor
 from fastdeploy_core.contracts.quantizer import make_quantizer
-from fastdeploy_core.contracts.small import CausalLM
+from fastdeploy_core.contracts.small import CausalLM, CheckpointFormat
 from fastdeploy_core.errors import WeightError
 from fastdeploy_core.layers import ModelBuilder
 from fastdeploy_core.layers.cache_scales import CACHE_SCALE_NAMES
 from fastdeploy_core.layers.expert_parallel import ExpertRanks
+from fastdeploy_core.tensor import DTYPE_BYTES
 
 from .read_ahead import ReadAhead
 from .weight_cache import weight_cache
@@ -43,16 +44,16 @@ Named = tuple[str, Any]  # a checkpoint name and its contracts.model.StoredTenso
 
 @dataclass(slots=True)
 class LoadedModel:
-    """A model ready to run on this rank."""
+    """A model that is ready to run on this rank."""
 
     model: CausalLM
     shapes: ModelShapes
-    dtype: str  # what the model computes in, after the device had its say
+    dtype: str  # the dtype the model computes in, adjusted to the device
     kv_layers: list[AttentionSpec]  # cache order
     attention: dict[AttentionSpec, AttentionBackend]
-    builder: ModelBuilder  # what the model was made with; drafters add layers to its
+    builder: ModelBuilder  # the model's builder; drafters add layers with it
     weight_bytes: int = 0
-    report: list[str] = field(default_factory=list)  # for the start-up report
+    report: list[str] = field(default_factory=list)  # lines for the start-up report
 
 
 def load_model(
@@ -64,22 +65,21 @@ def load_model(
     communicator: Communicator | None,
     load_driver: LoadDriver,
 ) -> LoadedModel:
-    """Build and load. `load_driver(kind, name)` gives driver classes; an empty name means: the one
-    that negotiation chose. ConfigError, UnsupportedModel or WeightError say what is wrong."""
+    """Build and load the model. `load_driver(kind, name)` returns a driver class; an empty name is
+    the chosen one. ConfigError, UnsupportedModel or WeightError say what is wrong."""
     limits = device.limits
     model_config, report = fit_dtype(config.model, limits.dtypes, limits.preferred_dtype)
     hf_config = model_config.hf_config
     family = load_driver("model", model_config.architecture)
     shapes = family.shapes(hf_config, tp_size, model_config.dtype)
-    block_size = config.cache.block_size
     attention_class = load_driver("attention", "")
-    settings = quantization_of(config)
+    block_size, settings = config.cache.block_size, quantization_of(config)
     report += settings.notes
     quantizer, quantizers = None, partial(load_driver, "quantizer")
     if settings.method:
         quantizer = make_quantizer("", settings.config, device, kernels, quantizers)
-    kind = kv_format(settings.kv_format)
-    keeping = weight_cache(config.parallel, model_config, settings, device, tp_rank)
+    kind, checkpoint = kv_format(settings.kv_format), _checkpoint(model_config, load_driver)
+    keeping = weight_cache(config.parallel, model_config, settings, device, tp_rank, checkpoint)
     with device.xp.no_grad(), keeping as cache:
         build = ModelBuilder(
             device,
@@ -103,7 +103,7 @@ def load_model(
             for text in CACHE_SCALE_NAMES:
                 build.weights.ignore(text)
         model = family(hf_config, build)
-        fill_from_folder(model, build, model_config.path, hf_config, model_config)
+        fill_model(model, build, model_config.path, hf_config, model_config, checkpoint)
     report += [*cache.report, *_unquantized_lines(build), *_expert_lines(build)]
     return LoadedModel(
         model=model,
@@ -117,13 +117,22 @@ def load_model(
     )
 
 
+def _checkpoint(model: ModelConfig, load_driver: LoadDriver) -> CheckpointFormat | None:
+    """What reads a checkpoint that is no folder of safetensors."""
+    if not model.checkpoint_format or model.load_format == "dummy":
+        return None
+    driver = load_driver("checkpoint_format", model.checkpoint_format)
+    opened: CheckpointFormat = driver(model.path)
+    return opened
+
+
 def _expert_ranks(
     config: EngineConfig,
     device: DeviceBackend,
     communicator: Communicator | None,
     load_driver: LoadDriver,
 ) -> ExpertRanks | None:
-    """The ranks that divide experts among them, if any are to."""
+    """The ranks that divide experts among them; None without expert parallelism."""
     if communicator is None or not config.parallel.divides_experts:
         return None
     make = None
@@ -133,7 +142,7 @@ def _expert_ranks(
 
 
 def _expert_lines(build: ModelBuilder) -> list[str]:
-    """For the start-up table: where experts are, if they are divided."""
+    """Start-up report: where experts are, if ranks divide them."""
     if build.expert_ranks is None:
         return []
     if not build.moe_drivers:
@@ -142,7 +151,7 @@ def _expert_lines(build: ModelBuilder) -> list[str]:
 
 
 def _unquantized_lines(build: ModelBuilder) -> list[str]:
-    """For the start-up table: what a quantizer left alone."""
+    """Start-up report: layers that the quantizer left alone."""
     if not build.unquantized:
         return []
     kinds = dict.fromkeys(name.rpartition(".")[2] for name in build.unquantized)
@@ -152,15 +161,17 @@ def _unquantized_lines(build: ModelBuilder) -> list[str]:
     ]
 
 
-def fill_from_folder(
+def fill_model(
     model: CausalLM,
     build: ModelBuilder,
-    folder: Path,
+    path: Path,
     hf_config: Mapping[str, Any],
     config: ModelConfig,
+    checkpoint: CheckpointFormat | None = None,
 ) -> None:
-    """Give the model every tensor of the checkpoint and insist that it has all it needs.
-    `hf_config`: the folder's config.json."""
+    """Load every tensor of the checkpoint into the model; WeightError unless all required tensors
+    were found. `hf_config`: the config.json of the model at `path`. Without `checkpoint` that is a
+    folder of safetensors."""
     architecture = str((hf_config.get("architectures") or [config.architecture])[0])
     with ExitStack() as stack:
         if config.load_format == "dummy":
@@ -171,12 +182,16 @@ def fill_from_folder(
         else:
             layout = checkpoint_layout(hf_config, force_torch=envs.FD_FOR_TORCH_MODEL_FORMAT)
             build.weights.swap_linear = layout == "paddle"
-            files = open_files(folder, build, hf_config)
+            files: Sequence[WeightFile] = (
+                open_files(path, build.device)
+                if checkpoint is None
+                else [DriverTensors(checkpoint, build, hf_config)]
+            )
             tensors = stack.enter_context(Checkpoint(files, build.tp_rank))
-            if build.device.limits.asynchronous and not folder.is_file():
-                # What a GGUF file holds is decoded on the host.
+            if build.device.limits.asynchronous and checkpoint is None:
+                # A driver's tensors may be decoded on the host, so they have no read-ahead.
                 tensors = stack.enter_context(ReadAhead(build.device, build.weights)).over(tensors)
-            source = f"the checkpoint in {folder}"
+            source = f"the checkpoint in {path}"
         unknown = model.load_weights(tensors)
     if unknown:
         raise WeightError(
@@ -193,23 +208,23 @@ def fill_from_folder(
 
 
 def some_names(names: list[str]) -> str:
-    """The first few of them, for a message."""
+    """The first few names, for a message."""
     rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(sorted(names)[:5]) + rest
 
 
 class WeightFile(Protocol):
-    """One open file of a checkpoint, or one model in whatever files."""
+    """One open checkpoint file, or one model in another container."""
 
     path: Path
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything tensors() gives."""
+        """Total bytes of the tensors that tensors() returns."""
         ...
 
     def names(self) -> Iterable[str]:
-        """Checkpoint names of what tensors() gives."""
+        """Checkpoint names of the tensors that tensors() returns."""
         ...
 
     def tensors(self) -> Iterator[Named]:
@@ -217,16 +232,38 @@ class WeightFile(Protocol):
         ...
 
 
-def open_files(
-    path: Path, build: ModelBuilder, hf_config: Mapping[str, Any]
-) -> Sequence[WeightFile]:
-    """The checkpoint under a model path: the safetensors files of a folder, or a GGUF file."""
-    if not path.is_file():
-        return [SafetensorsFile(file, build.device) for file in find_files(path)]
-    from .gguf_weights import GGUFWeights
+def open_files(folder: Path, device: DeviceBackend) -> list[SafetensorsFile]:
+    """The safetensors files of a folder."""
+    return [SafetensorsFile(file, device) for file in find_files(folder)]
 
-    wanted = build.weights.placements.__contains__
-    return [GGUFWeights(path, hf_config, build.device, build.dtype, wanted)]
+
+class DriverTensors:
+    """WeightFile: what the driver of a checkpoint format reads."""
+
+    def __init__(
+        self, checkpoint: CheckpointFormat, build: ModelBuilder, hf_config: Mapping[str, Any]
+    ) -> None:
+        self.path = checkpoint.path
+        is_wanted = build.weights.placements.__contains__
+        self._tensors = checkpoint.tensors(hf_config, build.device, build.dtype, is_wanted)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything tensors() gives."""
+        return sum(stored_bytes(tensor) for _, tensor in self._tensors)
+
+    def names(self) -> list[str]:
+        """Checkpoint names of what tensors() gives."""
+        return [name for name, _ in self._tensors]
+
+    def tensors(self) -> Iterator[Named]:
+        """Every tensor, in the driver's order."""
+        return iter(self._tensors)
+
+
+def stored_bytes(tensor: StoredTensor) -> int:
+    """Bytes of the tensor as it is read."""
+    return DTYPE_BYTES[tensor.dtype] * math.prod(tensor.shape)
 
 
 class Checkpoint:
@@ -246,7 +283,7 @@ class Checkpoint:
             unit_scale=True,
             desc="loading weights",
             leave=False,
-            disable=True if tp_rank else None,  # None: only where there is a terminal
+            disable=True if tp_rank else None,  # None: only on a terminal
         )
 
     def __enter__(self) -> Iterator[Named]:
@@ -259,4 +296,4 @@ class Checkpoint:
         for file in self._files:
             for name, tensor in file.tensors():
                 yield name, tensor
-                self._bar.update(tensor.nbytes)
+                self._bar.update(stored_bytes(tensor))
