@@ -213,8 +213,7 @@ def main() -> None:
         f"{platform.python_version()}, {time.strftime('%Y-%m-%d')}; {options.rounds} rounds, "
         "blocks of "
         f"{options.block_size}, overlap {'off' if options.no_overlap else 'on'}; ms per step, "
-        "median "
-        "(min to max)\n"
+        "median (min to max)\n"
     )
     print(f"{'batch':>5} {'core, wall':>24} {'process, wall':>24} {'process, processor':>24}")
     for batch, measured in columns.items():

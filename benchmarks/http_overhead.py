@@ -169,13 +169,11 @@ def main() -> None:
         f"{platform.python_version()}, {time.strftime('%Y-%m-%d')}; {options.rounds} rounds, "
         "answers of "
         f"{options.tokens} tokens, {options.api_server_count} API servers, {options.clients} "
-        "clients, "
-        f"device step {options.step_ms:g} ms; medians\n"
+        f"clients, device step {options.step_ms:g} ms; medians\n"
     )
     print(
         f"{'streams':>7} {'tokens/s':>9} {'offline':>9} {'ITL p99, ms':>12}   processor us per "
-        "token: "
-        "API servers, engine, client"
+        "token: API servers, engine, client"
     )
     for streams, results in rounds.items():
         median = {

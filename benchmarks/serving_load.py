@@ -189,8 +189,7 @@ def main() -> None:
         f"{options.api_server_count} API servers, {options.clients} clients, {os.cpu_count()} "
         "cores "
         f"(server on {options.cpus or 'all'}, clients on {options.client_cpus or 'the same'}), "
-        "stream interval "
-        f"{options.stream_interval}, Python {platform.python_version()}, "
+        f"stream interval {options.stream_interval}, Python {platform.python_version()}, "
         f"{time.strftime('%Y-%m-%d')}\n"
         f"offline, {options.streams} at once: {alone[0]:.0f} output tokens/s",
         flush=True,
@@ -212,8 +211,7 @@ def main() -> None:
     try:
         print(
             f"{'requests/s asked':>16} {'done/s':>9} {'tokens/s':>10} {'TTFT p50':>9} "
-            f"{'p99, ms':>9} "
-            f"{'ITL p50':>9} {'p99, ms':>9} {'api, ms':>8} {'failed':>7}"
+            f"{'p99, ms':>9} {'ITL p50':>9} {'p99, ms':>9} {'api, ms':>8} {'failed':>7}"
         )
         speeds, shares = [], []
         for _ in range(options.rounds):

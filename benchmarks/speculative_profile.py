@@ -170,8 +170,7 @@ def report(events: list[dict[str, Any]]) -> None:
     if late:
         print(
             f"  {len(ahead)} of {len(spans)} recordings were launched before the device came to "
-            "them; "
-            f"those of the model {median(late):.0f} us before"
+            f"them; those of the model {median(late):.0f} us before"
         )
     names = Counter[str]()
     for event in events:

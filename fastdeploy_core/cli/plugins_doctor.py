@@ -1,4 +1,4 @@
-"""`fastdeploy plugins doctor`: every plugin imported in a child process, with time, verdict, hint."""
+"""`fastdeploy plugins doctor`: imports every plugin in a child process; time, verdict, hint."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ def library_rows() -> list[dict[str, Any]]:
 
 
 def device_rows(inventory: Inventory) -> list[dict[str, Any]]:
-    """What plugins did wrong when they were asked for devices, as every start asks; then strangers'
-    devices whose hardware is here: what they really do, each in a process of its own."""
+    """What plugins did wrong when they were asked for devices, as every start asks; then what devices
+    of plugins whose hardware is here really do, each in a process of its own."""
     hooks = hook_manager(inventory=inventory)
     decision, candidates = ask_candidates(
         hooks, inventory, "device", "fd_device_probe", DeviceQuestion()

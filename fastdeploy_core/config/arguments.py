@@ -89,8 +89,7 @@ def _parallel_config(v: Mapping[str, Any]) -> ParallelConfig:
     if v["expert_communicator"] and not v["enable_expert_parallel"]:
         raise ConfigError(
             f"--expert-communicator {v['expert_communicator']} needs --enable-expert-parallel: "
-            "without "
-            "it every rank has a share of every expert"
+            "without it every rank has a share of every expert"
         )
     return ParallelConfig(
         tensor_parallel_size=v["tensor_parallel_size"],

@@ -70,8 +70,7 @@ def read_model_config(path: str | Path, overrides: Mapping[str, Any] | None = No
     if weight_cache and load_format == "dummy":
         raise ConfigError(
             "--weight-cache keeps the weights of a checkpoint and --load-format dummy has none; "
-            "drop "
-            "one of them"
+            "drop one of them"
         )
     dtype_asked = str(asked.get("dtype", "auto"))
     return ModelConfig(
@@ -113,17 +112,15 @@ def _find(path: Path, asked: Mapping[str, Any]) -> _Found:
         if file is not None and asked.get("load_format") == "safetensors":
             raise ConfigError(
                 f"{file} is a GGUF file and --load-format says safetensors; leave the flag out, or "
-                "pass a "
-                "folder with *.safetensors"
+                "pass a folder with *.safetensors"
             )
         if file is not None:
             return _find_gguf(file, tokenizer, str(asked.get("quantization") or ""))
     if not path.is_dir():
         raise ConfigError(
             f"model {str(path)!r} is not a folder on this machine, nor a GGUF file; expected a "
-            "folder with "
-            "config.json, tokenizer.json and *.safetensors, or a file *.gguf; download the model "
-            "first and "
+            "folder with config.json, tokenizer.json and *.safetensors, or a file *.gguf; "
+            "download the model first and "
             "pass its path"
         )
     own = path / "generation_config.json"
@@ -235,9 +232,8 @@ def checkpoint_layout(
     raise ConfigError(
         "cannot tell whether the checkpoint is in torch or Paddle layout: config.json has "
         f"{'both torch_dtype and dtype' if has_torch else 'neither torch_dtype nor dtype'}; "
-        "expected "
-        "torch_dtype (torch), dtype with transformers_version above 4.56.0 (torch) or dtype alone "
-        "(Paddle); correct config.json or set FD_FOR_TORCH_MODEL_FORMAT=1"
+        "expected torch_dtype (torch), dtype with transformers_version above 4.56.0 (torch) or "
+        "dtype alone (Paddle); correct config.json or set FD_FOR_TORCH_MODEL_FORMAT=1"
     )
 
 

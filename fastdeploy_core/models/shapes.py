@@ -11,7 +11,7 @@ from fastdeploy_core.errors import PluginNotFound, UnsupportedModel
 
 __all__ = ["ARCHITECTURES", "ModelShapes", "model_class", "read_shapes"]
 
-# The core's own families; the same lines are in group fastdeploy.models.
+# The core's own families; group fastdeploy.models has the same entries.
 ARCHITECTURES: Final[dict[str, str]] = {
     "DeepseekV3ForCausalLM": "fastdeploy_core.models.deepseek_v3:DeepseekV3ForCausalLM",
     "Ernie4_5ForCausalLM": "fastdeploy_core.models.ernie4_5:Ernie4_5ForCausalLM",
@@ -27,7 +27,7 @@ ARCHITECTURES: Final[dict[str, str]] = {
 def read_shapes(
     hf_config: Mapping[str, Any], tp_size: int = 1, dtype: str = "float32"
 ) -> ModelShapes:
-    """The shapes of one rank of `tp_size`. UnsupportedModel names the architectures there are."""
+    """The shapes of one rank of `tp_size`. UnsupportedModel lists the known architectures."""
     shapes: ModelShapes = model_class(hf_config).shapes(hf_config, tp_size, dtype)
     return shapes
 
@@ -40,7 +40,7 @@ def model_class(hf_config: Mapping[str, Any]) -> Any:
         module, _, attribute = ARCHITECTURES[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
     try:
-        # The plugin room is needed only for models that plugins bring.
+        # The plugins room is only needed for models of plugins.
         from fastdeploy_core.plugins import lookup
 
         return lookup("model", name)

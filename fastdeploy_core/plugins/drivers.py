@@ -1,7 +1,7 @@
 """From a kind and a name to a loaded driver, or to an error that says what to do.
 
-stevedore's DriverManager picks and loads the one that was asked for; discovery has decided before
-which entries may take part, because stevedore knows neither versions nor the operator's choice.
+stevedore's DriverManager loads the driver. Discovery decides before which entries may take part,
+because stevedore knows neither versions nor the operator's choice.
 """
 
 from __future__ import annotations
@@ -86,9 +86,10 @@ def lookup(kind: str, name: str, *, inventory: Inventory | None = None) -> Any:
 
 
 def load(entry: PluginEntry, *, preflight: bool = True) -> Any:
-    """Import a driver's target and check the contract it declares.
+    """Import a driver's target and check the contract that it declares.
 
-    A stranger's is first imported in a child process (see preflight.py) unless the caller did so.
+    A third party's target is first imported in a child process (see preflight.py), unless the
+    caller did so.
     """
     if preflight and not entry.is_core:
         check_import(entry)
@@ -107,12 +108,12 @@ def load(entry: PluginEntry, *, preflight: bool = True) -> Any:
 
 
 def check_import(entry: PluginEntry) -> None:
-    """Import the target in a child process; raises what load() would, and for hangs and exits."""
+    """Import the target in a child process; raises load()'s errors, also for hangs and exits."""
     check_imports([entry])
 
 
 def check_imports(entries: Sequence[PluginEntry]) -> None:
-    """The same for several, which share a child: what they all import is imported once."""
+    """The same for several entries in one child, which imports shared modules once."""
     results = _preflight(tuple(entry.target for entry in entries))
     for entry, (error, contract) in zip(entries, results, strict=True):
         if error:
@@ -156,7 +157,7 @@ def check_contract(entry: PluginEntry, contract: object) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _preflight(targets: tuple[str, ...]) -> list[tuple[str, tuple[int, ...] | None]]:
-    """Error line and declared contract of each; once per process and targets."""
+    """Error line and declared contract of each target; once per process and targets."""
     if not envs.read("FD_PLUGIN_PREFLIGHT"):
         return [("", None)] * len(targets)
     from .preflight import Job, run
@@ -171,7 +172,7 @@ def _import_with_stevedore(entry: PluginEntry) -> Any:
     from stevedore.driver import DriverManager
 
     class OneEntry(DriverManager[Any]):
-        """Sees only the entry that discovery chose, not stevedore's own cache on disk."""
+        """A view of only the entry that discovery chose, without stevedore's own cache on disk."""
 
         def list_entry_points(self) -> list[importlib.metadata.EntryPoint]:
             return [importlib.metadata.EntryPoint(entry.name, entry.target, entry.group)]

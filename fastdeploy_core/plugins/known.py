@@ -1,4 +1,4 @@
-"""Which distribution to install for a driver or command that is missing: known_plugins.json."""
+"""The distribution to install for a missing driver or command: known_plugins.json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def providers(kind: str) -> dict[str, str]:
 
 
 def summaries() -> dict[str, str]:
-    """Command to summary, for distributions with several commands."""
+    """Command to summary, of the same commands as `providers("command")`."""
     return _section("command summary")
 
 

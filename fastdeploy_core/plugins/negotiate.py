@@ -1,4 +1,4 @@
-"""Questions to hooks, answers compared: candidates with Accept or Decline, one winner, and why."""
+"""Asks hooks and compares their answers: candidates with Accept or Decline, one winner, and why."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 from fastdeploy_core.contracts.base import Accept, Candidate, Decline
 
 from .discovery import Inventory
+from .known import providers
 from .manager import HookManager
 
 
@@ -24,7 +25,7 @@ class CandidateRow(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Why one kind got its driver. `winner` is empty when nothing could be chosen."""
+    """Why one kind got its driver. `winner` is empty if nothing could be chosen."""
 
     kind: str
     question: str
@@ -41,8 +42,8 @@ def decide(
     asked: str = "",
     origin: Callable[[str], str] = lambda name: "",
 ) -> Decision:
-    """Pick a winner among (candidate, distribution). `asked` is an explicit name: it wins unless it
-    declines. Ties go to the name that sorts first."""
+    """Choose a winner among (candidate, distribution) pairs. `asked` is an explicit name, which
+    wins unless it declines. Ties go to the name that sorts first."""
     rows = [
         CandidateRow(
             name=c.name,
@@ -64,7 +65,8 @@ def decide(
             return Decision(kind, question, "", f"{asked} declines: {answer.reason}", rows)
         return Decision(kind, question, asked, "asked for by name", rows)
     if not accepted:
-        return Decision(kind, question, "", "no candidate accepts", rows)
+        why = "no candidate accepts" if rows else _none_installed(kind)
+        return Decision(kind, question, "", why, rows)
     best = accepted[0]
     others = len(accepted) - 1
     why = f"score {best.score}" + (f", {best.reason}" if best.reason else "")
@@ -72,10 +74,15 @@ def decide(
     return Decision(kind, question, best.name, why, rows)
 
 
+def _none_installed(kind: str) -> str:
+    known = [f"{name} by pip install {of}" for name, of in providers(kind).items()]
+    return f"none is installed; possible: {', '.join(known)}" if known else "none is installed"
+
+
 def ask_candidates(
     hooks: HookManager, inventory: Inventory, kind: str, hook: str, question: Any, asked: str = ""
 ) -> tuple[Decision, list[Candidate]]:
-    """Ask one question of every plugin and decide. A plugin answers for its own drivers only."""
+    """Ask all plugins one question and decide. A plugin answers for its own drivers only."""
     found: list[tuple[Candidate, str]] = []
     for answer in hooks.ask(hook, question=question):
         values = answer.value if isinstance(answer.value, list | tuple) else [answer.value]
@@ -101,7 +108,7 @@ def ask_candidates(
 
 
 def merge_decisions(decisions: Sequence[Decision], asked: str = "") -> Decision:
-    """One driver for several questions of a kind: it must accept all; scores are added up."""
+    """One driver for several questions of a kind: it must accept all of them; scores are added."""
     if len(decisions) == 1:
         return decisions[0]
     declined = [d for d in decisions if not d.winner]

@@ -227,8 +227,7 @@ def test_new_drafter_drafts_in_an_engine(
         "    speculative_config={'method': 'wise', 'num_speculative_tokens': 3,\n"
         "        'adaptive_length': False, **eval(sys.argv[1])})\n"
         "params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, "
-        "detokenize=False)\n"
-        "llm.generate([[5, 6] * 9], params, use_tqdm=False)\n"
+        "detokenize=False)\nllm.generate([[5, 6] * 9], params, use_tqdm=False)\n"
         "print(llm.get_metrics()['draft_tokens_total'])\n"
         "llm.close()\n"
     )

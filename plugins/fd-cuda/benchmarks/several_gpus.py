@@ -342,8 +342,7 @@ def tokens(options: argparse.Namespace) -> None:
         alone = sum(a == b for a, b in zip(one["together"], many["alone"], strict=True))
         print(
             f"{name} tokens in float32 on {options.world_size} GPUs {options.experts}: {same} of "
-            f"{len(prompts)} "
-            f"answers together and {alone} alone equal one GPU's",
+            f"{len(prompts)} answers together and {alone} alone equal one GPU's",
             flush=True,
         )
 

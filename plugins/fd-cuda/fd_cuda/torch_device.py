@@ -48,8 +48,7 @@ class TorchCudaDevice(CudaDevice):
         except RuntimeError as error:
             raise WorkerError(
                 f"GPU {self.index} cannot be opened: {str(error).splitlines()[0]}; nvidia-smi "
-                "shows "
-                "who uses it and its errors, dmesg lines with Xid"
+                "shows who uses it and its errors, dmesg lines with Xid"
             ) from error
         self._bind()
         fast = setting("FD_CUDA_TF32") == "1"

@@ -39,9 +39,8 @@ class MTPDrafter:
         if not isinstance(target, ExtensibleLM):
             raise CapabilityError(
                 f"method 'mtp' continues the target's blocks; {type(target).__name__} does not "
-                "offer "
-                "them (contracts.small.ExtensibleLM); a method without weights such as 'ngram' "
-                "works"
+                "offer them (contracts.small.ExtensibleLM); a method without weights such as "
+                "'ngram' works"
             )
         if context.load_weights is None:
             raise CapabilityError(

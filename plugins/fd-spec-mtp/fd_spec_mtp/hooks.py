@@ -30,8 +30,7 @@ def fd_speculative_requirements(question: SpeculativeQuestion) -> Requirements |
                 f"config.json of {folder or question.architecture} announces no "
                 "multi-token-prediction "
                 f"modules ({' or '.join(COUNT_KEYS)} above 0); possible: a checkpoint published "
-                "with "
-                "them, their folder as 'model', or a method without weights such as 'ngram'"
+                "with them, their folder as 'model', or a method without weights such as 'ngram'"
             )
         found += _lacking(folder, names)
     except ConfigError as error:

@@ -52,8 +52,7 @@ def refusals(options: Mapping[str, Any], num_speculative_tokens: int) -> list[st
             found.append(
                 f"num_model_steps {steps} makes fewer drafts than num_speculative_tokens "
                 f"{num_speculative_tokens}; leave num_model_steps out, or let n-grams make the "
-                "rest "
-                "with mtp_strategy with_ngram"
+                "rest with mtp_strategy with_ngram"
             )
         found += [
             f"{key} belongs to mtp_strategy with_ngram, which was not asked for; leave it out or "

@@ -90,8 +90,7 @@ class CachedAttention(ABC):
         if not batch.is_exact:
             raise CapabilityError(
                 f"attention driver {self.name!r} cannot capture {batch.tokens_per_row} tokens per "
-                "row; "
-                f"at most {self._most_tokens} of these heads: use fewer speculative tokens"
+                f"row; at most {self._most_tokens} of these heads: use fewer speculative tokens"
             )
         fed = np.diff(batch.cu_seqlens_q)
         short = fed[(fed > 0) & (fed <= self._short)]

@@ -1,4 +1,5 @@
-"""Drafts the token that followed the last one most often in the same sequence, and so on from there."""
+"""Drafts the token that followed the last one most often in the same sequence, and so on from
+there."""
 
 from __future__ import annotations
 

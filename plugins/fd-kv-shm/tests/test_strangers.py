@@ -12,6 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+from fd_kv_shm import wire
+from fd_kv_shm.link import peer_name
+from fd_kv_shm.shm import SharedMemoryTransport
 
 from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.kv_transport import (
@@ -21,9 +24,6 @@ from fastdeploy_core.contracts.kv_transport import (
     TransportOptions,
 )
 from fastdeploy_core.errors import ConfigError, ResourceError
-from fastdeploy_core.kvtransport import wire
-from fastdeploy_core.kvtransport.link import peer_name
-from fastdeploy_core.kvtransport.shm import SharedMemoryTransport
 
 SECRET = b"s" * 32
 BLOCK = 4096

@@ -1,4 +1,4 @@
-"""The pulling side of a shared-memory transport: asks for blocks, copies what comes into their places.
+"""The pulling side of a shared-memory transport: asks for blocks, copies them to their places.
 
 The only code that writes a destination block. Runs in the transport's thread and holds its lock for
 at most one block's copy.
