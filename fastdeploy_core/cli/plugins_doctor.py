@@ -111,7 +111,7 @@ def plugin_rows(inventory: Inventory, timeout_s: float) -> list[dict[str, Any]]:
 
 
 def table_problems(facts: Mapping[str, Any]) -> list[tuple[str, str, float, str]]:
-    """(verdict, contract, milliseconds, hint) for each name of a kernel table that leads nowhere."""
+    """(verdict, contract, milliseconds, hint) for each cell of a table that nobody can use."""
     found = [
         (FAIL, "", 0.0, f"{operation}: there is no module {module}")
         for operation, module in facts.get("missing modules", {}).items()
@@ -138,8 +138,8 @@ def library_rows() -> list[dict[str, Any]]:
 
 
 def device_rows(inventory: Inventory) -> list[dict[str, Any]]:
-    """What plugins did wrong when they were asked for devices, as every start asks; then what devices
-    of plugins whose hardware is here really do, each in a process of its own."""
+    """What plugins did wrong when they were asked for devices, as every start asks; then what
+    devices of plugins whose hardware is here really do, each in a process of its own."""
     hooks = hook_manager(inventory=inventory)
     decision, candidates = ask_candidates(
         hooks, inventory, "device", "fd_device_probe", DeviceQuestion()
