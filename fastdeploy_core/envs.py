@@ -143,7 +143,8 @@ VARIABLES: Final[dict[str, Variable]] = {
             "FD_CACHE_DIR",
             "folder",
             "~/.cache/fastdeploy",
-            "Where files are kept that can be made again: the tokenizers of GGUF models.",
+            "Where files are kept that can be made again, such as a tokenizer unpacked from a "
+            "checkpoint file.",
             _text,
         ),
         Variable(

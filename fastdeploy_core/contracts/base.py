@@ -8,7 +8,7 @@ from typing import Any, Final
 
 # (major, minor). It stays 0.x until two unlike devices and two unlike request schedulers have
 # passed the conformance kit. Under major 0 a plugin works when its minor is not newer than ours.
-CONTRACT: Final[tuple[int, int]] = (0, 13)
+CONTRACT: Final[tuple[int, int]] = (0, 14)
 
 # The distribution that owns this contract; its own drivers are always enabled.
 DISTRIBUTION: Final = "fastdeploy-core"
@@ -84,6 +84,12 @@ KINDS: Final[dict[str, Kind]] = {
             "a model architecture",
             f"{_HERE}.small:CausalLM",
             versioned=False,
+        ),
+        Kind(
+            "checkpoint_format",
+            "fastdeploy.checkpoint_formats",
+            "a way to store a model, by the suffix of its files",
+            f"{_HERE}.small:CheckpointFormat",
         ),
         Kind(
             "reasoning_parser",

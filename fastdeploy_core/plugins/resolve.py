@@ -295,6 +295,10 @@ class _Resolver:
         if architecture:
             self._add_family(architecture)
             self._chosen["model"] = architecture
+        if self._config.model.checkpoint_format:
+            self._add(
+                find("checkpoint_format", self._config.model.checkpoint_format, self._inventory)
+            )
         for name in self._config.logits_processors:
             if ":" not in name:  # "module:Class" is the operator's own code, not a plugin
                 self._add(find("logits_processor", name, self._inventory))

@@ -140,7 +140,7 @@ def test_a_quantized_checkpoint_gives_the_same_logits(
 def test_cell_does_the_norm_and_the_activation_before_it(
     checkpoint: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each but the first norm, which adds nothing, and the last one, behind which is no packed
+    """Each but the first norm, which adds nothing, and the last one, after which is no packed
     product."""
     prompt = reference(checkpoint)[1]["prompt"].tolist()
     asked: dict[str, Any] = {"drivers": with_quantizer("w8a8"), "quantization": "w8a8"}

@@ -1,4 +1,4 @@
-"""Which decode steps are recorded, as FastDeploy and vLLM spell it."""
+"""Which decode steps are captured, as FastDeploy and vLLM spell it."""
 
 from __future__ import annotations
 

@@ -219,21 +219,21 @@ class ObservingKernels:
         return operation in self._kernels
 
     def prepare(self, operation: str, weight: Any) -> Any:
-        """As the table behind."""
+        """Delegates to the wrapped table."""
         return self._kernels.prepare(operation, weight)
 
     def takes(self, operation: str, format_name: str) -> bool:
-        """As the table behind."""
+        """Delegates to the wrapped table."""
         return self._kernels.takes(operation, format_name)
 
     def activations(self, operation: str) -> str:
-        """As the table behind."""
+        """Delegates to the wrapped table."""
         return self._kernels.activations(operation)
 
     def behind(self, operation: str, before: str) -> Callable[..., Any] | None:
-        """As the table behind."""
+        """Delegates to the wrapped table."""
         return self._kernels.behind(operation, before)
 
     def origins(self) -> Mapping[str, str]:
-        """As the table behind."""
+        """Delegates to the wrapped table."""
         return self._kernels.origins()

@@ -234,7 +234,7 @@ class _Layer:
         return "us: " + ", ".join(found)
 
     def _experts(self, x: Any, offsets: Any) -> Any:
-        """Rows grouped by local expert; what lies behind the last offset is not computed."""
+        """Rows grouped by local expert; what lies after the last offset is not computed."""
         import torch
 
         ends = offsets[1:].int()

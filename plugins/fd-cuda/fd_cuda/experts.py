@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Received rows are allocated for the worst routing up to this size; beyond, the host asks how many,
-# but not while a graph is recorded.
+# but not while a graph is captured.
 _WORST_CASE_BYTES: Final = 256 << 20
 _MAX_RANKS: Final = 64
 
@@ -163,7 +163,7 @@ class AllGatherExperts:
     def _group(
         self, x: Tensor, physical: Tensor, weights: Tensor, plan: ExpertPlan, num_tokens: int
     ) -> Dispatched:
-        """Sort the choices of all tokens by local expert; those of other ranks go behind."""
+        """Sort the choices of all tokens by local expert; those of other ranks go after."""
         local = physical - self.rank * self._num_local
         is_mine = (physical >= 0) & (local >= 0) & (local < self._num_local)
         keys = torch.where(is_mine, local, self._num_local).view(-1)
