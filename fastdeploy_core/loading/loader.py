@@ -23,7 +23,7 @@ from fastdeploy_core.contracts.model import ModelShapes, StoredTensor
 from fastdeploy_core.contracts.quantizer import make_quantizer
 from fastdeploy_core.contracts.small import CausalLM, CheckpointFormat
 from fastdeploy_core.errors import WeightError
-from fastdeploy_core.layers import ModelBuilder
+from fastdeploy_core.layers import DriverFactories, ModelBuilder, ModelRanks, WeightFormats
 from fastdeploy_core.layers.cache_scales import CACHE_SCALE_NAMES
 from fastdeploy_core.layers.expert_parallel import ExpertRanks
 from fastdeploy_core.tensor import DTYPE_BYTES
@@ -80,24 +80,26 @@ def load_model(
         quantizer = make_quantizer("", settings.config, device, kernels, quantizers)
     kind, checkpoint = kv_format(settings.kv_format), _checkpoint(model_config, load_driver)
     keeping = weight_cache(config.parallel, model_config, settings, device, tp_rank, checkpoint)
+    experts = _expert_ranks(config, device, communicator, load_driver)
     with device.xp.no_grad(), keeping as cache:
         build = ModelBuilder(
             device,
             kernels,
             model_config.dtype,
             max_positions=model_config.max_model_len,
-            attention_factory=lambda spec: attention_class(spec, block_size, device, kernels),
-            moe_factory=lambda spec: load_driver("moe", "")(spec, device, kernels),
-            tp_rank=tp_rank,
-            tp_size=tp_size,
-            communicator=communicator,
-            quantizer=quantizer,
-            quantizers=quantizers,
-            is_dummy=model_config.load_format == "dummy",
-            kv_format="" if kind is None else kind.name,
-            kv_static=settings.kv_static,
-            expert_ranks=_expert_ranks(config, device, communicator, load_driver),
-            kept_weights=cache,
+            drivers=DriverFactories(
+                lambda spec: attention_class(spec, config.cache.block_size, device, kernels),
+                lambda spec: load_driver("moe", "")(spec, device, kernels),
+            ),
+            ranks=ModelRanks(tp_rank, tp_size, communicator, experts),
+            formats=WeightFormats(
+                quantizer=quantizer,
+                quantizers=quantizers,
+                is_dummy=model_config.load_format == "dummy",
+                kv_format="" if kind is None else kind.name,
+                kv_static=settings.kv_static,
+                kept=cache,
+            ),
         )
         if settings.kv_unused:
             for text in CACHE_SCALE_NAMES:
