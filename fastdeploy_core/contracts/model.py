@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from .attention import AttentionSpec
+from .layers import AttentionSpec, StateSpec
 from .moe import MoESpec
 
 if TYPE_CHECKING:
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 class ModelShapes:
     """Everything about a model's shape that planning needs; built from config.json alone.
 
-    `attention` and `moe` are as one rank of the tensor-parallel group holds them.
+    `layers` are those that keep something of a sequence, in the order in which the family builds
+    them; layers that keep nothing are left out. They and `moe` are as one rank of the tensor-parallel
+    group holds them.
     """
 
     architecture: str
@@ -24,7 +26,7 @@ class ModelShapes:
     vocab_size: int
     hidden_size: int
     max_position_embeddings: int
-    attention: AttentionSpec
+    layers: tuple[AttentionSpec | StateSpec, ...]
     moe: MoESpec | None = None
 
 

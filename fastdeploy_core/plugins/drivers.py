@@ -10,7 +10,7 @@ import functools
 import importlib.metadata
 import logging
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fastdeploy_core import envs
 from fastdeploy_core.contracts.base import CONTRACT, KINDS
@@ -34,6 +34,9 @@ from .discovery import (
 )
 from .known import providers
 from .preflight_child import describe
+
+if TYPE_CHECKING:
+    from .preflight import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -114,14 +117,23 @@ def check_import(entry: PluginEntry) -> None:
 def check_imports(entries: Sequence[PluginEntry]) -> None:
     """The same for several, which share a child: what they all import is imported once."""
     results = _preflight(tuple(entry.target for entry in entries))
-    for entry, (error, contract) in zip(entries, results, strict=True):
-        if error:
+    for entry, outcome in zip(entries, results, strict=True):
+        if outcome.error:
             raise PluginLoadError(
-                f"{_title(entry.kind)} {entry.name!r} of {entry.origin} failed to load: {error}; "
-                "see: fastdeploy plugins doctor"
+                f"{_title(entry.kind)} {entry.name!r} of {entry.origin} failed to load: "
+                f"{outcome.error}; see: fastdeploy plugins doctor"
             )
-        if contract is not None:
-            check_contract(entry, contract)
+        if outcome.contract is not None:
+            check_contract(entry, outcome.contract)
+
+
+def features(entry: PluginEntry) -> frozenset[str]:
+    """What a driver of layers declares to implement beyond the plain layer; a stranger's class is
+    looked at in a child process. PluginLoadError where it cannot be imported."""
+    if entry.is_core or not envs.read("FD_PLUGIN_PREFLIGHT"):
+        return frozenset(getattr(load(entry, preflight=False), "features", ()))
+    check_import(entry)
+    return _preflight((entry.target,))[0].features
 
 
 def check_contract(entry: PluginEntry, contract: object) -> None:
@@ -155,16 +167,16 @@ def check_contract(entry: PluginEntry, contract: object) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _preflight(targets: tuple[str, ...]) -> list[tuple[str, tuple[int, ...] | None]]:
-    """Error line and declared contract of each; once per process and targets."""
+def _preflight(targets: tuple[str, ...]) -> list[Outcome]:
+    """What became of importing each; once per process and targets."""
+    from .preflight import Job, Outcome, run
+
     if not envs.read("FD_PLUGIN_PREFLIGHT"):
-        return [("", None)] * len(targets)
-    from .preflight import Job, run
+        return [Outcome("", 0.0)] * len(targets)
 
     logger.debug("importing %s in a child process first", ", ".join(targets))
     limit_s = envs.read("FD_PLUGIN_DRIVER_TIMEOUT_S")
-    outcomes = run([Job(target, limit_s) for target in targets])
-    return [(outcome.error, outcome.contract) for outcome in outcomes]
+    return run([Job(target, limit_s) for target in targets])
 
 
 def _import_with_stevedore(entry: PluginEntry) -> Any:

@@ -86,6 +86,7 @@ class ReferenceAttention:
     # A recorded step reads whole block tables, which costs more than it saves where these are long.
     max_recorded_len = 4096
     can_capture_mixed = False
+    features = frozenset[str]()
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable

@@ -336,7 +336,7 @@ IMPORTING_BY_NAME = {
 
 
 def test_no_room_reaches_another_past_the_import_rules() -> None:
-    """import-linter sees import statements alone: a module that imports by name reaches any room."""
+    """import-linter sees import statements alone, so importing by name could reach any room."""
     found = []
     for path in CORE:
         name = path.relative_to(ROOT).as_posix()

@@ -49,6 +49,7 @@ class GaudiBlock:
     unit: Literal["core", "rope_kv", "projections"] = "projections"
     can_capture_decode = False
     can_capture_mixed = False
+    features = frozenset[str]()
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable

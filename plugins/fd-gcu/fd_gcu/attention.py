@@ -35,6 +35,7 @@ class GcuAttention:
     unit: Literal["core", "rope_kv"] = "rope_kv"
     can_capture_decode = False
     can_capture_mixed = False
+    features = frozenset[str]()
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable

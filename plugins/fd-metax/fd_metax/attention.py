@@ -39,6 +39,7 @@ class MetaxAttention:
     unit: Literal["core", "rope_kv"] = "rope_kv"
     can_capture_decode = False
     can_capture_mixed = False
+    features = frozenset[str]()
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable

@@ -26,6 +26,7 @@ class X86Attention:
     unit: Literal["core", "rope_kv"] = "rope_kv"
     can_capture_decode = True
     can_capture_mixed = True
+    features = frozenset[str]()
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable

@@ -104,6 +104,7 @@ class PagedAttention:
     unit: Literal["core", "rope_kv"] = "rope_kv"
     can_capture_decode = True
     can_capture_mixed = True
+    features = frozenset[str]()
     norms_heads = True
 
     def __init__(
